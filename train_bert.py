@@ -14,8 +14,8 @@ from dataclasses import replace
 from ds_ext.launch import process
 from ds_ext.parallel.hosts import Hosts
 from ds_ext.planner.job_plan import JobPlan
-from ds_ext.training.hosts import hosts_of_flags
-from ds_ext.training.setup import (
+from ds_ext.recipes.training.hosts import hosts_of_flags
+from ds_ext.recipes.training.setup import (
     describe_job,
     job_facts,
     micro_batches,
@@ -32,10 +32,10 @@ def main() -> int:
     """Train, or print the plan of a dry run. Returns the exit code."""
     args, plan = plan_job("train_bert.py", sys.argv[1:], "bert")
 
-    from ds_ext.data.bert import BertOptions, bert_tokenizer, build_bert_datasets
-    from ds_ext.models.bert import BertConfig
-    from ds_ext.training.checkpoint_fit import check_load
-    from ds_ext.training.loop import Trainer, say, show, shut_down
+    from ds_ext.recipes.data.bert import BertOptions, bert_tokenizer, build_bert_datasets
+    from ds_ext.recipes.models.bert import BertConfig
+    from ds_ext.recipes.training.checkpoint_fit import check_load
+    from ds_ext.recipes.training.loop import Trainer, say, show, shut_down
 
     process.set_up_logging()
     options = BertOptions(args.mask_prob, args.short_seq_prob, not args.bert_no_binary_head)
@@ -55,7 +55,6 @@ def main() -> int:
         return show(describe(plan, hosts_of_flags(args)))
 
     import ds_ext
-    from ds_ext.data.meta import read_meta
     from ds_ext.engine import (
         check_precision,
         hosts_of_job,
@@ -63,7 +62,8 @@ def main() -> int:
         on_hosts,
         weight_decay_groups,
     )
-    from ds_ext.models.bert import BertLoss, bert_layer_specs
+    from ds_ext.recipes.data.meta import read_meta
+    from ds_ext.recipes.models.bert import BertLoss, bert_layer_specs
     from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel
 
     settings = plan.job.ds_ext

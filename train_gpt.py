@@ -17,8 +17,8 @@ from ds_ext.errors import ConfigError
 from ds_ext.launch import process
 from ds_ext.parallel.hosts import Hosts
 from ds_ext.planner.job_plan import JobPlan
-from ds_ext.training.hosts import hosts_of_flags
-from ds_ext.training.setup import (
+from ds_ext.recipes.training.hosts import hosts_of_flags
+from ds_ext.recipes.training.setup import (
     describe_job,
     job_facts,
     micro_batches,
@@ -35,13 +35,13 @@ def main() -> int:
     """Train, or print the plan of a dry run. Returns the exit code."""
     args, plan = plan_job("train_gpt.py", sys.argv[1:], "gpt")
 
-    from ds_ext.convert.hf_model import HuggingFaceModel
-    from ds_ext.data.gpt import build_gpt_datasets, describe_chat
-    from ds_ext.models.gpt import GPTConfig
-    from ds_ext.training.checkpoint_fit import check_load
-    from ds_ext.training.documents import document_options
-    from ds_ext.training.hf_model import folder_sizes
-    from ds_ext.training.loop import Trainer, say, show, shut_down
+    from ds_ext.recipes.convert.hf_model import HuggingFaceModel
+    from ds_ext.recipes.data.gpt import build_gpt_datasets, describe_chat
+    from ds_ext.recipes.models.gpt import GPTConfig
+    from ds_ext.recipes.training.checkpoint_fit import check_load
+    from ds_ext.recipes.training.documents import document_options
+    from ds_ext.recipes.training.hf_model import folder_sizes
+    from ds_ext.recipes.training.loop import Trainer, say, show, shut_down
 
     process.set_up_logging()
     options = document_options(args)
@@ -65,8 +65,6 @@ def main() -> int:
         return show(describe(plan, hosts_of_flags(args)))
 
     import ds_ext
-    from ds_ext.convert.into_ranks import load_into_ranks
-    from ds_ext.data.meta import read_meta
     from ds_ext.engine import (
         check_precision,
         hosts_of_job,
@@ -74,7 +72,9 @@ def main() -> int:
         on_hosts,
         weight_decay_groups,
     )
-    from ds_ext.models.gpt import gpt_layer_specs, gpt_loss
+    from ds_ext.recipes.convert.into_ranks import load_into_ranks
+    from ds_ext.recipes.data.meta import read_meta
+    from ds_ext.recipes.models.gpt import gpt_layer_specs, gpt_loss
     from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel, skip_initial_values
 
     settings = plan.job.ds_ext
@@ -108,8 +108,8 @@ def main() -> int:
 
 def vocab_size(args: argparse.Namespace) -> int:
     """Return --vocab-size, or that of the data's tokenizer. Raises ConfigError for a different tokenizer."""
-    from ds_ext.data.meta import check_one_tokenizer, check_tokenizer, check_vocab_size, read_meta
-    from ds_ext.training.documents import flagged_tokenizer
+    from ds_ext.recipes.data.meta import check_one_tokenizer, check_tokenizer, check_vocab_size, read_meta
+    from ds_ext.recipes.training.documents import flagged_tokenizer
 
     meta = read_meta(args.data_path)
     if meta is not None and "sentences" in meta:

@@ -17,11 +17,11 @@ from typing import Any
 
 from ds_ext.comm.spin import usable_cores
 from ds_ext.errors import ConfigError
-from ds_ext.models.config import TransformerConfig
 from ds_ext.observe.flops import peak_tflops
 from ds_ext.pipe_schedules import Timetable, get_schedule
 from ds_ext.planner.memory import TrainingSizes, memory
 from ds_ext.planner.text import format_bytes
+from ds_ext.recipes.models.config import TransformerConfig
 
 from .command import (
     Report,
@@ -255,7 +255,7 @@ def build(name: str, job: TrainingJob) -> TrainingEngine:
     """Build the engine called ``name``: a rival, or ours with the schedule of that name."""
     import torch
 
-    from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
+    from ds_ext.recipes.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
     from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 
     from .rivals import Workload

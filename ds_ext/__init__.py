@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_ext.decoders import from_transformers, save_adapter
     from ds_ext.engine import PipelineModule, init_distributed, initialize
+    from ds_ext.hf import from_transformers, save_adapter
     from ds_ext.observe.metrics import Metrics
 
 __version__ = "0.1.0"
@@ -31,9 +31,9 @@ def __getattr__(name: str) -> Any:
 
         return getattr(engine, name)
     if name in ("from_transformers", "save_adapter"):
-        from ds_ext import decoders
+        from ds_ext import hf
 
-        return getattr(decoders, name)
+        return getattr(hf, name)
     if name == "Metrics":
         from ds_ext.observe import metrics
 

@@ -104,8 +104,8 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
     best.add_argument("-o", "--output", metavar="FILE", help="timetable file to write")
 
     for name, text, module in (
-        ("prepare", "turn text into training data", "data.prepare"),
-        ("convert", "convert checkpoints to and from Hugging Face (needs ds_ext[hf])", "convert"),
+        ("prepare", "turn text into training data", "recipes.data.prepare"),
+        ("convert", "convert checkpoints to and from Hugging Face (needs ds_ext[hf])", "recipes.convert"),
         ("report", "make a page of a run: curves, memory, waits, timetables", "cli.report_verb"),
         ("trace", "merge, summarize or draw the traces of a run", "cli.trace_verbs"),
         ("doctor", "check the transports on this host, or the hosts of a job", "cli.doctor_verb"),

@@ -9,7 +9,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
-from ds_ext.models.bert import BertConfig, BertLoss, bert_layer_specs
+from ds_ext.recipes.models.bert import BertConfig, BertLoss, bert_layer_specs
 from ds_ext.tensor_parallel import IGNORE_INDEX, DropoutClock, TensorParallel
 from tests.losses import share, step_counts
 from tests.reference import ReferenceRun

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ds_ext import pipe_schedules
 from ds_ext.engine import PipelineEngine, PipelineModule, initialize, weight_decay_groups
-from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.parallel.fbd import make_layout
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.parallel.rank_order import parse_rank_order
+from ds_ext.recipes.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, create_tensor_parallel, shard_dim
 from tests.plans import placement_of
 from tests.reference import ReferenceRun, gather_shards, random_batches, train_reference

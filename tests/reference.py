@@ -12,7 +12,7 @@ import torch.distributed as dist
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
-from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
+from ds_ext.recipes.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, shard_dim
 from tests.losses import share, step_counts
 

@@ -16,7 +16,7 @@ EVERYTHING = {"*"}
 # Unit -> its allowed imports: other units by name, other packages as "package:", "*" for everything. A unit is a
 # folder or module directly in ds_ext, or a deeper one that has rules of its own.
 ALLOWED: dict[str, set[str]] = {
-    "__init__": {"decoders", "engine", "observe"},
+    "__init__": {"hf", "engine", "observe"},
     "__main__": EVERYTHING,
     "errors": set(),
     "environment": set(),
@@ -29,8 +29,8 @@ ALLOWED: dict[str, set[str]] = {
     },
     "parallel": {"errors", "pipe_schedules"},
     "planner": {
-        *("errors", "pipe_schedules", "config", "parallel", "comm/rounds", "data/layout"),
-        *("models/config", "models/flags"),
+        *("errors", "pipe_schedules", "config", "parallel", "comm/rounds", "recipes/data/layout"),
+        *("recipes/models/config", "recipes/models/flags"),
     },
     "planner/solver": {"errors", "pipe_schedules", "planner", "ortools:"},
     "comm/host_watch": {"environment", "errors"},
@@ -39,19 +39,20 @@ ALLOWED: dict[str, set[str]] = {
     "comm": {"environment", "errors", "comm/host_watch", "comm/rounds", "torch:"},
     "launch": {"environment", "errors", "comm/host_watch", "torch:"},
     "tensor_parallel": {"errors", "comm/gloo_cuda", "torch:"},
-    "models/flags": set(),
-    "models/config": {"errors", "parallel", "models/flags"},
-    "models": {
-        *("errors", "parallel", "models/config", "models/flags", "tensor_parallel", "torch:"),
+    "recipes/models/flags": set(),
+    "recipes/models/config": {"errors", "parallel", "recipes/models/flags"},
+    "recipes/models": {
+        *("errors", "parallel", "recipes/models/config", "recipes/models/flags", "tensor_parallel", "torch:"),
         *("deepspeed.pipe:", "deepspeed.runtime.pipe.module:"),
     },
-    "data/layout": set(),
-    "data/chat/template": {"errors", "numpy:", "transformers:"},
-    "data": {
+    "recipes": set(),
+    "recipes/data/layout": set(),
+    "recipes/data/chat/template": {"errors", "numpy:", "transformers:"},
+    "recipes/data": {
         "environment",
         "errors",
-        "data/layout",
-        "data/chat/template",
+        "recipes/data/layout",
+        "recipes/data/chat/template",
         "numpy:",
         "torch:",
         "megatron:",
@@ -70,20 +71,33 @@ ALLOWED: dict[str, set[str]] = {
         *("comm/host_watch", "launch", "tensor_parallel", "observe/trace", "engine/checkpoint/folder"),
         *("numpy:", "torch:", "deepspeed:"),
     },
-    "decoders": {
-        *("errors", "engine", "convert/hf_folder", "tensor_parallel", "torch:", "deepspeed.pipe:"),
+    "hf": {
+        *("errors", "engine", "hf/folder", "tensor_parallel", "torch:", "deepspeed.pipe:"),
         *("transformers:", "safetensors:", "peft:"),
     },
-    "convert/hf_folder": {"errors", "engine", "data", "torch:", "safetensors:"},
-    "convert": {
-        *("errors", "engine", "engine/checkpoint/folder", "models", "models/config", "data"),
-        "convert/hf_folder",
+    "hf/folder": {"errors", "engine", "recipes/data/layout", "torch:", "safetensors:"},
+    "recipes/convert": {
+        *(
+            "errors",
+            "engine",
+            "engine/checkpoint/folder",
+            "recipes/models",
+            "recipes/models/config",
+            "recipes/data",
+        ),
+        "hf/folder",
         *("torch:", "safetensors:"),
     },
-    "training": {
+    "recipes/training": {
         *("__init__", "errors", "pipe_schedules", "config", "parallel", "planner", "launch", "engine"),
-        *("convert", "convert/hf_folder", "engine/checkpoint/folder", "models", "models/config"),
-        *("models/flags", "data", "environment", "observe", "torch:"),
+        *(
+            "recipes/convert",
+            "hf/folder",
+            "engine/checkpoint/folder",
+            "recipes/models",
+            "recipes/models/config",
+        ),
+        *("recipes/models/flags", "recipes/data", "environment", "observe", "torch:"),
     },
     "cli": {
         "environment",
@@ -91,8 +105,8 @@ ALLOWED: dict[str, set[str]] = {
         "pipe_schedules",
         "planner",
         "planner/solver",
-        "models/config",
-        "models/flags",
+        "recipes/models/config",
+        "recipes/models/flags",
         "parallel",
         "comm",
         "launch",
@@ -213,13 +227,13 @@ def test_cycles_are_found() -> None:
         ("config", "ds_ext.planner.auto.choose_for_job", True),
         ("config", "torch", True),
         ("comm", "deepspeed", True),
-        ("models", "deepspeed.pipe", False),
-        ("models", "deepspeed", True),
-        ("models", "ds_ext.engine.engine", True),
-        ("engine", "ds_ext.models.gpt", True),
-        ("engine", "ds_ext.training.loop.Trainer", True),
+        ("recipes/models", "deepspeed.pipe", False),
+        ("recipes/models", "deepspeed", True),
+        ("recipes/models", "ds_ext.engine.engine", True),
+        ("engine", "ds_ext.recipes.models.gpt", True),
+        ("engine", "ds_ext.recipes.training.loop.Trainer", True),
         ("engine", "ds_ext.pipe_schedules.bridge.Schedule", False),
-        ("training", "ds_ext.models.gpt", False),
+        ("recipes/training", "ds_ext.recipes.models.gpt", False),
     ],
 )
 def test_the_rule_itself(unit: str, name: str, expected: bool) -> None:
@@ -235,7 +249,7 @@ def loaded_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["ds_ext", "ds_ext.config.job", "ds_ext.pipe_schedules", "ds_ext.models.config"]
+    "module", ["ds_ext", "ds_ext.config.job", "ds_ext.pipe_schedules", "ds_ext.recipes.models.config"]
 )
 def test_pure_imports_do_not_load_torch(module: str) -> None:
     roots = {name.split(".")[0] for name in loaded_after(f"import {module}")}

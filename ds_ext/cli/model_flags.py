@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from ..errors import ScheduleError
-from ..models.config import PLANNED, SIZES, TransformerConfig
-from ..models.flags import add_flags, fields_of, flag_name, flags_of
 from ..planner.memory import TrainingSizes
 from ..planner.named_models import LLAMA, MODELS, named_model
+from ..recipes.models.config import PLANNED, SIZES, TransformerConfig
+from ..recipes.models.flags import add_flags, fields_of, flag_name, flags_of
 
 # Settings of the job with a flag, and those of them that `plan` chooses itself.
 _CHOSEN = ("tensor_parallel", "data_parallel", "attention_scores")

@@ -19,16 +19,16 @@ from ..config.deepspeed_json import (
     zero_stage,
 )
 from ..config.job import AUTO
-from ..data.layout import DATA_NAME, META_NAME
 from ..errors import ConfigError, ScheduleError
-from ..models.config import PLANNED, SIZES, TransformerConfig
-from ..models.flags import fields_of
 from ..parallel.layout import data_parallel_size
 from ..parallel.partition import BALANCED
 from ..pipe_schedules import Placement, Schedule, get_schedule
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.definition import Option, Orders
 from ..pipe_schedules.placement import linear
+from ..recipes.data.layout import DATA_NAME, META_NAME
+from ..recipes.models.config import PLANNED, SIZES, TransformerConfig
+from ..recipes.models.flags import fields_of
 from .memory import RECOMPUTATIONS, TrainingSizes
 from .search import Candidates, Request, choose
 from .text import join_words, parse_bytes

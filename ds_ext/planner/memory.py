@@ -24,11 +24,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from ..errors import ScheduleError
-from ..models.config import TransformerConfig
-from ..models.flags import NO_FLAG, flag
 from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.timetables import Timetable
+from ..recipes.models.config import TransformerConfig
+from ..recipes.models.flags import NO_FLAG, flag
 from .parameter_bytes import BUCKET, PRECISIONS, ParameterBytes, parameter_bytes
 
 RECOMPUTATIONS = ("none", "selective", "full")

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ScheduleError
-from ..models.config import TransformerConfig
+from ..recipes.models.config import TransformerConfig
 
 # Fields that the models of the Llama family have in common.
 LLAMA: Mapping[str, Any] = MappingProxyType(

@@ -16,8 +16,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ScheduleError
-from ..models.config import TransformerConfig
-from ..models.flags import keys_of
 from ..parallel.crossing import rank_orders
 from ..parallel.layout import ParallelLayout
 from ..parallel.network import Network
@@ -25,6 +23,8 @@ from ..parallel.rank_order import RankOrder
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulation import simulate
+from ..recipes.models.config import TransformerConfig
+from ..recipes.models.flags import keys_of
 from .memory import TrainingSizes
 from .search import Candidate, Candidates, Request, choose
 from .stage_costs import message_bytes

@@ -27,7 +27,7 @@ def main() -> None:
 
     import ds_ext
     from ds_ext.engine.recovery.recovery import restarts
-    from ds_ext.training.loop import say, shut_down
+    from ds_ext.recipes.training.loop import say, shut_down
 
     class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         def __init__(self, first: int) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from ds_ext.engine import PipelineModule, initialize
-from ds_ext.models.bert import BertConfig, BertLoss, bert_layer_specs
 from ds_ext.pipe_schedules import get_schedule
+from ds_ext.recipes.models.bert import BertConfig, BertLoss, bert_layer_specs
 from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel
 from tests.bert_runs import random_bert_batches, train_bert_reference
 from tests.distributed.test_parity import assert_equal

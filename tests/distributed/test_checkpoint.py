@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ds_ext.engine.checkpoint import save
 from ds_ext.engine.checkpoint.file import TensorFile, layer_file, read_plain
 from ds_ext.errors import CheckpointError, ConfigError
-from ds_ext.models.gpt import gpt_layer_specs
+from ds_ext.recipes.models.gpt import gpt_layer_specs
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 from tests.engine_runs import MODEL, Job, StepBatches, build
 from tests.precisions import needs

@@ -15,15 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_ext.__main__ import main
-from ds_ext.convert.hf_model import HuggingFaceModel
-from ds_ext.convert.into_ranks import load_into_ranks
 from ds_ext.engine.checkpoint.states import OptimizerStates
 from ds_ext.errors import ConfigError
-from ds_ext.models.gpt import GPTConfig
-from ds_ext.models.hf_config import unseen_in_weights
 from ds_ext.pipe_schedules import SCHEDULES
+from ds_ext.recipes.convert.hf_model import HuggingFaceModel
+from ds_ext.recipes.convert.into_ranks import load_into_ranks
+from ds_ext.recipes.models.gpt import GPTConfig
+from ds_ext.recipes.models.hf_config import unseen_in_weights
+from ds_ext.recipes.training.checkpoint_fit import check_load
 from ds_ext.tensor_parallel import skip_initial_values
-from ds_ext.training.checkpoint_fit import check_load
 from tests.distributed import test_bert, test_checkpoint
 from tests.engine_runs import MODEL, Job, StepBatches, build
 from tests.precisions import needs

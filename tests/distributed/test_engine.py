@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ds_ext.engine import PipelineModule, initialize
 from ds_ext.errors import TransportError
-from ds_ext.models.gpt import gpt_layer_specs, gpt_loss
 from ds_ext.pipe_schedules import get_schedule
+from ds_ext.recipes.models.gpt import gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 from tests.engine_runs import MODEL, SCHEDULES, Job, StepBatches, build, train
 from tests.losses import mean

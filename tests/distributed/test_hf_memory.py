@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from ds_ext.convert.hf_folder import CONFIG, INDEX, shard_name
-from ds_ext.convert.hf_model import HuggingFaceModel
-from ds_ext.convert.into_ranks import load_into_ranks
 from ds_ext.engine.checkpoint.file import write_tensors
-from ds_ext.models.gpt import GPTConfig
-from ds_ext.models.hf import counterparts
-from ds_ext.models.hf_config import to_json
+from ds_ext.hf.folder import CONFIG, INDEX, shard_name
+from ds_ext.recipes.convert.hf_model import HuggingFaceModel
+from ds_ext.recipes.convert.into_ranks import load_into_ranks
+from ds_ext.recipes.models.gpt import GPTConfig
+from ds_ext.recipes.models.hf import counterparts
+from ds_ext.recipes.models.hf_config import to_json
 from ds_ext.tensor_parallel import skip_initial_values
 from tests.engine_runs import Job, build
 from tests.ranks import Ranks

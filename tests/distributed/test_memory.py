@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from ds_ext.models.gpt import GPTConfig
 from ds_ext.pipe_schedules import timetable
 from ds_ext.planner.auto import training_sizes
 from ds_ext.planner.memory import memory
+from ds_ext.recipes.models.gpt import GPTConfig
 from tests.allocations import AllocatedBytes
 from tests.engine_runs import Job, StepBatches, batches_of, build
 from tests.precisions import needs

@@ -21,12 +21,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 import ds_ext
-from ds_ext.decoders.weights import source_of
 from ds_ext.engine import PipelineEngine
 from ds_ext.engine.deepspeed_api import names
 from ds_ext.engine.deepspeed_api.names import NAMES, OVERRIDDEN, TESTED, PrivateName
 from ds_ext.engine.grid import FoldedTopology, RoleGrid
 from ds_ext.errors import ConfigError
+from ds_ext.hf.weights import source_of
 from ds_ext.tensor_parallel import weight_gradients
 from tests.engine_runs import Job
 from tests.precisions import is_supported, needs

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_map
 import ds_ext
 from ds_ext.engine.checkpoint.states import parameters_of
 from ds_ext.errors import ConfigError, TransportError
-from ds_ext.models.bert import BertConfig, BertLoss, bert_layer_specs
-from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.parallel.fbd import make_layout
+from ds_ext.recipes.models.bert import BertConfig, BertLoss, bert_layer_specs
+from ds_ext.recipes.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import (
     IGNORE_INDEX,
     DropoutClock,

@@ -7,9 +7,9 @@ import importlib.util
 import pytest
 import torch
 
-from ds_ext.models.config import TransformerConfig
-from ds_ext.models.layers import TransformerLayer
-from ds_ext.models.te import _NAMES, TransformerEngineLayer
+from ds_ext.recipes.models.config import TransformerConfig
+from ds_ext.recipes.models.layers import TransformerLayer
+from ds_ext.recipes.models.te import _NAMES, TransformerEngineLayer
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 from tests.gpu.ranks import needs_gpu
 

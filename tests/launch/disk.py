@@ -17,7 +17,7 @@ def main() -> None:
 
     import ds_ext
     from ds_ext.engine import init_distributed
-    from ds_ext.training.loop import say
+    from ds_ext.recipes.training.loop import say
 
     def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         while True:

@@ -21,7 +21,7 @@ def main() -> None:
 
     import ds_ext
     from ds_ext.engine import init_distributed
-    from ds_ext.training.loop import say
+    from ds_ext.recipes.training.loop import say
 
     class Scale(nn.Module):
         """One weight for each feature: wide messages, little work."""

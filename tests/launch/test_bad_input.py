@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ds_ext.data.tokenizer import train_bpe
+from ds_ext.recipes.data.tokenizer import train_bpe
 from tests.launch.forked import run_forked
 from tests.launch.jobs import ROOT, Job, command, environment, tiny_config, write_json
 from tests.launch.test_bert import prepare as prepare_bert

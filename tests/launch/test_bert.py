@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from ds_ext.data.meta import read_meta
 from ds_ext.errors import ConfigError
-from ds_ext.models.bert import BertConfig
-from ds_ext.models.gpt import GPTConfig
-from ds_ext.training.checkpoint_fit import check_load
-from ds_ext.training.setup import model_fields, plan_job
+from ds_ext.recipes.data.meta import read_meta
+from ds_ext.recipes.models.bert import BertConfig
+from ds_ext.recipes.models.gpt import GPTConfig
+from ds_ext.recipes.training.checkpoint_fit import check_load
+from ds_ext.recipes.training.setup import model_fields, plan_job
 from tests.launch.forked import ForkedJob, run_forked
 from tests.launch.jobs import ROOT, environment, tiny_config, write_json
 

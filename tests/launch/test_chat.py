@@ -11,7 +11,7 @@ import pytest
 from tests.chat_folders import TEMPLATES, write_tokenizer
 from tests.launch.forked import run_forked
 from tests.launch.jobs import ROOT, tiny_config, write_json
-from tests.unit.data.test_prepare import run
+from tests.unit.recipes.data.test_prepare import run
 
 SCRIPT = str(ROOT / "train_gpt.py")
 

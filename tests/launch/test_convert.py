@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ds_ext.__main__ import main
-from ds_ext.data.tokenizer import load_tokenizer
+from ds_ext.recipes.data.tokenizer import load_tokenizer
 from tests.launch.forked import run_forked
 from tests.launch.jobs import ROOT
 

@@ -120,7 +120,7 @@ def test_finetune_decoder(run: Callable[..., str], tmp_path: Path, rank: int) ->
 
 def test_finetune_a_llama(tmp_path: Path, corpus: Path, free_port: Callable[[], int]) -> None:
     transformers: Any = pytest.importorskip("transformers")
-    from ds_ext.data.tokenizer import load_tokenizer
+    from ds_ext.recipes.data.tokenizer import load_tokenizer
     from tests.hf_models import random_llama
 
     sizes = {"num_hidden_layers": 8, "max_position_embeddings": 32}

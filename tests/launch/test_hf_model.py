@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from ds_ext.__main__ import main
-from ds_ext.data.gpt import build_gpt_datasets
-from ds_ext.data.tokenizer import load_tokenizer
 from ds_ext.launch.process import EXIT_CONFIG
+from ds_ext.recipes.data.gpt import build_gpt_datasets
+from ds_ext.recipes.data.tokenizer import load_tokenizer
 from tests.launch.forked import run_forked
 from tests.launch.jobs import ROOT
 

@@ -18,7 +18,7 @@ from ds_ext.engine.checkpoint.folder import good_checkpoints
 from ds_ext.engine.checkpoint.lock import LOCK
 from ds_ext.errors import ConfigError
 from ds_ext.launch.process import EXIT_CONFIG, EXIT_FAILED
-from ds_ext.training.loop import EXIT_NOT_SAVED
+from ds_ext.recipes.training.loop import EXIT_NOT_SAVED
 from tests.launch.forked import run_forked
 from tests.launch.jobs import ROOT, environment
 from tests.ranks import RankPool

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from ds_ext.__main__ import main
-from ds_ext.data.meta import read_meta
 from ds_ext.errors import ConfigError
-from ds_ext.models.gpt import GPTConfig
 from ds_ext.observe.report.folder import read_run
 from ds_ext.observe.trace.read import read_traces
 from ds_ext.observe.trace.summary import summarize
-from ds_ext.training.checkpoint_fit import check_load
-from ds_ext.training.setup import model_fields, plan_job
+from ds_ext.recipes.data.meta import read_meta
+from ds_ext.recipes.models.gpt import GPTConfig
+from ds_ext.recipes.training.checkpoint_fit import check_load
+from ds_ext.recipes.training.setup import model_fields, plan_job
 from tests.launch.forked import ForkedJob, run_forked
 from tests.launch.jobs import ROOT, Job, command, write_json
 from tests.own_schedule import NAME, write_own_schedule

@@ -27,7 +27,7 @@ def main() -> None:
 
     import ds_ext
     from ds_ext.engine import init_distributed
-    from ds_ext.training.loop import say, shut_down
+    from ds_ext.recipes.training.loop import say, shut_down
 
     class Faulty(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:

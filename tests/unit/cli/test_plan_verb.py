@@ -16,9 +16,9 @@ from ds_ext.engine import check_deepspeed
 from ds_ext.parallel.partition import layer_boundaries
 from ds_ext.pipe_schedules.list_scheduling import search
 from ds_ext.planner.job_plan import make_job_plan
-from ds_ext.training.arguments import parse
-from ds_ext.training.preflight import check_job
-from ds_ext.training.setup import model_fields as script_sizes
+from ds_ext.recipes.training.arguments import parse
+from ds_ext.recipes.training.preflight import check_job
+from ds_ext.recipes.training.setup import model_fields as script_sizes
 
 PLAN = ["plan", "--devices", "8", "--memory", "16GB", "--model", "gpt-1.3b", "--global-batch-size", "16"]
 

@@ -26,7 +26,7 @@ from ds_ext.engine.checkpoint.folder import (
     start_writing,
 )
 from ds_ext.errors import CheckpointError, ConfigError
-from ds_ext.training.preflight import require_checkpoint
+from ds_ext.recipes.training.preflight import require_checkpoint
 from tests.launch.jobs import ROOT
 from tests.ranks import fork_server
 

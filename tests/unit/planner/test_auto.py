@@ -18,7 +18,7 @@ from ds_ext.planner.auto import model_of_train, training_sizes, vocabulary
 from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.memory import TrainingSizes
 from ds_ext.planner.search import Request, choose
-from ds_ext.training.arguments import parse
+from ds_ext.recipes.training.arguments import parse
 from tests.plans import candidates_of, placement_of, timetable_of
 
 TRAIN = {"num_layers": 16, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 128}

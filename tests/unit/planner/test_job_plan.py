@@ -93,7 +93,8 @@ def test_auto_plans_for_the_world() -> None:
 
 def test_planning_and_its_checks_import_no_torch() -> None:
     code = (
-        "import sys, ds_ext.training.setup; from ds_ext.training.arguments import build_parser; build_parser('x');"
+        "import sys, ds_ext.recipes.training.setup\n"
+        "from ds_ext.recipes.training.arguments import build_parser; build_parser('x');"
         "from ds_ext.planner.job_plan import make_job_plan; from ds_ext.config.job import load_config;"
         "make_job_plan(load_config({'train_batch_size': 4})).simulation; print('torch' in sys.modules)"
     )

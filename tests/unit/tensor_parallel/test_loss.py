@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_ext.models.gpt import GPTConfig, gpt_loss
+from ds_ext.recipes.models.gpt import GPTConfig, gpt_loss
 from ds_ext.tensor_parallel import IGNORE_INDEX, TensorParallel, vocab_parallel_cross_entropy
 from tests.losses import mean
 

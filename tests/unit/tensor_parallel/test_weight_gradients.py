@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ds_ext.errors import ConfigError
-from ds_ext.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
+from ds_ext.recipes.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import (
     ColumnParallelLinear,
     DeferralWatch,

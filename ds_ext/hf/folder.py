@@ -1,0 +1,167 @@
+"""Folder of a Hugging Face model: config.json and safetensors."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ..engine.checkpoint.file import TensorFile
+from ..errors import ConfigError
+from ..recipes.data.layout import sampled_checksum
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def safetensors() -> Any:
+    """Import the package safetensors. Raises ConfigError if it is missing."""
+    try:
+        import safetensors
+        import safetensors.torch
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "safetensors: the package is not installed. Run pip install 'ds_ext[hf]', or pip install safetensors."
+        ) from None
+    return safetensors
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write one safetensors file for transformers. Raises OSError."""
+    library = safetensors()
+    try:
+        library.torch.save_file(dict(tensors), str(path), metadata={"format": "pt"})
+    except library.SafetensorError as error:
+        raise OSError(f"{path.name}: {error}") from None
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)  # the library creates files that only their owner can read
+
+
+def shape_text(shape: Sequence[int] | None) -> str:
+    """Return a shape as ``84 x 32``; "missing" for None."""
+    return "missing" if shape is None else " x ".join(map(str, shape))
+
+
+def shard_name(number: int, shards: int) -> str:
+    """Return the name of file ``number``, from 1, of all files of weights."""
+    return WEIGHTS if shards == 1 else f"model-{number:05d}-of-{shards:05d}.safetensors"
+
+
+class ModelFolder:
+    """Local folder with config.json and safetensors, whose weights are read in parts.
+
+    Raises:
+        ConfigError: if a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder
+        self.config = read_config(folder)
+        self._files = self._find_files()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all weights in the files."""
+        return list(self._files)
+
+    @property
+    def num_files(self) -> int:
+        """Number of files that contain weights."""
+        return len({file.path for file in self._files.values()})
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a weight without reading the weight."""
+        return self._files[name].shape(name)
+
+    def dtype(self, name: str) -> str:
+        """Return the safetensors dtype of a weight: F32, BF16, ..."""
+        return self._files[name].dtype(name)
+
+    def read(self, name: str) -> Tensor:
+        """Read a weight in the layout and dtype of the file."""
+        return self._files[name].whole(name)
+
+    def read_rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read rows ``start`` to ``stop - 1`` of a weight. Rows are the elements of its first dimension."""
+        columns = self.shape(name)[1:]
+        row = math.prod(columns)
+        return self._files[name].read(name, start * row, (stop - start) * row).view(stop - start, *columns)
+
+    def fingerprint(self) -> str:
+        """Return a checksum of config.json, and of the sizes and samples of the files of weights.
+
+        It does not depend on the path. It takes milliseconds for files of any size.
+        """
+        files = sorted({file.path for file in self._files.values()})
+        crc = zlib.crc32((self.path / CONFIG).read_bytes())
+        return (
+            f"{sampled_checksum(files, zlib.crc32(' '.join(path.name for path in files).encode(), crc)):08x}"
+        )
+
+    def _find_files(self) -> dict[str, TensorFile]:
+        """Return a dict of weight name -> file. Raises ConfigError."""
+        if (self.path / WEIGHTS).is_file():  # transformers reads it even if there is an index
+            file = _open(self.path / WEIGHTS)
+            return dict.fromkeys(file.names, file)
+        if not (self.path / INDEX).is_file():
+            if any((self.path / name).exists() for name in _PICKLED):
+                raise ConfigError(
+                    f"{self.path}: pytorch_model.bin is not read, because loading it can run code. Load the model with "
+                    f"transformers and save it with save_pretrained(), which writes {WEIGHTS}."
+                )
+            raise ConfigError(f"{self.path}: {WEIGHTS} is missing.")
+        try:
+            table = {
+                str(name): str(file) for name, file in _read_json(self.path / INDEX)["weight_map"].items()
+            }
+        except (KeyError, AttributeError):
+            raise ConfigError(f"{self.path / INDEX}: 'weight_map' is missing or not an object.") from None
+        outside = [file for file in table.values() if Path(file).name != file]
+        if outside:
+            raise ConfigError(
+                f"{self.path / INDEX}: 'weight_map' must name files of this folder (got {outside[0]!r}). Download or "
+                f"save the model again."
+            )
+        opened = {file: _open(self.path / file) for file in sorted(set(table.values()))}
+        contents = {file: set(opened[file].names) for file in opened}
+        for name, file in table.items():
+            if name not in contents[file]:
+                raise ConfigError(
+                    f"{self.path / INDEX}: {name} is not in {file}. Download or save the model again."
+                )
+        return {name: opened[file] for name, file in table.items()}
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the content of ``config.json``. Raises ConfigError if the file is missing or damaged."""
+    return _read_json(folder / CONFIG)
+
+
+def _open(path: Path) -> TensorFile:
+    try:
+        return TensorFile(path)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: missing or not a complete safetensors file (got {error}). Download or save the model again."
+        ) from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}. Use a model folder that transformers' save_pretrained() wrote."
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: invalid JSON (got {error}).") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must contain a JSON object (got {type(value).__name__}).")
+    return value

@@ -1,0 +1,167 @@
+"""Conversion of a Hugging Face model to a checkpoint at step 0, for any schedule and any parallel sizes."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import shlex
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...engine.checkpoint.file import layer_file, write_plain
+from ...engine.checkpoint.folder import has_checkpoint, publish, start_writing
+from ...engine.checkpoint.lock import FolderLock
+from ...engine.checkpoint.save import STATE_FILE
+from ...engine.state import COUNTERS
+from ...errors import ConfigError
+from ..data.tokenizer_base import Tokenizer
+from ..models.bert import BertConfig
+from ..models.config import TransformerConfig
+from ..models.hf import Counterpart, num_pipeline_layers
+from ..models.hf_config import is_gpt2, unseen_in_weights
+from .hf_model import HuggingFaceModel
+from .tokenizer_files import tokenizer_beside
+
+TAG = "step_0"
+_SEQ_LENGTH = 4096  # proposed for models with longer samples
+
+
+def from_hf(source: Path, output: Path) -> str:
+    """Write the weights of a Hugging Face model as a checkpoint in fp32.
+
+    Args:
+        source: local folder with config.json and safetensors.
+        output: folder for the checkpoint; must not contain checkpoints yet.
+
+    Returns:
+        Summary for the user, with the command that trains from the checkpoint.
+
+    Raises:
+        ConfigError: if the architecture is not supported, weights are missing or have wrong shapes, or a file cannot be
+            read or written.
+    """
+    model = HuggingFaceModel(source)
+    config, weights = model.config, list(model.weights.values())
+    if has_checkpoint(output):
+        raise ConfigError(f"OUTPUT: the folder contains checkpoints (got {output}). Use a new folder.")
+    tokenizer = tokenizer_beside(source)
+    state = {
+        "step": 0,
+        "consumed_samples": 0,
+        "sizes": f"transformers, from {source.absolute().name}",
+        "tokenizer": tokenizer and tokenizer[1].fingerprint,
+        "model": unseen_in_weights(config),
+    }
+
+    def read(weight: Counterpart) -> Tensor:
+        # Clone the result: a view would be saved with its whole storage.
+        return model.read(weight).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+    layers, tied = num_pipeline_layers(config), not config.untie_embeddings_and_output_weights
+    try:
+        with FolderLock(output, f"convert {secrets.token_hex(4)}"):
+            checkpoint = _write(output, weights, read, state, layers, tied)
+    except OSError as error:
+        raise ConfigError(f"OUTPUT: cannot be written (got {output}): {error.strerror or error}.") from None
+    elements = sum(math.prod(weight.shape) for weight in weights)
+    summary = f"wrote {checkpoint}: {model.folder.config['model_type']}, {elements:,} parameters in fp32\n"
+    if tokenizer and tokenizer[1].vocab_size != config.vocab_size and isinstance(config, BertConfig):
+        summary += (
+            f"note: the model has {config.vocab_size} word embeddings, its tokenizer {tokenizer[1].vocab_size} tokens. "
+            "train_bert.py uses the tokenizer's number. Adapt the model with transformers' resize_token_embeddings().\n"
+        )
+    return summary + f"next: {_next_command(config, source, output, tokenizer)}"
+
+
+def _write(
+    output: Path,
+    weights: Sequence[Counterpart],
+    read: Callable[[Counterpart], Tensor],
+    state: Mapping[str, Any],
+    layers: int,
+    tied: bool,
+) -> Path:
+    """Write the checkpoint of one rank before its first step, without optimizer states. Returns its folder."""
+    written = start_writing(output, TAG)
+    try:
+        counters = dict.fromkeys(COUNTERS, 0)
+        scheduler = {"lr_scheduler": None, "lr_scheduler_class": None, "loss_scale": {}}
+        sizes = {"dp_world_size": 1, "mp_world_size": 1}
+        plain = {**counters, "module": None, "optimizer": None, **scheduler, **sizes, **state}
+        files = {STATE_FILE: write_plain(written / STATE_FILE, plain)}
+        for layer, members in groupby(weights, key=lambda weight: weight.layer):
+            name = layer_file(layer, 0, 1)
+            files[name] = write_plain(written / name, {weight.key: read(weight) for weight in members})
+        manifest = {
+            "job": {
+                "schedule": None,
+                "pipeline_parallel_size": 1,
+                "tensor_parallel_size": 1,
+                "data_parallel_size": 1,
+                "zero_stage": 0,
+                "precision": "fp32",
+                "optimizer": None,
+                "layers": layers,
+            },
+            "files": files,
+            "parameters": {_engine_name(weight, tied): _record(weight) for weight in weights},
+        }
+        return publish(written, TAG, manifest)
+    finally:
+        shutil.rmtree(written, ignore_errors=True)
+
+
+def _engine_name(weight: Counterpart, tied: bool) -> str:
+    """Return a weight's name in the engine. A tied layer 0 is named after its tie."""
+    return f"tied_modules.embed.{weight.key}" if tied and weight.layer == 0 else weight.name
+
+
+def _record(weight: Counterpart) -> dict[str, Any]:
+    shape = list(weight.shape)
+    return {
+        "shape": shape,
+        "shard": shape,
+        "dim": None,
+        "layer": weight.layer,
+        "key": weight.key,
+        "group": None,
+        "states": [],
+        "values": {},
+        "fragments": {"0": []},
+    }
+
+
+def _next_command(
+    config: TransformerConfig, source: Path, output: Path, tokenizer: tuple[Path, Tokenizer] | None
+) -> str:
+    """Return the command that trains from the checkpoint."""
+    bert = isinstance(config, BertConfig)
+    if bert or is_gpt2(config):
+        flags = {
+            "--num-layers": config.num_layers,
+            "--hidden-size": config.hidden_size,
+            "--num-attention-heads": config.num_attention_heads,
+            "--ffn-hidden-size": config.ffn_size,
+            "--seq-length": config.seq_length,
+            "--max-position-embeddings": config.positions,
+            "--hidden-dropout": config.hidden_dropout,
+            "--attention-dropout": config.attention_dropout,
+        }
+        if not bert and tokenizer and tokenizer[1].vocab_size != config.vocab_size:
+            flags["--vocab-size"] = config.vocab_size
+    else:
+        flags = {"--hf-model": source, "--seq-length": min(config.seq_length, _SEQ_LENGTH)}
+    script = "train_bert.py" if bert else "train_gpt.py"
+    command = ["deepspeed", "--num_gpus", "RANKS", script, "--deepspeed_config", "JSON"]
+    command += [str(word) for flag in {"--load": output, **flags}.items() for word in flag]
+    if isinstance(config, BertConfig) and config.order_classes is None:
+        command.append("--bert-no-binary-head")
+    path = tokenizer[0] if tokenizer else "TOKENIZER"
+    prepare = shlex.join(["python", "-m", "ds_ext", "prepare", "--tokenizer", str(path)])
+    return f"{shlex.join(command)} --data-path DATA\n      after: {prepare} --source TEXT --output DATA"

@@ -1,0 +1,95 @@
+"""Weights of a Hugging Face folder for the ranks of a job. Each rank reads only its layers and its shards.
+
+A rank reads a few MiB at a time into its own weights, so that loading needs no memory beside them. Files whose layout
+differs (GPT-2's Conv1D) are read one weight at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...engine import PipelineEngine
+from ...engine.checkpoint.states import LocalParameter, Shape
+from ...engine.state import RankState
+from ...errors import ConfigError
+from ...hf.folder import shape_text
+from ..models.hf import Counterpart
+from .hf_model import HuggingFaceModel
+
+_BLOCK_ELEMENTS = 1 << 21  # 8 MiB in fp32
+
+
+def load_into_ranks(engine: PipelineEngine, model: HuggingFaceModel) -> None:
+    """Set the weights of this rank, and its master weights. All ranks must call this together.
+
+    Args:
+        engine: initialized engine.
+        model: model in the folder.
+
+    Raises:
+        ConfigError: the engine trains a different model.
+    """
+    state = RankState(engine)
+    tensor_rank = engine.mpu.get_slice_parallel_rank()
+    with torch.no_grad():
+        for local, start, target in state.weights(state.parameters):
+            _fill(_counterpart(model, local), local.shape, tensor_rank, model, start, target.view(-1))
+        state.optimizer.weights_changed()
+    engine.role.weights_loaded()
+
+
+def _counterpart(model: HuggingFaceModel, local: LocalParameter) -> Counterpart:
+    weight = model.weights.get(f"{local.layer}.{local.key}")
+    if weight is None or weight.shape != local.shape.full:
+        raise ConfigError(
+            f"{local.name}: {model.folder.path} has {shape_text(weight and weight.shape)} (got "
+            f"{shape_text(local.shape.full)} in the model). Build the layers with the config of the folder."
+        )
+    return weight
+
+
+def _fill(
+    weight: Counterpart, shape: Shape, rank: int, model: HuggingFaceModel, start: int, target_E: Tensor
+) -> None:
+    """Set ``target_E`` to the elements from ``start`` on of a rank's flattened shard."""
+    row = math.prod(shape.shard[1:])
+    stop = start + len(target_E)
+    for first, rows in _rows(weight, shape, rank, model, start // row, -(-stop // row)):
+        elements = rows.reshape(-1)
+        begin = first * row
+        low, high = max(start, begin), min(stop, begin + len(elements))
+        target_E[low - start : high - start].copy_(elements[low - begin : high - begin])
+
+
+def _rows(
+    weight: Counterpart, shape: Shape, rank: int, model: HuggingFaceModel, first: int, last: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first row, rows) of a rank's shard in blocks that contain at least the rows ``first`` to ``last - 1``.
+
+    Rows of padding are zero.
+    """
+    offset = rank * shape.shard[0] if shape.dim == 0 else 0
+    available = min(shape.shard[0], max(0, shape.full[0] - offset))  # the rest is padding
+    unit = model.row_unit(weight)
+    if unit is None:
+        full = model.read(weight)
+        yield 0, _columns(full[offset : offset + available], shape, rank)
+    else:
+        columns = math.prod(shape.full[1:])
+        block = max(1, _BLOCK_ELEMENTS // (columns * unit)) * unit
+        for begin in range(first // unit * unit, min(last, available), block):
+            end = min(begin + block, -(-last // unit) * unit, available)
+            rows = model.read_rows(weight, offset + begin, offset + end)
+            yield begin, _columns(rows, shape, rank)
+    if last > available:
+        padding = max(first, available)
+        yield padding, torch.zeros(last - padding, *shape.shard[1:])
+
+
+def _columns(rows: Tensor, shape: Shape, rank: int) -> Tensor:
+    """Return a rank's columns of full rows."""
+    return rows.narrow(1, rank * shape.shard[1], shape.shard[1]) if shape.dim == 1 else rows

@@ -1,0 +1,170 @@
+"""Samples of chat data: whole conversations, packed into seq_length tokens.
+
+A sample is ((tokens_S, starts_S), labels_S) with S = seq_length. A conversation of n tokens takes n - 1 positions: its
+last token is only a label. Labels that are not the assistant's are ``IGNORE_INDEX``. Samples depend only on (seed,
+seq_length, split, files), so all ranks and all resumed runs get the same ones.
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from ....errors import ConfigError
+from ..indexed import IndexedTokens
+from ..packing import IGNORE_INDEX, Sample, pack_best_fit
+
+EPOCHS_KEPT = 2
+PADDING_TOKEN = 0  # any token of the vocabulary; the loss ignores padding
+
+
+class _Epoch(NamedTuple):
+    """Packing of one pass over the conversations of a split.
+
+    Attributes:
+        conversations: conversation numbers, sample after sample.
+        borders: offset of every sample in ``conversations``, and their number.
+        order: number of the sample that each index takes.
+    """
+
+    conversations: NDArray[np.int64]
+    borders: NDArray[np.int64]
+    order: NDArray[np.int64]
+
+
+class ChatDataset(Dataset[Sample]):
+    """Samples of one split of prepared chat data.
+
+    Each epoch shuffles the conversations, packs them with :func:`pack_best_fit`, pads every sample, and shuffles the
+    samples. Epochs may have different numbers of samples. A conversation of more than seq_length + 1 tokens is
+    truncated at its end, or dropped if no token of the assistant remains. Sample i does not depend on ``num_samples``.
+
+    Attributes:
+        num_conversations: conversations of an epoch.
+        num_truncated: number of these that are truncated.
+        num_dropped: conversations of the split that are not in an epoch.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedTokens,
+        mask: IndexedTokens,
+        documents: range,
+        seq_length: int,
+        num_samples: int,
+        seed: int,
+        name: str = "train",
+    ) -> None:
+        """Use consecutive ``documents`` of a file as the split ``name``.
+
+        Args:
+            indexed: tokens, one conversation per document.
+            mask: 1 for each token that counts as a label, else 0, in the same documents.
+            documents: numbers of the conversations.
+            seq_length: S, tokens per sample.
+            num_samples: number of samples; may exceed one epoch.
+            seed: seed of the order of conversations and samples.
+            name: name of the split.
+
+        Raises:
+            ConfigError: a number is out of range, the files do not match, or the split has no conversation.
+        """
+        if seq_length < 1 or seed < 0:
+            raise ConfigError(
+                f"seq_length and seed: must be at least 1 and 0 (got {seq_length} and {seed}). Use for "
+                "example 128 and 1234."
+            )
+        if not np.array_equal(indexed.document_starts, mask.document_starts):
+            raise ConfigError(
+                f"{mask.prefix}: the loss mask does not match the tokens (got {mask.num_documents} conversations with "
+                f"{len(mask.tokens)} tokens, expected {indexed.num_documents} with {len(indexed.tokens)}). Prepare the "
+                "data again with --force."
+            )
+        self._indexed, self._mask = indexed, mask
+        self._entropy = (seed, *name.encode())
+        self._num_samples = num_samples
+        self.seq_length = seq_length
+        lengths = np.diff(indexed.document_starts[documents.start : documents.stop + 1]) - 1
+        numbers = np.arange(documents.start, documents.stop, dtype=np.int64)
+        cut = lengths > seq_length
+        kept = (lengths > 0) & ~cut
+        kept[cut] = [self._counted(number).any() for number in numbers[cut]]
+        self._conversations = numbers[kept]
+        self._lengths = np.minimum(lengths[kept], seq_length)
+        self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
+        self._ends: list[int] = []  # number of samples up to the end of every known epoch
+        self.num_conversations = len(self._conversations)
+        self.num_truncated = int(np.count_nonzero(cut & kept))
+        self.num_dropped = len(documents) - self.num_conversations
+        if num_samples > 0 and not self.num_conversations:
+            raise ConfigError(
+                f"--split: the {name} split of {indexed.prefix} has no conversation with tokens of the assistant among "
+                f"the first {seq_length + 1} (got {len(documents)} conversations). Increase its share or --seq-length, "
+                "or request no samples from it."
+            )
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return ((tokens_S, starts_S), labels_S), int64, of sample ``index``.
+
+        starts_S is the index of the first token of every token's conversation, or of the padding. Raises IndexError
+        outside 0..num_samples-1.
+        """
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"sample {index} of {self._num_samples}")
+        tokens_S = np.full(self.seq_length, PADDING_TOKEN, dtype=np.int64)
+        labels_S = np.full(self.seq_length, IGNORE_INDEX, dtype=np.int64)
+        starts_S = np.zeros(self.seq_length, dtype=np.int64)
+        start = 0
+        for number in self._conversations_of(index):
+            conversation = self._indexed.document(number)[: self.seq_length + 1].astype(np.int64)
+            stop = start + len(conversation) - 1
+            tokens_S[start:stop] = conversation[:-1]
+            labels_S[start:stop] = np.where(self._counted(number), conversation[1:], IGNORE_INDEX)
+            starts_S[start:stop] = start
+            start = stop
+        starts_S[start:] = start
+        return (torch.from_numpy(tokens_S), torch.from_numpy(starts_S)), torch.from_numpy(labels_S)
+
+    def summary(self) -> str:
+        """Return one line on the packing of the first epoch."""
+        samples = len(self._epoch(0).order)
+        return (
+            f"{self.num_conversations} conversations in {samples} samples of {self.seq_length} tokens, "
+            f"{self._lengths.sum() / (samples * self.seq_length):.1%} full; truncated {self.num_truncated}, dropped "
+            f"{self.num_dropped}"
+        )
+
+    def _conversations_of(self, index: int) -> list[int]:
+        """Return the conversation numbers of a sample."""
+        while not self._ends or self._ends[-1] <= index:
+            samples = len(self._epoch(len(self._ends)).order)
+            self._ends.append(samples + (self._ends[-1] if self._ends else 0))
+        number = bisect_right(self._ends, index)
+        epoch = self._epoch(number)
+        sample = epoch.order[index - (self._ends[number - 1] if number else 0)]
+        return epoch.conversations[epoch.borders[sample] : epoch.borders[sample + 1]].tolist()
+
+    def _epoch(self, number: int) -> _Epoch:
+        if number not in self._epochs:
+            generator = np.random.default_rng((number, *self._entropy))
+            shuffled = generator.permutation(self.num_conversations)
+            samples = pack_best_fit(self._lengths[shuffled], self.seq_length)
+            by_sample = np.argsort(samples, kind="stable")
+            num_samples = int(samples.max()) + 1
+            borders = np.searchsorted(samples[by_sample], np.arange(num_samples + 1))
+            conversations = self._conversations[shuffled[by_sample]]
+            self._epochs[number] = _Epoch(conversations, borders, generator.permutation(num_samples))
+            if len(self._epochs) > EPOCHS_KEPT:
+                self._epochs.popitem(last=False)
+        return self._epochs[number]
+
+    def _counted(self, number: int) -> NDArray[np.bool_]:
+        """Return whether each label of a conversation within seq_length counts."""
+        return self._mask.document(number)[1 : self.seq_length + 1] == 1

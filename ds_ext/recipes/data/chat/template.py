@@ -1,0 +1,260 @@
+"""Chat template of a Hugging Face tokenizer, and the tokens of the rendered text that are the assistant's.
+
+The template itself marks the assistant's text with ``{% generation %}``, or the text of message i is found between the
+prompt for it (messages 0..i-1 with ``add_generation_prompt``) and messages 0..i. Some templates render a message
+differently once others follow: Qwen3 removes the reasoning of earlier turns. The prompts of others contain text that
+the rendered turns lack: DeepSeek-R1 opens the reasoning. Then message i is replaced by a marker, which shows where the
+message and the following ones begin. A conversation for which this fails too is an error.
+
+The rendered text is tokenized once. Offsets into the text map characters to tokens.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ....errors import ConfigError
+
+ASSISTANT = "assistant"
+CONTENT_KEYS = {"role", "content"}
+MARKER = "\ue000\ue001\ue000"  # private-use characters, which templates pass unchanged
+# Characters around the text of a generation block, written by a macro that replaces the block.
+BEGIN, END, MACRO = "\ue002", "\ue003", "ds_ext_generation"
+DEFINITION = f"{{% macro {MACRO}() %}}{BEGIN}{{{{ caller() }}}}{END}{{% endmacro %}}\n"
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One line of a chat file.
+
+    Attributes:
+        messages: objects with a "role" and usually a "content".
+        tools: tools for the template; None: no tools.
+        position: file and line, for errors.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    position: str
+
+
+@dataclass(frozen=True)
+class EncodedConversation:
+    """Tokens of a conversation.
+
+    Attributes:
+        tokens: token ids.
+        counted: uint8 per token; 1: the token is the assistant's and counts in the loss.
+        num_bytes: size of the rendered text.
+    """
+
+    tokens: list[int]
+    counted: NDArray[np.uint8]
+    num_bytes: int
+
+
+class ChatTemplate:
+    """Tokenizer with a chat template.
+
+    Attributes:
+        fingerprint: 16 hex digits of the sha256 of the template and the end-of-sequence token.
+    """
+
+    def __init__(self, folder: str | Path, eod_id: int) -> None:
+        """Load a tokenizer folder of transformers.
+
+        Args:
+            folder: folder with ``tokenizer.json``, and a chat template in ``tokenizer_config.json`` or
+                ``chat_template.jinja``.
+            eod_id: token at the end of conversations whose text does not end with a special token, if the tokenizer
+                has no end-of-sequence token.
+
+        Raises:
+            ConfigError: transformers is not installed, the folder has no fast tokenizer, or no chat template.
+        """
+        try:
+            from transformers import AutoTokenizer
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"--format chat: transformers is needed (got {error}). Run `pip install 'ds_ext[hf]'`."
+            ) from error
+        try:
+            self._backend: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        except Exception as error:  # the library raises several types
+            raise ConfigError(
+                f"--tokenizer: transformers cannot load the folder (got {folder}: {error}). Use a folder that "
+                "save_pretrained() of a tokenizer wrote."
+            ) from error
+        if not self._backend.is_fast:
+            raise ConfigError(
+                f"--tokenizer: chat data needs offsets of tokens in the text (got {folder} with a Python tokenizer). "
+                "Use a folder with a tokenizer.json."
+            )
+        if not self._backend.chat_template:
+            raise ConfigError(
+                f"--tokenizer: no chat template (got {folder}). Add chat_template.jinja to the folder, or "
+                '"chat_template" to its tokenizer_config.json.'
+            )
+        # Conversations are truncated to seq_length when training starts.
+        self._backend.model_max_length = 10**12
+        added = self._backend.added_tokens_decoder.values()
+        self._special_tokens = tuple(token.content for token in added if token.special)
+        end = self._backend.eos_token_id
+        self._end_id = eod_id if end is None else end
+        self._end_token: str = self._backend.eos_token or ""
+        definition = repr((self._backend.chat_template, self._end_id))
+        self.fingerprint = hashlib.sha256(definition.encode()).hexdigest()[:16]
+
+    def encode(self, conversations: Sequence[Conversation]) -> list[EncodedConversation]:
+        """Render and tokenize conversations.
+
+        The end-of-turn token after the assistant's text counts as the assistant's. A text that does not end with a
+        special token gets the end-of-sequence token, so that the model learns to stop.
+
+        Raises:
+            ConfigError: the template rejects a conversation, or its assistant's tokens cannot be identified.
+        """
+        rendered = [self.render(conversation) for conversation in conversations]
+        texts = [text for text, _ in rendered]
+        encoded = self._backend(
+            texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False
+        )
+        return [
+            self._encoded(text, spans, ids, offsets)
+            for (text, spans), ids, offsets in zip(
+                rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
+            )
+        ]
+
+    def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
+        """Return the text of a conversation, and the start and end of the assistant's parts of it."""
+        template = self._backend.get_chat_template(None, conversation.tools)
+        if GENERATION.search(template):
+            return self._render_marked(conversation, template)
+        text = self._text(conversation, conversation.messages)
+        spans = [
+            self._span(conversation, text, index)
+            for index, message in enumerate(conversation.messages)
+            if message["role"] == ASSISTANT
+        ]
+        return text, spans
+
+    def _render_marked(self, conversation: Conversation, template: str) -> tuple[str, list[Span]]:
+        """Return text and spans of a template with ``{% generation %}``, whose blocks become calls of a macro."""
+        for tag, call in (("generation", f"call {MACRO}()"), ("endgeneration", "endcall")):
+            template = re.sub(rf"(\{{%-?\s*){tag}(\s*-?%\}})", rf"\g<1>{call}\g<2>", template)
+        marked = self._text(conversation, conversation.messages, chat_template=DEFINITION + template)
+        spans, text = [], ""
+        for number, part in enumerate(re.split(f"[{BEGIN}{END}]", marked)):
+            if number % 2:
+                spans.append((len(text), len(text) + len(part)))
+            text += part
+        if text != self._text(conversation, conversation.messages):
+            raise ConfigError(
+                f"{conversation.position}: the generation blocks of the chat template change its text (got "
+                f"{len(spans)} blocks). Do not nest them, and do not use private-use characters in messages."
+            )
+        return text, spans
+
+    def _span(self, conversation: Conversation, text: str, index: int) -> Span:
+        """Return start and end in ``text`` of message ``index``."""
+        before = conversation.messages[:index]
+        if not before:
+            raise ConfigError(
+                f"{conversation.position}: the first message is the assistant's, without a prompt (got role "
+                f"{ASSISTANT!r}). Start the conversation with a system or user message."
+            )
+        prompt = self._text(conversation, before, add_generation_prompt=True)
+        until = self._text(conversation, conversation.messages[: index + 1])
+        if until.startswith(prompt) and text.startswith(until):
+            start, stop = len(prompt), len(until)
+        else:
+            start, stop = self._span_by_marker(conversation, text, prompt, index)
+        content = text[start:stop].rstrip()
+        return start, start + len(content) if content.endswith(self._special_tokens) else stop
+
+    def _span_by_marker(self, conversation: Conversation, text: str, prompt: str, index: int) -> Span:
+        """Return start and end in ``text`` of message ``index``, found with a marker in its place."""
+        messages = conversation.messages
+        message = messages[index]
+        marked = [*messages[:index], {**message, "content": MARKER}]
+        alone = self._text(conversation, marked)
+        whole = self._text(conversation, [*marked, *messages[index + 1 :]])
+        if alone.count(MARKER) == whole.count(MARKER) == 1:
+            turn_end = alone.partition(MARKER)[2]
+            head, _, following = whole.partition(MARKER)
+            if not following.startswith(turn_end):
+                turn_end = turn_end.removesuffix(self._end_token)  # at the end of the conversation only
+            # The head may contain other parts of the message, such as its reasoning, which must count.
+            begin = prompt if text.startswith(prompt) or set(message) - CONTENT_KEYS else head
+            stop = len(text) - (len(following) - len(turn_end))
+            if (
+                text.startswith(begin)
+                and head.startswith(begin)
+                and following.startswith(turn_end)
+                and text[stop:] == following[len(turn_end) :]
+                and text[len(begin) : stop].endswith(turn_end.lstrip())
+            ):
+                return len(begin), stop
+        raise ConfigError(
+            f"{conversation.position}: the tokens of the assistant's message {index} cannot be identified, because the "
+            f"chat template renders it differently among other messages (got {len(messages)} messages). Split the "
+            "conversation after this message, or mark the assistant's text in the template with {% generation %}."
+        )
+
+    def _text(
+        self,
+        conversation: Conversation,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = False,
+        chat_template: str | None = None,
+    ) -> str:
+        try:
+            return self._backend.apply_chat_template(
+                messages,
+                tools=conversation.tools,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+            )
+        except Exception as error:  # a template is a program
+            raise _rejected(conversation, error) from error
+
+    def _encoded(
+        self, text: str, spans: list[Span], ids: list[int], offsets: list[Span]
+    ) -> EncodedConversation:
+        counted = counted_tokens(np.array(offsets, dtype=np.int64).reshape(-1, 2), spans)
+        visible = text.rstrip()
+        if not visible.endswith(self._special_tokens):
+            ids = [*ids, self._end_id]
+            counted = np.append(counted, np.uint8(bool(spans) and spans[-1][1] >= len(visible)))
+        return EncodedConversation(ids, counted, len(text.encode()))
+
+
+def counted_tokens(offsets_N2: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.uint8]:
+    """Return 1 for each token that contains a character of a span, else 0.
+
+    Some tokenizers exclude spaces from a token's offsets. Therefore a token starts at the end of the previous one.
+    """
+    starts, stops = offsets_N2[:, 0], offsets_N2[:, 1]
+    starts = np.minimum(starts, np.concatenate(([0], np.maximum.accumulate(stops)))[:-1])
+    counted = np.zeros(len(offsets_N2), dtype=np.uint8)
+    for start, stop in spans:
+        counted |= (starts < stop) & (stops > start)
+    return counted
+
+
+def _rejected(conversation: Conversation, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{conversation.position}: the chat template rejects the conversation (got {type(error).__name__}: {error}). "
+        "Change or remove this line."
+    )

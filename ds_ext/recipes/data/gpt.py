@@ -1,0 +1,176 @@
+"""GPT samples: windows of seq_length + 1 tokens over shuffled, concatenated documents.
+
+A sample is (tokens_S, labels_S) with S = seq_length; labels_S are the tokens shifted by one. With the start of every
+token's document it is ((tokens_S, starts_S), labels_S). Samples depend only on (seed, seq_length, split, files), so all
+ranks and all resumed runs get the same ones. Chat data has samples of whole conversations; see chat/dataset.py.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from ...errors import ConfigError
+from .chat.dataset import ChatDataset
+from .datasets import BlendedDataset, build_datasets
+from .indexed import IndexedTokens
+from .meta import loss_mask_prefix
+from .packing import DocumentOptions, Sample
+
+EPOCHS_KEPT = 2
+
+WINDOWS_ONLY = DocumentOptions()
+
+
+class _Epoch(NamedTuple):
+    """Shuffled order of one pass over the documents of a split.
+
+    Attributes:
+        documents: document numbers in the order of this epoch.
+        starts: offset of every document in their concatenation, and the total number of tokens.
+        windows: number of the window that each sample takes.
+    """
+
+    documents: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    windows: NDArray[np.int64]
+
+
+class GPTDataset(Dataset[Sample]):
+    """Samples of one split of one indexed file.
+
+    Each epoch concatenates the documents of the split in a new order, cuts the result into windows that overlap by one
+    token, and shuffles the windows. The documents contain their end-of-document tokens. A token is a label at most
+    once per epoch. Sample i does not depend on ``num_samples``: a longer run starts with the samples of a shorter one.
+    """
+
+    def __init__(
+        self,
+        indexed: IndexedTokens,
+        documents: range,
+        seq_length: int,
+        num_samples: int,
+        seed: int,
+        name: str = "train",
+        options: DocumentOptions = WINDOWS_ONLY,
+    ) -> None:
+        """Use consecutive ``documents`` of a file as the split ``name``; ``num_samples`` may exceed one epoch.
+
+        Raises:
+            ConfigError: a number is out of range, the split has too few tokens for one sample, or ``options`` do not
+                match the documents.
+        """
+        if seq_length < 1 or seed < 0:
+            raise ConfigError(
+                f"seq_length and seed: must be at least 1 and 0 (got {seq_length} and {seed}). Use for "
+                "example 128 and 1234."
+            )
+        options.check(indexed, documents)
+        self._options = options
+        self._indexed = indexed
+        self._documents = np.arange(documents.start, documents.stop, dtype=np.int64)
+        self._lengths = np.diff(indexed.document_starts[documents.start : documents.stop + 1])
+        self._entropy = (seed, *name.encode())
+        self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
+        self._num_samples = num_samples
+        self.seq_length = seq_length
+        self.num_tokens = int(self._lengths.sum())
+        self.samples_per_epoch = max(0, self.num_tokens - 1) // seq_length
+        if num_samples > 0 and self.samples_per_epoch == 0:
+            raise ConfigError(
+                f"--split: the {name} split of {indexed.prefix} is too small for one sample (got {self.num_tokens} "
+                f"tokens in {len(documents)} documents, needs {seq_length + 1} tokens). Increase its share, prepare "
+                "more text, or request no samples from it."
+            )
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return (tokens_S, labels_S) or ((tokens_S, starts_S), labels_S), int64, of sample ``index``.
+
+        Raises IndexError outside 0..num_samples-1.
+        """
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"sample {index} of {self._num_samples}")
+        epoch_number, position = divmod(index, self.samples_per_epoch)
+        epoch = self._epoch(epoch_number)
+        start = int(epoch.windows[position]) * self.seq_length
+        window = torch.from_numpy(self._tokens(epoch, start, start + self.seq_length + 1))
+        return self._options.sample(window[:-1], window[1:])
+
+    def _epoch(self, number: int) -> _Epoch:
+        if number not in self._epochs:
+            generator = np.random.default_rng((number, *self._entropy))
+            order = generator.permutation(len(self._documents))
+            starts = np.concatenate(([0], np.cumsum(self._lengths[order])))
+            windows = generator.permutation(self.samples_per_epoch)
+            self._epochs[number] = _Epoch(self._documents[order], starts, windows)
+            if len(self._epochs) > EPOCHS_KEPT:
+                self._epochs.popitem(last=False)
+        return self._epochs[number]
+
+    def _tokens(self, epoch: _Epoch, start: int, stop: int) -> NDArray[np.int64]:
+        """Return tokens start..stop-1 of the concatenated documents of an epoch."""
+        first = int(np.searchsorted(epoch.starts, start, side="right")) - 1
+        last = int(np.searchsorted(epoch.starts, stop, side="left"))
+        pieces = []
+        for position in range(first, last):
+            offset = int(epoch.starts[position])
+            document = self._indexed.document(int(epoch.documents[position]))
+            pieces.append(document[max(0, start - offset) : stop - offset])
+        return np.concatenate(pieces, dtype=np.int64)
+
+
+def build_gpt_datasets(
+    data_path: str | Sequence[str],
+    split: str,
+    seq_length: int,
+    num_samples: tuple[int, int, int],
+    seed: int,
+    options: DocumentOptions = WINDOWS_ONLY,
+) -> tuple[BlendedDataset[Sample], BlendedDataset[Sample], BlendedDataset[Sample]]:
+    """Build train, valid and test datasets with ``num_samples`` samples each.
+
+    Args:
+        data_path: folder from ``python -m ds_ext prepare``, prefix of ``.bin/.idx`` files, or a blend such as
+            "0.3 a 0.7 b". A list of these words is accepted too.
+        split: shares of the documents in file order, e.g. "969,30,1"; missing shares are 0.
+        seq_length: tokens per sample.
+        num_samples: number of samples of each split; 0 gives an empty dataset.
+        seed: seed of the order of documents and samples.
+        options: treatment of samples with several documents; chat data needs ``starts``.
+
+    Raises:
+        ConfigError: a file is missing or damaged, a weight or share is invalid, a split is too small for one sample,
+            or ``options`` do not match the data.
+    """
+
+    def build_part(
+        indexed: IndexedTokens, documents: range, name: str, num_samples: int
+    ) -> GPTDataset | ChatDataset:
+        mask = loss_mask_prefix(indexed.prefix)
+        if mask is None:
+            return GPTDataset(indexed, documents, seq_length, num_samples, seed, name, options)
+        if not options.starts:
+            raise ConfigError(
+                f"--data-path: chat data packs several conversations into a sample (got {indexed.prefix} without the "
+                "starts of conversations). Build the datasets with DocumentOptions(starts=True)."
+            )
+        return ChatDataset(indexed, IndexedTokens(mask), documents, seq_length, num_samples, seed, name)
+
+    return build_datasets(data_path, split, num_samples, build_part)
+
+
+def describe_chat(dataset: object) -> list[str]:
+    """Return one line for each part of a blend that is chat data: its packing, and the flags that are set for it."""
+    parts = dataset.parts if isinstance(dataset, BlendedDataset) else ()
+    return [
+        f"chat      {part.summary()} (--reset-position-ids, --reset-attention-mask)"
+        for part in parts
+        if isinstance(part, ChatDataset) and len(part)
+    ]

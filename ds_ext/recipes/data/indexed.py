@@ -1,0 +1,104 @@
+"""Reader of Megatron's ``.bin/.idx`` files, which contain concatenated tokens and the document boundaries.
+
+Layout of the ``.idx`` file: magic ``MMIDIDX``, version 1, dtype code, number of sequences, number of document
+boundaries, then sequence lengths (int32), byte offsets of the sequences (int64) and document boundaries (int64, in
+sequences).
+Importing megatron-core takes seconds; this reader saves them in every training process.
+"""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...errors import ConfigError
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+PREPARE_COMMAND = "python -m ds_ext prepare --source stdlib --output"
+
+
+class IndexedTokens:
+    """Documents of one ``.bin/.idx`` pair, memory-mapped.
+
+    Attributes:
+        tokens: all tokens in the dtype of the file, document after document.
+        document_starts: int64, ``num_documents + 1`` offsets into ``tokens``.
+        sequence_lengths: int32, number of tokens of every sequence.
+        document_borders: int64, first sequence of every document, and the number of sequences.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        """Open ``prefix.bin`` and ``prefix.idx``.
+
+        Raises:
+            ConfigError: a file is missing, incomplete or in a different format.
+        """
+        self.prefix = Path(prefix)
+        require_files(self.prefix)
+        data_path = Path(f"{self.prefix}.bin")
+        dtype, self.sequence_lengths, self.document_borders = _read_index(Path(f"{self.prefix}.idx"))
+        sequence_starts = np.concatenate(([0], np.cumsum(self.sequence_lengths, dtype=np.int64)))
+        self.document_starts: NDArray[np.int64] = sequence_starts[self.document_borders]
+        expected_bytes = int(sequence_starts[-1]) * dtype.itemsize
+        num_bytes = data_path.stat().st_size
+        if num_bytes != expected_bytes:
+            raise ConfigError(
+                f"{data_path}: the size does not match the index (got {num_bytes} bytes, expected {expected_bytes} "
+                "bytes). Copy or prepare both files again."
+            )
+        # An empty file cannot be mapped.
+        self.tokens: NDArray[Any] = (
+            np.memmap(data_path, dtype=dtype, mode="r") if num_bytes else np.empty(0, dtype)
+        )
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents."""
+        return len(self.document_starts) - 1
+
+    def document(self, index: int) -> NDArray[Any]:
+        """Return the tokens of document ``index`` as a view of the file."""
+        return self.tokens[self.document_starts[index] : self.document_starts[index + 1]]
+
+
+def require_files(prefix: Path) -> None:
+    """Raise ConfigError unless both files of the pair exist."""
+    for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
+        if not path.is_file():
+            raise ConfigError(f"--data-path: no data file {path}. Run `{PREPARE_COMMAND} {prefix.parent}`.")
+
+
+def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64]]:
+    """Return token dtype, sequence lengths and document boundaries of an ``.idx`` file. Raises ConfigError."""
+    num_bytes = path.stat().st_size
+    if num_bytes < HEADER.size:
+        raise ConfigError(
+            f"{path}: the file is incomplete (got {num_bytes} bytes, the header alone has {HEADER.size} bytes). "
+            "Copy or prepare it again."
+        )
+    content = np.memmap(path, dtype=np.uint8, mode="r")
+    magic, version, code, num_sequences, num_borders = HEADER.unpack(content[: HEADER.size].tobytes())
+    if magic != MAGIC or version != 1 or code not in DTYPES:
+        raise ConfigError(
+            f"{path}: not a Megatron index (got magic {magic!r}, version {version}, dtype code {code}; expected "
+            f"{MAGIC!r}, 1 and one of {sorted(DTYPES)}). Run `{PREPARE_COMMAND} {path.parent}`."
+        )
+    # Multimodal files end with one more byte per sequence, which text does not need.
+    expected_bytes = HEADER.size + 12 * num_sequences + 8 * num_borders
+    if num_bytes < expected_bytes:
+        raise ConfigError(
+            f"{path}: the file is incomplete (got {num_bytes} bytes, expected {expected_bytes} bytes). Copy or "
+            "prepare it again."
+        )
+    lengths = np.frombuffer(content, np.int32, num_sequences, HEADER.size)
+    borders = np.frombuffer(content, np.int64, num_borders, HEADER.size + 12 * num_sequences)
+    if num_borders == 0 or borders[0] != 0 or borders[-1] != num_sequences or np.any(np.diff(borders) < 0):
+        raise ConfigError(
+            f"{path}: document boundaries do not cover the sequences in order (got {num_borders} boundaries, "
+            f"{num_sequences} sequences). Copy or prepare the file again."
+        )
+    return np.dtype(DTYPES[code]), lengths, borders

@@ -1,0 +1,438 @@
+"""``python -m ds_ext prepare``: convert text to a folder: ``text_document.bin/.idx``, a tokenizer and ``meta.json``.
+
+megatron-core writes the pair of files in its indexed format. For GPT every document is one sequence that ends with an
+end-of-document token (Megatron's ``--append-eod``). For BERT, selected by a WordPiece tokenizer, every sentence is one
+sequence (``--split-sentences``). Chat data also has a loss mask; see chat/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...environment import package_version
+from ...errors import ConfigError
+from .layout import DATA_NAME, LOSS_MASK_NAME, META_NAME, TOKENIZER_NAMES
+from .sources import JSONL_SUFFIXES, Source, open_source, source_details
+from .tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
+from .tokenizer_base import Tokenizer
+from .wordpiece import VOCAB_NAME, WordPieceTokenizer, train_wordpiece
+
+if TYPE_CHECKING:
+    from .chat.template import ChatTemplate  # imports numpy
+
+FORMAT = 1
+ENCODE_BATCH_CHARACTERS = 2_000_000
+TOKENIZER_TRAINING_CHARACTERS = 100_000_000
+PROGRESS_INTERVAL_S = 5.0
+VOCAB_SIZE = 4096
+TRAINERS = {"bpe": train_bpe, "sentencepiece": train_sentencepiece, "wordpiece": train_wordpiece}
+# Megatron's tokenizer type -> flags of its files.
+MEGATRON_TYPES = {
+    "GPT2BPETokenizer": "--vocab-file and --merge-file",
+    "BertWordPieceLowerCase": "--vocab-file vocab.txt",
+    "BertWordPieceCase": "--vocab-file vocab.txt",
+    "HuggingFaceTokenizer": "--tokenizer-model FOLDER",
+    "SentencePieceTokenizer": "--tokenizer-model FILE",
+    "GPTSentencePieceTokenizer": "--tokenizer-model FILE",
+    "Llama2Tokenizer": "--tokenizer-model FILE",
+}
+NEXT_GPT = "train_gpt.py --deepspeed_config configs/bitpipe.json"
+NEXT_BERT = "train_bert.py --deepspeed_config configs/bert_bitpipe.json"
+VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "megatron-core", "numpy", "torch")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the subcommand ``prepare``."""
+    parser.add_argument(
+        "--source",
+        "--input",
+        default="stdlib",
+        metavar="stdlib|PATH",
+        help="the Python standard library, a text file, a .jsonl file or a folder (default: stdlib)",
+    )
+    parser.add_argument(
+        "--output",
+        "--output-prefix",
+        type=Path,
+        metavar="FOLDER",
+        help="output folder (default: data/SOURCE_NAME; for BERT data/SOURCE_NAME_bert)",
+    )
+    parser.add_argument(
+        "--format",
+        choices=["text", "chat"],
+        default="text",
+        help="text, or chat: a .jsonl file with messages, rendered by the chat template of --tokenizer FOLDER "
+        "(default: text)",
+    )
+    parser.add_argument(
+        "--json-key",
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="key of the text in jsonl objects (default: text)",
+    )
+    parser.add_argument(
+        "--tokenizer-type",
+        choices=[*TRAINERS, *MEGATRON_TYPES],
+        default="bpe",
+        help="tokenizer to train (default: bpe); wordpiece prepares data for BERT, split into sentences. Megatron's "
+        "types need the files of an existing tokenizer",
+    )
+    tokenizer = parser.add_mutually_exclusive_group()
+    tokenizer.add_argument(
+        "--vocab-size", type=int, help=f"size of the trained tokenizer (default: {VOCAB_SIZE})"
+    )
+    tokenizer.add_argument(
+        "--tokenizer",
+        "--tokenizer-model",
+        metavar="PATH",
+        help="existing tokenizer.json, .model, vocab.txt or prepared folder to use instead of training; for chat a "
+        "tokenizer folder of transformers",
+    )
+    tokenizer.add_argument(
+        "--vocab-file", help="GPT-2's vocab.json, or BERT's vocab.txt, to use instead of training"
+    )
+    parser.add_argument("--merge-file", help="GPT-2's merges.txt for --vocab-file")
+    parser.add_argument("--workers", type=int, metavar="N", help="threads that tokenize (default: all cores)")
+    for name, always in (
+        ("--append-eod", "documents of GPT end with a token"),
+        ("--split-sentences", "for BERT"),
+    ):
+        parser.add_argument(name, action="store_true", help=f"accepted from Megatron, always on: {always}")
+    parser.add_argument("--force", action="store_true", help="replace data that is already in the folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare the data, unless the folder already contains the same data. Return exit code 0.
+
+    Raises:
+        ConfigError: the source, the tokenizer or a package is missing, or the folder contains different data and
+            --force is not set.
+    """
+    _take_megatrons_flags(args)
+    if (args.vocab_file is None) != (args.merge_file is None):
+        raise ConfigError(
+            f"--vocab-file and --merge-file: both are needed (got only {args.vocab_file or args.merge_file}). Pass "
+            "both, or BERT's vocab.txt with --tokenizer."
+        )
+    source_path = Path(args.source).resolve()
+    tokenizer = _load_tokenizer(args)
+    template = _load_template(args, tokenizer)
+    for_bert = isinstance(tokenizer, WordPieceTokenizer) or (
+        tokenizer is None and args.tokenizer_type == "wordpiece"
+    )
+    output = args.output or Path("data") / (source_path.stem + ("_bert" if for_bert else ""))
+    if source_path.is_dir() and output.resolve().is_relative_to(source_path):
+        raise ConfigError(
+            f"--output: the folder is inside --source {args.source} (got {output}). Use a folder outside it."
+        )
+    arguments = _recorded_arguments(args, tokenizer, template)
+    meta = None if args.force else _read_finished(output, arguments)
+    if meta is None:
+        started_s = time.monotonic()
+        meta = _prepare(args, tokenizer, template, output, arguments)
+        print(f"wrote {output} in {time.monotonic() - started_s:.0f} s")
+    else:
+        print(f"{output} is already prepared (--force prepares it again)")
+    if template is not None:
+        from .chat.files import summary
+
+        print(summary(meta))
+    else:
+        print(
+            f"documents {meta['documents']}, tokens {meta['tokens']}, bytes per token "
+            f"{meta['bytes'] / meta['tokens']:.2f}, vocabulary {meta['vocab_size']}, unigram entropy "
+            f"{meta['unigram_entropy_nats']:.3f} nats"
+        )
+    model = "" if for_bert else _model_flag(args.tokenizer)
+    print(
+        f"next: deepspeed --num_gpus 4 {NEXT_BERT if for_bert else NEXT_GPT}{model} --data-path {output} "
+        f"--save checkpoints/{output.name}"
+    )
+    return 0
+
+
+def _take_megatrons_flags(args: argparse.Namespace) -> None:
+    """Replace Megatron's flags by those of this command. Raises ConfigError."""
+    if len(args.json_key) > 1:
+        raise ConfigError(
+            f"--json-keys: the text has one key (got {' '.join(args.json_key)}). Prepare each key into a folder."
+        )
+    (args.json_key,) = args.json_key
+    if args.workers is not None:
+        if args.workers < 1:
+            raise ConfigError(f"--workers: must be at least 1 (got {args.workers}).")
+        os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read by the package tokenizers
+    needed = MEGATRON_TYPES.get(args.tokenizer_type)
+    if needed is None:
+        return
+    if args.tokenizer_type.startswith("Bert") and args.vocab_file and args.merge_file is None:
+        args.tokenizer, args.vocab_file = args.vocab_file, None
+    complete = args.vocab_file and args.merge_file if "--merge-file" in needed else args.tokenizer
+    if not complete:
+        raise ConfigError(
+            f"--tokenizer-type: {args.tokenizer_type} needs {needed} (got none). Add the files."
+        )
+
+
+def _model_flag(tokenizer: str | None) -> str:
+    """Return ``--hf-model FOLDER`` if the tokenizer is that of a Hugging Face model, else nothing."""
+    folder = Path(tokenizer or "")
+    has_model = tokenizer and (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    return f" --hf-model {tokenizer}" if has_model else ""
+
+
+def _load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    """Load the existing tokenizer selected by the options; None if one is to be trained."""
+    if args.tokenizer:
+        return load_tokenizer(args.tokenizer)
+    if args.vocab_file:
+        return load_gpt2_files(args.vocab_file, args.merge_file)
+    return None
+
+
+def _load_template(args: argparse.Namespace, tokenizer: Tokenizer | None) -> ChatTemplate | None:
+    """Load the chat template of ``--format chat``; None for text. Raises ConfigError."""
+    if args.format != "chat":
+        return None
+    path = Path(args.source)
+    if path.suffix not in JSONL_SUFFIXES or not path.is_file():
+        raise ConfigError(
+            f"--format chat: needs a .jsonl file (got --source {args.source}). Use one JSON object with messages per "
+            "line."
+        )
+    if tokenizer is None or not args.tokenizer or not Path(args.tokenizer).is_dir():
+        raise ConfigError(
+            f"--format chat: needs the folder of a tokenizer with a chat template (got --tokenizer {args.tokenizer}). "
+            "Use the folder of a chat model."
+        )
+    if isinstance(tokenizer, WordPieceTokenizer):
+        raise ConfigError(
+            f"--format chat: BERT's WordPiece tokenizer has no end-of-document token (got {args.tokenizer}). Use the "
+            "folder of a chat model."
+        )
+    from .chat.template import ChatTemplate
+
+    return ChatTemplate(args.tokenizer, tokenizer.eod_id)
+
+
+def _recorded_arguments(
+    args: argparse.Namespace, tokenizer: Tokenizer | None, template: ChatTemplate | None
+) -> dict[str, Any]:
+    """Return everything that determines the result: options, and state of the source files."""
+    return {
+        "source": args.source,
+        "json_key": args.json_key,
+        "tokenizer": (
+            {"fingerprint": tokenizer.fingerprint}
+            if tokenizer is not None
+            else {"type": args.tokenizer_type, "vocab_size": args.vocab_size or VOCAB_SIZE}
+        ),
+        "source_details": source_details(args.source),
+        **({} if template is None else {"chat_template": template.fingerprint}),
+    }
+
+
+def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | None:
+    """Return meta.json of complete data with the same arguments, or None if the folder has no complete data.
+
+    Raises:
+        ConfigError: the data was prepared with different arguments.
+    """
+    if not all((output / name).exists() for name in (META_NAME, *_pair(DATA_NAME))):
+        return None
+    try:
+        meta = json.loads((output / META_NAME).read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    mask = meta.get("loss_mask")
+    if mask is not None and not all((output / name).exists() for name in _pair(mask)):
+        return None
+    before = meta.get("arguments", {})
+    changes = [
+        f"{key} {arguments.get(key)} instead of {before.get(key)}"
+        for key in {**before, **arguments}
+        if before.get(key) != arguments.get(key)
+    ]
+    if changes:
+        raise ConfigError(
+            f"--output: {output} contains data prepared with different arguments (got {'; '.join(changes)}). Use "
+            "another folder, or --force to replace the data."
+        )
+    return meta
+
+
+def _prepare(
+    args: argparse.Namespace,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+    output: Path,
+    arguments: dict[str, Any],
+) -> dict[str, Any]:
+    """Write all files to a temporary folder and move them to ``output`` when they are complete, meta.json last."""
+    print(f"reading {args.source}", flush=True)
+    source = None if template is not None else open_source(args.source, args.json_key)
+    builder = _import_builder()
+    # Moving files is fast within one file system, and a failed run must not create `output`.
+    nearest = next(path for path in (output, *output.parents) if path.exists())
+    try:
+        folder = tempfile.TemporaryDirectory(prefix=".partial-", dir=nearest)
+    except OSError as error:
+        raise ConfigError(
+            f"--output: cannot write to {nearest} (got {output}: {error.strerror}). Use another folder."
+        ) from None
+    with folder:
+        partial = Path(folder.name)
+        if source is not None:
+            tokenizer = tokenizer or _train_tokenizer(args, source)
+            counts = _write_tokens(source, tokenizer, partial / DATA_NAME)
+            source_meta = {"name": source.name, **source.details}
+        else:
+            from .chat.files import read_conversations, write_conversations
+
+            assert tokenizer is not None and template is not None
+            path = Path(args.source)
+            with _progress(path.stat().st_size) as advance:
+                counts = write_conversations(
+                    read_conversations(path), template, tokenizer.vocab_size, builder, partial, advance
+                )
+            source_meta = {"name": args.source, **source_details(args.source)}
+        tokenizer_files = tokenizer.save(partial)
+        meta = {
+            "format": FORMAT,
+            "arguments": arguments,
+            "source": source_meta,
+            **counts,
+            "vocab_size": tokenizer.vocab_size,
+            "eod_id": tokenizer.eod_id,
+            "tokenizer": tokenizer_files[0],
+            "tokenizer_fingerprint": tokenizer.fingerprint,
+            "versions": _versions(),
+        }
+        (partial / META_NAME).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        output.mkdir(parents=True, exist_ok=True)
+        # Without meta.json the folder counts as incomplete if this process is killed while it replaces files.
+        for name in (META_NAME, *TOKENIZER_NAMES, VOCAB_NAME, *_pair(LOSS_MASK_NAME)):
+            (output / name).unlink(missing_ok=True)
+        masks = _pair(LOSS_MASK_NAME) if template is not None else ()
+        for name in (*tokenizer_files, *_pair(DATA_NAME), *masks, META_NAME):
+            os.replace(partial / name, output / name)
+    return meta
+
+
+def _pair(name: str) -> tuple[str, str]:
+    return f"{name}.bin", f"{name}.idx"
+
+
+def _train_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
+    vocab_size = args.vocab_size or VOCAB_SIZE
+    print(f"training a {args.tokenizer_type} tokenizer with {vocab_size} tokens", flush=True)
+    texts = _first_texts(source.documents(), TOKENIZER_TRAINING_CHARACTERS)
+    tokenizer = TRAINERS[args.tokenizer_type](texts, vocab_size)
+    if tokenizer.vocab_size < vocab_size:
+        print(f"the text is too small for {vocab_size} tokens; the vocabulary has {tokenizer.vocab_size}")
+    return tokenizer
+
+
+def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[str, Any]:
+    """Write the tokens of all documents to ``prefix.bin/.idx``. Return the counts for meta.json."""
+    import numpy as np
+
+    # Megatron uses two bytes per token for vocabularies below this size.
+    dtype = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
+    builder = _import_builder()(f"{prefix}.bin", dtype=dtype)
+    frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    documents = sequences = num_bytes = 0
+    with _progress(source.num_bytes) as advance:
+        for batch in _batches(source.documents(), ENCODE_BATCH_CHARACTERS):
+            for document in filter(None, tokenizer.encode_documents(batch)):
+                tokens = np.concatenate([np.array(sequence, dtype) for sequence in document])
+                builder.add_document(tokens, [len(sequence) for sequence in document])
+                frequencies += np.bincount(tokens, minlength=len(frequencies))
+                documents += 1
+                sequences += len(document)
+            batch_bytes = sum(len(text.encode()) for text in batch)
+            num_bytes += batch_bytes
+            advance(batch_bytes)
+    builder.finalize(f"{prefix}.idx")
+    shares = frequencies[frequencies > 0] / frequencies.sum()
+    return {
+        "documents": documents,
+        **({"sentences": sequences} if isinstance(tokenizer, WordPieceTokenizer) else {}),
+        "tokens": int(frequencies.sum()),
+        "bytes": num_bytes,
+        "max_token_id": int(np.flatnonzero(frequencies).max()),
+        "unigram_entropy_nats": float(-(shares * np.log(shares)).sum()),
+    }
+
+
+@contextlib.contextmanager
+def _progress(total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Yield a function that reports encoded bytes: as a bar on a terminal, as a line every 5 s elsewhere."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    on_terminal = sys.stdout.isatty()
+    done_bytes, next_line_s = 0, time.monotonic() + PROGRESS_INTERVAL_S
+    columns = ("encoding", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, disable=not on_terminal) as progress:
+        task = progress.add_task("encoding", total=total_bytes)
+
+        def advance(num_bytes: int) -> None:
+            nonlocal done_bytes, next_line_s
+            done_bytes += num_bytes
+            progress.advance(task, num_bytes)
+            if not on_terminal and time.monotonic() >= next_line_s:
+                next_line_s = time.monotonic() + PROGRESS_INTERVAL_S
+                print(f"encoding: {done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB", flush=True)
+
+        yield advance
+
+
+def _import_builder() -> Any:
+    """Return megatron-core's IndexedDatasetBuilder, whose import takes seconds."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
+        try:
+            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"megatron-core: the import failed (got {error}). Run `pip install 'ds_ext[data]'`."
+            ) from error
+    return IndexedDatasetBuilder
+
+
+def _batches(texts: Iterable[str], batch_characters: int) -> Iterator[list[str]]:
+    batch: list[str] = []
+    num_characters = 0
+    for text in texts:
+        batch.append(text)
+        num_characters += len(text)
+        if num_characters >= batch_characters:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _first_texts(texts: Iterable[str], max_characters: int) -> Iterator[str]:
+    for text in texts:
+        if max_characters <= 0:
+            return
+        max_characters -= len(text)
+        yield text
+
+
+def _versions() -> dict[str, str]:
+    versions = {package: package_version(package) for package in VERSIONED_PACKAGES}
+    return {"python": platform.python_version(), **{name: v for name, v in versions.items() if v is not None}}

@@ -1,0 +1,279 @@
+"""Tokenizers trained on the user's text or loaded from files; nothing is downloaded.
+
+The default is byte-level BPE (Radford et al. 2019, section 2.2) from the ``tokenizers`` library; the alternative is a
+sentencepiece unigram model (Kudo 2018). Both are lossless. BERT's WordPiece is in wordpiece.py.
+"""
+
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from .tokenizer_base import HuggingFaceTokenizer, Tokenizer, fingerprint_of
+from .wordpiece import VOCAB_NAME, WordPieceTokenizer, is_word_piece, load_vocab_txt
+
+END_OF_DOCUMENT = "<|endoftext|>"
+END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eod|>", "[EOD]")
+TOKENIZER_CONFIG = "tokenizer_config.json"
+BYTE_VALUES = 256
+
+
+class BpeTokenizer(HuggingFaceTokenizer):
+    """Tokenizer with an end-of-document token; byte-level BPE if trained here."""
+
+    def __init__(self, backend: Any, origin: str, folder: Path | None = None) -> None:
+        """Wrap a ``tokenizers.Tokenizer``.
+
+        Args:
+            backend: tokenizer of the library.
+            origin: name in errors.
+            folder: folder whose JSON files may declare the end-of-document token; None: use a well-known name.
+
+        Raises:
+            ConfigError: there is no end-of-document token.
+        """
+        super().__init__(backend)
+        self._declared = None if folder is None else declared_end_of_document(folder, self.vocab)
+        names = [name for name in (self._declared, *END_OF_DOCUMENT_NAMES) if name in self.vocab]
+        if not names:
+            raise ConfigError(
+                f"{origin}: no end-of-document token (got {len(self.vocab)} tokens). Add one of "
+                f"{', '.join(END_OF_DOCUMENT_NAMES)} as a special token."
+            )
+        merges = json.loads(backend.to_str())["model"].get("merges", [])
+        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+        self.eod_id = self.vocab[names[0]]
+        self.fingerprint = fingerprint_of([sorted(self.vocab.items()), pairs])
+
+    def save(self, folder: Path) -> list[str]:
+        """Write ``tokenizer.json`` and the files of the model into ``folder``. Return their names."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        self._backend.model.save(str(folder))
+        if self._declared is not None:
+            values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._declared}
+            (folder / TOKENIZER_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        names = ("tokenizer.json", TOKENIZER_CONFIG, "vocab.json", "merges.txt")
+        return [name for name in names if (folder / name).exists()]
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """Tokenizer with a sentencepiece model, as used by Llama."""
+
+    def __init__(self, model_proto: bytes, origin: str) -> None:
+        """Load the content of a ``.model`` file. ``origin`` is its name in errors.
+
+        Raises:
+            ConfigError: sentencepiece is not installed, or the model is damaged or has no end-of-document token.
+        """
+        try:
+            self._backend: Any = _sentencepiece().SentencePieceProcessor(model_proto=model_proto)
+        except RuntimeError as error:
+            raise ConfigError(f"{origin}: not a sentencepiece model ({error}). Use another file.") from error
+        self.eod_id = self._backend.eos_id()
+        if self.eod_id < 0:
+            raise ConfigError(
+                f"{origin}: no end-of-document token (got eos id {self.eod_id}). Train the model with an eos id."
+            )
+        self._model_proto = model_proto
+        self.vocab_size = self._backend.vocab_size()
+        self.fingerprint = fingerprint_of([[self._backend.id_to_piece(i), i] for i in range(self.vocab_size)])
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of every text."""
+        return self._backend.encode(list(texts))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids`` without control tokens."""
+        return self._backend.decode([i for i in ids if not self._backend.is_control(i)])
+
+    def save(self, folder: Path) -> list[str]:
+        """Write ``tokenizer.model`` into ``folder``. Return its name."""
+        (folder / "tokenizer.model").write_bytes(self._model_proto)
+        return ["tokenizer.model"]
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenizer:
+    """Train byte-level BPE with ``vocab_size`` tokens, including all 256 bytes and the end-of-document token.
+
+    A text with too few distinct words gives a smaller vocabulary; see ``vocab_size`` of the result.
+
+    Raises:
+        ConfigError: ``vocab_size`` is below 257.
+    """
+    if vocab_size < BYTE_VALUES + 1:
+        raise ConfigError(
+            f"--vocab-size: byte-level BPE needs at least {BYTE_VALUES + 1} tokens, for all bytes and "
+            f"{END_OF_DOCUMENT} (got {vocab_size}). Use for example 4096."
+        )
+    import tokenizers
+
+    backend = _byte_level(tokenizers.models.BPE())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    return BpeTokenizer(backend, "trained tokenizer")
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int = 4096) -> SentencePieceTokenizer:
+    """Train a lossless sentencepiece unigram model with byte fallback.
+
+    Raises:
+        ConfigError: sentencepiece is not installed, or the text is too small for ``vocab_size``.
+    """
+    library = _sentencepiece()
+    model = io.BytesIO()
+    try:
+        library.SentencePieceTrainer.train(
+            sentence_iterator=_lines(texts),
+            model_writer=model,
+            vocab_size=vocab_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            add_dummy_prefix=False,
+            input_sentence_size=200_000,
+            shuffle_input_sentence=True,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--vocab-size: sentencepiece cannot train a tokenizer of this size on the text (got {vocab_size}: "
+            f"{error}). Use more text or a smaller vocabulary."
+        ) from error
+    return SentencePieceTokenizer(model.getvalue(), "trained tokenizer")
+
+
+def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> BpeTokenizer:
+    """Load GPT-2's vocabulary and merges (Megatron's ``--vocab-file`` and ``--merge-file``).
+
+    Raises:
+        ConfigError: a file is missing or cannot be read.
+    """
+    import tokenizers
+
+    vocab_path, merge_path = _existing(vocab_file, "--vocab-file"), _existing(merge_file, "--merge-file")
+    try:
+        backend = _byte_level(tokenizers.models.BPE.from_file(str(vocab_path), str(merge_path)))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(
+            f"--vocab-file and --merge-file: not GPT-2's files (got {vocab_path} and {merge_path}: {error}). Use "
+            "vocab.json and merges.txt."
+        ) from error
+    backend.add_special_tokens([END_OF_DOCUMENT])
+    return BpeTokenizer(backend, str(vocab_path))
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load a tokenizer from a file or folder.
+
+    Args:
+        path: a ``tokenizer.json``, a sentencepiece ``.model``, BERT's ``vocab.txt``, or a folder that contains a
+            ``tokenizer.json``, a ``tokenizer.model`` or GPT-2's pair of files.
+
+    Raises:
+        ConfigError: there is no tokenizer, or it cannot be read.
+    """
+    path = Path(path)
+    if path.is_dir():
+        for name in ("tokenizer.json", "tokenizer.model"):
+            if (path / name).exists():
+                return load_tokenizer(path / name)
+        if (path / "vocab.json").exists() and (path / "merges.txt").exists():
+            return load_gpt2_files(path / "vocab.json", path / "merges.txt")
+        raise ConfigError(
+            f"tokenizer: no tokenizer in the folder (got {path}). Use a folder with tokenizer.json, tokenizer.model, "
+            "or vocab.json and merges.txt."
+        )
+    path = _existing(path, "tokenizer")
+    if path.suffix == ".model":
+        return SentencePieceTokenizer(path.read_bytes(), str(path))
+    if path.suffix == Path(VOCAB_NAME).suffix:
+        return load_vocab_txt(path)
+    import tokenizers
+
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise ConfigError(
+            f"tokenizer: the file cannot be read (got {path}: {error}). Use a tokenizer.json."
+        ) from error
+    if is_word_piece(backend):
+        return WordPieceTokenizer(backend, str(path))
+    return BpeTokenizer(backend, str(path), path.parent)
+
+
+def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | None:
+    """Return the end-of-sequence token from the JSON files of a Hugging Face folder, or None if they have none.
+
+    The name in tokenizer_config.json comes first, then the id in generation_config.json, then that in config.json. The
+    first id of a list counts. Ids outside the vocabulary are ignored.
+
+    Raises:
+        ConfigError: a file is damaged, or the name is not in the vocabulary.
+    """
+    name = _read_object(folder / TOKENIZER_CONFIG).get("eos_token")
+    name = name.get("content") if isinstance(name, dict) else name
+    if name is not None:
+        if name not in vocab:
+            raise ConfigError(
+                f"{folder / TOKENIZER_CONFIG}: eos_token is not in the vocabulary (got {name!r}). Use a folder whose "
+                "files belong together."
+            )
+        return name
+    names = {token_id: token for token, token_id in vocab.items()}
+    for file in ("generation_config.json", "config.json"):
+        declared = _read_object(folder / file).get("eos_token_id")
+        first = next(iter(declared), None) if isinstance(declared, list) else declared
+        if first in names:
+            return names[first]
+    return None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; empty if it does not exist. Raises ConfigError if it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: not valid JSON (got {error}). Download the file again.") from None
+    return value if isinstance(value, dict) else {}
+
+
+def _byte_level(model: Any) -> Any:
+    import tokenizers
+
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    return backend
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield from (line for line in text.split("\n") if line)
+
+
+def _existing(path: str | Path, key: str) -> Path:
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(
+            f"{key}: the file does not exist (got {path}). Train a tokenizer with `python -m ds_ext prepare`."
+        )
+    return path
+
+
+def _sentencepiece() -> Any:
+    try:
+        import sentencepiece
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "sentencepiece: the package is not installed. Run `pip install sentencepiece`, or use --tokenizer-type bpe."
+        ) from error
+    return sentencepiece

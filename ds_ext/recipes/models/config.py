@@ -1,0 +1,419 @@
+"""Sizes of a transformer and the checks on them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, Self
+
+from ...errors import ConfigError
+from ...parallel.partition import LayerWork
+from .flags import NO_FLAG, flag, flags_of
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Change of the rotary frequencies for longer samples. The fields are those of transformers' ``rope_parameters``.
+
+    Args:
+        rope_type: "linear" divides all frequencies by ``factor``; "llama3" (Llama 3.1) and "yarn" (arXiv 2309.00071)
+            divide only the low ones.
+        factor: ratio of the longest sample to that of the original training.
+        low_freq_factor, high_freq_factor: llama3: number of periods in ``original_max_position_embeddings`` up to which
+            a frequency is divided, and from which it stays as it is.
+        original_max_position_embeddings: tokens of the longest sample of the original training; llama3 and yarn.
+        beta_fast, beta_slow: yarn: number of periods from which a frequency stays as it is, and up to which it is
+            divided.
+        attention_factor: yarn: factor of the rotated queries and keys; None: computed from the other fields.
+        mscale, mscale_all_dim: yarn: terms of ``attention_factor``; None: not used.
+        truncate: yarn: round the bounds of the ramp to whole dimensions.
+
+    Raises:
+        ConfigError: if the type is not supported, or if a field that it needs is missing.
+    """
+
+    rope_type: Literal["linear", "llama3", "yarn"]
+    factor: float
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        needed = {
+            "linear": (),
+            "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+            "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow"),
+        }
+        if self.rope_type not in needed:
+            raise ConfigError(
+                f'rope_scaling.rope_type: must be "linear", "llama3" or "yarn" (got {self.rope_type!r}). Use a model '
+                f"with one of these types."
+            )
+        for name in ("factor", *needed[self.rope_type]):
+            value = getattr(self, name)
+            if value is None or value <= 0:
+                raise ConfigError(
+                    f"rope_scaling.{name}: must be positive for {self.rope_type} (got {value})."
+                )
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.rope_type == "llama3" and low is not None and high is not None and high <= low:
+            raise ConfigError(
+                f"rope_scaling.high_freq_factor: must be above low_freq_factor {low:g} (got {high:g})."
+            )
+
+
+def _llama3(use: bool, keys: Mapping[str, Any]) -> RopeScaling | None:
+    """Return Llama 3.1's scaling for ``--use-rope-scaling``, with Megatron's constants."""
+    factor = keys.get("rope_scaling_factor", 8.0)
+    return RopeScaling("llama3", factor, 1.0, 4.0, original_max_position_embeddings=8192) if use else None
+
+
+def _llama3_keys(scaling: RopeScaling | None) -> Mapping[str, Any]:
+    """Return the keys of a scaling; flags exist only for that of Llama 3.1."""
+    if scaling is None or scaling.rope_type != "llama3":
+        return {"use_rope_scaling": False}
+    return {"use_rope_scaling": True, "rope_scaling_factor": scaling.factor}
+
+
+def _window(text: str, _: object) -> int:
+    """Return the number of tokens of Megatron's window ``"L,R"``, the token itself included. Raises ConfigError."""
+    match = re.fullmatch(r"\(?\s*(\d+)\s*,\s*0\s*\)?", text)
+    if match is None:
+        raise ConfigError(
+            f"--window-size: must be the number of previous tokens and 0 for following tokens (got {text!r}). Use for "
+            f"example 4095,0 for a window of 4096 tokens."
+        )
+    return int(match[1]) + 1
+
+
+Recompute = Literal["none", "selective", "full"]
+Positions = Literal["learned_absolute", "rope"]
+# Flags whose values are not those of their fields.
+_ROPE_SCALING = flag(
+    "use_rope_scaling",
+    default=False,
+    kind=bool,
+    read=_llama3,
+    write=_llama3_keys,
+    help="scale the rotary frequencies as in Llama 3.1",
+)
+_VOCABULARY = flag(
+    planned=True,
+    metavar="N",
+    help="rows of the word embeddings without padding, if the model has more than its tokenizer",
+)
+_QUERY_GROUPS = flag(
+    planned=True,
+    write=lambda groups: {"group_query_attention": groups is not None, "num_query_groups": groups},
+)
+_BIASES = flag(
+    "disable_bias_linear",
+    default=False,
+    read=lambda disabled, _: not disabled,
+    write=lambda biases: {"disable_bias_linear": not biases},
+    help="no biases in linear layers",
+)
+_WINDOW = flag(
+    "window_size",
+    kind=str,
+    metavar="L,0",
+    read=_window,
+    write=lambda window: {"window_size": None if window is None else f"{window - 1},0"},
+    help="attend to L previous tokens and the token itself (all previous tokens)",
+)
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes and initialization of a transformer language model, the same on all ranks.
+
+    The defaults are those of GPT-2. The flags of the training scripts, the keys of "train" and the sizes that the
+    planner needs are generated from the fields; see :mod:`.flags`.
+    BERT does not support the fields from ``position_embedding_type`` on.
+
+    Args:
+        num_layers: number of transformer layers.
+        hidden_size: width of the activations between layers.
+        num_attention_heads: number of heads over all tensor-parallel ranks.
+        seq_length: tokens per sample.
+        vocab_size: size of the tokenizer's vocabulary, without padding.
+        ffn_hidden_size: inner width of the MLP; None: 4 * hidden_size (in the training scripts two thirds of it with
+            swiglu).
+        max_position_embeddings: largest number of tokens of a sample, rows of a learned position table; None:
+            seq_length.
+        hidden_dropout: probability of zeroing a hidden activation, in [0, 1).
+        attention_dropout: probability of zeroing an attention weight, in [0, 1).
+        init_std: standard deviation of the initial weights.
+        layernorm_epsilon: constant added to the variance, or to the mean square of an RMSNorm.
+        make_vocab_size_divisible_by: the padded vocabulary is a multiple of this number times the tensor-parallel size.
+        recompute: activations to recompute in the backward: "full", all inner activations of a layer; "selective",
+            those inside attention, which need a lot of memory but little compute (arXiv 2205.05198, section 4); "none".
+        recompute_interval: recompute every n-th layer; 1: all layers.
+        sequence_parallel: in the regions between tensor-parallel layers, each tensor-parallel rank holds only a slice
+            of the tokens.
+        transformer_impl: implementation of GPT's layers: "local", or NVIDIA's "transformer_engine" on CUDA.
+        seed: seed of the initial weights and the dropout masks.
+        position_embedding_type: "learned_absolute", a table; or "rope", rotary embeddings (arXiv 2104.09864).
+        rotary_base: base of the rotary frequencies.
+        rotary_percent: share of each head that is rotated, from its first feature on, in (0, 1].
+        rope_scaling: change of the rotary frequencies for longer samples; None: no change.
+        normalization: kind of all norms.
+        swiglu: gated MLP, fc2(silu(gate(x)) * fc1(x)) (arXiv 2002.05202), instead of one with a GELU.
+        num_query_groups: key and value heads of grouped-query attention (arXiv 2305.13245); None: one for each head.
+        kv_channels: width of one attention head; None: hidden_size / num_attention_heads.
+        add_bias_linear: add biases to all linear layers.
+        add_qkv_bias: add biases to queries, keys and values even without ``add_bias_linear``.
+        qk_layernorm: normalize queries and keys of every head before the rotation.
+        untie_embeddings_and_output_weights: the head has a separate weight.
+        sliding_window: number of tokens that a token attends to, itself included; None: all previous tokens.
+        sliding_window_layers: numbers of the transformer layers with the window; None: all layers.
+        reset_position_ids: positions restart at every document of a sample.
+        reset_attention_mask: tokens attend only to their own document of a sample.
+
+    Raises:
+        ConfigError: if a size is not positive, or if sizes contradict each other.
+    """
+
+    num_layers: int = field(metadata=flag(planned=True, default=8))
+    hidden_size: int = field(metadata=flag(planned=True, default=128))
+    num_attention_heads: int = field(metadata=flag(planned=True, default=4))
+    seq_length: int = field(metadata=flag(planned=True, default=128))
+    vocab_size: int = field(metadata=_VOCABULARY)
+    ffn_hidden_size: int | None = field(default=None, metadata=flag(planned=True))
+    max_position_embeddings: int | None = field(default=None, metadata=flag(planned=True))
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    init_std: float = field(default=0.02, metadata=flag("init_method_std"))
+    layernorm_epsilon: float = field(default=1e-5, metadata=flag("norm_epsilon", default=None))
+    make_vocab_size_divisible_by: int = 128
+    recompute: Recompute = field(default="none", metadata=flag("recompute_granularity", default=None))
+    recompute_interval: int = field(default=1, metadata=flag(metavar="K"))
+    sequence_parallel: bool = field(default=False, metadata=NO_FLAG)  # a key of the JSON
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    seed: int = 1234
+    position_embedding_type: Positions = field(default="learned_absolute", metadata=flag(planned=True))
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    rope_scaling: RopeScaling | None = field(default=None, metadata=_ROPE_SCALING)
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    swiglu: bool = field(default=False, metadata=flag(planned=True))
+    num_query_groups: int | None = field(default=None, metadata=_QUERY_GROUPS)
+    kv_channels: int | None = field(default=None, metadata=flag(planned=True))
+    add_bias_linear: bool = field(default=True, metadata=_BIASES)
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    untie_embeddings_and_output_weights: bool = field(default=False, metadata=flag(planned=True))
+    sliding_window: int | None = field(default=None, metadata=_WINDOW)
+    sliding_window_layers: tuple[int, ...] | None = field(default=None, metadata=NO_FLAG)
+    reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+
+    _unchecked: ClassVar[tuple[str, ...]] = ("seed",)  # fields with any number
+
+    def __post_init__(self) -> None:
+        self._check_ranges()
+        self._check_choices()
+        self._check_attention()
+        heads = self.num_attention_heads
+        if self.kv_channels is None and self.hidden_size % heads:
+            lower = self.hidden_size - self.hidden_size % heads
+            sizes = f"{lower} or {lower + heads}" if lower else str(heads)
+            raise ConfigError(
+                f"hidden_size: must be a multiple of num_attention_heads {heads} (got {self.hidden_size}). Use {sizes}."
+            )
+        if self.seq_length > self.positions:
+            raise ConfigError(
+                f"max_position_embeddings: must be at least seq_length {self.seq_length} (got {self.positions}). "
+                f"Use {self.seq_length}, or shorter samples."
+            )
+
+    @property
+    def layer_work(self) -> LayerWork:
+        """Work of a transformer layer; with GPT-2's layers 12h² + 2sh (arXiv 2104.04473, appendix)."""
+        queries, keys = self.num_attention_heads * self.head_size, self.query_groups * self.head_size
+        matrices = 2 * queries + 2 * keys + (3 if self.swiglu else 2) * self.ffn_size
+        return LayerWork(self.hidden_size * matrices, 2 * self.seq_length * queries)
+
+    @property
+    def repeated_share(self) -> float:
+        """Share of a layer's forward that ``recompute`` repeats in the backward."""
+        if self.recompute == "selective":
+            return self.layer_work.attention / self.layer_work.total
+        return 1.0 if self.recompute == "full" else 0.0
+
+    def head_work(self, repeated: float = 0.0) -> float:
+        """Return the work of the head, in transformer layers. A backward takes twice as many operations as a forward.
+
+        Args:
+            repeated: share of a layer's forward that its backward recomputes; 1 for full recomputation.
+        """
+        return self.vocab_size * self.hidden_size / self.layer_work.total * 3 / (3 + repeated)
+
+    @property
+    def forward_flops(self) -> int:
+        """Model FLOPs of a forward for one sample (arXiv 2104.04473, section 5.1).
+
+        A multiplication and an addition count as two. Attention counts in full, also with causal masks and windows.
+        """
+        per_token = self.num_layers * self.layer_work.total + self.hidden_size * self.vocab_size
+        return 2 * self.seq_length * per_token
+
+    @property
+    def flops_per_sample(self) -> float:
+        """Model FLOPs of a forward and a backward, which counts as two forwards, without recomputation."""
+        return 3.0 * self.forward_flops
+
+    @property
+    def ffn_size(self) -> int:
+        """Inner width of the MLP."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def positions(self) -> int:
+        """Largest number of tokens of a sample, and rows of a learned position table."""
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def head_size(self) -> int:
+        """Width of one attention head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key and value heads over all tensor-parallel ranks."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Features of a head that are rotated; 0 without rotary embeddings."""
+        return int(self.head_size * self.rotary_percent) if self.position_embedding_type == "rope" else 0
+
+    @property
+    def packed(self) -> bool:
+        """True if the model takes the start of every token's document as a second input."""
+        return self.reset_position_ids or self.reset_attention_mask
+
+    def resolved(self) -> Self:
+        """Return the config with the values of all fields whose default follows from other fields."""
+        return replace(
+            self,
+            ffn_hidden_size=self.ffn_size,
+            max_position_embeddings=self.positions,
+            num_query_groups=self.query_groups,
+            kv_channels=self.head_size,
+        )
+
+    def shares_groups(self, tp_size: int) -> bool:
+        """Return whether each tensor-parallel rank has whole query groups, or several ranks share one."""
+        return self.query_groups % tp_size == 0 or tp_size % self.query_groups == 0
+
+    def padded_vocab_size(self, tp_size: int = 1) -> int:
+        """Round the vocabulary up to a multiple of make_vocab_size_divisible_by * tp_size, as Megatron does."""
+        multiple = self.make_vocab_size_divisible_by * tp_size
+        return -(-self.vocab_size // multiple) * multiple
+
+    def check_tensor_parallel(self, tp_size: int) -> None:
+        """Check that a tensor-parallel size fits the heads, the MLP and, with sequence parallelism, the tokens.
+
+        Raises:
+            ConfigError: if it does not.
+        """
+        heads, groups, ffn = self.num_attention_heads, self.query_groups, self.ffn_size
+        common = [n for n in range(1, heads + 1) if heads % n == 0 and ffn % n == 0 and self.shares_groups(n)]
+        for name, total in (("num_attention_heads", heads), ("ffn_hidden_size", ffn)):
+            if tp_size < 1 or total % tp_size:
+                raise ConfigError(
+                    f"tensor_parallel_size: must divide {name} {total} (got {tp_size}). Use {_either(common)}."
+                )
+        if not self.shares_groups(tp_size):
+            raise ConfigError(
+                f"tensor_parallel_size: must divide num_query_groups {groups}, or be a multiple of it (got {tp_size}). "
+                f"Use {_either(common)}."
+            )
+        if self.sequence_parallel and self.seq_length % tp_size:
+            lower = self.seq_length - self.seq_length % tp_size
+            raise ConfigError(
+                f"seq_length: must be a multiple of tensor_parallel_size {tp_size} with sequence_parallel (got "
+                f"{self.seq_length}). Use {lower or tp_size}, or disable sequence_parallel."
+            )
+
+    def recomputes(self, layer: int) -> Literal["none", "selective", "full"]:
+        """Return the activations that transformer layer ``layer`` recomputes in the backward."""
+        return "none" if layer % self.recompute_interval else self.recompute
+
+    def window(self, layer: int) -> int | None:
+        """Return the number of tokens that a token attends to in a transformer layer; None: all previous tokens."""
+        layers = self.sliding_window_layers
+        return self.sliding_window if layers is None or layer in layers else None
+
+    def _check_ranges(self) -> None:
+        for name, value in vars(self).items():
+            if name in ("hidden_dropout", "attention_dropout"):
+                if not 0.0 <= value < 1.0:
+                    raise ConfigError(f"{name}: must be at least 0 and below 1 (got {value}).")
+            elif type(value) in (int, float) and name not in self._unchecked and value <= 0:
+                raise ConfigError(f"{name}: must be positive (got {value}).")
+
+    def _check_choices(self) -> None:
+        for name in ("recompute", "position_embedding_type", "normalization"):
+            value, known = getattr(self, name), flags_of(TransformerConfig)[name].arguments["choices"]
+            if value not in known:
+                raise ConfigError(
+                    f"{name}: must be {_either([json.dumps(choice) for choice in known])} (got {value!r})."
+                )
+
+    def _check_attention(self) -> None:
+        heads, groups = self.num_attention_heads, self.query_groups
+        if heads % groups:
+            common = [size for size in range(1, heads + 1) if heads % size == 0]
+            raise ConfigError(
+                f"num_query_groups: must divide num_attention_heads {heads} (got {groups}). Use {_either(common)}."
+            )
+        outside = [layer for layer in self.sliding_window_layers or () if layer not in range(self.num_layers)]
+        if outside or (self.sliding_window_layers is not None and self.sliding_window is None):
+            raise ConfigError(
+                f"sliding_window_layers: must be layers in 0..{self.num_layers - 1}, with a sliding_window (got "
+                f"{self.sliding_window_layers} and sliding_window {self.sliding_window}). Set both."
+            )
+        if self.rotary_percent > 1:
+            raise ConfigError(f"rotary_percent: must be at most 1 (got {self.rotary_percent:g}).")
+        if self.position_embedding_type == "rope" and (self.rotary_size == 0 or self.rotary_size % 2):
+            raise ConfigError(
+                f"kv_channels x rotary_percent: rope needs an even number of features per head (got "
+                f"{self.head_size} x {self.rotary_percent:g} = {self.rotary_size}). Use a multiple of 2."
+            )
+        if self.rope_scaling is not None and self.position_embedding_type != "rope":
+            raise ConfigError(
+                f'rope_scaling: needs position_embedding_type "rope" (got {self.position_embedding_type!r}).'
+            )
+
+
+def _either(choices: Sequence[int | str]) -> str:
+    *rest, last = map(str, choices)
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+_NAMES = tuple(one.name for one in fields(TransformerConfig))
+# Fields that BERT does not support.
+GPT_FIELDS = _NAMES[_NAMES.index("position_embedding_type") :]
+# Fields that decide neither the weights nor what they compute, and those that matter only in training.
+RUN_FIELDS = (
+    *("seq_length", "make_vocab_size_divisible_by", "recompute", "recompute_interval", "sequence_parallel"),
+    *("transformer_impl", "seed", "reset_position_ids", "reset_attention_mask"),
+)
+TRAINED_FIELDS = ("hidden_dropout", "attention_dropout", "init_std")
+# Fields that decide the weights and what they compute.
+WEIGHT_FIELDS = tuple(name for name in _NAMES if name not in (*RUN_FIELDS, *TRAINED_FIELDS))
+# Fields that the planner needs, and those that have no default, except for the vocabulary.
+PLANNED = tuple(name for name, one in flags_of(TransformerConfig).items() if one.planned)
+SIZES = tuple(
+    one.name for one in fields(TransformerConfig) if one.default is MISSING and one.name != "vocab_size"
+)

@@ -1,0 +1,233 @@
+"""GPT as a list of DeepSpeed layer specs for any partition and tensor-parallel size.
+
+    index            layer                      from          to
+    0                GPTEmbedding, tied         tokens_BS     hidden_BSD
+    1                GPTPositionEmbedding       hidden_BSD    hidden_BSD
+    2 .. L+1         TransformerLayer           hidden_BSD    hidden_BSD
+    L+2              LayerNorm or RMSNorm       hidden_BSD    hidden_BSD
+    L+3              output_logits, tied        hidden_BSD    logits_BSV
+
+Shapes: B samples of a micro-batch, S tokens, D hidden size, V this rank's slice of the padded vocabulary.
+The first and the last layer share a module that contains only the word embeddings. A stage with only the last layer
+then has no parameter without a gradient. Without the tie, the last layer is a GPTHead.
+
+If documents are separated (``config.packed``), inputs and outputs of the layers 0..L are pairs with ``starts_BS``: the
+index of the first token of every token's document in its sample, 0 for a document that started before the sample.
+An end-of-document token belongs to the document that it ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+from ds_ext.errors import ConfigError
+from ds_ext.recipes.models.config import TransformerConfig
+from ds_ext.recipes.models.layers import (
+    BEFORE_THE_FIRST_LAYER,
+    Packed,
+    TransformerLayer,
+    embedding_table,
+    hidden_dropout,
+    norm_class,
+    unpack_starts,
+)
+from ds_ext.recipes.models.te import TransformerEngineLayer, check_transformer_engine
+from ds_ext.tensor_parallel import (
+    IGNORE_INDEX,
+    DropoutClock,
+    InitMethod,
+    TensorParallel,
+    VocabParallelEmbedding,
+    embedding,
+    enter_tensor_parallel,
+    keyed_normal,
+    linear,
+    shared_parameters,
+    vocab_parallel_cross_entropy,
+)
+from ds_ext.tensor_parallel.layers import sharded_parameter
+
+
+@dataclass(frozen=True)
+class GPTConfig(TransformerConfig):
+    """Sizes of a GPT. See TransformerConfig for the fields."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.transformer_impl == "transformer_engine":
+            check_transformer_engine(self)
+
+
+class GPTEmbedding(nn.Module):
+    """Word embeddings.
+
+    Padding rows are zero and stay zero. The initial values of the other rows do not depend on the padding.
+    """
+
+    def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.packed = config.packed
+        rows = config.padded_vocab_size(tp.shards)
+        self.word_embeddings = VocabParallelEmbedding(
+            rows,
+            config.hidden_size,
+            tp,
+            init=_vocabulary_init(config, BEFORE_THE_FIRST_LAYER, "word_embeddings.weight"),
+            padding=rows - config.vocab_size,
+            sequence_parallel=config.sequence_parallel,
+        )
+
+    def forward(self, inputs: Packed) -> Packed:
+        """Map tokens_BS to hidden_BSD, or (tokens_BS, starts_BS) to (hidden_BSD, starts_BS).
+
+        hidden_BSD is the same on all tensor-parallel ranks, or this rank's slice with sequence parallelism.
+
+        Raises:
+            ConfigError: if starts_BS is missing or not expected.
+        """
+        tokens_BS, starts_BS = unpack_starts(inputs)
+        if self.packed != (starts_BS is not None):
+            expected, got = ("a pair (tokens, starts)", "tokens") if self.packed else ("tokens", "a pair")
+            raise ConfigError(
+                f"inputs: must be {expected} with packed={self.packed} (got {got}). Change the data, or "
+                f"reset_position_ids and reset_attention_mask."
+            )
+        hidden_BSD = self.word_embeddings(tokens_BS)
+        return hidden_BSD if starts_BS is None else (hidden_BSD, starts_BS)
+
+
+def _vocabulary_init(config: TransformerConfig, layer: int, name: str) -> InitMethod:
+    """Return the initialization of a weight with a row for every token and zero rows of padding."""
+    normal = keyed_normal(config.init_std, config.seed, layer, name)
+
+    def fill(full_VD: Tensor) -> None:
+        normal(full_VD[: config.vocab_size])
+        full_VD[config.vocab_size :].zero_()
+
+    return fill
+
+
+class GPTPositionEmbedding(nn.Module):
+    """Learned position embeddings and a dropout. With rotary embeddings only the dropout."""
+
+    def __init__(self, config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> None:
+        super().__init__()
+        # With sequence parallelism this rank holds one slice of the tokens.
+        self.tp = tp if config.sequence_parallel else TensorParallel()
+        self.reset = config.reset_position_ids
+        self.positions = config.positions
+        learned = config.position_embedding_type == "learned_absolute"
+        self.weight = (
+            embedding_table(config, config.positions, "position_embeddings.weight") if learned else None
+        )
+        self.dropout = hidden_dropout(config, BEFORE_THE_FIRST_LAYER, "embedding_output", tp, clock)
+
+    def forward(self, inputs: Packed) -> Packed:
+        """Map hidden_BSD, or (hidden_BSD, starts_BS), to the same shapes.
+
+        With sequence parallelism, hidden_BSD contains this rank's slice of the tokens.
+
+        Raises:
+            ConfigError: if there are more tokens than positions.
+        """
+        hidden_BSD, starts_BS = unpack_starts(inputs)
+        tokens = hidden_BSD.size(1) * self.tp.size
+        check_positions(tokens, self.positions)
+        if self.weight is not None:
+            (table_PD,) = shared_parameters(self.tp, self.weight)
+            if self.reset and starts_BS is not None:
+                positions_BS = torch.arange(tokens, device=starts_BS.device) - starts_BS
+                hidden_BSD = hidden_BSD + embedding(self.tp.shard(positions_BS, 1), table_PD)
+            else:
+                hidden_BSD = hidden_BSD + self.tp.shard(table_PD[:tokens], 0)
+        hidden_BSD = self.dropout(hidden_BSD)
+        return hidden_BSD if starts_BS is None else (hidden_BSD, starts_BS)
+
+
+class GPTHead(nn.Module):
+    """Language model head that is not tied to the word embeddings. Padding rows are zero and stay zero."""
+
+    def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp, self.sequence_parallel = tp, config.sequence_parallel
+        shape = config.padded_vocab_size(tp.shards), config.hidden_size
+        init = _vocabulary_init(config, config.num_layers, "output_layer.weight")
+        self.weight = sharded_parameter(shape, 0, tp, init, unpadded=config.vocab_size)
+
+    def forward(self, hidden_BSD: Tensor) -> Tensor:
+        """Map hidden_BSD to this rank's logits_BSV."""
+        return linear(enter_tensor_parallel(hidden_BSD, self.tp, self.sequence_parallel), self.weight)
+
+
+def check_positions(tokens: int, positions: int) -> None:
+    """Raise ConfigError for a sample with more tokens than position embeddings."""
+    if tokens > positions:
+        raise ConfigError(
+            f"max_position_embeddings: must be at least the {tokens} tokens of a sample (got {positions}). "
+            f"Use {tokens}, or shorter samples."
+        )
+
+
+def output_logits(embedding: GPTEmbedding, hidden_BSD: Tensor) -> Tensor:
+    """Apply the language model head, which uses the tied word embeddings: hidden_BSD to this rank's logits_BSV."""
+    table = embedding.word_embeddings
+    return linear(enter_tensor_parallel(hidden_BSD, table.tp, table.sequence_parallel), table.weight)
+
+
+def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> list[LayerSpec]:
+    """Return the whole model as num_layers + 4 specs, of which a rank may build any subset.
+
+    Building a spec neither communicates nor uses a global generator. Initial weights depend only on ``config``.
+
+    Args:
+        config: sizes.
+        tp: position of this rank in its tensor-parallel group.
+        clock: current step and micro-batch, for the dropout masks.
+
+    Raises:
+        ConfigError: if the tensor-parallel size does not divide the heads or the MLP.
+    """
+    config.check_tensor_parallel(tp.size)
+    layer_class = TransformerLayer if config.transformer_impl == "local" else TransformerEngineLayer
+    if config.untie_embeddings_and_output_weights:
+        first, last = LayerSpec(GPTEmbedding, config, tp), LayerSpec(GPTHead, config, tp)
+    else:
+        weight = "word_embeddings.weight"
+        first, last = (
+            TiedLayerSpec("embed", GPTEmbedding, config, tp, forward_fn=forward, tied_weight_attr=weight)
+            for forward in (None, output_logits)
+        )
+    return [
+        first,
+        LayerSpec(GPTPositionEmbedding, config, tp, clock),
+        *(LayerSpec(layer_class, config, layer, tp, clock) for layer in range(config.num_layers)),
+        LayerSpec(norm_class(config), config, tp),
+        last,
+    ]
+
+
+class GPTLoss:
+    """Loss function of the last stage: (logits_BSV, labels_BS) to (sum, count), in nats.
+
+    The labels other than ``IGNORE_INDEX`` count. The sum is fp32 and the same on all tensor-parallel ranks.
+    """
+
+    def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
+        self._vocab_size, self._tp = config.vocab_size, tp
+
+    def __call__(self, logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        loss_BS = vocab_parallel_cross_entropy(logits_BSV, labels_BS, self._tp, self._vocab_size)
+        return loss_BS.sum(), self.counts(labels_BS)
+
+    def counts(self, labels_BS: Tensor) -> Tensor:
+        """Return the number of labels that count."""
+        return (labels_BS != IGNORE_INDEX).sum()
+
+
+def gpt_loss(config: TransformerConfig, tp: TensorParallel) -> GPTLoss:
+    """Return the loss function of the last stage."""
+    return GPTLoss(config, tp)

@@ -1,0 +1,241 @@
+"""Conversion between our configs and the ``config.json`` of transformers' Llama, Mistral, Qwen2 and Qwen3."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from typing import Any
+
+from ds_ext.errors import ConfigError
+from ds_ext.recipes.models.config import RopeScaling, TransformerConfig
+from ds_ext.recipes.models.hf_values import integer, number, refused, require_supported
+
+LLAMA_KINDS = ("llama", "mistral", "qwen2", "qwen3")
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# transformers' defaults for keys that config.json omits.
+_GROUPS: Mapping[str, int | None] = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}
+_HEAD_SIZE: Mapping[str, int | None] = {"qwen3": 128}
+_WINDOW = 4096
+_MAX_WINDOW_LAYERS = 28
+_ORIGINAL = "original_max_position_embeddings"
+_SCALING = fields(RopeScaling)
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+def llama_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a GPTConfig for the ``config.json`` of a Llama, Mistral, Qwen2 or Qwen3.
+
+    Raises:
+        ConfigError: if one of the settings is not supported, or a size is missing.
+    """
+    kind = values["model_type"]
+    require_supported(values, {"hidden_act": ("silu", "swish"), "quantization_config": (None,)})
+    heads, hidden = integer(values, "num_attention_heads"), integer(values, "hidden_size")
+    groups = integer(values, "num_key_value_heads", _GROUPS[kind]) or heads
+    head_size = integer(values, "head_dim", _HEAD_SIZE.get(kind))
+    window, window_layers = _window(kind, values)
+    return {
+        "num_layers": integer(values, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": None if groups == heads else groups,
+        "kv_channels": None if head_size is None or head_size * heads == hidden else head_size,
+        "ffn_hidden_size": integer(values, "intermediate_size"),
+        "vocab_size": integer(values, "vocab_size"),
+        "seq_length": integer(values, "max_position_embeddings"),
+        "max_position_embeddings": integer(values, "max_position_embeddings"),
+        "position_embedding_type": "rope",
+        **_rope(values),
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": number(values, "rms_norm_eps", 1e-6),
+        "swiglu": True,
+        "add_bias_linear": _has_biases(kind, values),
+        "add_qkv_bias": kind == "qwen2",
+        "qk_layernorm": kind == "qwen3",
+        "untie_embeddings_and_output_weights": not _flag(values, "tie_word_embeddings"),
+        "sliding_window": window,
+        "sliding_window_layers": window_layers,
+        "hidden_dropout": 0.0,
+        "attention_dropout": number(values, "attention_dropout", 0.0),
+        "init_std": number(values, "initializer_range", 0.02),
+    }
+
+
+def llama_json(config: TransformerConfig, end_of_text: int | None, dtype: str) -> dict[str, Any]:
+    """Return the ``config.json`` of a model of the Llama family.
+
+    Args:
+        config: sizes.
+        end_of_text: id of the end-of-text token; None: unknown.
+        dtype: dtype of the weights.
+
+    Raises:
+        ConfigError: if no class of transformers computes the model.
+    """
+    kind = _kind(config)
+    return {
+        "architectures": [_CLASSES[kind]],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.query_groups,
+        "head_dim": config.head_size,
+        "intermediate_size": config.ffn_size,
+        "max_position_embeddings": config.positions,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.layernorm_epsilon,
+        "rope_parameters": _rope_parameters(config),
+        "attention_dropout": config.attention_dropout,
+        "initializer_range": config.init_std,
+        **_biases(kind, config),
+        **_windows(kind, config),
+        "bos_token_id": None,
+        "eos_token_id": end_of_text,
+        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
+        "dtype": dtype,
+    }
+
+
+# --- from config.json ---
+
+
+def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``rotary_base`` and ``rope_scaling`` from ``rope_parameters``, or from the older ``rope_scaling``."""
+    key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    given = values.get(key) or {}
+    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
+        raise refused(key, given, "only an object of numbers can be converted")
+    require_supported({**values, **given}, {"partial_rotary_factor": (1.0, None)})
+    base = number(given, "rope_theta", number(values, "rope_theta", 10000.0))
+    kind = given.get("rope_type", given.get("type", "default"))
+    if kind == "default":
+        return {"rotary_base": base, "rope_scaling": None}
+    scaling = {field.name: given[field.name] for field in _SCALING if given.get(field.name) is not None}
+    try:
+        require_supported(scaling, {"truncate": (True, False)})
+        for name in scaling.keys() - {"rope_type", "truncate"}:
+            number(scaling, name, 0.0)
+        if kind in ("llama3", "yarn"):
+            longest = integer(values, "max_position_embeddings")
+            original = values.get(_ORIGINAL, scaling.get(_ORIGINAL, longest))
+            scaling = {"factor": longest / original, **scaling, _ORIGINAL: original}
+        return {
+            "rotary_base": base,
+            "rope_scaling": RopeScaling(**{"factor": 0.0, **scaling, "rope_type": kind}),
+        }
+    except (ConfigError, TypeError, ZeroDivisionError) as error:
+        raise ConfigError(f"{key}: {error}") from None
+
+
+def _has_biases(kind: str, values: Mapping[str, Any]) -> bool:
+    """Return whether all linear layers have biases."""
+    if kind == "qwen3":
+        require_supported(values, {"attention_bias": (False,)})
+    if kind != "llama":
+        return False
+    attention, mlp = _flag(values, "attention_bias"), _flag(values, "mlp_bias")
+    if attention != mlp:
+        raise refused(
+            "attention_bias", attention, f"only the value of mlp_bias, {json.dumps(mlp)}, can be converted"
+        )
+    return attention
+
+
+def _window(kind: str, values: Mapping[str, Any]) -> tuple[int | None, tuple[int, ...] | None]:
+    """Return ``sliding_window`` and ``sliding_window_layers``."""
+    if kind == "llama":
+        return None, None
+    if kind == "mistral":
+        if (types := values.get("layer_types")) and types != [_SLIDING] * integer(
+            values, "num_hidden_layers"
+        ):
+            # transformers' AutoModelForCausalLM builds a Ministral.
+            raise refused("layer_types", types, f"a Mistral can have only {_SLIDING}")
+        return integer(values, "sliding_window", _WINDOW), None
+    window = integer(values, "sliding_window", _WINDOW) if _flag(values, "use_sliding_window") else None
+    layers = integer(values, "num_hidden_layers") or 0
+    types = values.get("layer_types")
+    if types is None:
+        first = integer(values, "max_window_layers", _MAX_WINDOW_LAYERS) or 0
+        sliding = tuple(range(first, layers)) if window is not None else ()
+    elif not isinstance(types, list) or len(types) != layers or not {*types} <= {_FULL, _SLIDING}:
+        raise refused("layer_types", types, f"must contain {layers} times {_FULL} or {_SLIDING}")
+    else:
+        sliding = tuple(layer for layer, name in enumerate(types) if name == _SLIDING)
+    if window is None or not sliding:
+        return None, None
+    return window, None if len(sliding) == layers else sliding
+
+
+def _flag(values: Mapping[str, Any], key: str) -> bool:
+    require_supported(values, {key: (False, True)})
+    return bool(values.get(key, False))
+
+
+# --- to config.json ---
+
+
+def _kind(config: TransformerConfig) -> str:
+    """Return the ``model_type`` of a model. Raises ConfigError if transformers has no such model."""
+    kind = "llama"
+    if config.qk_layernorm:
+        kind = "qwen3"
+    elif config.add_qkv_bias and not config.add_bias_linear:
+        kind = "qwen2"
+    elif config.sliding_window is not None:
+        kind = "mistral"
+    needed = {
+        "position_embedding_type": "rope",
+        "rotary_percent": 1.0,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        **({} if kind == "llama" else {"add_bias_linear": False}),
+        **({"add_qkv_bias": False} if kind == "qwen3" else {}),
+        **({"sliding_window_layers": None} if kind == "mistral" else {}),
+    }
+    for name, value in needed.items():
+        if getattr(config, name) != value:
+            raise ConfigError(
+                f"{name}: {_CLASSES[kind]} of transformers has {json.dumps(value)} (got "
+                f"{json.dumps(getattr(config, name))}). This model cannot be converted."
+            )
+    return kind
+
+
+def _rope_parameters(config: TransformerConfig) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_theta": config.rotary_base, "rope_type": "default"}
+    if config.rope_scaling is not None:
+        values = asdict(config.rope_scaling)
+        parameters |= {
+            field.name: values[field.name] for field in _SCALING if values[field.name] != field.default
+        }
+    return parameters
+
+
+def _biases(kind: str, config: TransformerConfig) -> dict[str, Any]:
+    if kind == "llama":
+        return {"attention_bias": config.add_bias_linear, "mlp_bias": config.add_bias_linear}
+    return {"attention_bias": False} if kind == "qwen3" else {}
+
+
+def _windows(kind: str, config: TransformerConfig) -> dict[str, Any]:
+    if kind == "llama":
+        return {}
+    if kind == "mistral":
+        return {"sliding_window": config.sliding_window}
+    sliding = [config.window(layer) is not None for layer in range(config.num_layers)]
+    first = sliding.index(True) if True in sliding else config.num_layers
+    return {
+        "use_sliding_window": True in sliding,
+        "sliding_window": config.sliding_window,
+        "max_window_layers": first,
+        "layer_types": [_SLIDING if slides else _FULL for slides in sliding],
+    }

@@ -1,0 +1,275 @@
+"""Flags and JSON of the training scripts. Without ``--hf-model``, parsing imports neither torch nor DeepSpeed.
+
+Flags override their defaults in ``"ds_ext": {"train": {...}}``. Flags for a key of the JSON itself (sizes, schedule,
+batch, learning rate) set this key and must not contradict it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...config.job import AUTO, JobConfig, import_own_schedules, load_config, named_schedule
+from ...errors import ConfigError, ScheduleError
+from ...pipe_schedules.registry import import_modules
+from ..models.config import SIZES, TransformerConfig
+from ..models.flags import flag_name, flags_of
+from .flags import Model, build_parser
+from .hf_model import take_sizes
+from .megatron_flags import JSON_KEYS, refusal
+from .section_flags import keys_of_flags
+
+_BETA_FLAGS = ("adam_beta1", "adam_beta2")  # elements of one key
+_DEFAULT_BETAS = (0.9, 0.999)  # of torch and DeepSpeed
+# Flags whose values are in the JSON after parsing.
+FLAGS_OF_THE_JSON = frozenset({*JSON_KEYS, "modules"})
+# Flags of one run, which no JSON contains.
+_FLAGS_OF_A_RUN = (
+    *("deepspeed_config", "deepspeed", "local_rank", "dry_run", "write_config", "hosts", "help", "version"),
+)
+# JSON of a job without --deepspeed_config. The rest of Megatron's defaults are those of torch's AdamW.
+_WITHOUT_JSON: dict[str, Any] = {
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
+    "steps_per_print": 10**9,
+    "ds_ext": {},
+}
+
+
+def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argparse.Namespace, JobConfig]:
+    """Return the flags and the JSON with all keys that flags set. Raises ConfigError.
+
+    Args:
+        prog: name of the script.
+        model: model that the script trains.
+    """
+    parser = build_parser(prog, model)
+    values = {**flag_defaults(build_parser(prog)), **flag_defaults(parser)}  # a BERT has GPT's defaults
+    given = _given(parser, argv)
+    first = argparse.Namespace(**{**values, **given})
+    path = first.deepspeed_config
+    job = load_config(_json_without_file(first) if path is None else path)
+    train = _train_values(parser, job.ds_ext.train)
+    args = argparse.Namespace(**{**values, **train, **given})
+    if args.hf_model:
+        # Without "hf_model" in "train", the flag overrides the sizes in "train", as every flag overrides it.
+        keys = train if "hf_model" not in given else train.keys() & {"seq_length"}
+        take_sizes(args, {key: f"train.{key}" for key in keys} | {key: flag_name(key) for key in given})
+    _resolve_model(args)
+    import_own_schedules(job)
+    try:
+        import_modules(args.modules, "--import")
+    except ScheduleError as error:
+        raise ConfigError(str(error)) from error.__cause__
+    merged, flags = _merge_json_flags(job.deepspeed, args)
+    _set_train_for_auto(merged, args)
+    return args, JobConfig(merged, load_config(merged).ds_ext, path, flags)
+
+
+def flag_defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """Return the default of every flag."""
+    return {one.dest: one.default for one in parser._actions if one.default is not argparse.SUPPRESS}
+
+
+def _given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """Return the values of the flags in ``argv``, without defaults.
+
+    The error lists all unknown flags, each with its replacement or the most similar flag.
+    """
+    unset = object()
+    # --import appends to its default.
+    blank = {key: unset for key in flag_defaults(parser) if key != "modules"}
+    args, unknown = parser.parse_known_args(argv, argparse.Namespace(**blank))
+    if unknown:
+        words = [word.partition("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
+        lines = []
+        for word in dict.fromkeys(words):
+            near = difflib.get_close_matches(word, list(parser._option_string_actions), n=1)
+            lines.append(
+                refusal(word) or f"{word}: unknown flag.{f' Did you mean {near[0]}?' if near else ''}"
+            )
+        if all(refusal(word) is None for word in words):
+            lines[-1] += f" `python {parser.prog} --help` lists the flags."
+        raise ConfigError("\n".join(lines))
+    return {key: value for key, value in vars(args).items() if value is not unset and value != []}
+
+
+def _json_without_file(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the JSON that flags complete. Raises ConfigError if a flag is missing that they need."""
+    missing = [
+        flag
+        for flag, value in (("--lr", args.lr), ("--micro-batch-size", args.micro_batch_size))
+        if not value
+    ]
+    if missing:
+        raise ConfigError(
+            f"--deepspeed_config: missing, and so {'are' if len(missing) > 1 else 'is'} {' and '.join(missing)}. Add "
+            f"--deepspeed_config JSON (configs/ has examples), or {' and '.join(missing)}."
+        )
+    config = copy.deepcopy(_WITHOUT_JSON)
+    if args.global_batch_size is None:
+        config["gradient_accumulation_steps"] = 1  # as in Megatron
+    return config
+
+
+def finished_json(
+    prog: str, argv: Sequence[str], model: Model, args: argparse.Namespace, job: JobConfig
+) -> dict[str, Any]:
+    """Return the JSON that gives the same job without flags: all keys that flags set, and "train" for the others.
+
+    Args:
+        prog, argv, model: arguments of :func:`parse`.
+        args, job: its result.
+    """
+    config = copy.deepcopy(job.deepspeed)
+    given = _given(build_parser(prog, model), argv)
+    flags = {
+        key: getattr(args, key)
+        for key in given
+        if key not in FLAGS_OF_THE_JSON and key not in _FLAGS_OF_A_RUN
+    }
+    section = config.setdefault("ds_ext", {})
+    train = {**job.deepspeed.get("ds_ext", {}).get("train", {}), **flags}
+    return {**config, "ds_ext": {**section, **({"train": train} if train else {})}}
+
+
+def _train_values(parser: argparse.ArgumentParser, train: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the "train" object of the JSON; its keys are flag names with underscores. Raises ConfigError."""
+    actions = {action.dest: action for action in parser._actions}
+    for dest in (*_FLAGS_OF_A_RUN, *FLAGS_OF_THE_JSON):
+        del actions[dest]
+    values: dict[str, Any] = {}
+    for key, value in train.items():
+        if key not in actions:
+            sentence = refusal("--" + key.replace("_", "-"))
+            if sentence is not None:
+                raise ConfigError(f"train.{key}: {sentence}")
+            near = difflib.get_close_matches(key, actions, n=1)
+            fix = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(sorted(actions))}."
+            raise ConfigError(f"train.{key}: unknown key (got {value!r}). {fix}")
+        values[key] = _typed(actions[key], key, value)
+    return values
+
+
+def _typed(action: argparse.Action, key: str, value: Any) -> Any:
+    """Return the value for a flag. Raises ConfigError for a wrong type."""
+    if action.nargs == "*" and isinstance(value, str | list):
+        return value.split() if isinstance(value, str) else [str(word) for word in value]
+    if action.nargs == "*":
+        expected, valid = "a string or a list", False
+    elif action.nargs == 0:
+        expected, valid = "true or false", isinstance(value, bool)
+    elif value is None or action.type is None:
+        expected, valid = "text", value is None or isinstance(value, str)
+    elif action.type is int:
+        expected, valid = "an integer", isinstance(value, int) and not isinstance(value, bool)
+    else:
+        expected, valid = "a number", isinstance(value, (int, float)) and not isinstance(value, bool)
+    choices = tuple(action.choices or ())
+    if choices:
+        expected, valid = f"one of {', '.join(map(str, choices))}", value in choices
+    if not valid:
+        raise ConfigError(f"train.{key}: must be {expected} (got {value!r}).")
+    return value
+
+
+def _merge_json_flags(
+    config: Mapping[str, Any], args: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the JSON with the keys that flags set, and the flag of each key. Raises ConfigError."""
+    merged = copy.deepcopy(dict(config))
+    set_by: dict[str, str] = {}
+    for dest, row in JSON_KEYS.items():
+        given = getattr(args, dest)
+        if row.computed or given is None or given is False:
+            continue
+        value, flag = (row.value, "") if row.kind is None else (given, f" {given}")
+        _set_key(merged, row.path.split("."), value, flag_name(dest) + flag, set_by, args.deepspeed_config)
+    _merge_betas(merged, args, set_by)
+    for path, value, flag in keys_of_flags(args, merged):
+        _set_key(merged, path, value, flag, set_by, args.deepspeed_config)
+    if args.modules:
+        section = _section(merged, ("ds_ext", "import"), args.deepspeed_config)
+        section["import"] = [*dict.fromkeys((*section.get("import", ()), *args.modules))]
+    return merged, set_by
+
+
+def _merge_betas(config: dict[str, Any], args: argparse.Namespace, set_by: dict[str, str]) -> None:
+    """Set "betas"; a single flag keeps the other element. Raises ConfigError on a contradiction."""
+    given = {dest: getattr(args, dest) for dest in _BETA_FLAGS if getattr(args, dest) is not None}
+    if not given:
+        return
+    path = ("optimizer", "params", "betas")
+    old = _section(config, path, args.deepspeed_config).get("betas")
+    old = old if isinstance(old, list) and len(old) == len(_BETA_FLAGS) else _DEFAULT_BETAS
+    betas = [given.get(dest, beta) for dest, beta in zip(_BETA_FLAGS, old, strict=True)]
+    flag = " ".join(f"--{dest.replace('_', '-')} {beta}" for dest, beta in given.items())
+    _set_key(config, path, betas, flag, set_by, args.deepspeed_config)
+
+
+def _resolve_model(args: argparse.Namespace) -> None:
+    """Set the defaults that depend on other flags, as in Megatron. Raises ConfigError on a contradiction."""
+    if args.swiglu and args.ffn_hidden_size is None:
+        # Three matrices then have about as many weights as the two of an MLP with 4 x hidden-size.
+        args.ffn_hidden_size = max(64, 8 * args.hidden_size // 3 // 64 * 64)
+    if args.group_query_attention:
+        args.num_query_groups = 1 if args.num_query_groups is None else args.num_query_groups
+    elif args.num_query_groups is not None:
+        raise ConfigError(
+            f"--num-query-groups: needs --group-query-attention (got {args.num_query_groups}). Add it, or remove "
+            f"--num-query-groups."
+        )
+
+
+def _set_train_for_auto(config: dict[str, Any], args: argparse.Namespace) -> None:
+    """Pass the model's flags to "schedule": "auto", which also chooses the recomputation unless it is set."""
+    section = config.get("ds_ext", {})
+    if section.get("schedule") != AUTO:
+        return
+    known = {key: value for key in ("data_path", "stage_layers") if (value := getattr(args, key))}
+    for name, flag in flags_of(TransformerConfig).items():
+        value = getattr(args, flag.key)
+        if value is not None and (name in SIZES or value != flag.default):
+            known[flag.key] = value
+    recompute = {
+        "recompute_granularity": args.recompute_granularity or AUTO,
+        "recompute_interval": args.recompute_interval,
+    }
+    section["train"] = {**section.get("train", {}), **known, **recompute}
+
+
+def _section(config: dict[str, Any], path: Sequence[str], json_path: str) -> dict[str, Any]:
+    """Return the object with the last key of ``path``, created if missing. Raises ConfigError."""
+    section: Any = config
+    for depth, key in enumerate(path[:-1], start=1):
+        section = section.setdefault(key, {})
+        if not isinstance(section, dict):
+            name = ".".join(path[:depth])
+            raise ConfigError(
+                f"{name}: not an object in {json_path} (got {section!r}). Write {{...}} or remove it."
+            )
+    return section
+
+
+def _set_key(
+    config: dict[str, Any],
+    path: Sequence[str],
+    value: Any,
+    flag: str,
+    set_by: dict[str, str],
+    json_path: str,
+) -> None:
+    """Set the key at ``path`` and record its flag in ``set_by``. Raises ConfigError on a contradiction."""
+    name, section = ".".join(path), _section(config, path, json_path)
+    if section.get(path[-1], value) != value:
+        if name == "ds_ext.schedule" and value != AUTO:
+            named_schedule(value)  # an unknown name is reported first
+        other = set_by.get(name, json_path)
+        raise ConfigError(
+            f"{flag}: contradicts {name} from {other} (got {section[path[-1]]!r}). Change or remove one of them."
+        )
+    section[path[-1]] = value
+    set_by[name] = flag

@@ -1,0 +1,216 @@
+"""Parser of the training scripts, with Megatron's flag names. Imports neither torch nor DeepSpeed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any, Literal, NoReturn
+
+from ... import __version__
+from ...environment import package_version
+from ...errors import ConfigError
+from ..models.config import GPT_FIELDS, TransformerConfig
+from ..models.flags import add_flags, flag_name, flags_of
+from .megatron_flags import JSON_KEYS, TOKENIZER_TYPES
+
+Model = Literal["gpt", "bert"]
+# Fields whose flags only train_gpt.py has.
+_OF_GPT = ("vocab_size", "layernorm_epsilon", *GPT_FIELDS)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Parser that raises ConfigError instead of printing in every rank."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}. `python {self.prog} --help` lists the flags.")
+
+
+class _WithDefaults(argparse.HelpFormatter):
+    """Formatter that shows the default of every flag."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help, action.default
+        shown = text and "%(default)" not in text and default not in (None, False, [], argparse.SUPPRESS)
+        return f"{text} (%(default)s)" if shown else text
+
+
+def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
+    """Return the parser of ``train_gpt.py``, or of ``train_bert.py`` for "bert"."""
+    parser = _Parser(
+        prog=prog,
+        description=f"Pretrain a {model.upper()} with a pipeline schedule of ds_ext.",
+        allow_abbrev=False,
+        formatter_class=_WithDefaults,
+    )
+    parser.add_argument("--version", action="version", version=_versions())
+    parser.add_argument(
+        "--deepspeed_config",
+        metavar="JSON",
+        help='DeepSpeed JSON with a "ds_ext" section (none: the flags need --lr and --micro-batch-size)',
+    )
+    parser.add_argument(
+        "--write-config", metavar="FILE", help="write the JSON of the job, with all flags, and exit"
+    )
+    parser.add_argument(
+        "--deepspeed",
+        action="store_true",
+        help="accepted for launch scripts, without effect: DeepSpeed is always used",
+    )
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, default=None, help="set by DeepSpeed's launcher"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the job plan and exit, without other ranks"
+    )
+    parser.add_argument(
+        "--hosts",
+        metavar="HOSTS",
+        help="with --dry-run: hosts as 4x8 (4 hosts, 8 ranks each), 8,8,4 (ranks of each host) or a hostfile",
+    )
+    parser.add_argument(
+        "--metrics-file", metavar="PATH", help="file for one JSON object per step, written by rank 0"
+    )
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        metavar="T",
+        help="peak TFLOP/s of a device, for the MFU (default: from the GPU's name, if known)",
+    )
+    _add_model(parser.add_argument_group("model"))
+    if model == "gpt":
+        _add_gpt_options(parser.add_argument_group("model, Llama family and packed samples"))
+    data = parser.add_argument_group("data")
+    _add_data(data)
+    if model == "gpt":
+        _add_gpt_tokenizer(data)
+    else:
+        _add_bert_data(data)
+    _add_training(parser.add_argument_group("training"))
+    _add_json_flags(
+        parser.add_argument_group("keys of the JSON (an error if the JSON has a different value)")
+    )
+    return parser
+
+
+def _versions() -> str:
+    """Return the versions of ds_ext, DeepSpeed and torch without importing them."""
+    words = [f"ds_ext {__version__}"]
+    for package in ("deepspeed", "torch"):
+        words.append(f"{package} {package_version(package) or 'is not installed'}")
+    return ", ".join(words)
+
+
+def _add_model(group: Any) -> None:
+    group.add_argument(
+        "--stage-layers",
+        metavar="A,B,..",
+        help="transformer layers of every stage; balanced: take the work of the head into account (evenly)",
+    )
+    common = [name for name in flags_of(TransformerConfig) if name not in _OF_GPT]
+    add_flags(group, TransformerConfig, common)
+
+
+def _add_gpt_options(group: Any) -> None:
+    group.add_argument(
+        "--hf-model",
+        metavar="FOLDER",
+        help="Hugging Face model: sizes, tokenizer and, without --load, initial weights",
+    )
+    add_flags(group, TransformerConfig, _OF_GPT)
+    group.add_argument(
+        "--rope-scaling-factor", type=float, default=8.0, help="factor of --use-rope-scaling (%(default)s)"
+    )
+    group.add_argument(
+        "--group-query-attention", action="store_true", help="share keys and values between heads"
+    )
+
+
+def _add_data(group: Any) -> None:
+    group.add_argument(
+        "--data-path",
+        nargs="*",
+        default=[],
+        metavar="PATH",
+        help="prepared folder, .bin/.idx prefix, or a blend: 0.3 a 0.7 b",
+    )
+    group.add_argument("--split", default="969,30,1", help="shares of train, valid and test (%(default)s)")
+
+
+def _add_gpt_tokenizer(group: Any) -> None:
+    group.add_argument(
+        "--tokenizer",
+        "--tokenizer-model",
+        metavar="FILE",
+        help="tokenizer.json or sentencepiece model; checked against the data",
+    )
+    group.add_argument(
+        "--tokenizer-type",
+        choices=[kind for kind in TOKENIZER_TYPES if not kind.startswith("Bert")],
+        help="for launch scripts; must match the files",
+    )
+    group.add_argument("--vocab-file", metavar="FILE", help="GPT-2 vocab.json, with --merge-file")
+    group.add_argument("--merge-file", metavar="FILE", help="GPT-2 merges.txt, with --vocab-file")
+    group.add_argument(
+        "--eod-mask-loss", action="store_true", help="ignore the labels of end-of-document tokens in the loss"
+    )
+
+
+def _add_bert_data(group: Any) -> None:
+    group.add_argument(
+        "--tokenizer",
+        "--tokenizer-model",
+        "--vocab-file",
+        metavar="FILE",
+        help="tokenizer.json or vocab.txt (WordPiece); checked against the data",
+    )
+    group.add_argument(
+        "--tokenizer-type",
+        choices=[kind for kind in TOKENIZER_TYPES if kind.startswith(("Bert", "HuggingFace"))],
+        help="for launch scripts; must match the file",
+    )
+    group.add_argument(
+        "--mask-prob", type=float, default=0.15, help="share of predicted tokens (%(default)s)"
+    )
+    group.add_argument(
+        "--short-seq-prob", type=float, default=0.1, help="share of shortened samples (%(default)s)"
+    )
+    group.add_argument(
+        "--bert-no-binary-head",
+        action="store_true",
+        help="predict masked words only, not the order of sentences",
+    )
+
+
+def _add_training(group: Any) -> None:
+    group.add_argument(
+        "--train-iters", type=int, default=100, help="optimizer steps, including those before a resume"
+    )
+    group.add_argument("--eval-interval", type=int, default=0, metavar="STEPS", help="0: at the end only")
+    group.add_argument("--eval-iters", type=int, default=2, help="steps per evaluation; 0: no evaluation")
+    group.add_argument("--save", metavar="DIR", help="folder for checkpoints")
+    group.add_argument("--save-interval", type=int, default=0, metavar="STEPS", help="0: at the end only")
+    group.add_argument(
+        "--stop-if-not-saved",
+        action="store_true",
+        help="end the job if a checkpoint cannot be written; else go on",
+    )
+    group.add_argument("--load", metavar="DIR", help="folder of the checkpoint to resume from")
+    group.add_argument(
+        "--log-interval",
+        type=int,
+        default=1,
+        metavar="STEPS",
+        help="print every STEPS steps, and the first and last step (%(default)s)",
+    )
+
+
+def _add_json_flags(group: Any) -> None:
+    group.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="ds_ext.import: Python module with a custom schedule; repeatable",
+    )
+    for key, row in JSON_KEYS.items():
+        group.add_argument(flag_name(key), **row.arguments)

@@ -1,0 +1,343 @@
+"""Training loop of the scripts: train, evaluate, save, resume, report."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ...config.job import AUTO
+from ...engine import PipelineEngine
+from ...engine.batches import MicroBatches
+from ...environment import rank
+from ...errors import CheckpointError
+from ...launch.launcher import launch_again
+from ...launch.process import EXIT_FAILED
+from ...observe.metrics import Metrics, listed, print_line
+from ...pipe_schedules.files import is_timetable_file
+from ...planner.job_plan import JobPlan
+from ..data.blend import parse_data_path
+from ..data.datasets import parse_split
+from ..models.bert import MASKED_WORDS
+from ..models.config import TransformerConfig
+from ..models.hf_config import unseen_in_weights
+
+EXIT_NOT_SAVED = 3
+EXIT_PIPE = 141  # a shell's exit code for a program that SIGPIPE ended
+
+
+def say(text: str) -> None:
+    """Print on rank 0, flushed."""
+    if rank() == 0:
+        print_line(text)
+
+
+def say_error(text: str) -> None:
+    """Print on rank 0's standard error, flushed."""
+    if rank() == 0:
+        print(f"error: {text}\n", end="", file=sys.stderr, flush=True)
+
+
+def show(text: str) -> int:
+    """Print on rank 0 and return the exit code, even if the reader closes the pipe (``| head -1``)."""
+    try:
+        say(text)
+    except BrokenPipeError:
+        return EXIT_PIPE
+    return 0
+
+
+@dataclass
+class Trainer:
+    """Loop up to step ``args.train_iters``.
+
+    Args:
+        engine: from :func:`ds_ext.initialize`.
+        args: flags of the script.
+        plan: the job plan.
+        model: sizes of the model; a checkpoint stores those that its weights do not show.
+        train: training micro-batches by id.
+        valid: validation micro-batches by id; None: no evaluation.
+        floor: name and value (in nats) of a baseline loss; a model with a lower loss uses context.
+        tokenizer: fingerprint of the data's tokenizer, saved with a checkpoint.
+    """
+
+    engine: PipelineEngine
+    args: argparse.Namespace
+    plan: JobPlan
+    model: TransformerConfig
+    train: MicroBatches
+    valid: MicroBatches | None
+    floor: tuple[str, float] | None = None
+    tokenizer: str | None = None
+    validation_loss: float | None = None
+    not_saved: list[int] = field(default_factory=list)
+
+    def run(self) -> int:
+        """Train to the last step; evaluate and save at intervals and at the end.
+
+        Returns:
+            The exit code: 0, EXIT_NOT_SAVED if a checkpoint could not be written, 1 if the last loss is not finite.
+        """
+        args = self.args
+        step = self.recover()
+        if args.save:
+            due = [n for n in range(step + 1, args.train_iters) if _due(n, args.save_interval)]
+            self.engine.try_checkpoint_folder(args.save, [f"step_{n}" for n in (*due, args.train_iters)])
+        if step >= args.train_iters:
+            say(f"nothing to train: checkpoint at step {step}, --train-iters {args.train_iters}")
+            return 0
+        # The objects from set-up stay alive. Scanning them takes one rank 0.1 s, while all others wait.
+        gc.collect()
+        gc.freeze()
+        loss = math.nan
+        metrics = Metrics(
+            self.engine,
+            total_steps=args.train_iters,
+            file=args.metrics_file,
+            tokens_per_sample=self.model.seq_length,
+            flops_per_sample=self.model.flops_per_sample,
+            peak_tflops=args.peak_tflops,
+            log_interval=args.log_interval,
+            model=asdict(self.model),
+        )
+        while step < args.train_iters:
+            step += 1
+            loss = float(self.engine.train_batch(self.train))
+            last = step == args.train_iters
+            if self.valid is not None and (last or _due(step, args.eval_interval)):
+                valid, parts = self.evaluate(self.valid)
+                metrics.log(loss, validation_loss=valid, validation_losses=parts)
+                perplexity = _perplexity(parts.get(MASKED_WORDS, valid))
+                say(f"step {step}: validation loss {valid:.4f}{listed(parts)}, perplexity {perplexity}")
+            else:
+                metrics.log(loss)
+            if args.save and (last or _due(step, args.save_interval)):
+                self.save(step, loss)
+        self.report_result(loss)
+        return self.exit_code(loss)
+
+    def evaluate(self, valid: MicroBatches) -> tuple[float, dict[str, float]]:
+        """Return the mean loss of ``--eval-iters`` validation steps, and its parts if the model reports any.
+
+        Every evaluation uses the same samples.
+        """
+        valid.consumed_samples = 0
+        micro_batches = self.args.eval_iters * self.engine.micro_batches
+        loss = self.validation_loss = float(self.engine.eval_batch(valid, num_micro_batches=micro_batches))
+        return loss, {
+            name: float(value) for name, value in (self.engine.eval_additional_losses or {}).items()
+        }
+
+    def save(self, step: int, loss: float) -> None:
+        """Write a checkpoint with the position in the data. Training continues if this fails.
+
+        Raises CheckpointError with ``--stop-if-not-saved``.
+        """
+        watch = self.engine.update.loss_watch
+        if watch.in_a_row and not math.isfinite(loss):
+            self.not_saved.append(step)
+            say_error(f"step {step}: checkpoint not saved: loss {loss}. The previous one stays current.")
+            return
+        state = {
+            "step": step,
+            "tokenizer": self.tokenizer,
+            "data_path": list(self.args.data_path),
+            "data_flags": data_flags(self.args),
+            "model": unseen_in_weights(self.model),
+            "sizes": self._sizes(),
+            **self.train.state_dict(),
+        }
+        try:
+            self.engine.save_checkpoint(self.args.save, tag=f"step_{step}", client_state=state)
+        except CheckpointError as error:  # on every rank
+            if self.args.stop_if_not_saved:
+                raise
+            self.not_saved.append(step)
+            say_error(f"step {step}: {error} Training continues.")
+        else:
+            say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
+
+    def recover(self) -> int:
+        """Load what the job continues from, and return its step; 0 at the beginning.
+
+        After a restart by the launcher these are the snapshots in host memory, or the last checkpoint that this run has
+        written to ``--save`` if it is newer. Otherwise it is the checkpoint of ``--load``, which is also read before
+        snapshots: they have no frozen weights.
+        """
+        step = self.resume(self.args.load)
+        recovered = self.engine.recover(self.train, self.args.save)
+        if recovered is not None:
+            return recovered.step
+        load, save = self.args.load, self.args.save
+        loaded = load and save and os.path.realpath(load) == os.path.realpath(save)
+        return self.resume(save, step) if self.engine.run.continues and not loaded else step
+
+    def resume(self, folder: str | None, default: int | None = None) -> int:
+        """Load the current checkpoint of a folder and return its step; 0 without a folder.
+
+        Args:
+            default: step to return without a checkpoint of this run; None raises CheckpointError.
+
+        Raises CheckpointError if another script saved it.
+        """
+        if not folder:
+            return default or 0
+        path, state = self.engine.load_checkpoint(folder)
+        if path is None and default is not None:
+            return default
+        if path is None:
+            raise CheckpointError(
+                f"{folder}: no longer contains the checkpoint with which this run began. Start the job again."
+            )
+        if state is None or "step" not in state or "consumed_samples" not in state:
+            raise CheckpointError(
+                f"{path}: saved by another script (got no step or position in the data). Write the "
+                f"name of an older checkpoint into {Path(folder) / 'latest'}, or remove --load."
+            )
+        self.train.load_state_dict(state)
+        other = "" if state.get("sizes") == self._sizes() else f" (written with {state.get('sizes')})"
+        say(
+            f"resumed from {path} at step {state['step']}, {self.train.consumed_samples} samples consumed{other}"
+        )
+        for line in changed_data(state.get("data_flags") or {}, data_flags(self.args)):
+            say(line)
+        return int(state["step"])
+
+    def _sizes(self) -> str:
+        layout = self.plan.layout
+        sizes = layout.placement.devices_per_pipe, layout.tensor_parallel_size, layout.data_parallel_size
+        return "{}, PP {} x TP {} x DP {}".format(self.plan.timetable.schedule, *sizes)
+
+    def report_result(self, loss: float) -> None:
+        """Print the loss and the commands to run next."""
+        if self.floor is not None:
+            name, value = self.floor
+            kind, loss = (
+                ("final", loss) if self.validation_loss is None else ("validation", self.validation_loss)
+            )
+            verdict = "below" if loss < value else "not below"
+            say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {value:.4f} nats")
+        lines = [f"show the timetable  {shlex.join(['python', '-m', 'ds_ext', 'show', *self._shown_by()])}"]
+        if self.args.save:
+            command, note = resume_command(sys.argv, self.args)
+            lines = [f"continue training   {command}", *([f"{'':20}({note})"] if note else []), *lines]
+        if self.args.metrics_file:
+            report = shlex.join(
+                ["python", "-m", "ds_ext", "report", self.args.metrics_file, "-o", "report.html"]
+            )
+            lines.append(f"report of the run   {report}")
+        say("next: " + "\n      ".join(lines))
+
+    def exit_code(self, loss: float) -> int:
+        """Return 0 if the last loss is finite and every checkpoint was saved; else report the failure."""
+        if not math.isfinite(loss):
+            say_error(f"last loss {loss} (exit code {EXIT_FAILED})")
+            return EXIT_FAILED
+        if self.not_saved:
+            steps = ", ".join(map(str, self.not_saved))
+            say_error(f"checkpoints not saved: step {steps} (exit code {EXIT_NOT_SAVED})")
+            return EXIT_NOT_SAVED
+        return 0
+
+    def _shown_by(self) -> list[str]:
+        """Return the arguments of the subcommand ``show`` for the timetable of this run."""
+        timetable, settings = self.plan.timetable, self.plan.job.ds_ext
+        if is_timetable_file(settings.schedule):
+            return [settings.schedule]
+        words = [
+            timetable.schedule,
+            "--num-devices",
+            str(timetable.placement.devices_per_pipe),
+            "--micro-batches",
+            str(timetable.micro_batches),
+        ]
+        if settings.schedule == AUTO:
+            return words
+        options = self.plan.options
+        return words + [word for key, value in options.items() for word in ("--option", f"{key}={value}")]
+
+
+# Flag of the samples or their order -> effect of a change on a resumed run.
+_REORDERED = "a different order of the samples: this epoch repeats some and skips others"
+_DATA_FLAGS = {
+    "data_path": "consumed samples are skipped, also in new data",
+    "split": "validation documents may have been trained on, so the validation loss may be too low",
+    "reset_position_ids": "different positions in packed samples: the model has to adapt",
+    "reset_attention_mask": "different attention in packed samples: the model has to adapt",
+    "eod_mask_loss": "other labels count: losses are not comparable with earlier ones",
+    "seq_length": f"a different sample length and {_REORDERED}",
+    "seed": _REORDERED,
+    "mask_prob": "a different share of predicted tokens: losses are not comparable with earlier ones",
+    "short_seq_prob": f"different samples and {_REORDERED}",
+}
+
+
+def data_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags that decide the samples and their order, in normal form.
+
+    Paths are absolute, with the sizes of their files. The shares of a split and the weights of a blend add up to 1.
+    """
+    flags = {name: getattr(args, name) for name in _DATA_FLAGS if hasattr(args, name)}
+    if "split" in flags:
+        flags["split"] = ",".join(f"{share:.6g}" for share in parse_split(flags["split"]))
+    if "data_path" in flags:
+        weights, prefixes = parse_data_path(flags["data_path"])
+        paths = [f"{path.absolute()} ({os.path.getsize(f'{path}.bin')} bytes)" for path in prefixes]
+        shares = [f"{float(weight / sum(weights)):.6g}" for weight in weights]
+        pairs = [word for pair in zip(shares, paths, strict=True) for word in pair]
+        flags["data_path"] = " ".join(pairs if len(paths) > 1 else paths)
+    return flags
+
+
+def changed_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a line for each data flag that a resumed run has changed.
+
+    Args:
+        before: flags of the checkpoint, from :func:`data_flags`; flags missing on one side are ignored.
+        now: flags of this run.
+    """
+    return [
+        f"note: --{name.replace('_', '-')} was {before[name]}, is {now[name]}: {effect}"
+        for name, effect in _DATA_FLAGS.items()
+        if name in before and name in now and before[name] != now[name]
+    ]
+
+
+def resume_command(argv: Sequence[str], args: argparse.Namespace) -> tuple[str, str]:
+    """Return the command that continues from ``args.save`` for the same number of steps, and a note on its use."""
+    words, dropped = list(argv), ("--load", "--train-iters", "--local_rank", "--local-rank")
+    kept: list[str] = []
+    while words:
+        word = words.pop(0)
+        if word in dropped:
+            words = words[1:]
+        elif word.partition("=")[0] not in dropped:
+            kept.append(word)
+    again = [*kept, "--load", args.save, "--train-iters", str(2 * args.train_iters)]
+    return launch_again(again)
+
+
+def shut_down(engine: PipelineEngine) -> None:
+    """Wait for all messages and all ranks, so that no rank exits early."""
+    if engine.tracer is not None:
+        engine.tracer.finish()
+    engine.transport.close()
+    dist.barrier()
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):.1f}" if loss < 100 else "huge"

@@ -1,0 +1,140 @@
+"""Checks of flags, files and hosts before a process group is created. Imports torch only to check ``--load``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...config.deepspeed_json import require_monitors
+from ...environment import local_world_size, rank
+from ...errors import CheckpointError, ConfigError
+from ...parallel.fbd import DisaggregatedLayout, place_by_hosts
+from ...parallel.layout import ParallelLayout
+from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
+
+
+def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a wrong optimizer, tokenizer, interval, checkpoint or output path."""
+    require_optimizer(config)
+    if rank() == 0:
+        require_monitors(config)
+    _check_tokenizer(args)
+    for flag, lowest in (
+        ("train_iters", 1),
+        ("eval_iters", 0),
+        ("log_interval", 1),
+        ("eval_interval", 0),
+        ("save_interval", 0),
+    ):
+        value = getattr(args, flag)
+        if value < lowest:
+            raise ConfigError(f"--{flag.replace('_', '-')}: must be at least {lowest} (got {value}).")
+    if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
+        raise ConfigError(f"--peak-tflops: must be greater than 0 (got {args.peak_tflops:g}).")
+    if args.save_interval and not args.save:
+        raise ConfigError(
+            f"--save-interval: needs --save (got {args.save_interval}). Add --save DIR, or remove --save-interval."
+        )
+    if args.load:
+        require_checkpoint(args.load)
+    if args.save:
+        _require_writable("--save", Path(args.save), make=not args.dry_run)
+    if args.metrics_file and rank() == 0:
+        _require_metrics_file(Path(args.metrics_file), make=not args.dry_run)
+    traces = config.get("ds_ext", {}).get("trace", {}).get("dir")
+    if traces:
+        _require_writable("trace.dir", Path(traces), make=not args.dry_run)
+
+
+def check_forward_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> None:
+    """Raise ConfigError for wrong ``fbd.forward_hosts`` if all ranks run on this host.
+
+    Ranks on several hosts check them in ``PipelineModule``, after the exchange of their names and addresses.
+    """
+    if (
+        forward_hosts is not None
+        and isinstance(layout, DisaggregatedLayout)
+        and local_world_size(1) == layout.world_size  # of an unknown launcher: not known
+    ):
+        place_by_hosts(layout, [socket.gethostname()] * layout.world_size, forward_hosts)
+
+
+def _check_tokenizer(args: argparse.Namespace) -> None:
+    """Raise ConfigError for tokenizer flags that cannot be combined or do not match their files."""
+    if bool(args.vocab_file) != bool(args.merge_file):
+        given = f"--vocab-file {args.vocab_file}" if args.vocab_file else f"--merge-file {args.merge_file}"
+        raise ConfigError(f"--vocab-file, --merge-file: one is missing (got {given}). Give both.")
+    if args.tokenizer and args.vocab_file:
+        raise ConfigError(
+            f"--tokenizer, --vocab-file: cannot be combined (got {args.tokenizer} and {args.vocab_file}). Remove one."
+        )
+    if args.tokenizer_type is None:
+        return
+    kind = "none"
+    if args.vocab_file:
+        kind = "gpt2"
+    elif args.tokenizer:
+        kind = "model" if args.tokenizer.endswith(".model") else "json"
+    needed = TOKENIZER_TYPES[args.tokenizer_type]
+    if kind != needed:
+        given = args.vocab_file or args.tokenizer or "none"
+        raise ConfigError(
+            f"--tokenizer-type: {args.tokenizer_type} needs {TOKENIZER_FILES[needed]} (got {given}). Add the file, or "
+            f"remove --tokenizer-type."
+        )
+
+
+def require_optimizer(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the JSON has no optimizer, or one that cannot train the models of the scripts."""
+    optimizer = config.get("optimizer")
+    if not isinstance(optimizer, Mapping) or not optimizer.get("type"):
+        raise ConfigError(
+            f"optimizer: missing from the JSON, or without a type (got {optimizer!r}). Add for example "
+            '{"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": true}}; "torch_adam" needs no compilation.'
+        )
+    if str(optimizer["type"]).lower() in ("muon", "muadam", "muadamw", "musgd"):
+        raise ConfigError(
+            f"optimizer.type: this model has no tagged parameters (got {optimizer['type']!r}). Use "
+            f"AdamW, or tag the parameters in your own script."
+        )
+
+
+def require_checkpoint(folder: str) -> None:
+    """Raise ConfigError if the current checkpoint in ``folder`` is missing or incomplete."""
+    from ...engine.checkpoint.folder import open_checkpoint
+
+    try:
+        open_checkpoint(Path(folder))
+    except (ConfigError, CheckpointError) as error:
+        raise ConfigError(f"--load {folder}: {str(error).removeprefix(f'{folder}: ')}") from None
+
+
+def _require_metrics_file(path: Path, make: bool) -> None:
+    """Raise ConfigError if the path is a folder or its folder cannot be written to; ``make`` creates the folder."""
+    if os.path.isdir(path):
+        raise ConfigError(
+            f"--metrics-file: is a folder (got {path}). Name a file, such as {path / 'metrics.jsonl'}."
+        )
+    _require_writable("--metrics-file", path.parent, make)
+
+
+def _require_writable(flag: str, folder: Path, make: bool = False) -> None:
+    """Raise ConfigError unless ``folder`` can be written to; ``make`` creates it."""
+    existing = folder.absolute()
+    while not os.path.exists(existing):  # also False under a folder without search permission
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "read-only" if existing.is_dir() else "a file"
+        raise ConfigError(f"{flag}: cannot write to {folder}: {existing} is {reason}. Use another folder.")
+    if make:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{flag}: cannot create {folder} ({error.strerror}). Use another folder."
+            ) from None

@@ -1,0 +1,87 @@
+"""Megatron's flags that stand for a section of the JSON: learning-rate schedule, loss scale, tensorboard."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...errors import ConfigError
+
+# (path in the JSON, value, flag)
+Key = tuple[tuple[str, ...], Any, str]
+
+_SCHEDULE = {"lr_decay_style": "decay_style", "min_lr": "min_lr", "lr_warmup_init": "warmup_init_lr"}
+_STEPS = ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples", "lr_decay_iters", "lr_decay_samples")
+
+
+def keys_of_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[Key]:
+    """Yield the keys that the flags set.
+
+    Args:
+        args: parsed flags.
+        config: the JSON with the keys of all other flags.
+
+    Raises:
+        ConfigError: flags contradict each other, or a flag needs another one.
+    """
+    if any(getattr(args, dest) is not None for dest in (*_SCHEDULE, *_STEPS)):
+        yield from _scheduler(args, config)
+    if args.initial_loss_scale is not None:
+        power = math.log2(args.initial_loss_scale) if args.initial_loss_scale > 0 else math.nan
+        if not power.is_integer():
+            raise ConfigError(
+                f"--initial-loss-scale: must be a power of 2 (got {args.initial_loss_scale:g}). Use for example 65536."
+            )
+        yield ("fp16", "initial_scale_power"), int(power), f"--initial-loss-scale {args.initial_loss_scale:g}"
+    if args.tensorboard_dir is not None:
+        flag = f"--tensorboard-dir {args.tensorboard_dir}"
+        yield ("tensorboard", "enabled"), True, flag
+        yield ("tensorboard", "output_path"), args.tensorboard_dir, flag
+        yield ("tensorboard", "job_name"), "", flag
+    if args.optimizer is not None:
+        name = {"adam": "AdamW", "sgd": "SGD"}[args.optimizer]  # Megatron's adam decouples the weight decay
+        yield ("optimizer", "type"), name, f"--optimizer {args.optimizer}"
+
+
+def _scheduler(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[Key]:
+    """Yield the keys of the scheduler MegatronLR, with Megatron's defaults."""
+    one_of(args, "lr_decay_iters", "lr_decay_samples")
+    one_of(args, "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples")
+    total = args.train_iters if args.lr_decay_iters is None else args.lr_decay_iters
+    if args.lr_decay_samples is not None:
+        total = _steps("--lr-decay-samples", args.lr_decay_samples, config)
+    warmup = args.lr_warmup_iters or 0
+    if args.lr_warmup_fraction is not None:
+        if not 0 <= args.lr_warmup_fraction < 1:
+            raise ConfigError(f"--lr-warmup-fraction: must be from 0 to 1 (got {args.lr_warmup_fraction:g}).")
+        warmup = args.lr_warmup_fraction * total
+    if args.lr_warmup_samples is not None:
+        warmup = _steps("--lr-warmup-samples", args.lr_warmup_samples, config)
+    params = {key: getattr(args, dest) for dest, key in _SCHEDULE.items() if getattr(args, dest) is not None}
+    params |= {"total_num_steps": total, "warmup_num_steps": warmup}
+    flags = " ".join(
+        f"--{dest.replace('_', '-')} {getattr(args, dest)}"
+        for dest in (*_SCHEDULE, *_STEPS)
+        if getattr(args, dest) is not None
+    )
+    yield ("scheduler", "type"), "MegatronLR", flags
+    yield ("scheduler", "params"), params, flags
+
+
+def one_of(args: argparse.Namespace, *dests: str) -> None:
+    """Raise ConfigError if more than one of the flags is set."""
+    given = {dest: getattr(args, dest) for dest in dests if getattr(args, dest) is not None}
+    if len(given) > 1:
+        names = ", ".join(f"--{dest.replace('_', '-')}" for dest in given)
+        raise ConfigError(f"{names}: exclude each other (got {[*given.values()]}). Use one of them.")
+
+
+def _steps(flag: str, samples: int, config: Mapping[str, Any]) -> float:
+    batch = config.get("train_batch_size")
+    if not isinstance(batch, int) or batch < 1:
+        raise ConfigError(
+            f"{flag}: needs the samples of a step (got {samples} samples). Add --global-batch-size."
+        )
+    return samples / batch

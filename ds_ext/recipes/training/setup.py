@@ -1,0 +1,247 @@
+"""Set-up that the training scripts share: checked job plan, model sizes, data, plan text.
+
+Checks that do not need torch run before torch is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...config.deepspeed_json import precision
+from ...config.job import require_section
+from ...environment import rank, world_size
+from ...errors import ConfigError
+from ...launch.job_facts import checksum, setting_facts
+from ...launch.launcher import require_restarts
+from ...launch.roll_call import Facts
+from ...parallel.crossing import require_slots
+from ...parallel.hosts import Hosts
+from ...parallel.partition import BALANCED, layer_boundaries, stage_weights
+from ...planner.auto import training_sizes
+from ...planner.job_plan import JobPlan, make_job_plan
+from ...planner.job_text import GRID_MICRO_BATCHES, describe
+from ...planner.memory import memory, rank_parameters
+from ...planner.traffic import traffic
+from ..models.config import TransformerConfig
+from ..models.flags import fields_of
+from .arguments import FLAGS_OF_THE_JSON, finished_json, parse
+from .flags import Model
+from .hosts import describe_hosts, hosts_of_flags, is_placed, layout_on
+from .preflight import check_forward_hosts, check_job
+
+if TYPE_CHECKING:
+    from ...engine.batches import MapDataset, MicroBatches
+
+# Flags that may differ between hosts: only rank 0 reads them, or the content of their files is compared.
+_PER_HOST = frozenset(
+    {
+        *("local_rank", "deepspeed", "deepspeed_config", "metrics_file", "dry_run", "write_config", "hosts"),
+        *("data_path", "hf_model", "tokenizer", "tokenizer_type", "vocab_file", "merge_file"),
+    }
+)
+
+
+# A JSON with one of these keys from flags is printed.
+_SHOWN_KEYS = frozenset(
+    {"scheduler.params", "tensorboard.output_path", "fp16.loss_scale", "zero_optimization.stage"}
+)
+
+
+def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Namespace, JobPlan]:
+    """Return the flags and the job plan. Raises ConfigError.
+
+    All checks run before a process group is created, cheapest first. ``--write-config`` ends the process. A JSON that
+    flags have completed is printed.
+    """
+    args, job = parse(prog, argv, model)
+    if args.write_config or job.flags.keys() & _SHOWN_KEYS or args.deepspeed_config is None:
+        _show_json(args, finished_json(prog, argv, model, args, job))
+    launched = world_size() > 1 or not args.dry_run
+    require_section(job)
+    check_job(args, job.deepspeed)
+    from ...engine import check_deepspeed
+
+    check_deepspeed(job.deepspeed, job.flags)
+    if launched and job.ds_ext.recovery is not None:
+        require_restarts()
+    hosts = hosts_of_flags(args)
+    world = world_size() if launched else hosts and hosts.world_size
+    plan = make_job_plan(job, world)
+    if not args.data_path:
+        raise ConfigError(
+            '--data-path: missing. Add it or "train": {"data_path": ...}; `python -m ds_ext prepare` creates data.'
+        )
+    check_forward_hosts(plan.layout, job.ds_ext.fbd.forward_hosts)
+    if args.hosts is not None and hosts is not None:
+        require_slots(plan.layout, hosts)
+        plan = replace(plan, layout=layout_on(plan.layout, hosts, job.ds_ext.fbd.forward_hosts))
+    best = plan.candidates and plan.candidates.best
+    if args.recompute_granularity is None:
+        args.recompute_granularity = best.recompute if best else "none"
+    if args.stage_layers in (None, BALANCED) and best and best.layers:
+        args.stage_layers = ",".join(map(str, best.layers))  # those that the planner chose
+    return args, plan
+
+
+def _show_json(args: argparse.Namespace, config: dict[str, Any]) -> None:
+    """Print the JSON on rank 0, or write it to the file of ``--write-config`` and end the process.
+
+    Raises ConfigError if the file cannot be written.
+    """
+    text = json.dumps(config, indent=2)
+    if rank() == 0 and args.write_config:
+        try:
+            Path(args.write_config).write_text(f"{text}\n")
+        except OSError as error:
+            raise ConfigError(
+                f"--write-config: cannot be written (got {args.write_config}: {error.strerror}). Use another path."
+            ) from None
+        print(f"wrote {args.write_config}", flush=True)
+    elif rank() == 0:
+        print(f"JSON of this job (--write-config FILE saves it):\n{text}\n", flush=True)
+    if args.write_config:
+        raise SystemExit(0)
+
+
+def model_fields(args: argparse.Namespace, plan: JobPlan) -> dict[str, Any]:
+    """Return the fields of the model's config that flags and JSON decide. Raises ConfigError."""
+    fields = fields_of(TransformerConfig, vars(args))
+    return fields | {"sequence_parallel": plan.job.ds_ext.sequence_parallel}
+
+
+def stage_boundaries(
+    args: argparse.Namespace, plan: JobPlan, before: list[str], after: list[str], model: TransformerConfig
+) -> list[int]:
+    """Return the layers of every stage; see :func:`ds_ext.parallel.partition.layer_boundaries`. Raises ConfigError."""
+    placement, schedule = plan.layout.placement, plan.timetable.schedule
+    ends = _ends(args, model)
+    return layer_boundaries(
+        args.num_layers, len(before), len(after), placement, schedule, args.stage_layers, ends
+    )
+
+
+def _ends(args: argparse.Namespace, model: TransformerConfig) -> tuple[float, float] | None:
+    """Return the work of embedding and head if --stage-layers includes it. A lookup in the embedding counts as 0."""
+    return (0.0, model.head_work(model.repeated_share)) if args.stage_layers == BALANCED else None
+
+
+def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts:
+    """Return facts that must be identical on all ranks: JSON, flags, layout, timetable, content of the data."""
+    from ..data.meta import fingerprint
+
+    flags = {
+        f"--{name.replace('_', '-')}": value
+        for name, value in vars(args).items()
+        if name not in _PER_HOST | FLAGS_OF_THE_JSON
+    }
+    section = {key: value for key, value in plan.job.deepspeed.get("ds_ext", {}).items() if key != "train"}
+    folder = {}
+    if args.hf_model:
+        from ...hf.folder import ModelFolder
+
+        folder = {"contents of --hf-model": ModelFolder(Path(args.hf_model)).fingerprint()}
+    return {
+        **folder,
+        **setting_facts({**plan.job.deepspeed, "ds_ext": section}),
+        **setting_facts(flags),
+        "contents of --data-path": fingerprint(args.data_path),
+        "vocabulary": str(vocab_size),
+        "layout": checksum([repr(plan.layout.groups()).encode()]),
+        "timetable": checksum(" ".join(map(str, order)).encode() for order in plan.timetable.orders),
+    }
+
+
+def micro_batches(
+    args: argparse.Namespace,
+    plan: JobPlan,
+    build: Callable[[tuple[int, int, int]], Sequence[MapDataset]],
+) -> tuple[MicroBatches, MicroBatches | None]:
+    """Return the micro-batches for training and validation of the whole run.
+
+    The samples for training begin with those that the checkpoint of ``--load`` has consumed, in any batch size.
+
+    Args:
+        build: function that returns the train, valid and test datasets for given numbers of samples.
+    """
+    from ...engine.batches import MicroBatches
+    from .checkpoint_fit import position
+
+    batch, size = plan.sizes.train_batch_size, plan.sizes.micro_batch_size
+    step, consumed = position(args.load)
+    samples = consumed + max(0, args.train_iters - step) * batch
+    train, valid, _ = build((samples, args.eval_iters * batch, 0))
+    return MicroBatches(train, size), MicroBatches(valid, size) if args.eval_iters else None
+
+
+def describe_job(
+    args: argparse.Namespace,
+    plan: JobPlan,
+    boundaries: list[int],
+    before: list[str],
+    after: list[str],
+    model: TransformerConfig,
+    token_bytes: int = 0,
+    hosts: Hosts | None = None,
+) -> str:
+    """Return the text of the plan with the names of the layers, the size of a message and the traffic between hosts.
+
+    Args:
+        boundaries: from :func:`stage_boundaries`.
+        before: names of the layers before the transformer layers.
+        after: names of the layers after them.
+        model: config of the model.
+        token_bytes: bytes per token that a message carries in addition to its activation.
+        hosts: hosts of the job; None: unknown.
+
+    Raises:
+        ConfigError: the hosts have more or fewer slots than the job has ranks.
+    """
+    names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
+    number_bytes = 4 if precision(plan.job.deepspeed) == "fp32" else 2
+    tokens = plan.sizes.micro_batch_size * args.seq_length
+    slices = plan.layout.tensor_parallel_size if plan.job.ds_ext.sequence_parallel else 1
+    # With sequence parallelism only the activations are sliced.
+    message_bytes = tokens // slices * args.hidden_size * number_bytes + tokens * token_bytes
+    grid, ends = plan.sizes.micro_batches <= GRID_MICRO_BATCHES, _ends(args, model)
+    layers = [stop - start for start, stop in pairwise(boundaries)]
+    layers[0] -= len(before)
+    layers[-1] -= len(after)
+    sizes = training_sizes(
+        plan.job.deepspeed,
+        model,
+        plan.sizes.micro_batch_size,
+        plan.layout.tensor_parallel_size,
+        plan.layout.data_parallel_size,
+    )
+    sizes = replace(sizes, stage_layers=tuple(layers))
+    lines = []
+    if (
+        hosts is not None
+        and len(hosts.slots) > 1
+        and is_placed(plan.layout, plan.job.ds_ext.fbd.forward_hosts)
+    ):
+        sent = traffic(sizes, plan.layout.placement, plan.sizes.micro_batches)
+        sent = replace(sent, message=message_bytes)
+        lines = describe_hosts(plan.layout, hosts, sent, plan.sizes.micro_batches)
+        if args.dry_run and args.hosts is None:
+            lines.append("note: --hosts: every host is assumed to have as many ranks as the first")
+    text = describe(
+        plan,
+        boundaries=boundaries,
+        layer_names=names,
+        message_bytes=message_bytes,
+        parameters=[round(count) for count in rank_parameters(sizes, plan.layout.placement)],
+        memory=memory(plan.timetable, sizes),
+        weights=stage_weights(boundaries, len(before), len(after), ends or (0.0, 0.0)),
+        with_head=ends is not None,
+        grid=grid,
+        defers=args.transformer_impl == "local",
+        hosts=None if hosts is None else [hosts.host(rank) for rank in range(hosts.world_size)],
+    )
+    return "\n".join([text, *lines])

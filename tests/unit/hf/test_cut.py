@@ -1,0 +1,217 @@
+"""Cuts of transformers decoders: parity in one process, reading of folders, refusals."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import Tensor, nn
+
+import ds_ext
+from ds_ext.errors import ConfigError
+from ds_ext.hf.folder import ModelFolder
+from tests.decoder_models import GROUPED, SIZES, WORDS, micro_batch, random_decoder, save_decoder
+from tests.losses import mean
+
+transformers: Any = pytest.importorskip("transformers")
+peft: Any = pytest.importorskip("peft")
+
+
+def chain(layers: list[LayerSpec]) -> Any:
+    """Build all layers in this process, and return the function from inputs to logits."""
+    tied: dict[str, nn.Module] = {}
+    calls: list[Any] = []
+    for spec in layers:
+        if isinstance(spec, TiedLayerSpec):
+            module = tied.get(spec.key) or tied.setdefault(spec.key, spec.build())
+            calls.append(partial(spec.forward_fn, module))
+        else:
+            calls.append(spec.build())
+
+    def run(inputs: Any) -> Tensor:
+        for call in calls:
+            inputs = call(inputs)
+        return inputs
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"), [("GPT2", "sdpa"), ("Gemma3Text", "eager"), ("Mixtral", "sdpa")]
+)
+def test_a_model_in_memory_is_used_and_not_copied(name: str, attention: str) -> None:
+    model = random_decoder(name).train()
+    model.set_attn_implementation(attention)
+    layers, loss_fn = ds_ext.from_transformers(model)
+    inputs, labels_BS = micro_batch(0, 1)
+    expected = model(input_ids=inputs[0], attention_mask=inputs[1], labels=labels_BS).loss
+    expected.backward()
+    gradients = {key: p.grad.clone() for key, p in model.named_parameters()}
+    model.zero_grad()
+    loss = mean(loss_fn(chain(layers)(inputs), labels_BS))
+    loss.backward()
+    torch.testing.assert_close(loss, expected)
+    for key, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[key], msg=key)
+
+
+def test_two_builds_from_a_folder_share_nothing(tmp_path: Path) -> None:
+    layers, _ = ds_ext.from_transformers(save_decoder("Llama", tmp_path))
+    first, second = (layers[3].build().module.self_attn.q_proj.weight for _ in range(2))
+    assert torch.equal(first, second) and first.data_ptr() != second.data_ptr()
+
+
+def test_a_layer_reads_only_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers, _ = ds_ext.from_transformers(save_decoder("Mixtral", tmp_path))
+    read: list[str] = []
+    original = ModelFolder.read
+
+    def reading(self: ModelFolder, name: str) -> Any:
+        read.append(name)
+        return original(self, name)
+
+    monkeypatch.setattr(ModelFolder, "read", reading)
+    for spec in layers:
+        spec.num_parameters  # counted without reading  # noqa: B018
+    assert not read
+    layers[3].build()
+    assert read and all(key.startswith("model.layers.1.") for key in read)
+
+
+def test_the_dtype_of_a_folder_and_another_one(tmp_path: Path) -> None:
+    folder = save_decoder("Llama", tmp_path)
+    for dtype in (None, torch.bfloat16):
+        layer: Any = ds_ext.from_transformers(folder, dtype=dtype)[0][2].build()
+        assert {p.dtype for p in layer.parameters()} == {dtype or torch.float32}
+
+
+def test_a_folder_with_a_separate_head_is_not_tied(tmp_path: Path) -> None:
+    model = random_decoder("Llama")
+    model.config.tie_word_embeddings = True  # contradicts the files, as after a merge of models
+    model.save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.lm_head.weight is not model.model.embed_tokens.weight
+    inputs, labels_BS = micro_batch(0, 0)
+    layers, loss_fn = ds_ext.from_transformers(tmp_path)
+    expected = model(input_ids=inputs[0], attention_mask=inputs[1], labels=labels_BS).loss
+    torch.testing.assert_close(mean(loss_fn(chain(layers)(inputs), labels_BS)), expected)
+
+
+def test_a_model_with_pefts_adapters() -> None:
+    model = peft.get_peft_model(random_decoder("Llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    layers, _ = ds_ext.from_transformers(model)
+    trained = [name for name, p in layers[2].build().named_parameters() if p.requires_grad]
+    assert trained and all("lora_" in name for name in trained)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    # Two layers share a block.
+    "Zamba2": {**GROUPED, "num_hidden_layers": 6, "layers_block_type": ["mamba", "mamba", "hybrid"] * 2},
+    # Layers pass a state to each other.
+    "Rwkv": {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": 4},
+    "Bert": {**SIZES, "is_decoder": True},
+    "OPT": {**{k: v for k, v in SIZES.items() if k != "intermediate_size"}, "layerdrop": 0.1},
+    "Mixtral": {**GROUPED, "num_local_experts": 2, "output_router_logits": True},
+    # The tables depend on earlier samples.
+    "Llama": {
+        **GROUPED,
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+    },
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_cut(name: str) -> None:
+    config = getattr(transformers, f"{name}Config")(**REFUSED[name])
+    with pytest.raises(ConfigError):
+        ds_ext.from_transformers(transformers.AutoModelForCausalLM.from_config(config))
+
+
+def tamper(model: Any, change: Any) -> Any:
+    """Return the model with another forward of its backbone; also in its skeletons, which are of the same class."""
+    original = type(model.model).forward
+    backbone = type(f"Changed{type(model.model).__name__}", (type(model.model),), {})
+    backbone.forward = change(original)
+
+    class Model(type(model)):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model.__class__ = backbone
+
+    return Model(model.config)
+
+
+def adds_embeddings_at_the_end(forward: Any) -> Any:
+    def changed(
+        self: Any, *args: Any, inputs_embeds: Any = None, input_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        embeds_BSD = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        outputs = forward(self, *args, inputs_embeds=embeds_BSD, **kwargs)
+        outputs.last_hidden_state = outputs.last_hidden_state + embeds_BSD
+        return outputs
+
+    return changed
+
+
+def scales_between_the_layers(forward: Any) -> Any:
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = self.layers[1].register_forward_pre_hook(lambda _, args: (2 * args[0], *args[1:]))
+        try:
+            return forward(self, *args, **kwargs)
+        finally:
+            handle.remove()
+
+    return changed
+
+
+@pytest.mark.parametrize("change", [adds_embeddings_at_the_end, scales_between_the_layers])
+def test_a_backbone_that_does_more_than_call_its_layers_is_refused(change: Any) -> None:
+    model = tamper(random_decoder("Llama"), change)
+    with pytest.raises(ConfigError):
+        ds_ext.from_transformers(model)
+
+
+def test_a_model_without_a_language_head_is_refused() -> None:
+    sizes = {"vocab_size": WORDS, "d_model": 32, "num_layers": 2, "d_ff": 48, "num_heads": 4}
+    encoder_decoder = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+    for model in (encoder_decoder, random_decoder("Llama").model, nn.Linear(2, 2)):
+        with pytest.raises(ConfigError):
+            ds_ext.from_transformers(model)
+
+
+def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        ds_ext.from_transformers(tmp_path / "none")
+    folder = Path(save_decoder("Llama", tmp_path / "model"))
+    layers, _ = ds_ext.from_transformers(folder)
+    index = folder / "model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    key = "model.layers.1.self_attn.q_proj.weight"
+    weight_map = {name: file for name, file in table["weight_map"].items() if name != key}
+    index.write_text(json.dumps(table | {"weight_map": weight_map | {"none": table["weight_map"][key]}}))
+    with pytest.raises(ConfigError):
+        ds_ext.from_transformers(folder)
+    index.write_text(json.dumps(table | {"weight_map": weight_map}))
+    layers, _ = ds_ext.from_transformers(folder)
+    layers[2].build()
+    with pytest.raises(ConfigError):
+        layers[3].build()
+    index.unlink()
+    with pytest.raises(ConfigError):
+        ds_ext.from_transformers(folder)
+
+
+def test_unsupported_adapters_are_refused() -> None:
+    for config in (
+        peft.LoraConfig(target_modules=["lm_head"]),
+        peft.LoraConfig(target_modules=["none"]),
+        peft.LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"),
+        object(),
+    ):
+        with pytest.raises(ConfigError):
+            ds_ext.from_transformers(random_decoder("Llama"), lora=config)

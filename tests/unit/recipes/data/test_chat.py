@@ -1,0 +1,272 @@
+"""Chat templates: which tokens are the assistant's, compared with the template's own text; `prepare --format chat`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ds_ext.errors import ConfigError
+from ds_ext.recipes.data.chat.template import ChatTemplate, Conversation, EncodedConversation, counted_tokens
+from ds_ext.recipes.data.gpt import build_gpt_datasets
+from ds_ext.recipes.data.indexed import IndexedTokens
+from ds_ext.recipes.data.meta import check_tokenizer, read_meta
+from ds_ext.recipes.data.packing import DocumentOptions
+from ds_ext.recipes.data.tokenizer import load_tokenizer
+from tests.chat_folders import TEMPLATES, write_tokenizer
+from tests.unit.recipes.data.test_prepare import run
+
+THOUGHT = "<think>\nhm\n</think>\n\n"
+TWO_TURNS = [
+    {"role": "user", "content": "what is 7?"},
+    {"role": "assistant", "content": f"{THOUGHT}it is 7."},
+    {"role": "user", "content": "and 8?"},
+    {"role": "assistant", "content": "\n the é number  "},
+]
+
+
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ChatTemplate]:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    return {
+        name: ChatTemplate(write_tokenizer(folder / name, template), 0)
+        for name, template in TEMPLATES.items()
+    }
+
+
+def encode(
+    template: ChatTemplate, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> EncodedConversation:
+    (encoded,) = template.encode([Conversation(messages, tools, "chat.jsonl, line 3")])
+    return encoded
+
+
+def parts(template: ChatTemplate, encoded: EncodedConversation) -> list[tuple[bool, str]]:
+    """Return the decoded runs of tokens that count and that do not."""
+    pairs = zip(encoded.counted.tolist(), encoded.tokens, strict=True)
+    return [
+        (bool(counted), template._backend.decode([token for _, token in run]))
+        for counted, run in groupby(pairs, key=lambda pair: pair[0])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("chatml", [f"{THOUGHT}it is 7.<|im_end|>", "\n\n the é number  <|im_end|>"]),
+        ("generation", [f"{THOUGHT}it is 7.<|im_end|>", "\n\n the é number  <|im_end|>"]),
+        ("llama2", [f" {THOUGHT}it is 7. </s>", " the é number </s>"]),
+        ("llama3", [f"{THOUGHT}it is 7.<|eot_id|>", "the é number<|eot_id|>"]),
+        ("qwen3", ["it is 7.<|im_end|>", "<think>\n\n</think>\n\n the é number  <|im_end|>"]),
+        ("r1", ["\n\nit is 7.</s>", "\n the é number  </s>"]),
+        ("phi3", [f"{THOUGHT}it is 7.<|im_end|>", "\n\n the é number  <|im_end|>\n<|endoftext|>"]),
+        ("plain", [f" {THOUGHT}it is 7.\n", " \n the é number  \n<|endoftext|>"]),
+    ],
+)
+def test_the_assistants_text_and_its_end_count(
+    templates: dict[str, ChatTemplate], name: str, expected: list[str]
+) -> None:
+    encoded = encode(templates[name], TWO_TURNS)
+    runs = parts(templates[name], encoded)
+    assert [text for counted, text in runs if counted] == expected
+    text, _ = templates[name].render(Conversation(TWO_TURNS, None, "x"))
+    ended = "".join(text for _, text in runs)
+    assert ended in (text, text + "<|endoftext|>")
+    # The text is tokenized once: the same ids as the library's, without a second begin-of-text token.
+    expected_ids = templates[name]._backend.apply_chat_template(TWO_TURNS)["input_ids"]
+    assert encoded.tokens[: len(expected_ids)] == expected_ids
+
+
+@pytest.mark.parametrize("name", ["chatml", "generation", "qwen3", "llama3"])
+@settings(deadline=None, max_examples=25)
+@given(
+    contents=st.lists(st.text("a ,é\n7", max_size=12), min_size=2, max_size=7),
+    with_system=st.booleans(),
+)
+def test_masks_of_any_contents(
+    templates: dict[str, ChatTemplate], name: str, contents: list[str], with_system: bool
+) -> None:
+    first = [{"role": "system", "content": "be brief"}] if with_system else []
+    roles = ("user", "assistant")
+    turns = [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+    template = templates[name]
+    end = "<|eot_id|>" if name == "llama3" else "<|im_end|>"
+    runs = parts(template, encode(template, first + turns))
+    answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    counted = [text for counts, text in runs if counts]
+    assert [text.count(end) for text in counted] == [1] * len(answers)
+    for answer, text in zip(answers, counted, strict=True):
+        assert text.endswith(answer.strip() + end if name == "llama3" else answer.lstrip("\n") + end)
+        assert text.removesuffix(end).removeprefix("<think>\n\n</think>\n\n").strip() == answer.strip()
+
+
+def test_other_roles_never_count_and_tools_reach_the_template(templates: dict[str, ChatTemplate]) -> None:
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "what is 7?"},
+        {"role": "assistant", "content": "call"},
+        {"role": "tool", "content": "the number 7"},
+        {"role": "assistant", "content": "it is 7."},
+        {"role": "user", "content": "thanks"},
+    ]
+    tools = [{"type": "function", "function": {"name": "number"}}]
+    runs = parts(templates["chatml"], encode(templates["chatml"], messages, tools))
+    assert [text for counts, text in runs if counts] == ["call<|im_end|>", "it is 7.<|im_end|>"]
+    assert json.dumps(tools) in runs[0][1]
+
+
+def test_reasoning_that_later_messages_remove(templates: dict[str, ChatTemplate]) -> None:
+    messages = [
+        {"role": "user", "content": "what is 7?"},
+        {"role": "assistant", "content": f"{THOUGHT}call"},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": f"{THOUGHT}it is 7."},
+    ]
+    runs = parts(templates["qwen3"], encode(templates["qwen3"], messages))
+    expected = [f"{THOUGHT}call<|im_end|>", f"{THOUGHT}it is 7.<|im_end|>"]
+    assert [text for counts, text in runs if counts] == expected
+    # The prompt for message 3 contains the reasoning of message 1, which the whole conversation does not.
+    longer = [*messages, {"role": "user", "content": "and 8?"}]
+    runs = parts(templates["qwen3"], encode(templates["qwen3"], longer))
+    assert [text for counts, text in runs if counts] == ["call<|im_end|>", "it is 7.<|im_end|>"]
+    # The template may write other parts of a message before its content.
+    longer[3] = {**longer[3], "reasoning_content": "hm"}
+    with pytest.raises(ConfigError, match=r"line 3.*\b3\b"):
+        encode(templates["qwen3"], longer)
+
+
+def test_conversations_without_a_prompt_or_against_the_template_are_refused(
+    templates: dict[str, ChatTemplate],
+) -> None:
+    with pytest.raises(ConfigError, match="line 3"):
+        encode(templates["chatml"], TWO_TURNS[1:])
+    with pytest.raises(ConfigError, match=r"line 3.*only user and assistant"):
+        encode(templates["llama2"], [{"role": "system", "content": "x"}, *TWO_TURNS])
+    with pytest.raises(ConfigError, match="line 3"):
+        encode(templates["chatml"], [{"role": "user"}])
+
+
+def test_generation_block_in_a_macro(tmp_path: Path) -> None:
+    block = "{%- generation -%}  {{- m.content + '<|im_end|>' }}{%- endgeneration %}"
+    turn = (
+        "{%- macro turn(m) %}{{- '<|im_start|>' + m.role + '\\n' }}" + block + "{{- '\\n' }}{%- endmacro %}"
+    )
+    template = turn + "\n{%- for m in messages %}{{- turn(m) }}{%- endfor %}"
+    loaded = ChatTemplate(write_tokenizer(tmp_path, template), 0)
+    text, spans = loaded.render(Conversation(TWO_TURNS, None, "x"))
+    assert text == loaded._backend.apply_chat_template(TWO_TURNS, tokenize=False)
+    assert [text[start:stop] for start, stop in spans] == [m["content"] + "<|im_end|>" for m in TWO_TURNS]
+
+
+def test_tokens_at_the_border_of_a_span() -> None:
+    # Token 1 has one character of the first span. Token 2 excludes its leading space. Tokens 3 and 4 are bytes of one
+    # character.
+    offsets = np.array([[0, 2], [2, 5], [6, 7], [7, 8], [7, 8], [8, 8], [8, 9]])
+    assert counted_tokens(offsets, [(4, 6)]).tolist() == [0, 1, 1, 0, 0, 0, 0]
+    assert counted_tokens(offsets, [(7, 8)]).tolist() == [0, 0, 0, 1, 1, 0, 0]
+    assert counted_tokens(offsets, [(0, 1), (8, 9)]).tolist() == [1, 0, 0, 0, 0, 0, 1]
+    assert counted_tokens(offsets, []).tolist() == [0] * 7
+
+
+# --- prepare ---
+
+
+def write_lines(path: Path, conversations: Sequence[Any]) -> Path:
+    path.write_text("".join(f"{json.dumps(conversation)}\n" for conversation in conversations))
+    return path
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": f"what is {i}?"},
+                {"role": "assistant", "content": "it is " * i},
+            ]
+        }
+        for i in range(1, 30)
+    ]
+    question = {"messages": [{"role": "user", "content": "nothing?"}]}
+    return write_lines(tmp_path / "chat.jsonl", [*chats, question])
+
+
+def test_prepared_chat(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, output = write_tokenizer(tmp_path / "tokenizer", TEMPLATES["llama3"]), tmp_path / "out"
+    words = ("--format", "chat", "--source", source, "--tokenizer", folder, "--output", output)
+    assert run(*words) == 0
+    printed = capsys.readouterr().out
+    assert run(*words) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == printed.splitlines()[2:]
+
+    meta = read_meta(str(output))
+    assert meta is not None
+    tokens, mask = IndexedTokens(output / "text_document"), IndexedTokens(output / meta["loss_mask"])
+    assert np.array_equal(tokens.document_starts, mask.document_starts)
+    assert (meta["documents"], meta["without_assistant"]) == (29, 1)
+    assert meta["tokens"] == len(tokens.tokens)
+    assert meta["assistant_tokens"] == mask.tokens.sum()
+    assert meta["max_token_id"] == tokens.tokens.max()
+    assert meta["longer_than"] == {"512": 0}
+    check_tokenizer(str(output), load_tokenizer(folder))
+    tokenizer = load_tokenizer(output)
+    for number, (ids, counted) in enumerate((tokens.document(i), mask.document(i)) for i in range(29)):
+        assert tokenizer.decode(ids[counted == 1].tolist()).strip() == ("it is " * (number + 1)).strip()
+    train, _, _ = build_gpt_datasets(str(output), "1", 64, (5, 0, 0), 1, DocumentOptions(starts=True))
+    assert train[0][1].shape == (64,)
+
+    # The same folder is not taken for text with the same tokenizer, nor for another template.
+    source.write_text(source.read_text().replace("messages", "text"))
+    with pytest.raises(ConfigError, match="chat_template"):
+        run("--source", source, "--tokenizer", folder, "--output", output)
+    (output / "loss_mask.bin").unlink()
+    with pytest.raises(ConfigError, match=r"line 1.*text"):
+        run(*words)
+
+
+def test_text_replaces_chat(source: Path, tmp_path: Path) -> None:
+    folder, output = write_tokenizer(tmp_path / "tokenizer", TEMPLATES["chatml"]), tmp_path / "out"
+    run("--format", "chat", "--source", source, "--tokenizer", folder, "--output", output)
+    text = write_lines(tmp_path / "text.jsonl", [{"text": "what is 7?"}])
+    run("--source", text, "--tokenizer", folder, "--output", output, "--force")
+    assert not list(output.glob("loss_mask*"))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("not json", "line 2"),
+        ('{"text": "x"}', r"line 2.*text"),
+        ('{"messages": []}', "line 2"),
+        ('{"messages": ["x"]}', "line 2"),
+        ('{"messages": [{"content": "x"}]}', "line 2"),
+        ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', r"line 2.*\b0\b"),
+        ('{"messages": [{"role": "user", "content": "x"}], "tools": "x"}', "line 2"),
+    ],
+)
+def test_bad_lines_are_named(source: Path, tmp_path: Path, line: str, words: str) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", TEMPLATES["chatml"])
+    source.write_text(source.read_text().splitlines()[0] + f"\n{line}\n")
+    with pytest.raises(ConfigError, match=words):
+        run("--format", "chat", "--source", source, "--tokenizer", folder, "--output", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_chat_needs_a_jsonl_file_and_a_tokenizer_with_a_template(source: Path, tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "tokenizer", None)
+    chat = ("--format", "chat", "--output", tmp_path / "out")
+    for words, problem in (
+        (("--source", source), "--tokenizer None"),
+        (("--source", source, "--tokenizer", folder / "tokenizer.json"), r"tokenizer\.json"),
+        (("--source", source, "--tokenizer", folder), "chat_template"),
+        (("--source", "stdlib", "--tokenizer", folder), "stdlib"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            run(*chat, *words)

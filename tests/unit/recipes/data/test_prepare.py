@@ -1,0 +1,230 @@
+"""The verb `prepare`: its files, repeated and failed runs, and its options."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ds_ext.errors import ConfigError
+from ds_ext.recipes.data import prepare
+from ds_ext.recipes.data.gpt import build_gpt_datasets
+from ds_ext.recipes.data.indexed import IndexedTokens
+from ds_ext.recipes.data.meta import check_tokenizer, read_meta
+from ds_ext.recipes.data.tokenizer import load_tokenizer
+from tests.processor import python_s
+
+TEXTS = [
+    f"Document {i} tells of {i * i} stages.\n" + "It has words, and more words. " * (i % 5) for i in range(60)
+]
+
+
+def run(*arguments: str | int | Path) -> int:
+    parser = argparse.ArgumentParser()
+    prepare.add_arguments(parser)
+    return prepare.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def test_prepared_documents_end_with_the_end_of_document_token(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    assert run("--source", source, "--output", output, "--vocab-size", 300) == 0
+
+    tokenizer, indexed = load_tokenizer(output), IndexedTokens(output / "text_document")
+    assert indexed.num_documents == len(TEXTS)
+    for number, text in enumerate(TEXTS):
+        *ids, last = indexed.document(number).tolist()
+        assert last == tokenizer.eod_id
+        assert tokenizer.decode(ids) == text
+    assert indexed.tokens.dtype == np.uint16
+
+    meta = read_meta(str(output))
+    assert meta is not None
+    assert meta["documents"] == len(TEXTS)
+    assert meta["tokens"] == len(indexed.tokens)
+    assert meta["bytes"] == sum(len(text.encode()) for text in TEXTS)
+    assert meta["vocab_size"] == tokenizer.vocab_size == 300
+    assert meta["max_token_id"] == indexed.tokens.max()
+    _, counts = np.unique(indexed.tokens, return_counts=True)
+    shares = counts / counts.sum()
+    assert meta["unigram_entropy_nats"] == pytest.approx(-(shares * np.log(shares)).sum())
+    check_tokenizer(str(output), tokenizer)
+    assert len(build_gpt_datasets(str(output), "9,1", 8, (100, 10, 0), seed=0)[0]) == 100
+    printed = capsys.readouterr().out
+    command = "deepspeed --num_gpus 4 train_gpt.py --deepspeed_config configs/bitpipe.json"
+    assert f"{command} --data-path {output}" in printed
+    assert f"{meta['unigram_entropy_nats']:.3f} nats" in printed
+    assert not list(tmp_path.rglob(".partial*"))
+
+
+def test_the_next_command_trains_the_model_of_the_tokenizer(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    run("--source", source, "--output", model, "--vocab-size", 300)
+    run("--source", source, "--output", tmp_path / "tokenizer_only", "--tokenizer", model)
+    assert "--hf-model" not in capsys.readouterr().out
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").touch()
+    run("--source", source, "--output", tmp_path / "with_model", "--tokenizer", model)
+    assert f"--hf-model {model} --data-path {tmp_path / 'with_model'}" in capsys.readouterr().out
+
+
+def test_second_run_does_nothing_and_other_arguments_are_refused(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "out"
+    arguments = ("--source", source, "--output", output, "--vocab-size")
+    run(*arguments, 300)
+    before = (output / "text_document.bin").stat().st_mtime_ns
+    assert run(*arguments, 300) == 0
+    assert "--force" in capsys.readouterr().out
+    assert (output / "text_document.bin").stat().st_mtime_ns == before
+    with pytest.raises(ConfigError, match=r"'vocab_size': 320.*'vocab_size': 300.*--force"):
+        run(*arguments, 320)
+    assert run(*arguments, 320, "--force") == 0
+    assert load_tokenizer(output).vocab_size == 320
+    source.write_text(json.dumps({"text": "changed"}) + "\n")
+    with pytest.raises(ConfigError, match="source_details"):
+        run(*arguments, 320)
+    (output / "text_document.idx").unlink()
+    assert run(*arguments, 300) == 0
+    assert IndexedTokens(output / "text_document").num_documents == 1
+
+
+def test_failed_run_leaves_the_old_data(source: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    run("--source", source, "--output", output, "--vocab-size", 300)
+    before = {path.name: path.read_bytes() for path in output.iterdir()}
+    source.write_text(source.read_text() + "not json\n")
+    with pytest.raises(ConfigError, match="line 61"):
+        run("--source", source, "--output", output, "--vocab-size", 300, "--force")
+    assert {path.name: path.read_bytes() for path in output.iterdir()} == before
+
+
+def test_failed_run_leaves_no_new_files(source: Path, tmp_path: Path) -> None:
+    source.write_text(source.read_text() + "not json\n")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for output in (tmp_path / "new" / "folder" / "out", folder, folder / "out"):
+        with pytest.raises(ConfigError, match="line 61"):
+            run("--source", source, "--output", output, "--vocab-size", 300)
+        assert sorted(tmp_path.rglob("*")) == [folder, source]
+
+
+def test_tokenizer_of_other_data_and_gpt2_files_are_accepted(source: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    run("--source", source, "--output", first, "--vocab-size", 300)
+    other = tmp_path / "other.txt"
+    other.write_text("Quite another text.\n")
+    files = ("--vocab-file", first / "vocab.json", "--merge-file", first / "merges.txt")
+    for number, options in enumerate([("--tokenizer", first), files]):
+        output = tmp_path / f"second{number}"
+        run("--source", other, "--output", output, *options)
+        check_tokenizer(str(output), load_tokenizer(first))
+        check_tokenizer(f"0.5 {first} 0.5 {output}", load_tokenizer(first))
+
+
+def test_megatrons_flags(tmp_path: Path) -> None:
+    """The same data as with this command's own flags."""
+    text = tmp_path / "in.jsonl"
+    text.write_text("".join(json.dumps({"content": f"Text number {n}. " * 9}) + "\n" for n in range(40)))
+    first, own, megatrons = (tmp_path / name for name in ("first", "own", "megatrons"))
+    run("--source", text, "--json-key", "content", "--output", first, "--vocab-size", 280)
+    files = ("--vocab-file", first / "vocab.json", "--merge-file", first / "merges.txt")
+    run("--source", text, "--json-key", "content", "--output", own, *files)
+    flags = ("--tokenizer-type", "GPT2BPETokenizer", "--append-eod", "--workers", 2)
+    run("--input", text, "--json-keys", "content", *flags, *files, "--output-prefix", megatrons)
+    for name in ("text_document.bin", "text_document.idx"):
+        assert (own / name).read_bytes() == (megatrons / name).read_bytes()
+    for flags, words in (
+        (("--json-keys", "content", "title"), "^--json-keys: .*content title"),
+        (("--tokenizer-type", "GPT2BPETokenizer"), "^--tokenizer-type: GPT2BPETokenizer .*--merge-file"),
+        (("--workers", 0), "^--workers: .*got 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run("--input", text, "--output-prefix", tmp_path / "no", *flags)
+
+
+def test_sentencepiece_replaces_the_files_of_bpe(source: Path, tmp_path: Path) -> None:
+    pytest.importorskip("sentencepiece")
+    output = tmp_path / "out"
+    arguments = ("--source", source, "--output", output)
+    run(*arguments, "--vocab-size", 300)
+    run(*arguments, "--vocab-size", 330, "--tokenizer-type", "sentencepiece", "--force")
+    names = {path.name for path in output.iterdir()}
+    assert names == {"text_document.bin", "text_document.idx", "meta.json", "tokenizer.model"}
+    tokenizer, indexed = load_tokenizer(output), IndexedTokens(output / "text_document")
+    assert tokenizer.decode(indexed.document(7).tolist()[:-1]) == TEXTS[7]
+    check_tokenizer(str(output), tokenizer)
+
+
+def test_contradicting_options_are_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--merge-file"):
+        run("--source", source, "--vocab-file", "x")
+    for other in (("--vocab-file", "x", "--merge-file", "y"), ("--vocab-size", 300)):
+        with pytest.raises(SystemExit, match="2"):
+            run("--source", source, "--tokenizer", "z", *other)
+    with pytest.raises(ConfigError, match=r"--output.*--source"):
+        run("--source", tmp_path, "--output", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"--source.*absent"):
+        run("--source", tmp_path / "absent", "--output", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"--output.*texts"):
+        run("--source", source, "--output", source / "out")
+
+
+def test_command_line_is_built_without_heavy_imports() -> None:
+    code = (
+        "import argparse, sys; from ds_ext.recipes.data import prepare; "
+        "prepare.add_arguments(argparse.ArgumentParser()); "
+        "print({'torch', 'numpy', 'megatron', 'tokenizers', 'deepspeed'} & set(sys.modules))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
+
+
+def test_training_never_imports_megatron(tmp_path: Path) -> None:
+    code = (
+        "import sys, ds_ext.recipes.data.gpt, ds_ext.engine.batches; "
+        "print([name for name in sys.modules if name.startswith('megatron')])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_stdlib_is_prepared_for_real_in_time(tmp_path: Path) -> None:
+    code = (
+        "import argparse; from ds_ext.recipes.data import prepare; parser = argparse.ArgumentParser(); "
+        "prepare.add_arguments(parser); raise SystemExit(prepare.run(parser.parse_args()))"
+    )
+    command = [sys.executable, "-c", code, "--source", "stdlib", "--output", str(tmp_path / "stdlib")]
+    started_s, before = time.monotonic(), os.times()
+    result = subprocess.run(command, capture_output=True, text=True)
+    used = os.times()
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == "", "no warnings of the libraries"
+    # Processor time does not depend on other work on the machine. It is about 500 times that of the loop.
+    cpu_s = used.children_user - before.children_user + used.children_system - before.children_system
+    assert cpu_s < 3000 * python_s(), (
+        f"{cpu_s:.0f} s of CPU time, {time.monotonic() - started_s:.0f} s in all"
+    )
+    meta = read_meta(str(tmp_path / "stdlib"))
+    assert meta is not None
+    assert meta["bytes"] >= 10_000_000
+    assert meta["tokens"] > 2_000_000
+    assert 5 < meta["unigram_entropy_nats"] < np.log(4096)
+    assert meta["vocab_size"] == 4096

@@ -1,0 +1,114 @@
+"""Hosts of a dry run: the table of groups that cross hosts, and flags that contradict the job."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ext.errors import ConfigError
+from ds_ext.recipes.models.config import TransformerConfig
+from ds_ext.recipes.training.hosts import hosts_of_flags
+from ds_ext.recipes.training.setup import describe_job, model_fields, plan_job, stage_boundaries
+
+ROOT = Path(__file__).parents[4]
+BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]
+LAUNCHER = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_WORLD_SIZE", "CROSS_SIZE", "RANK")
+
+
+@pytest.fixture
+def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Function (name, *flags, **section) that returns the text of --dry-run for configs/NAME.json."""
+    monkeypatch.chdir(tmp_path)
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+
+    def run(name: str, *flags: str, dry_run: bool = True, **section: Any) -> str:
+        job = json.loads((ROOT / "configs" / f"{name}.json").read_text())
+        job["ds_ext"] |= section
+        (tmp_path / "job.json").write_text(json.dumps(job))
+        words = ["--deepspeed_config", "job.json", *["--dry-run"] * dry_run, *flags]
+        args, plan = plan_job("train_gpt.py", words, "gpt")
+        model = TransformerConfig(**model_fields(args, plan), vocab_size=1000)
+        boundaries = stage_boundaries(args, plan, BEFORE, AFTER, model)
+        return describe_job(args, plan, boundaries, BEFORE, AFTER, model, hosts=hosts_of_flags(args))
+
+    return run
+
+
+def table(text: str) -> dict[str, list[int]]:
+    """Return [size, groups, groups that cross hosts] by group."""
+    rows = re.findall(
+        r"^  (tensor|neighbors|mirror|data|gradients|weights) +(\d+) +(\d+) +(\d+)(?: |$)", text, re.M
+    )
+    return {name: [int(number) for number in numbers] for name, *numbers in rows}
+
+
+def test_groups_of_bitpipe_3d_on_two_hosts(described: Any) -> None:
+    text = described("bitpipe_3d", "--hosts", "2x4")
+    everything_else = {"tensor": [2, 4, 0], "neighbors": [2, 8, 8], "mirror": [2, 4, 4]}
+    assert table(text) == everything_else | {"data": [2, 4, 0], "gradients": [4, 2, 2]}
+    assert re.search(r'^note: ds_ext\.rank_order: "tp-pp-dp" .* MB .* MB$', text, re.M)
+    better = described("bitpipe_3d", "--hosts", "4,4", "--use-tp-pp-dp-mapping")
+    assert table(better)["mirror"] == [2, 4, 0] and table(better)["data"] == [2, 4, 4]
+    assert "note: ds_ext.rank_order" not in better
+    assert "warning" not in better
+
+
+def test_one_host_adds_nothing(described: Any) -> None:
+    assert table(described("bitpipe_3d", "--hosts", "1x8")) == {}
+    assert described("bitpipe_3d", "--hosts", "1x4") == described("bitpipe_3d")
+
+
+def test_tensor_parallel_groups_between_hosts_are_a_warning(described: Any) -> None:
+    text = described("bitpipe_3d", "--hosts", "3,5")
+    assert table(text)["tensor"] == [2, 4, 1]
+    assert re.search(r"^warning: tensor_parallel_size: 1 of 4 .*3,5", text, re.M)
+
+
+def test_the_hosts_of_a_launcher(described: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = described("bitpipe_3d", "--hosts", "2x4")
+    for local, count in (("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), ("LOCAL_SIZE", "CROSS_SIZE")):
+        with monkeypatch.context() as launcher:
+            for name, value in (("WORLD_SIZE", "8"), (local, "4"), (count, "2")):
+                launcher.setenv(name, value)
+            text = described("bitpipe_3d")
+            assert text.startswith(expected) and text.splitlines()[-1].startswith("note: --hosts: ")
+            # 4 ranks here and 4 on two other hosts together: their slots are unknown.
+            launcher.setenv(count, "3")
+            assert table(described("bitpipe_3d")) == {}
+            with pytest.raises(ConfigError, match=r"--hosts: .* 8 .*3x4, 12 "):
+                described("bitpipe_3d", "--hosts", "3x4")
+
+
+def test_hosts_that_do_not_fit(described: Any) -> None:
+    with pytest.raises(ConfigError, match=r"--hosts: .*--dry-run.*2x4"):
+        described("bitpipe_3d", "--hosts", "2x4", dry_run=False)
+    with pytest.raises(ConfigError, match=r"world size: .* 4 .*got 6\)"):
+        described("bitpipe_3d", "--hosts", "2x3")
+
+
+def test_forward_hosts_of_a_hostfile(described: Any, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("big slots=4\nsmall slots=4\n")
+    assert described("fbd", "--hosts", str(path)).count("hosts     ") == 1
+    text = described("fbd", "--hosts", str(path), fbd={"forward_hosts": ["small"]})
+    found = table(text)
+    assert found["weights"] == [2, 4, 4]
+    assert "[4,5,6,7]" in text  # the forward ranks
+    with pytest.raises(ConfigError, match=r"fbd\.forward_hosts: .*'small'"):
+        described("fbd", "--hosts", "2x4", fbd={"forward_hosts": ["small"]})
+
+
+def test_bytes_are_those_of_the_messages(described: Any) -> None:
+    """With one stage on each of two hosts, every message crosses."""
+    text = described("bitpipe_3d", "--hosts", "2x1", schedule="1f1b", tensor_parallel_size=1)
+    messages = re.search(r"^messages +(\d+) per step and pipeline group, ([\d,]+) bytes each$", text, re.M)
+    found = re.search(r"^  neighbors .* ([\d.]+) MB$", text, re.M)
+    assert messages is not None and found is not None
+    expected = int(messages[1]) * int(messages[2].replace(",", ""))
+    assert float(found[1]) == pytest.approx(expected / 1e6, abs=0.05)
+    assert re.search(r"^  tied +2 +1 +1 +[\d.]+ MB$", text, re.M)

@@ -1,0 +1,154 @@
+"""Errors that are found before launch, and notes on settings without effect."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ds_ext
+from ds_ext.errors import ConfigError
+from ds_ext.planner.job_plan import JobPlan
+from ds_ext.planner.job_text import describe
+from ds_ext.recipes.models.config import TransformerConfig
+from ds_ext.recipes.training.setup import describe_job, model_fields, plan_job
+from tests.launch.jobs import tiny_config, write_json
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Function (name, section, *flags) that returns the plan of --dry-run for configs/NAME.json."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(name: str, section: dict[str, Any] | None, *flags: str, **keys: Any) -> JobPlan:
+        job = json.loads((ROOT / "configs" / f"{name}.json").read_text()) | keys
+        job["ds_ext"] |= section or {}
+        if section is None:
+            del job["ds_ext"]
+        given = {key: value for key, value in job.items() if value is not None}
+        (tmp_path / "job.json").write_text(json.dumps(given))
+        words = ["--deepspeed_config", "job.json", "--dry-run", *flags]
+        return plan_job("train_gpt.py", words, "gpt")[1]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "words"),
+    [
+        ("dpp", {"trace": {"dir": "job.json/traces"}}, r"trace.dir: cannot write to .*job.json is a file"),
+        (
+            "dpp",
+            {"trace": {"steps": "10:20"}},
+            r"trace.steps.*'10:20'.*\"dir\": \"traces\"",
+        ),
+        (
+            "fbd",
+            {"fbd": {"merge_forward_tensor_parallel": True}},
+            r"merge_forward_tensor_parallel: .*tensor_parallel_size 1",
+        ),
+    ],
+)
+def test_wrong_sections(planned: Any, name: str, section: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        planned(name, section)
+
+
+def test_trace_steps_without_a_folder(planned: Any, tmp_path: Path) -> None:
+    planned("dpp", {"trace": {"dir": None, "steps": "10:20"}})
+    planned("fbd", {"tensor_parallel_size": 2}, "--ignore-forward-tensor-parallel")
+    assert [path.name for path in tmp_path.iterdir()] == ["job.json"]  # a dry run creates no folder
+
+
+REMOVED = "elasticity amp eigenvalue sparse_attention sparse_gradients graph_harvesting quantize_training"
+
+
+@pytest.mark.parametrize("key", [*REMOVED.split(), "compression_training"])
+def test_keys_without_support_in_deepspeed(planned: Any, key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{key}: .*\(got \{{'enabled': True\}}\)"):
+        planned("dpp", {}, **{key: {"enabled": True}})
+
+
+@pytest.mark.parametrize("name", ["Muon", "muadamw"])
+def test_optimizers_that_need_tagged_parameters(planned: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^optimizer\.type: .*'{name}'.*AdamW"):
+        planned("dpp", {}, optimizer={"type": name})
+
+
+def test_settings_without_effect_have_a_note(planned: Any) -> None:
+    def notes(plan: JobPlan) -> list[str]:
+        options = {"boundaries": [0] * 9, "layer_names": [], "message_bytes": 4, "grid": False}
+        return [line for line in describe(plan, **options).splitlines() if line.startswith("note: ")]
+
+    [note] = notes(planned("dpp", {"sequence_parallel": True}))
+    assert "sequence_parallel" in note and "tensor_parallel_size 1" in note
+    assert not notes(planned("dpp", {"sequence_parallel": True, "tensor_parallel_size": 2}))
+
+
+def test_a_missing_section_is_refused_first(planned: Any) -> None:
+    for flags in ((), ("--metrics-file", "nowhere/file")):
+        with pytest.raises(ConfigError, match=r'^"ds_ext": missing'):
+            planned("dpp", None, *flags, optimizer=None)
+    with pytest.raises(ConfigError, match=r'^"ds_ext": missing'):
+        ds_ext.PipelineModule([torch.nn.Linear(4, 4)], {"train_batch_size": 4})
+    with pytest.raises(ConfigError, match=r"^--data-path: "):
+        planned("dpp", None, "--schedule", "gpipe")
+    with pytest.raises(ConfigError, match=r"^optimizer: "):
+        planned("dpp", {}, optimizer=None)
+
+
+@pytest.mark.parametrize(
+    ("section", "package"), [("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml")]
+)
+def test_monitor_without_its_package(
+    planned: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, section: str, package: str
+) -> None:
+    installed = importlib.util.find_spec
+    missing: dict[str, Any] = {"spec": None}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *more: missing["spec"] if name == package else installed(name, *more),
+    )
+    planned("dpp", {}, **{section: {"enabled": False}})
+    with pytest.raises(ConfigError, match=rf"^{section}: .*{package}.*pip install '?{package}"):
+        planned("dpp", {}, **{section: {"enabled": True}})
+    (tmp_path / package).mkdir()  # a folder of this name is not an installation
+    monkeypatch.syspath_prepend(str(tmp_path))
+    missing["spec"] = installed(package)
+    with pytest.raises(ConfigError, match=f"^{section}: "):
+        planned("dpp", {}, **{section: {"enabled": True}})
+    monkeypatch.setenv("RANK", "1")  # only rank 0 writes
+    planned("dpp", {}, **{section: {"enabled": True}})
+
+
+def test_forward_hosts_of_a_job_on_one_host(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    here = socket.gethostname()
+    with pytest.raises(ConfigError, match=rf"fbd.forward_hosts: .*'small-0'.* {here.split('.')[0]}"):
+        planned("fbd", {"fbd": {"forward_hosts": ["small-0"]}})
+    with pytest.raises(ConfigError, match=r"fbd.forward_hosts: .*4 .*8"):
+        planned("fbd", {"fbd": {"forward_hosts": [here]}})
+
+
+@pytest.mark.parametrize(("sequence_parallel", "slices"), [(False, 1), (True, 2)])
+def test_sequence_parallelism_slices_only_the_activation_of_a_message(
+    tmp_path: Path, sequence_parallel: bool, slices: int
+) -> None:
+    section = {"tensor_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    file = write_json(tmp_path / "job.json", tiny_config(tmp_path, **section))
+    args, plan = plan_job("train_gpt.py", ["--deepspeed_config", str(file), "--dry-run"], "gpt")
+    model = TransformerConfig(**model_fields(args, plan), vocab_size=100)
+    text = describe_job(args, plan, [0, 2, 4, 6, 8], ["a", "b"], ["c", "d"], model, token_bytes=8)
+    # Two samples of 16 tokens: fp32 activations of size 16, and 8 bytes per token that every rank sends.
+    assert f" {2 * 16 * 16 * 4 // slices + 2 * 16 * 8:,} bytes" in text
