@@ -54,8 +54,11 @@ class Activity:
             raise
 
     @contextmanager
-    def longer_limit(self) -> Iterator[None]:
+    def longer_limit(self, applies: bool = True) -> Iterator[None]:
         """Context with a longer time limit of waits, for compilations and for disks of different speeds."""
+        if not applies:
+            yield
+            return
         self._limit_waits(first_step_limit_s(self._limit_s))
         try:
             yield
@@ -90,6 +93,15 @@ class Activity:
         """Send an error of this rank to its peers. The current step cannot be repeated."""
         self.began = True
         self.transport.abort(f"{type(error).__name__}: {error}")
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """Context that sends an exception to the peers."""
+        try:
+            yield
+        except Exception as error:
+            self.abort(error)
+            raise
 
     def report_failure(self, instruction: Any, error: Exception) -> None:
         """Add the position in the timetable to the exception of an instruction, and send it to the peers."""

@@ -301,6 +301,21 @@ def _require_tensors(value: Any, part: str, source: Batches) -> None:
         )
 
 
+def as_batches(source: Iterator[Any] | Batches | None, data_parallel_rank: int, count: int) -> Batches | None:
+    """Return the batches of a script's source of data; see :class:`IteratorBatches`.
+
+    Raises ConfigError for a loader.
+    """
+    if source is None or isinstance(source, Batches):
+        return source
+    if not isinstance(source, Iterator):
+        raise ConfigError(
+            f"data_iter: must be an iterator, because a loader would restart in every step (got "
+            f"{type(source).__name__}). Create one with iter(...) and pass it to every step."
+        )
+    return IteratorBatches(source, data_parallel_rank, count)
+
+
 class StepData:
     """Micro-batches of a pipeline group in one step. Each is fetched once, and dropped when its last stage has it.
 

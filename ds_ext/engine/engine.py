@@ -5,7 +5,7 @@ instruction. Micro-batches are fetched by id. Messages carry their shapes and go
 Checkpoints load with any schedule and sizes. Everything else (optimizer, ZeRO-1, learning rate, monitors) is inherited.
 
 The :class:`.executor.Executor` runs the instructions. Order of this file: construction, changes between steps, data,
-train_batch and eval_batch, checkpoints. :mod:`.deepspeed_api.base` has what replaces private methods of DeepSpeed.
+train_batch and eval_batch, checkpoints. :mod:`.deepspeed_api.base` replaces DeepSpeed's other private methods.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import Tensor
 
 from ..comm.transport import Transport, create_transport
-from ..config.deepspeed_json import precision
-from ..errors import CheckpointError, ConfigError
+from ..errors import ConfigError
 from ..pipe_schedules.bridge import TimetableSchedule
 from .activity import Activity
 from .batches import (
@@ -35,6 +34,7 @@ from .batches import (
     MicroBatches,
     NoBatches,
     StepData,
+    as_batches,
     check_first_batch,
 )
 from .checkpoint.buffers import ReplicaBuffers
@@ -59,8 +59,8 @@ from .recovery.recovery import Recovered, Recovery
 from .role import Role
 from .schedules import Schedules
 from .stage import StageForward
-from .step_report import Gathered, StepReport, gather, measurement, vote
-from .together import by_rank_0, collective_device
+from .step_report import Gathered, StepReport, gather, measurement
+from .together import collective_device
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
 from .weight_update import WeightUpdate
@@ -132,21 +132,9 @@ class PipelineEngine(AdaptedEngine):
         self.micro_batches //= self.role.pipelines
         settings, options = self.plan.settings, self.plan.settings.transport_options
         self.activity = Activity(options.timeout_s, self.role.describe_ranks, self._where)
-        self.step_losses = StepLosses(
-            self.module,
-            self.mpu.get_data_parallel_group(),
-            counts_here=self.layout.coordinates(self.global_rank)[2] == 0,
-            by_micro_batch=settings.loss_weighting == "micro_batches",
-            in_fp16=precision(self.plan.job.deepspeed) == "fp16",
-            device=self.device,
-        )
-        self.executor = Executor(
-            StageForward(self.module),
-            self.step_losses,
-            self.last_stage,
-            self.device,
-            self.activity.report_failure,
-        )
+        self.step_losses = StepLosses.of_engine(self)
+        forward, report = StageForward(self.module), self.activity.report_failure
+        self.executor = Executor(forward, self.step_losses, self.last_stage, self.device, report)
         self.pipe_buffers = self.executor.buffers
         self._schedules = Schedules(self.layout, self.module.device_index)
         self.schedule = self.executor.schedule = self._schedules.training(self.plan)
@@ -154,8 +142,7 @@ class PipelineEngine(AdaptedEngine):
         self._deferral: DeferralReport | None = None  # for the first step only
         self.deferred_share: float | None = None
         if self.plan.timetable.split_backwards:
-            schedule = self.plan.timetable.schedule
-            self._deferral = DeferralReport(self.module, schedule, self.pipe_buffers)
+            self._deferral = DeferralReport(self.module, self.plan.timetable.schedule, self.pipe_buffers)
         self.busy = BusyClock(self.device)
         transport = create_transport(
             settings.transport,
@@ -171,15 +158,13 @@ class PipelineEngine(AdaptedEngine):
         let_parameters_differ(self.optimizer)
         self._use_optimizer()
         self.use_transport(transport)
-        self._replica_buffers = ReplicaBuffers(
-            self.module, self.mpu.get_data_parallel_group(), collective_device(self.device)
-        )
+        replicas = self.mpu.get_data_parallel_group()
+        self._replica_buffers = ReplicaBuffers(self.module, replicas, collective_device(self.device))
         self.report: StepReport | None = None
         self._gathered: Gathered | None = None  # of the current step
         self.tokens: int | None = None
         self.eval_additional_losses: dict[str, Tensor] | None = None
-        # Modes with checked batches: training (True), evaluation (False).
-        self._checked_modes: set[bool] = set()
+        self._checked_modes: set[bool] = set()  # with checked batches: training (True), evaluation (False)
         self.run = this_run()
         self.run_facts: dict[str, Any] = {}
         self.checkpoint_events = CheckpointEvents()
@@ -223,29 +208,6 @@ class PipelineEngine(AdaptedEngine):
 
     # --- changes between steps ---
 
-    def _take_changes(self) -> None:
-        """Apply what a script changed since the last step: optimizer, instruction map, dtype of reductions.
-
-        Raises ConfigError for a number of micro-batches without a timetable, or an optimizer without fp32 weights.
-        """
-        planned = self.plan.sizes.gradient_accumulation_steps
-        if self.micro_batches != planned:
-            raise ConfigError(
-                f"micro_batches: the timetable has {planned} per data-parallel rank (got {self.micro_batches}). Call "
-                f"engine.set_train_batch_size()."
-            )
-        self._take_handlers()
-        if self.update.is_outdated():
-            self._use_optimizer()
-        self._weights_set = self.update.masters.take_changes()
-
-    def _use_optimizer(self) -> None:
-        self.update = WeightUpdate(self)
-        self._weights_set: Tensor | int = 0  # number of elements that the script set before this step
-        self.executor.scale = self.update.scale
-        self.executor.accumulating = self.update.gradients.accumulating
-        self.executor.parameters = list(self.module.parameters())
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches between steps, with a new timetable.
 
@@ -286,15 +248,7 @@ class PipelineEngine(AdaptedEngine):
             self.batches = self._as_batches(iterator, self.micro_batches)
 
     def _as_batches(self, source: Iterator[Any] | Batches | None, micro_batches: int) -> Batches | None:
-        if source is None or isinstance(source, Batches):
-            return source
-        if not isinstance(source, Iterator):
-            raise ConfigError(
-                f"data_iter: must be an iterator, because a loader would restart in every step (got "
-                f"{type(source).__name__}). Create one with iter(...) and pass it to every step."
-            )
-        per_step = micro_batches * self.role.pipelines
-        return IteratorBatches(source, self.mpu.get_data_parallel_rank(), per_step)
+        return as_batches(source, self.mpu.get_data_parallel_rank(), micro_batches * self.role.pipelines)
 
     def _load_step(self, schedule: TimetableSchedule) -> StepData:
         """Return the data of a step. Check it before the first training step and before the first evaluation."""
@@ -309,11 +263,8 @@ class PipelineEngine(AdaptedEngine):
             check_first_batch(data, trains, total, self.activity.abort)
             self._checked_modes.add(trains)
         self._gathered = None
-        try:
+        with self.activity.reported():
             self.step_losses.start_step(trains, data.labels() if trains else ())
-        except Exception as error:
-            self.activity.abort(error)
-            raise
         self.activity.began = True
         return data
 
@@ -340,13 +291,14 @@ class PipelineEngine(AdaptedEngine):
         self._take_changes()
         step, skipped = self.global_steps + 1, self.skipped_steps
         rates, begin = self.get_lr(), time.perf_counter()
-        with self.activity.during(f"step {step}"), self._limit(trains=True):
+        with self.activity.during(f"step {step}"), self.activity.longer_limit(self._may_compile(True)):
             if self.tracer is not None:
                 self.tracer.start_step(step, self.plan.timetable)
             with (
                 self.activity.whole_step(self.timers(TRAIN_BATCH_TIMER).reset),
                 self._replica_buffers.reporting(),
             ):
+                # DeepSpeed calls _train_schedule(), _exec_schedule() and _aggregate_total_loss().
                 loss = super().train_batch()
             if self.tracer is not None:
                 self.tracer.end_step()
@@ -355,13 +307,10 @@ class PipelineEngine(AdaptedEngine):
         self.report = StepReport(seconds, rate, self.gather(), self._snapshot_s, self._recovered_from)
         self._recovered_from = None
         if self.global_rank == 0 and self.monitor.enabled:
-            values = self.report.events(self.get_global_grad_norm(), self.agg_additional_losses)
-            self.monitor.write_events([(*event, self.global_samples) for event in values])
+            norm, losses = self.get_global_grad_norm(), self.agg_additional_losses
+            self.monitor.write_events(self.report.events(norm, losses, self.global_samples))
         self.role.end_step()
         return loss
-
-    def _train_schedule(self) -> TimetableSchedule:
-        return self.schedule
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule, evaluation: Evaluation | None = None) -> None:
         """Run the instructions of a step or an evaluation.
@@ -379,10 +328,7 @@ class PipelineEngine(AdaptedEngine):
         with self.role.running(pipe_schedule):
             data = self._load_step(pipe_schedule)
             self.busy.start_step()
-            audited = trains and self.audit is not None and self.audit.is_due(self.global_steps + 1)
-            self._auditing = self.audit if audited else None
-            if self._auditing is not None:
-                self._auditing.start_step()
+            self._auditing = self.audit.start_step(self.global_steps + 1) if trains and self.audit else None
             tracer = self.tracer if self.tracer and self.tracer.active else None
             of_step = (self._deferral, self.update.reduction) if trains else ()
             observers = [one for one in (self._auditing, tracer, *of_step, self.busy) if one is not None]
@@ -409,22 +355,6 @@ class PipelineEngine(AdaptedEngine):
                 if self.is_last_stage():
                     self.total_loss = losses.loss * self.gradient_accumulation_steps()
         return self._gathered
-
-    def _aggregate_total_loss(self) -> Tensor:
-        """Return the mean loss of all micro-batches of all groups, on every rank, and end the step."""
-        is_late = self._gathered is None  # a script replaced the handler of the optimizer step
-        losses = self.gather().losses
-        if is_late and losses.correction != 1:
-            raise ConfigError(
-                "loss_fn: a pair (sum, count) needs this engine's handler of OptimizerStep (got a replaced one). "
-                "Add a method counts(labels), or call the engine's handler."
-            )
-        self._advance()
-        numbers = self.role.numbers()
-        self._snapshot_s, rows = vote(self.recovery, self.global_steps, numbers, self.device)
-        if numbers:
-            self.role.take_numbers(rows)
-        return losses.loss
 
     def _advance(self) -> None:
         """Advance the source of the data past the micro-batches of the current step or evaluation."""
@@ -468,7 +398,7 @@ class PipelineEngine(AdaptedEngine):
             with (
                 evaluating(self.module),
                 self.activity.during(f"evaluation after step {self.global_steps}"),
-                self._limit(trains=False),
+                self.activity.longer_limit(self._may_compile(False)),
                 torch.no_grad(),
                 self.tracer.evaluation() if self.tracer else nullcontext(),
                 self.activity.whole_step(self.timers(TRAIN_BATCH_TIMER).reset),
@@ -496,14 +426,9 @@ class PipelineEngine(AdaptedEngine):
         self.role.buffers_averaged(differed)
         return differed
 
-    def _limit(self, trains: bool) -> AbstractContextManager[None]:
-        """Return a context with a longer time limit for the first training step and evaluation, if they may compile.
-
-        A rank does not answer while it compiles its layers or loads the kernels of a GPU.
-        """
-        compiles = self.device.type != "cpu" or self.is_compiled
-        is_first = trains not in self._checked_modes
-        return self.activity.longer_limit() if compiles and is_first else nullcontext()
+    def _may_compile(self, trains: bool) -> bool:
+        """Return whether a step may compile layers or load the kernels of a GPU, during which no rank answers."""
+        return trains not in self._checked_modes and (self.device.type != "cpu" or self.is_compiled)
 
     def _where(self, instruction: ds.PipeInstruction, verb: str) -> str:
         """Return the timetable with an arrow at the computation that ``instruction`` belongs to."""
@@ -511,10 +436,6 @@ class PipelineEngine(AdaptedEngine):
             f"rank {self.global_rank} (device {self.module.device_index} of its pipeline) {verb} in "
             f"{self.activity.name}:\n{self.running.picture(instruction)}"
         )
-
-    def get_lr(self) -> list[float]:
-        """Return the learning rates of the parameter groups; on a forward rank (FBD), the first one's last rate."""
-        return super().get_lr() if self.role.rates is None else self.role.rates
 
     # --- checkpoints ---
 
@@ -621,14 +542,9 @@ class PipelineEngine(AdaptedEngine):
             return None
         with self.activity.during("loading snapshots"), self.activity.longer_limit():
             self.update.masters.take_changes()
-            saved = 0
-            if save_dir is not None and self.run.continues:
-                saved = by_rank_0(lambda: self.run.saved_step(Path(save_dir)), CheckpointError)
-            recovered = self.recovery.recover(max(saved, self.global_steps))
+            recovered = self.recovery.recover(None if save_dir is None else Path(save_dir))
             if recovered is not None:
                 self._recovered_from = recovered.step
                 self.role.weights_loaded()
                 self.checkpoint_events.recovered(recovered)
-                if self.global_rank == 0:
-                    print(f"{recovered}\n", end="", flush=True)
         return recovered

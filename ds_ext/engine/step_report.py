@@ -53,11 +53,15 @@ class StepReport:
     recovered_from: int | None
 
     def events(
-        self, grad_norm: Any, additional_losses: Mapping[str, torch.Tensor] | None
-    ) -> list[tuple[str, float]]:
-        """Return names and values that DeepSpeed does not write to its monitors."""
+        self, grad_norm: Any, additional_losses: Mapping[str, torch.Tensor] | None, samples: int
+    ) -> list[tuple[str, float, int]]:
+        """Return name, value and ``samples`` of what DeepSpeed does not write to its monitors."""
         values = {"grad_norm": grad_norm, "bubble": self.of_ranks.bubble, **(additional_losses or {})}
-        return [(f"Train/Samples/{key}", float(value)) for key, value in values.items() if value is not None]
+        return [
+            (f"Train/Samples/{key}", float(value), samples)
+            for key, value in values.items()
+            if value is not None
+        ]
 
 
 def measurement(read: Callable[[StepReport], Any], before_the_first: Any = None) -> property:

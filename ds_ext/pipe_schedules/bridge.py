@@ -1,6 +1,6 @@
 """Conversion of lowered programs to DeepSpeed's PipeSchedule and PipeInstructions.
 
-This is the only file in the package that imports deepspeed. It uses DeepSpeed's instruction classes where they exist.
+No other file of ``pipe_schedules`` imports deepspeed. It uses DeepSpeed's instruction classes where they exist.
 Buffer, stage, micro-batch and peer are keyword arguments of the instructions, so an engine needs no other state to
 execute one.
 """

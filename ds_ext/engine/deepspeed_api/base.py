@@ -16,11 +16,15 @@ from torch import Tensor
 
 from ...comm.transport import Transport
 from ...errors import ConfigError
+from ...pipe_schedules.bridge import TimetableSchedule
+from ...planner.job_plan import JobPlan
 from ..batches import Batches, MicroBatches
 from ..executor import Executor
 from ..module import PipelineModule
 from ..recovery.audit import Audit
-from ..step_report import Gathered
+from ..recovery.recovery import Recovery
+from ..role import Role
+from ..step_report import Gathered, vote
 from ..weight_update import WeightUpdate
 from .handlers import OF_ENGINE, Handlers, bound_to, with_patches
 
@@ -34,14 +38,24 @@ class AdaptedEngine(PipelineEngine):
     handlers: Handlers
     update: WeightUpdate
     last_stage: int
+    plan: JobPlan
+    role: Role
+    schedule: TimetableSchedule
+    recovery: Recovery | None
     batches: Batches | None = None  # the parent's constructor sets it
     _auditing: Audit | None
+    _gathered: Gathered | None
+    _snapshot_s: float | None
     _stages: Sequence[int] | None = None  # the parent's constructor reads it
     _instruction_maps: Any = None  # of this class and its bases, as they were when the handlers were taken
 
     @abstractmethod
     def gather(self) -> Gathered:
         """Gather the losses and measurements of all ranks."""
+
+    @abstractmethod
+    def _advance(self) -> None:
+        """Advance the source of the data past the micro-batches of the current step or evaluation."""
 
     def _broadcast_model(self) -> None:
         # DeepSpeed views every parameter as bytes, which tensors without dimensions do not allow.
@@ -78,6 +92,56 @@ class AdaptedEngine(PipelineEngine):
         coordinate = self.grid.topology().get_coord(self.global_rank)
         place = coordinate._replace(pipe=self.module.pipe_coordinate(stage_id), **kwargs)
         return self.grid.topology().get_rank(**place._asdict())
+
+    # --- changes between steps ---
+
+    def _take_changes(self) -> None:
+        """Apply what a script changed since the last step: optimizer, instruction map, dtype of reductions.
+
+        Raises ConfigError for a number of micro-batches without a timetable, or an optimizer without fp32 weights.
+        """
+        planned = self.plan.sizes.gradient_accumulation_steps
+        if self.micro_batches != planned:
+            raise ConfigError(
+                f"micro_batches: the timetable has {planned} per data-parallel rank (got {self.micro_batches}). Call "
+                f"engine.set_train_batch_size()."
+            )
+        self._take_handlers()
+        if self.update.is_outdated():
+            self._use_optimizer()
+        self._weights_set = self.update.masters.take_changes()
+
+    def _use_optimizer(self) -> None:
+        self.update = WeightUpdate(self)
+        self._weights_set: Tensor | int = 0  # number of elements that the script set before this step
+        self.executor.scale = self.update.scale
+        self.executor.accumulating = self.update.gradients.accumulating
+        self.executor.parameters = list(self.module.parameters())
+
+    # --- the step ---
+
+    def _train_schedule(self) -> TimetableSchedule:
+        return self.schedule
+
+    def _aggregate_total_loss(self) -> Tensor:
+        """Return the mean loss of all micro-batches of all groups, on every rank, and end the step."""
+        is_late = self._gathered is None  # a script replaced the handler of the optimizer step
+        losses = self.gather().losses
+        if is_late and losses.correction != 1:
+            raise ConfigError(
+                "loss_fn: a pair (sum, count) needs this engine's handler of OptimizerStep (got a replaced one). "
+                "Add a method counts(labels), or call the engine's handler."
+            )
+        self._advance()
+        numbers = self.role.numbers()
+        self._snapshot_s, rows = vote(self.recovery, self.global_steps, numbers, self.device)
+        if numbers:
+            self.role.take_numbers(rows)
+        return losses.loss
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rates of the parameter groups; on a forward rank (FBD), the first one's last rate."""
+        return super().get_lr() if self.role.rates is None else self.role.rates
 
     # --- handlers of the instructions for the weights ---
 

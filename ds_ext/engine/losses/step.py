@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...config.deepspeed_json import precision
 from ...errors import ConfigError
 from ..messages import unpack
 from ..module import PipelineModule
@@ -115,6 +116,18 @@ class StepLosses:
         self._own_kinds: dict[str, str] = {}
         self._kinds: dict[bool, dict[str, str]] = {}
         self._declared: _Reduced | None = None
+
+    @classmethod
+    def of_engine(cls, engine: Any) -> StepLosses:
+        """Return the losses of the rank of an engine."""
+        return cls(
+            engine.module,
+            engine.mpu.get_data_parallel_group(),
+            counts_here=engine.layout.coordinates(engine.global_rank)[2] == 0,
+            by_micro_batch=engine.plan.settings.loss_weighting == "micro_batches",
+            in_fp16=precision(engine.plan.job.deepspeed) == "fp16",
+            device=engine.device,
+        )
 
     def start_step(self, trains: bool, labels: Iterable[Any] = ()) -> None:
         """Start a step or an evaluation, and count the labels of a step if the loss function can.

@@ -156,23 +156,28 @@ class Audit(Observer):
         self._before: Weights = {}
         self._warned = False
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a step is audited; called in every step."""
-        return step % self._interval == 0
-
     @property
     def _owner(self) -> int:
         """Rank whose computation is repeated: each member of the group in turn."""
         return self._members[self.done % len(self._members)]
 
-    def start_step(self) -> None:
-        """Take the checksums of the weights, and choose the computation to repeat."""
-        engine = self._engine
-        self._before, self._evidence, self._watched = self._weights(), None, None
-        if self._owner == engine.global_rank:
-            timetable, device = engine.plan.timetable, engine.module.device_index
-            forwards = [op for op in timetable.orders[device] if op.kind == FORWARD]
-            self._watched = forwards[self.done // len(self._members) % len(forwards)]
+    def start_step(self, step: int) -> Audit | None:
+        """Start the audit of a training step; None if the step is not audited.
+
+        Take the checksums of the weights, and choose the computation to repeat.
+        """
+        if step % self._interval != 0:
+            return None
+        self._before = self._weights()
+        self._evidence = None
+        self._watched = self._next_forward() if self._owner == self._engine.global_rank else None
+        return self
+
+    def _next_forward(self) -> Op:
+        """Return the forward of this rank to repeat: after each member has had its turn, the next one."""
+        timetable, device = self._engine.plan.timetable, self._engine.module.device_index
+        forwards = [op for op in timetable.orders[device] if op.kind == FORWARD]
+        return forwards[self.done // len(self._members) % len(forwards)]
 
     # --- recording, around the instructions ---
 

@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from ..batches import IteratorBatches
 from ..checkpoint.save import describe_job
 from ..checkpoint.states import Checkpointed
 from ..state import RankState
-from ..together import together
+from ..together import by_rank_0, together
 from .keeper import Exits, Keeper, KeeperError, Snapshots
 from .keeper_process import RUNS
 from .slots import Slots, packed, unpacked
@@ -288,24 +289,30 @@ class Recovery:
 
     # --- recovery ---
 
-    def recover(self, checkpoint: int) -> Recovered | None:
-        """Load the newest step of which all ranks have snapshots; None at the first start, or if there is none.
+    def recover(self, save_dir: Path | None) -> Recovered | None:
+        """Load the newest step of which all ranks have snapshots, and print it on rank 0.
+
+        Returns None at the first start, or if there is none as new as the loaded step and this run's last checkpoint.
 
         Args:
-            checkpoint: step of the checkpoint from which the script continues if no snapshot is as new.
+            save_dir: folder of this run's checkpoints; None: compare with the loaded step only.
         """
         self.pending = False
         if self.restart == 0:
             return None
-        begin = time.time()
+        begin, run, checkpoint = time.time(), self._engine.run, self._engine.global_steps
+        if save_dir is not None and run.continues:
+            saved = by_rank_0(lambda: run.saved_step(save_dir), CheckpointError)
+            checkpoint = max(saved, checkpoint)
         memory = _HostMemory.of(
             self._with_keepers(lambda: (self._keeper.snapshots(), self._keeper.exits(self.restart)))
         )
         for step in memory.steps:
             if step >= checkpoint and (recovered := self._recover_from(step, memory, begin)) is not None:
+                if self._rank == 0:
+                    print(f"{recovered}\n", end="", flush=True)
                 return recovered
         self._begin(after=checkpoint)
-        run = self._engine.run
         run.reached = max(run.reached, memory.complete)
         if self._rank == 0:
             self._report_loss(memory, checkpoint, run.reached)

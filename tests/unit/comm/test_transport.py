@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
 from ds_ext.comm import channels
 from ds_ext.comm.transport import TRANSPORTS, check_address, create_transport, describe_tag, make_tag
+from ds_ext.config.job import DsExtConfig
 from ds_ext.errors import TransportError
 
 
@@ -51,6 +53,11 @@ def test_unknown_transport_lists_the_known_ones() -> None:
 def test_transport_without_a_process_group() -> None:
     with pytest.raises(TransportError, match="init_distributed"):
         create_transport("auto", timeout_s=1, device=torch.device("cpu"))
+
+
+def test_the_json_accepts_every_transport() -> None:
+    accepted = get_args(get_type_hints(DsExtConfig)["transport"])
+    assert sorted(accepted) == sorted(TRANSPORTS)
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
