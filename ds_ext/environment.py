@@ -6,6 +6,7 @@ Without Linux's /proc, or for a process that has exited, text and lists are empt
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import ipaddress
 import os
@@ -294,6 +295,7 @@ def _after_name(name: str) -> list[str]:
 # --- packages --------------------------------------------------------------------------------------------------------
 
 
+@functools.cache
 def package_version(name: str) -> str | None:
     """Return the version of an installed package, without importing it; None if it is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):

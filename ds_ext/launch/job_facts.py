@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -24,11 +25,17 @@ def code_facts() -> Facts:
     facts = {}
     for package in _PACKAGES:
         facts[f"version of {package}"] = package_version(package) or "not installed"
-    facts["source of ds_ext"] = checksum(path.read_bytes() for path in sorted(_SOURCE.rglob("*.py")))
+    facts["source of ds_ext"] = _source_checksum()
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is not None and os.path.isfile(script):
         facts[f"source of {os.path.basename(script)}"] = checksum([Path(script).read_bytes()])
     return facts
+
+
+@functools.cache
+def _source_checksum() -> str:
+    """Return the checksum of the source of ds_ext, as it was when this process first needed it."""
+    return checksum(path.read_bytes() for path in sorted(_SOURCE.rglob("*.py")))
 
 
 def setting_facts(settings: Mapping[str, Any], prefix: str = "") -> Facts:
