@@ -111,7 +111,7 @@ def by_given_addresses(rank: int, hosts: tuple[str, str]) -> tuple[str, str, str
         return transport.name, wrong, "no error"
 
 
-def silent(rank: int, hosts: tuple[str, str]) -> tuple[str, float]:
+def silent(rank: int, hosts: tuple[str, str]) -> str:
     """The cable is pulled, so that nobody closes anything."""
     with on_host(rank, hosts):
         transport = create_transport("tcp", timeout_s=20, device=CPU, pairs={(0, 2): 2, (2, 0): 2})
@@ -120,16 +120,14 @@ def silent(rank: int, hosts: tuple[str, str]) -> tuple[str, float]:
         transport.recv(2, 0).wait()
         with inside(hosts[0]):
             os.system(f"ip link set {INTERFACE} down")
-        start = time.monotonic()
         text = catch(lambda: transport.recv(2, 1).wait())
-        elapsed_s = time.monotonic() - start
         dist.barrier()
-        return text, elapsed_s
+        return text
     if rank == 2:
         transport.recv(0, 0).wait()
         transport.send([torch.tensor(2)], 0, 0)
     dist.barrier()
-    return "", 0.0
+    return ""
 
 
 def test_addresses_that_are_given_and_a_host_that_is_silent(ranks4: RankPool, hosts: tuple[str, str]) -> None:
@@ -137,11 +135,10 @@ def test_addresses_that_are_given_and_a_host_that_is_silent(ranks4: RankPool, ho
         assert name == "tcp"
         assert re.search(r"node_ips: rank 0 .* host 0 .*10\.77\.0\.2.* MASTER_ADDR is fd77::1", wrong)
         assert re.search(r"node_ips: .* 4 ranks or 2 hosts \(got 3\)", few)
-    text, elapsed_s = ranks4.run(silent, hosts)[0]
+    text = ranks4.run(silent, hosts)[0]
     assert (
         text.startswith("rank 0: recv from rank 2 of tag 1") and "its host has not answered for 2 s" in text
     )
-    assert 0.9 < elapsed_s < 6  # 1.5 to 2 on a machine that is not busy
 
 
 def stopped_for_long(rank: int) -> tuple[float, str]:

@@ -34,9 +34,9 @@ def test_host_behind_a_lossy_link_answers(hosts: Callable[..., Cluster]) -> None
             watch.look()
             assert not watch.silent, f"after {time.monotonic() - lossy_since:.1f} s"
         two.cut(1)
-        cut_at = time.monotonic()
+        deadline = time.monotonic() + 60
         while not watch.silent:
-            assert time.monotonic() - cut_at < 6
+            assert time.monotonic() < deadline
             time.sleep(BEAT_S)
             watch.look()
         assert list(watch.silent) == [address(1)]
