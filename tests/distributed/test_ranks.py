@@ -90,7 +90,7 @@ def test_death_of_a_rank_shows_its_stderr(ranks2: RankPool) -> None:
     assert "rank 0's output:\nout of memory\n" in notes(caught.value)
 
 
-def test_time_limit_shows_every_ranks_stack(ranks2: RankPool) -> None:
+def test_time_limit_shows_the_stack_of_a_silent_rank(ranks2: RankPool) -> None:
     with pytest.raises(RankTimeout, match=r"^rank 0: .* \d+ s") as caught:
         ranks2.run(wait_for_nobody, timeout_s=1.0)
     assert "in wait_for_nobody" in notes(caught.value) and len(caught.value.__notes__) == 1
