@@ -21,8 +21,7 @@ from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.ops import FORWARD
 
 from .command import Report, add_number, add_size_flags, check_at_least, json_item, names_in, table
-from .job import Job
-from .ranks import take_turns
+from .ranks import Job, take_turns
 
 SUMMARY = "CPU time that an engine takes per instruction, without layers and transport"
 RIVAL = "deepspeed_1f1b"

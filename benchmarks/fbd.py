@@ -19,8 +19,7 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulation import simulate
 
 from .command import Report, add_number, check_at_least, json_item, names_in, table
-from .job import Job
-from .ranks import processors_awake, take_turns
+from .ranks import Job, processors_awake, take_turns
 
 SUMMARY = "step times of FBD and their simulated times, with layers that wait instead of computing"
 _LIMIT_S = 60.0

@@ -6,15 +6,19 @@ the server.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import io
+import faulthandler
+import importlib
+import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import threading
+import traceback
 from multiprocessing.connection import Connection
 
-from .job import Job, RankFailure, Worker
+from .rank_pool import Failure
 
 
 def end_with_parent() -> None:
@@ -31,66 +35,69 @@ def end_with_server() -> None:
     """End a rank with the server that forked it. A stopped rank cannot notice that end itself.
 
     The rank gets a process group to itself, because the kernel sends SIGHUP to a group with stopped members when its
-    shell exits.
+    shell exits, and a terminal sends SIGINT to the group of the process that started the server.
     """
     os.setpgid(0, 0)
     end_with_parent()
 
 
-def rank_main(rank: int, name: str, job: Job, port: int, pipe: Connection, log: str) -> None:
-    """Build the engine, then run it once for every message on ``pipe``.
+def redirect_output(stdout: int, stderr: int) -> None:
+    """Write the output of this process to two open files."""
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (lives as long as the process)
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+
+
+def rank_main(rank: int, world_size: int, port: int, pipe: Connection, log: str) -> None:
+    """Execute the calls that arrive on ``pipe``. SIGUSR1 adds the stack of every thread to the output.
 
     Args:
         port: port of the store through which the ranks join.
         log: file for the rank's output.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the benchmark, and that ends the ranks
     end_with_server()
-    _redirect_output(log)
-    try:
-        import torch.distributed as dist
-
-        worker = _build(rank, name, job, port)
-        pipe.send(worker.timetable if rank == 0 else None)
-        while True:
-            pipe.recv()
-            dist.barrier()
-            pipe.send(worker.run())
-    except EOFError:
-        os._exit(0)
-    except BaseException as error:
-        first_line = (str(error).strip() or "no message").splitlines()[0]
-        with contextlib.suppress(OSError):
-            pipe.send(RankFailure(f"{type(error).__name__}: {first_line}"))
-        os._exit(1)
-
-
-def _redirect_output(log: str) -> None:
+    threading.Thread(target=_end_with_pool, daemon=True, name="pool watch").start()
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(io.FileIO(number, "w", closefd=False), line_buffering=True) for number in (1, 2)
-    )
-
-
-def _build(rank: int, name: str, job: Job, port: int) -> Worker:
-    import torch
-
+    redirect_output(descriptor, descriptor)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.environ.update(
         RANK=str(rank),
-        WORLD_SIZE=str(job.num_ranks),
-        LOCAL_RANK=str(rank if job.device == "cpu" else rank % torch.cuda.device_count()),
-        LOCAL_WORLD_SIZE=str(job.num_ranks),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the benchmark serves the store, as torchrun does
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the pool serves the store, as torchrun does
     )
-    from ds_ext.engine import init_distributed
+    while True:
+        try:
+            path, message = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        sys.path[:] = path
+        importlib.invalidate_caches()
+        pipe.send_bytes(_answer(rank, message))
 
-    if job.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    init_distributed(job.timeout_s)
-    return job.build(name, job)
+
+def _end_with_pool() -> None:
+    """End a rank with the process that started the pool. The server may have ended before it forked the rank."""
+    pool = multiprocessing.parent_process()
+    assert pool is not None
+    pool.join()
+    os._exit(1)
+
+
+def _answer(rank: int, message: bytes) -> bytes:
+    """Execute a call and return its pickled result or Failure."""
+    try:
+        fn, args = pickle.loads(message)
+        return pickle.dumps(fn(rank, *args))
+    except BaseException as error:
+        first_line = (str(error).strip() or "no message").splitlines()[0]
+        failure = Failure(None, f"{type(error).__name__}: {first_line}", traceback.format_exc())
+        try:
+            pickle.loads(pickle.dumps(error))
+            return pickle.dumps(Failure(error, failure.summary, failure.text))
+        except Exception:
+            return pickle.dumps(failure)

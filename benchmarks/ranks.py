@@ -1,38 +1,27 @@
-"""Ranks of an engine under test: processes on this host, connected by gloo, that run a step on request.
-
-A server forks them after importing torch and DeepSpeed once. Every wait for them has a limit, and they end with the
-process that started them, no matter how it ends. Between their steps they are stopped: a thread of every gloo group
-wakes 100 times a second, and together these threads would take a large share of a core from the engine being measured.
-"""
+"""Engines under test: each runs on a pool of ranks, one step on request."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from pathlib import Path
-from typing import Any
+from multiprocessing.context import ForkServerContext
+from typing import Any, Protocol
 
 from ds_ext.pipe_schedules import Timetable
+from ds_ext.pipe_schedules.costs import Costs
 
-from .job import Job, RankFailure
+from .rank_pool import RankFailure, RankPool, fork_server
 
 _START_LIMIT_S = 180.0
 # A device's allocator keeps freed memory. The C library would return large tensors to the system, and filling new
 # pages takes longer than copying the tensor.
 _KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
-_PRELOAD = ["benchmarks.rank_server", "torch", "torch._dynamo", "deepspeed", "benchmarks.rivals"]
+_PRELOAD = ["torch", "torch._dynamo", "deepspeed", "benchmarks.rivals"]
 _SPINNER = """
 import os
 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
@@ -41,6 +30,52 @@ while os.getppid() == {parent}:  # ends with the benchmark, however that ends
     for _ in range(100_000):
         pass
 """
+
+
+class Worker(Protocol):
+    """One rank's part of an engine under test."""
+
+    @property
+    def timetable(self) -> Timetable | None:
+        """Order of the ops, if the engine has one; only that of rank 0 is read."""
+        ...
+
+    def run(self) -> Any:
+        """Measure once. All ranks call it after a barrier."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """Settings of all engines of a benchmark.
+
+    Args:
+        build: called on every rank with the name of the engine and this job.
+        num_ranks: ranks of an engine.
+        timeout_s: limit on every wait of an engine for its peers.
+        micro_batches: N per step.
+        costs: times of emulated passes in milliseconds.
+        message_kb: size of an activation in KiB.
+        modules: modules to import before the engines are built, because they register schedules.
+        device: "cpu" or "cuda". Ranks share GPUs if they outnumber them.
+    """
+
+    build: Callable[[str, Any], Worker]
+    num_ranks: int
+    timeout_s: float
+    micro_batches: int = 1
+    costs: Costs = field(default_factory=Costs)
+    message_kb: float = 4.0
+    modules: tuple[str, ...] = ()
+    device: str = "cpu"
+
+    def torch_device(self) -> Any:
+        """Return the torch.device of this rank."""
+        import torch
+
+        if self.device == "cpu":
+            return torch.device("cpu")
+        return torch.device("cuda", torch.cuda.current_device())
 
 
 @dataclass
@@ -68,30 +103,30 @@ def take_turns(names: Sequence[str], job: Job, rounds: int, *, keep_going: bool 
     Raises:
         RankFailure: an engine failed, unless ``keep_going``.
     """
-    _start_server(job.device)
+    context = _start_server(job.device)
     runs = {name: Run() for name in names}
-    with tempfile.TemporaryDirectory(prefix="ds_ext_bench_") as folder:
-        groups = {name: _RankGroup(name, job, Path(folder)) for name in names}
-        try:
-            for turn in range(1 + rounds):
-                for name, run in runs.items():
-                    if run.error is not None:
-                        continue
-                    _show(f"{name}: {f'round {turn} of {rounds}' if turn else 'starting'}")
-                    try:
-                        if turn:
-                            run.rounds.append(groups[name].ask())
-                        else:
-                            run.timetable = groups[name].start()
-                    except RankFailure as failure:
-                        if not keep_going:
-                            raise
-                        run.error = str(failure)
-                        groups[name].close()
-        finally:
-            for group in groups.values():
-                group.close()
-            _show("")
+    with ExitStack() as stack:
+        stack.callback(_show, "")
+        pools = {
+            name: stack.enter_context(closing(RankPool(job.num_ranks, context, one_line=True)))
+            for name in names
+        }
+        for turn in range(1 + rounds):
+            for name, run in runs.items():
+                if run.error is not None:
+                    continue
+                _show(f"{name}: {f'round {turn} of {rounds}' if turn else 'starting'}")
+                try:
+                    if turn:
+                        # Longer than the engine's limit, whose error has more details.
+                        run.rounds.append(pools[name].run(run_engine, timeout_s=2 * job.timeout_s))
+                    else:
+                        answers = pools[name].run(build_engine, name, job, timeout_s=_START_LIMIT_S)
+                        run.timetable = answers[0]
+                except RankFailure as failure:
+                    if not keep_going:
+                        raise
+                    run.error = str(failure)
     return runs
 
 
@@ -115,15 +150,15 @@ def processors_awake() -> Iterator[None]:
             spinner.wait()
 
 
-def _start_server(device: str) -> None:
+def _start_server(device: str) -> ForkServerContext:
     """Start the fork server. Ranks inherit its environment: device, one thread each, freed memory kept."""
     os.environ.update(DS_ACCELERATOR=device, OMP_NUM_THREADS="1", **_KEPT_MEMORY)
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # A process that has used CUDA cannot fork ranks that use it, and an import may do so.
-    preload = _PRELOAD if device == "cpu" else _PRELOAD[:1]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
+    context = fork_server(_PRELOAD if device == "cpu" else [])
     forkserver.ensure_running()
+    return context
 
 
 def _show(progress: str) -> None:
@@ -131,100 +166,33 @@ def _show(progress: str) -> None:
         print(f"\r\x1b[K{progress}", end="", file=sys.stderr, flush=True)
 
 
-class _RankGroup:
-    """Ranks of one engine.
+# --- on a rank ---
 
-    Args:
-        folder: folder for the ranks' output.
-    """
-
-    def __init__(self, name: str, job: Job, folder: Path) -> None:
-        self._name, self._job, self._folder = name, job, folder
-        self._processes: list[BaseProcess] = []
-        self._pipes: list[Connection] = []
-        self._store: object = None
-
-    def start(self) -> Timetable | None:
-        """Start the ranks and build the engine. Raises RankFailure."""
-        from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
-        context = multiprocessing.get_context("forkserver")
-        # This process serves the store on a port that the system picks, so no other process can take the port.
-        store = self._store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        for rank in range(self._job.num_ranks):
-            self._log(rank).touch()
-            ours, theirs = context.Pipe()
-            args = (rank, self._name, self._job, store.port, theirs, str(self._log(rank)))
-            process = context.Process(target=_run_rank, args=args, daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
-        timetable = self._collect(_START_LIMIT_S)[0]
-        self._signal(signal.SIGSTOP)
-        return timetable
-
-    def ask(self) -> list[Any]:
-        """Run all ranks once. Returns their answers. Raises RankFailure."""
-        self._signal(signal.SIGCONT)
-        for pipe in self._pipes:
-            # The pipe of a dead rank is broken; _collect reports the rank.
-            with contextlib.suppress(BrokenPipeError):
-                pipe.send(None)
-        answers = self._collect(
-            2 * self._job.timeout_s
-        )  # longer than the engine's limit, whose error has more details
-        self._signal(signal.SIGSTOP)
-        return answers
-
-    def close(self) -> None:
-        """Kill the ranks."""
-        for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
-        for pipe in self._pipes:
-            pipe.close()
-        self._processes, self._pipes, self._store = [], [], None
-
-    def _signal(self, number: signal.Signals) -> None:
-        for process in self._processes:
-            if process.pid is not None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, number)
-
-    def _collect(self, limit_s: float) -> list[Any]:
-        """Return one answer of each rank. Raises RankFailure at the first failure."""
-        deadline = time.monotonic() + limit_s
-        answers: dict[int, Any] = {}
-        while len(answers) < len(self._pipes):
-            open_pipes = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
-            ready = wait(list(open_pipes), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
-                silent = ", ".join(map(str, sorted(open_pipes.values())))
-                raise RankFailure(f"rank {silent}: no answer within {limit_s:g} s")
-            for pipe in ready:
-                rank = open_pipes[pipe]  # pyright: ignore[reportArgumentType]
-                answers[rank] = self._receive(rank)
-                if isinstance(answers[rank], RankFailure):
-                    raise RankFailure(f"rank {rank}: {answers[rank]}")
-        return [answers[rank] for rank in range(len(self._pipes))]
-
-    def _receive(self, rank: int) -> Any:
-        try:
-            return self._pipes[rank].recv()
-        except (EOFError, OSError):
-            self._processes[rank].join(timeout=5.0)
-            output = self._log(rank).read_text(errors="replace").strip().splitlines()
-            last_line = f": {output[-1]}" if output else ""
-            return RankFailure(f"died with exit code {self._processes[rank].exitcode}{last_line}")
-
-    def _log(self, rank: int) -> Path:
-        return self._folder / f"{self._name}.{rank}.log"
+_worker: Worker | None = None
 
 
-def _run_rank(*args: Any) -> None:
-    """Call ``rank_main`` in the new rank; importing its module here would tie the benchmark to its parent."""
-    from .rank_server import rank_main
+def build_engine(rank: int, name: str, job: Job) -> Timetable | None:
+    """Join the other ranks and build the engine ``name``. Returns its timetable on rank 0."""
+    global _worker
+    import torch
 
-    rank_main(*args)
+    if job.device == "cuda":
+        local_rank = rank % torch.cuda.device_count()
+        os.environ["LOCAL_RANK"] = str(local_rank)
+        torch.cuda.set_device(local_rank)
+    from ds_ext.engine import init_distributed
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    init_distributed(job.timeout_s)
+    _worker = job.build(name, job)
+    return _worker.timetable if rank == 0 else None
+
+
+def run_engine(rank: int) -> Any:
+    """Run the engine once, together with the other ranks."""
+    import torch.distributed as dist
+
+    assert _worker is not None
+    dist.barrier()
+    return _worker.run()

@@ -27,8 +27,8 @@ from ds_ext.pipe_schedules import Timetable
 from ds_ext.pipe_schedules.costs import Costs
 
 from .command import Report, add_number, add_size_flags, check_at_least, json_item, table, timetable_for
-from .job import Job, RankFailure
-from .ranks import processors_awake, take_turns
+from .rank_pool import RankFailure
+from .ranks import Job, processors_awake, take_turns
 
 SUMMARY = "cost of snapshots and audits, and the time from a kill to the first new step"
 PLAIN, SNAPSHOT, AUDIT = "plain", "snapshot", "audit"

@@ -35,7 +35,7 @@ from .emulated import (
     rows_of,
     set_exact_timers,
 )
-from .job import Job
+from .ranks import Job
 from .slow_links import Delay, slow_down
 from .torch_rivals import TORCH_SCHEDULES, TorchEngine, TorchSchedule
 

@@ -35,8 +35,7 @@ from .command import (
     table,
     timetable_for,
 )
-from .job import Job, Worker
-from .ranks import Run, processors_awake, take_turns
+from .ranks import Job, Run, Worker, processors_awake, take_turns
 
 SUMMARY = "step times of schedules and rivals, with layers that wait instead of computing"
 RIVALS = (

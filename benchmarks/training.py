@@ -34,8 +34,7 @@ from .command import (
     names_in,
     table,
 )
-from .job import Job
-from .ranks import Run, take_turns
+from .ranks import Job, Run, take_turns
 
 SUMMARY = "tokens per second of a small GPT, in our engine and in DeepSpeed's"
 RIVAL = "deepspeed_1f1b"

@@ -17,8 +17,7 @@ from typing import Any
 from ds_ext.errors import ConfigError, TransportTimeout
 
 from .command import Report, add_device_flag, add_number, check_at_least, count_gpus, json_item, table
-from .job import Job
-from .ranks import take_turns
+from .ranks import Job, take_turns
 
 SUMMARY = "time of a message between two ranks on this host, by transport, gloo and memcpy"
 SIZES = (4, 1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26)

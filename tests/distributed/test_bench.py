@@ -264,7 +264,7 @@ def test_no_rank_outlives_the_benchmark(number: signal.Signals, folder: Path) ->
         wait_until(lambda: not session_of(process.pid))
     finally:
         kill_session(process)
-    assert number == signal.SIGKILL or not list(folder.glob("ds_ext_bench_*"))
+    assert number == signal.SIGKILL or not list(folder.glob("ds_ext_rank_*"))
 
 
 def test_a_rank_of_ours_that_dies_is_a_failure(folder: Path) -> None:

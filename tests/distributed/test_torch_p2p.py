@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.rank_pool import RankFailure
 from ds_ext.comm import torch_p2p, wire
 from ds_ext.comm.torch_split import SplitTransport
 from ds_ext.comm.transport import Transport, create_transport, make_tag
 from ds_ext.errors import TransportError
-from tests.ranks import RankError, RankPool
+from tests.ranks import RankPool
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 20.0
@@ -365,7 +366,7 @@ def peer_dies(rank: int, kind: str) -> None:
 
 @on_cpu
 def test_death_of_a_peer_ends_the_wait(ranks2: RankPool, kind: str) -> None:
-    with pytest.raises((RankError, TransportError)) as caught:
+    with pytest.raises((RankFailure, TransportError)) as caught:
         ranks2.run(peer_dies, kind)
     assert "closed the connection" in "\n".join([str(caught.value), *caught.value.__notes__])
 

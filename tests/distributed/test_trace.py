@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.rank_pool import RankFailure
 from ds_ext.observe.trace.file import TIMETABLE
 from ds_ext.observe.trace.merge import merge
 from ds_ext.observe.trace.read import Event, RankTrace, Traces, read_traces
@@ -27,7 +28,7 @@ from ds_ext.pipe_schedules import Program, timetable
 from ds_ext.pipe_schedules.files import read_timetable
 from ds_ext.pipe_schedules.lowering import lower
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build
-from tests.ranks import RankError, RankPool
+from tests.ranks import RankPool
 from tests.selection import select
 
 
@@ -234,7 +235,7 @@ def die_in_step_2(rank: int, job: TracedJob) -> None:
 
 
 def test_a_killed_run_leaves_its_steps(ranks2: RankPool, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="exit code -9"):
+    with pytest.raises(RankFailure, match="exit code -9"):
         ranks2.run(die_in_step_2, job(tmp_path, "1f1b", 2, steps=2))
     traces = read_traces(tmp_path)
     assert_has_every_instruction(dataclasses.replace(traces, ranks={1: traces.ranks[1]}), [1])

@@ -10,8 +10,9 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from benchmarks.rank_pool import RankTimeout
 from ds_ext.errors import ConfigError
-from tests.ranks import Ranks, RankTimeout
+from tests.ranks import Ranks
 
 from . import reference
 from .compare import differences

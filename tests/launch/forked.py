@@ -167,19 +167,17 @@ class _Script:
     def __call__(self) -> NoReturn:
         from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-        from benchmarks.rank_server import end_with_server
+        from benchmarks.rank_server import end_with_server, redirect_output
         from tests.reduced_host.sitecustomize import hide
 
         end_with_server()
         os.chdir(self.cwd)
         os.environ.clear()
         os.environ.update(self.env)
-        for number, output in enumerate(self.outputs, 1):
-            descriptor = output.detach()
-            os.dup2(descriptor, number)
+        descriptors = [output.detach() for output in self.outputs]
+        redirect_output(*descriptors)
+        for descriptor in descriptors:
             os.close(descriptor)
-        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (lives as long as the process)
-        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         hide(CPU_Accelerator, self.env.get("DS_EXT_TEST_WITHOUT", ""))
         sys.argv = self.words
         sys.path.insert(0, str(Path(self.words[0]).parent))
