@@ -28,7 +28,7 @@ MODEL = GPTConfig(
     attention_dropout=0.0,
 )
 LONG_SAMPLES = replace(
-    MODEL, seq_length=256
+    MODEL, seq_length=128
 )  # activations as large as the temporary tensors of the optimizer
 BUCKET = 10**6
 LOOP, FOREACH, FUSED = (

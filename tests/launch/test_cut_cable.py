@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from tests.hosts.network import INTERFACE, Network, NoHosts, switched_hosts
 from tests.launch.forked import ForkedJob
+from tests.selection import covering, select
 
 SCRIPT = str(Path(__file__).with_name("far.py"))
 LIMIT_S = 20.0
@@ -99,8 +101,21 @@ def launch(tmp_path: Path, free_port: Callable[[], int]) -> Iterator[Callable[..
         yield start
 
 
-@pytest.mark.parametrize("cut", [Network.drop, Network.link_down], ids=["drop", "down"])
-@pytest.mark.parametrize("words", [("1", "auto", "64"), ("4", "torch", "64")], ids=["gloo", "torch"])
+GLOO, TORCH = pytest.param(("1", "auto", "64"), id="gloo"), pytest.param(("4", "torch", "64"), id="torch")
+FULL = pytest.param(("4", "torch", "4000000"), id="full")
+CUTS = [
+    pytest.param(words, cut, id=f"{backend}-{name}")
+    for (backend, words), (name, cut) in covering(
+        product(
+            [("gloo", ("1", "auto", "64")), ("torch", ("4", "torch", "64"))],
+            [("drop", Network.drop), ("down", Network.link_down)],
+        ),
+        1,
+    )
+]
+
+
+@pytest.mark.parametrize(("words", "cut"), CUTS)
 def test_host_behind_a_cut_cable_is_lost(
     launch: Callable[..., FarJob], words: tuple[str, ...], cut: Callable[[Network, int], None]
 ) -> None:
@@ -119,7 +134,7 @@ def test_host_behind_a_cut_cable_is_lost(
     ), reports
 
 
-@pytest.mark.parametrize("words", [("1", "auto", "64"), ("4", "torch", "64")], ids=["gloo", "torch"])
+@pytest.mark.parametrize("words", select([GLOO, TORCH], [TORCH]))
 def test_host_that_cannot_receive_is_lost(launch: Callable[..., FarJob], words: tuple[str, ...]) -> None:
     """The ranks of the other host still receive: packets that its kernel sends again, and the ends of connections."""
     job = launch([0, 0, 1, 1], *words)
@@ -146,7 +161,7 @@ def test_host_that_has_only_the_store(launch: Callable[..., FarJob]) -> None:
     assert f"host {job.network.address(0)}" in job.text, job.text
 
 
-@pytest.mark.parametrize("words", [("1", "auto", "64"), ("4", "torch", "4000000")], ids=["gloo", "torch"])
+@pytest.mark.parametrize("words", select([GLOO, FULL], [FULL]))
 def test_stopped_process_is_waited_for(launch: Callable[..., FarJob], words: tuple[str, ...]) -> None:
     # 32 MB messages: the receive window of the stopped process is full.
     job = launch([0, 0, 1, 1], *words)
