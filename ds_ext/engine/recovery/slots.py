@@ -114,7 +114,13 @@ class Slots:
         on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
         slot = self._slots.get(older)
         if slot is None or not slot.fits(tensors, len(state)):
-            slot = self._replace_slot(older, tensors, len(state), page_lock=on_gpu)
+            replaced, slot = slot, self._make_slot(older, tensors, len(state))
+            if on_gpu:
+                if replaced is not None:
+                    _unlock_pages(replaced.content)
+                _lock_pages(slot.content)
+            self._slots[older] = slot
+            self._reserve(1 - older, len(slot.content))
         for name, tensor in tensors.items():
             slot.views[name].copy_(tensor.detach(), non_blocking=True)
         slot.views[STATE][: len(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
@@ -157,31 +163,26 @@ class Slots:
     def _file_name(self, number: int) -> str:
         return f"rank{self._rank}.{number}"
 
-    def _replace_slot(
-        self, number: int, tensors: Mapping[str, Tensor], state_bytes: int, page_lock: bool
-    ) -> _Slot:
-        """Map the file of a slot anew for these tensors and a state of this size, write its header, and return it.
+    def _reserve(self, number: int, size: int) -> None:
+        """Create the file of a slot if it does not exist, so that a lack of memory appears in the first step."""
+        if self._file_name(number) not in self._keeper.files():
+            self._map(self._file_name(number), size)
 
-        With ``page_lock``, page-lock the memory, and release that of the slot it replaces.
-        Raises KeeperError if there is not enough memory for this slot and, in the first step, the other one.
+    def _make_slot(self, number: int, tensors: Mapping[str, Tensor], state_bytes: int) -> _Slot:
+        """Return a slot for these tensors and a state of this size. Its file has only the header so far.
+
+        Raises KeeperError if there is not enough memory.
         """
         # Large elements first: all tensors are then aligned.
         ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
         capacity = (state_bytes // _STATE_UNIT + 2) * _STATE_UNIT  # at least one unit is free
         header = header_of({**ordered, STATE: torch.empty(capacity, dtype=torch.uint8, device="meta")})
         size = len(header) + sum(tensor.nbytes for tensor in ordered.values()) + capacity
-        if self._file_name(1 - number) not in self._keeper.files():
-            self._map(self._file_name(1 - number), size)  # so that a lack of memory appears in the first step
         mapping = self._map(self._file_name(number), size)
         content = torch.frombuffer(mapping, dtype=torch.uint8)
-        if page_lock:
-            if number in self._slots:
-                _unlock_pages(self._slots[number].content)
-            _lock_pages(content)
         content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         views = _views(content[len(header) :], ordered, capacity)
-        self._slots[number] = _Slot(_layout(tensors), memoryview(mapping), views)
-        return self._slots[number]
+        return _Slot(_layout(tensors), memoryview(mapping), views)
 
     def _map(self, name: str, size: int) -> mmap.mmap:
         """Return a file in memory; one of another size is replaced. Raises KeeperError without enough memory."""
@@ -196,14 +197,15 @@ def _layout(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
     return tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
 
 
-def _lock_pages(content: Tensor) -> None:
+def _lock_pages(content: memoryview) -> None:
     """Page-lock memory, so that GPUs copy into it at full speed. Logs a warning if that fails."""
     cudart: Any = torch.cuda.cudart()
-    error = cudart.cudaHostRegister(content.data_ptr(), content.numel(), 0)
+    pointer = torch.frombuffer(content, dtype=torch.uint8).data_ptr()
+    error = cudart.cudaHostRegister(pointer, len(content), 0)
     if error != cudart.cudaError.success:
         logger.warning(
             "recovery: %d bytes of host memory cannot be page-locked (got %s). Snapshots take longer.",
-            *(content.numel(), error),
+            *(len(content), error),
         )
 
 
