@@ -26,7 +26,9 @@ from ..tensor_parallel import mix_key
 
 logger = logging.getLogger(__name__)
 
-_Answer = tuple[str | None, tuple[int, str] | None]  # problem, first inputs
+_Answer = tuple[
+    str | None, tuple[int, str] | None
+]  # problem, data-parallel rank and checksum of its first samples
 _MAX_SHOWN = 6  # keys or types in an error
 _NOT_READ = -1.0  # instead of a checksum, if a rank does not read this part of a micro-batch
 _MAX_COMPARED = 1 << 16  # elements of a tensor in a checksum
@@ -77,7 +79,7 @@ class IteratorBatches:
 
     def __init__(self, iterator: Iterator[Any], data_parallel_rank: int, count: int) -> None:
         self.iterator, self.rank, self.count = iterator, data_parallel_rank, count
-        self._pulled: list[Any] = []
+        self._micro_batches: list[Any] = []  # of the current step, so far
 
     def get(self, micro_batch: int) -> Any:
         """Pull up to ``micro_batch``. Raises ConfigError if the data ends early or belongs to another rank."""
@@ -89,20 +91,21 @@ class IteratorBatches:
                 f"{self.rank}). Pass training_data to initialize(), or pass train_batch() an object with "
                 f"get(micro_batch) and advance(micro_batches)."
             )
-        while len(self._pulled) <= index:
+        while len(self._micro_batches) <= index:
             try:
                 # The iterator may reuse its memory. DeepSpeed clones inputs for the same reason.
-                self._pulled.append(tree_map_only(Tensor, _clone_pageable, next(self.iterator)))
+                self._micro_batches.append(tree_map_only(Tensor, _clone_pageable, next(self.iterator)))
             except StopIteration:
                 raise ConfigError(
                     f"data_iter: ended within a step, which takes {self.count} micro-batches per data-parallel rank "
-                    f"(got {len(self._pulled)}). Wrap it in deepspeed.utils.RepeatingLoader, or train one step fewer."
+                    f"(got {len(self._micro_batches)}). Wrap it in deepspeed.utils.RepeatingLoader, or train one step "
+                    f"fewer."
                 ) from None
-        return self._pulled[index]
+        return self._micro_batches[index]
 
     def advance(self, micro_batches: int) -> None:
         """Drop this step's micro-batches."""
-        self._pulled.clear()
+        self._micro_batches.clear()
 
 
 class NoBatches:
@@ -215,12 +218,13 @@ class MicroBatches:
 
     def require(self, micro_batches: int, trains: bool) -> None:
         """Raise ConfigError if the dataset has too few samples for the next step or evaluation of all groups."""
-        needed, rest = micro_batches * self.micro_batch_size, len(self.dataset) - self.consumed_samples
-        if rest < needed and not self.repeat:
+        needed = micro_batches * self.micro_batch_size
+        available = len(self.dataset) - self.consumed_samples
+        if available < needed and not self.repeat:
             step, smaller = ("training step", "batch") if trains else ("evaluation", "num_micro_batches")
             raise ConfigError(
                 f"dataset: the first {step} needs {needed} samples, {micro_batches} micro-batches of "
-                f"{self.micro_batch_size} (got {rest}). Use more data, or a smaller {smaller}."
+                f"{self.micro_batch_size} (got {available}). Use more data, or a smaller {smaller}."
             )
 
     def get(self, micro_batch: int) -> Any:
@@ -240,13 +244,18 @@ class MicroBatches:
             )
         if self.seed is None:
             return self._collate([self.dataset[index % length] for index in indices])
-        samples, generator = [], torch.default_generator
+        return self._read_seeded(indices, self.seed)
+
+    def _read_seeded(self, indices: range, seed: int) -> Any:
+        """Return the collated samples ``indices``, each read with its own random numbers."""
+        samples = []
+        generator = torch.default_generator
         state = generator.get_state()
         try:
             for index in indices:
-                generator.manual_seed(mix_key("sample", self.seed, index))
-                samples.append(self.dataset[index % length])
-            generator.manual_seed(mix_key("collate", self.seed, first))
+                generator.manual_seed(mix_key("sample", seed, index))
+                samples.append(self.dataset[index % len(self.dataset)])
+            generator.manual_seed(mix_key("collate", seed, indices.start))
             return self._collate(samples)
         finally:
             generator.set_state(state)
@@ -339,27 +348,27 @@ class StepData:
         self.loads, timetable = schedule.loads, schedule.program.timetable
         self.last_stage = timetable.placement.stages - 1
         self._uses = Counter(micro_batch for _, micro_batch in self.loads)
-        self._fetched: dict[int, tuple[Any, Any]] = {}
-        compared = (of_pipe[step % len(of_pipe)] for of_pipe in timetable.of_pipes)
+        self._batches: dict[int, tuple[Any, Any]] = {}  # fetched, and still needed by a stage
+        compared = (micro_batches[step % len(micro_batches)] for micro_batches in timetable.of_pipes)
         self._checksums: dict[int, tuple[float, float]] = dict.fromkeys(compared, (_NOT_READ, _NOT_READ))
 
     def get(self, micro_batch: int) -> tuple[Any, Any]:
         """Return (inputs, labels). Raises ConfigError for a batch that is not a pair."""
-        if micro_batch not in self._fetched:
+        if micro_batch not in self._batches:
             batch = self.source.get(self.first_id + micro_batch)
             if self._batch_fn is not None:
                 batch = self._batch_fn(batch)
-            inputs, labels = self._fetched[micro_batch] = require_pair(batch, self.source)
+            inputs, labels = self._batches[micro_batch] = require_pair(batch, self.source)
             if micro_batch in self._checksums:  # now: layers may change the inputs in place
                 self._checksums[micro_batch] = _sampled_checksum(inputs), _sampled_checksum(labels)
-        return self._fetched[micro_batch]
+        return self._batches[micro_batch]
 
     def take(self, micro_batch: int) -> tuple[Any, Any]:
         """Return (inputs, labels) for one stage."""
         batch = self.get(micro_batch)
         self._uses[micro_batch] -= 1
         if self._uses[micro_batch] == 0:
-            del self._fetched[micro_batch]
+            del self._batches[micro_batch]
         return batch
 
     def labels(self) -> Iterator[Any]:
@@ -390,10 +399,10 @@ def require_same_samples(checksums: Sequence[Sequence[float]]) -> None:
             for name, value in zip(("inputs", "labels"), parts, strict=True):
                 if value == _NOT_READ:
                     continue
-                other, expected = first.setdefault((number, name), (rank, value))
+                peer, expected = first.setdefault((number, name), (rank, value))
                 if value != expected:
                     error = ConfigError(
-                        f"data: ranks {other} and {rank} read different {name} for micro-batch {number:.0f} of this "
+                        f"data: ranks {peer} and {rank} read different {name} for micro-batch {number:.0f} of this "
                         f"step (got the checksums {int(expected):08x} and {int(value):08x}), so inputs would meet the "
                         f"labels of other samples. Seed shuffles and random numbers of the dataset equally on all "
                         f"ranks of a data-parallel rank, or return None for a part that another rank reads."
@@ -432,7 +441,8 @@ def check_first_batch(
     loads: dict[int, int] = {}
     for stage, micro_batch in data.loads:
         loads.setdefault(stage, micro_batch)
-    problem, failure, begin = None, None, None
+    answer: _Answer = None, None
+    failure: Exception | None = None
     try:
         if loads and isinstance(data.source, MicroBatches):
             data.source.require(micro_batches, trains)
@@ -440,25 +450,24 @@ def check_first_batch(
             inputs, labels = data.get(micro_batch)
             if stage == 0:
                 _require_tensors(inputs, "inputs", data.source)
-                begin = _first_samples(data.source, inputs, labels)
+                answer = None, _first_samples(data.source, inputs, labels)
             if stage == data.last_stage and labels is not None:
                 _require_tensors(labels, "labels", data.source)
     except ConfigError as error:
-        problem = str(error)
+        answer = str(error), None
     except Exception as error:  # from the dataset; this rank prints the traceback
         failure = error
-    own: _Answer = problem, begin
-    answers: list[_Answer] = [own] * dist.get_world_size()
-    dist.all_gather_object(answers, own)
-    first = next((problem for problem, _ in answers if problem is not None), None)
+    answers: list[_Answer] = [answer] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
     if failure is not None:
         abort(failure)
         raise failure
-    if first is not None:
-        error = ConfigError(first)
-        error.reported_by = 0
-        raise error
-    _warn_of_equal_inputs([begin for _, begin in answers if begin is not None])
+    for problem, _ in answers:
+        if problem is not None:
+            error = ConfigError(problem)
+            error.reported_by = 0
+            raise error
+    _warn_of_equal_inputs([samples for _, samples in answers if samples is not None])
 
 
 def _first_samples(source: Batches, inputs: Any, labels: Any) -> tuple[int, str] | None:
@@ -487,16 +496,16 @@ def _dense_parts(value: Any, limit: int | None = None) -> list[Tensor]:
     return [part[::step].cpu().contiguous() for part, step in zip(dense, steps, strict=True)]
 
 
-def _warn_of_equal_inputs(begins: Sequence[tuple[int, str]]) -> None:
+def _warn_of_equal_inputs(first_samples: Sequence[tuple[int, str]]) -> None:
     """Log a warning on rank 0 for two data-parallel ranks with the same checksum."""
-    rank_of: dict[str, int] = {}
-    for rank, inputs in begins:
-        other = rank_of.setdefault(inputs, rank)
-        if other != rank and dist.get_rank() == 0:
+    first_ranks: dict[str, int] = {}
+    for rank, inputs in first_samples:
+        first_rank = first_ranks.setdefault(inputs, rank)
+        if first_rank != rank and dist.get_rank() == 0:
             logger.warning(
                 "data_iter: data-parallel ranks %d and %d begin with the same samples. Select each rank's samples by "
                 "engine.grid.get_data_parallel_rank(). The two pipes of bitpipe are two data-parallel ranks.",
-                other,
+                first_rank,
                 rank,
             )
             return
@@ -507,14 +516,15 @@ def describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"one tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
-        return f"a {type(value).__name__} with the keys {_listed([repr(key) for key in value])}"
+        return f"a {type(value).__name__} with the keys {_join_names([repr(key) for key in value])}"
     if isinstance(value, tuple | list):
-        types = _listed([type(element).__name__ for element in value])
+        types = _join_names([type(element).__name__ for element in value])
         return f"a {type(value).__name__} of {len(value)}{types and f': {types}'}"
     return f"a {type(value).__name__}"
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
+    """Return names with commas, at most ``_MAX_SHOWN`` of them."""
     return ", ".join([*names[:_MAX_SHOWN], *(["..."] if len(names) > _MAX_SHOWN else [])])
 
 

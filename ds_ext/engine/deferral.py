@@ -50,13 +50,14 @@ class DeferralReport(Observer):
     def finish(self) -> float:
         """Return the share of deferred elements, and log it on rank 0. All ranks must call this together."""
         self._watch.close()
-        named = (
+        named_parameters = (
             (f"{name} of layer {index} ({type(layer).__name__})", parameter)
             for stage in self._module.stages
             for index, layer in self._module.stage_modules(stage).items()
             for name, parameter in layer.named_parameters()
         )
-        total: Deferral = functools.reduce(operator.add, together(lambda: self._watch.deferral(named)))
+        deferrals = together(lambda: self._watch.deferral(named_parameters))
+        total: Deferral = functools.reduce(operator.add, deferrals)
         if dist.get_rank() == 0:
             self._log(total)
         return total.share

@@ -132,7 +132,7 @@ class PipelineEngine(AdaptedEngine):
         self.micro_batches //= self.role.pipelines
         settings, options = self.plan.settings, self.plan.settings.transport_options
         self.activity = Activity(options.timeout_s, self.role.describe_ranks, self._where)
-        self.step_losses = StepLosses.of_engine(self)
+        self.step_losses = StepLosses.from_engine(self)
         forward, report = StageForward(self.module), self.activity.report_failure
         self.executor = Executor(forward, self.step_losses, self.last_stage, self.device, report)
         self.pipe_buffers = self.executor.buffers
@@ -154,7 +154,7 @@ class PipelineEngine(AdaptedEngine):
         )
         self.tracer: Tracer | None = None
         if settings.trace.dir is not None:
-            self.tracer = Tracer.of(self, transport.name, WeightUpdate.reduces_eagerly(self))
+            self.tracer = Tracer.from_engine(self, transport.name, WeightUpdate.is_eager(self))
         let_parameters_differ(self.optimizer)
         self._use_optimizer()
         self.use_transport(transport)
@@ -387,7 +387,7 @@ class PipelineEngine(AdaptedEngine):
         Raises:
             ConfigError: ``reduce_output`` is neither "avg" nor None, or None and ``bcast_loss`` is set.
         """
-        evaluation = Evaluation.requested(compute_loss, return_logits, reduce_output, bcast_loss)
+        evaluation = Evaluation.from_arguments(compute_loss, return_logits, reduce_output, bcast_loss)
         num_micro_batches = num_micro_batches or self.micro_batches
         source: Any = data_iter
         if all(hasattr(type(source), name) for name in ("__len__", "__getitem__")):

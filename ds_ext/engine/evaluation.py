@@ -32,7 +32,7 @@ class Evaluation:
     averages: bool = True
 
     @classmethod
-    def requested(
+    def from_arguments(
         cls, compute_loss: bool, return_logits: bool, reduce_output: str | None, bcast_loss: bool
     ) -> Evaluation:
         """Return the requests of DeepSpeed's arguments of ``eval_batch``.
@@ -84,10 +84,10 @@ def mean_over_ranks(outputs: Sequence[Any], group: ProcessGroup | None) -> Any:
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
     """Context with every module in evaluation mode. Afterwards each has its own mode again, which users may set."""
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(submodule, submodule.training) for submodule in module.modules()]
     module.eval()
     try:
         yield
     finally:
-        for each, training in modes:
-            each.training = training
+        for submodule, training in modes:
+            submodule.training = training

@@ -67,7 +67,7 @@ class Observer:
 class Losses(Protocol):
     """Losses of a step, such as :class:`.losses.step.StepLosses`."""
 
-    def of(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
+    def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
         """Return the loss of a micro-batch."""
         ...
 
@@ -130,10 +130,10 @@ class Executor:
         self.accumulating: Callable[[], AbstractContextManager[None]] | None = None
         self.parameters: Sequence[Tensor] = ()
         self._step = 0
-        self._splits: frozenset[tuple[int, int]] = frozenset()
+        self._splits: frozenset[tuple[int, int]] = frozenset()  # (stage, micro-batch) of split backwards
         self._evaluation = Evaluation()
-        # Schedule -> what its calls are bound to, and the calls.
-        self._bound: WeakKeyDictionary[TimetableSchedule, tuple[Any, list[_Call]]] = WeakKeyDictionary()
+        # Static schedule -> (messages, handlers, observers) and the calls that are bound to them.
+        self._calls: WeakKeyDictionary[TimetableSchedule, tuple[Any, list[_Call]]] = WeakKeyDictionary()
 
     # --- the step loop ---
 
@@ -165,11 +165,11 @@ class Executor:
         if isinstance(schedule, DynamicSchedule):
             assert isinstance(self.messages, DynamicMessages)
             for instructions in decided_steps(schedule, self.messages):
-                self._call([self._bind(instruction, active) for instruction in instructions], active)
+                self._run_calls([self._bind(instruction, active) for instruction in instructions], active)
         else:
-            self._call(self._bind_all(schedule, active), active)
+            self._run_calls(self._bind_all(schedule, active), active)
 
-    def _call(self, calls: Iterable[_Call], observers: Sequence[Observer]) -> None:
+    def _run_calls(self, calls: Iterable[_Call], observers: Sequence[Observer]) -> None:
         instruction: Any = None
         try:
             for run, instruction, before, after in calls:
@@ -185,33 +185,38 @@ class Executor:
             raise
 
     def _bind_all(self, schedule: TimetableSchedule, observers: list[Observer]) -> list[_Call]:
-        """Return the calls of a static schedule, receives posted ahead included."""
-        bound_to = self.messages, self.handlers, observers
-        of_schedule = self._bound.get(schedule)
-        if of_schedule is None or of_schedule[0] != bound_to:
-            of_schedule = self._bound[schedule] = bound_to, [*self._in_order(schedule, observers)]
-        return of_schedule[1]
+        """Return the calls of a static schedule, which are bound again only if what they are bound to has changed."""
+        targets = self.messages, self.handlers, observers
+        last_targets, calls = self._calls.get(schedule, (None, []))
+        if last_targets != targets:
+            calls = list(self._calls_with_posts(schedule, observers))
+            self._calls[schedule] = targets, calls
+        return calls
 
-    def _in_order(self, schedule: TimetableSchedule, observers: list[Observer]) -> Iterator[_Call]:
+    def _calls_with_posts(self, schedule: TimetableSchedule, observers: list[Observer]) -> Iterator[_Call]:
+        """Yield the calls of a static schedule. Each receive is posted ``schedule.lookahead`` instructions ahead."""
         waiting: deque[_Call] = deque()
         for instruction in (instruction for step in schedule.steps() for instruction in step):
             kind: Any = _RECEIVES.get(type(instruction))
             if kind is not None:
-                of = instruction.stage, instruction.micro_batch, instruction.peer
-                yield _Call(functools.partial(self.messages.post, kind, *of), instruction, (), ())
+                post = functools.partial(
+                    self.messages.post, kind, instruction.stage, instruction.micro_batch, instruction.peer
+                )
+                yield _Call(post, instruction, (), ())
             waiting.append(self._bind(instruction, observers))
             if len(waiting) > schedule.lookahead:
                 yield waiting.popleft()
         yield from waiting
 
     def _bind(self, instruction: ds.PipeInstruction, observers: Sequence[Observer]) -> _Call:
+        """Return the call of an instruction, with the methods that its observers override."""
         kind = type(instruction)
-        seen_by = [one for one in observers if one.kinds is None or issubclass(kind, one.kinds)]
+        active = [watch for watch in observers if watch.kinds is None or issubclass(kind, watch.kinds)]
         return _Call(
             functools.partial(self.handlers[kind], **instruction.kwargs),
             instruction,
-            tuple(one.before for one in seen_by if type(one).before is not Observer.before),
-            tuple(one.after for one in reversed(seen_by) if type(one).after is not Observer.after),
+            tuple(watch.before for watch in active if type(watch).before is not Observer.before),
+            tuple(watch.after for watch in reversed(active) if type(watch).after is not Observer.after),
         )
 
     # --- handlers, in the order of the table below ---
@@ -240,19 +245,19 @@ class Executor:
         assert buffer.inputs is not None
         outputs = self.forward_stage(stage, buffer.inputs, self._step, self.data.first_id + micro_batch)
         if stage == self.last_stage:
-            self._end_of_pipe(buffer, micro_batch, outputs)
+            self._store_loss(buffer, micro_batch, outputs)
         buffer.outputs = pack(outputs, f"stage {stage}")
         if not torch.is_grad_enabled():
             buffer.inputs = None
 
-    def _end_of_pipe(self, buffer: Buffer, micro_batch: int, outputs: Any) -> None:
+    def _store_loss(self, buffer: Buffer, micro_batch: int, outputs: Any) -> None:
         """Store the loss of a micro-batch, and what an evaluation keeps."""
         labels, buffer.labels = buffer.labels, None
         evaluation = self._evaluation
         if evaluation.outputs is not None:
             evaluation.outputs[micro_batch] = outputs
         if evaluation.computes_loss:
-            loss = self.losses.of(outputs, labels)
+            loss = self.losses.compute(outputs, labels)
             self.losses.add(loss)
             if evaluation.losses is not None:
                 evaluation.losses[micro_batch] = mean_of(loss)

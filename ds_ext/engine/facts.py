@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +34,7 @@ def optimizer_facts(optimizer: Any) -> Facts:
 
 
 def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
-    """Return a checksum for every stage of this rank, of its parameters' shapes, dtypes and optimizer options.
+    """Return a text -> checksum of the parameters' shapes, dtypes and optimizer options, for every stage of this rank.
 
     Args:
         model: module with the stages.
@@ -59,23 +59,25 @@ def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
 
 
 def data_facts(model: PipelineModule, data: Any) -> Facts:
-    """Return the type and length of ``training_data`` and a checksum of its first sample, on ranks that read it.
+    """Return the type and length of ``training_data`` and a checksum of its first sample; empty if it is not read here.
 
-    The checksum is omitted if reading the sample twice gives different values, as with random augmentation.
+    Ranks with the first or the last stage read it. The checksum is omitted if reading the sample fails, which the first
+    step reports, or if two reads give different values, as with random augmentation.
     """
-    ends = {0, model.layout.placement.stages - 1}
-    if data is None or not ends & set(model.stages) or not hasattr(data, "__len__"):
+    last_stage = model.layout.placement.stages - 1
+    reads_data = 0 in model.stages or last_stage in model.stages
+    if data is None or not reads_data or not hasattr(data, "__len__"):
         return {}
     facts = {"training_data": f"{type(data).__name__} of {len(data)} samples"}
-    with contextlib.suppress(Exception), _kept_generators():  # the first step reports errors
-        first, again = _bytes_of(lambda: data[0]), _bytes_of(lambda: data[0])
-        if first == again:
-            facts["training_data: first sample"] = checksum([first])
+    with contextlib.suppress(Exception), _preserve_generators():
+        sample = _seeded_bytes(lambda: data[0])
+        if sample == _seeded_bytes(lambda: data[0]):
+            facts["training_data: first sample"] = checksum([sample])
     return facts
 
 
 @contextlib.contextmanager
-def _kept_generators() -> Iterator[None]:
+def _preserve_generators() -> Iterator[None]:
     """Context that restores the states of the global random generators on exit."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
@@ -86,7 +88,7 @@ def _kept_generators() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def _bytes_of(read: Callable[[], Any]) -> bytes:
+def _seeded_bytes(read: Callable[[], Any]) -> bytes:
     """Return the numbers in the result of ``read()``, called with seeded generators, as bytes.
 
     Strings and objects are ignored, because they may differ between hosts (paths, addresses).
@@ -115,16 +117,10 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
     Args:
         data: facts of the data that this rank reads, from :func:`data_facts`.
     """
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if model.placeholder is not None:
-        parameters -= model.placeholder.numel()
-    name = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else "cpu"
-    own = {"host": platform.node(), "name": name, "device": model.device_index, "parameters": parameters}
-    layers = (layer for layer in model.modules() if "dropout" in type(layer).__name__.lower())
-    dropout = {p for layer in layers if isinstance(p := getattr(layer, "p", None), int | float)}
-    gathered = together(lambda: (own, dropout, data))
-    ranks: list[dict[str, Any]] = [one for one, _, _ in gathered]
-    plan, layout, trace = model.plan, model.layout, model.plan.settings.trace.dir
+    ranks, rates, data_of_ranks = zip(
+        *together(lambda: (_rank_facts(model), _dropout_rates(model), data)), strict=True
+    )
+    plan, layout, trace_dir = model.plan, model.layout, model.plan.settings.trace.dir
     return {
         "schedule": plan.timetable.schedule,
         "world_size": layout.world_size,
@@ -136,30 +132,46 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
         "train_batch_size": plan.sizes.train_batch_size,
         "precision": precision(plan.job.deepspeed),
         "zero_stage": zero_stage(plan.job.deepspeed),
-        "dropout": sorted({float(p) for _, of_rank, _ in gathered for p in of_rank}),
-        "data": {key: fact for _, _, of_rank in gathered for key, fact in of_rank.items()},
-        "ranks": ranks,
+        "dropout": sorted(set().union(*rates)),
+        "data": {key: fact for facts in data_of_ranks for key, fact in facts.items()},
+        "ranks": list(ranks),
         "versions": {
             "python": platform.python_version(),
             **{name: package_version(name) or "not installed" for name in _PACKAGES},
         },
-        "trace_dir": trace and os.path.abspath(trace),
+        "trace_dir": trace_dir and os.path.abspath(trace_dir),
         "plan": plan_text(model, ranks) if model.global_rank == 0 else "",
         "config": plan.job.deepspeed,
     }
 
 
-def plan_text(model: PipelineModule, ranks: list[dict[str, Any]]) -> str:
+def _rank_facts(model: PipelineModule) -> dict[str, Any]:
+    """Return this rank's object of ``ranks``."""
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if model.placeholder is not None:
+        parameters -= model.placeholder.numel()
+    name = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else "cpu"
+    return {"host": platform.node(), "name": name, "device": model.device_index, "parameters": parameters}
+
+
+def _dropout_rates(model: PipelineModule) -> set[float]:
+    """Return the attributes ``p`` of this rank's dropout layers, of any class with "dropout" in its name."""
+    layers = (layer for layer in model.modules() if "dropout" in type(layer).__name__.lower())
+    return {float(p) for layer in layers if isinstance(p := getattr(layer, "p", None), int | float)}
+
+
+def plan_text(model: PipelineModule, ranks: Sequence[dict[str, Any]]) -> str:
     """Return the text of the plan, with the largest number of parameters on a rank of every device."""
-    of_device: dict[int, int] = {}
+    max_parameters: dict[int, int] = {}  # by device
     for rank in ranks:
-        of_device[rank["device"]] = max(rank["parameters"], of_device.get(rank["device"], 0))
-    plan, hosts = model.plan, [rank["host"] for rank in ranks]
+        device = rank["device"]
+        max_parameters[device] = max(rank["parameters"], max_parameters.get(device, 0))
+    hosts = [rank["host"] for rank in ranks]
     return describe(
-        plan,
+        model.plan,
         boundaries=model.parts,
         layer_names=model.layer_names,
-        parameters=[of_device[device] for device in sorted(of_device)],
-        grid=plan.sizes.micro_batches <= GRID_MICRO_BATCHES,
+        parameters=[max_parameters[device] for device in sorted(max_parameters)],
+        grid=model.plan.sizes.micro_batches <= GRID_MICRO_BATCHES,
         hosts=[hosts.index(host) for host in hosts],
     )

@@ -67,7 +67,7 @@ class Gradients:
         """True if gradients are averaged over replicas, or moved to the partitions of an optimizer."""
         return self._is_zero or self.replicas > 1
 
-    def of(self, parameter: nn.Parameter) -> Tensor | None:
+    def get(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter; None if no micro-batch used it (zero with the bf16 optimizer)."""
         if self._has_sums:
             return self.optimizer.get_gradient_for_reduction(parameter)
@@ -79,7 +79,7 @@ class Gradients:
     def _is_used(self, parameter: nn.Parameter) -> bool:
         """Return whether a micro-batch of this step used a parameter, or one of an earlier step with bf16."""
         if not self._is_bf16:
-            return self.of(parameter) is not None
+            return self.get(parameter) is not None
         place = self._places.get(parameter)
         return place is None or self.optimizer.fp32_groups_has_gradients[place[0]][place[1]]
 
@@ -127,7 +127,7 @@ class Gradients:
 
     def reduce(self, gradients: Sequence[Tensor], average: bool) -> None:
         """Replace gradients of one dtype by their sums or averages over replicas."""
-        flat = flattened(gradients)
+        flat = flatten(gradients)
         dist.all_reduce(flat, group=self.group)
         _copy_parts(flat / self.replicas if average else flat, gradients)
 
@@ -137,7 +137,7 @@ class Gradients:
             used = self._is_used(parameter)
             if not used:
                 self._fill([parameter])
-            gradient = self.of(parameter)
+            gradient = self.get(parameter)
             assert gradient is not None
             if self.may_be_missing:
                 flag = torch.tensor(float(used), device=gradient.device)
@@ -162,65 +162,71 @@ class Gradients:
         """
         if factor == 1:
             yield
-            return
-        if factor == 0:
-            with _replaced(self.optimizer.optimizer if self._is_zero else self.optimizer, "step", _no_step):
+        elif factor == 0:
+            torch_optimizer = self.optimizer.optimizer if self._is_zero else self.optimizer
+            with _attribute(torch_optimizer, "step", _no_step):
                 yield
-            return
-        if self._is_zero and not self._is_bf16:
-            scaled_norm, unscale = self.optimizer.scaled_global_norm, self.optimizer.unscale_and_clip_grads
-
-            def norm(*args: Any, **kwargs: Any) -> Tensor:
-                value = scaled_norm(*args, **kwargs)
-                return torch.where(value >= 0, value * factor, value)  # -1: not finite
-
-            def clip(partitions: list[Tensor], total_norm: Any) -> None:
-                _multiply(partitions, factor)
-                unscale(partitions, total_norm)
-
-            with (
-                _replaced(self.optimizer, "scaled_global_norm", norm),
-                _replaced(self.optimizer, "unscale_and_clip_grads", clip),
-            ):
+        elif self._is_zero and not self._is_bf16:
+            with _zero_correction(self.optimizer, factor):
                 yield
-            return
-        gradients = [gradient for gradient in map(self.of, parameters) if gradient is not None]
-        half = sorted({str(g.dtype) for g in gradients if g.dtype in (torch.bfloat16, torch.float16)})
-        if half:
-            raise ConfigError(
-                f"loss_fn: a pair (sum, count) without a method counts(labels) needs gradients summed in fp32 (got "
-                f"{half[0]}). Add the method, or remove grad_accum_dtype."
-            )
-        _multiply(gradients, factor)
-        yield
+        else:
+            gradients = [gradient for gradient in map(self.get, parameters) if gradient is not None]
+            half = sorted({str(g.dtype) for g in gradients if g.dtype in (torch.bfloat16, torch.float16)})
+            if half:
+                raise ConfigError(
+                    f"loss_fn: a pair (sum, count) without a method counts(labels) needs gradients summed in fp32 (got "
+                    f"{half[0]}). Add the method, or remove grad_accum_dtype."
+                )
+            _multiply(gradients, factor)
+            yield
 
     def _fill(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Set the gradients of parameters that have none to zero."""
         if self._is_bf16:
             # Its sums are zeros from its construction on, but it leaves unused ones out of its norm.
             for i, j in (self._places[parameter] for parameter in parameters if parameter in self._places):
                 self.optimizer.fp32_groups_has_gradients[i][j] = True
             return
-        own_dtype = self._has_sums and self.optimizer.use_grad_accum_attribute
-        name, dtype = (
-            ("grad_accum", self.optimizer.gradient_accumulation_dtype) if own_dtype else ("grad", None)
-        )
+        name, dtype = "grad", None
+        if self._has_sums and self.optimizer.use_grad_accum_attribute:
+            name, dtype = "grad_accum", self.optimizer.gradient_accumulation_dtype
         for parameter in parameters:
             if parameter.requires_grad and getattr(parameter, name) is None:
                 setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype))
 
 
 @contextmanager
-def _replaced(target: Any, name: str, value: Any) -> Iterator[None]:
-    """Context in which the attribute ``name`` of an object is ``value``."""
-    own = vars(target).get(name)
+def _zero_correction(optimizer: DeepSpeedZeroOptimizer, factor: float) -> Iterator[None]:
+    """Context in which a step of ZeRO multiplies its fp32 gradients and their norm by ``factor``."""
+    scaled_norm, unscale = optimizer.scaled_global_norm, optimizer.unscale_and_clip_grads
+
+    def norm(*args: Any, **kwargs: Any) -> Tensor:
+        value = scaled_norm(*args, **kwargs)
+        return torch.where(value >= 0, value * factor, value)  # -1: not finite
+
+    def clip(partitions: list[Tensor], total_norm: Any) -> None:
+        _multiply(partitions, factor)
+        unscale(partitions, total_norm)
+
+    with (
+        _attribute(optimizer, "scaled_global_norm", norm),
+        _attribute(optimizer, "unscale_and_clip_grads", clip),
+    ):
+        yield
+
+
+@contextmanager
+def _attribute(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which the attribute ``name`` of an object, which may be one of its class, is ``value``."""
+    original = vars(target).get(name)
     setattr(target, name, value)
     try:
         yield
     finally:
-        if own is None:
+        if original is None:
             delattr(target, name)
         else:
-            setattr(target, name, own)
+            setattr(target, name, original)
 
 
 def _multiply(tensors: Iterable[Tensor], factor: float) -> None:
@@ -244,14 +250,14 @@ def as_real(gradient: Tensor) -> Tensor:
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
-def flattened(tensors: Sequence[Tensor]) -> Tensor:
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Return the elements of all tensors as one vector: a new one, or a view of a single contiguous tensor."""
     flat = [tensor.reshape(-1) for tensor in tensors]
     return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
 def _copy_parts(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the elements of a vector to tensors, in the order of :func:`flattened`."""
+    """Copy the elements of a vector to tensors, in the order of :func:`flatten`."""
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
         tensor.copy_(part.view_as(tensor))
 
@@ -291,18 +297,19 @@ class EagerReduction(Observer):
         self._pending: deque[tuple[Work, Tensor, list[Tensor]]] = deque()
         self._used: list[
             tuple[list[nn.Parameter], Tensor]
-        ] = []  # reduced flags of the parameters with a gradient
+        ] = []  # parameters, reduced flags of those with a gradient
         self._start_step()
 
     def _start_step(self) -> None:
-        self._backwards_left, self._stages_left = Counter(self._backwards), deque(self._order)
+        self._backwards_left = Counter(self._backwards)
+        self._stages_left = deque(self._order)
 
     def after(self, instruction: Any) -> None:
         """Count a backward of a stage, and start every reduction that no longer has to wait."""
         self._backwards_left[instruction.stage] -= 1
         # Free the buffers of finished reductions before the next one needs memory.
         while self._pending and self._pending[0][0].is_completed():
-            self._take_first()
+            self._finish_oldest()
         while self._stages_left and not self._backwards_left[self._stages_left[0]]:
             self._reduce(self._stages_left.popleft())
 
@@ -311,7 +318,7 @@ class EagerReduction(Observer):
         assert not self._stages_left, "every backward of the step has been counted"
         self._reduce(None)
         while self._pending:
-            self._take_first()
+            self._finish_oldest()
         for parameters, flags in self._used:
             self._gradients.drop_unused(parameters, (flags != 0).tolist())
         self._used.clear()
@@ -322,7 +329,7 @@ class EagerReduction(Observer):
                 optimizer.set_gradient_accumulation_boundary(True)
                 optimizer.reduce_gradients(pipeline_parallel=True)
 
-    def _take_first(self) -> None:
+    def _finish_oldest(self) -> None:
         """Wait for the oldest reduction, copy its averages into the gradients, and free its buffer."""
         work, average, gradients = self._pending.popleft()
         work.wait()
@@ -332,20 +339,20 @@ class EagerReduction(Observer):
         """Start the reduction of a stage; None: of the parameters that are tied to other ranks."""
         parameters = self._parameters[stage]
         used = self._gradients.fill_missing(parameters)
-        gradients = [as_real(g) for g in map(self._gradients.of, parameters) if g is not None]
+        gradients = [as_real(g) for g in map(self._gradients.get, parameters) if g is not None]
         if self._gradients.may_be_missing and gradients:
             # The flags travel with the gradients.
             flags = torch.tensor(used, dtype=gradients[0].dtype, device=gradients[0].device)
             gradients.append(flags)
             self._used.append((parameters, flags))
         for dtype in sorted({g.dtype for g in gradients}, key=str):
-            of_dtype = [g for g in gradients if g.dtype == dtype]
-            flat = flattened(of_dtype).to(dtype if dtype == torch.float64 else self._dtype)
+            same_dtype = [g for g in gradients if g.dtype == dtype]
+            flat = flatten(same_dtype).to(dtype if dtype == torch.float64 else self._dtype)
             flat.div_(self._gradients.replicas)
             begin = None if self._tracer is None else self._tracer.now()
             work = dist.all_reduce(flat, group=self._gradients.group, async_op=True)
             assert work is not None
-            self._pending.append((work, flat, of_dtype))
+            self._pending.append((work, flat, same_dtype))
             if self._tracer is not None and begin is not None:
                 self._tracer.reducing(stage, flat, begin, work)
 
@@ -393,7 +400,7 @@ def _without_averaging(optimizer: Any) -> Iterator[None]:
         if not optimizer.reduce_scatter:
             optimizer._add_full_reduction_to_compact_grad_partition(tensor, communication_data_type)
 
-    with _replaced(optimizer, "average_tensor", move):
+    with _attribute(optimizer, "average_tensor", move):
         yield
 
 
@@ -418,30 +425,42 @@ def let_parameters_differ(optimizer: Any) -> None:
     fails on a rank whose gradients other ranks count, so its norm gets a zero.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        scaled_norm, groups = optimizer.scaled_global_norm, len(optimizer.bit16_groups)
-        most = torch.tensor(groups, device=get_accelerator().current_device_name())
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=optimizer.model_parallel_group)
-
-        def norm_of_all(norm_type: int = 2) -> Tensor:
-            norms = [scaled_norm(norm_type)]
-            for _ in range(groups, int(most)):
-                if optimizer.cpu_offload:
-                    norms.append(optimizer.complete_grad_norm_calculation_for_cpu_offload([]))
-                else:
-                    norms.append(optimizer.get_grad_norm_direct([], []))
-            return combine_grad_norm_groups(norms, norm_type)
-
-        optimizer.scaled_global_norm = norm_of_all
+        _pad_zero_groups(optimizer)
     elif type(optimizer) is BF16_Optimizer:
-        counted = optimizer.get_grads_for_norm
+        _pad_bf16_norm(optimizer)
 
-        def at_least_one(for_clipping: bool = False) -> Any:
-            if for_clipping:
-                return counted(for_clipping)
-            gradients, of_experts = counted()
-            return gradients or [torch.zeros((), device=get_accelerator().current_device_name())], of_experts
 
-        optimizer.get_grads_for_norm = at_least_one
+def _pad_zero_groups(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Let the norm of ZeRO have as many parameter groups on every rank of a model copy."""
+    scaled_norm, groups = optimizer.scaled_global_norm, len(optimizer.bit16_groups)
+    max_groups = torch.tensor(groups, device=get_accelerator().current_device_name())
+    dist.all_reduce(max_groups, dist.ReduceOp.MAX, group=optimizer.model_parallel_group)
+
+    def padded_norm(norm_type: int = 2) -> Tensor:
+        norms = [scaled_norm(norm_type)]
+        for _ in range(groups, int(max_groups)):
+            if optimizer.cpu_offload:
+                norms.append(optimizer.complete_grad_norm_calculation_for_cpu_offload([]))
+            else:
+                norms.append(optimizer.get_grad_norm_direct([], []))
+        return combine_grad_norm_groups(norms, norm_type)
+
+    optimizer.scaled_global_norm = padded_norm
+
+
+def _pad_bf16_norm(optimizer: BF16_Optimizer) -> None:
+    """Let the norm of the bf16 optimizer have at least one gradient, zero, on every rank."""
+    get_gradients = optimizer.get_grads_for_norm
+
+    def padded_gradients(for_clipping: bool = False) -> Any:
+        if for_clipping:
+            return get_gradients(for_clipping)
+        gradients, expert_gradients = get_gradients()
+        return gradients or [
+            torch.zeros((), device=get_accelerator().current_device_name())
+        ], expert_gradients
+
+    optimizer.get_grads_for_norm = padded_gradients
 
 
 def clip_grad_norm(

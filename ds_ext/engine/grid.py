@@ -36,16 +36,20 @@ class FoldedTopology(ProcessTopology):
     """
 
     def __init__(self, layout: ParallelLayout, role: str | None = None) -> None:
-        groups, tp = layout.placement.replica_groups, layout.tensor_parallel_size
-        placement, replicas = layout.placement, layout.placement.replicas
+        placement = layout.placement
+        groups = placement.replica_groups  # devices by pipeline coordinate
+        replicas = placement.replicas
+        tp = layout.tensor_parallel_size
         if placement.forward_devices and role == FORWARD_ROLE:
-            groups, replicas = tuple((device,) for device in placement.forward_devices), 1
+            groups = tuple((device,) for device in placement.forward_devices)
+            replicas = 1
             tp //= placement.merged
-        axes, dims = ["pipe", "data"], [len(groups), replicas * layout.data_parallel_size]
+        dims = {"pipe": len(groups), "data": replicas * layout.data_parallel_size}
         if tp > 1:
-            axes, dims = [*axes, "model"], [*dims, tp]
-        super().__init__(axes=axes, dims=dims)
-        self.layout, self._groups = layout, groups
+            dims["model"] = tp
+        super().__init__(axes=list(dims), dims=list(dims.values()))
+        self.layout = layout
+        self._groups = groups
         self.mapping = {}
         for pipe, devices in enumerate(groups):
             for data in range(layout.data_parallel_size):

@@ -200,24 +200,14 @@ def initialize(
     with one_refusal():
         if mpu is not None or mesh_param is not None:
             raise ConfigError("mpu, mesh_param: must be None. The PipelineModule has its own grid.")
-        for source in (config, config_params, getattr(args, "deepspeed_config", None)):
-            if source is not None:
-                model.complete_plan(merge(model.job, load_config(source)))
-                break
-        else:
-            model.complete_plan(model.job)
-        job, sizes = model.plan.job, model.plan.sizes
+        sources = (config, config_params, getattr(args, "deepspeed_config", None))
+        source = next((source for source in sources if source is not None), None)
+        model.complete_plan(model.job if source is None else merge(model.job, load_config(source)))
+        job = model.plan.job
         _require_samples_by_index(training_data)
         check_precision(job)
-        if job.ds_ext.recovery is not None:
-            require_restarts()
-        if optimizer is None:
-            _require_optimizer_for_zero(job.deepspeed)
-        check_deepspeed(job.deepspeed, optimizer=optimizer is None, scheduler=lr_scheduler is None)
-        if rank() == 0:
-            require_monitors(job.deepspeed)
-            if unknown := unknown_keys(job.deepspeed):
-                logger.warning("unknown keys without effect: %s", ", ".join(unknown))
+        _check_json(job, has_optimizer=optimizer is not None, has_scheduler=lr_scheduler is not None)
+    sizes = model.plan.sizes
     config_dict = dict(
         fp32_sums_of_bf16(half_through_zero(job.deepspeed)),
         train_micro_batch_size_per_gpu=sizes.micro_batch_size,
@@ -232,8 +222,8 @@ def initialize(
     # The constructors below communicate.
     limit_waits(model.plan.settings.transport_options.timeout_s)
     if model_parameters is not None:
-        groups = _with_elements([_with_list(group) for group in model_parameters])
-        model_parameters = _with_placeholder(model, groups)
+        groups = _drop_empty_groups([_list_parameters(group) for group in model_parameters])
+        model_parameters = _add_placeholder(model, groups)
     data = data_facts(model, training_data)
     compare(
         {
@@ -258,7 +248,7 @@ def initialize(
     engine = _make_engine(
         model,
         config_dict,
-        args=_without_config(args),
+        args=_remove_config(args),
         optimizer=optimizer,
         model_parameters=model_parameters,
         training_data=training_data,
@@ -271,6 +261,24 @@ def initialize(
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)
     return engine, engine.optimizer, None, engine.lr_scheduler
+
+
+def _check_json(job: JobConfig, has_optimizer: bool, has_scheduler: bool) -> None:
+    """Raise ConfigError for a JSON that cannot train here. Rank 0 logs unknown keys.
+
+    Args:
+        job: JSON and arguments.
+        has_optimizer, has_scheduler: whether the script passes its own, so that the JSON needs none.
+    """
+    if job.ds_ext.recovery is not None:
+        require_restarts()
+    if not has_optimizer:
+        _require_optimizer_for_zero(job.deepspeed)
+    check_deepspeed(job.deepspeed, optimizer=not has_optimizer, scheduler=not has_scheduler)
+    if rank() == 0:
+        require_monitors(job.deepspeed)
+        if unknown := unknown_keys(job.deepspeed):
+            logger.warning("unknown keys without effect: %s", ", ".join(unknown))
 
 
 def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any) -> PipelineEngine:
@@ -308,7 +316,7 @@ def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any
     )
 
 
-def _with_list(group: Any) -> Any:
+def _list_parameters(group: Any) -> Any:
     """Return a parameter, or a parameter group whose iterator of parameters is replaced by a list."""
     if not isinstance(group, Mapping):
         return group
@@ -316,14 +324,17 @@ def _with_list(group: Any) -> Any:
     return {**group, "params": [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)}
 
 
-def _with_elements(groups: list[Any]) -> list[Any]:
-    """Return parameters or groups, without groups whose parameters have no elements, on which DeepSpeed fails."""
-    kept = [
+def _drop_empty_groups(groups: list[Any]) -> list[Any]:
+    """Return parameters or groups, without groups whose parameters have no elements, on which DeepSpeed fails.
+
+    If all groups are such ones, they are returned without parameters.
+    """
+    remaining = [
         group
         for group in groups
         if not isinstance(group, Mapping) or not group["params"] or any(map(_numel, group["params"]))
     ]
-    return kept or [{**group, "params": []} for group in groups]
+    return remaining or [{**group, "params": []} for group in groups]
 
 
 def _numel(parameter: Any) -> int:
@@ -331,7 +342,7 @@ def _numel(parameter: Any) -> int:
     return (parameter[1] if isinstance(parameter, tuple) else parameter).numel()
 
 
-def _with_placeholder(model: PipelineModule, groups: list[Any]) -> list[Any]:
+def _add_placeholder(model: PipelineModule, groups: list[Any]) -> list[Any]:
     """Return the parameters or groups, with the placeholder of a rank that trains nothing if they are empty."""
     if model.placeholder is None or not _are_empty(groups):
         return groups
@@ -378,18 +389,21 @@ def _require_parameters(model: PipelineModule, groups: list[Any] | None) -> None
     """
     trains = any(p.numel() for stage in model.stages for p in model.stage_parameters(stage))
     omitted = groups is not None and _are_empty(groups)
-    facts = together(lambda: (trains, trains or model.placeholder is not None, omitted))
-    if not any(trains for trains, _, _ in facts):
+    has_parameter = trains or model.placeholder is not None
+    trains_by_rank, has_by_rank, omitted_by_rank = zip(
+        *together(lambda: (trains, has_parameter, omitted)), strict=True
+    )
+    if not any(trains_by_rank):
         raise ConfigError(
             "layers: the model has no trainable parameter (got 0). Set requires_grad on some of them."
         )
-    omitting = [rank for rank, (_, _, omitted) in enumerate(facts) if omitted]
-    if omitting:
+    ranks = [str(rank) for rank, omitted in enumerate(omitted_by_rank) if omitted]
+    if ranks:
         raise ConfigError(
-            f"model_parameters: contains no parameter of rank{'s' * (len(omitting) > 1)} "
-            f"{', '.join(map(str, omitting))}, which trains some. Pass model.parameters()."
+            f"model_parameters: contains no parameter of rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}, which "
+            f"trains some. Pass model.parameters()."
         )
-    empty = [rank for rank, (_, has_parameter, _) in enumerate(facts) if not has_parameter]
+    empty = [rank for rank, has_parameter in enumerate(has_by_rank) if not has_parameter]
     if empty:
         raise ConfigError(
             f"layers: all parameters of rank{'s' * (len(empty) > 1)} {', '.join(map(str, empty))} were frozen after "
@@ -419,7 +433,7 @@ def _require_weights_of_zero(model: PipelineModule, is_half: bool) -> None:
     together(check)
 
 
-def _without_config(args: Any) -> Any:
+def _remove_config(args: Any) -> Any:
     """Return the caller's arguments without the path to the JSON, because the engine gets its content."""
     if getattr(args, "deepspeed_config", None) is None:
         return args

@@ -17,7 +17,7 @@ from ..parallel.layout import ParallelLayout, links_of
 from ..pipe_schedules import Program
 
 _MARKER = torch.Size([0] * 8)  # a shape that no layer returns
-_SPARE = 1  # a message may arrive before the tensors of the previous one are freed
+SPARE = 1  # a message may arrive before the tensors of the previous one are freed
 
 
 class Kind(IntEnum):
@@ -103,11 +103,12 @@ def link_credits(layout: ParallelLayout, programs: Iterable[Program]) -> dict[tu
         for device in range(len(program.instructions)):
             for sender, messages in _peak_messages(program, device).items():
                 peak[sender, device] = max(peak[sender, device], messages)
-    device_of = layout.coordinates
-    return {
-        (source, target): peak[device_of(source)[0], device_of(target)[0]] + _SPARE
-        for source, target in links_of(layout, programs)
-    }
+    credits: dict[tuple[int, int], int] = {}
+    for source, target in links_of(layout, programs):
+        source_device, _, _ = layout.coordinates(source)
+        target_device, _, _ = layout.coordinates(target)
+        credits[source, target] = peak[source_device, target_device] + SPARE
+    return credits
 
 
 def _peak_messages(program: Program, device: int) -> Counter[int]:

@@ -35,7 +35,7 @@ from ..planner.job_plan import JobPlan, StagePlan, make_stage_plan
 from ..tensor_parallel import KeyedLayers
 from .deepspeed_api.device import select_device
 from .deepspeed_api.names import require_built, require_names
-from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, recomputed
+from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, run_with_recompute
 from .deepspeed_api.topology import require_rank_order, topology_sizes
 from .grid import FoldedTopology, grid_of_role, on_hosts
 from .ties import (
@@ -147,11 +147,11 @@ class PipelineModule(DeepSpeedPipelineModule):
         self.layer_names = [_name(layer, index) for index, layer in enumerate(layers)]
         self.plan_is_given = isinstance(config, JobPlan)
         self.random_seed = torch.initial_seed()
+        self.clock = clock
         layout = on_hosts(plan.layout, settings.fbd.forward_hosts)
-        self._plan, self.clock = replace(plan, layout=layout), clock
+        self._plan = replace(plan, layout=layout)
         self.role = layout.role(dist.get_rank())
-        device, data_index, _ = layout.coordinates(dist.get_rank())
-        self.device_index, self.data_index = device, data_index
+        self.device_index, self.data_index, _ = layout.coordinates(dist.get_rank())
         with _logged_prints(), grid_of_role(layout), torch.random.fork_rng(enabled=seed_layers):
             super().__init__(
                 layers=layers,
@@ -291,24 +291,24 @@ class PipelineModule(DeepSpeedPipelineModule):
             inputs: tensor or tuple of tensors.
             step, micro_batch: global ids, for layers that draw random numbers.
         """
-        layers, interval, first = (
-            self.stage_funcs[stage],
-            self.activation_checkpoint_interval,
-            self.parts[stage],
-        )
+        layers = self.stage_funcs[stage]
+        first = self.parts[stage]
+        interval = self.activation_checkpoint_interval
         keyed = self._keyed_layers()
         if interval == 0 or not torch.is_grad_enabled():
             return self._run(keyed, layers, first, step, micro_batch, inputs)
         modules = self.stage_modules(stage)
+        x = inputs
         for start in range(0, len(layers), interval):
-            block, index = layers[start : start + interval], first + start
-            run = functools.partial(self._run, keyed, block, index, step, micro_batch)
+            block = layers[start : start + interval]
+            indices = range(first + start, first + start + len(block))
+            run = functools.partial(self._run, keyed, block, indices.start, step, micro_batch)
             if self._is_checkpointable(block):
-                of_block = [modules[i] for i in range(index, index + len(block)) if i in modules]
-                inputs = recomputed(self.activation_checkpoint_func, of_block, run, inputs, keyed is None)
+                block_modules = [modules[index] for index in indices if index in modules]
+                x = run_with_recompute(self.activation_checkpoint_func, block_modules, run, x, keyed is None)
             else:
-                inputs = run(inputs)
-        return inputs
+                x = run(x)
+        return x
 
     def _run(
         self,
@@ -332,7 +332,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         return x
 
     def _keyed_layers(self) -> KeyedLayers | None:
-        """Return what runs layers with keyed random numbers; None if they draw from the script's generators."""
+        """Return the runner of layers with keyed random numbers; None if they draw from the script's generators."""
         if not self._plan.job.ds_ext.keyed_random or _in_graph_capture():
             return None
         return _keyed_layers()
@@ -372,34 +372,38 @@ class PipelineModule(DeepSpeedPipelineModule):
     # --- the parent handles one range of layers at a time ---
 
     def _activate(self, stage: int) -> None:
+        """Make a stage of this rank the range of layers that methods of the parent handle."""
         self.forward_funcs = self.stage_funcs[stage]
         self._set_bounds(self.parts[stage], self.parts[stage + 1])
 
+    def _call_for_stages(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call a method of the parent for each stage of this rank; afterwards, the first one is active again."""
+        try:
+            for stage in self.stages:
+                self._activate(stage)
+                method(*args, **kwargs)
+        finally:
+            self._activate(self.stages[0])
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile every layer of this rank with torch.compile."""
-        for stage in self.stages:
-            self._activate(stage)
-            super().compile(*args, **kwargs)
-        self._activate(self.stages[0])
+        self._call_for_stages(super().compile, *args, **kwargs)
 
     def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Write the layer files of this rank's stages. Arguments are the same as DeepSpeed's.
 
         Forward ranks write nothing, because backward ranks have the same weights.
         """
-        for stage in self.stages if self.role != FORWARD_ROLE else ():
-            self._activate(stage)
-            super().save_state_dict(*args, **kwargs)
-        self._activate(self.stages[0])
+        if self.role != FORWARD_ROLE:
+            self._call_for_stages(super().save_state_dict, *args, **kwargs)
 
     def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
         """Read the layer files of this rank's stages. Arguments are the same as DeepSpeed's."""
         ties, self.tied_comms = self.tied_comms, {}  # synchronized once, after all stages
-        for stage in self.stages:
-            self._activate(stage)
-            super().load_state_dir(*args, **kwargs)
-        self._activate(self.stages[0])
-        self.tied_comms = ties
+        try:
+            self._call_for_stages(super().load_state_dir, *args, **kwargs)
+        finally:
+            self.tied_comms = ties
         self._synchronize_tied_weights()
 
 
@@ -439,8 +443,8 @@ def _name(layer: Any, index: int) -> str:
     """Return the name of a layer in the plan: its class or function, and its index in the model."""
     if isinstance(layer, TiedLayerSpec):
         return f"{layer.key} (tied)"
-    named = getattr(layer, "typename", layer if hasattr(layer, "__name__") else type(layer))
-    return f"{getattr(named, '__name__', type(named).__name__)} {index}"
+    kind = getattr(layer, "typename", layer if hasattr(layer, "__name__") else type(layer))
+    return f"{getattr(kind, '__name__', type(kind).__name__)} {index}"
 
 
 def _description(layer: Any) -> str:

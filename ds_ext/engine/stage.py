@@ -16,9 +16,8 @@ from .losses.step import Loss
 from .messages import is_marker, marker, unpack
 from .module import PipelineModule
 
-_DTYPE_ERROR = re.compile(
-    r"dtype|scalar type|should be the same"
-)  # torch's errors for inputs with a wrong dtype
+# torch's errors for inputs with a wrong dtype.
+_DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same")
 _alias = torch.ops.aten._unsafe_view.default
 
 
@@ -128,10 +127,11 @@ class StageForward:
         """Raise ConfigError if the first stage failed because its inputs and weights have different dtypes."""
         if stage != 0 or not _DTYPE_ERROR.search(str(error)):
             return
-        inputs_in = {t.dtype for t in inputs if t.is_floating_point()}
-        weights_in = {p.dtype for p in self._module.stage_parameters(0) if p.is_floating_point()}
-        if weights_in and inputs_in - weights_in:
-            got, expected = (", ".join(sorted(map(str, dtypes))) for dtypes in (inputs_in, weights_in))
+        input_dtypes = {t.dtype for t in inputs if t.is_floating_point()}
+        weight_dtypes = {p.dtype for p in self._module.stage_parameters(0) if p.is_floating_point()}
+        if weight_dtypes and input_dtypes - weight_dtypes:
+            got = ", ".join(sorted(map(str, input_dtypes)))
+            expected = ", ".join(sorted(map(str, weight_dtypes)))
             raise ConfigError(
                 f"inputs: the first stage computes in {expected} (got inputs of {got}). Cast them with "
                 f"inputs.to({expected}) in the first layer, in the dataset or in collate_fn."

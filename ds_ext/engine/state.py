@@ -136,7 +136,7 @@ class RankState:
         """Trained parameters by name. Frozen ones have their values again when the script starts again."""
         return {name: local for name, local in self.parameters.items() if local.parameter.requires_grad}
 
-    # --- what there is ---
+    # --- parts ---
 
     def weights(
         self, parameters: Mapping[str, LocalParameter]
@@ -227,12 +227,12 @@ class RankState:
 
 def random_states() -> dict[str, Any]:
     """Return the states of this rank's default generators: torch's, Python's and NumPy's."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    kind, keys, *position = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
         "python": [version, torch.tensor(internal), gauss],
-        "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
+        "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *position],
     }
     if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -244,7 +244,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal.tolist()), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    kind, keys, *position = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *position))
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -137,8 +137,8 @@ def tied_weights(layer: nn.Module, names: Iterable[str]) -> list[nn.Parameter]:
 
     A name may contain dots, and may refer to a property.
     """
-    named = {id(_attribute(layer, name)) for name in names}
-    return [parameter for parameter in layer.parameters() if id(parameter) in named]
+    tied = {id(_attribute(layer, name)) for name in names}
+    return [parameter for parameter in layer.parameters() if id(parameter) in tied]
 
 
 def _attribute(layer: nn.Module, name: str) -> Any:
@@ -255,39 +255,27 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
     Raises:
         ConfigError: on all ranks, if the sharing would depend on the schedule.
     """
-    listed: dict[int, tuple[Tensor, set[int]]] = {}
+    entries: dict[
+        int, tuple[Tensor, set[int]]
+    ] = {}  # id -> tensor, layers in whose entries of the list it occurs
     for index, spec in enumerate(module._layer_specs):
-        for tensor in _listed(spec):
-            listed.setdefault(id(tensor), (tensor, set()))[1].add(index)
-    candidates = [tensor for tensor, indices in listed.values() if len(indices) > 1]
-    numbers = {id(tensor): number for number, tensor in enumerate(candidates)}
+        for tensor in _entry_tensors(spec):
+            entries.setdefault(id(tensor), (tensor, set()))[1].add(index)
+    candidates = [tensor for tensor, indices in entries.values() if len(indices) > 1]
 
-    def places_on_this_rank() -> tuple[int, dict[int, dict[int, str]]]:
-        used: dict[int, dict[int, str]] = {}
-        others: dict[int, dict[int, str]] = {}
-        for index, layer in _built(module):
-            for name, tensor in _named_tensors(layer):
-                if id(tensor) in numbers:
-                    used.setdefault(numbers[id(tensor)], {}).setdefault(index, name)
-                elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                    others.setdefault(id(tensor), {}).setdefault(index, name)
-        # A layer may take a shared parameter from, say, a global. A rank with only one such layer cannot see this.
-        invisible = [p for p in others.values() if len(p) > 1 and not _is_one_tie(module, p)]
-        invisible += _unregistered(module, listed)
-        if invisible:
-            raise ConfigError(_refusal(module, invisible[0]))
-        return len(candidates), used
+    def find_places() -> list[dict[int, str]]:
+        return _places_on_this_rank(module, candidates, entries)
 
-    all_ranks = together(places_on_this_rank)
-    counts = [count for count, _ in all_ranks]
+    places_of_ranks: list[list[dict[int, str]]] = together(find_places)
+    counts = [len(places) for places in places_of_ranks]
     if len(set(counts)) > 1:
         raise ConfigError(
             f"layers: all ranks must share the same parameters between layers (got {', '.join(map(str, counts))} on "
             f"ranks 0 to {len(counts) - 1}). Build the same layers on every rank."
         )
     shared = []
-    for number, tensor in enumerate(candidates):
-        places = {i: name for _, used in all_ranks for i, name in used.get(number, {}).items()}
+    for tensor, *places_by_rank in zip(candidates, *places_of_ranks, strict=True):
+        places = {index: name for by_index in places_by_rank for index, name in by_index.items()}
         if len(places) < 2 or _is_one_tie(module, places):
             continue  # the layers copied their arguments, or a TiedLayerSpec ties them
         if not isinstance(tensor, nn.Parameter) or any(_is_tied(module, index) for index in places):
@@ -296,21 +284,45 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
     return shared
 
 
+def _places_on_this_rank(
+    module: LayeredModule, candidates: Sequence[Tensor], entries: Mapping[int, tuple[Tensor, set[int]]]
+) -> list[dict[int, str]]:
+    """Return layer -> name of every candidate in the layers of this rank.
+
+    Raises ConfigError if several layers share another parameter, for example a global: a rank with only one of these
+    layers cannot see this.
+    """
+    candidate_places: dict[int, dict[int, str]] = {id(tensor): {} for tensor in candidates}
+    parameter_places: dict[int, dict[int, str]] = {}
+    for index, layer in _built_layers(module):
+        for name, tensor in _named_tensors(layer):
+            if id(tensor) in candidate_places:
+                candidate_places[id(tensor)].setdefault(index, name)
+            elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+                parameter_places.setdefault(id(tensor), {}).setdefault(index, name)
+    invisible = [p for p in parameter_places.values() if len(p) > 1 and not _is_one_tie(module, p)]
+    invisible += _unregistered(module, entries)
+    if invisible:
+        raise ConfigError(_refusal(module, invisible[0]))
+    return list(candidate_places.values())
+
+
 def _unregistered(
-    module: LayeredModule, listed: Mapping[int, tuple[Tensor, set[int]]]
+    module: LayeredModule, entries: Mapping[int, tuple[Tensor, set[int]]]
 ) -> Iterator[dict[int, str]]:
     """Yield the places of each parameter that one layer has in a list or dictionary, and another layer registers."""
-    for index, layer in _built(module):
+    for index, layer in _built_layers(module):
         registered = {id(parameter) for parameter in layer.parameters()}
         attributes = [(submodule, *item) for submodule in layer.modules() for item in vars(submodule).items()]
         for submodule, key, container in attributes:
             if not isinstance(container, list | tuple | dict):
                 continue
-            for value in container.values() if isinstance(container, dict) else container:
-                for tensor in _listed(value) if isinstance(value, nn.Module | nn.Parameter) else ():
-                    others = listed.get(id(tensor), (tensor, set[int]()))[1] - {index}
-                    if tensor.requires_grad and id(tensor) not in registered and others:
-                        yield {index: f"{type(submodule).__name__}.{key}", min(others): "a parameter"}
+            values = container.values() if isinstance(container, dict) else container
+            owners = [value for value in values if isinstance(value, nn.Module | nn.Parameter)]
+            for tensor in _entry_tensors(owners):
+                other_layers = entries[id(tensor)][1] - {index} if id(tensor) in entries else set[int]()
+                if tensor.requires_grad and id(tensor) not in registered and other_layers:
+                    yield {index: f"{type(submodule).__name__}.{key}", min(other_layers): "a parameter"}
 
 
 def index_shared(module: LayeredModule) -> dict[str, Any]:
@@ -363,21 +375,21 @@ def _stage_of(module: LayeredModule, index: int) -> int:
     return bisect.bisect_right(module.parts, index) - 1
 
 
-def _listed(value: Any) -> Iterator[Tensor]:
+def _entry_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the parameters and the saved floating-point buffers in an entry of the layer list, before it is built."""
     if isinstance(value, LayerSpec):
         for argument in (*value.module_args, *value.module_kwargs.values()):
-            yield from _listed(argument)
+            yield from _entry_tensors(argument)
     elif isinstance(value, nn.Module):
         yield from (tensor for _, tensor in _named_tensors(value))
     elif isinstance(value, nn.Parameter):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _listed(item)
+            yield from _entry_tensors(item)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _listed(item)
+            yield from _entry_tensors(item)
 
 
 def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -393,7 +405,7 @@ def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
-def _built(module: LayeredModule) -> Iterator[tuple[int, nn.Module]]:
+def _built_layers(module: LayeredModule) -> Iterator[tuple[int, nn.Module]]:
     """Yield (index, layer) of the layers of this rank."""
     for stage in module.stages:
         yield from module.stage_modules(stage).items()
@@ -410,6 +422,7 @@ def _is_one_tie(module: LayeredModule, places: Iterable[int]) -> bool:
 
 
 def _refusal(module: LayeredModule, places: Mapping[int, str]) -> str:
+    """Return the error for a tensor that several layers share; ``places``: layer -> name in it."""
     specs = {index: module._layer_specs[index] for index in places}
     types = {i: s.typename if isinstance(s, LayerSpec) else type(s) for i, s in specs.items()}
     names = [f"{name} of layer {index} ({types[index].__name__})" for index, name in sorted(places.items())]

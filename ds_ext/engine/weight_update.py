@@ -56,29 +56,33 @@ class WeightUpdate:
         }
         self.gradients = Gradients(self._optimizer, engine.mpu.get_data_parallel_group(), names)
         self.masters = MasterWeights(self._optimizer)
-        self.reduction = self._make_reduction() if self.reduces_eagerly(engine) else None
+        self.reduction = self._make_reduction() if self.is_eager(engine) else None
         # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
         deepspeed_json = engine.plan.job.deepspeed
         dynamic_scale = precision(deepspeed_json) == "fp16" and not deepspeed_json["fp16"].get("loss_scale")
         limit = engine.plan.settings.max_nonfinite_losses
         self.loss_watch = LossWatch(parameters, self.gradients, limit, dynamic_scale)
-        self._depends_on = _changeable(engine)
+        self._dependencies = _dependencies(engine)
 
     @staticmethod
-    def reduces_eagerly(engine: Any) -> bool:
-        """Return whether the JSON enables eager reductions and the engine supports them."""
+    def is_eager(engine: Any) -> bool:
+        """Return whether the JSON enables eager reductions and the engine supports them; log why it does not."""
         if not engine.plan.settings.eager_gradient_sync or not engine.role.has_gradients:
             return False
-        patched = any(is_patch(engine.handlers[kind]) for kind in (ds.ReduceGrads, ds.ReduceTiedGrads))
-        reason = "a script replaced the handler of the reduction" if patched else why_not_eager(engine)
-        if reason is not None:
-            logger.debug("eager_gradient_sync: no effect, because %s", reason)
-        return reason is None
+        if any(is_patch(engine.handlers[kind]) for kind in (ds.ReduceGrads, ds.ReduceTiedGrads)):
+            obstacle = "a script replaced the handler of the reduction"
+        else:
+            obstacle = why_not_eager(engine)
+        if obstacle is not None:
+            logger.debug("eager_gradient_sync: no effect, because %s", obstacle)
+        return obstacle is None
 
     def _make_reduction(self) -> EagerReduction:
-        engine, device = self._engine, self._engine.module.device_index
+        engine = self._engine
+        device = engine.module.device_index
         order = [stage for stages in engine.plan.reductions[device].values() for stage in stages]
-        ops, dtype = engine.plan.timetable.orders[device], engine.communication_data_type
+        ops = engine.plan.timetable.orders[device]
+        dtype = engine.communication_data_type
         return EagerReduction(self.gradients, engine.module, order, ops, dtype, engine.tracer)
 
     def is_outdated(self) -> bool:
@@ -87,10 +91,10 @@ class WeightUpdate:
         Raises ConfigError for an optimizer without the fp32 weights of DeepSpeed's.
         """
         engine = self._engine
-        if _changeable(engine) == self._depends_on:
+        if _dependencies(engine) == self._dependencies:
             return False
-        is_deepspeeds = isinstance(self._optimizer, DeepSpeedOptimizer)
-        if is_deepspeeds and not isinstance(engine.optimizer, DeepSpeedOptimizer):
+        had_fp32_weights = isinstance(self._optimizer, DeepSpeedOptimizer)
+        if had_fp32_weights and not isinstance(engine.optimizer, DeepSpeedOptimizer):
             raise ConfigError(
                 f"optimizer: ZeRO and half precision keep the fp32 weights and the shards in DeepSpeed's optimizer "
                 f"(got {type(engine.optimizer).__name__} after initialize). Pass it to initialize(optimizer=...)."
@@ -98,20 +102,17 @@ class WeightUpdate:
         return True
 
     def resize(self) -> None:
-        """Take over a timetable with another number of micro-batches."""
+        """Use the plan's timetable, which has got another number of micro-batches."""
         if self.reduction is not None:
             self.reduction = self._make_reduction()
 
     # --- in a step ---
 
     def scale(self, loss: Loss) -> Tensor:
-        """Divide by the counts of the step and apply the fp16 loss scale. The reduction averages over ranks."""
-        scaled = self._engine.step_losses.scaled(loss, self._engine.gradient_accumulation_steps())
-        return (
-            self._optimizer.scale_if_loss(scaled)
-            if isinstance(self._optimizer, DeepSpeedOptimizer)
-            else scaled
-        )
+        """Return the root of a backward: the loss divided by the counts of the step, times the fp16 loss scale."""
+        root = self._engine.step_losses.backward_root(loss, self._engine.gradient_accumulation_steps())
+        is_deepspeed = isinstance(self._optimizer, DeepSpeedOptimizer)
+        return self._optimizer.scale_if_loss(root) if is_deepspeed else root
 
     def begin_reduction(self, step: int, module: Any) -> None:
         """Check the gradients of a step before their reduction."""
@@ -121,7 +122,7 @@ class WeightUpdate:
             with (self.gradients.accumulating or nullcontext)():
                 (0 * module.placeholder).sum().backward()
 
-    def without_fp64(self, gradients: list[Tensor], average: bool) -> list[Tensor]:
+    def reduce_fp64(self, gradients: list[Tensor], average: bool) -> list[Tensor]:
         """Reduce the fp64 gradients, which DeepSpeed does not, and return the others, complex ones as real views."""
         real = [as_real(gradient) for gradient in gradients]
         doubles = [gradient for gradient in real if gradient.dtype == torch.float64]
@@ -140,6 +141,6 @@ class WeightUpdate:
         )
 
 
-def _changeable(engine: Any) -> list[Any]:
+def _dependencies(engine: Any) -> list[Any]:
     """Return what a script may change between steps, and an update depends on."""
     return [engine.optimizer, engine.lr_scheduler, engine.handlers, engine.communication_data_type]

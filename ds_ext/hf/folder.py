@@ -86,7 +86,7 @@ class ModelFolder:
 
     def read(self, name: str) -> Tensor:
         """Read a weight in the layout and dtype of the file."""
-        return self._files[name].whole(name)
+        return self._files[name].read_all(name)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Read rows ``start`` to ``stop - 1`` of a weight. Rows are the elements of its first dimension."""

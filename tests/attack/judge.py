@@ -301,5 +301,5 @@ def _has_tensors(path: Path) -> bool:
 def _tensors(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix == ".safetensors":
         file = TensorFile(path)
-        return {name: file.whole(name) for name in file.names}
+        return {name: file.read_all(name) for name in file.names}
     return read_plain(path)

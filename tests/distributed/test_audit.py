@@ -191,7 +191,7 @@ def change_reduced_gradient(engine: Any, step: int) -> None:
         finish()
         parameter = next(iter(engine.module.parameters()))
         # Adam's update may round a small change away.
-        engine.update.gradients.of(parameter).view(-1)[0].mul_(-3).add_(1)
+        engine.update.gradients.get(parameter).view(-1)[0].mul_(-3).add_(1)
         engine.audit.finish = finish
         FLIPPED_IN.append(step + 1)
 

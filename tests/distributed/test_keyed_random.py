@@ -228,7 +228,7 @@ def recovered(rank: int) -> tuple[list[float], int, int]:
     engine, data = build(TWO_RANKS[0], 2), batches()
     engine.train_batch(data)
     tensors = {name: tensor.clone() for name, tensor in RankState(engine).tensors().items()}
-    values = slots.unpacked(slots.packed(RankState(engine).values()))
+    values = slots.unpack_state(slots.pack_state(RankState(engine).values()))
     engine.transport.close()
     torch.manual_seed(SEED + 1)
     engine = build(TWO_RANKS[0], 2)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ds_ext.engine.recovery.keeper import Keeper
-from ds_ext.engine.recovery.slots import Slots, packed, unpacked
+from ds_ext.engine.recovery.slots import Slots, pack_state, unpack_state
 from tests.distributed.test_audit import losses
 from tests.gpu.ranks import gpu_ranks, needs_gpu, use_gpu
 from tests.ranks import RankPool
@@ -36,10 +36,10 @@ def test_a_snapshot_of_gpu_tensors_is_read_back() -> None:
                 "half": torch.full((7,), step, dtype=torch.bfloat16, device="cuda"),
                 "host": torch.full((3,), step),
             }
-            slots.write(step, tensors, packed({"step": step}))
+            slots.write(step, tensors, pack_state({"step": step}))
             assert all(view.is_pinned() for slot in slots._slots.values() for view in slot.views.values())
             read, state = slots.read(step)
-            assert unpacked(state) == {"step": step}
+            assert unpack_state(state) == {"step": step}
             assert all(torch.equal(read[name], tensor.cpu()) for name, tensor in tensors.items())
     finally:
         launcher.kill()

@@ -36,36 +36,38 @@ class ReplicaBuffers:
     def __init__(self, module: PipelineModule, group: Any, device: torch.device) -> None:
         self._module, self._group, self._device = module, group, device
         layout = module.layout
-        self._to_report = layout.data_parallel_size * layout.placement.replicas > 1
+        self._reports_next = layout.data_parallel_size * layout.placement.replicas > 1
 
     def average(self) -> bool:
         """Make the buffers of all replicas equal, and return whether they differed. All replicas call this together.
 
         Buffers that are equal keep their bits.
         """
-        buffers = list({id(buffer): buffer for _, _, buffer in self._named()}.values())
         replicas = dist.get_world_size(self._group)
-        if not buffers or replicas == 1:
-            return False
-        sums = torch.tensor([checksum([buffer]) for buffer in buffers], device=self._device)
-        of_replicas = [torch.empty_like(sums) for _ in range(replicas)]
-        dist.all_gather(of_replicas, sums, group=self._group)
-        differ = (torch.stack(of_replicas) != sums).any(0).tolist()
-        # A real view of complex numbers has the same memory.
-        differing = [
-            torch.view_as_real(b) if b.is_complex() else b for b, d in zip(buffers, differ, strict=True) if d
-        ]
+        differing = self._differing() if replicas > 1 else []
 
-        def mean(flat: Tensor) -> None:
+        def average(flat: Tensor) -> None:
             dist.all_reduce(flat, group=self._group)
             flat /= replicas
 
-        def first(flat: Tensor) -> None:
+        def copy_first(flat: Tensor) -> None:
             dist.broadcast(flat, dist.get_global_rank(self._group, 0), group=self._group)
 
-        self._replace([b for b in differing if b.is_floating_point()], torch.float64, mean)
-        self._replace([b for b in differing if not b.is_floating_point()], torch.int64, first)
+        self._replace([b for b in differing if b.is_floating_point()], torch.float64, average)
+        self._replace([b for b in differing if not b.is_floating_point()], torch.int64, copy_first)
         return bool(differing)
+
+    def _differing(self) -> list[Tensor]:
+        """Return the buffers that differ between replicas, complex ones as real views of the same memory."""
+        buffers = list({id(buffer): buffer for _, _, buffer in self._buffers()}.values())
+        if not buffers:
+            return []
+        checksums = torch.tensor([checksum([buffer]) for buffer in buffers], device=self._device)
+        gathered = [torch.empty_like(checksums) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(gathered, checksums, group=self._group)
+        differs = (torch.stack(gathered) != checksums).any(0).tolist()
+        differing = [buffer for buffer, is_different in zip(buffers, differs, strict=True) if is_different]
+        return [torch.view_as_real(buffer) if buffer.is_complex() else buffer for buffer in differing]
 
     def _replace(
         self, buffers: Sequence[Tensor], dtype: torch.dtype, reduce: Callable[[Tensor], None]
@@ -82,14 +84,14 @@ class ReplicaBuffers:
     @contextmanager
     def reporting(self) -> Iterator[None]:
         """Context of a step. All ranks must enter it together. After the first step, rank 0 logs what it changed."""
-        if not self._to_report:
+        if not self._reports_next:
             yield
             return
-        before = {(index, name): checksum([buffer]) for index, name, buffer in self._named()}
+        before = {(index, name): checksum([buffer]) for index, name, buffer in self._buffers()}
         yield
-        self._to_report = False
+        self._reports_next = False
         changed: dict[int, list[str]] = {}
-        for index, name, buffer in self._named():
+        for index, name, buffer in self._buffers():
             if before.get((index, name)) != checksum([buffer]):
                 changed.setdefault(index, []).append(name)
         lines = {
@@ -98,13 +100,13 @@ class ReplicaBuffers:
             for index, layer in self._module.stage_modules(stage).items()
             if index in changed
         }
-        lines = {index: line for of_rank in together(lambda: lines) for index, line in of_rank.items()}
-        if lines and dist.get_rank() == 0:
-            shown = [lines[index] for index in sorted(lines)]
-            names = "; ".join([*shown[:_MAX_LAYERS], *["..."] * (len(shown) > _MAX_LAYERS)])
+        all_lines = {index: line for by_index in together(lambda: lines) for index, line in by_index.items()}
+        if all_lines and dist.get_rank() == 0:
+            sorted_lines = [all_lines[index] for index in sorted(all_lines)]
+            names = "; ".join([*sorted_lines[:_MAX_LAYERS], *["..."] * (len(sorted_lines) > _MAX_LAYERS)])
             logger.warning("buffers that differ between replicas until an evaluation or save: %s", names)
 
-    def _named(self) -> Iterator[tuple[int, str, Tensor]]:
+    def _buffers(self) -> Iterator[tuple[int, str, Tensor]]:
         """Yield layer index, name and tensor of every buffer, in the same order on all replicas."""
         for stage in self._module.stages:
             for index, layer in self._module.stage_modules(stage).items():

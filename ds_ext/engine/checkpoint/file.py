@@ -15,7 +15,7 @@ import math
 import os
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,8 @@ class TensorFile:
         """Return the dtype of a tensor in the format's spelling: F32, BF16, ..."""
         return self._header[name]["dtype"]
 
-    def whole(self, name: str) -> Tensor:
-        """Return a tensor, on the CPU."""
+    def read_all(self, name: str) -> Tensor:
+        """Return a complete tensor, on the CPU."""
         shape = self.shape(name)
         return self.read(name, 0, math.prod(shape)).view(shape)
 
@@ -149,10 +149,10 @@ def write_plain(path: Path, value: Mapping[str, Any]) -> dict[str, int]:
     """Write a file for ``torch.load(weights_only=True)``. Returns its size and checksum.
 
     Raises:
-        ConfigError: an entry cannot be converted; see :func:`pickled`.
+        ConfigError: an entry cannot be converted; see :func:`pickle_plain`.
         OSError: the file cannot be written; contains the file's name.
     """
-    data = pickled(value)
+    data = pickle_plain(value)
     with CheckedFile(path) as file:
         file.write(data)
     return file.record
@@ -160,29 +160,29 @@ def write_plain(path: Path, value: Mapping[str, Any]) -> dict[str, int]:
 
 def read_plain(path: Path) -> dict[str, Any]:
     """Read a file written by :func:`write_plain`. Its tensors are memory-mapped."""
-    return restored(torch.load(path, weights_only=True, map_location="cpu", mmap=True))
+    return from_plain(torch.load(path, weights_only=True, map_location="cpu", mmap=True))
 
 
-def pickled(value: Mapping[str, Any]) -> memoryview:
-    """Return values as bytes that ``torch.load(weights_only=True)`` can read, from :func:`converted`.
+def pickle_plain(value: Mapping[str, Any]) -> memoryview:
+    """Return values as bytes that ``torch.load(weights_only=True)`` can read, from :func:`to_plain`.
 
     Raises ConfigError for a value that is not plain, see :func:`is_plain`, contains itself, or is nested too deep.
     """
     try:
-        return _saved(converted(value))
+        return _pickle(to_plain(value))
     except Exception:
         for key, entry in value.items():
             _require_plain(f"{key}", entry, (value,))
         raise
 
 
-def converted(value: Any, level: int = 0) -> Any:
-    """Return a value with types that ``torch.load(weights_only=True)`` can read, if it has such types.
+def to_plain(value: Any, level: int = 0) -> Any:
+    """Return a value with types that ``torch.load(weights_only=True)`` can read; other types are unchanged.
 
-    NumPy scalars become numbers. NumPy arrays and Namespaces become dictionaries for :func:`restored`. Views of larger
-    tensors become copies, because torch would save all elements of those.
+    NumPy scalars become numbers. NumPy arrays and Namespaces become dictionaries for :func:`from_plain`. Views of
+    larger tensors become copies, because torch would save all elements of those.
     Raises ConfigError for a dictionary that looks like one of these, and RecursionError for a value that contains
-    itself or has too many levels; ``level`` is that of the value.
+    itself or has more than ``_LEVELS`` levels; ``level`` is that of the value.
     """
     if level > _LEVELS:
         raise RecursionError
@@ -200,27 +200,31 @@ def converted(value: Any, level: int = 0) -> Any:
     if isinstance(value, Mapping) and _TYPE in value:
         raise ConfigError(f"{_TYPE}: checkpoints use this key (got {value[_TYPE]!r}). Rename it.")
     if isinstance(value, Namespace):
-        return {_TYPE: "Namespace", "value": converted(vars(value), level)}
-    return _mapped(functools.partial(converted, level=level + 1), value)
+        return {_TYPE: "Namespace", "value": to_plain(vars(value), level)}
+    return _map_entries(functools.partial(to_plain, level=level + 1), value)
 
 
-def restored(value: Any) -> Any:
-    """Return the argument of :func:`converted`, from its result."""
+def from_plain(value: Any) -> Any:
+    """Return the argument of :func:`to_plain`, from its result."""
     kind = value.get(_TYPE) if isinstance(value, dict) else None
     if kind == "ndarray":
         return value["value"].numpy().copy()
-    return Namespace(**restored(value["value"])) if kind else _mapped(restored, value)
+    if kind == "Namespace":
+        return Namespace(**from_plain(value["value"]))
+    return _map_entries(from_plain, value)
 
 
-def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+def _map_entries(function: Callable[[Any], Any], value: Any) -> Any:
     """Return a dictionary, list or tuple with the results of a function for its entries; other values unchanged.
 
     Keys that are NumPy scalars become numbers.
     """
     if isinstance(value, Mapping):
-        kind = OrderedDict if isinstance(value, OrderedDict) else dict
-        plain = ((key.item() if isinstance(key, np.generic) else key, entry) for key, entry in value.items())
-        return kind((key, function(entry)) for key, entry in plain)
+        container = OrderedDict if isinstance(value, OrderedDict) else dict
+        return container(
+            (key.item() if isinstance(key, np.generic) else key, function(entry))
+            for key, entry in value.items()
+        )
     return type(value)(map(function, value)) if type(value) in (list, tuple) else value
 
 
@@ -232,33 +236,32 @@ def layer_file(layer: int, shard: int, tensor_ranks: int) -> str:
 def is_plain(value: Any) -> bool:
     """Return whether a value consists of numbers, strings, tensors, and lists and dictionaries of them."""
     try:
-        _saved(value)
+        _pickle(value)
     except Exception:
         return False
     return True
 
 
-def _require_plain(path: str, value: Any, above: tuple[Any, ...]) -> None:
-    """Raise ConfigError with the path of the first value in a value that cannot be saved; ``above`` contain it."""
-    kind, shown = type(value).__name__, path if len(path) <= 100 else f"{path[:60]}...{path[-30:]}"
-    if any(value is one for one in above):
+def _require_plain(path: str, value: Any, containers: tuple[Any, ...]) -> None:
+    """Raise ConfigError with the path of the first part of a value that cannot be saved; ``containers`` contain it."""
+    kind = type(value).__name__
+    shown = path if len(path) <= 100 else f"{path[:60]}...{path[-30:]}"
+    if any(value is container for container in containers):
         raise ConfigError(
             f"{shown}: contains itself (got a {kind}). Remove this reference, or save numbers instead."
         )
-    if len(above) > _LEVELS:
+    if len(containers) > _LEVELS:
         raise ConfigError(
-            f"{shown}: a checkpoint contains at most {_LEVELS} levels of lists and dictionaries (got {len(above)}). "
-            f"Save a flat list instead."
+            f"{shown}: a checkpoint contains at most {_LEVELS} levels of lists and dictionaries (got "
+            f"{len(containers)}). Save a flat list instead."
         )
     try:
-        _saved(converted(value, len(above)))
+        _pickle(to_plain(value, len(containers)))
         return
     except Exception as error:
         failure = error
-    inner = vars(value) if isinstance(value, Namespace) else value
-    inner = dict(enumerate(inner)) if isinstance(inner, list | tuple) else inner
-    for name, entry in inner.items() if isinstance(inner, Mapping) else ():
-        _require_plain(f"{path}[{name!r}]", entry, (*above, value))
+    for key, entry in _entries(value):
+        _require_plain(f"{path}[{key!r}]", entry, (*containers, value))
     if isinstance(failure, ConfigError):
         raise ConfigError(f"{shown}: {failure}")
     dtype = f" of {value.dtype}" if isinstance(value, np.ndarray | np.generic | Tensor) else ""
@@ -268,7 +271,16 @@ def _require_plain(path: str, value: Any, above: tuple[Any, ...]) -> None:
     )
 
 
-def _saved(value: Any) -> memoryview:
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return (key or index, value) of everything that a value contains."""
+    if isinstance(value, Namespace):
+        return vars(value).items()
+    if isinstance(value, Mapping):
+        return value.items()
+    return enumerate(value) if isinstance(value, list | tuple) else ()
+
+
+def _pickle(value: Any) -> memoryview:
     """Return a value as bytes. Raises an exception of pickle or torch if it is not plain."""
     # Write to memory first: torch's writer crashes on a full disk.
     buffer = io.BytesIO()

@@ -58,7 +58,7 @@ class CheckedFile:
         try:
             self._file.write(data)
         except OSError as error:
-            raise _named(error, self.path) from None
+            raise _with_path(error, self.path) from None
         self.record["bytes"] += len(data)
         self.record["crc32"] = zlib.crc32(data, self.record["crc32"])
 
@@ -72,7 +72,7 @@ class CheckedFile:
             self._file.close()
         except OSError as failure:
             if kind is None:
-                raise _named(failure, self.path) from None
+                raise _with_path(failure, self.path) from None
 
 
 # --- reading ---
@@ -113,28 +113,9 @@ def current_tag(folder: Path) -> str:
     """
     latest = folder / LATEST
     if latest.is_dir():
-        target = latest.resolve()
-        if target.parent == folder.resolve() and latest.is_symlink():
-            return target.name
-        got = f"a link to {target}" if latest.is_symlink() else "a folder"
-        there = f", or load {target.name!r} of {target.parent}" if (target / MANIFEST).is_file() else ""
-        raise ConfigError(
-            f"{latest}: must be a file with the name of a checkpoint, or a link to one in the same folder (got {got}). "
-            f"Remove it to load the newest complete checkpoint of the folder{there}."
-        )
+        return _linked_tag(latest)
     if not latest.exists():  # also False for a link that leads to itself
-        complete = good_checkpoints(folder)
-        if complete:
-            return complete[-1]
-        if (folder / MANIFEST).is_file():
-            raise ConfigError(
-                f"{folder}: is a single checkpoint, not a folder of checkpoints. Use {folder.parent}, and write "
-                f"{folder.name!r} to {folder.parent / LATEST} unless it is the newest one."
-            )
-        raise ConfigError(
-            f"{folder}: no checkpoint (the file {LATEST!r} is missing, or a broken link). Omit --load to start a "
-            f"new run."
-        )
+        return _newest_tag(folder)
     try:
         tag = latest.read_text("utf-8").strip()
     except (OSError, ValueError) as error:
@@ -144,6 +125,34 @@ def current_tag(folder: Path) -> str:
             f"{latest}: must contain the name of a checkpoint (got {tag!r}). {_alternatives(folder)}"
         )
     return tag
+
+
+def _linked_tag(latest: Path) -> str:
+    """Return the name of the checkpoint in the same folder to which ``latest`` links; ConfigError for another one."""
+    target = latest.resolve()
+    if target.parent == latest.parent.resolve() and latest.is_symlink():
+        return target.name
+    got = f"a link to {target}" if latest.is_symlink() else "a folder"
+    alternative = f", or load {target.name!r} of {target.parent}" if (target / MANIFEST).is_file() else ""
+    raise ConfigError(
+        f"{latest}: must be a file with the name of a checkpoint, or a link to one in the same folder (got {got}). "
+        f"Remove it to load the newest complete checkpoint of the folder{alternative}."
+    )
+
+
+def _newest_tag(folder: Path) -> str:
+    """Return the name of the newest complete checkpoint. Raises ConfigError if there is none."""
+    complete = good_checkpoints(folder)
+    if complete:
+        return complete[-1]
+    if (folder / MANIFEST).is_file():
+        raise ConfigError(
+            f"{folder}: is a single checkpoint, not a folder of checkpoints. Use {folder.parent}, and write "
+            f"{folder.name!r} to {folder.parent / LATEST} unless it is the newest one."
+        )
+    raise ConfigError(
+        f"{folder}: no checkpoint (the file {LATEST!r} is missing, or a broken link). Omit --load to start a new run."
+    )
 
 
 def check_contents(checkpoint: Path, manifest: Mapping[str, Any], share: int = 0, shares: int = 1) -> None:
@@ -198,7 +207,7 @@ def _alternatives(folder: Path, excluded: str = "") -> str:
 
 def _locate(folder: Path, tag: str) -> Path | None:
     """Return the folder of a checkpoint. After a kill it may still have its temporary name."""
-    replaced = [path for path in _scratch(folder, "old") if path.name.startswith(f".{tag}.old-")]
+    replaced = [path for path, replaced_tag in _scratch(folder, "old") if replaced_tag == tag]
     return next((path for path in (folder / tag, *replaced) if path.is_dir()), None)
 
 
@@ -250,15 +259,16 @@ def start_writing(folder: Path, tag: str) -> Path:
     if (folder / LATEST).is_dir() and not (folder / LATEST).is_symlink():
         raise ConfigError(f"{folder / LATEST}: must be a file (got a folder). Rename it.")
     folder.mkdir(parents=True, exist_ok=True)
-    for path in _scratch(folder, "old"):
-        match = _SCRATCH.fullmatch(path.name)
-        assert match is not None
-        if (folder / match["tag"]).exists():
+    for path, replaced_tag in _scratch(folder, "old"):
+        if (folder / replaced_tag).exists():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            path.rename(folder / match["tag"])  # the writer was killed between two renames
-    for path in _scratch(folder, "tmp"):
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            path.rename(folder / replaced_tag)  # the writer was killed between two renames
+    for path, _ in _scratch(folder, "tmp"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
     written = folder / _scratch_name(tag, "tmp")
     written.mkdir()
     return written
@@ -314,12 +324,14 @@ def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: 
     return checkpoint
 
 
-def _scratch(folder: Path, kind: str) -> Iterator[Path]:
-    """Yield the temporary files and folders of this module in ``folder``."""
-    for path in folder.iterdir() if folder.is_dir() else ():
+def _scratch(folder: Path, kind: str) -> Iterator[tuple[Path, str]]:
+    """Yield path and tag of the temporary files and folders of this module in ``folder``, if it exists."""
+    if not folder.is_dir():
+        return
+    for path in folder.iterdir():
         match = _SCRATCH.fullmatch(path.name)
         if match is not None and match["kind"] == kind:
-            yield path
+            yield path, match["tag"]
 
 
 def _scratch_name(tag: str, kind: str) -> str:
@@ -346,5 +358,6 @@ def _checksum(manifest: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
-def _named(error: OSError, path: Path) -> OSError:
+def _with_path(error: OSError, path: Path) -> OSError:
+    """Return an error of a descriptor as one that names its file."""
     return OSError(error.errno, error.strerror, str(path))

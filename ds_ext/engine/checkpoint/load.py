@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,11 @@ def choose(run: Run, folder: Path, tag: str | None) -> str | None:
         tag: name of the checkpoint; None: the current one.
     """
     name = None if tag is None else str(tag)
-    chosen: str | None = by_rank_0(lambda: run.choose(folder, name), CheckpointError)
-    if chosen is None and dist.get_rank() == 0:
-        own = " that this run wrote or loaded before its restart" * run.continues
-        logger.warning("%s: no checkpoint%s", folder, own)
-    return chosen
+    checkpoint: str | None = by_rank_0(lambda: run.choose(folder, name), CheckpointError)
+    if checkpoint is None and dist.get_rank() == 0:
+        condition = " that this run wrote or loaded before its restart" if run.continues else ""
+        logger.warning("%s: no checkpoint%s", folder, condition)
+    return checkpoint
 
 
 def load_checkpoint(
@@ -88,66 +88,81 @@ def load_checkpoint(
     rank_state = RankState(engine)
     parameters, states = rank_state.parameters, rank_state.optimizer
 
-    def check() -> tuple[str, dict[str, Any], dict[str, Any]]:
+    checkpoint = folder
+    manifest: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+
+    def check() -> list[str]:
+        nonlocal checkpoint, manifest, state
         checkpoint, manifest = open_checkpoint(folder, tag)
         check_contents(checkpoint, manifest, rank, world)
         state = read_plain(checkpoint / STATE_FILE)
         _check_fit(engine, parameters, states, checkpoint, manifest, strict, with_optimizer)
         if with_scheduler:
             _check_scheduler(engine, checkpoint, state)
-        return str(checkpoint), manifest, state
+        return list(parameters)
 
-    name, manifest, state = _checked(check, parameters, strict)
+    names_of_ranks: list[list[str]] = together(check, CheckpointError)
+    if strict:
+        _require_all_parameters(checkpoint, manifest, names_of_ranks)
     settings = _settings(engine, states)
-    reader = CheckpointReader(Path(name), manifest, engine.mpu.get_slice_parallel_rank())
     if engine.role.in_checkpoints:
+        reader = CheckpointReader(checkpoint, manifest, engine.mpu.get_slice_parallel_rank())
         with torch.no_grad():
             _load_weights(engine, rank_state, reader, manifest)
             if with_optimizer:
                 _load_states(rank_state, reader, manifest)
-    scheduler = engine.lr_scheduler
-    saved = state[SCHEDULER]
-    if with_optimizer and scheduler is not None and "base_lrs" in (saved or {}):
-        groups = scheduler.optimizer.param_groups  # saved has those of the rank that saved it
-        rates = [group["initial_lr"] for group in groups], [group["lr"] for group in groups]
-        state = {**state, SCHEDULER: {**saved, "base_lrs": rates[0], "_last_lr": rates[1]}}
-    for value in VALUES:
-        if value.key in state and (with_scheduler if value.key == SCHEDULER else with_counters):
-            value.write(engine, state[value.key])
+    _load_values(engine, state, with_optimizer, with_scheduler, with_counters)
     if with_counters:
-        _load_random_states(engine, Path(name), manifest["files"])
+        _load_random_states(engine, checkpoint, manifest["files"])
+    scheduler = engine.lr_scheduler
     _apply_rates(scheduler)
     if with_scheduler and scheduler is not None and state[SCHEDULER] is None:
         _catch_up(scheduler, engine.global_steps - engine.skipped_steps)
-    engine.run.loads(manifest)
+    engine.run.record_load(manifest)
     if rank == engine.role.first_in_checkpoints:
         _log_settings(settings, _settings(engine, states))
         _log_changes(manifest["job"].get("settings", {}), settings_of(engine))
     dist.barrier()  # no rank may train, or fail, while another is still reading
-    return Path(name), {key: value for key, value in state.items() if key not in RESERVED_KEYS}
+    return checkpoint, {key: value for key, value in state.items() if key not in RESERVED_KEYS}
 
 
-def _checked(
-    check: Callable[[], tuple[str, dict[str, Any], dict[str, Any]]],
-    parameters: Mapping[str, LocalParameter],
-    strict: bool,
-) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the result of ``check()`` if it succeeds on all ranks, and if the model has all saved parameters."""
-    results: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
-
-    def check_and_name_parameters() -> list[str]:
-        results.append(check())
-        return list(parameters)
-
-    model_names = {name for names in together(check_and_name_parameters, CheckpointError) for name in names}
-    checkpoint, manifest, state = results[0]
-    unknown = sorted(set(manifest["parameters"]) - model_names)
-    if strict and unknown:
+def _require_all_parameters(
+    checkpoint: Path, manifest: Mapping[str, Any], names_of_ranks: Sequence[Sequence[str]]
+) -> None:
+    """Raise CheckpointError if no rank has one of the saved parameters."""
+    unknown = sorted(set(manifest["parameters"]).difference(*names_of_ranks))
+    if unknown:
         raise CheckpointError(
             f"{checkpoint}: contains {len(unknown)} parameters that the model does not have (got "
             f"{', '.join(unknown[:4])}{', ...' if len(unknown) > 4 else ''}). Use the model sizes of that run."
         )
-    return checkpoint, manifest, state
+
+
+def _load_values(
+    engine: Checkpointed,
+    state: Mapping[str, Any],
+    with_optimizer: bool,
+    with_scheduler: bool,
+    with_counters: bool,
+) -> None:
+    """Set the values that are the same on all ranks, after the states of the optimizer."""
+    for value in VALUES:
+        if value.key not in state or not (with_scheduler if value.key == SCHEDULER else with_counters):
+            continue
+        saved, scheduler = state[value.key], engine.lr_scheduler
+        if (
+            value.key == SCHEDULER
+            and with_optimizer
+            and scheduler is not None
+            and "base_lrs" in (saved or {})
+        ):
+            groups = (
+                scheduler.optimizer.param_groups
+            )  # the saved rates are of the groups of the rank that saved them
+            base_rates, rates = ([group[key] for group in groups] for key in ("initial_lr", "lr"))
+            saved = {**saved, "base_lrs": base_rates, "_last_lr": rates}
+        value.write(engine, saved)
 
 
 def _check_fit(
@@ -175,9 +190,8 @@ def _check_fit(
                     f"of that run."
                 )
         elif tuple(saved[name]["shape"]) != local.shape.full:
-            got, expected = (
-                " x ".join(map(str, shape)) for shape in (saved[name]["shape"], local.shape.full)
-            )
+            got = " x ".join(map(str, saved[name]["shape"]))
+            expected = " x ".join(map(str, local.shape.full))
             raise CheckpointError(
                 f"{name}: the model has the shape {expected} (got {got} in {checkpoint}). Use the model sizes of that "
                 f"run."
@@ -230,9 +244,9 @@ def _load_states(state: RankState, reader: CheckpointReader, manifest: Mapping[s
     names = {id(local.parameter): name for name, local in state.parameters.items()}
     for group, members in state.optimizer.groups():
         saved_names = [names[id(p)] for p in members if names.get(id(p)) in saved]
-        numbers = next((n for n in (saved[name]["group"] for name in saved_names) if n is not None), None)
-        if numbers is not None:
-            set_numbers(group, numbers)
+        saved_numbers = [saved[name]["group"] for name in saved_names if saved[name]["group"] is not None]
+        if saved_numbers:
+            set_numbers(group, saved_numbers[0])
 
 
 def _load_random_states(engine: Checkpointed, checkpoint: Path, files: Mapping[str, Any]) -> None:
@@ -274,12 +288,13 @@ def _catch_up(scheduler: Any, steps: int) -> None:
 
 def _settings(engine: Checkpointed, states: OptimizerStates) -> dict[tuple[str, int], Any]:
     """Return the settings of the optimizer and the scheduler that a checkpoint may replace, by (key, group)."""
-    scheduler, driven = engine.lr_scheduler, ("lr", "initial_lr", "betas", "momentum")
+    scheduler = engine.lr_scheduler
+    set_by_scheduler = () if scheduler is None else ("lr", "initial_lr", "betas", "momentum")
     settings = {
         (f"optimizer.params.{key}", index): value
         for index, (group, _) in enumerate(states.groups())
         for key, value in numbers_of(group).items()
-        if scheduler is None or key not in driven
+        if key not in set_by_scheduler
     }
     if isinstance(scheduler, LRScheduler):  # DeepSpeed's load only their step
         settings |= {("optimizer.params.lr", index): lr for index, lr in enumerate(scheduler.base_lrs)}

@@ -57,7 +57,7 @@ class FolderLock:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in _HELD:
-                return self._meet()
+                return self._require_same_run()
             if error.errno not in _UNSUPPORTED:
                 self.release()
                 error.filename = str(self._path)
@@ -65,13 +65,17 @@ class FolderLock:
             logger.warning(
                 "%s: no lock, so do not let two jobs save there (got %s)", self._path.parent, error.strerror
             )
-        owner = {"run": self._run, "host": socket.gethostname(), "process": os.getpid(), "at": time.time()}
-        with contextlib.suppress(OSError):  # the disk is full
-            os.truncate(self._file, 0)
-            os.pwrite(self._file, json.dumps(owner).encode(), 0)
+        self._write_owner(self._file)
 
-    def _meet(self) -> None:
-        """Close the file of another process's lock. Raises CheckpointError unless it is of this run."""
+    def _write_owner(self, file: int) -> None:
+        """Write what :meth:`_require_same_run` of other processes reads. A full disk has no effect on the lock."""
+        owner = {"run": self._run, "host": socket.gethostname(), "process": os.getpid(), "at": time.time()}
+        with contextlib.suppress(OSError):
+            os.truncate(file, 0)
+            os.pwrite(file, json.dumps(owner).encode(), 0)
+
+    def _require_same_run(self) -> None:
+        """Raise CheckpointError unless the other process with the lock is of this run, and close the file."""
         assert self._file is not None
         owner: dict[str, Any] = {}
         with contextlib.suppress(ValueError):  # the owner is writing it

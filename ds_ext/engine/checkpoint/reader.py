@@ -99,15 +99,15 @@ class CheckpointReader:
         assert dim is not None, "replicated parameters of the same shape have the same shards"
         length = target.shard[dim]
         first = self._tensor_rank * length if target.dim is not None else 0
-        last = min(first + length, target.full[dim])  # the rest is padding
+        last = min(first + length, target.full[dim])  # behind it, the shard is padding
         if first >= last:
             return torch.zeros(target.shard)
+        numbers = range(1 if saved.dim is None else self.tensor_ranks)
+        offset = 0  # of the first shard that is read, along dim
         if saved.dim == dim:
             saved_length = saved.shard[dim]
             numbers = range(first // saved_length, -(-last // saved_length))
             offset = numbers[0] * saved_length
-        else:
-            numbers, offset = range(1 if saved.dim is None else self.tensor_ranks), 0
         joined = torch.cat([shard(number) for number in numbers], saved.dim or 0)
         unpadded = joined.narrow(dim, first - offset, last - first)
         if saved.dim is not None and saved.dim != dim:

@@ -96,7 +96,7 @@ class Run:
                 *(folder, ", ".join(replaced)),
             )
 
-    def loads(self, manifest: Mapping[str, Any]) -> None:
+    def record_load(self, manifest: Mapping[str, Any]) -> None:
         """Record that this run has loaded a checkpoint."""
         self._loaded.add(manifest["crc32"])
 
@@ -115,10 +115,12 @@ class Run:
                     *(folder / LATEST, name),
                 )
             return name
-        own = [name for name in good_checkpoints(folder) if self._owns(folder, name)]
+        candidates = [name for name in good_checkpoints(folder) if self._owns(folder, name)]
         with contextlib.suppress(ConfigError):
-            own.sort(key=current_tag(folder).__eq__)
-        return own[-1] if own else None
+            current = current_tag(folder)
+            if current in candidates:
+                return current
+        return candidates[-1] if candidates else None
 
     def saved_step(self, folder: Path) -> int:
         """Return the step of the checkpoint that :meth:`choose` returns without a tag.

@@ -139,24 +139,10 @@ def _write_part(
     parameters = state.parameters if with_frozen else state.trained
     if engine.mpu.get_data_parallel_rank() == 0:
         files |= _write_layers(engine, written, parameters)
-    tensors, fragments = _optimizer_part(engine, state, parameters)
+    name = f"optimizer_rank_{dist.get_rank():02d}.safetensors"
+    tensors, fragments = _optimizer_part(engine, state, parameters, name)
     if tensors:
-        name = f"optimizer_rank_{dist.get_rank():02d}.safetensors"
         files[name] = write_tensors(written / name, tensors)
-        for fragment in fragments.values():
-            fragment["file"] = name
-    groups = [(numbers_of(group), {id(p) for p in members}) for group, members in state.optimizer.groups()]
-    described = {
-        name: {
-            "shape": list(local.shape.full),
-            "shard": list(local.shape.shard),
-            "dim": local.shape.dim,
-            "layer": local.layer,
-            "key": local.key,
-            "group": next((numbers for numbers, members in groups if id(local.parameter) in members), None),
-        }
-        for name, local in parameters.items()
-    }
     job = {
         **describe_job(engine),
         "run": engine.run.id,
@@ -165,25 +151,47 @@ def _write_part(
         "with_frozen": with_frozen,
         "settings": settings_of(engine),
     }
-    return {"files": files, "fragments": fragments, "parameters": described, "job": job}
+    descriptions = _describe_parameters(state.optimizer, parameters)
+    return {"files": files, "fragments": fragments, "parameters": descriptions, "job": job}
+
+
+def _describe_parameters(
+    optimizer: OptimizerStates, parameters: Mapping[str, LocalParameter]
+) -> dict[str, dict[str, Any]]:
+    """Return the entries of parameters in the manifest, with the numeric settings of their group in the optimizer."""
+    settings: dict[int, dict[str, Any]] = {}
+    for group, members in optimizer.groups():
+        settings |= dict.fromkeys(map(id, members), numbers_of(group))
+    return {
+        name: {
+            "shape": list(local.shape.full),
+            "shard": list(local.shape.shard),
+            "dim": local.shape.dim,
+            "layer": local.layer,
+            "key": local.key,
+            "group": settings.get(id(local.parameter)),
+        }
+        for name, local in parameters.items()
+    }
 
 
 def _write_layers(
     engine: Checkpointed, written: Path, parameters: Mapping[str, LocalParameter]
 ) -> dict[str, dict[str, int]]:
     """Write the weights and buffers of each layer of this rank, in DeepSpeed's files."""
-    files, written_ids = {}, {id(local.parameter) for local in parameters.values()}
-    tensor_ranks, tensor_rank = engine.layout.tensor_parallel_size, engine.mpu.get_slice_parallel_rank()
+    files = {}
+    written_ids = {id(local.parameter) for local in parameters.values()}
     for index, (_, layer) in layers_of(engine.module).items():
-        if _first_holder(engine.module, index):
-            name = layer_file(index, tensor_rank, tensor_ranks)
-            state = {
-                # Clone: a view would be saved with its whole flat partition.
-                key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
-                for key, value in layer.state_dict(keep_vars=True).items()
-                if not isinstance(value, torch.nn.Parameter) or id(value) in written_ids
-            }
-            files[name] = write_plain(written / name, state)
+        if not _holds_first_place(engine.module, index):
+            continue
+        name = layer_file(index, engine.mpu.get_slice_parallel_rank(), engine.layout.tensor_parallel_size)
+        state = {
+            # Clone: a view would be saved with its whole flat partition.
+            key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
+            for key, value in layer.state_dict(keep_vars=True).items()
+            if not isinstance(value, torch.nn.Parameter) or id(value) in written_ids
+        }
+        files[name] = write_plain(written / name, state)
     return files
 
 
@@ -199,44 +207,45 @@ def require_plain_extra_states(state: RankState) -> None:
             )
 
 
-def _first_holder(module: PipelineModule, index: int) -> bool:
-    """Return whether this rank writes layer ``index``. The rank of the first place writes a tied layer."""
+def _holds_first_place(module: PipelineModule, index: int) -> bool:
+    """Return whether a stage of this rank has layer ``index``, which for a tied layer is its first place."""
     return any(module.parts[stage] <= index < module.parts[stage + 1] for stage in module.stages)
 
 
 def _optimizer_part(
-    engine: Checkpointed, state: RankState, parameters: Mapping[str, LocalParameter]
+    engine: Checkpointed, state: RankState, parameters: Mapping[str, LocalParameter], file: str
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return the tensors of the optimizer that this rank writes, by "parameter/state", and their fragments."""
+    """Return the optimizer's tensors that this rank writes to ``file``, by "parameter/state", and their fragments."""
     tensors: dict[str, Tensor] = {}
-    described: dict[str, dict[str, Any]] = {}
+    fragments: dict[str, dict[str, Any]] = {}
     if not state.optimizer.partitioned and engine.mpu.get_data_parallel_rank() != 0:
-        return tensors, described
+        return tensors, fragments
     tensor_rank = engine.mpu.get_slice_parallel_rank()
     for name, local, fragment in state.fragments(parameters):
-        parameter, sharded = local.parameter, local.shape.dim is not None
-        if getattr(parameter, PIPE_REPLICATED, False) or (tensor_rank > 0 and not sharded):
+        is_sharded = local.shape.dim is not None
+        if getattr(local.parameter, PIPE_REPLICATED, False) or (tensor_rank > 0 and not is_sharded):
             continue
-        state_tensors, values = state.optimizer.read(fragment)
-        if fragment.master is not None and parameter.dtype != fragment.master.dtype:
-            state_tensors[MASTER] = fragment.master
-        tensors |= {f"{name}/{key}": tensor for key, tensor in state_tensors.items()}
-        described[name] = {
-            "shard": tensor_rank if sharded else 0,
+        states, values = state.optimizer.read(fragment)
+        if fragment.master is not None and local.parameter.dtype != fragment.master.dtype:
+            states[MASTER] = fragment.master
+        tensors |= {f"{name}/{key}": tensor for key, tensor in states.items()}
+        fragments[name] = {
+            "file": file,
+            "shard": tensor_rank if is_sharded else 0,
             "range": [fragment.start, fragment.numel],
-            "states": sorted(state_tensors),
+            "states": sorted(states),
             "values": values,
         }
-    return tensors, described
+    return tensors, fragments
 
 
 def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the manifest from the parts of all ranks."""
     parameters: dict[str, dict[str, Any]] = {}
     for part in parts:
-        for name, described in part["parameters"].items():
+        for name, description in part["parameters"].items():
             fragments = {str(shard): [] for shard in range(engine.layout.tensor_parallel_size)}
-            parameters.setdefault(name, {**described, "states": [], "values": {}, "fragments": fragments})
+            parameters.setdefault(name, {**description, "states": [], "values": {}, "fragments": fragments})
     for part in parts:
         for name, fragment in part["fragments"].items():
             parameter = parameters[name]

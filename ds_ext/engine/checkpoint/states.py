@@ -71,9 +71,10 @@ class Shape:
     dim: int | None
 
     @classmethod
-    def of(cls, name: str, parameter: Tensor, ranks: int) -> Shape:
+    def from_parameter(cls, name: str, parameter: Tensor, ranks: int) -> Shape:
         """Return the shape of a parameter. Raises CheckpointError for a shard without ``partition_dim``."""
-        dim, full = shard_dim(parameter), list(parameter.shape)
+        dim = shard_dim(parameter)
+        full = list(parameter.shape)
         if dim is None and ranks > 1 and getattr(parameter, "model_parallel", False):
             raise CheckpointError(
                 f"parameter {name}: a model_parallel parameter needs its sharded dimension (got no partition_dim). Set "
@@ -104,36 +105,38 @@ class LocalParameter:
 
 
 def layers_of(module: PipelineModule) -> dict[int, tuple[str, nn.Module]]:
-    """Return a dict of global index -> (prefix of names, layer). A tied layer has the index of its first place."""
-    first_ties: dict[str, int] = {}
+    """Return global index -> (prefix of parameter names in checkpoints, layer) of this rank's layers, by index.
+
+    A tied layer has the index of its first place in the model, also if another rank holds that place.
+    """
+    first_places: dict[str, int] = {}  # key of a tie -> index of its first layer
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
-            first_ties.setdefault(spec.key, index)
+            first_places.setdefault(spec.key, index)
     layers: dict[int, tuple[str, nn.Module]] = {}
     for stage in module.stages:
         for index, layer in module.stage_modules(stage).items():
             spec = module._layer_specs[index]
             if isinstance(spec, TiedLayerSpec):
-                layers[first_ties[spec.key]] = (f"tied_modules.{spec.key}", layer)
+                layers[first_places[spec.key]] = f"tied_modules.{spec.key}", layer
             else:
-                layers[index] = (str(index), layer)
+                layers[index] = str(index), layer
     return dict(sorted(layers.items()))
 
 
 def parameters_of(module: PipelineModule, tensor_ranks: int) -> dict[str, LocalParameter]:
     """Return all parameters of this rank by name, with frozen ones. Shared ones are named after their first layer."""
-    parameters: dict[str, LocalParameter] = {}
-    seen: set[int] = set()
-    first = {id(shared.parameter): (shared.layer, shared.key) for shared in module.shared}
+    parameters: dict[int, LocalParameter] = {}
+    first_places = {id(shared.parameter): (shared.layer, shared.key) for shared in module.shared}
     for index, (prefix, layer) in layers_of(module).items():
         for key, parameter in layer.named_parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                first_layer, first_key = first.get(id(parameter), (index, key))
-                name = f"{first_layer}.{first_key}" if id(parameter) in first else f"{prefix}.{key}"
-                shape = Shape.of(name, parameter, tensor_ranks)
-                parameters[name] = LocalParameter(name, parameter, first_layer, first_key, shape)
-    return parameters
+            number = id(parameter)
+            if number not in parameters:
+                first_layer, first_key = first_places.get(number, (index, key))
+                name = f"{first_layer}.{first_key}" if number in first_places else f"{prefix}.{key}"
+                shape = Shape.from_parameter(name, parameter, tensor_ranks)
+                parameters[number] = LocalParameter(name, parameter, first_layer, first_key, shape)
+    return {local.name: local for local in parameters.values()}
 
 
 @dataclass(frozen=True)
@@ -232,16 +235,7 @@ class OptimizerStates:
         """
         if self.base is None or hasattr(self.base, "__del__"):  # which would end the optimizer with its copy
             return ""
-        probe = object.__new__(type(self.base))
-        hooks = {key: OrderedDict() for key in vars(self.base) if key.endswith("_hooks")}
-        probe.__dict__ |= {**vars(self.base), **hooks, "state": defaultdict(dict)}
-        probe.param_groups = []
-        for group in self.base.param_groups:
-            one_of_each = {parameter.dim(): parameter for parameter in group["params"]}
-            small = [one.new_zeros([*range(2, 2 + dim)]).requires_grad_() for dim, one in one_of_each.items()]
-            for parameter in small:
-                parameter.grad = torch.zeros_like(parameter)
-            probe.param_groups.append({**group, "params": small})
+        probe = self._make_probe()
         try:
             type(probe).step(probe)  # the object's may be a scheduler's, of the optimizer itself
         except Exception:
@@ -253,6 +247,24 @@ class OptimizerStates:
         except CheckpointError as error:
             return str(error)
         return ""
+
+    def _make_probe(self) -> Any:
+        """Return a copy of the optimizer without states and hooks.
+
+        Its groups have a small parameter, with gradient, for each number of dimensions of the original ones. All sizes
+        of a parameter differ, so that a state with other sizes is noticed.
+        """
+        probe = object.__new__(type(self.base))
+        hooks = {key: OrderedDict() for key in vars(self.base) if key.endswith("_hooks")}
+        probe.__dict__ |= {**vars(self.base), **hooks, "state": defaultdict(dict)}
+        probe.param_groups = []
+        for group in self.base.param_groups:
+            examples = {parameter.dim(): parameter for parameter in group["params"]}
+            small = [p.new_zeros([*range(2, 2 + dim)]).requires_grad_() for dim, p in examples.items()]
+            for parameter in small:
+                parameter.grad = torch.zeros_like(parameter)
+            probe.param_groups.append({**group, "params": small})
+        return probe
 
     def clear(self) -> None:
         """Remove all states, as before the first step."""
@@ -274,6 +286,7 @@ class OptimizerStates:
             state[key] = self._value(fragment, value)
 
     def _value(self, fragment: Fragment, value: Any) -> Any:
+        """Return a state with one value from its description in :meth:`read`."""
         if not isinstance(value, dict):
             return value
         group = next(g for g in self.base.param_groups if any(p is fragment.owner for p in g["params"]))

@@ -15,7 +15,7 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from ...errors import CheckpointError, ConfigError
 from ..state import RankState
 from ..together import by_rank_0, together
-from .file import pickled
+from .file import pickle_plain
 from .folder import require_tag, start_writing
 from .save import require_plain_extra_states, state_of
 from .states import Checkpointed, OptimizerStates, parameters_of
@@ -78,23 +78,25 @@ def checkpoint_bytes(engine: Checkpointed) -> int:
     """
     if not engine.role.in_checkpoints or engine.mpu.get_data_parallel_rank() != 0:
         return 0
-    states = OptimizerStates(engine.optimizer)
-    groups = [
-        (_num_states(states.name or "", group), {id(p) for p in members})
-        for group, members in states.groups()
-    ]
-    first, total = engine.mpu.get_slice_parallel_rank() == 0, 0
+    optimizer = OptimizerStates(engine.optimizer)
+    num_states = {
+        id(parameter): _num_states(optimizer.name or "", group)
+        for group, parameters in optimizer.groups()
+        for parameter in parameters
+    }
+    is_first_shard = engine.mpu.get_slice_parallel_rank() == 0
+    total = 0
     for local in parameters_of(engine.module, engine.layout.tensor_parallel_size).values():
         parameter = local.parameter
         if getattr(parameter, PIPE_REPLICATED, False):
             continue
-        total += parameter.numel() * parameter.element_size()
-        if first or local.shape.dim is not None:
-            master = _MASTER_BYTES * (parameter.element_size() < _MASTER_BYTES)
-            per_element = next(
-                (count * _STATE_BYTES + master for count, members in groups if id(parameter) in members), 0
-            )
-            total += parameter.numel() * per_element
+        bytes_per_element = parameter.element_size()
+        is_sharded = local.shape.dim is not None
+        if (is_first_shard or is_sharded) and id(parameter) in num_states:
+            bytes_per_element += num_states[id(parameter)] * _STATE_BYTES
+            if parameter.element_size() < _MASTER_BYTES:
+                bytes_per_element += _MASTER_BYTES
+        total += parameter.numel() * bytes_per_element
     return total
 
 
@@ -106,7 +108,10 @@ def _num_states(optimizer: str, group: Mapping[str, Any]) -> int:
 
 
 def _write(written: Path, engine: Checkpointed) -> int:
-    """Write this rank's small file. Returns the bytes of its part of a checkpoint."""
+    """Check this rank's states and write its small file. Returns the bytes of its part of a checkpoint.
+
+    Raises CheckpointError if it does not see the folder, and ConfigError for a state that cannot be saved.
+    """
     rank = dist.get_rank()
     if not written.is_dir():
         raise CheckpointError(
@@ -117,12 +122,13 @@ def _write(written: Path, engine: Checkpointed) -> int:
         raise ConfigError(problem)
     require_plain_extra_states(RankState(engine))
     if rank == engine.role.first_in_checkpoints:
-        pickled(state_of(engine, {}))
+        pickle_plain(state_of(engine, {}))
     (written / f"rank_{rank}").write_text(str(rank))
     return checkpoint_bytes(engine)
 
 
 def _read(written: Path, needed: int) -> None:
+    """Raise CheckpointError unless rank 0 sees the files of all ranks, and ``needed`` free bytes."""
     for rank in range(dist.get_world_size()):
         path = written / f"rank_{rank}"
         if not path.is_file() or path.read_text() != str(rank):

@@ -26,7 +26,7 @@ from ..recovery.recovery import Recovery
 from ..role import Role
 from ..step_report import Gathered, vote
 from ..weight_update import WeightUpdate
-from .handlers import OF_ENGINE, Handlers, bound_to, with_patches
+from .handlers import ENGINE_HANDLERS, Handlers, bind_handlers, merge_patches
 
 
 class AdaptedEngine(PipelineEngine):
@@ -163,7 +163,7 @@ class AdaptedEngine(PipelineEngine):
 
     def _get_gradients_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         gradients, expert_gradients = super()._get_gradients_for_reduction()
-        return self.update.without_fp64(gradients, self.gradient_average), expert_gradients
+        return self.update.reduce_fp64(gradients, self.gradient_average), expert_gradients
 
     def _exec_optimizer_step(self) -> None:
         if self.optimizer is None:
@@ -190,7 +190,7 @@ class AdaptedEngine(PipelineEngine):
 
     _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Callable[..., None]]] = {
         **PipelineEngine._INSTRUCTION_MAP,
-        **OF_ENGINE,
+        **ENGINE_HANDLERS,
         ds.ReduceTiedGrads: _exec_reduce_tied_grads,
         ds.ReduceGrads: _exec_reduce_grads,
         ds.OptimizerStep: _exec_optimizer_step,
@@ -203,8 +203,8 @@ class AdaptedEngine(PipelineEngine):
         """
         maps = [{**of._INSTRUCTION_MAP} for of in (self, type(self), PipelineEngine)]
         if maps != self._instruction_maps:
-            self.handlers = with_patches(*maps)
-            self.executor.handlers = bound_to(self, self.handlers)
+            self.handlers = merge_patches(*maps)
+            self.executor.handlers = bind_handlers(self, self.handlers)
             self._instruction_maps = maps
 
     def clip_fp32_gradients(self) -> None:

@@ -23,70 +23,75 @@ Handler = Callable[..., None]
 Handlers = Mapping[type[ds.PipeInstruction], Handler]
 
 _PACKAGE = __name__.partition(".")[0]
-_OF_BUFFERS = ("buffer_id", "stage", "micro_batch")
-_OF_MESSAGES = (*_OF_BUFFERS, "peer")
+_BUFFER_ARGUMENTS = ("buffer_id", "stage", "micro_batch")
+_MESSAGE_ARGUMENTS = (*_BUFFER_ARGUMENTS, "peer")
 # Keyword arguments of DeepSpeed's instructions in this engine. In DeepSpeed, those with a buffer have only buffer_id.
 _ARGUMENTS: dict[type[ds.PipeInstruction], tuple[str, ...]] = {
     ds.OptimizerStep: (),
     ds.ReduceGrads: (),
     ds.ReduceTiedGrads: (),
-    ds.LoadMicroBatch: _OF_BUFFERS,
-    ds.ForwardPass: _OF_BUFFERS,
-    ds.BackwardPass: _OF_BUFFERS,
-    ds.SendActivation: _OF_MESSAGES,
-    ds.RecvActivation: _OF_MESSAGES,
-    ds.SendGrad: _OF_MESSAGES,
-    ds.RecvGrad: _OF_MESSAGES,
+    ds.LoadMicroBatch: _BUFFER_ARGUMENTS,
+    ds.ForwardPass: _BUFFER_ARGUMENTS,
+    ds.BackwardPass: _BUFFER_ARGUMENTS,
+    ds.SendActivation: _MESSAGE_ARGUMENTS,
+    ds.RecvActivation: _MESSAGE_ARGUMENTS,
+    ds.SendGrad: _MESSAGE_ARGUMENTS,
+    ds.RecvGrad: _MESSAGE_ARGUMENTS,
 }
 
 
-def _own_handler(engine: Any, kind: type[ds.PipeInstruction]) -> Handler:
+def _builtin_handler(engine: Any, kind: type[ds.PipeInstruction]) -> Handler:
     """Return the handler of the engine's role, or else that of its executor."""
     return engine.role.handlers.get(kind) or getattr(engine.executor, OWN_HANDLERS[kind])
 
 
-def _function_of_engine(kind: type[ds.PipeInstruction]) -> Handler:
-    def handler(engine: Any, *arguments: Any, **named: Any) -> None:
-        _own_handler(engine, kind)(*arguments, **named)
+def _make_engine_handler(kind: type[ds.PipeInstruction]) -> Handler:
+    def handler(engine: Any, *arguments: Any, **keyword_arguments: Any) -> None:
+        _builtin_handler(engine, kind)(*arguments, **keyword_arguments)
 
     return handler
 
 
 # Handlers of the roles and the executor as functions of an engine, which a script may wrap.
-OF_ENGINE = {kind: _function_of_engine(kind) for kind in (*OWN_HANDLERS, SyncWeights)}
+ENGINE_HANDLERS = {kind: _make_engine_handler(kind) for kind in (*OWN_HANDLERS, SyncWeights)}
 
 
-def bound_to(engine: Any, handlers: Handlers) -> dict[type[ds.PipeInstruction], Handler]:
-    """Return the handlers as functions of the arguments of their instructions."""
-    own = {*OWN_HANDLERS, *engine.role.handlers}
+def bind_handlers(engine: Any, handlers: Handlers) -> dict[type[ds.PipeInstruction], Handler]:
+    """Return the handlers as functions of the arguments of their instructions.
+
+    Handlers of the engine's role and executor are called directly, others with the engine as the first argument.
+    """
+    builtin = {*OWN_HANDLERS, *engine.role.handlers}
     return {
-        kind: _own_handler(engine, kind)
-        if kind in own and handler is OF_ENGINE[kind]
+        kind: _builtin_handler(engine, kind)
+        if kind in builtin and handler is ENGINE_HANDLERS[kind]
         else functools.partial(handler, engine)
         for kind, handler in handlers.items()
     }
 
 
-def with_patches(handlers: Handlers, *bases: Handlers) -> dict[type[ds.PipeInstruction], Handler]:
+def merge_patches(handlers: Handlers, *bases: Handlers) -> dict[type[ds.PipeInstruction], Handler]:
     """Return the handlers of an engine, including those that a script put into the maps of its base classes.
+
+    A script's handler in an earlier map wins.
 
     Args:
         handlers: the engine's map.
-        bases: maps of its base classes.
+        bases: maps of its base classes, nearest first.
 
     Raises:
         ConfigError: a script's handler does not accept the arguments of its instruction.
     """
-    patched = dict(handlers)
+    merged = dict(handlers)
     for base in bases:
         for instruction, handler in base.items():
-            is_ours = not is_patch(handler) or handler.__module__ == DeepSpeedPipelineEngine.__module__
-            if not is_ours and instruction in patched and not is_patch(patched[instruction]):
-                patched[instruction] = handler
+            is_script = is_patch(handler) and handler.__module__ != DeepSpeedPipelineEngine.__module__
+            if is_script and instruction in merged and not is_patch(merged[instruction]):
+                merged[instruction] = handler
     for instruction, arguments in _ARGUMENTS.items():
-        if is_patch(patched[instruction]):
-            _require_arguments(instruction, patched[instruction], arguments)
-    return patched
+        if is_patch(merged[instruction]):
+            _require_arguments(instruction, merged[instruction], arguments)
+    return merged
 
 
 def is_patch(handler: Any) -> bool:

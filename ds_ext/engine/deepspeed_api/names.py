@@ -77,21 +77,23 @@ class PrivateName:
         value = getattr(owner, self.name, None)
         if self.kind == "callable":
             return not callable(value)
-        return not isinstance(value, type) if self.kind == "class" else value is None
+        if self.kind == "class":
+            return not isinstance(value, type)
+        return value is None
 
 
-def _parsed(table: str) -> tuple[PrivateName, ...]:
+def _parse(table: str) -> tuple[PrivateName, ...]:
     """Return the names of a table with a line ``owner kind: name name`` for each owner and kind."""
     names: list[PrivateName] = []
     for line in table.strip().splitlines():
-        place, of_line = line.strip().split(": ")
-        owner, kind = place.split(" ", 1)
-        names += [PrivateName(owner, name, cast(Kind, kind)) for name in of_line.split()]
+        owner_and_kind, attributes = line.strip().split(": ")
+        owner, kind = owner_and_kind.split(" ", 1)
+        names += [PrivateName(owner, attribute, cast(Kind, kind)) for attribute in attributes.split()]
     return tuple(names)
 
 
 # Methods that this package overrides: without them, DeepSpeed's code would run instead.
-OVERRIDDEN = _parsed(f"""
+OVERRIDDEN = _parse(f"""
     {_ENGINE} callable: train_batch eval_batch set_train_batch_size set_dataloader set_dataiterator get_lr
     {_ENGINE} callable: is_first_stage is_last_stage clip_fp32_gradients save_checkpoint load_checkpoint
     {_ENGINE} callable: _broadcast_model _build_data_iter _train_schedule _exec_schedule
@@ -102,7 +104,7 @@ OVERRIDDEN = _parsed(f"""
     {_MODULE} callable: get_tied_weights_and_groups _synchronize_tied_weights get_additional_losses compile
     {_MODULE} callable: save_state_dict load_state_dir
 """)
-NAMES = OVERRIDDEN + _parsed(f"""
+NAMES = OVERRIDDEN + _parse(f"""
     {_ENGINE} callable: _configure_python_gc _get_optimizer_loss_scale
     {_ENGINE} of objects: _global_grad_norm _step_applied
     {_MODULE} callable: _set_bounds _is_checkpointable

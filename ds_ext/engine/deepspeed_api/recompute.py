@@ -18,12 +18,12 @@ Values = dict[tuple[nn.Module, str], Tensor]
 _NON_REENTRANT: CheckpointFunction = partial(checkpoint, use_reentrant=False)
 
 
-def checkpoint_function(given: CheckpointFunction | None) -> CheckpointFunction:
+def checkpoint_function(function: CheckpointFunction | None) -> CheckpointFunction:
     """Return the caller's function, or torch's non-reentrant one for None."""
-    return _NON_REENTRANT if given is None else given
+    return _NON_REENTRANT if function is None else function
 
 
-def recomputed(
+def run_with_recompute(
     function: CheckpointFunction,
     modules: Sequence[nn.Module],
     run: Callable[[Any], Any],
@@ -50,17 +50,20 @@ def recomputed(
     if function is not _NON_REENTRANT and not any(map(_has_gradient, tensors)):
         tensors = tuple(map(_with_gradient, tensors))
 
-    updated: Values | None = None  # buffers that the first forward changed, before it
+    initial: Values | None = None  # values before the first forward of the buffers that it changed
 
     def forward(*tensors: Any) -> Any:
-        nonlocal updated
+        nonlocal initial
         arguments = tensors if is_tuple else tensors[0]
-        if updated is not None:
-            with kept_buffers(modules, updated):
+        if initial is not None:
+            with preserve_buffers(modules, initial):
                 return run(arguments)
-        before = [(*each, each[2].clone(), each[2]._version) for each in buffers_of(modules)]
+        before = [
+            (module, name, buffer, buffer.clone(), buffer._version)
+            for module, name, buffer in buffers_of(modules)
+        ]
         result = run(arguments)
-        updated = {
+        initial = {
             (module, name): values
             for module, name, buffer, values, version in before
             if getattr(module, name) is not buffer or buffer._version != version
@@ -82,14 +85,14 @@ def recomputed(
 
 
 @contextmanager
-def kept_buffers(modules: Iterable[nn.Module], values: Values | None = None) -> Iterator[None]:
+def preserve_buffers(modules: Iterable[nn.Module], values: Values) -> Iterator[None]:
     """Context in which modules change copies of their buffers. On exit, they have the original tensors again.
 
     Args:
         modules: the modules.
         values: (module, name) -> values of copies that differ from the original tensor.
     """
-    originals, values = buffers_of(modules), values or {}
+    originals = buffers_of(modules)
     # A graph may contain the copies, and the original tensors keep their versions.
     copies = {id(buffer): values.get((module, name), buffer).clone() for module, name, buffer in originals}
     for module, name, buffer in originals:

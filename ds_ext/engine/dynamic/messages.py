@@ -19,7 +19,7 @@ from ...errors import ConfigError
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules import Op
 from ...pipe_schedules.dynamic import DynamicRules
-from ..messages import Kind, StageMessages
+from ..messages import SPARE, Kind, StageMessages
 
 
 @runtime_checkable
@@ -71,12 +71,14 @@ class DynamicMessages(StageMessages):
             )
         self._polled: PolledTransport = transport
         device, data, tensor = layout.coordinates(rank)
-        group = [layout.rank(device, data, t) for t in range(layout.tensor_parallel_size)]
-        self.choices, self.decides = Choices(transport, group[0], group[1:]), tensor == 0
+        leader, *followers = (layout.rank(device, data, t) for t in range(layout.tensor_parallel_size))
+        self.choices = Choices(transport, leader, followers)
+        self.decides = tensor == 0
+        # By device: messages so far, and the ticket of the next one.
         self._num_sent: dict[int, int] = {}
         self._num_received = dict.fromkeys(devices, 0)
         self._next_tickets: dict[int, Ticket] = {}
-        self._inbox: dict[Arrival, tuple[Tensor, ...]] = {}
+        self._inbox: dict[Arrival, tuple[Tensor, ...]] = {}  # messages that have arrived and are unread
 
     def post(self, kind: Kind, stage: int, micro_batch: int, device: int) -> None:
         """Do nothing, because messages are received in the order of arrival."""
@@ -98,8 +100,9 @@ class DynamicMessages(StageMessages):
             while ticket.done():
                 head, *tensors = ticket.wait()
                 kind, stage, micro_batch = head.tolist()
-                arrivals.append(Arrival(Kind(kind), stage, micro_batch))
-                self._inbox[arrivals[-1]] = tuple(tensors)
+                arrival = Arrival(Kind(kind), stage, micro_batch)
+                arrivals.append(arrival)
+                self._inbox[arrival] = tuple(tensors)
                 self._num_received[device] += 1
                 ticket = self._next_tickets[device] = self._post_next(device)
         return arrivals
@@ -168,22 +171,27 @@ def senders(rules: DynamicRules, device: int) -> list[int]:
     """Return the devices that send to ``device``: its neighbors in the pipes."""
     senders: set[int] = set()
     for devices in rules.placement.pipes:
-        for stage, at in enumerate(devices):
-            if at == device:
+        for stage, holder in enumerate(devices):
+            if holder == device:
                 senders |= set(devices[max(0, stage - 1) : stage + 2])
     return sorted(senders - {device})
 
 
 def link_credits(layout: ParallelLayout, rules: DynamicRules) -> dict[tuple[int, int], int]:
-    """Return the credits of every link, by (sender, receiver) global ranks."""
+    """Return the messages that a sender may have unread on every link, by (sender, receiver) global ranks.
+
+    Unread inputs and gradients belong to (stage, micro-batch) pairs with live activations on the receiver, at most
+    ``max_live``. One more may be on its way, because a message may arrive before the tensors of the previous one are
+    freed. The first rank of a tensor-parallel group sends its choices one by one.
+    """
     credits: dict[tuple[int, int], int] = {}
     for device in range(layout.placement.num_devices):
-        peers = {peer: rules.max_live[device] + 1 for peer in senders(rules, device)}
+        peers = senders(rules, device)
         for data in range(layout.data_parallel_size):
-            first = layout.rank(device, data, 0)
             for tensor in range(layout.tensor_parallel_size):
                 rank = layout.rank(device, data, tensor)
-                credits |= {(layout.rank(peer, data, tensor), rank): n for peer, n in peers.items()}
-                if tensor:
-                    credits[first, rank] = 1
+                for peer in peers:
+                    credits[layout.rank(peer, data, tensor), rank] = rules.max_live[device] + SPARE
+                if tensor > 0:
+                    credits[layout.rank(device, data, 0), rank] = 1
     return credits

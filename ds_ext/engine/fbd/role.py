@@ -20,6 +20,7 @@ from torch.distributed import ProcessGroup
 from ...parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout
 from ...pipe_schedules.bridge import TimetableSchedule
 from ..engine import PipelineEngine
+from ..messages import SPARE
 from ..role import Role
 from ..together import rows_of_ranks
 from .weights import WeightLink
@@ -45,13 +46,17 @@ class DisaggregatedRole(Role):
         self._step_group: ProcessGroup | None = None
 
     def links(self) -> dict[tuple[int, int], int]:
-        """Return the links for credits and weights from backward to forward ranks."""
+        """Return the messages that a sender may have unread, by (sender, receiver), for outputs and weights.
+
+        A forward rank is at most ``most_ahead`` outputs, so at most the number of stages, ahead of its backward rank.
+        One more may be on its way, as may a piece of the weights beside the one that is read.
+        """
         credits: dict[tuple[int, int], int] = {}
-        groups, stages = self.layout.groups(), self.layout.placement.stages
+        groups = self.layout.groups()
         for forward, backward in groups["hand-over"]:
-            credits[backward, forward] = credits[forward, backward] = stages + 1
+            credits[backward, forward] = credits[forward, backward] = self.layout.placement.stages + SPARE
         for forward, backward in groups["weights"]:
-            credits[backward, forward] = 2
+            credits[backward, forward] = 1 + SPARE
         return credits
 
     def start(self, engine: PipelineEngine) -> None:
@@ -95,12 +100,13 @@ class DisaggregatedRole(Role):
 
     def describe_ranks(self, text: str) -> str:
         """Return the roles of the ranks named in an error, or of all ranks for a collective, which names no rank."""
-        named = [rank for rank in _ranks_in(text) if rank < self.layout.world_size]
-        roles = [f"rank {rank} is {self._describe(rank)}" for rank in named] or [
-            f"{role} ranks {_shortly(self.layout.groups()[role][0])}"
-            for role in (FORWARD_ROLE, BACKWARD_ROLE)
-        ]
-        return ", ".join(roles)
+        ranks = [rank for rank in _ranks_in(text) if rank < self.layout.world_size]
+        if ranks:
+            return ", ".join(f"rank {rank} is {self._describe(rank)}" for rank in ranks)
+        groups = self.layout.groups()
+        return ", ".join(
+            f"{role} ranks {_shorten(groups[role][0])}" for role in (FORWARD_ROLE, BACKWARD_ROLE)
+        )
 
     def _describe(self, rank: int) -> str:
         """Return the rank as ``the forward rank of stage 0``, with pipeline, group and tensor-parallel rank if any."""
@@ -121,6 +127,6 @@ def _ranks_in(text: str) -> list[int]:
     return [*dict.fromkeys(int(number) for number in re.findall(r"\brank (\d+)", text))]
 
 
-def _shortly(ranks: list[int]) -> str:
+def _shorten(ranks: list[int]) -> str:
     """Return ranks, for example as ``0 2 4 6``; at most ``_MAX_SHOWN`` of them."""
     return " ".join(map(str, sorted(ranks)[:_MAX_SHOWN])) + (" ..." if len(ranks) > _MAX_SHOWN else "")

@@ -8,7 +8,7 @@ tensor-parallel ranks and concatenates them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ from ...comm.transport import Ticket, Transport, make_tag
 from ...errors import TransportError
 from ...tensor_parallel import shard_dim
 from ..checkpoint.states import buffers_of, layers_of
-from ..grad_sync import flattened
+from ..grad_sync import flatten
 from ..module import PipelineModule
 
 _PIECE_BYTES = 32 << 20
 # Larger weights are received immediately, because their sender may wait for link credits or memory.
 LAZY_BYTES = 128 << 20
-Shaped = tuple[int, torch.Size, torch.dtype]  # index of the parameter, shape of its shard, dtype
+ShardSpec = tuple[int, torch.Size, torch.dtype]  # index of the parameter, shape of its shard, dtype
 
 
 class WeightLink:
@@ -36,6 +36,9 @@ class WeightLink:
         peers: backward ranks whose shards form this rank's weights; on a backward rank, the forward rank.
         shards: number of shards per weight of this rank; 1: it has the same shards as its peer.
         stage: stage of the weights.
+
+    Attributes:
+        version: version that was sent or received last; -1: none.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class WeightLink:
         (peer,) = self.peers
         self.transport.send([header], peer, self._header_tag())
         for piece in pieces:
-            flat = flattened([self.parameters[i].detach() for i, _, _ in piece])
+            flat = flatten([self.parameters[i].detach() for i, _, _ in piece])
             self.transport.send([flat], peer, self._piece_tag())
         self.version = version
 
@@ -101,11 +104,12 @@ class WeightLink:
                 self._copy(piece, [ticket.wait()[0] for ticket in tickets])
         self.version = version
 
-    def _copy(self, piece: list[Shaped], flats: list[Tensor]) -> None:
-        """Copy the senders' shards of a piece to the parameters."""
+    def _copy(self, piece: list[ShardSpec], flats: list[Tensor]) -> None:
+        """Copy a piece to the parameters. ``flats`` has the flattened shards of every sender."""
         start = 0
         for index, shape, _ in piece:
-            parameter, end = self.parameters[index], start + shape.numel()
+            parameter = self.parameters[index]
+            end = start + shape.numel()
             dim = shard_dim(parameter)
             shards = [flat[start:end].view(shape) for flat in flats]
             if len(shards) > 1 and dim is not None:
@@ -128,26 +132,29 @@ class WeightLink:
         self._num_pieces += 1
         return make_tag(of_stage(FBD_WEIGHT_PIECES, self.stage), self._num_pieces - 1)
 
-    def _pieces(self) -> list[list[Shaped]]:
+    def _pieces(self) -> list[list[ShardSpec]]:
         """Return the parameters of every piece: at most 32 MiB of one dtype, or a single parameter."""
-        pieces: list[list[Shaped]] = []
-        bytes_left, last_dtype = 0, None
-        for index, shape, dtype in self._shapes():
-            num_bytes = shape.numel() * dtype.itemsize
-            if dtype != last_dtype or bytes_left < num_bytes:
+        pieces: list[list[ShardSpec]] = []
+        bytes_left = 0
+        last_dtype = None
+        for index, parameter in enumerate(self.parameters):
+            shape = self._sender_shape(parameter)
+            num_bytes = shape.numel() * parameter.dtype.itemsize
+            if parameter.dtype != last_dtype or bytes_left < num_bytes:
                 pieces.append([])
-                bytes_left, last_dtype = _PIECE_BYTES, dtype
-            pieces[-1].append((index, shape, dtype))
+                bytes_left = _PIECE_BYTES
+                last_dtype = parameter.dtype
+            pieces[-1].append((index, shape, parameter.dtype))
             bytes_left -= num_bytes
         return pieces
 
-    def _shapes(self) -> Iterator[Shaped]:
-        """Yield index, shape on the senders, and dtype of every parameter."""
-        for index, parameter in enumerate(self.parameters):
-            shape, dim = list(parameter.shape), shard_dim(parameter)
-            if dim is not None:
-                shape[dim] //= self.shards
-            yield index, torch.Size(shape), parameter.dtype
+    def _sender_shape(self, parameter: Tensor) -> torch.Size:
+        """Return the shape of a parameter's shard on each sender, of which this rank concatenates ``shards``."""
+        shape = list(parameter.shape)
+        dim = shard_dim(parameter)
+        if dim is not None:
+            shape[dim] //= self.shards
+        return torch.Size(shape)
 
 
 def weights_in_order(module: PipelineModule) -> list[Tensor]:

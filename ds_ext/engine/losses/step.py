@@ -105,20 +105,18 @@ class StepLosses:
         self._replicas = dist.get_world_size(group)
         self._counts_here, self._by_micro_batch, self._in_fp16 = counts_here, by_micro_batch, in_fp16
         self._trains = True
-        self._terms: dict[
-            str, list[tuple[_Number, _Number]]
-        ] = {}  # name -> (sum, count) of every micro-batch
-        self._divisors: dict[
-            str, Tensor
-        ] = {}  # name -> total count that the gradients were divided by, float64
-        self._computed = 0  # losses of this rank
-        # Name -> kind: of this rank in this step, and in one order on all ranks, for steps (True) and evaluations.
-        self._own_kinds: dict[str, str] = {}
+        # Name of a term -> (sum, count) of every micro-batch, and total count that its gradients were divided by.
+        self._terms: dict[str, list[tuple[_Number, _Number]]] = {}
+        self._divisors: dict[str, Tensor] = {}
+        self._num_losses = 0  # micro-batches of this step whose loss this rank has computed
+        # Name -> "mean", "count" or "additional": on this rank in this step; and agreed by all ranks in the first step
+        # and in the first evaluation, by whether it trains.
+        self._local_kinds: dict[str, str] = {}
         self._kinds: dict[bool, dict[str, str]] = {}
-        self._declared: _Reduced | None = None
+        self._declared_counts: _Reduced | None = None  # from the method ``counts``
 
     @classmethod
-    def of_engine(cls, engine: Any) -> StepLosses:
+    def from_engine(cls, engine: Any) -> StepLosses:
         """Return the losses of the rank of an engine."""
         return cls(
             engine.module,
@@ -137,44 +135,52 @@ class StepLosses:
             labels: labels of this rank's micro-batches, as the loss function gets them. In a training step, all
                 data-parallel ranks of the last stage must pass theirs.
         """
-        self._trains, self._computed, self._declared = trains, 0, None
-        for of_step in (self._terms, self._divisors, self._own_kinds):
-            of_step.clear()
-        if self._by_micro_batch or self._counts is None:
+        self._trains = trains
+        self._num_losses = 0
+        self._declared_counts = None
+        self._terms.clear()
+        self._divisors.clear()
+        self._local_kinds.clear()
+        count_labels = self._label_counter
+        if self._by_micro_batch or count_labels is None:
             return
-        declared = [_named(self._counts(one)) for one in labels]
-        if declared:
-            totals = {name: sum(float(counts[name]) for counts in declared) for name in declared[0]}
-            self._declared = _Reduced(totals, self._group if self._replicas > 1 else None, self._device)
+        counts = [_by_term(count_labels(micro_batch_labels)) for micro_batch_labels in labels]
+        if counts:
+            totals = {name: sum(float(by_term[name]) for by_term in counts) for name in counts[0]}
+            group = self._group if self._replicas > 1 else None
+            self._declared_counts = _Reduced(totals, group, self._device)
 
     @property
-    def _counts(self) -> Callable[[Any], Any] | None:
-        counts = getattr(self._module.loss_fn, "counts", None)  # a module may have a tensor of this name
-        return counts if callable(counts) else None
+    def _label_counter(self) -> Callable[[Any], Any] | None:
+        """Method ``counts`` of the loss function; None without it."""
+        method = getattr(self._module.loss_fn, "counts", None)  # a module may have a tensor of this name
+        return method if callable(method) else None
 
-    def of(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
+    def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
         """Return the loss of a micro-batch. Without a loss function the outputs are the loss, as in DeepSpeed.
 
         Raises ConfigError for a loss in another form, or without a gradient in training.
         """
         loss_fn = self._module.loss_fn
         value = outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
-        loss = {name: _term(one) for name, one in _named(value).items()}
+        loss = {name: _make_term(term) for name, term in _by_term(value).items()}
         if self._by_micro_batch:
             return {name: Term(term.mean, None) for name, term in loss.items()}
-        if self._counts is None:
-            counted = [name for name, term in loss.items() if term.count is not None]
-            if len(counted) > 1:
-                raise _several_terms(counted)
-            if counted and self._in_fp16 and self._trains:
+        if self._label_counter is None:
+            names_of_pairs = [name for name, term in loss.items() if term.count is not None]
+            if len(names_of_pairs) > 1:
+                raise _several_terms_error(names_of_pairs)
+            if names_of_pairs and self._in_fp16 and self._trains:
                 raise ConfigError(
                     "loss_fn: a pair (sum, count) needs a method counts(labels) with fp16, whose gradients could "
                     "underflow without it (got none). Add the method, or train in bf16."
                 )
         return loss
 
-    def scaled(self, loss: Loss, micro_batches: int) -> Tensor:
-        """Return what the backward of a micro-batch starts from. The reduction averages its gradients over replicas.
+    def backward_root(self, loss: Loss, micro_batches: int) -> Tensor:
+        """Return the scalar from which the backward of a micro-batch starts: the terms divided by their counts.
+
+        The reduction averages the gradients over replicas, so a term with a count is multiplied by their number.
 
         Args:
             loss: loss of the micro-batch.
@@ -193,16 +199,17 @@ class StepLosses:
     def _divisor(self, name: str, micro_batches: int) -> Tensor:
         """Return the count by which the gradients of a term are divided, over all replicas."""
         if name not in self._divisors:
-            if self._declared is None:
+            if self._declared_counts is None:
                 power = 2.0 ** (micro_batches * self._replicas).bit_length()  # exact in every dtype
                 self._divisors[name] = torch.tensor(power, dtype=torch.float64, device=self._device)
-            elif name in self._declared.values:
-                self._divisors[name] = _positive(self._declared.values[name].to(self._device))
-            else:
+                return self._divisors[name]
+            counts = self._declared_counts.values
+            if name not in counts:
                 raise ConfigError(
-                    f"loss_fn.counts: must count every term of the loss (got {list(self._declared.values)}, and a loss "
+                    f"loss_fn.counts: must count every term of the loss (got {list(counts)}, and a loss "
                     f"with the term {name!r})."
                 )
+            self._divisors[name] = _positive(counts[name].to(self._device))
         return self._divisors[name]
 
     def add(self, loss: Loss) -> None:
@@ -211,7 +218,7 @@ class StepLosses:
         additional = self._module.get_additional_losses() or {}
         if not self._counts_here:
             return
-        self._computed += 1
+        self._num_losses += 1
         for name, term in loss.items():
             kind = "mean" if term.count is None else "count"
             self._add(name, kind, term.sum, 1.0 if term.count is None else term.count)
@@ -220,7 +227,8 @@ class StepLosses:
                 self._add(name, "additional", value, 0.0)
 
     def _add(self, name: str, kind: str, value: _Number, count: _Number) -> None:
-        if self._own_kinds.setdefault(name, kind) != kind:
+        """Store a value of a micro-batch. Raises ConfigError if its form has changed within the step."""
+        if self._local_kinds.setdefault(name, kind) != kind:
             raise ConfigError(
                 f"loss_fn: must return losses of one form in a step (got means and pairs of {name or 'one term'!r})."
             )
@@ -229,28 +237,37 @@ class StepLosses:
         self._terms.setdefault(name, []).append((value, count))
 
     def numbers(self) -> list[float]:
-        """Return this rank's numbers for :meth:`result`. All ranks must call this together.
+        """Return sum, count and divisor of every name, for :meth:`result`. All ranks must call this together.
 
         Raises ConfigError for a name that was not reported in the first step, or had another form.
         """
+        numbers: list[_Number] = []
+        for name, kind in self._agreed_kinds().items():
+            values, counts = zip(*self._terms.get(name, [(0.0, 0.0)]), strict=True)
+            counts = [float(self._num_losses)] if kind == "additional" else counts
+            numbers += [_sum(values), _sum(counts), self._divisors.get(name, 0.0)]
+        tensors = [number.to(self._device) for number in numbers if isinstance(number, Tensor)]
+        floats = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU
+        return [next(floats) if isinstance(number, Tensor) else number for number in numbers]
+
+    def _agreed_kinds(self) -> dict[str, str]:
+        """Return name -> kind in the same order on all ranks, which share theirs in the first step.
+
+        Raises ConfigError if this rank has others.
+        """
         if not self._kinds.get(self._trains):
-            of_ranks = together(lambda: self._own_kinds)
-            self._kinds[self._trains] = {name: kind for kinds in of_ranks for name, kind in kinds.items()}
+            kinds_of_ranks = together(lambda: self._local_kinds)
+            self._kinds[self._trains] = {
+                name: kind for kinds in kinds_of_ranks for name, kind in kinds.items()
+            }
         agreed = self._kinds[self._trains]
-        unknown = [name or "the loss" for name, kind in self._own_kinds.items() if agreed.get(name) != kind]
+        unknown = [name or "the loss" for name, kind in self._local_kinds.items() if agreed.get(name) != kind]
         if unknown:
             raise ConfigError(
                 f"loss_fn, get_additional_losses: return new names or other forms after the first step (got "
                 f"{', '.join(unknown)}). Return the same in every step, with 0 for a loss that does not apply."
             )
-        numbers: list[_Number] = []
-        for name, kind in agreed.items():
-            values, counts = zip(*self._terms.get(name, [(0.0, 0.0)]), strict=True)
-            counts = [float(self._computed)] if kind == "additional" else counts
-            numbers += [_sum(values), _sum(counts), self._divisors.get(name, 0.0)]
-        tensors = [number.to(self._device) for number in numbers if isinstance(number, Tensor)]
-        read = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU
-        return [next(read) if isinstance(number, Tensor) else number for number in numbers]
+        return agreed
 
     def result(self, table: Sequence[Sequence[float]]) -> StepLoss:
         """Return the losses of all ranks.
@@ -268,17 +285,19 @@ class StepLosses:
         counts: dict[str, float] = {}
         correction = 1.0
         for name, kind in kinds.items():
-            sums, counted, divisors = next(columns), sum(next(columns)), next(columns)
-            means[name] = sum(sums) / (counted or 1.0)
+            total = sum(next(columns))
+            count = sum(next(columns))
+            divisor = max(next(columns))
+            means[name] = total / (count or 1.0)
             if kind == "count":
-                counts[name] = counted
-                correction = self._correction(name, counted, max(divisors), correction)
+                counts[name] = count
+                correction = self._correction(name, count, divisor, correction)
         if not all(0 <= count < math.inf for count in counts.values()):
-            raise _on_all_ranks(
+            raise _error_on_all_ranks(
                 f"loss_fn: counts must be finite and not negative (got {', '.join(map(str, counts.values()))})."
             )
-        if self._trains and len(counts) > 1 and self._counts is None:
-            raise _several_terms(counts)
+        if self._trains and len(counts) > 1 and self._label_counter is None:
+            raise _several_terms_error(counts)
         if counts and not any(counts.values()) and "mean" not in kinds.values():
             correction = 0.0
         terms = [mean for name, mean in means.items() if kinds[name] != "additional"]
@@ -289,17 +308,20 @@ class StepLosses:
     def _fp32(self, number: float) -> Tensor:
         return torch.tensor(number, dtype=torch.float64).to(self._device, torch.float32)
 
-    def _correction(self, name: str, counted: float, divisor: float, correction: float) -> float:
-        """Return the correction of the gradients after one more term: 1 if its divisor was the count."""
-        if divisor == 0 or math.isclose(divisor, counted or 1.0, rel_tol=1e-6):  # 0: an evaluation
+    def _correction(self, name: str, count: float, divisor: float, correction: float) -> float:
+        """Return the factor for the gradients after one more term: ``correction`` if its divisor was its count.
+
+        Raises ConfigError if the divisor is a wrong result of the method ``counts``.
+        """
+        if divisor == 0 or math.isclose(divisor, count or 1.0, rel_tol=1e-6):  # 0: an evaluation
             return correction
-        if self._counts is not None:
+        if self._label_counter is not None:
             term = f" of the term {name!r}" if name else ""
-            raise _on_all_ranks(
+            raise _error_on_all_ranks(
                 f"loss_fn.counts: must return the counts that the loss function returns (got {divisor:g} labels{term}, "
-                f"and {counted:g} in the losses of the step)."
+                f"and {count:g} in the losses of the step)."
             )
-        return divisor / (counted or 1.0)
+        return divisor / (count or 1.0)
 
 
 class _Reduced:
@@ -312,7 +334,8 @@ class _Reduced:
     """
 
     def __init__(self, values: Mapping[str, float], group: ProcessGroup | None, device: torch.device) -> None:
-        self._names, self._work = list(values), None
+        self._names = list(values)
+        self._work = None
         on_host = group is None or dist.get_backend(group) == "gloo"
         self._tensor = torch.tensor(
             [*values.values()], dtype=torch.float64, device="cpu" if on_host else device
@@ -329,10 +352,10 @@ class _Reduced:
 
 
 def _sum(numbers: Sequence[_Number]) -> _Number:
-    """Return the sum of numbers, float64."""
+    """Return the sum of numbers: a float64 tensor if one of them is a tensor."""
     tensors = [number for number in numbers if isinstance(number, Tensor)]
-    rest = float(sum(number for number in numbers if not isinstance(number, Tensor)))
-    return torch.stack(tensors).double().sum() + rest if tensors else rest
+    sum_of_floats = float(sum(number for number in numbers if not isinstance(number, Tensor)))
+    return torch.stack(tensors).double().sum() + sum_of_floats if tensors else sum_of_floats
 
 
 def _positive(count: Tensor) -> Tensor:
@@ -340,37 +363,31 @@ def _positive(count: Tensor) -> Tensor:
     return torch.where(count == 0, 1.0, count)
 
 
-def _several_terms(names: Iterable[str]) -> ConfigError:
-    return _on_all_ranks(
+def _several_terms_error(names: Iterable[str]) -> ConfigError:
+    return _error_on_all_ranks(
         f"loss_fn: a loss with several terms needs a method counts(labels) that returns name -> count (got the terms "
         f"{', '.join(names)}). Or return one pair (sum, count)."
     )
 
 
-def _on_all_ranks(text: str) -> ConfigError:
+def _error_on_all_ranks(text: str) -> ConfigError:
+    """Return an error that all ranks raise, and rank 0 reports."""
     error = ConfigError(text)
     error.reported_by = 0
     return error
 
 
-def _named(value: Any) -> Mapping[str, Any]:
+def _by_term(value: Any) -> Mapping[str, Any]:
+    """Return name -> value of a term, from a result of the loss function or of ``counts``."""
     return value if isinstance(value, Mapping) else {_ONLY: value}
 
 
-def _term(value: Any) -> Term:
+def _make_term(value: Any) -> Term:
     """Return a term of a loss. Raises ConfigError if it is neither a scalar nor a pair (sum, count)."""
     count = None
     if isinstance(value, tuple | list) and len(value) == 2:
         value, count = value
-        is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
-        if not is_number or getattr(count, "requires_grad", False):  # (loss, other loss) is no pair
-            raise ConfigError(
-                f"loss_fn: the count of a pair (sum, count) must be one number without a gradient (got "
-                f"{_described(count)}). Return the number of counted labels of the micro-batch; report other losses "
-                f"by the attribute additional_losses."
-            )
-        device = value.device if isinstance(value, Tensor) else None
-        count = torch.as_tensor(count, dtype=torch.float64, device=device).reshape(())
+        count = _make_count(count, value.device if isinstance(value, Tensor) else None)
     if isinstance(value, int | float):
         raise ConfigError(
             f"loss_fn: must return a tensor that requires grad (got the {type(value).__name__} {value}). "
@@ -379,7 +396,7 @@ def _term(value: Any) -> Term:
     if not isinstance(value, Tensor) or value.numel() != 1:
         raise ConfigError(
             f"loss_fn (or the last layer without one): must return a single number per micro-batch, or a pair (sum, "
-            f"count) (got a {_described(value)}). Return the mean."
+            f"count) (got a {_describe(value)}). Return the mean."
         )
     if count is not None and value.dtype == torch.float16:
         raise ConfigError(
@@ -394,5 +411,17 @@ def _term(value: Any) -> Term:
     return Term(value.reshape(()), count)
 
 
-def _described(value: Any) -> str:
+def _make_count(count: Any, device: torch.device | None) -> Tensor:
+    """Return the count of a pair (sum, count), float64 []. Raises ConfigError for other values."""
+    is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
+    if not is_number or getattr(count, "requires_grad", False):  # (loss, other loss) is no pair
+        raise ConfigError(
+            f"loss_fn: the count of a pair (sum, count) must be one number without a gradient (got "
+            f"{_describe(count)}). Return the number of counted labels of the micro-batch; report other losses "
+            f"by the attribute additional_losses."
+        )
+    return torch.as_tensor(count, dtype=torch.float64, device=device).reshape(())
+
+
+def _describe(value: Any) -> str:
     return f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

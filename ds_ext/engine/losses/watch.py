@@ -39,21 +39,22 @@ class LossWatch:
     ) -> None:
         self.gradients, self.limit, self.dynamic_scale = gradients, limit, dynamic_scale
         self.in_a_row = 0
-        self._named = [
+        self._trained = [
             (local.layer, local.name, local.parameter)
             for local in parameters
             if local.parameter.requires_grad and local.parameter.numel() > 0
         ]
-        # Two steps: a non-finite gradient first changes the weights, and then the loss of the next step.
+        # Step, (layer, parameter) and largest element of every gradient. Of two steps: a non-finite gradient first
+        # changes the weights, and then the loss of the next step.
         self._largest: deque[tuple[int, list[tuple[int, str]], list[Tensor]]] = deque(maxlen=2)
-        self._first: tuple[int, int, str] | None = None
+        self._first_bad: tuple[int, int, str] | None = None  # step, rank and parameter
 
     def before_reduction(self, step: int) -> None:
         """Store the largest element of every gradient of this rank, on the device, before the reduction."""
         named_gradients = [
             ((layer, name), gradient)
-            for layer, name, parameter in self._named
-            if (gradient := self.gradients.of(parameter)) is not None
+            for layer, name, parameter in self._trained
+            if (gradient := self.gradients.get(parameter)) is not None
         ]
         if named_gradients:
             names, gradients = zip(*named_gradients, strict=True)
@@ -80,34 +81,39 @@ class LossWatch:
             return
         self.in_a_row += 1
         if self.in_a_row == 1:
-            self._first = self._first_bad_gradient()
+            self._first_bad = self._first_bad_gradient()
             if dist.get_rank() == 0:
                 effect = "step skipped" if skipped else "weights updated"
-                logger.warning("step %d: loss %s, %s. %s", step, loss, effect, _described(self._first))
+                logger.warning("step %d: loss %s, %s. %s", step, loss, effect, _describe(self._first_bad))
         if self.in_a_row == self.limit:
             error = NonFiniteLoss(
                 f"loss or gradients: not finite in {self.limit} consecutive steps, {step - self.limit + 1} to {step} "
-                f"(got loss {loss} in the last one). {_described(self._first)} Lower the learning rate, clip "
+                f"(got loss {loss} in the last one). {_describe(self._first_bad)} Lower the learning rate, clip "
                 f'gradients or check the data. "ds_ext": {{"max_nonfinite_losses": N}} sets the limit; 0: no limit.',
-                self._first,
+                self._first_bad,
             )
             error.reported_by = 0
             raise error
 
     def _first_bad_gradient(self) -> tuple[int, int, str] | None:
-        """Return (step, rank, parameter) for the last bad layer in the earliest bad step; its backward runs first."""
+        """Return (step, rank, parameter) for the last bad layer in the earliest bad step; its backward runs first.
+
+        All ranks must call this together. None if all gradients of the last two steps were finite.
+        """
         bad = [
-            (-step, layer, name, dist.get_rank())
+            (-step, layer, name, dist.get_rank())  # the largest tuple is the first to be bad
             for step, names, largest in self._largest
-            for (layer, name), value in zip(names, torch.stack(largest).isfinite().tolist(), strict=True)
-            if not value
+            for (layer, name), is_finite in zip(names, torch.stack(largest).isfinite().tolist(), strict=True)
+            if not is_finite
         ]
-        all_ranks = together(lambda: max(bad, default=None))
-        first = max((of_rank for of_rank in all_ranks if of_rank is not None), default=None)
-        return None if first is None else (-first[0], first[3], first[2])
+        candidates = [candidate for candidate in together(lambda: max(bad, default=None)) if candidate]
+        if not candidates:
+            return None
+        negative_step, _, name, rank = max(candidates)
+        return -negative_step, rank, name
 
 
-def _described(first: tuple[int, int, str] | None) -> str:
+def _describe(first: tuple[int, int, str] | None) -> str:
     if first is None:
         return "All gradients were finite."
     step, rank, parameter = first

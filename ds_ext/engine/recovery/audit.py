@@ -14,7 +14,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
@@ -29,7 +29,7 @@ from ...pipe_schedules.bridge import BackwardInput
 from ...pipe_schedules.ops import FORWARD, Op
 from ...planner.job_plan import JobPlan
 from ...tensor_parallel import WeightGradients, deferrable, deferring
-from ..deepspeed_api.recompute import Values, buffers_of, kept_buffers
+from ..deepspeed_api.recompute import Values, buffers_of, preserve_buffers
 from ..executor import Executor, Observer
 from ..messages import pack
 from ..module import PipelineModule
@@ -38,8 +38,8 @@ from ..together import together
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 1 << 20  # elements
-_FOLD = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, so that no bit is lost
+_CHUNK = 1 << 20  # elements that a checksum converts to int64 at a time, to bound the memory
+_FOLD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio as int64; odd, so that no bit is lost
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Weights = dict[tuple[int, int], int]  # (stage, tensor-parallel rank) -> checksum
@@ -63,19 +63,18 @@ class Audited(Protocol):
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
-    """Return a 64-bit checksum of the bits of tensors, computed on their device.
+    """Return a 64-bit checksum of the bits of tensors, computed on their device; 0 without tensors.
 
-    Every bit counts with an odd factor modulo 2^64, so one flipped bit always changes it.
+    Every element counts, as an integer, with an odd factor modulo 2^64, so one flipped bit always changes it.
     """
     total: Tensor | None = None
     for tensor in tensors:
-        flat = tensor.detach().contiguous().view(-1)
-        whole = _INTEGERS.get(flat.element_size())
-        numbers = flat.view(torch.uint8 if whole is None else whole)
-        for chunk in numbers.split(_CHUNK):
+        elements = tensor.detach().contiguous().view(-1)
+        integers = elements.view(_INTEGERS.get(elements.element_size(), torch.uint8))
+        for chunk in integers.split(_CHUNK):
             factors = 2 * torch.arange(len(chunk), device=chunk.device) + 1
-            part = (chunk.to(torch.int64) * factors).sum()
-            total = part if total is None else total.to(part.device) * _FOLD + part
+            chunk_sum = (chunk.to(torch.int64) * factors).sum()
+            total = chunk_sum if total is None else total.to(chunk_sum.device) * _FOLD + chunk_sum
     return 0 if total is None else int(total)
 
 
@@ -151,10 +150,10 @@ class Audit(Observer):
         self._members: list[int] = dist.get_process_group_ranks(self._group)
         self._place = f"host {socket.gethostname()}, {engine.device}"
         self.clean = self.done = 0
-        self._watched: Op | None = None
-        self._evidence: Evidence | None = None
+        self._watched: Op | None = None  # forward to repeat, on its owner during an audited step
+        self._evidence: Evidence | None = None  # of the watched forward, once it has begun
         self._before: Weights = {}
-        self._warned = False
+        self._has_warned = False
 
     @property
     def _owner(self) -> int:
@@ -162,13 +161,16 @@ class Audit(Observer):
         return self._members[self.done % len(self._members)]
 
     def start_step(self, step: int) -> Audit | None:
-        """Start the audit of a training step; None if the step is not audited.
+        """Return this object as the observer of a training step; None if the step is not audited.
 
-        Take the checksums of the weights, and choose the computation to repeat.
+        Takes the checksums of the weights, and chooses the computation to repeat.
+
+        Args:
+            step: number of the step, from 1.
         """
         if step % self._interval != 0:
             return None
-        self._before = self._weights()
+        self._before = self._weight_checksums()
         self._evidence = None
         self._watched = self._next_forward() if self._owner == self._engine.global_rank else None
         return self
@@ -187,9 +189,9 @@ class Audit(Observer):
             return
         buffer = self._engine.executor.buffers[instruction.buffer_id]
         if isinstance(instruction, ds.ForwardPass):
-            self._evidence = self._begin(buffer)
+            self._evidence = self._make_evidence(buffer)
         elif self._evidence is not None:
-            self._evidence = _with(self._evidence, grads=_copied(buffer.grads))
+            self._evidence = replace(self._evidence, grads=_copy_to_host(buffer.grads))
 
     def after(self, instruction: Any) -> None:
         """Take the checksums of what the watched forward or backward has computed."""
@@ -201,29 +203,28 @@ class Audit(Observer):
             forward = checksum(_outputs(buffer))
         else:
             backward = checksum(t.grad for t in buffer.inputs or () if t.grad is not None)
-        self._evidence = _with(self._evidence, result=(forward, backward))
+        self._evidence = replace(self._evidence, result=(forward, backward))
 
     def _watches(self, instruction: Any) -> bool:
-        watched = self._watched
-        return watched is not None and (instruction.stage, instruction.micro_batch) == (
-            watched.stage,
-            watched.micro_batch,
-        )
+        """Return whether an instruction is the watched forward, or its backward."""
+        op = self._watched
+        return op is not None and instruction.stage == op.stage and instruction.micro_batch == op.micro_batch
 
-    def _begin(self, buffer: Buffer) -> Evidence:
+    def _make_evidence(self, buffer: Buffer) -> Evidence:
+        """Return the evidence before the watched forward, without gradients and result."""
         assert self._watched is not None and buffer.inputs is not None
         stage, micro_batch = self._watched.stage, self._watched.micro_batch
         engine = self._engine
+        layer_buffers = buffers_of(engine.module.stage_modules(stage).values())
         return Evidence(
-            self._watched,
-            engine.executor.data.first_id + micro_batch,
-            (stage, micro_batch) in engine.plan.timetable.split_backwards,
-            _copied(buffer.inputs) or (),
-            tuple(t.requires_grad for t in buffer.inputs),
-            _copied(buffer.labels),
-            _copied(tuple(values for *_, values in buffers_of(engine.module.stage_modules(stage).values())))
-            or (),
-            _random_states(engine.device),
+            op=self._watched,
+            number=engine.executor.data.first_id + micro_batch,
+            splits=(stage, micro_batch) in engine.plan.timetable.split_backwards,
+            inputs=_copy_to_host(buffer.inputs) or (),
+            leaves=tuple(t.requires_grad for t in buffer.inputs),
+            labels=_copy_to_host(buffer.labels),
+            buffers=_copy_to_host(tuple(tensor for _, _, tensor in layer_buffers)) or (),
+            random=_random_states(engine.device),
         )
 
     # --- comparison ---
@@ -235,7 +236,7 @@ class Audit(Observer):
             CorruptionError: on all ranks, if a rank computed or stores different bits.
         """
         step = self._engine.global_steps + 1
-        after = self._weights()
+        after = self._weight_checksums()
         box: list[Any] = [self._evidence]
         dist.broadcast_object_list(box, src=self._owner, group=self._group)
         evidence: Evidence = box[0]
@@ -247,42 +248,39 @@ class Audit(Observer):
             return Finding(self._place, self._before, after, self._owner, evidence.op, original, result)
 
         findings: list[Finding] = together(find)
-        changed, differing = changed_weights(findings), differing_weights(findings)
-        problem = (
-            changed
-            or differing
-            or (
-                self._faulty_computation(findings, evidence)
-                if any(finding.result != finding.original for finding in findings)
-                else None
-            )
-        )
+        differing = differing_weights(findings)
+        problem = changed_weights(findings) or differing
+        if problem is None and any(finding.result != finding.original for finding in findings):
+            problem = self._faulty_computation(findings, evidence)
         self._watched = self._evidence = None
         if problem is not None:
             self._raise(problem, step, lasting=differing is not None)
-        self.clean, self.done = step, self.done + 1
+        self.clean = step
+        self.done += 1
 
     def _faulty_computation(self, findings: Sequence[Finding], evidence: Evidence) -> Problem:
-        """Have every rank repeat twice more. A rank that does not get its own result again is at fault.
+        """Return the ranks at fault for different results. All ranks call this together, and repeat twice more.
+
+        A rank that does not get its first result again is at fault; if all do, two ranks with different results are.
 
         Raises:
             ConfigError: on all ranks, if a rank gets another result each time, or several are at fault. Then a layer
                 keeps state outside its buffers.
         """
         runs: list[tuple[Result, Result]] = together(lambda: (self._repeat(evidence), self._repeat(evidence)))
-        again = [first for first, _ in runs]
-        of_rank = [
-            finding.original if rank == finding.owner else finding.result
-            for rank, finding in enumerate(findings)
-        ]
-        faulty = [rank for rank in range(len(findings)) if again[rank] != of_rank[rank]]
-        changing = [rank for rank, (first, second) in enumerate(runs) if first != second]
+        faulty = []
+        changing = []  # ranks whose two repetitions differ
+        for rank, (finding, (second, third)) in enumerate(zip(findings, runs, strict=True)):
+            first = finding.original if rank == finding.owner else finding.result
+            if first != second:
+                faulty.append(rank)
+            if second != third:
+                changing.append(rank)
         if changing or len(faulty) > 1:
             self._refuse_layer(changing or faulty, findings, evidence)
         if faulty:
-            finding = findings[faulty[0]]
-            named = _places(faulty, findings)
-            return faulty, f"{named} did not compute {finding.op} twice with the same result"
+            op = findings[faulty[0]].op
+            return faulty, f"{_places(faulty, findings)} did not compute {op} twice with the same result"
         rank = next(rank for rank, finding in enumerate(findings) if finding.result != finding.original)
         pair = sorted({rank, findings[rank].owner})
         return (
@@ -327,13 +325,14 @@ class Audit(Observer):
                 hook.remove()
         return results
 
-    def _raise(self, problem: Problem, step: int, lasting: bool) -> None:
+    def _raise(self, problem: Problem, step: int, lasting: bool) -> NoReturn:
+        """Raise CorruptionError. If the corruption is ``lasting``, ranks that the launcher restarts do not continue."""
         ranks, text = problem
-        passed = (
+        last_clean = (
             f"step {self.clean} was the last to pass an audit" if self.clean else "no step passed an audit"
         )
         error = CorruptionError(
-            f"audit of step {step}: {text} ({passed}). Take the faulty host out of the job, and continue from a "
+            f"audit of step {step}: {text} ({last_clean}). Take the faulty host out of the job, and continue from a "
             f"checkpoint that is not newer.",
             ranks,
             lasting,
@@ -343,67 +342,76 @@ class Audit(Observer):
             self._engine.recovery.stop(str(error))
         raise error
 
-    def _weights(self) -> Weights:
+    def _weight_checksums(self) -> Weights:
+        """Return the checksum of the weights of every stage of this rank, frozen ones included."""
         engine = self._engine
-        _, _, tensor = engine.layout.coordinates(engine.global_rank)
-        return {
-            (stage, tensor): checksum(
-                {
-                    id(p): p
-                    for layer in engine.module.stage_modules(stage).values()
-                    for p in layer.parameters()
-                }.values()
-            )
-            for stage in engine.module.stages
-        }
+        _, _, tensor_rank = engine.layout.coordinates(engine.global_rank)
+        checksums: Weights = {}
+        for stage in engine.module.stages:
+            layers = engine.module.stage_modules(stage).values()
+            parameters = dict.fromkeys(p for layer in layers for p in layer.parameters())  # each once
+            checksums[stage, tensor_rank] = checksum(parameters)
+        return checksums
 
     def _repeat(self, evidence: Evidence) -> Result:
-        """Return the checksums of the same computation on this rank. It changes neither gradients nor buffers."""
+        """Return the checksums of the same computation on this rank. It changes neither gradients nor buffers.
+
+        A backward that cannot be repeated is logged once, and has the original checksum.
+        """
         engine, stage = self._engine, evidence.op.stage
         inputs = tuple(
             t.to(engine.device, copy=True).requires_grad_(leaf)
             for t, leaf in zip(evidence.inputs, evidence.leaves, strict=True)
         )
-        buffer = Buffer(inputs, _moved(evidence.labels, engine.device))
+        buffer = Buffer(inputs, _copy_to(evidence.labels, engine.device))
         layers = engine.module.stage_modules(stage).values()
         values = {
-            (module, name): value.to(own.device)
-            for (module, name, own), value in zip(buffers_of(layers), evidence.buffers, strict=True)
+            (module, name): value.to(tensor.device)
+            for (module, name, tensor), value in zip(buffers_of(layers), evidence.buffers, strict=True)
         }
-        with _restored(layers, values, evidence.random, engine.device):
+        with _start_state(layers, values, evidence.random, engine.device):
             with deferrable() if evidence.splits else nullcontext():
                 outputs = engine.executor.forward_stage(stage, inputs, engine.global_steps, evidence.number)
                 if stage == engine.last_stage:
-                    buffer.loss = engine.executor.losses.of(outputs, buffer.labels)
+                    buffer.loss = engine.executor.losses.compute(outputs, buffer.labels)
             buffer.outputs = pack(outputs, f"stage {stage}")
             forward = checksum(_outputs(buffer))
-            buffer.grads = _moved(evidence.grads, engine.device)
+            buffer.grads = _copy_to(evidence.grads, engine.device)
             try:
                 grads = _gradients(buffer.roots(engine.executor.scale), inputs, evidence.splits)
             except RuntimeError as error:
-                if ".grad()" not in str(error):
+                if ".grad()" not in str(error):  # torch: "incompatible with .grad()"
                     raise
-                if not self._warned:
-                    logger.warning(
-                        "audit_interval: stage %d has layers with reentrant checkpoints, whose backward cannot be "
-                        "repeated. Audits compare only their outputs. Use use_reentrant=False.",
-                        stage,
-                    )
-                self._warned = True
+                self._warn_of_reentrance(stage)
                 return forward, evidence.result[1]
         return forward, checksum(grads)
+
+    def _warn_of_reentrance(self, stage: int) -> None:
+        if not self._has_warned:
+            logger.warning(
+                "audit_interval: stage %d has layers with reentrant checkpoints, whose backward cannot be "
+                "repeated. Audits compare only their outputs. Use use_reentrant=False.",
+                stage,
+            )
+        self._has_warned = True
 
 
 def _gradients(
     roots: Sequence[tuple[Tensor, Tensor | None]], inputs: Iterable[Tensor], splits: bool
 ) -> list[Tensor]:
-    """Return the gradients of the inputs that have one, without adding to those of the weights."""
+    """Return the gradients of the inputs that have one, without adding to those of the weights.
+
+    Args:
+        roots: outputs with their gradients, from :meth:`..stage.Buffer.roots`.
+        inputs: inputs of the stage.
+        splits: whether the backward is split.
+    """
     leaves = [t for t in inputs if t.requires_grad]
     if not roots or not leaves:
         return []
-    outputs, given = zip(*roots, strict=True)
+    outputs, output_grads = zip(*roots, strict=True)
     with deferring(WeightGradients()) if splits else nullcontext():
-        grads = torch.autograd.grad(outputs, leaves, given, allow_unused=True)
+        grads = torch.autograd.grad(outputs, leaves, output_grads, allow_unused=True)
     return [grad for grad in grads if grad is not None]
 
 
@@ -416,33 +424,35 @@ def changed_weights(findings: Sequence[Finding]) -> Problem | None:
 
 
 def differing_weights(findings: Sequence[Finding]) -> Problem | None:
-    """Return the ranks whose weights differed before the step from those of the other copies; None if all are equal."""
-    copies: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    """Return the ranks whose weights differed before the step from those of the other copies; None if all are equal.
+
+    These are the ranks outside the largest group with equal weights, or all ranks if no group is the largest.
+    """
+    # (stage, tensor-parallel rank) -> checksum -> ranks with it
+    ranks_by_checksum: dict[tuple[int, int], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, finding in enumerate(findings):
         for place, number in finding.before.items():
-            copies[place][number].append(rank)
-    differing = {place: ranks for place, ranks in copies.items() if len(ranks) > 1}
+            ranks_by_checksum[place][number].append(rank)
+    differing = {place: [*by.values()] for place, by in ranks_by_checksum.items() if len(by) > 1}
     if not differing:
         return None
-    stages = _listed(sorted({stage for stage, _ in differing}))
-    minority = {rank for ranks in differing.values() for rank in _outvoted(list(ranks.values()))}
+    stages = _stage_list(sorted({stage for stage, _ in differing}))
+    minority = sorted({rank for groups in differing.values() for rank in _minority(groups)})
     if minority:
-        return sorted(
-            minority
-        ), f"{_places(sorted(minority), findings)} have other weights of {stages} than the others"
-    both = sorted({rank for ranks in differing.values() for copy in ranks.values() for rank in copy})
-    return both, f"{_places(both, findings)} have different weights of {stages}"
+        return minority, f"{_places(minority, findings)} have other weights of {stages} than the others"
+    ranks = sorted({rank for groups in differing.values() for group in groups for rank in group})
+    return ranks, f"{_places(ranks, findings)} have different weights of {stages}"
 
 
-def _outvoted(copies: list[list[int]]) -> list[int]:
-    """Return the ranks of the smaller groups if one group is the largest; else none."""
-    largest = max(map(len, copies))
-    if sum(len(ranks) == largest for ranks in copies) > 1:
+def _minority(groups: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks outside the largest group; none if several groups are the largest."""
+    largest = max(map(len, groups))
+    if sum(len(ranks) == largest for ranks in groups) > 1:
         return []
-    return [rank for ranks in copies if len(ranks) < largest for rank in ranks]
+    return [rank for ranks in groups if len(ranks) < largest for rank in ranks]
 
 
-def _listed(stages: Sequence[int]) -> str:
+def _stage_list(stages: Sequence[int]) -> str:
     return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
 
 
@@ -451,20 +461,17 @@ def _places(ranks: Sequence[int], findings: Sequence[Finding]) -> str:
 
 
 def _outputs(buffer: Buffer) -> list[Tensor]:
+    """Return the outputs of a stage, and the terms of the loss at the last one."""
     return [*(buffer.outputs or ()), *(term.sum for term in (buffer.loss or {}).values())]
 
 
-def _copied(tensors: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
+def _copy_to_host(tensors: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
     """Return copies in host memory, because the originals are dropped or changed."""
     return None if tensors is None else tuple(t.detach().to("cpu", copy=True) for t in tensors)
 
 
-def _moved(tensors: tuple[Tensor, ...] | None, device: torch.device) -> tuple[Tensor, ...] | None:
+def _copy_to(tensors: tuple[Tensor, ...] | None, device: torch.device) -> tuple[Tensor, ...] | None:
     return None if tensors is None else tuple(t.to(device) for t in tensors)
-
-
-def _with(evidence: Evidence, **changes: Any) -> Evidence:
-    return Evidence(**{**vars(evidence), **changes})
 
 
 def _random_states(device: torch.device) -> dict[str, Tensor]:
@@ -481,14 +488,14 @@ def _set_random_states(states: Mapping[str, Tensor], device: torch.device) -> No
 
 
 @contextmanager
-def _restored(
+def _start_state(
     layers: Iterable[torch.nn.Module], buffers: Values, random: Mapping[str, Tensor], device: torch.device
 ) -> Iterator[None]:
-    """Context with the given buffers and states of random-number generators; it restores the present ones."""
+    """Context with the buffers and random states of the start of a computation. On exit, the present ones are back."""
     states = _random_states(device)
     _set_random_states(random, device)
     try:
-        with kept_buffers(layers, buffers):
+        with preserve_buffers(layers, buffers):
             yield
     finally:
         _set_random_states(states, device)

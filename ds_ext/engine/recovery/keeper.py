@@ -92,10 +92,10 @@ class Keeper:
         Raises:
             KeeperError: the file does not exist, or there is not enough memory.
         """
-        with self._connected() as connection:
+        with self._connect() as connection:
             connection.send(json.dumps({"do": "open", "name": name, "size": size}).encode())
             data, descriptors, _, _ = socket.recv_fds(connection, MAX_BYTES, 1)
-            _checked(data)
+            _parse_answer(data)
             return descriptors[0]
 
     def listen(self, ip: str) -> list[Any]:
@@ -132,7 +132,7 @@ class Keeper:
         Args:
             to: from :meth:`listen` of the other host's keeper.
         """
-        with self._connected() as connection:
+        with self._connect() as connection:
             connection.send(
                 json.dumps({"do": "copy", "rank": rank, "step": step, "start": start, "to": to}).encode()
             )
@@ -151,8 +151,11 @@ class Keeper:
         return self._ask("error", rank=rank)["copy_error"]
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        # A new session, because the launcher signals the process groups of its ranks. Without their variables, so that
-        # it does not look like a rank.
+        """Start a process of the keeper, which exits with status 0 if this launcher already has one.
+
+        It has a new session, because the launcher signals the process groups of its ranks. It has none of their
+        environment variables, so that it does not look like a rank.
+        """
         environ = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
         environ["PYTHONPATH"] = str(_ROOT)
         return subprocess.Popen(
@@ -166,12 +169,13 @@ class Keeper:
         )
 
     def _ask(self, do: str, timeout_s: float = ANSWER_S, **arguments: Any) -> dict[str, Any]:
-        with self._connected() as connection:
+        """Return the keeper's answer to a question. Raises KeeperError if it does not answer, or reports an error."""
+        with self._connect() as connection:
             connection.settimeout(timeout_s)
             connection.send(json.dumps({"do": do, **arguments}).encode())
-            return _checked(connection.recv(MAX_BYTES))
+            return _parse_answer(connection.recv(MAX_BYTES))
 
-    def _connected(self) -> _Connection:
+    def _connect(self) -> _Connection:
         return _Connection(self._address)
 
 
@@ -202,7 +206,7 @@ class _Connection:
             raise KeeperError(error.strerror or str(error)) from None
 
 
-def _checked(data: bytes) -> dict[str, Any]:
+def _parse_answer(data: bytes) -> dict[str, Any]:
     """Return an answer. Raises KeeperError for one that reports an error."""
     if not data:
         raise KeeperError("it refused this process")

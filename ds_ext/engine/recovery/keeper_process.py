@@ -167,7 +167,8 @@ class KeeperProcess:
     def __init__(self, launcher: int) -> None:
         self._launcher = launcher
         self._memory = Memory()
-        self._name, self._token = secrets.token_hex(16), secrets.token_hex(16)
+        self._id = secrets.token_hex(16)
+        self._token = secrets.token_hex(16)  # key of the handshakes with other keepers
         self._incoming: socket.socket | None = None
         self._unauthenticated = threading.BoundedSemaphore(MAX_UNAUTHENTICATED)
         self._lock = threading.Lock()  # held while a snapshot is marked as complete
@@ -176,9 +177,8 @@ class KeeperProcess:
         self._sending: dict[int, threading.Lock] = {}
         self._errors: dict[int, str] = {}  # rank -> why its last copy failed
         self._alive: dict[int, tuple[int, int]] = {}  # pidfd_open(2) -> start and rank
-        self._exits: dict[
-            int, dict[int, int]
-        ] = {}  # start -> rank -> time of its exit in ns since 1970, or RUNS
+        # Start -> rank -> time of its exit in ns since 1970, or RUNS.
+        self._exits: dict[int, dict[int, int]] = {}
         self._answers: dict[str, Callable[..., dict[str, Any]]] = {
             "hello": self._hello,
             "list": lambda: {"files": self._memory.sizes()},
@@ -206,22 +206,31 @@ class KeeperProcess:
             if watch in readable:
                 os._exit(0)  # without waiting for copies
             for process in self._alive.keys() & set(readable):
-                start, rank = self._alive.pop(process)
-                self._exits[start][rank] = time.time_ns()
-                os.close(process)
-            if self._incoming in readable and self._incoming is not None:
-                connection, _ = self._incoming.accept()
-                if self._unauthenticated.acquire(blocking=False):
-                    _in_thread(self._receive, connection)
-                else:
-                    connection.close()
+                self._record_exit(process)
+            if self._incoming is not None and self._incoming in readable:
+                self._accept_copy(self._incoming)
             if listener in readable:
                 connection, _ = listener.accept()
                 # One rank's question must not end the keeper of all ranks.
                 with contextlib.suppress(Exception):
                     self._answer(connection)
 
+    def _record_exit(self, process: int) -> None:
+        """Record that the process of a descriptor in ``_alive`` exits now, and close the descriptor."""
+        start, rank = self._alive.pop(process)
+        self._exits[start][rank] = time.time_ns()
+        os.close(process)
+
+    def _accept_copy(self, listener: socket.socket) -> None:
+        """Receive a copy of another keeper in a thread, unless too many handshakes are in progress."""
+        connection, _ = listener.accept()
+        if self._unauthenticated.acquire(blocking=False):
+            _in_thread(self._receive, connection)
+        else:
+            connection.close()
+
     def _answer(self, connection: socket.socket) -> None:
+        """Answer the question of a process of the same user, and close the connection; a move does so at its end."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(connection)
             connection.settimeout(ANSWER_S)
@@ -254,7 +263,7 @@ class KeeperProcess:
         """Take the time at which a rank of a start exits, from now on."""
         self._exits.setdefault(start, {})[rank] = RUNS
         self._alive[os.pidfd_open(process)] = start, rank
-        return {"id": self._name, "process": os.getpid(), "stopped": self._stopped}
+        return {"id": self._id, "process": os.getpid(), "stopped": self._stopped}
 
     def _listen(self, ip: str) -> dict[str, Any]:
         """Accept copies on an address of this host, from now on."""
@@ -319,7 +328,9 @@ class KeeperProcess:
     # --- copies between keepers ---
 
     def _send(self, rank: int, step: int, start: int, to: list[Any]) -> None:
-        records, error = self._memory.records(rank), ""
+        """Copy a snapshot to another keeper, after earlier copies of this rank, and record the end or the failure."""
+        records = self._memory.records(rank)
+        error = ""
         with self._sending.setdefault(rank, threading.Lock()):
             try:
                 self._send_snapshot(rank, step, start, to)
@@ -328,22 +339,27 @@ class KeeperProcess:
         with self._lock:
             if start >= self._start:
                 if error:
-                    self._errors[rank], records[COPY_FAILED] = error, step
+                    self._errors[rank] = error
+                    records[COPY_FAILED] = step
                 records[COPIED] = step
 
     def _send_snapshot(self, rank: int, step: int, start: int, to: list[Any]) -> None:
+        """Send a snapshot with its record to another keeper. Raises KeeperError or OSError if that fails."""
         records = self._memory.records(rank)
         slot = next((slot for slot in (0, 1) if record(records, slot)[STEP] == step), None)
         if slot is None:
             raise KeeperError(f"has no snapshot of step {step}")
         ip, port, token = to
         header = {
-            **{"rank": rank, "slot": slot, "start": start},
-            **{"record": list(record(records, slot)), "progress": list(records[:FIRST_SLOT])},
+            "rank": rank,
+            "slot": slot,
+            "start": start,
+            "record": list(record(records, slot)),
+            "progress": list(records[:FIRST_SLOT]),
         }
         with socket.create_connection((ip, port), SILENCE_S) as connection:
             note = json.dumps(header).encode()
-            completed(initiate(connection, SENDER, RECEIVER, bytes.fromhex(token), note), connection)
+            run_handshake(initiate(connection, SENDER, RECEIVER, bytes.fromhex(token), note), connection)
             _require_success(connection)
             size = header["record"][SIZE]
             with os.fdopen(self._memory.open(f"rank{rank}.{slot}"), "rb") as file:
@@ -355,7 +371,7 @@ class KeeperProcess:
         """Store a snapshot from another keeper."""
         with connection:
             try:
-                header = json.loads(completed(self._respond(connection), connection))
+                header = json.loads(run_handshake(self._respond(connection), connection))
             finally:
                 self._unauthenticated.release()
             connection.settimeout(SILENCE_S)
@@ -377,17 +393,13 @@ class KeeperProcess:
         record: list[int],
         progress: list[int],
     ) -> None:
-        self._mark(rank, slot, start, [NONE, *record[1:]], [])
+        """Answer, receive a slot, set its record, and answer again. Raises KeeperError for a bad or outdated copy."""
+        self._mark(rank, slot, start, [NONE, *record[1:]])
         descriptor = self._memory.open(f"rank{rank}.{slot}", record[SIZE])
         try:
             _send_message(connection, {})
             with mmap.mmap(descriptor, record[SIZE]) as content, memoryview(content) as view:
-                received = 0
-                while received < len(view):
-                    count = connection.recv_into(view[received : received + _CHUNK])
-                    if count == 0:
-                        raise KeeperError("the connection was closed")
-                    received += count
+                _receive_into(view, connection)
                 checksum = zlib.crc32(view)
         finally:
             os.close(descriptor)
@@ -398,8 +410,10 @@ class KeeperProcess:
         self._mark(rank, slot, start, record, progress)
         _send_message(connection, {})
 
-    def _mark(self, rank: int, slot: int, start: int, numbers: list[int], progress: list[int]) -> None:
-        """Set the record of a slot, the step last. Raises KeeperError for copies from before the last restart."""
+    def _mark(
+        self, rank: int, slot: int, start: int, numbers: list[int], progress: list[int] | None = None
+    ) -> None:
+        """Set the record of a slot, the step last, and the rank's progress. Raises KeeperError for an outdated copy."""
         with self._lock:
             if start < self._start:
                 raise KeeperError(f"the ranks were restarted (got a copy of start {start})")
@@ -407,8 +421,9 @@ class KeeperProcess:
             target = record(records, slot)
             for index in (CHECKSUM, SIZE, STATE_BYTES, STEP):
                 target[index] = numbers[index]
-            for index in (PROGRESS_NS, PROGRESS) if progress else ():
-                records[index] = progress[index]
+            if progress is not None:
+                records[PROGRESS_NS] = progress[PROGRESS_NS]
+                records[PROGRESS] = progress[PROGRESS]
 
 
 def _reason(to: list[Any], error: Exception) -> str:
@@ -416,6 +431,8 @@ def _reason(to: list[Any], error: Exception) -> str:
 
 
 def _in_thread(function: Callable[..., None], *args: Any) -> None:
+    """Call a function in a thread that does not keep the process alive. Its exceptions are ignored."""
+
     def run() -> None:
         with contextlib.suppress(Exception):
             function(*args)
@@ -435,7 +452,18 @@ def _read_message(connection: socket.socket) -> dict[str, Any]:
     return json.loads(_read(connection, size))
 
 
+def _receive_into(view: memoryview, connection: socket.socket) -> None:
+    """Fill memory from a connection. Raises KeeperError if the connection ends before."""
+    received = 0
+    while received < len(view):
+        count = connection.recv_into(view[received : received + _CHUNK])
+        if count == 0:
+            raise KeeperError("the connection was closed")
+        received += count
+
+
 def _read(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
+    """Return ``size`` bytes, received before a ``deadline`` of the monotonic clock. Raises KeeperError or OSError."""
     data = b""
     while len(data) < size:
         if deadline is not None:
@@ -447,8 +475,8 @@ def _read(connection: socket.socket, size: int, deadline: float | None = None) -
     return data
 
 
-def completed(handshake: Handshake, connection: socket.socket) -> bytes:
-    """Return the other keeper's note."""
+def run_handshake(handshake: Handshake, connection: socket.socket) -> bytes:
+    """Run a handshake within ``HANDSHAKE_S``, and return the other keeper's note. Raises KeeperError if it fails."""
     deadline = time.monotonic() + HANDSHAKE_S
     try:
         size = next(handshake)

@@ -16,6 +16,7 @@ import contextlib
 import logging
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ from ..state import RankState
 from ..together import by_rank_0, together
 from .keeper import Exits, Keeper, KeeperError, Snapshots
 from .keeper_process import RUNS
-from .slots import Slots, packed, unpacked
+from .slots import Slots, pack_state, unpack_state
 
 logger = logging.getLogger(__name__)
 
@@ -106,19 +107,18 @@ class Recovery:
         self._engine, self._options = engine, options
         self._rank = dist.get_rank()
         self._timeout_s = engine.plan.settings.transport_options.timeout_s
-        self._taken: int | None = None  # step that this process has taken last
+        self._last_step: int | None = None  # step that this process has completed last
         self._copying: int | None = None  # step of the last copy that this process has started
         self._copy_failed = False
         self.restart = restarts()
         self.pending = self.restart > 0
-        started = self._with_keepers(self._start)
-        stopped = next((reason for _, reason in started if reason), "")
-        if stopped:
+        keepers, stop_reasons = zip(*self._with_keepers(self._start), strict=True)
+        if any(stop_reasons):
             raise ConfigError(
-                f"ds_ext.recovery: an earlier start of the ranks ended this job (got {stopped})"
+                f"ds_ext.recovery: an earlier start of the ranks ended this job (got "
+                f"{next(filter(None, stop_reasons))})"
             )
-        keepers = [keeper for keeper, _ in started]
-        #: Host of every rank, as the number of its keeper.
+        # Host of every rank, as the first rank on it.
         self._hosts = [keepers.index(keeper) for keeper in keepers]
         self._addresses = self._with_keepers(self._listen) if len(set(self._hosts)) > 1 else None
         targets = copy_hosts(engine.layout, self._hosts) if options.second_copy == "mirror" else None
@@ -126,6 +126,7 @@ class Recovery:
         self._slots = self._with_keepers(lambda: Slots(self._keeper, self._rank), share=False)[self._rank]
 
     def _start(self) -> tuple[str, str]:
+        """Start this host's keeper. Returns its id, and the reason for which :meth:`stop` ended the job, or ""."""
         launcher = find_launcher()
         if launcher is None:
             raise KeeperError("the launcher has exited")
@@ -133,25 +134,30 @@ class Recovery:
         return self._keeper.start(self._rank, self.restart)
 
     def _listen(self) -> list[Any]:
+        """Have the keeper accept copies from other hosts. Returns its address."""
         node_ips = self._engine.plan.settings.transport_options.node_ips
         return self._keeper.listen(own_address(self._rank, dist.get_world_size(), node_ips))
 
     def _with_keepers(self, function: Callable[[], Any], share: bool = True) -> list[Any]:
-        """Return the results of all ranks; without ``share`` only this rank's, and None for the others."""
-        own: list[Any] = []
+        """Return the results of ``function()`` on all ranks; without ``share`` only this rank's, None for the others.
+
+        Raises ConfigError on all ranks if the keeper of one of them fails.
+        """
+        result: Any = None
 
         def call() -> Any:
+            nonlocal result
             try:
-                own.append(function())
+                result = function()
             except KeeperError as error:
                 raise ConfigError(
                     f"ds_ext.recovery: the process that keeps the snapshots on host {socket.gethostname()} failed (got "
                     f"{error}). Remove the section to train without snapshots."
                 ) from None
-            return own[0] if share else None
+            return result if share else None
 
         results = together(call)
-        results[self._rank] = own[0]
+        results[self._rank] = result
         return results
 
     # --- snapshots ---
@@ -164,36 +170,40 @@ class Recovery:
         Raises:
             ConfigError: the position in the data cannot be saved, or the script did not call ``engine.recover()``.
         """
-        step, waited_s = self._engine.global_steps, 0.0
+        step = self._engine.global_steps
         if self.pending:
             raise ConfigError(
                 "ds_ext.recovery: the launcher has restarted the ranks, and the script trains from the beginning (got "
                 "no call of engine.recover()). Call it before the first step, and train from engine.global_steps."
             )
-        self._taken = step
+        self._last_step = step
         if not self._is_due(step):
             return None
         self._require_position()
-        lost = not self._keeper.is_running()
-        lost_hosts = lost
+        keeper_is_gone = any_keeper_is_gone = not self._keeper.is_running()
+        waited_s = 0.0
         if any(target is not None for target in self._targets):
-            waits = self._with_keepers(lambda: (self._wait_for_copy(), lost))
-            waited_s, lost_hosts = max(wait_s for wait_s, _ in waits), any(lost for _, lost in waits)
+            reports = self._with_keepers(lambda: (self._wait_for_copy(), keeper_is_gone))
+            waited_s = max(wait_s for wait_s, _ in reports)
+            any_keeper_is_gone = any(is_gone for _, is_gone in reports)
         begin = time.perf_counter()
         try:
-            if lost:
-                self._start_again(step)
-            if lost_hosts and self._addresses is not None:
+            if keeper_is_gone:
+                self._restart_keeper(step)
+            if any_keeper_is_gone and self._addresses is not None:
                 self._addresses = self._with_keepers(self._listen)
-            state = RankState(self._engine)
-            values = {"job": describe_job(self._engine), **state.values()}
-            self._slots.write(step, state.tensors(), packed(values))
+            self._write(step)
         except KeeperError as error:
             raise ConfigError(
                 f"ds_ext.recovery: no snapshot of step {step} on host {socket.gethostname()} (got {error}). Use fewer "
                 f"ranks per host, or remove the section."
             ) from None
         return waited_s + time.perf_counter() - begin
+
+    def _write(self, step: int) -> None:
+        state = RankState(self._engine)
+        values = {"job": describe_job(self._engine), **state.values()}
+        self._slots.write(step, state.tensors(), pack_state(values))
 
     def _require_position(self) -> None:
         """Raise ConfigError for data whose position cannot be restored."""
@@ -213,7 +223,7 @@ class Recovery:
                 f"{now[changed[0]]!r})."
             )
 
-    def _start_again(self, step: int) -> None:
+    def _restart_keeper(self, step: int) -> None:
         """Start the keeper of this host after its end. The snapshots of earlier steps are lost with it."""
         if self._hosts.index(self._hosts[self._rank]) == self._rank:
             logger.warning(
@@ -229,10 +239,10 @@ class Recovery:
 
         To be called when the next step begins: then every rank has a snapshot of the last one, because of the vote.
         """
-        step = self._taken
+        step = self._last_step
         if step is None:
             return
-        self._slots.completed(step)
+        self._slots.mark_complete(step)
         if self._is_due(step):
             self._start_copy(step)
 
@@ -240,6 +250,7 @@ class Recovery:
         return step % self._options.every == 0
 
     def _address_of(self, host: int) -> list[Any]:
+        """Return the address at which the keeper of a host accepts copies."""
         assert self._addresses is not None
         return self._addresses[self._hosts.index(host)]
 
@@ -261,11 +272,13 @@ class Recovery:
             return 0.0
         begin = time.monotonic()
         deadline = begin + self._timeout_s
-        while self._slots.copied < step and time.monotonic() < deadline and self._keeper.is_running():
+        while (
+            self._slots.last_ended_copy < step and time.monotonic() < deadline and self._keeper.is_running()
+        ):
             time.sleep(_POLL_S)
-        if self._slots.copied < step:
+        if self._slots.last_ended_copy < step:
             self._report_copy(step, f"no end within {self._timeout_s:g} s, or before the end of its sender")
-        elif self._slots.copy_failed == step:
+        elif self._slots.last_failed_copy == step:
             self._report_copy(step, self._keeper.copy_error(self._rank))
         else:
             self._copy_failed = False
@@ -300,11 +313,12 @@ class Recovery:
         self.pending = False
         if self.restart == 0:
             return None
-        begin, run, checkpoint = time.time(), self._engine.run, self._engine.global_steps
+        begin = time.time()
+        run = self._engine.run
+        checkpoint = self._engine.global_steps
         if save_dir is not None and run.continues:
-            saved = by_rank_0(lambda: run.saved_step(save_dir), CheckpointError)
-            checkpoint = max(saved, checkpoint)
-        memory = _HostMemory.of(
+            checkpoint = max(by_rank_0(lambda: run.saved_step(save_dir), CheckpointError), checkpoint)
+        memory = _HostMemory.from_answers(
             self._with_keepers(lambda: (self._keeper.snapshots(), self._keeper.exits(self.restart)))
         )
         for step in memory.steps:
@@ -366,8 +380,8 @@ class Recovery:
 
     def _begin(self, after: int) -> None:
         """Forget later steps on all hosts, before any rank writes one of the same number."""
-        here = self._hosts[self._rank]
-        ranks = [rank for rank, host in enumerate(self._hosts) if here in (host, self._targets[rank])]
+        this_host = self._hosts[self._rank]
+        ranks = [rank for rank, host in enumerate(self._hosts) if this_host in (host, self._targets[rank])]
         self._with_keepers(lambda: self._keeper.begin(self.restart, after, ranks))
 
     def _is_copied(self, step: int, memory: _HostMemory) -> bool:
@@ -377,15 +391,18 @@ class Recovery:
 
     def _move(self, step: int, memory: _HostMemory) -> int:
         """Copy the snapshots of ranks that have none on their host. Returns the number of these ranks."""
-        holders = {rank: memory.holders(step, rank) for rank in range(len(self._hosts))}
-        moving = {
-            rank: ranks[0]
-            for rank, ranks in holders.items()
-            if self._hosts[rank] not in {self._hosts[holder] for holder in ranks}
-        }
+        senders: dict[
+            int, int
+        ] = {}  # rank without a snapshot on its host -> first rank with it on its own host
+        for rank, host in enumerate(self._hosts):
+            holders = memory.holders(step, rank)
+            if host not in {self._hosts[holder] for holder in holders}:
+                senders[rank] = holders[0]
 
         def move() -> None:
-            for rank in (rank for rank, holder in moving.items() if holder == self._rank):
+            for rank, sender in senders.items():
+                if sender != self._rank:
+                    continue
                 address = self._address_of(self._hosts[rank])
                 try:
                     self._keeper.move(rank, step, self.restart, address, self._timeout_s)
@@ -394,9 +411,9 @@ class Recovery:
                         "recovery: the snapshot of rank %d was not moved to its host (got %s)", rank, error
                     )
 
-        if moving:
+        if senders:
             together(move)
-        return len(moving)
+        return len(senders)
 
     def _read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
         """Return this rank's snapshot; None on all ranks if one of them is damaged or of another job."""
@@ -405,7 +422,7 @@ class Recovery:
         def read() -> None:
             nonlocal snapshot
             tensors, state = self._slots.read(step)
-            snapshot = tensors, unpacked(state)
+            snapshot = tensors, unpack_state(state)
             self._require_same_job(snapshot[1]["job"])
 
         try:
@@ -436,53 +453,67 @@ class _HostMemory:
     last_ns: int
 
     @classmethod
-    def of(cls, answers: Sequence[tuple[dict[int, Snapshots], Exits]]) -> _HostMemory:
+    def from_answers(cls, answers: Sequence[tuple[dict[int, Snapshots], Exits]]) -> _HostMemory:
         """Return the contents from the answers of the keepers to every rank."""
-        snapshots, exits = [held for held, _ in answers], last_exits([exits for _, exits in answers])
-        progress: dict[int, tuple[int, int]] = {}
-        for held in snapshots:
-            for rank, snapshot in held.items():  # a copy may be older
+        snapshots = [by_rank for by_rank, _ in answers]
+        exits = last_exits([exits for _, exits in answers])
+        progress: dict[
+            int, tuple[int, int]
+        ] = {}  # rank -> its last complete step, and the end of this step in ns
+        steps: defaultdict[int, set[int]] = defaultdict(set)  # rank -> steps of its snapshots on any host
+        for by_rank in snapshots:
+            for rank, snapshot in by_rank.items():  # a copy may be older
                 progress[rank] = max(snapshot.progress, progress.get(rank, (0, 0)))
+                steps[rank].update(snapshot.steps)
         # The scripts of the ranks may be in different steps. Rank 0 decides: it evaluates, saves and logs.
         last, last_ns = progress.get(0, (0, 0))
         # If its host was lost, its records come from a copy and may be older.
-        complete = last if 0 in exits else max((last for last, _ in progress.values()), default=0)
-        of_ranks = [
-            {step for held in snapshots if rank in held for step in held[rank].steps}
-            for rank in range(len(snapshots))
-        ]
-        steps = sorted((step for step in set.intersection(*of_ranks) if step <= last), reverse=True)
-        return cls(snapshots, exits, steps, complete, last_ns)
+        complete = last if 0 in exits else max((step for step, _ in progress.values()), default=0)
+        common = set.intersection(*(steps[rank] for rank in range(len(snapshots))))
+        loadable = sorted((step for step in common if step <= last), reverse=True)
+        return cls(snapshots, exits, loadable, complete, last_ns)
 
     def holders(self, step: int, rank: int) -> list[int]:
         """Return the ranks on whose hosts there is a snapshot of ``rank``."""
         return [
-            holder for holder, held in enumerate(self.snapshots) if rank in held and step in held[rank].steps
+            holder
+            for holder, by_rank in enumerate(self.snapshots)
+            if rank in by_rank and step in by_rank[rank].steps
         ]
 
     @property
     def ranks_without_snapshot(self) -> list[int]:
         """Ranks of which no host has a snapshot."""
-        held = {rank for of_host in self.snapshots for rank, one in of_host.items() if one.steps}
-        return [rank for rank in range(len(self.snapshots)) if rank not in held]
+        holds_snapshot = {
+            rank for by_rank in self.snapshots for rank, snapshots in by_rank.items() if snapshots.steps
+        }
+        return [rank for rank in range(len(self.snapshots)) if rank not in holds_snapshot]
 
 
-def last_exits(of_keepers: Sequence[Exits]) -> dict[int, int]:
-    """Return rank -> time of its exit in the last start, without the ranks whose host was lost with its keeper."""
-    last = max(exits.start for exits in of_keepers)
-    return {rank: at_ns for exits in of_keepers if exits.start == last for rank, at_ns in exits.times.items()}
+def last_exits(answers: Sequence[Exits]) -> dict[int, int]:
+    """Return rank -> time of its exit in the last start, without the ranks whose host was lost with its keeper.
+
+    Args:
+        answers: :meth:`.keeper.Keeper.exits` of every keeper.
+    """
+    last = max(exits.start for exits in answers)
+    return {rank: at_ns for exits in answers if exits.start == last for rank, at_ns in exits.times.items()}
 
 
 def first_exits(times: Mapping[int, int], ranks: int) -> tuple[tuple[int, ...], float | None]:
     """Return the ranks that exited first, and the seconds until the next one did; None if unknown.
 
+    If a host was lost, these are its ranks.
+
     Args:
         times: from :func:`last_exits`.
         ranks: number of ranks.
     """
+    if not times:
+        return (), None
     lost = tuple(rank for rank in range(ranks) if rank not in times)
-    order = sorted((time_ns, rank) for rank, time_ns in times.items() if time_ns != RUNS)
-    if not times or lost or not order:
-        return (lost if times else ()), None
-    noticed_s = (order[1][0] - order[0][0]) / 1e9 if len(order) > 1 else None
-    return (order[0][1],), noticed_s
+    exits = sorted((time_ns, rank) for rank, time_ns in times.items() if time_ns != RUNS)
+    if lost or not exits:
+        return lost, None
+    first_ns, first_rank = exits[0]
+    return (first_rank,), (exits[1][0] - first_ns) / 1e9 if len(exits) > 1 else None

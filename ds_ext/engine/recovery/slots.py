@@ -27,7 +27,7 @@ from torch import Tensor
 
 from ...environment import path_of
 from ...errors import CheckpointError
-from ..checkpoint.file import TensorFile, converted, header_of, restored
+from ..checkpoint.file import TensorFile, from_plain, header_of, to_plain
 from .keeper import Keeper, KeeperError
 from .keeper_process import (
     CHECKSUM,
@@ -47,15 +47,19 @@ from .keeper_process import (
 logger = logging.getLogger(__name__)
 
 STATE = "state"
-_STATE_UNIT = 4096  # bytes; the state may grow within the unit
+_STATE_UNIT = 4096  # bytes; a state that grows by at most one unit fits into the file of the last one
 
 
 class _Slot(NamedTuple):
-    """Mapped file of a slot: layout of the tensors, bytes of the file, and a view for every tensor."""
+    """Mapped file of a slot: layout of the tensors, all bytes, and views of every tensor and of the state."""
 
     layout: tuple[Any, ...]
     content: memoryview
     views: dict[str, Tensor]
+
+    def fits(self, tensors: Mapping[str, Tensor], state_bytes: int) -> bool:
+        """Return whether the file has room for exactly these tensors and for a state of this size."""
+        return self.layout == _layout(tensors) and state_bytes <= self.views[STATE].numel()
 
 
 class Slots:
@@ -72,20 +76,20 @@ class Slots:
     def __init__(self, keeper: Keeper, rank: int) -> None:
         self._keeper, self._rank = keeper, rank
         self._records = np.frombuffer(self._map(f"rank{rank}.records", RECORDS_BYTES), dtype=np.int64)
-        self._slots: dict[int, _Slot] = {}
+        self._slots: dict[int, _Slot] = {}  # by number of the slot, 0 or 1
 
     @property
-    def copied(self) -> int:
+    def last_ended_copy(self) -> int:
         """Last step whose copy to another host has ended."""
         return int(self._records[COPIED])
 
     @property
-    def copy_failed(self) -> int:
+    def last_failed_copy(self) -> int:
         """Last step whose copy to another host failed."""
         return int(self._records[COPY_FAILED])
 
-    def completed(self, step: int) -> None:
-        """Record that a step is complete on all ranks."""
+    def mark_complete(self, step: int) -> None:
+        """Record that a step is complete on all ranks, and the time."""
         self._records[PROGRESS_NS] = time.time_ns()
         self._records[PROGRESS] = step
 
@@ -99,19 +103,28 @@ class Slots:
         Args:
             step: number of completed steps.
             tensors: weights and optimizer states by name, on any device.
-            state: other values, from :func:`packed`.
+            state: other values, from :func:`pack_state`.
 
         Raises:
             KeeperError: there is not enough memory.
         """
-        older = min((0, 1), key=lambda slot: int(self._record(slot)[STEP]))
+        older = min((0, 1), key=lambda number: int(self._record(number)[STEP]))
         record = self._record(older)
         record[STEP] = NONE
-        slot = self._reserve(older, tensors, len(state))
+        on_gpu = any(tensor.device.type == "cuda" for tensor in tensors.values())
+        slot = self._slots.get(older)
+        if slot is None or not slot.fits(tensors, len(state)):
+            replaced, slot = slot, self._make_slot(older, tensors, len(state))
+            if on_gpu:
+                if replaced is not None:
+                    _unlock_pages(replaced.content)
+                _lock_pages(slot.content)
+            self._slots[older] = slot
+            self._reserve(1 - older, len(slot.content))
         for name, tensor in tensors.items():
             slot.views[name].copy_(tensor.detach(), non_blocking=True)
         slot.views[STATE][: len(state)] = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-        if any(tensor.device.type == "cuda" for tensor in tensors.values()):
+        if on_gpu:
             torch.cuda.current_stream().synchronize()
         record[CHECKSUM], record[SIZE] = zlib.crc32(slot.content), len(slot.content)
         record[STATE_BYTES] = len(state)
@@ -123,11 +136,11 @@ class Slots:
         Raises:
             CheckpointError: there is no snapshot of this step, or its checksum is wrong.
         """
-        slot = next((slot for slot in (0, 1) if self._record(slot)[STEP] == step), None)
-        if slot is None:
+        number = next((number for number in (0, 1) if self._record(number)[STEP] == step), None)
+        if number is None:
             raise CheckpointError(f"rank {self._rank}: no snapshot of step {step} (got {self.steps()}).")
-        record, name = self._record(slot), f"rank{self._rank}.{slot}"
-        descriptor = self._keeper.open(name)
+        record = self._record(number)
+        descriptor = self._keeper.open(self._file_name(number))
         try:
             with mmap.mmap(descriptor, 0, prot=mmap.PROT_READ) as content:
                 checksum = zlib.crc32(memoryview(content)[: int(record[SIZE])])
@@ -137,38 +150,42 @@ class Slots:
                     f"of {int(record[CHECKSUM]):08x})."
                 )
             file = TensorFile(path_of(descriptor))
-            tensors = {name: file.whole(name) for name in file.names}
+            tensors = {name: file.read_all(name) for name in file.names}
         finally:
             os.close(descriptor)
         return tensors, tensors.pop(STATE)[: int(record[STATE_BYTES])].numpy().tobytes()
 
-    def _record(self, slot: int) -> Any:
-        first = FIRST_SLOT + slot * PER_SLOT
+    def _record(self, number: int) -> Any:
+        """Return the numbers of a slot, as a writable view of the records."""
+        first = FIRST_SLOT + number * PER_SLOT
         return self._records[first : first + PER_SLOT]
 
-    def _reserve(self, number: int, tensors: Mapping[str, Tensor], state_bytes: int) -> _Slot:
-        """Return the memory of a slot for these tensors; the same as last time if they have the same layout."""
-        layout = tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
-        slot = self._slots.get(number)
-        if slot is not None and slot.layout == layout and state_bytes <= slot.views[STATE].numel():
-            return slot
+    def _file_name(self, number: int) -> str:
+        return f"rank{self._rank}.{number}"
+
+    def _reserve(self, number: int, size: int) -> None:
+        """Create the file of a slot if it does not exist, so that a lack of memory appears in the first step."""
+        if self._file_name(number) not in self._keeper.files():
+            self._map(self._file_name(number), size)
+
+    def _make_slot(self, number: int, tensors: Mapping[str, Tensor], state_bytes: int) -> _Slot:
+        """Return a slot for these tensors and a state of this size. Its file has only the header so far.
+
+        Raises KeeperError if there is not enough memory.
+        """
         # Large elements first: all tensors are then aligned.
         ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
-        capacity = (state_bytes // _STATE_UNIT + 2) * _STATE_UNIT
+        capacity = (state_bytes // _STATE_UNIT + 2) * _STATE_UNIT  # at least one unit is free
         header = header_of({**ordered, STATE: torch.empty(capacity, dtype=torch.uint8, device="meta")})
-        size = len(header) + sum(t.numel() * t.element_size() for t in ordered.values()) + capacity
-        if f"rank{self._rank}.{1 - number}" not in self._keeper.files():
-            self._map(f"rank{self._rank}.{1 - number}", size)  # so that a lack of memory appears now
-        mapping = self._map(f"rank{self._rank}.{number}", size)
+        size = len(header) + sum(tensor.nbytes for tensor in ordered.values()) + capacity
+        mapping = self._map(self._file_name(number), size)
         content = torch.frombuffer(mapping, dtype=torch.uint8)
-        if any(tensor.device.type == "cuda" for tensor in tensors.values()):
-            _page_lock(content, None if slot is None else slot.content)
         content[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        slot = _Slot(layout, memoryview(mapping), _views(content[len(header) :], ordered, capacity))
-        self._slots[number] = slot
-        return slot
+        views = _views(content[len(header) :], ordered, capacity)
+        return _Slot(_layout(tensors), memoryview(mapping), views)
 
     def _map(self, name: str, size: int) -> mmap.mmap:
+        """Return a file in memory; one of another size is replaced. Raises KeeperError without enough memory."""
         descriptor = self._keeper.open(name, size)
         try:
             return mmap.mmap(descriptor, size)
@@ -176,17 +193,25 @@ class Slots:
             os.close(descriptor)
 
 
-def _page_lock(content: Tensor, replaced: memoryview | None) -> None:
-    """Page-lock memory, so that GPUs copy into it at full speed, and release what it replaces."""
+def _layout(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+    return tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+
+
+def _lock_pages(content: memoryview) -> None:
+    """Page-lock memory, so that GPUs copy into it at full speed. Logs a warning if that fails."""
     cudart: Any = torch.cuda.cudart()
-    if replaced is not None:
-        cudart.cudaHostUnregister(torch.frombuffer(replaced, dtype=torch.uint8).data_ptr())
-    error = cudart.cudaHostRegister(content.data_ptr(), content.numel(), 0)
+    pointer = torch.frombuffer(content, dtype=torch.uint8).data_ptr()
+    error = cudart.cudaHostRegister(pointer, len(content), 0)
     if error != cudart.cudaError.success:
         logger.warning(
             "recovery: %d bytes of host memory cannot be page-locked (got %s). Snapshots take longer.",
-            *(content.numel(), error),
+            *(len(content), error),
         )
+
+
+def _unlock_pages(content: memoryview) -> None:
+    cudart: Any = torch.cuda.cudart()
+    cudart.cudaHostUnregister(torch.frombuffer(content, dtype=torch.uint8).data_ptr())
 
 
 def _views(content: Tensor, tensors: Mapping[str, Tensor], capacity: int) -> dict[str, Tensor]:
@@ -194,23 +219,23 @@ def _views(content: Tensor, tensors: Mapping[str, Tensor], capacity: int) -> dic
 
     They are followed by ``capacity`` bytes for the other values, under the name ``STATE``.
     """
-    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
-    *parts, state = content.split([*sizes, capacity])
-    named = zip(tensors.items(), parts, strict=True)
-    views = {name: part.view(tensor.dtype).view(tensor.shape) for (name, tensor), part in named}
-    return {**views, STATE: state}
+    *parts, state = content.split([*(tensor.nbytes for tensor in tensors.values()), capacity])
+    views = {STATE: state}
+    for (name, tensor), part in zip(tensors.items(), parts, strict=True):
+        views[name] = part.view(tensor.dtype).view(tensor.shape)
+    return views
 
 
-def packed(state: Mapping[str, Any]) -> bytes:
-    """Return plain values as bytes."""
+def pack_state(state: Mapping[str, Any]) -> bytes:
+    """Return plain values as bytes, for :func:`unpack_state`."""
     buffer = io.BytesIO()
-    torch.save(converted(state), buffer)
+    torch.save(to_plain(state), buffer)
     return buffer.getvalue()
 
 
-def unpacked(data: bytes) -> dict[str, Any]:
-    """Return the values of :func:`packed`."""
-    return restored(torch.load(io.BytesIO(data), weights_only=True))
+def unpack_state(data: bytes) -> dict[str, Any]:
+    """Return the values that :func:`pack_state` packed."""
+    return from_plain(torch.load(io.BytesIO(data), weights_only=True))
 
 
-__all__ = ["NONE", "KeeperError", "Slots", "packed", "unpacked"]
+__all__ = ["NONE", "KeeperError", "Slots", "pack_state", "unpack_state"]

@@ -132,9 +132,11 @@ class Clocks:
 
     def __init__(self, group: ProcessGroup, times: Times) -> None:
         self._group, self._times = group, times
-        self._steps_left, self._duration_s, self._step_s = 1.0, 0.0, 0.0
+        self._steps_left = 1.0  # until the next comparison
+        self._duration_s = 0.0  # of the last comparison with all ranks
+        self._step_s = 0.0  # of the last step
 
-    def due(self, step_s: float) -> bool:
+    def is_due(self, step_s: float) -> bool:
         """Return whether to compare the clocks after a step of ``step_s`` seconds; the same on all ranks."""
         self._step_s = step_s
         self._steps_left -= 1
@@ -142,33 +144,36 @@ class Clocks:
 
     def compare(self) -> Comparison | None:
         """Exchange times with rank 0, one rank after the other. Returns None on rank 0, the reference."""
+        if dist.get_rank() != 0:
+            return self._ask()
+        # Rank 0 chooses the steps until the next comparison, and sends their number with its times.
         interval_s = max(_MIN_INTERVAL_S, self._duration_s / _MAX_SHARE)
         steps = float(max(1, math.ceil(interval_s / self._step_s))) if self._step_s else 1.0
         begin_s = self._times.host_s()
-        if dist.get_rank() != 0:
-            return self._ask()
         for peer in range(1, dist.get_world_size()):
             self._answer(peer, steps)
-        self._steps_left, self._duration_s = steps, self._times.host_s() - begin_s
+        self._steps_left = steps
+        self._duration_s = self._times.host_s() - begin_s
         return None
 
     def _answer(self, peer: int, steps: float) -> None:
-        asks, answer = torch.ones(1), torch.empty(2, dtype=torch.float64)
-        while True:
-            dist.recv(asks, peer, group=self._group)
-            if not asks:
-                break
+        """Send the time and ``steps`` to a rank as often as it asks. It asks with 1 and ends with 0."""
+        question, answer = torch.ones(1), torch.empty(2, dtype=torch.float64)
+        dist.recv(question, peer, group=self._group)
+        while question:
             answer[0], answer[1] = self._times.host_s(), steps
             dist.send(answer, peer, group=self._group)
+            dist.recv(question, peer, group=self._group)
 
     def _ask(self) -> Comparison:
-        asks, answer = torch.ones(1), torch.empty(2, dtype=torch.float64)
+        """Return the comparison with rank 0, from exchanges until its error is small."""
+        question, answer = torch.ones(1), torch.empty(2, dtype=torch.float64)
         exchanges: list[tuple[float, float, float]] = []
         while len(exchanges) < _MIN_EXCHANGES or (
             len(exchanges) < _MAX_EXCHANGES and compare(exchanges).error_s > _MAX_ERROR_S
         ):
             sent = self._times.host_s()
-            dist.send(asks, 0, group=self._group)
+            dist.send(question, 0, group=self._group)
             dist.recv(answer, 0, group=self._group)
             exchanges.append((sent, float(answer[0]), self._times.host_s()))
         dist.send(torch.zeros(1), 0, group=self._group)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 
 from ...config.sections import TraceOptions
 from ...errors import ConfigError
@@ -64,6 +64,9 @@ class Tracer(Observer):
         timeout_s: limit on every wait for another rank, in seconds.
 
     Attributes:
+        folder: folder of the trace files.
+        rank, layout, busy: the arguments.
+        first, last: numbers of the first and last traced step, from 1.
         active: whether the current step is traced.
         times: conversion of readings to microseconds; None before the first traced step.
     """
@@ -80,23 +83,30 @@ class Tracer(Observer):
         timeout_s: float,
     ) -> None:
         assert options.dir is not None
-        self.folder, self.rank, self.layout, self.busy = Path(options.dir), rank, layout, busy
+        self.folder = Path(options.dir)
+        self.rank, self.layout, self.busy = rank, layout, busy
         self.first, self.last = options.window()
         self.active = False
         self.times: Times | None = None
         self._transport, self._timeout_s = transport, timeout_s
-        self._file: TraceFile | None = None
-        self._clocks: Clocks | None = None
         self._text = EventText(rank, functools.partial(layout.peers, rank), eager=eager)
-        self._executed: list[tuple[Instruction, Reading, Reading, int]] = []
-        self._reductions: list[_Reduction] = []
+        self._file: TraceFile | None = None  # opened by the first traced step, and closed after the last one
+        self._clocks: Clocks | None = None
+        self._flushed_s = 0.0  # reading of the clock at the last flush
+        self._has_ended = False
+        # Of the current step.
+        self._step = 0
         self._timetable: Timetable | None = None
-        self._moved_bytes = 0  # of the last message
-        self._step, self._flushed_s, self._ended = 0, 0.0, False
+        self._executed: list[
+            tuple[Instruction, Reading, Reading, int]
+        ] = []  # begin, end and bytes of the message
+        self._reductions: list[_Reduction] = []
+        # Of the current instruction.
         self._begin: Reading = 0.0
+        self._moved_bytes = 0
 
     @classmethod
-    def of(cls, engine: Any, transport: str, eager: bool) -> Tracer:
+    def from_engine(cls, engine: Any, transport: str, eager: bool) -> Tracer:
         """Return the tracer of an engine that is not complete yet, with the options of its job plan."""
         settings = engine.plan.settings
         return cls(
@@ -117,7 +127,7 @@ class Tracer(Observer):
 
     def start_step(self, step: int, timetable: Timetable) -> None:
         """Start step number ``step``, counted from 1. All ranks must call this before every step."""
-        self.active = self.first <= step <= self.last and not self._ended
+        self.active = self.first <= step <= self.last and not self._has_ended
         if not self.active:
             return
         if self.times is None:
@@ -159,21 +169,21 @@ class Tracer(Observer):
         if not self.active:
             return
         assert self.times is not None and self._clocks is not None and self._timetable is not None
-        begin, end, self.active = self.busy.started, self.now(), False
+        end = self.now()
+        self.active = False
         self._flush()
         us = self.times.us
-        begin_us, end_us = us(begin), us(end)
-        lines = [self._text.step(self._step, begin_us, end_us, self._timetable.micro_batches)]
+        begin_us, end_us = us(self.busy.started), us(end)
         reductions = [
             (r.stage, r.size_bytes, us(r.begin), us(end if r.end is None else r.end))
             for r in self._reductions
         ]
-        lines += reduction_lanes(self.rank, self._step, reductions)
         self._reductions.clear()
-        self._append(lines)
+        step_line = self._text.step(self._step, begin_us, end_us, self._timetable.micro_batches)
+        self._append([step_line, *reduction_lanes(self.rank, self._step, reductions)])
         if self._step == self.last:
             self.finish()
-        elif self._clocks.due((end_us - begin_us) / 1e6):
+        elif self._clocks.is_due((end_us - begin_us) / 1e6):
             self._compare()
 
     @contextmanager
@@ -181,7 +191,7 @@ class Tracer(Observer):
         """Context that records an evaluation between two traced steps as one span."""
         begin = self.now()
         yield
-        if self.times is not None and not self._ended:
+        if self.times is not None and not self._has_ended:
             self.times.settle()
             times = self.times.us(begin), self.times.us(self.now(), settled=False)
             self._append([self._text.evaluation(*times)])
@@ -197,7 +207,7 @@ class Tracer(Observer):
 
     def finish(self) -> None:
         """Compare the clocks one last time and close the file. All ranks must call this together."""
-        if self.times is not None and not self._ended:
+        if self.times is not None and not self._has_ended:
             self._compare()
         self._close()
 
@@ -207,27 +217,34 @@ class Tracer(Observer):
         """Create the files of all ranks. Raises ConfigError on all ranks if one cannot be created."""
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         assert isinstance(group, dist.ProcessGroup)
-        name = [f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"]
-        dist.broadcast_object_list(name, src=0, group=group)
-        problems: list[str | None] = [None] * dist.get_world_size()
-        problem: str | None = None
         try:
-            self._file = TraceFile(self.folder, self.rank, self._describe(name[0], step, timetable))
-            self._write_timetable(timetable)
-        except ConfigError as error:
-            problem = str(error)
-        dist.all_gather_object(problems, problem, group=group)
-        origin = next((rank for rank, text in enumerate(problems) if text), None)
-        if origin is not None:
+            self._create_files(group, step, timetable)
+        except ConfigError:
             self._close()
-            error = ConfigError(problems[origin])
-            error.reported_by = origin
-            raise error
+            raise
         atexit.register(self._close)
         self.times = Times(self.busy)
         self._flushed_s = self.busy.clock()
         self._clocks = Clocks(group, self.times)
         self._compare()
+
+    def _create_files(self, group: ProcessGroup, step: int, timetable: Timetable) -> None:
+        """Create this rank's file, and the timetable on rank 0. Raises ConfigError on all ranks if one fails."""
+        run = [f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"]
+        dist.broadcast_object_list(run, src=0, group=group)
+        problem: str | None = None
+        try:
+            self._file = TraceFile(self.folder, self.rank, self._describe(run[0], step, timetable))
+            self._write_timetable(timetable)
+        except ConfigError as error:
+            problem = str(error)
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem, group=group)
+        for rank, text in enumerate(problems):
+            if text:
+                error = ConfigError(text)
+                error.reported_by = rank
+                raise error
 
     def _describe(self, run: str, step: int, timetable: Timetable) -> dict[str, Any]:
         """Return the description of the run for the header of the file."""
@@ -286,7 +303,8 @@ class Tracer(Observer):
             self._file = None
 
     def _close(self) -> None:
-        self._ended, self.active = True, False
+        self._has_ended = True
+        self.active = False
         atexit.unregister(self._close)
         if self._file is not None:
             with contextlib.suppress(OSError):

@@ -22,7 +22,7 @@ from ds_ext.engine.checkpoint.file import (
     write_plain,
     write_tensors,
 )
-from ds_ext.engine.recovery.slots import packed, unpacked
+from ds_ext.engine.recovery.slots import pack_state, unpack_state
 from ds_ext.errors import CheckpointError, ConfigError
 
 
@@ -81,7 +81,7 @@ def test_values_of_scripts_have_the_same_types_after_loading(tmp_path: Path, key
     assert same({key: CLIENT_STATE[key], "other": 1}, loaded), loaded
     plain = torch.load(tmp_path / "state.pt", weights_only=True)  # as another program
     assert set(plain) == {key, "other"}
-    assert same(loaded, unpacked(packed({key: CLIENT_STATE[key], "other": 1})))
+    assert same(loaded, unpack_state(pack_state({key: CLIENT_STATE[key], "other": 1})))
 
 
 class OwnTensor(torch.Tensor):

@@ -50,7 +50,7 @@ class Losses:
     def __init__(self) -> None:
         self.seen: list[float] = []
 
-    def of(self, outputs: Any, labels: Any) -> dict[str, Term]:
+    def compute(self, outputs: Any, labels: Any) -> dict[str, Term]:
         return {"": Term((outputs - labels[0]).square().mean(), None)}
 
     def add(self, loss: dict[str, Term]) -> None:

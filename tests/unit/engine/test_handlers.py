@@ -7,7 +7,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEng
 from deepspeed.runtime.pipe.schedule import ForwardPass, OptimizerStep, ReduceGrads
 
 from ds_ext.engine import PipelineEngine
-from ds_ext.engine.deepspeed_api.handlers import with_patches
+from ds_ext.engine.deepspeed_api.handlers import merge_patches
 from ds_ext.errors import ConfigError
 
 OWN, THEIRS = PipelineEngine._INSTRUCTION_MAP, DeepSpeedPipelineEngine._INSTRUCTION_MAP
@@ -22,15 +22,15 @@ def other(engine: PipelineEngine) -> None:
 
 
 def test_the_nearest_map_counts() -> None:
-    assert with_patches(OWN, OWN, THEIRS) == {**THEIRS, **OWN}
-    found = with_patches(
+    assert merge_patches(OWN, OWN, THEIRS) == {**THEIRS, **OWN}
+    found = merge_patches(
         OWN, {**OWN, ReduceGrads: patch}, {**THEIRS, ReduceGrads: other, OptimizerStep: other}
     )
     assert (found[ReduceGrads], found[OptimizerStep]) == (patch, other)
-    found = with_patches({**OWN, ReduceGrads: other}, {**OWN, ReduceGrads: patch}, THEIRS)
+    found = merge_patches({**OWN, ReduceGrads: other}, {**OWN, ReduceGrads: patch}, THEIRS)
     assert found[ReduceGrads] is other
 
 
 def test_a_handler_for_other_arguments_is_refused() -> None:
     with pytest.raises(ConfigError, match="ForwardPass"):
-        with_patches(OWN, {**OWN, ForwardPass: patch}, THEIRS)
+        merge_patches(OWN, {**OWN, ForwardPass: patch}, THEIRS)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_ext.engine.deepspeed_api.recompute import checkpoint_function, recomputed
+from ds_ext.engine.deepspeed_api.recompute import checkpoint_function, run_with_recompute
 
 pytestmark = pytest.mark.quick
 
@@ -36,7 +36,7 @@ def train(recompute: bool, reentrant: bool) -> list[Tensor]:
     function = checkpoint if reentrant else checkpoint_function(None)
     for x in torch.randn(2, 3, 4).unbind():
         x = x.requires_grad_()
-        outputs.append(recomputed(function, [layer], layer, x, False) if recompute else layer(x))
+        outputs.append(run_with_recompute(function, [layer], layer, x, False) if recompute else layer(x))
     for output in outputs:
         output.square().sum().backward()
     return [*(p.grad for p in layer.parameters() if p.grad is not None), layer.mean, layer.largest]

@@ -27,11 +27,11 @@ from ds_ext.engine.recovery.keeper_process import (
     RUNS,
     SENDER,
     address,
-    completed,
     free_bytes,
+    run_handshake,
 )
 from ds_ext.engine.recovery.recovery import first_exits, last_exits
-from ds_ext.engine.recovery.slots import Slots, packed, unpacked
+from ds_ext.engine.recovery.slots import Slots, pack_state, unpack_state
 from ds_ext.errors import CheckpointError, ConfigError
 from ds_ext.launch.launcher import require_restarts
 from tests.selection import EVERYTHING
@@ -186,22 +186,22 @@ def test_snapshots_alternate_and_are_read_back(keeper: Keeper) -> None:
     slots = Slots(keeper, 3)
     assert slots.steps() == [] and keeper.snapshots()[3] == ([], (0, 0))
     for step in (1, 2, 3):
-        slots.write(step, tensors(step), packed({"step": step}))
+        slots.write(step, tensors(step), pack_state({"step": step}))
     assert sorted(slots.steps()) == [2, 3]
-    slots.completed(3)
+    slots.mark_complete(3)
     again = Slots(keeper, 3)  # as after a restart
     done, at_ns = keeper.snapshots()[3].progress
     assert done == 3 and abs(at_ns / 1e9 - time.time()) < LIMIT_S
     for step in (2, 3):
         found, state = again.read(step)
-        assert unpacked(state) == {"step": step} and list(found) != []
+        assert unpack_state(state) == {"step": step} and list(found) != []
         assert all(torch.equal(found[name], tensor) for name, tensor in tensors(step).items())
         assert all(found[name].dtype == tensor.dtype for name, tensor in tensors(step).items())
     with pytest.raises(CheckpointError, match="step 1"):
         again.read(1)
     keeper.begin(1, after=2, ranks=[3])
     assert again.steps() == [2] and keeper.snapshots()[3].steps == [2]
-    again.write(3, tensors(3), packed({"step": 3}))
+    again.write(3, tensors(3), pack_state({"step": 3}))
     assert sorted(again.steps()) == [2, 3] and Slots(keeper, 2).steps() == []
     keeper.begin(1, after=3, ranks=[2])
     assert list(keeper.snapshots()) == [2] and list(keeper.files()) == ["rank2.records"]
@@ -210,17 +210,17 @@ def test_snapshots_alternate_and_are_read_back(keeper: Keeper) -> None:
 def test_a_new_layout_leaves_the_other_snapshot(keeper: Keeper) -> None:
     """More tensors, or a larger state, as when a script adds parameters."""
     slots = Slots(keeper, 0)
-    slots.write(1, tensors(1), packed({}))
-    slots.write(2, tensors(2), packed({}))
-    slots.write(3, tensors(3, size=20_000), packed({"text": "x" * 100_000}))
+    slots.write(1, tensors(1), pack_state({}))
+    slots.write(2, tensors(2), pack_state({}))
+    slots.write(3, tensors(3, size=20_000), pack_state({"text": "x" * 100_000}))
     assert sorted(slots.steps()) == [2, 3]
     assert torch.equal(slots.read(2)[0]["weight/a"], tensors(2)["weight/a"])
-    assert unpacked(slots.read(3)[1])["text"] == "x" * 100_000
+    assert unpack_state(slots.read(3)[1])["text"] == "x" * 100_000
 
 
 def test_a_flipped_bit_is_found(keeper: Keeper) -> None:
     slots = Slots(keeper, 0)
-    slots.write(1, tensors(1), packed({}))
+    slots.write(1, tensors(1), pack_state({}))
     descriptor = keeper.open("rank0.0")
     place = os.fstat(descriptor).st_size // 2
     byte = os.pread(descriptor, 1, place)[0]
@@ -240,8 +240,8 @@ def test_a_kill_at_any_moment_leaves_a_whole_snapshot(keeper: Keeper) -> None:
         if writer == 0:
             slots = Slots(keeper, 0)
             for step in range(first, first + 100_000):
-                slots.write(step, tensors(step, size=200_000), packed({"step": step}))
-                slots.completed(step)
+                slots.write(step, tensors(step, size=200_000), pack_state({"step": step}))
+                slots.mark_complete(step)
             os._exit(0)
         until(lambda first=first: progress(keeper) >= first)
         time.sleep(moments.random() * 0.01)
@@ -252,7 +252,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_snapshot(keeper: Keeper) -> None:
         newest = max(slots.steps())
         assert newest >= progress(keeper) >= first
         found, state = slots.read(newest)
-        assert unpacked(state) == {"step": newest}
+        assert unpack_state(state) == {"step": newest}
         expected = tensors(newest, size=200_000)
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert in_a_write > 0
@@ -280,24 +280,24 @@ def test_copies_on_another_host_are_whole(two_keepers: list[Keeper]) -> None:
     assert there.listen("127.0.0.1") == to
     slots = Slots(here, 1)
     for step in (1, 2, 3):
-        slots.write(step, tensors(step, size=100_000), packed({"step": step}))
-        slots.completed(step)
+        slots.write(step, tensors(step, size=100_000), pack_state({"step": step}))
+        slots.mark_complete(step)
         here.copy(1, step, 0, to)
-        until(lambda step=step: slots.copied == step)
-        assert slots.copy_failed == 0
+        until(lambda step=step: slots.last_ended_copy == step)
+        assert slots.last_failed_copy == 0
         assert there.snapshots()[1] == (there.snapshots()[1].steps, here.snapshots()[1].progress)
     copy = Slots(there, 1)
     assert sorted(copy.steps()) == [2, 3]
     for step in (2, 3):
         found, state = copy.read(step)
-        assert unpacked(state) == {"step": step}
+        assert unpack_state(state) == {"step": step}
         assert all(torch.equal(found[name], t) for name, t in tensors(step, size=100_000).items())
 
 
 def test_a_snapshot_moves_to_the_rank_s_new_host(two_keepers: list[Keeper]) -> None:
     here, there = two_keepers
     to = there.listen("127.0.0.1")
-    Slots(here, 0).write(5, tensors(5), packed({}))
+    Slots(here, 0).write(5, tensors(5), pack_state({}))
     here.move(0, 5, 1, to, LIMIT_S)
     assert Slots(there, 0).steps() == [5]
     with pytest.raises(KeeperError, match="step 4"):
@@ -309,33 +309,33 @@ def test_copies_that_cannot_be_made_are_reported(two_keepers: list[Keeper]) -> N
     here, there = two_keepers
     ip, port, token = there.listen("127.0.0.1")
     slots = Slots(here, 0)
-    slots.write(1, tensors(1), packed({}))
+    slots.write(1, tensors(1), pack_state({}))
     there.begin(2, after=9, ranks=[])
     unused = socket.create_server(("127.0.0.1", 0))
     closed = unused.getsockname()[1]
     unused.close()
-    slots.write(2, tensors(2), packed({}))
+    slots.write(2, tensors(2), pack_state({}))
     for step, start, to in ((1, 1, [ip, port, token]), (2, 2, [ip, port, "ab"]), (2, 2, [ip, closed, token])):
         with pytest.raises(KeeperError, match=r"127\.0\.0\.1 port"):
             here.move(0, step, start, to, LIMIT_S)
     here.copy(0, 2, 1, [ip, port, token])
-    until(lambda: slots.copied == 2)
-    assert slots.copy_failed == 2 and f"port {port}" in here.copy_error(0)
+    until(lambda: slots.last_ended_copy == 2)
+    assert slots.last_failed_copy == 2 and f"port {port}" in here.copy_error(0)
     assert there.snapshots() == {}
     here.begin(2, after=2, ranks=[0])
-    assert (slots.copied, slots.copy_failed) == (0, 0)
+    assert (slots.last_ended_copy, slots.last_failed_copy) == (0, 0)
     here.copy(
         0, 2, 1, [ip, closed, token]
     )  # from before the restart: says nothing about the step that runs again
     here.copy(0, 2, 2, [ip, port, token])
-    until(lambda: slots.copied == 2)
-    assert slots.copy_failed == 0 and there.snapshots()[0].steps == [2]
+    until(lambda: slots.last_ended_copy == 2)
+    assert slots.last_failed_copy == 0 and there.snapshots()[0].steps == [2]
 
 
 def greet(sender: socket.socket, token: str, header: dict[str, Any]) -> None:
     """Run the sender's side of the handshake of a copy."""
     note = json.dumps(header).encode()
-    completed(initiate(sender, SENDER, RECEIVER, bytes.fromhex(token), note), sender)
+    run_handshake(initiate(sender, SENDER, RECEIVER, bytes.fromhex(token), note), sender)
 
 
 def test_a_copy_that_is_changed_on_the_way_is_refused(two_keepers: list[Keeper]) -> None:
@@ -365,11 +365,11 @@ def test_a_copy_that_is_changed_on_the_way_is_refused(two_keepers: list[Keeper])
 
     threading.Thread(target=accept, daemon=True).start()
     to = [ip, relay.getsockname()[1], token]
-    Slots(here, 0).write(1, tensors(1), packed({}))
+    Slots(here, 0).write(1, tensors(1), pack_state({}))
     here.move(0, 1, 0, to, LIMIT_S)
     assert token.encode() not in received and bytes.fromhex(token) not in received
     assert Slots(there, 0).steps() == [1]
-    Slots(here, 0).write(2, tensors(2), packed({}))
+    Slots(here, 0).write(2, tensors(2), pack_state({}))
     header, middle = received.index(b'"progress"'), len(received) - 100
     for place in (header, middle):
         flip[0] = place
@@ -385,7 +385,7 @@ def test_connections_without_a_handshake_are_limited(two_keepers: list[Keeper]) 
     """The listener closes further connections immediately, and silent ones after a time limit. Then it takes copies."""
     here, there = two_keepers
     ip, port, token = there.listen("127.0.0.1")
-    Slots(here, 0).write(1, tensors(1), packed({}))
+    Slots(here, 0).write(1, tensors(1), pack_state({}))
     silent = [socket.create_connection((ip, port), LIMIT_S) for _ in range(MAX_UNAUTHENTICATED)]
     with socket.create_connection((ip, port), LIMIT_S) as beyond:
         beyond.settimeout(HANDSHAKE_S / 2)
@@ -430,7 +430,7 @@ def test_a_copy_that_ends_halfway_is_not_taken(two_keepers: list[Keeper]) -> Non
     """The sender dies in the second copy: the first one stays, and no part of the second one counts."""
     here, there = two_keepers
     ip, port, token = there.listen("127.0.0.1")
-    Slots(here, 0).write(1, tensors(1), packed({}))
+    Slots(here, 0).write(1, tensors(1), pack_state({}))
     here.move(0, 1, 0, [ip, port, token], LIMIT_S)
     header = {"rank": 0, "slot": 1, "start": 0, "record": [2, 7, 1 << 20, 10], "progress": [2, 5]}
     with socket.create_connection((ip, port), LIMIT_S) as sender:
