@@ -100,10 +100,9 @@ class ModelFolder:
         It does not depend on the path. It takes milliseconds for files of any size.
         """
         files = sorted({file.path for file in self._files.values()})
-        crc = zlib.crc32((self.path / CONFIG).read_bytes())
-        return (
-            f"{sampled_checksum(files, zlib.crc32(' '.join(path.name for path in files).encode(), crc)):08x}"
-        )
+        config_checksum = zlib.crc32((self.path / CONFIG).read_bytes())
+        names_checksum = zlib.crc32(" ".join(path.name for path in files).encode(), config_checksum)
+        return f"{sampled_checksum(files, names_checksum):08x}"
 
     def _find_files(self) -> dict[str, TensorFile]:
         """Return a dict of weight name -> file. Raises ConfigError."""
@@ -117,26 +116,30 @@ class ModelFolder:
                     f"transformers and save it with save_pretrained(), which writes {WEIGHTS}."
                 )
             raise ConfigError(f"{self.path}: {WEIGHTS} is missing.")
-        try:
-            table = {
-                str(name): str(file) for name, file in _read_json(self.path / INDEX)["weight_map"].items()
-            }
-        except (KeyError, AttributeError):
-            raise ConfigError(f"{self.path / INDEX}: 'weight_map' is missing or not an object.") from None
-        outside = [file for file in table.values() if Path(file).name != file]
-        if outside:
+        weight_map = _read_weight_map(self.path / INDEX)
+        files = {name: _open(self.path / name) for name in sorted(set(weight_map.values()))}
+        contents = {name: set(file.names) for name, file in files.items()}
+        for weight, name in weight_map.items():
+            if weight not in contents[name]:
+                raise ConfigError(
+                    f"{self.path / INDEX}: {weight} is not in {name}. Download or save the model again."
+                )
+        return {weight: files[name] for weight, name in weight_map.items()}
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Return weight name -> file name from an index. Raises ConfigError if it is damaged or names other folders."""
+    try:
+        weight_map = {str(weight): str(name) for weight, name in _read_json(index)["weight_map"].items()}
+    except (KeyError, AttributeError):
+        raise ConfigError(f"{index}: 'weight_map' is missing or not an object.") from None
+    for name in weight_map.values():
+        if Path(name).name != name:
             raise ConfigError(
-                f"{self.path / INDEX}: 'weight_map' must name files of this folder (got {outside[0]!r}). Download or "
+                f"{index}: 'weight_map' must name files of this folder (got {name!r}). Download or "
                 f"save the model again."
             )
-        opened = {file: _open(self.path / file) for file in sorted(set(table.values()))}
-        contents = {file: set(opened[file].names) for file in opened}
-        for name, file in table.items():
-            if name not in contents[file]:
-                raise ConfigError(
-                    f"{self.path / INDEX}: {name} is not in {file}. Download or save the model again."
-                )
-        return {name: opened[file] for name, file in table.items()}
+    return weight_map
 
 
 def read_config(folder: Path) -> dict[str, Any]:
