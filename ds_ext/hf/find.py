@@ -119,7 +119,7 @@ def _embedding_and_head(model: Any, name: str) -> tuple[str, str]:
 
 
 def _is_head_tied(model: nn.Module, embedding: str, head: str, name: str) -> bool:
-    """Return whether head and embedding share their weight. Raises ConfigError if such a head has more than that."""
+    """Return whether the head has the weight of the embedding. Raises ConfigError if it then has more than this weight."""
     projection = model.get_submodule(head)
     if projection.weight is not model.get_submodule(embedding).weight:
         return False

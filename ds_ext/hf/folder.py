@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..engine.checkpoint.file import TensorFile
@@ -17,6 +18,7 @@ from ..errors import ConfigError
 from ..recipes.data.layout import sampled_checksum
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_ROWS = 4096  # that are read at once to compare two weights
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -93,6 +95,17 @@ class ModelFolder:
         columns = self.shape(name)[1:]
         row = math.prod(columns)
         return self._files[name].read(name, start * row, (stop - start) * row).view(stop - start, *columns)
+
+    def are_equal(self, name_a: str, name_b: str) -> bool:
+        """Return whether two weights are equal. Their rows are read in blocks."""
+        shape = self.shape(name_a)
+        if shape != self.shape(name_b):
+            return False
+        blocks = ((start, min(start + _ROWS, shape[0])) for start in range(0, shape[0], _ROWS))
+        return all(
+            torch.equal(self.read_rows(name_a, *block).double(), self.read_rows(name_b, *block).double())
+            for block in blocks
+        )
 
     def fingerprint(self) -> str:
         """Return a checksum of config.json, and of the sizes and samples of the files of weights.

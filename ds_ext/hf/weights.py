@@ -15,7 +15,6 @@ from ..errors import ConfigError
 from .folder import CONFIG, ModelFolder
 
 _NEEDS = "Install them with: pip install 'transformers>=5,<5.24' safetensors"
-_ROWS = 4096  # that are read at once to compare two tables
 
 
 class Source(Protocol):
@@ -172,18 +171,7 @@ class FolderSource:
         ends = [model.get_input_embeddings(), model.get_output_embeddings()]
         names = {f"{path}.weight" for path, m in model.named_modules() if any(m is end for end in ends)}
         keys = [key for key, targets in self._targets(model, _conversions(model)).items() if names & targets]
-        return len(keys) != 2 or self._are_equal(*keys)
-
-    def _are_equal(self, key_a: str, key_b: str) -> bool:
-        """Return whether two tables of the files are equal. Their rows are read in blocks."""
-        shape = self._weights.shape(key_a)
-        if shape != self._weights.shape(key_b):
-            return False
-        blocks = ((start, min(start + _ROWS, shape[0])) for start in range(0, shape[0], _ROWS))
-        return all(
-            torch.equal(self._weights.read_rows(key_a, *block), self._weights.read_rows(key_b, *block))
-            for block in blocks
-        )
+        return len(keys) != 2 or self._weights.are_equal(*keys)
 
     def _targets(self, model: Any, mapping: list[Any]) -> dict[str, set[str]]:
         """Return a dict of key in the files -> names in the model that the key's tensor contributes to.
