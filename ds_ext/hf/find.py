@@ -119,7 +119,7 @@ def _embedding_and_head(model: Any, name: str) -> tuple[str, str]:
 
 
 def _is_head_tied(model: nn.Module, embedding: str, head: str, name: str) -> bool:
-    """Return whether the head has the weight of the embedding. Raises ConfigError if it then has more than this weight."""
+    """Return whether the head has the weight of the embedding. Raises ConfigError if it has more than that."""
     projection = model.get_submodule(head)
     if projection.weight is not model.get_submodule(embedding).weight:
         return False

@@ -162,7 +162,9 @@ def summarize(traces: Traces) -> Summary:
 
 def summary_table(summary: Summary) -> list[tuple[str, ...]]:
     """Return a header and one row per rank: shares of the makespan, and the ranks that it waited for."""
-    rows = [("rank", "busy", "bubble", "p2p", "reduction", "hidden", "optimizer", "waits for")]
+    rows: list[tuple[str, ...]] = [
+        ("rank", "busy", "bubble", "p2p", "reduction", "hidden", "optimizer", "waits for")
+    ]
     for r in summary.ranks:
         shares = (r.busy, r.bubble, r.p2p, r.reduction, r.reduction_hidden, r.optimizer)
         rows.append((str(r.rank), *(f"{share:.1%}" for share in shares), r.waits_text))
