@@ -50,7 +50,7 @@ def write_run(folder: Path, steps: int = 20, *, traced: int = 3) -> Path:
     metrics, events = folder / "metrics.jsonl", list[dict[str, Any]]()
     at = {"path": "/saved/step_10", "step": 10, "seconds": 0.25}
     record = RunRecord(metrics, FACTS, events)
-    record.memory([100 * MIB] * 4)
+    record.note_memory([100 * MIB] * 4)
     write_rows(metrics, [metrics_row(step) for step in range(1, 13)])
     events.append({"event": "saved", **at, "at": 1.8e9})
     record.write()
@@ -59,7 +59,7 @@ def write_run(folder: Path, steps: int = 20, *, traced: int = 3) -> Path:
     rows = [metrics_row(step, loss=4.0 / step) for step in range(11, steps + 1)]
     rows[-1]["validation_loss"] = 0.5
     write_rows(metrics, rows)
-    record.memory([(200 + 10 * rank) * MIB for rank in range(4)])
+    record.note_memory([(200 + 10 * rank) * MIB for rank in range(4)])
     if traced:
         write_traces(folder / "traces", PRICED, steps=traced)
     return metrics

@@ -101,19 +101,19 @@ def _left_files() -> Iterator[Finding]:
 
 
 def _locked_memory() -> Iterator[Finding]:
-    limit, needed = rdma_devices.lockable_bytes(), bool(rdma_devices.device_ports())
+    limit = rdma_devices.lockable_bytes()
+    is_needed = bool(rdma_devices.device_ports())
     result = "unlimited" if limit == float("inf") else f"{limit / _MIB:.0f} MiB"
-    if limit < _LEAST_LOCKED and needed:
+    if limit < _LEAST_LOCKED and is_needed:
         yield _warn("locked memory", result, rdma_devices.MEMLOCK_REMEDY)
     else:
-        yield _ok("locked memory", result + ("" if needed else " (only RDMA needs it)"))
+        yield _ok("locked memory", result + ("" if is_needed else " (only RDMA needs it)"))
 
 
 def _addresses() -> Iterator[Finding]:
-    known = [(name, address) for name, address in addresses() if not address.is_loopback]
-    shown = ", ".join(f"{address} ({name})" for name, address in known)
-    if known:
-        yield _ok("addresses", f"{shown}; transport_options.node_ips selects one")
+    text = ", ".join(f"{address} ({name})" for name, address in addresses() if not address.is_loopback)
+    if text:
+        yield _ok("addresses", f"{text}; transport_options.node_ips selects one")
     else:
         yield _warn("addresses", "loopback only", "connect the host to a network for jobs on several hosts")
 
@@ -148,38 +148,37 @@ def _rdma() -> Iterator[Finding]:
                 "check the cable, the link (`rdma link`, `ibstat`) and, for InfiniBand, the subnet manager",
             )
     try:
-        chosen = rdma_devices.choose_port(ports, None)
-        sent = try_rdma(chosen.device, chosen.port, chosen.gid_index)
+        port = rdma_devices.choose_port(ports, None)
+        num_bytes = try_rdma(port.device, port.port, port.gid_index)
     except TransportError as error:
         yield _warn("RDMA", str(error), "tcp is used between hosts")
     else:
-        yield _ok("RDMA", f"{chosen.name}, GID {chosen.gid_index}: sent {sent >> 10} KiB to itself")
+        yield _ok("RDMA", f"{port.name}, GID {port.gid_index}: sent {num_bytes >> 10} KiB to itself")
 
 
 def try_rdma(device: str, port: int, gid_index: int) -> int:
     """Connect a port to itself, send one message and return its bytes. Raises TransportError if a part fails."""
     from ..comm import _native
 
-    ranks = [_native.Port(), _native.Port()]
+    ranks = [_native.Port(), _native.Port()]  # rank 0 sends to rank 1
     job = os.urandom(16)
-    sent = bytearray(os.urandom(_TRIAL_BYTES))
+    message = bytearray(os.urandom(_TRIAL_BYTES))
+    room = 2 * _TRIAL_BYTES
     try:
-        opened = [_native.RdmaPort(rank, device, port, gid_index) for rank in ranks]
-        endpoints = [
-            _native.RdmaLink(opened[a], a, 1 - a, a == 0, a == 1, 2 * _TRIAL_BYTES, 2 * _TRIAL_BYTES)
-            for a in (0, 1)
-        ]
-        for a in (0, 1):
-            endpoints[a].connect(endpoints[1 - a].greeting(job), job)
-        source, target = endpoints[0].outgoing, endpoints[1].incoming
+        ports = [_native.RdmaPort(rank, device, port, gid_index) for rank in ranks]
+        sender = _native.RdmaLink(ports[0], 0, 1, True, False, room, room)
+        receiver = _native.RdmaLink(ports[1], 1, 0, False, True, room, room)
+        sender.connect(receiver.greeting(job), job)
+        receiver.connect(sender.greeting(job), job)
+        source, target = sender.outgoing, receiver.incoming
         assert source is not None and target is not None
         ranks[1].add(target)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(sent))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(message))
         if not source.send(0, [(1, [_TRIAL_BYTES], address)]):
             raise TransportError(f"{device} port {port}: no room for a message")
         if not ranks[1].wait_arrival(_TRIAL_S):
             raise TransportError(f"{device} port {port}: no message from itself within {_TRIAL_S:g} s")
-        if bytes(memoryview(ranks[1].take()[0])) != sent:
+        if bytes(memoryview(ranks[1].take()[0])) != message:
             raise TransportError(f"{device} port {port}: a message that it sent to itself was corrupted")
         source.close()
         target.close()

@@ -6,7 +6,7 @@ import argparse
 import ipaddress
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -43,26 +43,40 @@ def run(args: argparse.Namespace) -> int:
     """
     _require_ports(args)
     if args.hostfile is None and args.hosts is None:
-        for flag, value in (("--node-ips", args.node_ips), ("--path", ", ".join(args.path)), *_ports(args)):
-            if value:
-                raise ConfigError(f"{flag}: needs several hosts (got {value}). Add --hostfile or --hosts.")
+        _require_no_host_flags(args)
         findings = examine()
-        print(
-            json.dumps([asdict(finding) for finding in findings], indent=1) if args.json else table(findings)
-        )
+        print(_json([asdict(finding) for finding in findings]) if args.json else table(findings))
         return 0
     names = _names(args.hostfile, args.hosts)
-    node_ips = None if args.node_ips is None else args.node_ips.split(",")
-    if node_ips is not None and (len(node_ips) != len(names) or not all(map(_is_address, node_ips))):
+    node_ips = _node_ips(args.node_ips, len(names))
+    options = Options(node_ips, args.master_port or _MASTER_PORT, tuple(args.path), args.ssh_port)
+    report = examine_hosts(names, options)
+    print(_json(asdict(report)) if args.json else describe(report))
+    return int(report.failed)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=1)
+
+
+def _require_no_host_flags(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a flag that needs several hosts."""
+    for flag, value in (("--node-ips", args.node_ips), ("--path", ", ".join(args.path)), *_ports(args)):
+        if value:
+            raise ConfigError(f"{flag}: needs several hosts (got {value}). Add --hostfile or --hosts.")
+
+
+def _node_ips(text: str | None, num_hosts: int) -> list[str] | None:
+    """Return the addresses of ``--node-ips``; None without it. Raises ConfigError unless there is one per host."""
+    if text is None:
+        return None
+    addresses = text.split(",")
+    if len(addresses) != num_hosts or not all(map(_is_address, addresses)):
         raise ConfigError(
-            f"--node-ips: needs one IP address per host (got {args.node_ips!r} for {len(names)} hosts). Example: "
+            f"--node-ips: needs one IP address per host (got {text!r} for {num_hosts} hosts). Example: "
             "10.0.0.1,10.0.0.2."
         )
-    report = examine_hosts(
-        names, Options(node_ips, args.master_port or _MASTER_PORT, tuple(args.path), args.ssh_port)
-    )
-    print(json.dumps(asdict(report), indent=1) if args.json else describe(report))
-    return int(report.failed)
+    return addresses
 
 
 def _ports(args: argparse.Namespace) -> list[tuple[str, int | None]]:
@@ -99,11 +113,13 @@ def describe(report: Report) -> str:
     """Return the text of a report: problems of each host, comparisons, pairs."""
     width = max(map(len, report.hosts))
     findings = []
-    for host, of_host in report.hosts.items():
-        problems = [finding for finding in of_host if finding.state != "ok"]
+    for host, host_findings in report.hosts.items():
+        problems = [finding for finding in host_findings if finding.state != "ok"]
         findings += [Finding(f"{host:{width}}  {p.subject}", p.state, p.found, p.remedy) for p in problems]
         if not problems:
-            addresses = next((finding.found for finding in of_host if finding.subject == "addresses"), "")
+            addresses = next(
+                (finding.found for finding in host_findings if finding.subject == "addresses"), ""
+            )
             findings.append(Finding(host, "ok", addresses.partition(";")[0]))
     parts = ["hosts", table(findings)]
     if report.job:
@@ -113,31 +129,29 @@ def describe(report: Report) -> str:
     return "\n".join(parts)
 
 
-def _pair_findings(pairs: Sequence[Pair]) -> list[Finding]:
-    findings = []
+def _pair_findings(pairs: Sequence[Pair]) -> Iterator[Finding]:
+    """Yield the pairs without a connection, then the speed of the others, or of the slowest if they are many."""
     for pair in pairs:
         if pair.error:
             name = f"{pair.source} -> {pair.target}"
             remedy = f"allow TCP from {pair.source} to {pair.target}, or use other addresses with --node-ips"
-            findings.append(Finding(name, FAIL, f"{pair.address}: {pair.error}", remedy))
-    measured = [pair for pair in pairs if pair.tcp_gbit_s is not None]
-    shown = sorted(measured, key=lambda pair: pair.tcp_gbit_s or 0.0)[:_MOST_PAIRS]
-    for pair in measured if len(measured) <= _MOST_PAIRS else shown:
-        speed = f"{pair.round_trip_us:.0f} us, {pair.tcp_gbit_s:.1f} Gbit/s"
-        if pair.rdma_gbit_s is not None:
-            speed += f"; rdma {pair.rdma}: {pair.rdma_gbit_s:.1f} Gbit/s"
-        name = f"{pair.source} - {pair.target}"
-        if pair.rdma and pair.rdma_gbit_s is None:
-            findings.append(
-                Finding(name, "warn", f"{speed}; rdma {pair.rdma}", "tcp is used between these hosts")
-            )
-        else:
-            findings.append(Finding(name, "ok", speed))
-    if len(measured) > _MOST_PAIRS:
-        findings.append(
-            Finding("", "ok", f"the slowest {_MOST_PAIRS} of {len(measured)} pairs; --json lists all")
-        )
-    return findings
+            yield Finding(name, FAIL, f"{pair.address}: {pair.error}", remedy)
+    with_speed = [pair for pair in pairs if pair.tcp_gbit_s is not None]
+    slowest = sorted(with_speed, key=lambda pair: pair.tcp_gbit_s or 0.0)[:_MOST_PAIRS]
+    for pair in with_speed if len(with_speed) <= _MOST_PAIRS else slowest:
+        yield _speed_finding(pair)
+    if len(with_speed) > _MOST_PAIRS:
+        yield Finding("", "ok", f"the slowest {_MOST_PAIRS} of {len(with_speed)} pairs; --json lists all")
+
+
+def _speed_finding(pair: Pair) -> Finding:
+    name = f"{pair.source} - {pair.target}"
+    speed = f"{pair.round_trip_us:.0f} us, {pair.tcp_gbit_s:.1f} Gbit/s"
+    if pair.rdma_gbit_s is not None:
+        return Finding(name, "ok", f"{speed}; rdma {pair.rdma}: {pair.rdma_gbit_s:.1f} Gbit/s")
+    if pair.rdma:
+        return Finding(name, "warn", f"{speed}; rdma {pair.rdma}", "tcp is used between these hosts")
+    return Finding(name, "ok", speed)
 
 
 def _names(hostfile: str | None, hosts: str | None) -> list[str]:

@@ -12,6 +12,8 @@ from ..parallel.crossing import crossing
 from ..parallel.layout import ParallelLayout, data_parallel_size
 from ..parallel.network import Network
 from ..parallel.rank_order import RankOrder, parse_rank_order
+from ..pipe_schedules import Timetable
+from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulation import Simulation
@@ -70,32 +72,19 @@ def step_on_hosts(
     network = network_of(args)
     if network is None:
         return None
-    timetable, costs = simulation.timetable, simulation.costs
     if model is None:
         raise ScheduleError("--hosts: needs a model (got no model). Add --model gpt-10b.")
-    if costs.comm or costs.links:
-        raise ScheduleError(
-            f"--costs: the links of --hosts determine the times of messages (got comm={costs.comm:g} and "
-            f"{len(costs.links)} links). Remove comm and links."
-        )
-    if not costs.forward:
-        raise ScheduleError("--costs: f must be above 0 with --hosts (got 0).")
-    if not timetable.trains:
-        raise ScheduleError("--forward-only: not supported with --hosts (got both). Remove one.")
+    timetable, costs = simulation.timetable, simulation.costs
+    _check_supported(timetable, costs)
     placement = timetable.placement
-    if placement.forward_devices:
-        raise ScheduleError(
-            f"--hosts: schedules with forward ranks are not modeled on several hosts (got {timetable.schedule}). "
-            "Remove --hosts."
-        )
     data = args.data_parallel or _data_parallel_size(network, placement, model.tensor_parallel)
     order = RankOrder() if args.rank_order is None else parse_rank_order(args.rank_order)
     layout = ParallelLayout(placement, model.tensor_parallel, data, order)
     sizes = split_layers(replace(model, data_parallel=data), placement, timetable.schedule)
-    flops, devices = flops_of(args), placement.devices_per_pipe
-    unit_s = (
-        sizes.micro_batch * sizes.forward_flops / devices / (model.tensor_parallel * flops) / costs.forward
-    )
+    devices = placement.devices_per_pipe
+    # Seconds of one unit of the costs, in which a forward of 1/devices of the model takes costs.forward.
+    device_flops = sizes.micro_batch * sizes.forward_flops / devices
+    unit_s = device_flops / (model.tensor_parallel * flops_of(args)) / costs.forward
     volumes = traffic(sizes, placement, timetable.micro_batches)
     step = step_time(
         timetable,
@@ -108,6 +97,24 @@ def step_on_hosts(
     )
     between = crossing(layout, network.hosts, volumes, timetable.micro_batches).bytes
     return HostStep(network, layout, step, between)
+
+
+def _check_supported(timetable: Timetable, costs: Costs) -> None:
+    """Raise ScheduleError for a schedule or costs whose step time on hosts is not modeled."""
+    if costs.comm or costs.links:
+        raise ScheduleError(
+            f"--costs: the links of --hosts determine the times of messages (got comm={costs.comm:g} and "
+            f"{len(costs.links)} links). Remove comm and links."
+        )
+    if not costs.forward:
+        raise ScheduleError("--costs: f must be above 0 with --hosts (got 0).")
+    if not timetable.trains:
+        raise ScheduleError("--forward-only: not supported with --hosts (got both). Remove one.")
+    if timetable.placement.forward_devices:
+        raise ScheduleError(
+            f"--hosts: schedules with forward ranks are not modeled on several hosts (got {timetable.schedule}). "
+            "Remove --hosts."
+        )
 
 
 def _data_parallel_size(network: Network, placement: Placement, tensor_parallel: int) -> int:

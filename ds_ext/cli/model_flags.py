@@ -29,13 +29,13 @@ def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> 
         const="rope",
         help="--position-embedding-type rope",
     )
-    for name, one in flags_of(TrainingSizes).items():
+    for name, flag in flags_of(TrainingSizes).items():
         if name in _SETTINGS and (parallel or name not in _CHOSEN):
-            default = (
-                one.default if parallel or name != "zero_stage" else "1 with several copies of the weights"
-            )
-            changes = {"default": None, "help": f"{one.help} ({default})"}
-            group.add_argument(flag_name(one.key), **{**one.arguments, **changes})
+            default = flag.default
+            if name == "zero_stage" and not parallel:
+                default = "1 with several copies of the weights"
+            changes = {"default": None, "help": f"{flag.help} ({default})"}
+            group.add_argument(flag_name(flag.key), **{**flag.arguments, **changes})
     if parallel:
         recompute = ["none", "selective", "full"]
         group.add_argument("--recompute", choices=recompute, help="recomputation in the backward (none)")
@@ -50,19 +50,18 @@ def model_of(args: argparse.Namespace) -> TrainingSizes | None:
     for name in ("recompute", "sequence_parallel"):
         if values.get(name) is not None:
             sizes[name] = values[name]
-    llama = sizes.get("swiglu") and sizes.get("position_embedding_type") == "rope"
-    family = LLAMA if llama else {}
+    is_llama = sizes.get("swiglu") and sizes.get("position_embedding_type") == "rope"
+    all_sizes = {**LLAMA, **sizes} if is_llama else sizes
     if args.model is not None:
-        return TrainingSizes.of_model(named_model(args.model), **{**family, **sizes})
-    if not sizes.keys() & {*SIZES, "vocab_size"}:
-        if sizes:
-            name, value = next(iter(sizes.items()))
-            key = flags_of(TrainingSizes)[name].key if name in _SETTINGS else name
-            raise ScheduleError(
-                f"{flag_name(key)}: needs a model (got {value}, no model). Add --model gpt-10b."
-            )
+        return TrainingSizes.of_model(named_model(args.model), **all_sizes)
+    if not sizes:
         return None
-    missing = [flag_name(name) for name in (*SIZES, "vocab_size") if name not in sizes]
-    if missing:
-        raise ScheduleError(f"model: sizes are missing. Add {', '.join(missing)}, or --model NAME.")
-    return TrainingSizes(**{**family, **sizes})
+    required = (*SIZES, "vocab_size")
+    if not sizes.keys() & set(required):
+        name, value = next(iter(sizes.items()))
+        key = flags_of(TrainingSizes)[name].key if name in _SETTINGS else name
+        raise ScheduleError(f"{flag_name(key)}: needs a model (got {value}, no model). Add --model gpt-10b.")
+    missing_flags = [flag_name(name) for name in required if name not in sizes]
+    if missing_flags:
+        raise ScheduleError(f"model: sizes are missing. Add {', '.join(missing_flags)}, or --model NAME.")
+    return TrainingSizes(**all_sizes)

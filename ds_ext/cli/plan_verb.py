@@ -71,15 +71,44 @@ def run_plan(args: argparse.Namespace) -> int:
     Raises:
         ScheduleError: a flag is wrong, or no sizes are possible.
     """
+    cluster = _cluster(args)
+    args.tensor_parallel = None  # a limit on the search, not a size of the model
+    model = model_of(args)
+    if model is None:
+        raise ScheduleError("--model: missing. Add --model gpt-10b, or the sizes of the model.")
+    if args.zero is None:
+        # ZeRO-1 sends as many bytes as averaging gradients, so it takes no more time.
+        model = replace(model, zero_stage=1)
+    forward_devices = _forward_devices(args, cluster)
+    costs = read_costs(args.costs)
+    with _progress() as progress:
+        plan = plan_cluster(cluster, model, costs, progress)
+    fbd = forward_devices and compare_with_fbd(cluster, forward_devices, model, costs, plan)
+    config = None if plan.best.candidate is None else _config(plan.best, cluster, model)
+    if args.json:
+        print(json.dumps(_as_dict(plan, config) | ({"fbd": fbd} if fbd else {})))
+    else:
+        print("\n".join([*_header(args, cluster, model), "", *_result_lines(plan, model)]))
+        if fbd:
+            print(fbd["reason"])
+        if config is not None and plan.best.fits:
+            vocabulary = f"vocabulary {model.vocab_size:,}"
+            print(f"JSON for {cluster.devices} devices ({vocabulary}; add --data-path):\n\n{_text(config)}")
+    return EXIT_OK if plan.best.fits else EXIT_INVALID
+
+
+def _cluster(args: argparse.Namespace) -> Cluster:
+    """Return the cluster that the flags describe. Raises ScheduleError for a wrong flag."""
     network = network_of(args)
     if network is not None:
         for flag, value in (("bandwidth", args.bandwidth), ("forward-devices", args.forward_devices)):
             if value is not None:
                 raise ScheduleError(f"--{flag}: not supported with --hosts (got {value}). Remove one.")
     for dest in ("devices", "global_batch_size", "tensor_parallel"):
-        if (value := getattr(args, dest)) is not None and value < 1:
+        value = getattr(args, dest)
+        if value is not None and value < 1:
             raise ScheduleError(f"--{dest.replace('_', '-')}: must be at least 1 (got {value}).")
-    cluster = Cluster(
+    return Cluster(
         args.devices,
         parse_bytes(args.memory, "--memory"),
         args.global_batch_size,
@@ -88,34 +117,6 @@ def run_plan(args: argparse.Namespace) -> int:
         args.tensor_parallel,
         network,
     )
-    args.tensor_parallel = None  # a limit on the search, not a size of the model
-    model = model_of(args)
-    if model is None:
-        raise ScheduleError("--model: missing. Add --model gpt-10b, or the sizes of the model.")
-    if args.zero is None:
-        # ZeRO-1 sends as many bytes as averaging gradients, so it takes no more time.
-        model = replace(model, zero_stage=1)
-    forward, costs = _forward_devices(args, cluster), read_costs(args.costs)
-    with _progress() as progress:
-        plan = plan_cluster(cluster, model, costs, progress)
-    fbd = forward and compare_with_fbd(cluster, forward, model, costs, plan)
-    config = None if plan.best.candidate is None else _config(plan.best, cluster, model)
-    if args.json:
-        print(json.dumps(_as_dict(plan, config) | ({"fbd": fbd} if fbd else {})))
-    else:
-        print(
-            "\n".join([*_header(args, cluster, model), "", *_table(plan.ranked[:_SHOWN]), "", _reason(plan)])
-        )
-        if not plan.best.fits and plan.best.candidate is not None:
-            print(f"  Use {_remedies(model)}.")
-        if plan.refused:
-            print(f"not possible: {'; '.join(join_reasons(reason for _, reason in plan.refused))}")
-        if fbd:
-            print(fbd["reason"])
-        if config is not None and plan.best.fits:
-            vocabulary = f"vocabulary {model.vocab_size:,}"
-            print(f"JSON for {cluster.devices} devices ({vocabulary}; add --data-path):\n\n{_text(config)}")
-    return EXIT_OK if plan.best.fits else EXIT_INVALID
 
 
 def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | None:
@@ -139,18 +140,19 @@ def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | No
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
     """Show the progress of a long planning run on a terminal, and erase it at the end."""
-    start, shown = time.monotonic(), False
+    start_s = time.monotonic()
+    is_shown = False
 
-    def show(done: int, total: int) -> None:
-        nonlocal shown
-        if sys.stderr.isatty() and time.monotonic() - start > _PATIENCE_S:
-            shown = True
-            print(f"\rplan: {done} of {total} sizes", end="", file=sys.stderr, flush=True)
+    def show(count: int, total: int) -> None:
+        nonlocal is_shown
+        if sys.stderr.isatty() and time.monotonic() - start_s > _PATIENCE_S:
+            is_shown = True
+            print(f"\rplan: {count} of {total} sizes", end="", file=sys.stderr, flush=True)
 
     try:
         yield show
     finally:
-        if shown:
+        if is_shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
@@ -162,11 +164,11 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes) ->
     zero = "1 with several copies of the weights" if model.bytes.sharded else "0"
     if cluster.network is None:
         messages = [f"messages    {format_bytes(cluster.bandwidth)}/s"]
-        missing = "tensor-parallel communication, gradient reduction, optimizer step, savings below 1%"
+        omissions = "tensor-parallel communication, gradient reduction, optimizer step, savings below 1%"
     else:
         hosts, links = describe_network(cluster.network)
         messages = [f"hosts       {hosts}", f"links       {links}"]
-        missing = (
+        omissions = (
             "messages waiting for other messages or collectives, optimizer step, loss and norm; schedules that could "
             "not save 1% even with free communication"
         )
@@ -176,7 +178,7 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes) ->
         f"devices     {cluster.devices} x {format_bytes(cluster.memory_bytes)}, {args.tflops:g} TFLOP/s each",
         *messages,
         f"batch       {cluster.batch} samples per step, micro-batches of {model.micro_batch}",
-        f"not modeled {missing}",
+        f"not modeled {omissions}",
     ]
 
 
@@ -185,22 +187,32 @@ def _table(ranked: Sequence[ParallelSizes]) -> list[str]:
         ("TP", "PP", "DP", "N", "schedule", "recompute", "step", "bubble", "memory", "")
     ]
     for sizes in ranked:
-        numbers = (sizes.tensor, sizes.pipeline, sizes.data, sizes.micro_batches)
         candidate = sizes.candidate
         if candidate is None:
             row = ("-", "-", "-", "-", "-", sizes.candidates.reason())
         else:
             row = (
-                *(
-                    candidate.label,
-                    candidate.recompute,
-                    f"{sizes.step_s:.4g} s",
-                    f"{candidate.bubble or 0:.1%}",
-                ),
-                *(format_bytes(candidate.memory_bytes or 0), "" if sizes.fits else "too large"),
+                candidate.label,
+                candidate.recompute,
+                f"{sizes.step_s:.4g} s",
+                f"{candidate.bubble or 0:.1%}",
+                format_bytes(candidate.memory_bytes or 0),
+                "" if sizes.fits else "too large",
             )
-        cells.append((*map(str, numbers), *row))
+        numbers = map(str, (sizes.tensor, sizes.pipeline, sizes.data, sizes.micro_batches))
+        cells.append((*numbers, *row))
     return aligned(cells, left=(4, 5, 9))
+
+
+def _result_lines(plan: ClusterPlan, model: TrainingSizes) -> Iterator[str]:
+    """Yield the table of the best sizes, the reason for the first, and the sizes that are not possible."""
+    yield from _table(plan.ranked[:_SHOWN])
+    yield ""
+    yield _reason(plan)
+    if not plan.best.fits and plan.best.candidate is not None:
+        yield f"  Use {_remedies(model)}."
+    if plan.refused:
+        yield f"not possible: {'; '.join(join_reasons(reason for _, reason in plan.refused))}"
 
 
 def _reason(plan: ClusterPlan) -> str:
@@ -211,15 +223,14 @@ def _reason(plan: ClusterPlan) -> str:
     if best.step is not None:
         order += f": reductions {best.step.reductions_s:.3g} s exposed, all-gather {best.step.gather_s:.3g} s"
     if not best.fits:
-        first = f"smallest: {best}"
+        verdict = f"smallest: {best}"
     elif second is None:
-        first = f"best: {best}, the only sizes that fit"
+        verdict = f"best: {best}, the only sizes that fit"
     else:
-        longer = (second.step_s or 0.0) / (best.step_s or 1.0) - 1
-        first = f"best: {best}; next: {second}, " + (
-            f"{longer:.1%} longer" if longer > 5e-4 else "as fast, not smaller"
-        )
-    return f"{first}\n  {best.candidates.reason()}{order}"
+        excess = (second.step_s or 0.0) / (best.step_s or 1.0) - 1
+        comparison = f"{excess:.1%} longer" if excess > 5e-4 else "as fast, not smaller"
+        verdict = f"best: {best}; next: {second}, {comparison}"
+    return f"{verdict}\n  {best.candidates.reason()}{order}"
 
 
 def _remedies(model: TrainingSizes) -> str:

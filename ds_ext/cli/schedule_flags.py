@@ -122,14 +122,16 @@ def _flag_options(args: argparse.Namespace) -> dict[str, Any]:
     return _read_options(args.option, "--option")
 
 
-def _joined(text: str, own: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+def _join_options(
+    text: str, request_options: Mapping[str, Any], flag_options: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the options of a request and of ``--option``. Raises ScheduleError for an option in both."""
-    for key in own:
-        if key in others:
+    for key in request_options:
+        if key in flag_options:
             raise ScheduleError(
-                f"{text}: {key} is given twice (got --option {key}={others[key]}). Give it once."
+                f"{text}: {key} is given twice (got --option {key}={flag_options[key]}). Give it once."
             )
-    return {**others, **own}
+    return {**flag_options, **request_options}
 
 
 # --- timetables ------------------------------------------------------------------------------------------------------
@@ -137,14 +139,15 @@ def _joined(text: str, own: Mapping[str, Any], others: Mapping[str, Any]) -> dic
 
 def timetable_of(args: argparse.Namespace) -> Timetable:
     """Return the requested timetable. Raises ScheduleError."""
-    name, own = split_request(args.schedule)
-    return _timetable(name, _joined(args.schedule, own, _flag_options(args)), args)[0]
+    name, options = split_request(args.schedule)
+    timetable, _ = _timetable(name, _join_options(args.schedule, options, _flag_options(args)), args)
+    return timetable
 
 
 def simulation_of(args: argparse.Namespace) -> Simulation:
     """Return the simulation of the requested timetable. Raises ScheduleError."""
-    name, own = split_request(args.schedule)
-    return _simulate(name, _joined(args.schedule, own, _flag_options(args)), args)
+    name, options = split_request(args.schedule)
+    return _simulate(name, _join_options(args.schedule, options, _flag_options(args)), args)
 
 
 def _simulate(name: str, options: Mapping[str, object], args: argparse.Namespace) -> Simulation:
@@ -166,12 +169,15 @@ def naming_file(name: str) -> Iterator[None]:
 
 def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespace) -> tuple[Timetable, Costs]:
     """Return the timetable of a schedule or file, and its costs; with a model, these are the costs of its stages."""
-    costs, model = _costs_of(args, options), model_of(args) if "model" in args else None
+    base_costs = _costs_of(args, options)
+    model = model_of(args) if "model" in args else None
 
     def costs_on(placement: Placement) -> Costs:
-        fitting = costs if model is None else stage_costs(costs, split_layers(model, placement, name))
-        fitting.check_fits(placement)
-        return fitting
+        costs = base_costs
+        if model is not None:
+            costs = stage_costs(base_costs, split_layers(model, placement, name))
+        costs.check_fits(placement)
+        return costs
 
     if is_file(name):
         timetable = _from_file(name, args)
@@ -240,30 +246,34 @@ def comparison_of(args: argparse.Namespace) -> Comparison:
     Raises:
         ScheduleError: a schedule is unknown, none supports the sizes, or an option belongs to none of them.
     """
-    options, requests = _flag_options(args), {text: split_request(text) for text in args.schedules}
-    known = {t: {} if is_file(name) else get_schedule(name).options for t, (name, _) in requests.items()}
-    notes = _option_notes(options, known)
+    options = _flag_options(args)
+    requests = {text: split_request(text) for text in args.schedules}
+    known_options = {
+        text: {} if is_file(name) else get_schedule(name).options for text, (name, _) in requests.items()
+    }
+    notes = _option_notes(options, known_options)
     simulations: list[Simulation] = []
     refused: dict[int, tuple[str, str]] = {}
-    first: ScheduleError | None = None
+    first_error: ScheduleError | None = None
     for index, text in enumerate(args.schedules):
-        name, own = requests[text]
-        if COSTS in own:
+        name, request_options = requests[text]
+        if COSTS in request_options:
             raise ScheduleError(
-                f"{text}: a comparison has one set of costs. Use --costs {own[COSTS]} for all."
+                f"{text}: a comparison has one set of costs. Use --costs {request_options[COSTS]} for all."
             )
-        joined = _joined(text, own, {k: v for k, v in options.items() if k in known[text]})
+        flag_options = {key: value for key, value in options.items() if key in known_options[text]}
+        all_options = _join_options(text, request_options, flag_options)
         try:
-            simulation = _simulate(name, joined, args)
+            simulation = _simulate(name, all_options, args)
         except ScheduleError as error:
-            first = first or error
+            first_error = first_error or error
             refused[index] = (text, str(error).splitlines()[0].removeprefix(f"{name}: "))
-        else:
-            if own or is_file(name):
-                simulation = replace(simulation, timetable=replace(simulation.timetable, schedule=text))
-            simulations.append(simulation)
-    if first is not None and not simulations:
-        raise first
+            continue
+        if request_options or is_file(name):
+            simulation = replace(simulation, timetable=replace(simulation.timetable, schedule=text))
+        simulations.append(simulation)
+    if first_error is not None and not simulations:
+        raise first_error
     if len({s.timetable.micro_batches for s in simulations}) > 1:
         notes.append(
             f"vs first: only for {simulations[0].timetable.micro_batches} micro-batches, as in the first row."
@@ -275,16 +285,13 @@ def _option_notes(options: Mapping[str, object], known: Mapping[str, Mapping[str
     """Return a note for each option that only some schedules have. Raises ScheduleError if none has it."""
     notes = []
     for key, value in options.items():
-        owners = [name for name, its in known.items() if key in its]
+        owners = [name for name, schedule_options in known.items() if key in schedule_options]
         if not owners:
-            each = "; ".join(f"{name}: {', '.join(sorted(its)) or 'none'}" for name, its in known.items())
-            raise ScheduleError(f"--option: unknown to all schedules (got {key}). Known options: {each}.")
-        if len(owners) < len(known):
-            users = ", ".join(owners)
-            use = (
-                f"used by {users} to plan, and by all to simulate"
-                if key == COSTS
-                else f"used by {users} only"
+            lists = "; ".join(
+                f"{name}: {', '.join(sorted(names)) or 'none'}" for name, names in known.items()
             )
-            notes.append(f"--option {key}={value}: {use}.")
+            raise ScheduleError(f"--option: unknown to all schedules (got {key}). Known options: {lists}.")
+        if len(owners) < len(known):
+            use = "to plan, and by all to simulate" if key == COSTS else "only"
+            notes.append(f"--option {key}={value}: used by {', '.join(owners)} {use}.")
     return notes

@@ -41,7 +41,7 @@ def run_show(args: argparse.Namespace) -> int:
     """Print a title and the grid over time, or write the timetable in another format."""
     simulation = simulation_of(args)
     form = _format(args, {".csv": "csv", ".svg": "svg", ".json": "perfetto", ".txt": "timetable"})
-    return _write(args, form, _drawn(args, simulation) if form == "text" else _render(form, simulation))
+    return _write(args, form, _grid(args, simulation) if form == "text" else _render(form, simulation))
 
 
 def _format(args: argparse.Namespace, endings: dict[str, str]) -> str:
@@ -75,7 +75,7 @@ def _write_file(path: str, text: str) -> None:
         raise ScheduleError(f"-o: cannot write (got {path}, {error.strerror}). Use another path.") from None
 
 
-def _drawn(args: argparse.Namespace, simulation: Simulation) -> str:
+def _grid(args: argparse.Namespace, simulation: Simulation) -> str:
     color = args.color == "always" or (
         args.color == "auto" and args.output is None and sys.stdout.isatty() and "NO_COLOR" not in os.environ
     )
@@ -109,17 +109,18 @@ def run_compare(args: argparse.Namespace) -> int:
 
     A refused schedule has its reason in its row, and the exit status is 1.
     """
-    form, model = _format(args, {}), model_of(args)
-    compared = comparison_of(args)
-    table = comparison(compared.simulations, model, compared.refused)
-    notes = [*compared.notes, *filter(None, map(comparison_note, compared.simulations))]
+    form = _format(args, {})
+    model = model_of(args)
+    result = comparison_of(args)
+    table = comparison(result.simulations, model, result.refused)
+    notes = [*result.notes, *filter(None, map(comparison_note, result.simulations))]
     if form == "text":
         _write(args, form, "\n".join([*aligned(table, left=(0, len(table[0]) - 1)), *notes]))
     else:
         from ..pipe_schedules.draw.page import html
 
-        _write(args, form, html(compared.simulations, table, notes))
-    return EXIT_INVALID if compared.refused else EXIT_OK
+        _write(args, form, html(result.simulations, table, notes))
+    return EXIT_INVALID if result.refused else EXIT_OK
 
 
 def comparison(
@@ -142,8 +143,9 @@ def comparison(
     header = ("schedule", "makespan", "vs first", "bubble", "peak act.", "messages", "weights", "memory", "")
 
     def relative(simulation: Simulation) -> str:
-        alike = simulation.timetable.micro_batches == first.timetable.micro_batches
-        return f"{simulation.makespan / first.makespan:.3f}" if alike and first.makespan else ""
+        if not first.makespan or simulation.timetable.micro_batches != first.timetable.micro_batches:
+            return ""
+        return f"{simulation.makespan / first.makespan:.3f}"
 
     rows: list[tuple[str, ...]] = [
         (
@@ -161,9 +163,12 @@ def comparison(
     ]
     for index, (name, reason) in sorted((refused or {}).items()):
         rows.insert(index, (name, *["-"] * (len(header) - 2), reason))
-    columns = [
-        i for i, word in enumerate(header) if (word or refused) and (word != "memory" or model is not None)
-    ]
+    empty_columns = set[str]()
+    if not refused:
+        empty_columns.add("")
+    if model is None:
+        empty_columns.add("memory")
+    columns = [i for i, name in enumerate(header) if name not in empty_columns]
     return [tuple(row[i] for i in columns) for row in (header, *rows)]
 
 
@@ -215,43 +220,51 @@ def run_dump(args: argparse.Namespace) -> int:
 
 def run_simulate(args: argparse.Namespace) -> int:
     """Print the simulation as text or JSON; with a model also its memory and messages, with hosts the step time."""
-    simulation, model = simulation_of(args), model_of(args)
+    simulation = simulation_of(args)
     timetable = simulation.timetable
+    model = model_of(args)
     on_hosts = step_on_hosts(args, simulation, model)
-    if model is None:
-        devices, message = None, None
-    else:
+    if model is not None:
         model = split_layers(model, timetable.placement, timetable.schedule)
-        devices = [{**asdict(device), "total": device.total} for device in memory(timetable, model)]
-        message = message_bytes(model)
     if args.json:
-        more = {
-            "busy": list(simulation.busy),
-            "memory": devices,
-            "message_bytes": message,
-            "layers": None if model is None else model.stage_layers,
-            "stage_bytes": None if model is None else _stage_bytes(model),
-            **({} if on_hosts is None else on_hosts.as_dict()),
-        }
-        more = {key: value for key, value in more.items() if value is not None}
-        print(json.dumps({**simulation.as_dict(), **more}))
+        values = simulation.as_dict() | {"busy": list(simulation.busy)}
+        if model is not None:
+            values |= {
+                "memory": _device_memory(timetable, model),
+                "message_bytes": message_bytes(model),
+                "layers": model.stage_layers,
+                "stage_bytes": _stage_bytes(model),
+            }
+        if on_hosts is not None:
+            values |= on_hosts.as_dict()
+        print(json.dumps(values))
         return EXIT_OK
-    peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
-    share = f"1/{timetable.placement.num_devices} of the model"
-    print(describe_sizes(timetable))
-    print(f"  makespan          {simulation.makespan:g}")
-    print(f"  ideal             {simulation.ideal:g}  (computing time per device)")
-    print(f"  bubble            {simulation.bubble:.1%}")
-    print(f"  busy              {' '.join(f'{share:.1%}' for share in simulation.busy)}  (per device)")
-    print(f"  peak activations  {peaks}  (per device, in units of {share})")
-    print(
-        f"  messages          {simulation.messages}{'' if message is None else f', {format_bytes(message)} each'}"
-    )
-    if model is not None and devices is not None:
-        print("\n".join([*_stage_lines(model, simulation.costs), *_memory_lines(devices)]))
+    print("\n".join(_simulation_lines(simulation, model)))
+    if model is not None:
+        print("\n".join(_stage_lines(model, simulation.costs)))
+        print("\n".join(_memory_lines(_device_memory(timetable, model))))
     if on_hosts is not None:
         print("\n".join(on_hosts.lines()))
     return EXIT_OK
+
+
+def _simulation_lines(simulation: Simulation, model: TrainingSizes | None) -> Iterator[str]:
+    """Yield the sizes and the figures of a simulation, with a model also the size of a message."""
+    peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
+    share = f"1/{simulation.timetable.placement.num_devices} of the model"
+    size = "" if model is None else f", {format_bytes(message_bytes(model))} each"
+    yield describe_sizes(simulation.timetable)
+    yield f"  makespan          {simulation.makespan:g}"
+    yield f"  ideal             {simulation.ideal:g}  (computing time per device)"
+    yield f"  bubble            {simulation.bubble:.1%}"
+    yield f"  busy              {' '.join(f'{busy:.1%}' for busy in simulation.busy)}  (per device)"
+    yield f"  peak activations  {peaks}  (per device, in units of {share})"
+    yield f"  messages          {simulation.messages}{size}"
+
+
+def _device_memory(timetable: Timetable, model: TrainingSizes) -> list[dict[str, int]]:
+    """Return the bytes of every device by purpose, and their total."""
+    return [{**asdict(device), "total": device.total} for device in memory(timetable, model)]
 
 
 def _stage_bytes(model: TrainingSizes) -> list[int]:
@@ -286,16 +299,16 @@ def run_optimise(args: argparse.Namespace) -> int:
     from ..planner.solver import optimise
 
     original = simulation_of(args)
-    kept = max(original.peak_activations)
-    limit = kept if args.max_activations is None else args.max_activations
+    original_peak = max(original.peak_activations)
+    limit = original_peak if args.max_activations is None else args.max_activations
     if not args.time_limit > 0:
         raise ScheduleError(f"--time-limit: must be greater than 0 seconds (got {args.time_limit:g}).")
     optimum = optimise(
         original.timetable, original.costs, max_activations=limit, time_limit_s=args.time_limit
     )
-    more = f"  ({kept:g} activations, above the limit)" if kept > limit + 1e-9 else ""
+    excess = f"  ({original_peak:g} activations, above the limit)" if original_peak > limit + 1e-9 else ""
     print(f"{describe_sizes(original.timetable)}, at most {limit:g} activations per device")
-    print(f"  original order  {optimum.given:g}{more}")
+    print(f"  original order  {optimum.given:g}{excess}")
     print(f"  best order      {optimum.makespan:g}")
     print(f"  proven bound    {optimum.bound:g}{'  (optimal)' if optimum.proven else ''}")
     if original.costs.jitter:

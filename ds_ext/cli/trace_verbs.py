@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..observe.trace.merge import clocks, merge
 from ..observe.trace.read import read_traces
-from ..observe.trace.summary import Summary, summarize
+from ..observe.trace.summary import Summary, summarize, summary_table
 from ..planner.text import aligned
 
 _EARLY_US = 100.0  # tolerated clock error
@@ -54,17 +54,17 @@ def run_merge(args: argparse.Namespace) -> int:
     if args.output.resolve() in {trace.path.resolve() for trace in traces.ranks.values()}:
         raise ConfigError(f"-o: overwrites a trace (got {args.output}). Use another file.")
     try:
-        merged = merge(traces, args.output)
+        result = merge(traces, args.output)
     except OSError as error:
         raise _cannot_write(args.output, error) from None
     _print_notes(traces.notes)
     worst = max(clock["error_us"] for clock in clocks(traces))
     print(
-        f"wrote {args.output}: {len(traces.ranks)} of {traces.run['world_size']} ranks, {merged.events} events, "
-        f"{merged.messages} messages, {os.path.getsize(args.output):,} bytes; clock error {worst:.0f} us"
+        f"wrote {args.output}: {len(traces.ranks)} of {traces.run['world_size']} ranks, {result.events} events, "
+        f"{result.messages} messages, {os.path.getsize(args.output):,} bytes; clock error {worst:.0f} us"
     )
-    if merged.early_us > max(worst, _EARLY_US):
-        _print_notes([f"clocks: a message arrives {merged.early_us:.0f} us before it is sent"])
+    if result.early_us > max(worst, _EARLY_US):
+        _print_notes([f"clocks: a message arrives {result.early_us:.0f} us before it is sent"])
     return 0
 
 
@@ -107,8 +107,9 @@ def _cannot_write(path: Path, error: OSError) -> ConfigError:
 
 def summary_lines(summary: Summary) -> list[str]:
     """Return the summary as text."""
-    some = len(summary.ranks) < summary.world_size
-    ranks = f" ({len(summary.ranks)} of {summary.world_size} ranks)" if some else ""
+    ranks = ""
+    if len(summary.ranks) < summary.world_size:
+        ranks = f" ({len(summary.ranks)} of {summary.world_size} ranks)"
     steps = f"{summary.steps} step{'s' * (summary.steps != 1)}"
     lines = [
         f"{summary.schedule}, {steps} of {summary.step_s:.3f} s{ranks}: bubble {summary.bubble:.1%}",
@@ -128,16 +129,6 @@ def summary_lines(summary: Summary) -> list[str]:
             f"(median of {link.messages} awaited messages)"
         )
     return lines
-
-
-def summary_table(summary: Summary) -> list[tuple[str, ...]]:
-    """Return the header and one row per rank."""
-    header = ("rank", "busy", "bubble", "p2p", "reduction", "hidden", "optimizer", "waits for")
-    rows = []
-    for rank in summary.ranks:
-        shares = (rank.busy, rank.bubble, rank.p2p, rank.reduction, rank.reduction_hidden, rank.optimizer)
-        rows.append((str(rank.rank), *(f"{share:.1%}" for share in shares), rank.waits_text))
-    return [header, *rows]
 
 
 def _print_notes(notes: Sequence[str]) -> None:

@@ -84,12 +84,12 @@ class Cut:
     calls: tuple[Call, ...]
     differentiable: tuple[bool, ...]
 
-    def returned(self, hidden_BSD: Tensor) -> Any:
+    def layer_output(self, hidden_BSD: Tensor) -> Any:
         """Return the hidden states in the form in which a decoder layer returns them."""
         return (hidden_BSD, *[None] * (self.tuple_size - 1)) if self.tuple_size else hidden_BSD
 
     @staticmethod
-    def hidden(record: tuple[Any, ...]) -> Tensor:
+    def hidden_states(record: tuple[Any, ...]) -> Tensor:
         """Return the hidden states among the recorded arguments of a decoder layer."""
         leaves, _ = leaves_of(record)
         return leaves[place_of_hidden(record)]
@@ -143,6 +143,12 @@ class Recorder:
         self._outputs = outputs
         for index, layer in enumerate(layers):
             layer.forward = functools.partial(self._forward, index)
+
+    def take(self) -> list[tuple[Any, ...]]:
+        """Return the records and forget them."""
+        records = self.records
+        self.records = []
+        return records
 
     def _forward(self, index: int, *args: Any, **kwargs: Any) -> Any:
         self.records.append((args, kwargs))

@@ -11,6 +11,8 @@ from ..errors import ConfigError
 from .layers import DecoderLayer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..engine import PipelineEngine
 
 _PREFIX, _ADAPTER = "base_model.model.", "default"  # of the names in peft's files and modules
@@ -27,36 +29,40 @@ def save_adapter(engine: PipelineEngine, lora: Any, folder: str | Path) -> None:
     Raises:
         ConfigError: the layers have no adapters.
     """
-
-    def weights() -> dict[str, Any]:
-        modules = [m for stage in engine.module.stages for m in engine.module.stage_modules(stage).values()]
-        return {
-            f"{_PREFIX}{layer.path}.{_saved_name(name)}": parameter.detach().cpu().clone()
-            for layer in modules
-            if isinstance(layer, DecoderLayer)
-            for name, parameter in layer.module.named_parameters()
-            if "lora_" in name or parameter.requires_grad  # such as the biases of bias="lora_only"
-        }
-
-    tensors = {name: tensor for part in together(weights) for name, tensor in part.items()}
-
-    def write() -> None:
-        from safetensors.torch import save_file
-
-        if not any("lora_" in name for name in tensors):
-            raise ConfigError(
-                "save_adapter: the layers have no adapters (got 0). Pass lora=... to from_transformers."
-            )
-        target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        saved = copy.deepcopy(lora)
-        saved.inference_mode = True
-        saved.save_pretrained(str(target))
-        save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
-
-    by_rank_0(write)
+    weights_by_rank = together(lambda: _adapter_weights(engine))
+    tensors = {name: tensor for weights in weights_by_rank for name, tensor in weights.items()}
+    by_rank_0(lambda: _write(tensors, lora, Path(folder)))
 
 
-def _saved_name(name: str) -> str:
+def _adapter_weights(engine: PipelineEngine) -> dict[str, Tensor]:
+    """Return copies of the trained weights in this rank's decoder layers, on the CPU, by their names in peft's file."""
+    weights: dict[str, Tensor] = {}
+    for stage in engine.module.stages:
+        for layer in engine.module.stage_modules(stage).values():
+            if not isinstance(layer, DecoderLayer):
+                continue
+            for name, parameter in layer.module.named_parameters():
+                # Other parameters are trained with bias="lora_only", for example.
+                if "lora_" in name or parameter.requires_grad:
+                    weights[f"{_PREFIX}{layer.path}.{_peft_name(name)}"] = parameter.detach().cpu().clone()
+    return weights
+
+
+def _write(tensors: dict[str, Tensor], lora: Any, folder: Path) -> None:
+    """Write peft's two files. Raises ConfigError if no tensor belongs to an adapter."""
+    from safetensors.torch import save_file
+
+    if not any("lora_" in name for name in tensors):
+        raise ConfigError(
+            "save_adapter: the layers have no adapters (got 0). Pass lora=... to from_transformers."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(lora)
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _peft_name(name: str) -> str:
     """Return the name in peft's file. The magnitudes of DoRA have none of the suffixes that their module has."""
     return name.replace(f".{_ADAPTER}.", ".").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")

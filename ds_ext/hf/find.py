@@ -9,6 +9,7 @@ layers exchange; that model is refused.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -30,35 +31,19 @@ def find_cut(source: Source) -> Cut:
     _check_config(config, name)
     model = source.skeleton()
     owner, attribute = _owner_of_layers(model, config, name)
-    backbone = model.get_submodule(owner)
-    embedding = _name_of(model, model.get_input_embeddings())
-    head = _name_of(model, model.get_output_embeddings())
-    if embedding is None or head is None:
-        raise ConfigError(
-            f"{name}: cannot be cut, because it has no separate word embedding and output projection."
-        )
-    reference = source.reference()
-    projection = reference.get_submodule(head)
-    tied = projection.weight is reference.get_submodule(embedding).weight
-    if tied and (type(projection) is not nn.Linear or projection.bias is not None):
-        raise ConfigError(
-            f"{name}: cannot be cut, because its tied output projection has more than the tied weight."
-        )
     layers = f"{owner}.{attribute}" if owner else attribute
+    embedding, head = _embedding_and_head(model, name)
+    reference = source.reference()
+    tied = _is_head_tied(reference, embedding, head, name)
+    backbone = model.get_submodule(owner)
     trial = Trial(model, backbone, getattr(backbone, attribute), name)
-    padded, plain = trial.run(padded=True), trial.run(padded=False)
+    padded_records = trial.run(padded=True)
+    plain_records = trial.run(padded=False)
     before, after = trial.modules_around(owner, layers, embedding)
     _check_sharing(reference, layers, (embedding, head), name)
-    covered = (embedding, head, *before, *after, layers)
-    others = [
-        n for n, _ in model.named_parameters() if not n.startswith(tuple(f"{path}." for path in covered))
-    ]
-    if others:
-        raise ConfigError(
-            f"{name}: cannot be cut, because it uses {others[0]} outside its embedding, layers and head."
-        )
+    _check_coverage(model, (embedding, head, *before, *after, layers), name)
     trial.check_tail(before)
-    calls, differentiable = merge_records(padded, plain, name)
+    calls, differentiable = merge_records(padded_records, plain_records, name)
     return Cut(
         backbone=owner,
         width=model.get_submodule(embedding).weight.shape[1],
@@ -80,21 +65,19 @@ def _check_config(config: Any, name: str) -> None:
         raise ConfigError(
             f"{name}: cannot be cut, because it is an encoder-decoder. Use a decoder-only model."
         )
-    parts = [key for key in ("vision_config", "audio_config") if getattr(config, key, None) is not None]
-    if parts:
-        raise ConfigError(
-            f"{name}: cannot be cut, because it is not a text model (got {parts[0]}). Pass its decoder."
-        )
+    for key in ("vision_config", "audio_config"):
+        if getattr(config, key, None) is not None:
+            raise ConfigError(
+                f"{name}: cannot be cut, because it is not a text model (got {key}). Pass its decoder."
+            )
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
             "output_router_logits: a pipeline does not add the router's loss (got true). Set it to false in the config."
         )
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    parts = [
-        rope,
-        *(part for part in rope.values() if isinstance(part, dict)),
-    ]  # or one for each kind of attention
-    if any(part.get("rope_type") == "dynamic" for part in parts):
+    # Models with several kinds of attention have an object for each of them.
+    settings = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    if any(setting.get("rope_type") == "dynamic" for setting in settings):
         raise ConfigError(
             'rope_parameters: the tables of "dynamic" depend on the lengths of all earlier samples of a rank (got '
             f"{rope}). Use a model with another rope_type."
@@ -124,22 +107,62 @@ def _owner_of_layers(model: nn.Module, config: Any, name: str) -> tuple[str, str
     return owner, attribute
 
 
-def _check_sharing(model: nn.Module, layers: str, table: tuple[str, str], name: str) -> None:
-    """Raise ConfigError if parts of the model share a parameter, apart from a head that is tied to the embedding."""
-    parts: dict[int, set[str]] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        depth = layers.count(".") + 2 if path.startswith(f"{layers}.") else layers.count(".") + 1
-        part = (
-            "table"
-            if path.startswith(tuple(f"{end}." for end in table))
-            else ".".join(path.split(".")[:depth])
+def _embedding_and_head(model: Any, name: str) -> tuple[str, str]:
+    """Return the paths of the word embedding and of the output projection. Raises ConfigError if one is missing."""
+    embedding = _path_of(model, model.get_input_embeddings())
+    head = _path_of(model, model.get_output_embeddings())
+    if embedding is None or head is None:
+        raise ConfigError(
+            f"{name}: cannot be cut, because it has no separate word embedding and output projection."
         )
-        parts.setdefault(id(parameter), set()).add(part)
-        if len(parts[id(parameter)]) > 1:
+    return embedding, head
+
+
+def _is_head_tied(model: nn.Module, embedding: str, head: str, name: str) -> bool:
+    """Return whether the head has the weight of the embedding. Raises ConfigError if it has more than that."""
+    projection = model.get_submodule(head)
+    if projection.weight is not model.get_submodule(embedding).weight:
+        return False
+    if type(projection) is not nn.Linear or projection.bias is not None:
+        raise ConfigError(
+            f"{name}: cannot be cut, because its tied output projection has more than the tied weight."
+        )
+    return True
+
+
+def _check_coverage(model: nn.Module, paths: Sequence[str], name: str) -> None:
+    """Raise ConfigError if the model has a parameter outside the modules at ``paths``."""
+    prefixes = tuple(f"{path}." for path in paths)
+    for parameter_name, _ in model.named_parameters():
+        if not parameter_name.startswith(prefixes):
             raise ConfigError(
-                f"{name}: cannot be cut, because {' and '.join(sorted(parts[id(parameter)]))} share weights."
+                f"{name}: cannot be cut, because it uses {parameter_name} outside its embedding, layers and head."
             )
 
 
-def _name_of(model: nn.Module, module: Any) -> str | None:
-    return next((path for path, other in model.named_modules() if other is module), None)
+def _check_sharing(model: nn.Module, layers: str, table: tuple[str, str], name: str) -> None:
+    """Raise ConfigError if parts of the model share a parameter.
+
+    The parts are every decoder layer, every other module beside the list ``layers``, and the modules of ``table``
+    (embedding and head) together.
+    """
+    depth = layers.count(".") + 1  # words in the path of a module beside the list
+    table_prefixes = tuple(f"{path}." for path in table)
+
+    def part_of(path: str) -> str:
+        if path.startswith(table_prefixes):
+            return "table"
+        words = path.split(".")
+        return ".".join(words[: depth + 1] if path.startswith(f"{layers}.") else words[:depth])
+
+    parts: dict[int, set[str]] = {}  # id of a parameter -> parts that have it
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        owners = parts.setdefault(id(parameter), set())
+        owners.add(part_of(path))
+        if len(owners) > 1:
+            raise ConfigError(f"{name}: cannot be cut, because {' and '.join(sorted(owners))} share weights.")
+
+
+def _path_of(model: nn.Module, module: Any) -> str | None:
+    """Return the path of a module in ``model``; None if the model does not contain it."""
+    return next((path for path, candidate in model.named_modules() if candidate is module), None)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..engine.checkpoint.file import TensorFile
@@ -17,6 +18,7 @@ from ..errors import ConfigError
 from ..recipes.data.layout import sampled_checksum
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+_ROWS = 4096  # that are read at once to compare two weights
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -94,16 +96,26 @@ class ModelFolder:
         row = math.prod(columns)
         return self._files[name].read(name, start * row, (stop - start) * row).view(stop - start, *columns)
 
+    def are_equal(self, name_a: str, name_b: str) -> bool:
+        """Return whether two weights are equal. Their rows are read in blocks."""
+        shape = self.shape(name_a)
+        if shape != self.shape(name_b):
+            return False
+        blocks = ((start, min(start + _ROWS, shape[0])) for start in range(0, shape[0], _ROWS))
+        return all(
+            torch.equal(self.read_rows(name_a, *block).double(), self.read_rows(name_b, *block).double())
+            for block in blocks
+        )
+
     def fingerprint(self) -> str:
         """Return a checksum of config.json, and of the sizes and samples of the files of weights.
 
         It does not depend on the path. It takes milliseconds for files of any size.
         """
         files = sorted({file.path for file in self._files.values()})
-        crc = zlib.crc32((self.path / CONFIG).read_bytes())
-        return (
-            f"{sampled_checksum(files, zlib.crc32(' '.join(path.name for path in files).encode(), crc)):08x}"
-        )
+        config_checksum = zlib.crc32((self.path / CONFIG).read_bytes())
+        names_checksum = zlib.crc32(" ".join(path.name for path in files).encode(), config_checksum)
+        return f"{sampled_checksum(files, names_checksum):08x}"
 
     def _find_files(self) -> dict[str, TensorFile]:
         """Return a dict of weight name -> file. Raises ConfigError."""
@@ -117,26 +129,30 @@ class ModelFolder:
                     f"transformers and save it with save_pretrained(), which writes {WEIGHTS}."
                 )
             raise ConfigError(f"{self.path}: {WEIGHTS} is missing.")
-        try:
-            table = {
-                str(name): str(file) for name, file in _read_json(self.path / INDEX)["weight_map"].items()
-            }
-        except (KeyError, AttributeError):
-            raise ConfigError(f"{self.path / INDEX}: 'weight_map' is missing or not an object.") from None
-        outside = [file for file in table.values() if Path(file).name != file]
-        if outside:
+        weight_map = _read_weight_map(self.path / INDEX)
+        files = {name: _open(self.path / name) for name in sorted(set(weight_map.values()))}
+        contents = {name: set(file.names) for name, file in files.items()}
+        for weight, name in weight_map.items():
+            if weight not in contents[name]:
+                raise ConfigError(
+                    f"{self.path / INDEX}: {weight} is not in {name}. Download or save the model again."
+                )
+        return {weight: files[name] for weight, name in weight_map.items()}
+
+
+def _read_weight_map(index: Path) -> dict[str, str]:
+    """Return weight name -> file name from an index. Raises ConfigError if it is damaged or names other folders."""
+    try:
+        weight_map = {str(weight): str(name) for weight, name in _read_json(index)["weight_map"].items()}
+    except (KeyError, AttributeError):
+        raise ConfigError(f"{index}: 'weight_map' is missing or not an object.") from None
+    for name in weight_map.values():
+        if Path(name).name != name:
             raise ConfigError(
-                f"{self.path / INDEX}: 'weight_map' must name files of this folder (got {outside[0]!r}). Download or "
+                f"{index}: 'weight_map' must name files of this folder (got {name!r}). Download or "
                 f"save the model again."
             )
-        opened = {file: _open(self.path / file) for file in sorted(set(table.values()))}
-        contents = {file: set(opened[file].names) for file in opened}
-        for name, file in table.items():
-            if name not in contents[file]:
-                raise ConfigError(
-                    f"{self.path / INDEX}: {name} is not in {file}. Download or save the model again."
-                )
-        return {name: opened[file] for name, file in table.items()}
+    return weight_map
 
 
 def read_config(folder: Path) -> dict[str, Any]:

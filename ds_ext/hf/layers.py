@@ -83,18 +83,18 @@ class Positions(_Part):
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the backbone until it calls the last decoder layer."""
         embeds_BSD, *mask = inputs
-        self._recorder.records = []
+        self._recorder.take()  # those of a forward that failed
         with contextlib.suppress(_AllRecorded):
             self.backbone(inputs_embeds=embeds_BSD, attention_mask=mask[0] if mask else None, use_cache=False)
-        records, self._recorder.records = self._recorder.records, []
-        hidden_BSD = self.cut.hidden(records[0])
+        records = self._recorder.take()
+        hidden_BSD = self.cut.hidden_states(records[0])
         shared = self.cut.shared_tensors(records)
         return hidden_BSD, *(hidden_BSD.new_empty(0, dtype=torch.bool) if t is None else t for t in shared)
 
     def _output(self, index: int, record: tuple[Any, ...]) -> Any:
         if index == len(self.cut.calls) - 1:
             raise _AllRecorded
-        return self.cut.returned(self.cut.hidden(record))
+        return self.cut.layer_output(self.cut.hidden_states(record))
 
 
 class DecoderLayer(nn.Module):
@@ -108,7 +108,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, source: Source, cut: Cut, index: int, adapters: Adapters | None) -> None:
         super().__init__()
-        self.cut, self.call, self.path = cut, cut.calls[index], f"{cut.layers}.{index}"
+        self.cut = cut
+        self.call = cut.calls[index]
+        self.path = f"{cut.layers}.{index}"
         self.module = source.submodule(self.path)
         if adapters is not None:
             adapters.insert(source, cut, index, self.module)
@@ -136,22 +138,29 @@ class FinalNorm(_Part):
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
         """Run the backbone with decoder layers that return the hidden states."""
-        self._hidden = hidden_BSD = inputs[0]
+        hidden_BSD = inputs[0]
         # The parts before the decoder layers run too, on NaN: nothing of them can reach the result unnoticed.
-        if self._nan is None or (self._nan.device, self._nan.dtype) != (hidden_BSD.device, hidden_BSD.dtype):
-            self._nan = hidden_BSD.new_full((), float("nan"))
-            for module, key, shape in self._dropped:
-                # Not registered: it is no weight, and takes no memory.
-                module.__dict__[key] = self._nan.expand(shape)
-        embeds_BSD = self._nan.expand(*hidden_BSD.shape[:2], self.cut.width)
+        embeds_BSD = self._nan_weights(hidden_BSD).expand(*hidden_BSD.shape[:2], self.cut.width)
+        self._hidden = hidden_BSD
         try:
             return self.backbone(inputs_embeds=embeds_BSD, use_cache=False).last_hidden_state
         finally:
-            self._hidden, self._recorder.records = None, []
+            self._hidden = None
+            self._recorder.take()
+
+    def _nan_weights(self, hidden_BSD: Tensor) -> Tensor:
+        """Give the modules without weights NaN, with the device and dtype of ``hidden_BSD``. Returns the scalar."""
+        nan = self._nan
+        if nan is None or nan.device != hidden_BSD.device or nan.dtype != hidden_BSD.dtype:
+            self._nan = nan = hidden_BSD.new_full((), float("nan"))
+            for module, key, shape in self._dropped:
+                # Not registered: it is no weight, and takes no memory.
+                module.__dict__[key] = nan.expand(shape)
+        return nan
 
     def _output(self, index: int, record: tuple[Any, ...]) -> Any:
         assert self._hidden is not None
-        return self.cut.returned(self._hidden)
+        return self.cut.layer_output(self._hidden)
 
 
 class Head(_Part):
@@ -166,13 +175,13 @@ class Head(_Part):
         """Run the model with a backbone that returns the hidden states."""
         return self._run(hidden_BSD).logits
 
-    def project_with(self, weight: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
+    def set_projection(self, weight: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
         """Set the output projection of a head without weights."""
         projection: Any = self.skeleton.get_submodule(self.cut.head)
         projection.__dict__["weight"] = weight  # not registered: the embedding trains it
         projection.forward = forward
 
-    def with_loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
+    def loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
         """Return the loss that the model's own forward computes."""
         return self._run(hidden_BSD, labels=labels_BS).loss
 
@@ -188,7 +197,8 @@ class TiedHead:
     """Head whose weight is that of the word embedding: ``forward_fn`` of a TiedLayerSpec."""
 
     def __init__(self, source: Source, cut: Cut) -> None:
-        self._source, self._cut = source, cut
+        self._source = source
+        self._cut = cut
 
     @cached_property
     def _head(self) -> Head:
@@ -199,7 +209,7 @@ class TiedHead:
         """Return the logits. The weight is looked up each time, because the engine may replace it."""
         table: Any = embedding.module
         weight: Tensor = table.weight
-        self._head.project_with(weight, lambda x_BSD: linear(x_BSD, weight))
+        self._head.set_projection(weight, lambda x_BSD: linear(x_BSD, weight))
         return self._head(hidden_BSD)
 
 

@@ -61,15 +61,20 @@ class Adapters:
         return {int(name.removeprefix(f"{cut.layers}.").split(".")[0]) for name in trained}
 
     def insert(self, source: Source, cut: Cut, index: int, layer: nn.Module) -> None:
-        """Freeze a decoder layer with weights, and insert its adapters. torch's generator gives the initial values."""
+        """Freeze a decoder layer with weights, and insert its adapters in place.
+
+        peft changes modules that it selects by their paths in the whole model. So the layer stands at its place in a
+        skeleton while peft runs. The skeleton is dropped, and the adapters remain in ``layer``. torch's generator gives
+        their initial values.
+        """
         import peft
 
         layer.requires_grad_(False)
         if index not in self._layers:
             return
-        # peft selects modules by their names in the whole model.
-        model = source.skeleton()
-        layers: Any = model.get_submodule(cut.layers)
-        for other in range(len(layers)):
-            layers[other] = layer if other == index else nn.Identity()
-        peft.inject_adapter_in_model(copy.deepcopy(self.config), model)
+        skeleton = source.skeleton()
+        skeleton_layers: Any = skeleton.get_submodule(cut.layers)
+        for position in range(len(skeleton_layers)):
+            skeleton_layers[position] = nn.Identity()
+        skeleton_layers[index] = layer
+        peft.inject_adapter_in_model(copy.deepcopy(self.config), skeleton)

@@ -16,7 +16,7 @@ from .cut import Cut
 from .find import find_cut
 from .layers import DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
 from .lora import Adapters
-from .weights import Source, source_of
+from .weights import Source, make_source
 
 IGNORE_INDEX = -100  # label of tokens that do not count, in transformers
 _TIE = "embedding"
@@ -46,37 +46,43 @@ def from_transformers(
     Raises:
         ConfigError: the model cannot be cut, the folder is incomplete, or a package is missing.
     """
-    source = source_of(model_or_folder, dtype)
+    source = make_source(model_or_folder, dtype)
     cut = find_cut(source)
     adapters = None if lora is None else Adapters(lora, source, cut)
     loss_fn = CausalLoss(source)
     _check_loss(source, cut, loss_fn)
-    sizes = _sizes(source, cut)
+    layers = _layer_specs(source, cut, adapters)
+    for layer, num_parameters in zip(layers, _layer_sizes(source, cut), strict=True):
+        # PipelineModule divides the layers by their parameters, and builds none of them for this.
+        layer.num_parameters = num_parameters
+    return layers, loss_fn
+
+
+def _layer_specs(source: Source, cut: Cut, adapters: Adapters | None) -> list[LayerSpec]:
+    """Return word embedding, positions, every decoder layer, final norm and head."""
     arguments = (source, cut, adapters)
     if cut.tied:
         tie = {"tied_weight_attr": ["module.weight"]}
-        first = TiedLayerSpec(_TIE, Embedding, *arguments, forward_fn=embed, **tie)
-        last = TiedLayerSpec(_TIE, Embedding, *arguments, forward_fn=TiedHead(source, cut), **tie)
+        embedding = TiedLayerSpec(_TIE, Embedding, *arguments, forward_fn=embed, **tie)
+        head = TiedLayerSpec(_TIE, Embedding, *arguments, forward_fn=TiedHead(source, cut), **tie)
     else:
-        first, last = LayerSpec(Embedding, *arguments), LayerSpec(Head, *arguments)
-    layers = [
-        first,
+        embedding = LayerSpec(Embedding, *arguments)
+        head = LayerSpec(Head, *arguments)
+    return [
+        embedding,
         LayerSpec(Positions, *arguments),
         *(LayerSpec(DecoderLayer, source, cut, index, adapters) for index in range(len(cut.calls))),
         LayerSpec(FinalNorm, *arguments),
-        last,
+        head,
     ]
-    for layer, size in zip(layers, sizes, strict=True):
-        # PipelineModule divides the layers by their parameters, and builds none of them for this.
-        layer.num_parameters = size
-    return layers, loss_fn
 
 
 class CausalLoss:
     """Loss function of the model: (logits_BSV, labels_BS) to (sum, count) of the predicted tokens."""
 
     def __init__(self, source: Source) -> None:
-        self._function, self._vocab_size = source.loss_function, source.config.get_text_config().vocab_size
+        self._function = source.loss_function
+        self._vocab_size = source.config.get_text_config().vocab_size
 
     def __call__(self, logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         total = self._function(
@@ -97,19 +103,20 @@ def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss) -> None:
     logits_BSV = torch.randn(1, 6, vocab_size, generator=generator)
     labels_BS = torch.randint(vocab_size, (1, 6), generator=generator)
     labels_BS[0, 2] = IGNORE_INDEX
-    head.project_with(torch.ones(()).expand(vocab_size, cut.width), lambda x_BSD: logits_BSV)
+    head.set_projection(torch.ones(()).expand(vocab_size, cut.width), lambda x_BSD: logits_BSV)
+    hidden_BSD = torch.zeros(1, 6, cut.width)
     with torch.no_grad():
-        own = head.with_loss(torch.zeros(1, 6, cut.width), labels_BS)
-        total, count = loss_fn(head(torch.zeros(1, 6, cut.width)), labels_BS)
-        ours = total / count
-    if not math.isclose(float(own), float(ours), rel_tol=1e-5):
+        model_loss = float(head.loss(hidden_BSD, labels_BS))
+        total, count = loss_fn(head(hidden_BSD), labels_BS)
+        logits_loss = float(total / count)
+    if not math.isclose(model_loss, logits_loss, rel_tol=1e-5):
         raise ConfigError(
             f"{type(source.config).__name__}: cannot be cut, because its forward adds to the loss of the logits "
-            f"(got {float(own):.6g}, and {float(ours):.6g} without). Set the extra loss to 0 in the config."
+            f"(got {model_loss:.6g}, and {logits_loss:.6g} without). Set the extra loss to 0 in the config."
         )
 
 
-def _sizes(source: Source, cut: Cut) -> list[int]:
+def _layer_sizes(source: Source, cut: Cut) -> list[int]:
     """Return the number of parameters of every pipeline layer, frozen ones included."""
     model = source.skeleton()
 

@@ -6,7 +6,7 @@ B: batch, S: sequence, D: hidden size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -29,57 +29,84 @@ class _State:
 
 
 class Trial:
-    """Runs of a skeleton's backbone with decoder layers that return chosen hidden states."""
+    """Runs of a skeleton's backbone with decoder layers that return chosen hidden states.
+
+    The constructor changes the skeleton: its decoder layers only record their arguments, its other weights are ones.
+
+    Args:
+        model, backbone, layers: skeleton, its module that owns the decoder layers, and their list.
+        name: name of the config, for errors.
+
+    Attributes:
+        tuple_size: size of the tuple that the decoder layers return, with the hidden states first; 0: only the tensor.
+    """
 
     def __init__(self, model: Any, backbone: Any, layers: nn.ModuleList, name: str) -> None:
-        self.model, self.backbone, self.layers, self.name = model, backbone, layers, name
+        self.model = model
+        self.backbone = backbone
+        self.layers = layers
+        self.name = name
+        self.tuple_size = 0
+        self._checks_arguments = True
+        self._hidden: list[Tensor] = []  # hidden states that the layers have returned in this run
+        self._modules_before: set[str] = set()  # children of the backbone called before the first layer
+        self._modules_after: set[str] = set()  # and after the last one
+        self._recorder = Recorder(layers, self._layer_output)
         model.eval()  # draw no random numbers
-        self.tuple_size, self._checks_arguments = 0, True
-        self._hidden: list[Tensor] = []
-        self._called: dict[str, set[str]] = {"before": set(), "after": set()}
-        self._recorder = Recorder(layers, self._output)
-        _give_free_weights(backbone, layers)
-        in_layers = {id(module) for layer in layers for module in layer.modules()}
-        for path, module in backbone.named_modules():
-            if id(module) not in in_layers and module not in (backbone, layers):
-                module.register_forward_pre_hook(functools.partial(self._note, path))
+        modules = _modules_outside(backbone, layers)
+        _give_free_weights(modules.values())
+        for path, module in modules.items():
+            if module is not backbone and module is not layers:
+                module.register_forward_pre_hook(functools.partial(self._note_call, path))
 
     def run(self, padded: bool) -> list[tuple[Any, ...]]:
         """Return the arguments of every decoder layer, with or without a padding mask.
 
+        The model may expect a tensor or a tuple from a decoder layer. ``tuple_size`` is set to the first form that it
+        accepts.
+
         Raises:
             ConfigError: the model cannot be cut.
         """
-        embeds_BSD = self._embeds(1.0)
-        mask_BS = torch.ones(_BATCH, _LENGTH, dtype=torch.int64)
-        mask_BS[0, -_PADDING:] = 0
-        errors: list[tuple[int, str]] = []
-        for self.tuple_size in range(_MAX_TUPLE + 1):
-            self._hidden, self._recorder.records = [], []
-            try:
-                outputs = self.backbone(
-                    inputs_embeds=embeds_BSD, attention_mask=mask_BS if padded else None, use_cache=False
-                )
-                self._check_result(getattr(outputs, "last_hidden_state", None))
-            except Uncuttable as error:
-                errors.append((len(self._recorder.records), str(error)))
-            except Exception as error:  # any forward, with layers that return the wrong form
-                cause = f"{type(error).__name__}: {error}".splitlines()[0]
-                reason = f"its layers pass on more than hidden states ({cause})"
-                errors.append((len(self._recorder.records), reason))
-            else:
+        mask_BS = None
+        if padded:
+            mask_BS = torch.ones(_BATCH, _LENGTH, dtype=torch.int64)
+            mask_BS[0, -_PADDING:] = 0
+        failures: list[tuple[int, str]] = []  # (number of layers called, reason) for every form
+        for tuple_size in range(_MAX_TUPLE + 1):
+            self.tuple_size = tuple_size
+            reason = self._failure(mask_BS)
+            if reason is None:
                 return self._recorder.records
+            failures.append((len(self._recorder.records), reason))
         # The run with the form that the model expects gets further.
-        raise ConfigError(
-            f"{self.name}: cannot be cut, because {max(errors, key=lambda error: error[0])[1]}."
-        )
+        _, reason = max(failures, key=lambda failure: failure[0])
+        raise ConfigError(f"{self.name}: cannot be cut, because {reason}.")
+
+    def _failure(self, mask_BS: Tensor | None) -> str | None:
+        """Run the backbone once and return why the model cannot be cut; None if the run shows no reason."""
+        self._forget_run()
+        try:
+            outputs = self.backbone(inputs_embeds=self._embeds(1.0), attention_mask=mask_BS, use_cache=False)
+            self._check_result(getattr(outputs, "last_hidden_state", None))
+        except Uncuttable as error:
+            return str(error)
+        except Exception as error:  # any forward, with layers that return the wrong form
+            cause = f"{type(error).__name__}: {error}".splitlines()[0]
+            return f"its layers pass on more than hidden states ({cause})"
+        return None
+
+    def _forget_run(self) -> None:
+        self._hidden = []
+        self._recorder.records = []
 
     def check_tail(self, before: Sequence[str]) -> None:
         """Raise ConfigError if the final hidden states depend on anything before the decoder layers.
 
         This run has NaN in the word embeddings and in all weights of the modules ``before``.
         """
-        self._hidden, self._recorder.records, self._checks_arguments = [], [], False
+        self._forget_run()
+        self._checks_arguments = False
         for path in before:
             for parameter in self.model.get_submodule(path).parameters():
                 parameter.data = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
@@ -95,13 +122,14 @@ class Trial:
         return torch.full(shape, value, dtype=weight.dtype, requires_grad=True)
 
     def _check_result(self, final_BSD: Tensor | None) -> None:
-        calls, layers = len(self._recorder.records), len(self.layers)
+        calls = len(self._recorder.records)
+        layers = len(self.layers)
         if calls != layers:
             raise Uncuttable(f"its forward calls {layers} decoder layers {calls} times")
         if final_BSD is None or final_BSD.shape[:2] != (_BATCH, _LENGTH) or not final_BSD.isfinite().all():
             raise Uncuttable("its final hidden states depend on more than those of the last layer")
 
-    def _output(self, index: int, record: tuple[Any, ...]) -> Any:
+    def _layer_output(self, index: int, record: tuple[Any, ...]) -> Any:
         """Return the hidden states of a layer, and check that the model passes on exactly those of the last layer."""
         leaves, _ = leaves_of(record)
         hidden = leaves[place_of_hidden(record)]
@@ -124,11 +152,13 @@ class Trial:
         if self._checks_arguments and depends:
             raise Uncuttable(f"decoder layer {index} gets the results of several earlier layers")
 
-    def _note(self, path: str, module: nn.Module, args: Any) -> None:
-        done = len(self._recorder.records)
-        if 0 < done < len(self.layers):
+    def _note_call(self, path: str, module: nn.Module, args: Any) -> None:
+        """Note on which side of the decoder layers a module runs. Raises Uncuttable if it is between them."""
+        layer_calls = len(self._recorder.records)
+        if 0 < layer_calls < len(self.layers):
             raise Uncuttable(f"it runs {path} between decoder layers")
-        self._called["after" if done else "before"].add(path.split(".")[0])
+        calls = self._modules_after if layer_calls else self._modules_before
+        calls.add(path.split(".")[0])
 
     def modules_around(
         self, owner: str, layers: str, embedding: str
@@ -138,68 +168,94 @@ class Trial:
         Raises:
             ConfigError: the model cannot be cut.
         """
-        both = self._called["before"] & self._called["after"]
-        if both:
+        repeated_calls = self._modules_before & self._modules_after
+        if repeated_calls:
             raise ConfigError(
-                f"{self.name}: cannot be cut, because it runs {min(both)} before and after the layers."
+                f"{self.name}: cannot be cut, because it runs {min(repeated_calls)} before and after the layers."
             )
         prefix = f"{owner}." if owner else ""
-        before, after = (
-            tuple(sorted(f"{prefix}{child}" for child in self._called[when])) for when in ("before", "after")
-        )
+        before = tuple(sorted(f"{prefix}{child}" for child in self._modules_before))
+        after = tuple(sorted(f"{prefix}{child}" for child in self._modules_after))
         if embedding in before + after:
             raise ConfigError(f"{self.name}: cannot be cut, because it embeds words again in {embedding}.")
         return before, after
 
 
-def _give_free_weights(backbone: nn.Module, layers: nn.ModuleList) -> None:
-    """Replace the meta parameters outside the decoder layers by ones of stride 0, which take no memory."""
+def _modules_outside(backbone: nn.Module, layers: nn.ModuleList) -> dict[str, nn.Module]:
+    """Return path -> module for the backbone and all its modules that are not in a decoder layer."""
     in_layers = {id(module) for layer in layers for module in layer.modules()}
-    for module in backbone.modules():
-        if id(module) not in in_layers:
-            for key, parameter in module._parameters.items():
-                if parameter is not None:
-                    ones = torch.ones((), dtype=parameter.dtype).expand(parameter.shape)
-                    module._parameters[key] = nn.Parameter(ones, requires_grad=True)
+    return {path: module for path, module in backbone.named_modules() if id(module) not in in_layers}
+
+
+def _give_free_weights(modules: Iterable[nn.Module]) -> None:
+    """Replace the modules' own parameters, on the meta device, by ones of stride 0, which take no memory."""
+    for module in modules:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                ones = torch.ones((), dtype=parameter.dtype).expand(parameter.shape)
+                module._parameters[key] = nn.Parameter(ones, requires_grad=True)
 
 
 def merge_records(
-    padded: list[tuple[Any, ...]], plain: list[tuple[Any, ...]], name: str
+    padded: Sequence[tuple[Any, ...]], plain: Sequence[tuple[Any, ...]], name: str
 ) -> tuple[list[Call], list[bool]]:
-    """Return the calls of all layers, from the arguments with and without a padding mask.
+    """Return the calls of all layers, and for every slot whether it depends on trained parameters.
 
-    A tensor that several layers get becomes one slot. A slot may be empty: without padding there may be no mask.
-    Raises ConfigError for other objects that the layers exchange.
+    ``padded`` and ``plain`` are the arguments of every layer with and without a padding mask; ``name`` is for errors.
+    Raises ConfigError if the mask changes their form, or if layers exchange an object that is not a tensor.
     """
-    slots: dict[tuple[int, int], Slot] = {}
-    differentiable: list[bool] = []
-    calls = []
-    for index in range(len(padded)):
-        (values, structure), (others, other_structure) = leaves_of(padded[index]), leaves_of(plain[index])
-        if structure != other_structure:
+    slots = _Slots()
+    calls = [_merge_record(*pair, slots, name) for pair in zip(padded, plain, strict=True)]
+    return calls, slots.differentiable
+
+
+def _merge_record(padded: tuple[Any, ...], plain: tuple[Any, ...], slots: _Slots, name: str) -> Call:
+    """Return the call of one layer, and add a slot for every new tensor. Raises ConfigError."""
+    values, structure = leaves_of(padded)
+    plain_values, plain_structure = leaves_of(plain)
+    if structure != plain_structure:
+        raise ConfigError(
+            f"{name}: cannot be cut, because a padding mask changes the arguments of its layers."
+        )
+    hidden = values[place_of_hidden(padded)]
+    plain_hidden = plain_values[place_of_hidden(plain)]
+    leaves: list[Any] = []
+    for value, plain_value in zip(values, plain_values, strict=True):
+        if value is hidden and plain_value is plain_hidden:
+            leaves.append(Hidden.HERE)
+        elif isinstance(value, Tensor) or isinstance(plain_value, Tensor):
+            leaves.append(slots.slot(value, plain_value))
+        elif (value is None or isinstance(value, _CONSTANTS)) and value == plain_value:
+            leaves.append(value)
+        else:
             raise ConfigError(
-                f"{name}: cannot be cut, because a padding mask changes the arguments of its layers."
+                f"{name}: cannot be cut, because its decoder layers exchange a {type(value).__name__}."
             )
-        leaves = []
-        hidden, other_hidden = values[place_of_hidden(padded[index])], others[place_of_hidden(plain[index])]
-        for value, other in zip(values, others, strict=True):
-            if value is hidden and other is other_hidden:
-                leaves.append(Hidden.HERE)
-            elif isinstance(value, Tensor) or isinstance(other, Tensor):
-                key = (_identity(value), _identity(other))
-                if key not in slots:
-                    slots[key] = Slot(len(slots))
-                    tensors = [tensor for tensor in (value, other) if isinstance(tensor, Tensor)]
-                    differentiable.append(any(tensor.requires_grad for tensor in tensors))
-                leaves.append(slots[key])
-            elif (value is None or isinstance(value, _CONSTANTS)) and value == other:
-                leaves.append(value)
-            else:
-                raise ConfigError(
-                    f"{name}: cannot be cut, because its decoder layers exchange a {type(value).__name__}."
-                )
-        calls.append(Call(structure, tuple(leaves)))
-    return calls, differentiable
+    return Call(structure, tuple(leaves))
+
+
+class _Slots:
+    """Slots of the tensors that decoder layers get beside the hidden states.
+
+    Attributes:
+        differentiable: for every slot, whether its tensor depends on trained parameters.
+    """
+
+    def __init__(self) -> None:
+        self.differentiable: list[bool] = []
+        self._slots: dict[tuple[int, int], Slot] = {}  # identities of the tensor in both runs -> slot
+
+    def slot(self, value: Any, plain_value: Any) -> Slot:
+        """Return the slot of an argument, the same for all layers that get the same tensor.
+
+        One of the values may be None: without padding there may be no mask.
+        """
+        pair = (value, plain_value)
+        key = (_identity(value), _identity(plain_value))
+        if key not in self._slots:
+            self._slots[key] = Slot(len(self._slots))
+            self.differentiable.append(any(isinstance(t, Tensor) and t.requires_grad for t in pair))
+        return self._slots[key]
 
 
 def _identity(value: Any) -> int:

@@ -15,7 +15,6 @@ from ..errors import ConfigError
 from .folder import CONFIG, ModelFolder
 
 _NEEDS = "Install them with: pip install 'transformers>=5,<5.24' safetensors"
-_ROWS = 4096  # that are read at once to compare two tables
 
 
 class Source(Protocol):
@@ -44,7 +43,7 @@ class Source(Protocol):
         ...
 
 
-def source_of(model_or_folder: Any, dtype: torch.dtype | None) -> Source:
+def make_source(model_or_folder: Any, dtype: torch.dtype | None) -> Source:
     """Return the source for a transformers model (plain or peft's) or a folder.
 
     Raises:
@@ -59,21 +58,21 @@ def source_of(model_or_folder: Any, dtype: torch.dtype | None) -> Source:
             f"from_transformers: needs transformers 5 or newer (got {transformers.__version__}). {_NEEDS}"
         )
     require_names("transformers")
-    if isinstance(model_or_folder, nn.Module):
-        model: Any = model_or_folder
-        if hasattr(model, "get_base_model"):
-            model = model.get_base_model()  # peft's wrapper; the adapters are in the layers
-        if not isinstance(model, transformers.PreTrainedModel):
-            raise ConfigError(
-                f"model_or_folder: must be a transformers model or a folder (got {type(model).__name__}). Pass "
-                f"AutoModelForCausalLM.from_pretrained(...) or the path of its folder."
-            )
-        if dtype is not None:
-            raise ConfigError(
-                "dtype: applies to a folder only (got a model). Convert the model with model.to(dtype)."
-            )
-        return ModelSource(model)
-    return FolderSource(Path(model_or_folder), dtype)
+    if not isinstance(model_or_folder, nn.Module):
+        return FolderSource(Path(model_or_folder), dtype)
+    model: Any = model_or_folder
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()  # peft's wrapper; the adapters are in the layers
+    if not isinstance(model, transformers.PreTrainedModel):
+        raise ConfigError(
+            f"model_or_folder: must be a transformers model or a folder (got {type(model).__name__}). Pass "
+            f"AutoModelForCausalLM.from_pretrained(...) or the path of its folder."
+        )
+    if dtype is not None:
+        raise ConfigError(
+            "dtype: applies to a folder only (got a model). Convert the model with model.to(dtype)."
+        )
+    return ModelSource(model)
 
 
 class ModelSource:
@@ -81,16 +80,8 @@ class ModelSource:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-
-    @property
-    def config(self) -> Any:
-        """Configuration of the model."""
-        return self.model.config
-
-    @property
-    def loss_function(self) -> Any:
-        """Loss function of the model."""
-        return self.model.loss_function
+        self.config = model.config
+        self.loss_function = model.loss_function
 
     def skeleton(self) -> Any:
         """Return a new model without weights."""
@@ -117,40 +108,13 @@ class FolderSource:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None) -> None:
-        import transformers
-
         self.folder = folder
-        if not (folder / CONFIG).is_file():
-            raise ConfigError(
-                f"model_or_folder: needs a folder with {CONFIG} (got {folder}). Download it first: huggingface-cli "
-                f"download NAME --local-dir {folder}"
-            )
-        self._config = transformers.AutoConfig.from_pretrained(folder)
-        if getattr(self._config, "quantization_config", None) is not None:
-            raise ConfigError(
-                f"{folder}: quantized weights cannot be trained in a pipeline (got quantization_config). Use a folder "
-                f"with bf16 or fp32 weights."
-            )
-        mapping = transformers.AutoModelForCausalLM._model_mapping
-        if type(self._config) not in mapping:
-            raise ConfigError(
-                f"{folder}: {type(self._config).__name__} has no causal language model in transformers. Use a "
-                f"decoder-only model."
-            )
-        self._class = mapping[type(self._config)]
+        self.config = _read_config(folder)
+        self._class = _model_class(self.config, folder)
         self._weights = ModelFolder(folder)
-        saved = self._config.dtype
-        saved = getattr(torch, saved) if isinstance(saved, str) else saved
-        self._dtype: torch.dtype = (
-            dtype or saved or self._weights.read_rows(self._weights.names[0], 0, 0).dtype
-        )
-        if getattr(self._config, "tie_word_embeddings", False) and not self._heads_agree():
-            self._config.tie_word_embeddings = False  # as from_pretrained does
-
-    @property
-    def config(self) -> Any:
-        """Configuration of the model."""
-        return self._config
+        self._dtype = dtype or self._saved_dtype()
+        if getattr(self.config, "tie_word_embeddings", False) and not self._is_head_embedding():
+            self.config.tie_word_embeddings = False  # as from_pretrained does
 
     @property
     def loss_function(self) -> Any:
@@ -159,7 +123,7 @@ class FolderSource:
 
     def skeleton(self) -> Any:
         """Return a new model without weights."""
-        return empty_model(self._class, self._config, self._dtype)
+        return empty_model(self._class, self.config, self._dtype)
 
     def reference(self) -> Any:
         """Return a skeleton, whose tied parameters are tied."""
@@ -172,19 +136,16 @@ class FolderSource:
 
         model = self.skeleton()
         mapping = _conversions(model)
-        tied = {id(p): name for name, p in model.named_parameters()}
-        module = model.get_submodule(path)
-        wanted = {tied[id(p)] for p in module.parameters()}
-        wanted |= {f"{path}.{name}" for name in module.state_dict()}
-        keys = [key for key, targets in self._targets(model, mapping).items() if wanted & targets]
+        names = _weight_names(model, path)
+        keys = [key for key, targets in self._targets(model, mapping).items() if names & targets]
         tensors = {key: self._weights.read(key) for key in keys}
         settings = LoadStateDictConfig(dtype=self._dtype, weight_mapping=mapping, device_map={"": "cpu"})
         with _quiet():
             info, _ = convert_and_load_state_dict_in_model(model, tensors, settings)
         if info.mismatched_keys or info.conversion_errors:
-            names = sorted([str(key[0]) for key in info.mismatched_keys] + list(info.conversion_errors))
+            misfits = sorted([str(key[0]) for key in info.mismatched_keys] + list(info.conversion_errors))[:4]
             raise ConfigError(
-                f"{self.folder}: config.json and the weights do not fit (got other shapes of {', '.join(names[:4])}). "
+                f"{self.folder}: config.json and the weights do not fit (got other shapes of {', '.join(misfits)}). "
                 f"Download the folder again."
             )
         model.tie_weights(recompute_mapping=False)
@@ -197,38 +158,84 @@ class FolderSource:
             )
         return module
 
-    def _heads_agree(self) -> bool:
-        """Return False if the files have a head that differs from the word embedding. Rows are compared in blocks."""
+    def _saved_dtype(self) -> torch.dtype:
+        """Return the dtype in ``config.json``, or else that of the first weight."""
+        dtype = self.config.dtype
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype)
+        return dtype or self._weights.read_rows(self._weights.names[0], 0, 0).dtype
+
+    def _is_head_embedding(self) -> bool:
+        """Return whether the files have no head, or one that equals the word embedding."""
         model = self.skeleton()
         ends = [model.get_input_embeddings(), model.get_output_embeddings()]
         names = {f"{path}.weight" for path, m in model.named_modules() if any(m is end for end in ends)}
         keys = [key for key, targets in self._targets(model, _conversions(model)).items() if names & targets]
-        if len(keys) != 2:
-            return True
-        (rows, *_), other_shape = self._weights.shape(keys[0]), self._weights.shape(keys[1])
-        blocks = [(start, min(start + _ROWS, rows)) for start in range(0, rows, _ROWS)]
-        return self._weights.shape(keys[0]) == other_shape and all(
-            torch.equal(*(self._weights.read_rows(key, *block) for key in keys)) for block in blocks
-        )
+        return len(keys) != 2 or self._weights.are_equal(*keys)
 
     def _targets(self, model: Any, mapping: list[Any]) -> dict[str, set[str]]:
-        """Return a dict of key in the files -> names in the model that the key's tensor contributes to."""
+        """Return a dict of key in the files -> names in the model that the key's tensor contributes to.
+
+        Args:
+            model: skeleton.
+            mapping: its entry of :func:`_conversions`.
+        """
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
         renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+        by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
         names = model.state_dict(keep_vars=True)
         targets: dict[str, set[str]] = {}
         for key in self._weights.names:
-            renamed, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
-            if renamed not in names and key in names:
-                renamed, pattern = key, None
-            targets[key] = {renamed}
-            if pattern is not None:  # one tensor may become several, such as q, k and v
-                first, *others = by_pattern[pattern].target_patterns
-                targets[key] |= {renamed.replace(first, other) for other in others}
+            name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, names)
+            if name not in names and key in names:
+                targets[key] = {key}
+            elif pattern is None:
+                targets[key] = {name}
+            else:  # one tensor may become several, such as q, k and v; the name is that of the first
+                parts = by_pattern[pattern].target_patterns
+                targets[key] = {name.replace(parts[0], part) for part in parts}
         return targets
+
+
+def _read_config(folder: Path) -> Any:
+    """Return the config of transformers. Raises ConfigError if there is none, or for quantized weights."""
+    import transformers
+
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(
+            f"model_or_folder: needs a folder with {CONFIG} (got {folder}). Download it first: huggingface-cli "
+            f"download NAME --local-dir {folder}"
+        )
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            f"{folder}: quantized weights cannot be trained in a pipeline (got quantization_config). Use a folder "
+            f"with bf16 or fp32 weights."
+        )
+    return config
+
+
+def _model_class(config: Any, folder: Path) -> Any:
+    """Return the causal language model of a config. Raises ConfigError if transformers has none."""
+    import transformers
+
+    mapping = transformers.AutoModelForCausalLM._model_mapping
+    if type(config) not in mapping:
+        raise ConfigError(
+            f"{folder}: {type(config).__name__} has no causal language model in transformers. Use a "
+            f"decoder-only model."
+        )
+    return mapping[type(config)]
+
+
+def _weight_names(model: nn.Module, path: str) -> set[str]:
+    """Return the names of the weights of a module, and for tied parameters also the names elsewhere in the model."""
+    name_of = {id(parameter): name for name, parameter in model.named_parameters()}
+    module = model.get_submodule(path)
+    names = {name_of[id(parameter)] for parameter in module.parameters()}
+    return names | {f"{path}.{name}" for name in module.state_dict()}
 
 
 def _conversions(model: Any) -> list[Any]:

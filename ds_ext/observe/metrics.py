@@ -78,24 +78,25 @@ class StepMetrics:
 
     def line(self, total_steps: int | None = None) -> str:
         """Return the progress line."""
-        step = f"step {self.step}"
+        step = f"{self.step}"
         if total_steps is not None:
-            step = f"step {self.step:>{len(str(total_steps))}}/{total_steps}"
-        measured = "-" if self.bubble_measured is None else f"{self.bubble_measured:.0%}"
+            step = f"{self.step:>{len(str(total_steps))}}/{total_steps}"
+        rate_format = ",.0f" if self.samples_per_s >= 100 else ".3g"
+        bubble = _cell("bubble ", self.bubble_measured, ".0%") or "bubble -"
         cells = [
-            step,
-            f"loss {self.loss:.4f}{listed(self.losses)}",
-            *([] if self.validation_loss is None else [f"validation loss {self.validation_loss:.4f}"]),
+            f"step {step}",
+            f"loss {self.loss:.4f}{additional_losses_text(self.losses)}",
+            _cell("validation loss ", self.validation_loss, ".4f"),
             f"lr {self.lr:.2e}",
-            "grad norm -" if self.grad_norm is None else f"grad norm {self.grad_norm:.3f}",
-            f"{_rounded(self.samples_per_s)} samples/s",
-            *([] if self.tokens_per_s is None else [f"{self.tokens_per_s:,.0f} tokens/s"]),
-            *([] if self.tflops_per_device is None else [f"{self.tflops_per_device:.3g} TFLOP/s per device"]),
-            *([] if self.mfu is None else [f"MFU {self.mfu:.1%}"]),
+            _cell("grad norm ", self.grad_norm, ".3f") or "grad norm -",
+            f"{self.samples_per_s:{rate_format}} samples/s",
+            _cell("", self.tokens_per_s, ",.0f", " tokens/s"),
+            _cell("", self.tflops_per_device, ".3g", " TFLOP/s per device"),
+            _cell("MFU ", self.mfu, ".1%"),
             f"memory {self.peak_memory_bytes / _MIB:,.0f} MiB",
-            f"bubble {measured} (ideal devices {self.bubble_simulated:.0%})",
+            f"{bubble} (ideal devices {self.bubble_simulated:.0%})",
         ]
-        return " | ".join(cells)
+        return " | ".join(filter(None, cells))
 
 
 class Metrics:
@@ -131,8 +132,11 @@ class Metrics:
         log_interval: int = 10,
         model: Mapping[str, Any] | None = None,
     ) -> None:
-        self._engine, self._total_steps, self._log_interval = engine, total_steps, log_interval
-        self._tokens_per_sample, self._flops_per_sample = tokens_per_sample, flops_per_sample
+        self._engine = engine
+        self._total_steps = total_steps
+        self._log_interval = log_interval
+        self._tokens_per_sample = tokens_per_sample
+        self._flops_per_sample = flops_per_sample
         if peak_tflops is None and engine.device.type == "cuda":
             peak_tflops = peak_of_name(torch.cuda.get_device_name(engine.device))
         self._peak_tflops = peak_tflops
@@ -143,7 +147,7 @@ class Metrics:
             facts = {"total_steps": total_steps, "model": dict(model or {}), **engine.run_facts}
             self._record = RunRecord(Path(file), facts, engine.checkpoint_events.all)
             engine.checkpoint_events.on_event = self._record.write
-        self._first = True
+        self._is_first = True
 
     def log(
         self,
@@ -163,12 +167,12 @@ class Metrics:
         if self._file is not None:
             self._file.write(metrics)
         if self._record is not None:
-            self._record.memory(self._engine.report.of_ranks.peak_memory_of_ranks)
+            self._record.note_memory(self._engine.report.of_ranks.peak_memory_of_ranks)
         if self._engine.global_rank == 0 and self._log_interval > 0:
-            last = self._total_steps is not None and metrics.step >= self._total_steps
-            due = self._first or last or metrics.step % self._log_interval == 0 or validation_loss is not None
-            print_line(metrics.line(self._total_steps), keep=due)
-        self._first = False
+            is_last = self._total_steps is not None and metrics.step >= self._total_steps
+            is_due = metrics.step % self._log_interval == 0 or validation_loss is not None
+            print_line(metrics.line(self._total_steps), keep=self._is_first or is_last or is_due)
+        self._is_first = False
         return metrics
 
     def _measure(
@@ -180,10 +184,12 @@ class Metrics:
         engine, report = self._engine, self._engine.report
         if report is None:
             raise ConfigError("Metrics.log: no step to report (got a call before engine.train_batch()).")
-        norm, samples_per_s = engine.get_global_grad_norm(), engine.train_batch_size() / report.seconds
-        tokens, flops, tflops = self._tokens_per_sample, self._flops_per_sample, None
-        if flops is not None:
-            tflops = samples_per_s * flops / dist.get_world_size() / 1e12
+        norm = engine.get_global_grad_norm()
+        samples_per_s = engine.train_batch_size() / report.seconds
+        tokens = self._tokens_per_sample
+        tflops = None
+        if self._flops_per_sample is not None:
+            tflops = samples_per_s * self._flops_per_sample / dist.get_world_size() / 1e12
         return StepMetrics(
             step=engine.global_steps,
             loss=loss,
@@ -231,15 +237,10 @@ class MetricsFile:
             ) from None
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one record. A later crash does not lose it."""
+        """Append one record, which a later crash does not lose. A warning reports the first of several failures."""
         line = (json.dumps(_finite(asdict(metrics)), allow_nan=False) + "\n").encode()
         try:
-            with self._path.open("ab", buffering=0) as file:
-                end = os.fstat(file.fileno()).st_size
-                if (file.write(line) or 0) < len(line):
-                    os.ftruncate(file.fileno(), end)  # remove the partial line
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._failing = False
+            self._append(line)
         except OSError as error:
             if not self._failing:
                 logger.warning(
@@ -248,9 +249,19 @@ class MetricsFile:
                     *(metrics.step, self._path, error.strerror),
                 )
             self._failing = True
+        else:
+            self._failing = False
+
+    def _append(self, line: bytes) -> None:
+        """Append the whole line or nothing. Raises OSError."""
+        with self._path.open("ab", buffering=0) as file:
+            end = os.fstat(file.fileno()).st_size
+            if (file.write(line) or 0) < len(line):
+                os.ftruncate(file.fileno(), end)  # remove the partial line
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def listed(losses: Mapping[str, float]) -> str:
+def additional_losses_text(losses: Mapping[str, float]) -> str:
     """Return names and values in parentheses, after a space; an empty text without additional losses."""
     cells = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items()]
     return f" ({', '.join(cells)})" if cells else ""
@@ -285,5 +296,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _rounded(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+def _cell(label: str, value: float | None, form: str, unit: str = "") -> str:
+    """Return label, value and unit; an empty text without a value."""
+    return "" if value is None else f"{label}{value:{form}}{unit}"

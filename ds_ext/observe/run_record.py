@@ -67,10 +67,10 @@ class RunRecord:
         self._earlier = self._read_earlier() if self._start["metrics_bytes"] else []
         self.write()
 
-    def memory(self, peaks: Sequence[int]) -> None:
-        """Take the peak memory of every rank, in bytes. The file is written if one of them has grown."""
-        before = self._start["peak_memory_bytes"]
-        if not before or any(now > _GROWTH * then for now, then in zip(peaks, before, strict=True)):
+    def note_memory(self, peaks: Sequence[int]) -> None:
+        """Note the peak memory of every rank, in bytes. The file is written if one of them has grown by over 1%."""
+        noted_peaks = self._start["peak_memory_bytes"]
+        if not noted_peaks or any(p > _GROWTH * noted for p, noted in zip(peaks, noted_peaks, strict=True)):
             self._start["peak_memory_bytes"] = list(peaks)
             self.write()
 

@@ -26,7 +26,7 @@ from ds_ext.engine.deepspeed_api import names
 from ds_ext.engine.deepspeed_api.names import NAMES, OVERRIDDEN, TESTED, PrivateName
 from ds_ext.engine.grid import FoldedTopology, RoleGrid
 from ds_ext.errors import ConfigError
-from ds_ext.hf.weights import source_of
+from ds_ext.hf.weights import make_source
 from ds_ext.tensor_parallel import weight_gradients
 from tests.engine_runs import Job
 from tests.precisions import is_supported, needs
@@ -74,7 +74,7 @@ def remove(patch: pytest.MonkeyPatch, name: PrivateName) -> None:
 
 def build(package: str) -> None:
     if package == "transformers":
-        source_of(nn.Module(), None)
+        make_source(nn.Module(), None)
     else:
         module()
 

@@ -15,7 +15,7 @@ from ...comm.tcp.address import is_loopback
 from ...errors import DsExtError
 from ..doctor import Finding
 from . import pairs
-from .report import FAIL, Host, Options, Report, Session, by_value
+from .report import FAIL, Host, Options, Report, Session, group_by_value
 from .ssh import RemoteAgent, agent_command, ssh_words
 
 _MOST_CLOCK_S = 1.0
@@ -68,9 +68,11 @@ def _versions(session: Session) -> Iterator[Finding]:
             shown.append(f"{name} {next(iter(versions.values()))}")
         elif key == "native code":
             remedy = "if links are refused, build it from the same sources on every host"
-            yield Finding(name, "warn", f"built separately: {by_value(versions)}", remedy)
+            yield Finding(name, "warn", f"built separately: {group_by_value(versions)}", remedy)
         else:
-            yield Finding(name, FAIL, f"hosts differ: {by_value(versions)}", "install the same on every host")
+            yield Finding(
+                name, FAIL, f"hosts differ: {group_by_value(versions)}", "install the same on every host"
+            )
     yield Finding("versions", "ok", ", ".join(shown))
 
 
@@ -78,19 +80,19 @@ def _clocks(session: Session) -> Iterator[Finding]:
     offsets: dict[str, float] = {}
 
     def ask(host: Host) -> None:
-        trips = []
+        trips = []  # (round trip, offset)
         for _ in range(3):
-            started = time.time()
-            there = host.agent.ask("clock")
-            ended = time.time()
-            trips.append((ended - started, there - (started + ended) / 2))
-        offsets[host.name] = min(trips)[1]
+            start = time.time()
+            remote_time = host.agent.ask("clock")
+            end = time.time()
+            trips.append((end - start, remote_time - (start + end) / 2))
+        _, offsets[host.name] = min(trips)
 
-    session.on_each(ask)
+    session.check_all(ask)
     late = {name: f"{offset:+.1f} s" for name, offset in offsets.items() if abs(offset) > _MOST_CLOCK_S}
     if late:
         remedy = "synchronize the clocks (chrony, ntpd); logs and file times of these hosts do not match"
-        yield Finding("clocks", "warn", f"differ from this host: {by_value(late)}", remedy)
+        yield Finding("clocks", "warn", f"differ from this host: {group_by_value(late)}", remedy)
     elif offsets:
         yield Finding("clocks", "ok", f"within {max(offsets.values()) - min(offsets.values()):.2f} s")
 
@@ -105,38 +107,51 @@ def _path(session: Session, path: str) -> Finding:
     answers = session.ask_all("path", name=path)
     kinds = {name: answer["is"] for name, answer in answers.items()}
     if "missing" in kinds.values() or len(set(kinds.values())) > 1:
-        return Finding(subject, FAIL, by_value(kinds), "create it, with the same path on every host")
-    systems = by_value({name: answer["file_system"] or "unknown" for name, answer in answers.items()})
-    if "file" in kinds.values():
-        sizes = {name: f"{answer['bytes']:,} bytes" for name, answer in answers.items()}
-        if len(set(sizes.values())) > 1:
-            return Finding(
-                subject, FAIL, f"hosts differ: {by_value(sizes)}", "copy the same file to every host"
-            )
-        return Finding(subject, "ok", f"the same size on all hosts ({systems})")
-    writers = [name for name, answer in answers.items() if answer["writable"]]
+        return Finding(subject, FAIL, group_by_value(kinds), "create it, with the same path on every host")
+    systems = group_by_value({name: answer["file_system"] or "unknown" for name, answer in answers.items()})
+    if "folder" in kinds.values():
+        writers = [name for name, answer in answers.items() if answer["writable"]]
+        return _folder_finding(session, path, list(answers), writers, systems)
+    sizes = {name: f"{answer['bytes']:,} bytes" for name, answer in answers.items()}
+    if len(set(sizes.values())) > 1:
+        return Finding(
+            subject, FAIL, f"hosts differ: {group_by_value(sizes)}", "copy the same file to every host"
+        )
+    return Finding(subject, "ok", f"the same size on all hosts ({systems})")
+
+
+def _folder_finding(
+    session: Session, path: str, hosts: list[str], writers: list[str], systems: str
+) -> Finding:
+    """Return whether the hosts share a folder, tested with a file that the first of the writers creates.
+
+    Args:
+        hosts: names of the hosts that answered.
+        writers: those of them that may write to the folder.
+        systems: file systems, for the text.
+    """
+    subject = f"path {path}"
     if not writers:
         return Finding(subject, "ok", f"on all hosts, read-only ({systems})")
-    seen = _see(session, path, next(host for host in session.hosts if host.name == writers[0]))
-    if seen is None:
+    writer = next(host for host in session.hosts if host.name == writers[0])
+    visible_on = _see(session, path, writer)
+    if visible_on is None:
         return Finding(
-            subject, "warn", f"{writers[0]} cannot create a file there", "check quota and free space"
+            subject, "warn", f"{writer.name} cannot create a file there", "check quota and free space"
         )
-    without = [name for name, sees in seen.items() if not sees]
-    read_only = [name for name in answers if name not in writers]
+    read_only = [name for name in hosts if name not in writers]
     if read_only:
         remedy = "if ranks write there, make it writable on every host"
         return Finding(subject, "warn", f"read-only on {', '.join(read_only)} ({systems})", remedy)
-    if len(answers) == 1:
-        return Finding(subject, "ok", f"on {writers[0]} ({systems}); the other hosts failed")
-    if not without:
+    if len(hosts) == 1:
+        return Finding(subject, "ok", f"on {writer.name} ({systems}); the other hosts failed")
+    separate = ", ".join(name for name, is_visible in visible_on.items() if not is_visible)
+    if not separate:
         return Finding(subject, "ok", f"shared by all hosts ({systems})")
     if path == os.getcwd():
-        return Finding(subject, "ok", f"separate on {', '.join(without)} ({systems}); keep the copies equal")
+        return Finding(subject, "ok", f"separate on {separate} ({systems}); keep the copies equal")
     remedy = "--save needs a shared folder; data may be separate if its contents are equal"
-    return Finding(
-        subject, "warn", f"separate: a file of {writers[0]} is not on {', '.join(without)}", remedy
-    )
+    return Finding(subject, "warn", f"separate: a file of {writer.name} is not on {separate}", remedy)
 
 
 def _see(session: Session, path: str, writer: Host) -> dict[str, bool] | None:
@@ -153,27 +168,38 @@ def _see(session: Session, path: str, writer: Host) -> dict[str, bool] | None:
 
 
 def _check_names(session: Session) -> None:
-    """Check the own name of every host, at which gloo listens, and the name of the first host."""
-    first, alone = session.hosts[0].name, len(session.hosts) == 1
+    """Resolve the names of every host and of the first one, and set the addresses at which gloo listens."""
+    master = session.hosts[0].name
 
     def check(host: Host) -> None:
-        findings, own = session.report.hosts[host.name], host.facts["hostname"]
-        addresses = host.agent.ask("resolve", names=[own, first])
-        interfaces, chosen = host.facts["interfaces"], host.facts["gloo_interface"].partition(",")[0]
-        host.gloo_address = interfaces.get(chosen, "") if chosen else next(iter(addresses[own]), "")
-        if chosen and not host.gloo_address:
+        hostname = host.facts["hostname"]
+        addresses = host.agent.ask("resolve", names=[hostname, master])
+        interface = host.facts["gloo_interface"].partition(",")[0]
+        if interface:
+            host.gloo_address = host.facts["interfaces"].get(interface, "")
+        else:
+            host.gloo_address = next(iter(addresses[hostname]), "")
+        findings = session.report.hosts[host.name]
+        if interface and not host.gloo_address:
             remedy = "correct it in .deepspeed_env; `ip -brief address` lists the interfaces"
-            findings.append(Finding("GLOO_SOCKET_IFNAME", FAIL, f"no such interface (got {chosen})", remedy))
-        elif not alone and (not host.gloo_address or is_loopback(host.gloo_address)):
-            problem = f"resolves to {host.gloo_address}" if host.gloo_address else "does not resolve"
-            name = next((name for name, address in interfaces.items() if address == host.address), "eth0")
-            remedy = (
-                f"gloo would listen on loopback. Set GLOO_SOCKET_IFNAME={name} in .deepspeed_env, or add "
-                f"`{host.address} {own}` to /etc/hosts there"
-            )
-            findings.append(Finding("own name", FAIL, f"{own} {problem}", remedy))
-        if not addresses[first]:
+            problem = f"no such interface (got {interface})"
+            findings.append(Finding("GLOO_SOCKET_IFNAME", FAIL, problem, remedy))
+        elif len(session.hosts) > 1 and (not host.gloo_address or is_loopback(host.gloo_address)):
+            findings.append(_loopback_finding(host))
+        if not addresses[master]:
             remedy = "use addresses in the hostfile, or add the name to DNS or /etc/hosts"
-            findings.append(Finding("names", "warn", f"{first} does not resolve", remedy))
+            findings.append(Finding("names", "warn", f"{master} does not resolve", remedy))
 
-    session.on_each(check)
+    session.check_all(check)
+
+
+def _loopback_finding(host: Host) -> Finding:
+    """Return the finding about a host on which gloo would listen at no address, or at one of loopback."""
+    hostname, interfaces = host.facts["hostname"], host.facts["interfaces"]
+    problem = f"resolves to {host.gloo_address}" if host.gloo_address else "does not resolve"
+    interface = next((name for name, address in interfaces.items() if address == host.address), "eth0")
+    remedy = (
+        f"gloo would listen on loopback. Set GLOO_SOCKET_IFNAME={interface} in .deepspeed_env, or add "
+        f"`{host.address} {hostname}` to /etc/hosts there"
+    )
+    return Finding("own name", FAIL, f"{hostname} {problem}", remedy)

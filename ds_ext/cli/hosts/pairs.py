@@ -11,7 +11,7 @@ from ...comm.tcp.address import is_loopback
 from ...errors import DsExtError
 from ..doctor import Finding
 from .probe import new_token
-from .report import FAIL, Host, Pair, Session, by_value
+from .report import FAIL, Host, Pair, Session, group_by_value
 from .ssh import HostError
 
 _OPEN_PORTS = "allow TCP between the hosts, in both directions, to the ports under `ports`"
@@ -21,8 +21,8 @@ T = TypeVar("T")
 def find_addresses(session: Session) -> str:
     """Find the address on which the ranks of each host would listen. Returns the address of the first host."""
     first = session.hosts[0]
-    listed = first.facts["listed_addresses"] or first.facts["addresses"]
-    master: str = next(iter(listed), first.name)
+    addresses = first.facts["listed_addresses"] or first.facts["addresses"]
+    master: str = next(iter(addresses), first.name)
     numbers = {host.name: number for number, host in enumerate(session.hosts)}
     node_ips = session.options.node_ips
     if node_ips is not None:  # without those of hosts that have failed
@@ -38,19 +38,20 @@ def find_addresses(session: Session) -> str:
             remedy = "correct --node-ips: one address per host, in the order of the hosts"
             session.report.hosts[host.name].append(Finding("node_ips", FAIL, str(error), remedy))
 
-    session.on_each(find)
+    session.check_all(find)
     return master
 
 
 def rendezvous(session: Session, master: str) -> Iterator[Finding]:
     """Connect from all hosts to the rendezvous port of the first one."""
-    first, port, token = session.hosts[0], session.options.master_port, new_token()
-    where = f"{master}:{port} on {first.name}"
+    master_host, port = session.hosts[0], session.options.master_port
+    token = new_token()
+    place = f"{master}:{port} on {master_host.name}"
     try:
-        first.agent.ask("listen", address=master, port=port, token=token)
+        master_host.agent.ask("listen", address=master, port=port, token=token)
     except DsExtError as error:
         remedy = "stop the job that uses it, or pass another --master_port to the launcher"
-        yield Finding("rendezvous", "warn", f"{where}: {error}", remedy)
+        yield Finding("rendezvous", "warn", f"{place}: {error}", remedy)
         return
     failed: dict[str, str] = {}
 
@@ -62,40 +63,43 @@ def rendezvous(session: Session, master: str) -> Iterator[Finding]:
         except DsExtError as error:
             failed[host.name] = str(error)
 
-    session.on_each(reach)
+    session.check_all(reach)
     if failed:
-        yield Finding("rendezvous", FAIL, f"{where}: {by_value(failed)}", _OPEN_PORTS)
+        yield Finding("rendezvous", FAIL, f"{place}: {group_by_value(failed)}", _OPEN_PORTS)
     else:
-        yield Finding("rendezvous", "ok", f"{where} is reached from all hosts")
+        yield Finding("rendezvous", "ok", f"{place} is reached from all hosts")
 
 
 def measure_tcp(session: Session) -> None:
     """Connect every host to every other one, both ways. Pairs that run at the same time share no host."""
-    hosts, ports = _ready(session), {}
+    hosts = _ready(session)
     token = new_token()
+    ports: dict[str, int] = {}  # name of a host -> port that answers probes
 
     def listen(host: Host) -> None:
         ports[host.name] = host.agent.ask("listen", address=host.address, port=0, token=token)
 
-    session.on_each(listen)
+    def probe(action: str, source: Host, target: Host) -> Pair:
+        pair = Pair(source.name, target.name, target.address)
+        arguments = {"address": target.address, "port": ports[target.name], "token": token}
+        try:
+            speed = source.agent.ask(action, **arguments)
+        except DsExtError as error:
+            pair.error = str(error)
+        else:
+            if speed:
+                pair.round_trip_us = speed["round_trip_us"]
+                pair.tcp_gbit_s = speed["gbit_s"]
+        return pair
 
-    def measure(pair: list[Host]) -> list[Pair]:
-        results = []
-        for (source, target), action in ((pair, "measure"), (pair[::-1], "reach")):
-            result = Pair(source.name, target.name, target.address)
-            try:
-                arguments = {"address": target.address, "port": ports[target.name], "token": token}
-                speed = source.agent.ask(action, **arguments)
-                if speed:
-                    result.round_trip_us, result.tcp_gbit_s = speed["round_trip_us"], speed["gbit_s"]
-            except DsExtError as error:
-                result.error = str(error)
-            results.append(result)
-        return results
+    def probe_both_ways(pair: tuple[Host, Host]) -> list[Pair]:
+        a, b = sorted(pair, key=hosts.index)
+        return [probe("measure", a, b), probe("reach", b, a)]
 
+    session.check_all(listen)
     for turn in round_robin([host for host in hosts if host.name in ports]):
-        for results in session.pool.map(measure, [sorted(pair, key=hosts.index) for pair in turn]):
-            session.report.pairs += results
+        for pairs in session.pool.map(probe_both_ways, turn):
+            session.report.pairs += pairs
 
 
 def reach_gloo(session: Session) -> None:
@@ -118,39 +122,43 @@ def reach_gloo(session: Session) -> None:
             except DsExtError as error:
                 session.report.pairs.append(Pair(source.name, target.name, target.gloo_address, str(error)))
 
-        session.on_each(reach)
+        session.check_all(reach)
 
 
 def measure_rdma(session: Session) -> None:
     """Write over RDMA between the hosts of each pair that both have an active port."""
     hosts = {host.name: host for host in _ready(session) if host.facts["rdma"]}
-    measured = {
+    tcp_pairs = {
         frozenset((pair.source, pair.target)): pair
         for pair in session.report.pairs
         if pair.round_trip_us is not None and {pair.source, pair.target} <= hosts.keys()
     }
     for turn in round_robin(list(hosts.values())):
-        pairs = [measured[key] for pair in turn if (key := frozenset(host.name for host in pair)) in measured]
+        keys = (frozenset((a.name, b.name)) for a, b in turn)
+        pairs = [tcp_pairs[key] for key in keys if key in tcp_pairs]
         list(session.pool.map(lambda pair: _write(pair, hosts[pair.source], hosts[pair.target]), pairs))
 
 
 def _write(pair: Pair, source: Host, target: Host) -> None:
-    key, job = f"{source.name} {target.name}", new_token()
+    """Write from one host to the other, and note the ports and the bandwidth, or the error, in ``pair``."""
+    key = f"{source.name} {target.name}"
+    job = new_token()
     sides = ((source, True), (target, False))
     try:
-        opened = [
+        links = [
             host.agent.ask("rdma_open", key=key, address=host.address, sends=sends, job=job)
             for host, sends in sides
         ]
-        pair.rdma = " - ".join(side["name"] for side in opened)
-        if opened[0]["network"] != opened[1]["network"]:
-            pair.rdma += f": different networks ({opened[0]['network']}, {opened[1]['network']})"
+        pair.rdma = " - ".join(link["name"] for link in links)
+        source_link, target_link = links
+        if source_link["network"] != target_link["network"]:
+            pair.rdma += f": different networks ({source_link['network']}, {target_link['network']})"
             return
-        for (host, _), other in zip(sides, opened[::-1], strict=True):
-            host.agent.ask("rdma_connect", key=key, greeting=other["greeting"], job=job)
-        received = ThreadPoolExecutor(1).submit(target.agent.ask, "rdma_receive", key=key)
+        source.agent.ask("rdma_connect", key=key, greeting=target_link["greeting"], job=job)
+        target.agent.ask("rdma_connect", key=key, greeting=source_link["greeting"], job=job)
+        bandwidth = ThreadPoolExecutor(1).submit(target.agent.ask, "rdma_receive", key=key)
         source.agent.ask("rdma_send", key=key)
-        pair.rdma_gbit_s = received.result()
+        pair.rdma_gbit_s = bandwidth.result()
     except DsExtError as error:
         pair.rdma = f"{pair.rdma}: {error}".removeprefix(": ")
     finally:
@@ -167,8 +175,8 @@ def _ready(session: Session) -> list[Host]:
 def ports(session: Session) -> Iterator[Finding]:
     """Yield the ports that firewalls must allow."""
     ranges = {host.name: "-".join(host.facts["port_range"]) or "unknown" for host in session.hosts}
-    allowed = f"TCP {session.options.master_port} to {session.hosts[0].name}; TCP {by_value(ranges)} between all hosts"
-    yield Finding("ports", "ok", allowed)
+    rendezvous_port = f"TCP {session.options.master_port} to {session.hosts[0].name}"
+    yield Finding("ports", "ok", f"{rendezvous_port}; TCP {group_by_value(ranges)} between all hosts")
 
 
 def round_robin(items: Sequence[T]) -> Iterator[list[tuple[T, T]]]:

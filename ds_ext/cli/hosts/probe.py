@@ -55,20 +55,23 @@ def _accept(listener: socket.socket, token: bytes) -> None:
 
 
 def _answer(connection: socket.socket, token: bytes) -> None:
+    """Answer one probe: the token, and in a measurement every ping and the number of received bytes."""
     with contextlib.suppress(OSError), connection:
         connection.settimeout(_IO_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        received, mode = _read(connection, len(token)), _read(connection, len(_MEASURE))
-        if not hmac.compare_digest(received, token):
+        peer_token = _read(connection, len(token))
+        mode = _read(connection, len(_MEASURE))
+        if not hmac.compare_digest(peer_token, token):
             return
         connection.sendall(token)
         if mode == _MEASURE:
             for _ in range(_PINGS):
                 connection.sendall(_read(connection, _PING_BYTES))
-            room, count = bytearray(len(_BLOCK)), 0
-            while received_bytes := connection.recv_into(room):
-                count += received_bytes
-            connection.sendall(count.to_bytes(8, "big"))
+            room = bytearray(len(_BLOCK))
+            total_bytes = 0
+            while num_bytes := connection.recv_into(room):
+                total_bytes += num_bytes
+            connection.sendall(total_bytes.to_bytes(8, "big"))
 
 
 def new_token() -> str:

@@ -27,16 +27,18 @@ class RdmaProbe:
     def __init__(self, address: str, sends: bool) -> None:
         from ...comm import _native
 
-        self._native, self._sends = _native, sends
+        self._native = _native
+        self._sends = sends
         try:
             _native.load_verbs()
-            chosen = choose_port(device_ports(), address)
-            self.name, self.link_layer = chosen.name, chosen.link_layer
+            port = choose_port(device_ports(), address)
+            self.name = port.name
+            self.link_layer = port.link_layer
             self._rank = _native.Port()
-            opened = _native.RdmaPort(self._rank, chosen.device, chosen.port, chosen.gid_index)
-            own, peer = (0, 1) if sends else (1, 0)
+            rdma_port = _native.RdmaPort(self._rank, port.device, port.port, port.gid_index)
+            rank, peer = (0, 1) if sends else (1, 0)
             room = 8 * MESSAGE_BYTES
-            self._link = _native.RdmaLink(opened, own, peer, sends, not sends, room, room)
+            self._link = _native.RdmaLink(rdma_port, rank, peer, sends, not sends, room, room)
         except (_native.VerbsError, _native.LinkError, OSError) as error:
             raise TransportError(str(error)) from error
 
@@ -68,11 +70,12 @@ class RdmaProbe:
 
     def receive(self) -> float:
         """Receive all messages and return the bandwidth after the first ones in Gbit/s. Raises TransportError."""
-        arrived = self._take()
-        started, counted = time.perf_counter(), 0
-        while arrived + counted < MESSAGES:
-            counted += self._take()
-        return 8e-9 * counted * MESSAGE_BYTES / (time.perf_counter() - started)
+        first_messages = self._take()
+        start_s = time.perf_counter()
+        messages = 0
+        while first_messages + messages < MESSAGES:
+            messages += self._take()
+        return 8e-9 * messages * MESSAGE_BYTES / (time.perf_counter() - start_s)
 
     def _take(self) -> int:
         """Wait for messages and return their number."""

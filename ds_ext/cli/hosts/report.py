@@ -113,7 +113,7 @@ class Session:
 
         self._run(start, self._all)
 
-    def on_each(self, check: Callable[[Host], None]) -> None:
+    def check_all(self, check: Callable[[Host], None]) -> None:
         """Run a check on all hosts in parallel, and note the hosts on which it fails."""
         self._run(check, self.hosts)
 
@@ -124,7 +124,7 @@ class Session:
         def ask(host: Host) -> None:
             answers[host.name] = host.agent.ask(action, **arguments)
 
-        self.on_each(ask)
+        self.check_all(ask)
         return {host.name: answers[host.name] for host in self.hosts if host.name in answers}
 
     def _run(self, check: Callable[[Host], None], hosts: Sequence[Host]) -> None:
@@ -140,7 +140,7 @@ class Session:
         list(self.pool.map(guarded, hosts))
 
 
-def by_value(values: Mapping[str, str]) -> str:
+def group_by_value(values: Mapping[str, str]) -> str:
     """Return ``"value on host, host; value on host"``; only the value if all hosts have the same."""
     hosts: dict[str, list[str]] = {}
     for host, value in values.items():

@@ -59,7 +59,8 @@ class RemoteAgent:
     """
 
     def __init__(self, host: str, ssh: Sequence[str], command: str) -> None:
-        self.host, self._lock = host, threading.Lock()
+        self.host = host
+        self._lock = threading.Lock()
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (open for every error)
         self._process = subprocess.Popen(
             [*ssh, host, command],
@@ -87,7 +88,7 @@ class RemoteAgent:
                 self._process.stdin.write(json.dumps({"do": action, **arguments}) + "\n")
                 self._process.stdin.flush()
             except (OSError, ValueError):  # ended, or closed
-                raise self._ended() from None
+                raise self._end_reason() from None
             return self._answer(limit_s)
 
     def close(self) -> None:
@@ -115,13 +116,13 @@ class RemoteAgent:
         finally:
             watchdog.cancel()
         if time.monotonic() < deadline:
-            raise self._ended()
+            raise self._end_reason()
         raise HostError(
             f"no answer within {limit_s:g} s", f"try `ssh {self.host} hostname`, and look at the load there"
         )
 
-    def _ended(self) -> HostError:
-        """Return the reason why ssh or the agent ended."""
+    def _end_reason(self) -> HostError:
+        """Return the error of an ssh or agent that has ended; waits up to 5 s for its end, then kills it."""
         try:
             code = self._process.wait(5)
         except subprocess.TimeoutExpired:
@@ -129,30 +130,34 @@ class RemoteAgent:
             code = self._process.wait()
         self._errors.seek(0)
         text = self._errors.read().strip()
-        last = text.rpartition("\n")[2].strip() or f"exit status {code}"
+        message = text.rpartition("\n")[2].strip() or f"exit status {code}"
         if code == _SSH_FAILED:
             remedies = (remedy for sign, remedy in _REMEDIES if sign in text)
             return HostError(
-                f"ssh: {last.removeprefix('ssh: ')}",
+                f"ssh: {message.removeprefix('ssh: ')}",
                 next(remedies, "try `ssh {host} true`").format(host=self.host),
             )
         if code == _NO_FOLDER:
             problem = f"working directory {os.getcwd()} is missing"
             return HostError(problem, "use the same path on every host: a shared file system, or a copy")
-        if code in (126, 127) or "No such file" in last:
-            return HostError(last, f"install the same environment as here: {sys.executable}")
-        if "No module named" in last:
-            return HostError(last, f"install ds_ext there into the environment of {sys.executable}")
-        return HostError(last, "run `python -m ds_ext doctor` on that host")
+        if code in (126, 127) or "No such file" in message:
+            return HostError(message, f"install the same environment as here: {sys.executable}")
+        if "No module named" in message:
+            return HostError(message, f"install ds_ext there into the environment of {sys.executable}")
+        return HostError(message, "run `python -m ds_ext doctor` on that host")
 
 
 def ssh_words(port: int | None) -> list[str]:
     """Return the ssh command, with the options that pdsh would use and a limit on every wait."""
+    words = ["ssh"]
     limits = (f"ConnectTimeout={CONNECT_S}", "ServerAliveInterval=5", "ServerAliveCountMax=2")
-    options = [word for option in ("BatchMode=yes", *limits) for word in ("-o", option)]
-    more = shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
-    # A name from a hostfile is never an option.
-    return ["ssh", *options, *more, *(["-p", str(port)] if port else []), "--"]
+    for option in ("BatchMode=yes", *limits):
+        words += ["-o", option]
+    words += shlex.split(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    if port is not None:
+        words += ["-p", str(port)]
+    # The name of a host follows. After "--", ssh takes no word for an option, so a hostfile cannot pass options.
+    return [*words, "--"]
 
 
 def agent_command() -> str:

@@ -53,27 +53,17 @@ def chart(
         unit: unit of the values.
         from_zero: the vertical axis starts at 0.
     """
-    curves = [curve._replace(points=thinned(curve.points)) for curve in curves if curve.points]
+    curves = [curve._replace(points=thin(curve.points)) for curve in curves if curve.points]
     if not curves:
         return ""
     values = [value for curve in curves for _, value in curve.points]
     low, high = value_range(values, from_zero)
     x = Scale(*_apart(*steps), _LEFT, _WIDTH - _RIGHT)
     y = Scale(low, high, _HEIGHT - _BOTTOM, _TOP)
-    outside = [point for curve in curves for point in curve.points if point[1] > high]
-    drawn = [_curve(curve, x, y, color) for curve, color in zip(curves, _COLORS, strict=False)]
-    last = ", ".join(
-        f"{f'{c.name} ' if len(curves) > 1 else ''}{number(c.points[-1][1])}{unit}" for c in curves
-    )
-    label = f"{title}, {last} at the end; lowest {number(min(values))}, highest {number(max(values))}"
-    note = ""
-    if outside:
-        step, value = max(outside, key=lambda point: point[1])
-        count = f"{len(outside)} value{'s' * (len(outside) != 1)}"
-        note = f"<small>{count} above the scale, up to {number(value)}{unit} at step {step}</small>"
-    keys = "".join(
-        f'<span><i style="background:var(--{color})"></i>{escape(curve.name)}</span>'
-        for curve, color in zip(curves, _COLORS, strict=False)
+    lines = [_curve(curve, x, y, color) for curve, color in zip(curves, _COLORS, strict=False)]
+    is_named = len(curves) > 1
+    last_values = ", ".join(
+        f"{f'{curve.name} ' if is_named else ''}{number(curve.points[-1][1])}{unit}" for curve in curves
     )
     data = {
         "unit": unit,
@@ -82,13 +72,30 @@ def chart(
     }
     return _figure(
         title,
-        keys if len(curves) > 1 else "",
-        last,
-        note,
-        f"{_grid(y, unit)}{_axis(x, 'step')}{''.join(drawn)}",
-        label,
+        _legend(curves) if is_named else "",
+        last_values,
+        _outlier_note(curves, high, unit),
+        f"{_grid(y, unit)}{_axis(x, 'step')}{''.join(lines)}",
+        f"{title}, {last_values} at the end; lowest {number(min(values))}, highest {number(max(values))}",
         f" data-curves='{escape(json.dumps(data, separators=(',', ':')))}'",
     )
+
+
+def _legend(curves: Sequence[Curve]) -> str:
+    return "".join(
+        f'<span><i style="background:var(--{color})"></i>{escape(curve.name)}</span>'
+        for curve, color in zip(curves, _COLORS, strict=False)
+    )
+
+
+def _outlier_note(curves: Sequence[Curve], high: float, unit: str) -> str:
+    """Return the number of values above ``high``, and the largest of them; an empty text if there are none."""
+    outliers = [point for curve in curves for point in curve.points if point[1] > high]
+    if not outliers:
+        return ""
+    step, value = max(outliers, key=lambda point: point[1])
+    count = f"{len(outliers)} value{'s' * (len(outliers) != 1)}"
+    return f"<small>{count} above the scale, up to {number(value)}{unit} at step {step}</small>"
 
 
 def bars(title: str, values: Sequence[float], *, unit: str, summary: str) -> str:
@@ -97,13 +104,13 @@ def bars(title: str, values: Sequence[float], *, unit: str, summary: str) -> str
     y = Scale(0.0, value_range(values, True)[1], _HEIGHT - _BOTTOM, _TOP)
     width = x(1) - x(0) if len(values) > 1 else 40.0
     thick = min(0.8 * width, 40.0)
-    drawn = "".join(
+    rectangles = "".join(
         f'<rect x="{x(rank) - thick / 2:.2f}" y="{y(value):.2f}" width="{thick:.2f}" '
         f'height="{y.start - y(value):.2f}" fill="var(--I0)"><title>rank {rank}: {number(value)}{unit}</title></rect>'
         for rank, value in enumerate(values)
     )
     label = f"{title}: {summary}"
-    return _figure(title, "", summary, "", f"{_grid(y, unit)}{_axis(x, 'rank')}{drawn}", label, "")
+    return _figure(title, "", summary, "", f"{_grid(y, unit)}{_axis(x, 'rank')}{rectangles}", label, "")
 
 
 def number(value: float, digits: int = 4) -> str:
@@ -115,18 +122,18 @@ def number(value: float, digits: int = 4) -> str:
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
-def thinned(points: Sequence[Point]) -> list[Point]:
+def thin(points: Sequence[Point]) -> list[Point]:
     """Return at most four points for each of the curve's buckets: first, last, lowest and highest."""
     size = -(-len(points) // _BUCKETS)
     if size <= 4:
         return list(points)
-    kept: list[Point] = []
+    extremes: list[Point] = []
     for begin in range(0, len(points), size):
         bucket = points[begin : begin + size]
         low = min(bucket, key=lambda point: point[1])
         high = max(bucket, key=lambda point: point[1])
-        kept += sorted({bucket[0], low, high, bucket[-1]})
-    return kept
+        extremes += sorted({bucket[0], low, high, bucket[-1]})
+    return extremes
 
 
 def value_range(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
@@ -185,8 +192,8 @@ def _ticks(low: float, high: float, least: float) -> Iterator[float]:
         yield i * step
 
 
-def _figure(title: str, keys: str, value: str, note: str, drawn: str, label: str, data: str) -> str:
+def _figure(title: str, keys: str, value: str, note: str, drawing: str, label: str, data: str) -> str:
     return (
         f"<figure{data}><figcaption><b>{escape(title)}</b>{keys}<output>{escape(value)}</output></figcaption>"
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">{drawn}</svg>{note}</figure>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(label)}">{drawing}</svg>{note}</figure>'
     )

@@ -69,15 +69,18 @@ def read_run(path: Path) -> Run:
     folder = path if path.is_dir() else path.parent
     notes: list[str] = []
     metrics = _metrics_file(path)
-    starts = [] if metrics is None else _starts(metrics, notes)
-    recorded = starts[-1].facts.get("trace_dir") if starts else None
-    traces = _traces(folder, recorded, notes)
+    starts: list[Start] = []
+    trace_dir = None
+    if metrics is not None:
+        starts = _starts(metrics, notes)
+        trace_dir = starts[-1].facts.get("trace_dir")
+    traces = _traces(folder, trace_dir, notes)
+    if metrics is None and traces is None:
+        raise ConfigError(
+            f"{path}: contains neither metrics (*.jsonl) nor traces (rank*.json). {_REMEDY}, or with "
+            f'"ds_ext": {{"trace": {{"dir": "FOLDER"}}}}.'
+        )
     if metrics is None:
-        if traces is None:
-            raise ConfigError(
-                f"{path}: contains neither metrics (*.jsonl) nor traces (rank*.json). {_REMEDY}, or with "
-                f'"ds_ext": {{"trace": {{"dir": "FOLDER"}}}}.'
-            )
         notes.append(f"No metrics in {folder}: no curves. {_REMEDY}.")
     elif not starts[-1].facts:
         notes.append(f"No {record_file(metrics).name}: sizes, hosts, versions and checkpoints are unknown.")
@@ -108,20 +111,21 @@ def _starts(metrics: Path, notes: list[str]) -> list[Start]:
         pass
     except (OSError, ValueError) as error:
         notes.append(f"{record_file(metrics).name}: not readable ({error}).")
-    starts = [Start(fact, []) for fact in facts] or [Start({}, [])]
-    damaged = 0
+    starts = [Start(start_facts, []) for start_facts in facts] or [Start({}, [])]
+    damaged_lines = 0
     for offset, row in _lines(metrics):
         if row is None:
-            damaged += 1
-            continue
-        after = (start for start in reversed(starts) if start.facts.get("metrics_bytes", 0) <= offset)
-        next(after, starts[0]).rows.append(row)
+            damaged_lines += 1
+        else:
+            # Every start notes the size of the file when it began.
+            earlier = [start for start in starts if start.facts.get("metrics_bytes", 0) <= offset]
+            (earlier or starts[:1])[-1].rows.append(row)
     if not any(start.rows for start in starts):
         raise ConfigError(
-            f"{metrics}: not a metrics file, or one without steps (got {damaged} other lines). {_REMEDY}."
+            f"{metrics}: not a metrics file, or one without steps (got {damaged_lines} other lines). {_REMEDY}."
         )
-    if damaged:
-        notes.append(f"{metrics.name}: {damaged} damaged line{'s' * (damaged != 1)}, skipped.")
+    if damaged_lines:
+        notes.append(f"{metrics.name}: {damaged_lines} damaged line{'s' * (damaged_lines != 1)}, skipped.")
     return starts
 
 
@@ -144,20 +148,23 @@ def _row(line: bytes) -> Row | None:
     return row if is_row else None
 
 
-def _traces(folder: Path, recorded: str | None, notes: list[str]) -> Traces | None:
-    """Return the traces in the folder, in one of its subfolders, or in the folder that the run record names."""
-    folders = [place for place in (folder, *sorted(folder.iterdir())) if (place / "rank0.json").is_file()]
-    if recorded is not None:
-        named = [place for place in folders if place.name == Path(recorded).name]
-        folders = named or folders or [place for place in [Path(recorded)] if place.is_dir()]
-    for place in folders:
+def _traces(folder: Path, trace_dir: str | None, notes: list[str]) -> Traces | None:
+    """Return the first readable traces; None if there are none. Adds notes on damaged and on further traces.
+
+    They are in the folder or in its subfolders; with a ``trace_dir`` from the run record first in one of that name.
+    """
+    folders = [path for path in (folder, *sorted(folder.iterdir())) if (path / "rank0.json").is_file()]
+    if trace_dir is not None:
+        same_name = [path for path in folders if path.name == Path(trace_dir).name]
+        folders = same_name or folders or [path for path in [Path(trace_dir)] if path.is_dir()]
+    for path in folders:
         try:
-            traces = read_traces(place)
+            traces = read_traces(path)
         except ConfigError as error:
             notes.append(str(error))
             continue
-        others = [str(other) for other in folders if other != place]
-        if others:
-            notes.append(f"Traces of {place}; others are not shown: {', '.join(others)}.")
+        skipped = ", ".join(str(other) for other in folders if other != path)
+        if skipped:
+            notes.append(f"Traces of {path}; others are not shown: {skipped}.")
         return traces
     return None

@@ -6,7 +6,7 @@ import datetime
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -56,12 +56,12 @@ def report(run: Run) -> str:
         *_recoveries(run.starts),
         *_checkpoints(run.starts),
         *_timetables(steps, run.traces, summary),
-        *_listed("Notes", notes),
+        *_notes(notes),
         *_details(run.facts),
         "</main>",
     ]
-    drawn = [plot for step in steps.values() for plot in _plots(step)]
-    return document(title, body, drawn, css=_file("report.css"), script=_file("report.js"))
+    all_plots = [plot for step in steps.values() for plot in _plots(step)]
+    return document(title, body, all_plots, css=_file("report.css"), script=_file("report.js"))
 
 
 def _file(name: str) -> str:
@@ -77,18 +77,18 @@ def _title(run: Run, summary: Summary | None) -> str:
         schedule = summary.schedule
     if summary is not None:
         ranks = ranks or summary.world_size
-    return f"{schedule or run.name}" + (f" on {_counted(ranks, 'rank')}" if ranks else "")
+    return f"{schedule or run.name}" + (f" on {_count_text(ranks, 'rank')}" if ranks else "")
 
 
 def _subtitle(run: Run) -> str:
     steps, total = len(run.rows), run.facts.get("total_steps")
-    parts = [run.name, f"{_counted(steps, 'step')}{f' of {total:,}' if total and total > steps else ''}"]
+    parts = [run.name, f"{_count_text(steps, 'step')}{f' of {total:,}' if total and total > steps else ''}"]
     if run.facts:
-        parts += [f"last start {_time(run.facts.get('at'))}", _counted(len(run.starts), "start")]
+        parts += [f"last start {_time(run.facts.get('at'))}", _count_text(len(run.starts), "start")]
     return ", ".join(parts)
 
 
-def _counted(count: int, noun: str) -> str:
+def _count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
@@ -142,39 +142,39 @@ def _facts(facts: dict[str, Any]) -> Iterator[str]:
         return
     ranks: list[dict[str, Any]] = facts.get("ranks", [])
     sizes = [f"{facts.get(f'{name}_parallel_size', '?')} {name}" for name in ("pipeline", "tensor", "data")]
-    parameters = [rank["parameters"] for rank in ranks]
-    model = {
-        name: facts["model"][key]
-        for key, name in _SIZES.items()
-        if facts.get("model", {}).get(key) is not None
-    }
-    model = model or facts.get("model", {})
-    batch = (
-        f"{facts.get('train_batch_size', '?')} samples per step: {facts.get('micro_batches', '?')} micro-batches of "
-        f"{facts.get('micro_batch_size', '?')} per pipeline group"
-    )
-    commit = facts.get("commit")
-    if commit:
-        changed = ", with uncommitted changes" if commit.endswith("+") else ""
-        commit = f"{commit.rstrip('+')[:_HASH_DIGITS]}{changed}"
     lines = {
         "schedule": facts.get("schedule"),
         "ranks": f"{facts.get('world_size', '?')} = {' × '.join(sizes)}",
-        "batch": batch,
-        "model": ", ".join(f"{name} {_plain(value)}" for name, value in model.items()),
-        "parameters": _range_text(parameters, "per rank"),
+        "batch": f"{facts.get('train_batch_size', '?')} samples per step: {facts.get('micro_batches', '?')} "
+        f"micro-batches of {facts.get('micro_batch_size', '?')} per pipeline group",
+        "model": _model_text(facts.get("model", {})),
+        "parameters": _range_text([rank["parameters"] for rank in ranks], "per rank"),
         "precision": f"{facts.get('precision', '?')}, ZeRO stage {facts.get('zero_stage', '?')}",
         "devices": ", ".join(sorted({str(rank["name"]) for rank in ranks})),
         "hosts": _hosts(ranks),
         "versions": ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items()),
-        "commit": commit,
+        "commit": _commit_text(facts.get("commit")),
         "command": facts.get("command"),
     }
-    yield '<section aria-labelledby="ran"><h2 id="ran">What ran</h2><table class="facts"><tbody>'
-    for name, text in lines.items():
-        if text:
-            yield f'<tr><th scope="row">{name}</th><td>{escape(str(text))}</td></tr>'
-    yield "</tbody></table></section>"
+    rows = [
+        f'<tr><th scope="row">{name}</th><td>{escape(str(text))}</td></tr>'
+        for name, text in lines.items()
+        if text
+    ]
+    yield from _section("ran", "What ran", ['<table class="facts"><tbody>', *rows, "</tbody></table>"])
+
+
+def _model_text(model: dict[str, Any]) -> str:
+    """Return the usual sizes of the model with their names, or all sizes if it has other ones."""
+    sizes = {name: model[key] for key, name in _SIZES.items() if model.get(key) is not None}
+    return ", ".join(f"{name} {_plain(value)}" for name, value in (sizes or model).items())
+
+
+def _commit_text(commit: str | None) -> str:
+    if not commit:
+        return ""
+    changes = ", with uncommitted changes" if commit.endswith("+") else ""
+    return f"{commit.rstrip('+')[:_HASH_DIGITS]}{changes}"
 
 
 def _plain(value: Any) -> str:
@@ -190,11 +190,11 @@ def _range_text(values: Sequence[int], suffix: str) -> str:
 
 def _hosts(ranks: Sequence[dict[str, Any]]) -> str:
     """Return the hosts with their ranks, as "a (ranks 0 to 3), b (ranks 4 to 7)"."""
-    of_host: dict[str, list[int]] = {}
+    numbers_by_host: dict[str, list[int]] = {}
     for rank, facts in enumerate(ranks):
-        of_host.setdefault(str(facts["host"]), []).append(rank)
+        numbers_by_host.setdefault(str(facts["host"]), []).append(rank)
     texts = []
-    for host, numbers in of_host.items():
+    for host, numbers in numbers_by_host.items():
         is_range = numbers == list(range(numbers[0], numbers[-1] + 1)) and len(numbers) > 1
         text = f"{numbers[0]} to {numbers[-1]}" if is_range else ", ".join(map(str, numbers))
         texts.append(f"{host} (rank{'s' * (len(numbers) > 1)} {text})")
@@ -225,30 +225,25 @@ def _curves(rows: Sequence[Row]) -> Iterator[str]:
         chart("TFLOP/s per device", [Curve("", _values(rows, "tflops_per_device"))], ends),
         chart("Peak memory of the worst rank", memory, ends, unit=" MiB"),
     ]
-    yield '<section aria-labelledby="steps"><h2 id="steps">Steps</h2><div class="charts">'
-    yield from curves
-    yield "</div></section>"
+    yield from _section("steps", "Steps", curves, box="charts")
 
 
 def _memory(facts: dict[str, Any]) -> Iterator[str]:
     peaks = [peak / _MIB for peak in facts.get("peak_memory_bytes", [])]
     if not peaks:
         return
-    worst = max(range(len(peaks)), key=peaks.__getitem__)
-    least = min(range(len(peaks)), key=peaks.__getitem__)
-    summary = (
-        f"rank {worst} needs {number(peaks[worst])} MiB, rank {least} {number(peaks[least])} MiB"
-        if peaks[worst] != peaks[least]
-        else f"{number(peaks[worst])} MiB each"
-    )
+    low, high = min(peaks), max(peaks)
+    summary = f"{number(high)} MiB each"
+    if low != high:
+        worst_rank, best_rank = peaks.index(high), peaks.index(low)
+        summary = f"rank {worst_rank} needs {number(high)} MiB, rank {best_rank} {number(low)} MiB"
     ranks: list[dict[str, Any]] = facts.get("ranks", [])
     kind = "torch's allocations" if any(rank["name"] != "cpu" for rank in ranks) else "resident memory"
-    yield '<section aria-labelledby="memory"><h2 id="memory">Memory of every rank</h2><div class="charts">'
-    yield bars(f"Peak: {kind}", peaks, unit=" MiB", summary=summary)
-    parameters = [float(rank["parameters"]) for rank in ranks]
+    charts = [bars(f"Peak: {kind}", peaks, unit=" MiB", summary=summary)]
+    parameters = [rank["parameters"] for rank in ranks]
     if parameters:
-        yield bars("Parameters", parameters, unit="", summary=_range_text([int(p) for p in parameters], ""))
-    yield "</div></section>"
+        charts.append(bars("Parameters", parameters, unit="", summary=_range_text(parameters, "")))
+    yield from _section("memory", "Memory of every rank", charts, box="charts")
 
 
 def _waits(traces: Traces | None, summary: Summary | None) -> Iterator[str]:
@@ -267,27 +262,23 @@ def _starts(starts: Sequence[Start]) -> Iterator[str]:
     if len(starts) < 2:
         return
     table: Cells = [("start", "at", "from", "ranks", "steps", "steps that ran again")]
-    reached: int | None = None
+    last_step: int | None = None  # of the earlier starts
     for index, start in enumerate(starts, 1):
-        loaded = _events(start, ("loaded", "recovered"))
         steps = [row["step"] for row in start.rows]
-        again = 0
-        if steps and reached is not None:
-            again = max(0, reached - steps[0] + 1)
+        repeats = max(0, last_step - steps[0] + 1) if steps and last_step is not None else 0
+        loads = _events(start, ("loaded", "recovered"))
         table.append(
             (
                 f"{index}",
                 _time(start.facts.get("at")),
-                loaded[-1]["path"] if loaded else "the beginning",
+                loads[-1]["path"] if loads else "the beginning",
                 str(start.facts.get("world_size", "?")),
                 f"{steps[0]:,} to {steps[-1]:,}" if steps else "none",
-                f"{again:,}" if steps and index > 1 else "",
+                f"{repeats:,}" if steps and index > 1 else "",
             )
         )
-        reached = steps[-1] if steps else reached
-    yield '<section aria-labelledby="starts"><h2 id="starts">Starts</h2><div class="wide">'
-    yield from table_html(table)
-    yield "</div></section>"
+        last_step = steps[-1] if steps else last_step
+    yield from _section("starts", "Starts", table_html(table), box="wide")
 
 
 def _events(start: Start, kinds: Sequence[str]) -> list[dict[str, Any]]:
@@ -299,22 +290,23 @@ def _recoveries(starts: Sequence[Start]) -> Iterator[str]:
     events = [event for start in starts for event in _events(start, ("recovered",))]
     if not events:
         return
-    table: Cells = [
-        ("restart", "at", "exited", "step", "steps lost", "noticed after", "down", "set-up", "loading")
-    ]
+    header = ("restart", "at", "exited", "step", "steps lost", "noticed after", "down", "set-up", "loading")
+    table: Cells = [header]
     for event in events:
-        exited = ", ".join(map(str, event["exited"]))
-        noticed = "" if event["noticed_s"] is None else f"{number(event['noticed_s'])} s"
-        times = (f"{number(event[name])} s" for name in ("down_s", "set_up_s", "seconds"))
+        ranks = ", ".join(map(str, event["exited"]))
+        noticed_s = event["noticed_s"]
         table.append(
             (
-                *(f"{event['restart']}", _time(event["at"]), f"rank {exited}" if exited else "?"),
-                *(f"{event['step']:,}", f"{event['lost_steps']:,}", noticed, *times),
+                f"{event['restart']}",
+                _time(event["at"]),
+                f"rank {ranks}" if ranks else "?",
+                f"{event['step']:,}",
+                f"{event['lost_steps']:,}",
+                "" if noticed_s is None else f"{number(noticed_s)} s",
+                *(f"{number(event[key])} s" for key in ("down_s", "set_up_s", "seconds")),
             )
         )
-    yield '<section aria-labelledby="recoveries"><h2 id="recoveries">Recoveries</h2><div class="wide">'
-    yield from table_html(table)
-    yield "</div></section>"
+    yield from _section("recoveries", "Recoveries", table_html(table), box="wide")
 
 
 def _checkpoints(starts: Sequence[Start]) -> Iterator[str]:
@@ -332,9 +324,7 @@ def _checkpoints(starts: Sequence[Start]) -> Iterator[str]:
         )
         for event in events
     ]
-    yield '<section aria-labelledby="checkpoints"><h2 id="checkpoints">Checkpoints</h2><div class="wide">'
-    yield from table_html(table)
-    yield "</div></section>"
+    yield from _section("checkpoints", "Checkpoints", table_html(table), box="wide")
 
 
 def _time(seconds: float | None) -> str:
@@ -350,31 +340,31 @@ def _draw(traces: Traces, summary: Summary, notes: list[str]) -> dict[int, Drawn
         return {}
     median = median_step(summary)
     try:
-        of_median = draw_steps(traces, summary, [median])[median]
-        size = sum(len(row) for picture in of_median.pictures for row in picture.spans)
-        size += sum(len(row) for marks in of_median.marks for row in marks)
-        chosen = _chosen(summary, max(1, min(_MOST_STEPS, _MOST_INTERVALS // max(size, 1))))
-        if len(chosen) < len(steps):
+        drawing = draw_steps(traces, summary, [median])[median]
+        intervals = sum(len(row) for picture in drawing.pictures for row in picture.spans)
+        intervals += sum(len(row) for marks in drawing.marks for row in marks)
+        selection = _select_steps(summary, max(1, min(_MOST_STEPS, _MOST_INTERVALS // max(intervals, 1))))
+        if len(selection) < len(steps):
             notes.append(
-                f"The page has the timetables of {len(chosen)} of {len(steps)} traced steps, the slowest among them. "
-                f"`trace view --step K` draws any step."
+                f"The page has the timetables of {len(selection)} of {len(steps)} traced steps, the slowest among "
+                f"them. `trace view --step K` draws any step."
             )
-        return draw_steps(traces, summary, chosen)
+        return draw_steps(traces, summary, selection)
     except ConfigError as error:
         notes.append(str(error))
         return {}
 
 
-def _chosen(summary: Summary, count: int) -> list[int]:
+def _select_steps(summary: Summary, count: int) -> list[int]:
     """Return ``count`` steps: the median one, the slowest, and others at equal distances."""
     steps = sorted(summary.bubble_by_step)
     if len(steps) <= count:
         return steps
-    first = [median_step(summary), max(steps, key=summary.makespan_by_step.__getitem__)][:count]
-    others = [step for step in steps if step not in first]
-    remaining = count - len(set(first))
-    even = [others[i * len(others) // remaining] for i in range(remaining)]
-    return sorted({*first, *even})
+    slowest = max(steps, key=summary.makespan_by_step.__getitem__)
+    selection = set([median_step(summary), slowest][:count])
+    candidates = [step for step in steps if step not in selection]
+    remaining = count - len(selection)
+    return sorted(selection.union(candidates[i * len(candidates) // remaining] for i in range(remaining)))
 
 
 def _timetables(steps: dict[int, DrawnStep], traces: Traces | None, summary: Summary | None) -> Iterator[str]:
@@ -393,13 +383,13 @@ def _timetables(steps: dict[int, DrawnStep], traces: Traces | None, summary: Sum
     yield '<button type="button" id="before" aria-label="Previous step">‹</button>'
     yield '<button type="button" id="after" aria-label="Next step">›</button></div>'
     yield f'<div class="head">{tools(pictures, marks)}</div>'
-    number = 0
-    for step, drawn in steps.items():
+    first_picture = 0  # number of the step's first picture among those of all steps
+    for step, drawing in steps.items():
         hidden = "" if step == shown else " hidden"
         yield f'<div class="step" data-step="{step}"{hidden}>'
-        yield from sections(drawn.pictures, "ms", number)
+        yield from sections(drawing.pictures, "ms", first_picture)
         yield "</div>"
-        number += len(drawn.pictures)
+        first_picture += len(drawing.pictures)
     yield from (f"<p>{escape(note)}</p>" for note in notes_on_drawings(traces))
     yield "</section>"
 
@@ -410,23 +400,30 @@ def _plots(step: DrawnStep) -> list[Plot]:
 
 def _contradictions(rows: Sequence[Row], summary: Summary) -> list[str]:
     """Return a note if the traces are not of the run with these metrics: a step's bubble is the same in both."""
-    measured = {row["step"]: row.get("bubble_measured") for row in rows}
-    if not measured:
-        return []
-    for step, bubble in sorted(summary.bubble_by_step.items()):
-        value = measured.get(step)
-        if value is not None and abs(value - bubble) > _SAME_BUBBLE:
+    bubbles = {row["step"]: row.get("bubble_measured") for row in rows}
+    for step, trace_bubble in sorted(summary.bubble_by_step.items()):
+        bubble = bubbles.get(step)
+        if bubble is not None and abs(bubble - trace_bubble) > _SAME_BUBBLE:
             return [
-                f"The traces are not of this run, or not of all its ranks: step {step} has a bubble of {bubble:.1%} in "
-                f"the traces and {value:.1%} in the metrics."
+                f"The traces are not of this run, or not of all its ranks: step {step} has a bubble of "
+                f"{trace_bubble:.1%} in the traces and {bubble:.1%} in the metrics."
             ]
     return []
 
 
-def _listed(title: str, lines: Sequence[str]) -> Iterator[str]:
+def _notes(lines: Sequence[str]) -> Iterator[str]:
     if lines:
         items = "".join(f"<li>{escape(line)}</li>" for line in lines)
-        yield f'<section aria-labelledby="notes"><h2 id="notes">{title}</h2><ul class="notes">{items}</ul></section>'
+        yield from _section("notes", "Notes", [f'<ul class="notes">{items}</ul>'])
+
+
+def _section(key: str, title: str, body: Iterable[str], box: str | None = None) -> Iterator[str]:
+    """Yield a section with a heading. ``key`` is the id of the heading, ``box`` a class of a div around the body."""
+    yield f'<section aria-labelledby="{key}"><h2 id="{key}">{title}</h2>'
+    if box is not None:
+        yield f'<div class="{box}">'
+    yield from body
+    yield "</section>" if box is None else "</div></section>"
 
 
 def _details(facts: dict[str, Any]) -> Iterator[str]:

@@ -65,11 +65,12 @@ class TraceFile:
     """
 
     def __init__(self, folder: Path, rank: int, run: Mapping[str, Any]) -> None:
-        self.path, self._file = rank_file(folder, rank), None
+        self.path = rank_file(folder, rank)
+        self._file: TextIO | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
             _move_earlier_run(folder, rank, run["world_size"])
-            self._file: TextIO | None = open(self.path, "x", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+            self._file = open(self.path, "x", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
             self._file.write(f"[\n{metadata(RUN, rank, {**run, 'rank': rank, 'version': VERSION})}")
             self.append(thread_names(rank))
         except OSError as error:

@@ -30,15 +30,15 @@ class UnpairedEnds(Generic[_End]):
 
     def pair(self, message: Message, thread: str, end: _End) -> _End | None:
         """Return the other end of ``message``; None if it has not been read yet, and ``end`` is stored."""
-        other = message, "recv" if thread == "send" else "send"
-        waiting = self._waiting.get(other)
-        if waiting is None:
+        counterpart = (message, "recv" if thread == "send" else "send")
+        ends = self._waiting.get(counterpart)
+        if ends is None:
             self._waiting.setdefault((message, thread), deque()).append(end)
             return None
-        paired = waiting.popleft()
-        if not waiting:
-            del self._waiting[other]
-        return paired
+        oldest = ends.popleft()
+        if not ends:
+            del self._waiting[counterpart]
+        return oldest
 
 
 @dataclass
@@ -90,7 +90,7 @@ def clocks(traces: Traces) -> list[dict[str, float]]:
     ]
 
 
-def messages_of(event: Event) -> list[Message]:
+def list_messages(event: Event) -> list[Message]:
     """Return the messages of a "send" or "recv" span, several if it sends to several ranks; none for other spans.
 
     The span of a send contains the sender's stage, that of a receive the receiver's. An activation goes to the next
@@ -99,23 +99,24 @@ def messages_of(event: Event) -> list[Message]:
     thread, values = event.get("tid"), event.get("args", {})
     if thread not in ("send", "recv") or "peer" not in values:
         return []
-    kind, stage, rank, step = event["cat"], values["stage"], event["pid"], values["step"]
+    kind, rank = event["cat"], event["pid"]
+    step, micro_batch = values["step"], values["micro_batch"]
     if thread == "recv":
-        return [(step, values["peer"], rank, kind, stage, values["micro_batch"])]
-    stage += 1 if kind == "activation" else -1
+        return [(step, values["peer"], rank, kind, values["stage"], micro_batch)]
+    receiving_stage = values["stage"] + (1 if kind == "activation" else -1)
     peers = [values["peer"], *values.get("more_peers", ())]
-    return [(step, rank, peer, kind, stage, values["micro_batch"]) for peer in peers]
+    return [(step, rank, peer, kind, receiving_stage, micro_batch) for peer in peers]
 
 
-def in_order(one: Event, other: Event) -> tuple[Event, Event]:
+def order_ends(end_a: Event, end_b: Event) -> tuple[Event, Event]:
     """Return the two ends of a message as (send, receive)."""
-    return (one, other) if one["tid"] == "send" else (other, one)
+    return (end_a, end_b) if end_a["tid"] == "send" else (end_b, end_a)
 
 
 def _run(traces: Traces) -> dict[str, Any]:
     """Return the description of the run without the values of individual ranks."""
-    of_a_rank = ("rank", "device", "data_parallel_rank", "tensor_parallel_rank", "pid", "host")
-    return {key: value for key, value in traces.run.items() if key not in of_a_rank}
+    rank_keys = ("rank", "device", "data_parallel_rank", "tensor_parallel_rank", "pid", "host")
+    return {key: value for key, value in traces.run.items() if key not in rank_keys}
 
 
 def _events(trace: RankTrace, merged: Merged) -> Iterator[Event]:
@@ -126,21 +127,24 @@ def _events(trace: RankTrace, merged: Merged) -> Iterator[Event]:
         event = trace.aligned(raw)
         merged.events += event.get("ph") != "M"
         yield event
-        for message in messages_of(event):
-            other = merged.unpaired.pair(message, event["tid"], event)
-            if other is not None:
-                yield from _arrow(*in_order(event, other), merged)
+        for message in list_messages(event):
+            other_end = merged.unpaired.pair(message, event["tid"], event)
+            if other_end is not None:
+                yield from _arrow(*order_ends(event, other_end), merged)
 
 
-def _arrow(sent: Event, received: Event, merged: Merged) -> Iterator[Event]:
-    """Yield an arrow from a send to its receive. A viewer attaches each end to the span that contains its time."""
+def _arrow(send: Event, receive: Event, merged: Merged) -> Iterator[Event]:
+    """Yield the two events of an arrow from a send to its receive, and count the message in ``merged``.
+
+    A viewer attaches each end to the span that contains its time. So it is up to 0.5 us inside the span.
+    """
     merged.messages += 1
-    arrived_us = received["ts"] + received["dur"]
-    merged.early_us = max(merged.early_us, sent["ts"] - arrived_us)
-    values = received["args"]
+    arrival_us = receive["ts"] + receive["dur"]
+    merged.early_us = max(merged.early_us, send["ts"] - arrival_us)
+    values = receive["args"]
     flow = {"name": f"{values['micro_batch']}@{values['stage']}", "cat": "message", "id": merged.messages}
-    inside = min(sent["dur"] / 2, 0.5)
-    yield {**flow, "ph": "s", "pid": sent["pid"], "tid": sent["tid"], "ts": round(sent["ts"] + inside, 3)}
-    inside = min(received["dur"] / 2, 0.5)
-    end = {"ph": "f", "bp": "e", "pid": received["pid"], "tid": received["tid"]}
-    yield {**flow, **end, "ts": round(arrived_us - inside, 3)}
+    start_us = send["ts"] + min(send["dur"] / 2, 0.5)
+    yield {**flow, "ph": "s", "pid": send["pid"], "tid": send["tid"], "ts": round(start_us, 3)}
+    end_us = arrival_us - min(receive["dur"] / 2, 0.5)
+    end = {"ph": "f", "bp": "e", "pid": receive["pid"], "tid": receive["tid"]}
+    yield {**flow, **end, "ts": round(end_us, 3)}

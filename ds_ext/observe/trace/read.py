@@ -106,36 +106,39 @@ def read_traces(folder: str | Path) -> Traces:
     notes: list[str] = []
     numbers = (path.stem.removeprefix("rank") for path in folder.glob("rank*.json"))
     ranks = sorted(int(number) for number in numbers if number.isdecimal())
+    run: dict[str, Any] = {}  # of the lowest rank
     for rank in ranks:
         trace = _read(rank_file(folder, rank), rank, notes)
         if trace is None:
             continue
-        first = next(iter(traces.values()), trace)
-        if trace.run["run"] == first.run["run"]:
+        run = run or trace.run
+        if trace.run["run"] == run["run"]:
             traces[rank] = trace
         else:
-            notes.append(f"{trace.path.name}: run {trace.run['run']} instead of {first.run['run']}, skipped")
+            notes.append(f"{trace.path.name}: run {trace.run['run']} instead of {run['run']}, skipped")
     if not traces:
         raise ConfigError(
             f"{folder}: no traces (files rank0.json, rank1.json, ...). Use the folder that ds_ext.trace.dir names in "
             f"the DeepSpeed JSON.{''.join(f' {note}.' for note in notes)}"
         )
-    run = next(iter(traces.values())).run
-    missing = sorted(set(range(run["world_size"])).difference(ranks))
-    notes += [f"{rank_file(folder, rank).name}: missing, skipped" for rank in missing[:_MAX_MISSING_NOTES]]
-    if len(missing) > _MAX_MISSING_NOTES:
-        notes.append(f"{len(missing) - _MAX_MISSING_NOTES} more ranks: missing, skipped")
+    missing_ranks = sorted(set(range(run["world_size"])).difference(ranks))
+    for rank in missing_ranks[:_MAX_MISSING_NOTES]:
+        notes.append(f"{rank_file(folder, rank).name}: missing, skipped")
+    if len(missing_ranks) > _MAX_MISSING_NOTES:
+        notes.append(f"{len(missing_ranks) - _MAX_MISSING_NOTES} more ranks: missing, skipped")
     return Traces(folder, traces, run, tuple(notes))
 
 
 def _read(path: Path, rank: int, notes: list[str]) -> RankTrace | None:
+    """Return the trace in a file; None if it is not that of ``rank``. Adds a note on what is missing or damaged."""
     run: dict[str, Any] | None = None
     comparisons: list[Comparison] = []
-    damaged, last = 0, None
+    damaged_lines = 0
+    last_event: Event | None = None
     for event in _lines(path):
-        last = event
+        last_event = event
         if event is None:
-            damaged += 1
+            damaged_lines += 1
         elif event.get("name") == RUN and run is None:
             run = event["args"]
         elif event.get("name") == CLOCK:
@@ -144,11 +147,11 @@ def _read(path: Path, rank: int, notes: list[str]) -> RankTrace | None:
     if run is None or not _is_run(run, rank):
         notes.append(f"{path.name}: not a trace of rank {rank}, skipped")
         return None
-    if last != {}:
+    if last_event != {}:
         notes.append(f"{path.name}: truncated, as after a kill; read up to its last complete line")
-        damaged -= last is None  # do not count the truncated line
-    if damaged:
-        notes.append(f"{path.name}: {damaged} damaged line{'s' * (damaged != 1)}, skipped")
+        damaged_lines -= last_event is None  # do not count the truncated line
+    if damaged_lines:
+        notes.append(f"{path.name}: {damaged_lines} damaged line{'s' * (damaged_lines != 1)}, skipped")
     return RankTrace(path, rank, run, Alignment(comparisons))
 
 
@@ -166,18 +169,18 @@ def _is_run(run: Event, rank: int) -> bool:
 def _is_valid(event: Event) -> bool:
     """Return whether an event has the values that its kind needs, with the right types."""
     values = event.get("args", {})
+    if not isinstance(values, dict):
+        return False
     if event.get("ph") != "X":
-        needed = _COMPARISON_KEYS if event.get("name") == CLOCK else ()
-        return isinstance(values, dict) and all(_is_number(values.get(key)) for key in needed)
+        return event.get("name") != CLOCK or all(_is_number(values.get(key)) for key in _COMPARISON_KEYS)
     if not all(isinstance(event.get(key), str) for key in ("name", "cat", "tid")) or not event["name"]:
         return False
-    needed = _THREAD_KEYS.get(event["tid"], ()) if "args" in event else ()
-    return (
-        isinstance(values, dict)
-        and all(_is_number(event.get(key)) for key in ("ts", "dur"))
-        and all(type(values.get(key)) is int for key in needed)
-        and (event["cat"] != "step" or type(values.get("micro_batches")) is int)
-    )
+    if not all(_is_number(event.get(key)) for key in ("ts", "dur")):
+        return False
+    integers = list(_THREAD_KEYS.get(event["tid"], ())) if "args" in event else []
+    if event["cat"] == "step":
+        integers.append("micro_batches")
+    return all(type(values.get(key)) is int for key in integers)
 
 
 def _is_number(value: object) -> bool:

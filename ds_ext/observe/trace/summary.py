@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .event import REDUCTIONS
-from .merge import UnpairedEnds, in_order, messages_of
+from .merge import UnpairedEnds, list_messages, order_ends
 from .read import Event, RankTrace, Traces
 
 # A receive with a shorter wait, absolute or relative to the time since the send, counts as not waiting: the message may
 # have arrived before.
-_MIN_WAIT_US, _MIN_WAIT_SHARE = 20.0, 0.1
+_MIN_WAIT_US = 20.0
+_MIN_WAIT_SHARE = 0.1
 
 # (stage, rank) -> kind of op -> durations in microseconds
 Durations = dict[tuple[int, int], dict[str, list[float]]]
@@ -130,53 +131,71 @@ class Summary:
 
 def summarize(traces: Traces) -> Summary:
     """Summarize the steps that are complete on every rank."""
-    times: dict[int, dict[int, StepTimes]] = {}
+    times: dict[int, dict[int, StepTimes]] = {}  # rank -> step -> times
     durations: Durations = defaultdict(lambda: defaultdict(list))
     links = _Links()
     for rank, trace in traces.ranks.items():
-        times[rank] = _RankSteps(trace, durations, links).complete()
-    steps = sorted(set.intersection(*(set(of_rank) for of_rank in times.values())))
-    makespan = {step: max(of_rank[step].span for of_rank in times.values()) for step in steps}
-    steps = [step for step in steps if makespan[step] > 0]
+        times[rank] = _RankSteps(trace, durations, links).read()
+    makespans = _makespans(times.values())
     bubbles = {
-        step: 1 - statistics.fmean(of_rank[step].busy for of_rank in times.values()) / makespan[step]
-        for step in steps
+        step: 1 - statistics.fmean(rank_times[step].busy for rank_times in times.values()) / makespan
+        for step, makespan in makespans.items()
     }
+    step_us = [rank_times[step].whole for rank_times in times.values() for step in makespans]
     notes = list(traces.notes)
-    if not steps:
+    if not makespans:
         notes.append("steps: no step is complete on every rank")
     return Summary(
         schedule=traces.run["schedule"],
         world_size=traces.run["world_size"],
-        steps=len(steps),
-        step_s=statistics.fmean(of[s].whole for of in times.values() for s in steps) / 1e6 if steps else 0.0,
+        steps=len(makespans),
+        step_s=statistics.fmean(step_us) / 1e6 if step_us else 0.0,
         bubble=statistics.fmean(bubbles.values()) if bubbles else 0.0,
         bubble_by_step=bubbles,
-        makespan_by_step={step: makespan[step] for step in steps},
-        ranks=[_rank(rank, [(of[s], makespan[s]) for s in steps]) for rank, of in times.items()]
-        if steps
-        else [],
+        makespan_by_step=makespans,
+        ranks=[_rank(rank, times[rank], makespans) for rank in times] if makespans else [],
         stages=_stages(durations),
         links=links.summaries(),
         notes=notes,
     )
 
 
-def _rank(rank: int, steps: list[tuple[StepTimes, float]]) -> RankSummary:
-    def mean(values: Iterable[float]) -> float:
-        return statistics.fmean(values)
+def summary_table(summary: Summary) -> list[tuple[str, ...]]:
+    """Return a header and one row per rank: shares of the makespan, and the ranks that it waited for."""
+    rows: list[tuple[str, ...]] = [
+        ("rank", "busy", "bubble", "p2p", "reduction", "hidden", "optimizer", "waits for")
+    ]
+    for r in summary.ranks:
+        shares = (r.busy, r.bubble, r.p2p, r.reduction, r.reduction_hidden, r.optimizer)
+        rows.append((str(r.rank), *(f"{share:.1%}" for share in shares), r.waits_text))
+    return rows
 
-    peers = sorted({peer for times, _ in steps for peer in times.waits})
-    busy = mean(times.busy / makespan for times, makespan in steps)
-    waits = {peer: mean(times.waits.get(peer, 0.0) / makespan for times, makespan in steps) for peer in peers}
+
+def _makespans(times: Collection[Mapping[int, StepTimes]]) -> dict[int, float]:
+    """Return step -> makespan in microseconds, for the steps that are complete on every rank."""
+    steps = sorted(set.intersection(*(set(rank_times) for rank_times in times)))
+    makespans = {step: max(rank_times[step].span for rank_times in times) for step in steps}
+    return {step: makespan for step, makespan in makespans.items() if makespan > 0}
+
+
+def _rank(rank: int, times: Mapping[int, StepTimes], makespans: Mapping[int, float]) -> RankSummary:
+    """Return the mean shares of a rank over the steps in ``makespans``."""
+
+    def mean_share(microseconds: Callable[[StepTimes], float]) -> float:
+        return statistics.fmean(microseconds(times[step]) / makespan for step, makespan in makespans.items())
+
+    busy = mean_share(lambda step: step.busy)
+    waits: dict[int, float] = {}
+    for peer in sorted({peer for step in makespans for peer in times[step].waits}):
+        waits[peer] = mean_share(lambda step, peer=peer: step.waits.get(peer, 0.0))
     return RankSummary(
         rank,
         busy=busy,
         bubble=1 - busy,
-        p2p=sum(waits.values()) + mean(times.send / makespan for times, makespan in steps),
-        reduction=mean(times.reduction / makespan for times, makespan in steps),
-        reduction_hidden=mean(times.reduction_hidden / makespan for times, makespan in steps),
-        optimizer=mean(times.optimizer / makespan for times, makespan in steps),
+        p2p=sum(waits.values()) + mean_share(lambda step: step.send),
+        reduction=mean_share(lambda step: step.reduction),
+        reduction_hidden=mean_share(lambda step: step.reduction_hidden),
+        optimizer=mean_share(lambda step: step.optimizer),
         waits=waits,
     )
 
@@ -185,40 +204,51 @@ class _RankSteps:
     """Reader of one rank's spans, which also collects the durations of its ops and its messages."""
 
     def __init__(self, trace: RankTrace, durations: Durations, links: _Links) -> None:
-        self._trace, self._durations, self._links = trace, durations, links
+        self._trace = trace
+        self._durations = durations
+        self._links = links
         self._steps: dict[int, StepTimes] = defaultdict(StepTimes)
         self._computations: dict[int, list[Event]] = defaultdict(list)
         self._reductions: dict[int, list[Event]] = defaultdict(list)
-        self._first: dict[int, Event] = {}
-        self._whole: dict[int, Event] = {}
-        self._idle, self._idle_since = 0.0, 0.0  # idle time since the last computation, end of the last span
+        self._first: dict[int, Event] = {}  # first span of every step
+        self._whole: dict[int, Event] = {}  # span of every step as a whole, which comes last
+        self._idle_us = 0.0  # since the last computation or receive
+        self._idle_since_us = 0.0  # end of the last span
 
-    def complete(self) -> dict[int, StepTimes]:
-        """Return the times of the steps that the rank completed."""
+    def read(self) -> dict[int, StepTimes]:
+        """Read the trace and return the times of the steps that the rank completed."""
         for event in self._trace.spans():
             step = event.get("args", {}).get("step")
             if step is not None:
                 self._add(event, step)
-        return {step: self._finished(step, event) for step, event in self._whole.items()}
+        return {step: self._step_times(step, event) for step, event in self._whole.items()}
 
     def _add(self, event: Event, step: int) -> None:
-        duration, thread = event["dur"], event["tid"]
-        if step in self._whole and not thread.startswith("reduce"):
+        is_reduction = event["tid"].startswith("reduce")
+        if step in self._whole and not is_reduction:
             self._forget(step)
-        times = self._steps[step]
         if event["cat"] == "step":
             self._whole[step] = event
             return
-        if not thread.startswith("reduce"):
+        if not is_reduction:
             self._count_idle(event, step)
+        self._add_time(event, step)
+        if event["tid"] in ("compute", "recv"):
+            self._idle_us = 0.0
+
+    def _add_time(self, event: Event, step: int) -> None:
+        """Add the duration of a span inside a step to the times of its kind."""
+        duration, thread = event["dur"], event["tid"]
+        times = self._steps[step]
         if thread == "compute":
             times.busy += duration
             self._computations[step].append(event)
             self._durations[event["args"]["stage"], self._trace.rank][event["name"][0]].append(duration)
         elif thread == "recv":
             # A static order waits inside the receive, a dynamic order before it.
-            times.waits[event["args"]["peer"]] += duration + self._idle
-            self._links.add(self._trace.aligned(event), duration + self._idle)
+            wait_us = duration + self._idle_us
+            times.waits[event["args"]["peer"]] += wait_us
+            self._links.add(self._trace.aligned(event), wait_us)
         elif thread == "send":
             times.send += duration
             self._links.add(self._trace.aligned(event))
@@ -228,8 +258,6 @@ class _RankSteps:
             self._reductions[step].append(event)
         elif event["name"] == "OptimizerStep":
             times.optimizer += duration
-        if thread in ("compute", "recv"):
-            self._idle = 0.0
 
     def _forget(self, step: int) -> None:
         """Drop the times of a step that runs again from a checkpoint."""
@@ -238,12 +266,15 @@ class _RankSteps:
 
     def _count_idle(self, event: Event, step: int) -> None:
         """Add the gap since the previous span. The rank is idle between spans, which do not overlap."""
-        self._idle = self._idle + max(0.0, event["ts"] - self._idle_since) if step in self._first else 0.0
+        gap_us = max(0.0, event["ts"] - self._idle_since_us)
+        self._idle_us = self._idle_us + gap_us if step in self._first else 0.0
         self._first.setdefault(step, event)
-        self._idle_since = event["ts"] + event["dur"]
+        self._idle_since_us = event["ts"] + event["dur"]
 
-    def _finished(self, step: int, whole: Event) -> StepTimes:
-        times, computations, first = self._steps[step], self._computations[step], self._first.get(step)
+    def _step_times(self, step: int, whole: Event) -> StepTimes:
+        """Return the times of a step, to which ``whole``, the span of the step, adds those that depend on its start."""
+        times, computations = self._steps[step], self._computations[step]
+        first = self._first.get(step)
         times.whole = whole["dur"]
         if first is not None and first["tid"] == "recv":
             times.waits[first["args"]["peer"]] += max(0.0, first["ts"] - whole["ts"])
@@ -261,18 +292,19 @@ def _overlap(reduction: Event, computations: Iterable[Event]) -> float:
 
 
 def _stages(durations: Durations) -> list[StageSummary]:
-    times = {
-        stage_and_rank: sum(statistics.median(of_kind) for of_kind in kinds.values()) / 1e3
-        for stage_and_rank, kinds in durations.items()
+    """Return the stages in order, each with its slowest rank. The medians of all kinds of ops are added."""
+    times_ms = {
+        key: sum(statistics.median(kind_times) for kind_times in kinds.values()) / 1e3
+        for key, kinds in durations.items()
     }
-    slowest: dict[int, tuple[int, float]] = {}
-    for (stage, rank), ms in times.items():
+    slowest: dict[int, tuple[int, float]] = {}  # stage -> (rank, milliseconds)
+    for (stage, rank), ms in times_ms.items():
         if stage not in slowest or ms > slowest[stage][1]:
-            slowest[stage] = rank, ms
+            slowest[stage] = (rank, ms)
     stages = []
     for stage, (rank, ms) in sorted(slowest.items()):
-        others = [other_ms for (other, _), other_ms in times.items() if other != stage]
-        stages.append(StageSummary(stage, rank, ms, statistics.fmean(others) if others else None))
+        others_ms = [time for (key, _), time in times_ms.items() if key != stage]
+        stages.append(StageSummary(stage, rank, ms, statistics.fmean(others_ms) if others_ms else None))
     return stages
 
 
@@ -284,16 +316,20 @@ class _Links:
         # (sender, receiver) -> (microseconds, bytes) of every message
         self._messages: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
 
-    def add(self, event: Event, waited_us: float = 0.0) -> None:
+    def add(self, event: Event, wait_us: float = 0.0) -> None:
         """Add one end of a message, on rank 0's clock, and the time for which its receiver waited."""
-        for message in messages_of(event):
-            other = self._unpaired.pair(message, event["tid"], (event, waited_us))
-            if other is None:
+        for message in list_messages(event):
+            pair = self._unpaired.pair(message, event["tid"], (event, wait_us))
+            if pair is None:
                 continue
-            sent, received = in_order(event, other[0])
-            duration, waited = received["ts"] + received["dur"] - sent["ts"], max(waited_us, other[1])
-            if duration > 0 and waited > max(_MIN_WAIT_US, _MIN_WAIT_SHARE * duration):
-                self._messages[message[1], message[2]].append((duration, received["args"].get("bytes", 0)))
+            other_end, other_wait_us = pair
+            send, receive = order_ends(event, other_end)
+            duration_us = receive["ts"] + receive["dur"] - send["ts"]
+            shortest_wait_us = max(_MIN_WAIT_US, _MIN_WAIT_SHARE * duration_us)
+            if duration_us > 0 and max(wait_us, other_wait_us) > shortest_wait_us:
+                _, sender, receiver, *_ = message
+                size = receive["args"].get("bytes", 0)
+                self._messages[sender, receiver].append((duration_us, size))
 
     def summaries(self) -> list[LinkSummary]:
         """Return the links, sorted by sender and receiver."""

@@ -25,7 +25,7 @@ from ...pipe_schedules.draw.svg import svg
 from ...pipe_schedules.ops import ALL_KINDS
 from ...pipe_schedules.simulation import Simulation, peak_stages, simulate
 from .read import Event, Traces
-from .summary import Summary, summarize
+from .summary import Summary, summarize, summary_table
 
 AXIS = "time, in milliseconds"
 
@@ -45,15 +45,15 @@ def page(traces: Traces, step: int | None = None) -> str:
     """
     summary = summarize(traces)
     step = _choose_step(traces, summary, step)
-    drawn = draw_steps(traces, summary, [step])[step]
-    title = f"{drawn.schedule} on {traces.run['world_size']} ranks: step {step}, planned and measured"
+    drawing = draw_steps(traces, summary, [step])[step]
+    title = f"{drawing.schedule} on {traces.run['world_size']} ranks: step {step}, planned and measured"
     return html(
-        drawn.pictures,
+        drawing.pictures,
         waiting_table(traces, summary),
         notes(traces, summary, step),
         axis=AXIS,
-        marks=drawn.marks,
-        rows=drawn.rows,
+        marks=drawing.marks,
+        rows=drawing.rows,
         title=title,
         unit="ms",
     )
@@ -84,20 +84,20 @@ def draw_steps(traces: Traces, summary: Summary, steps: Collection[int]) -> dict
 
 
 def _draw(traces: Traces, summary: Summary, step: int, events: StepEvents, unit: str) -> DrawnStep:
-    timetable, groups = _timetable(traces, events), _measured(events)
+    timetable = _timetable(traces, events)
+    groups = _rows(events)
+    spans = [row.spans for rows in groups.values() for row in rows.values()]
+    plan = simulate(timetable, _costs(timetable, spans))
     devices = range(timetable.placement.num_devices)
-    planned = simulate(
-        timetable, _costs(timetable, [row.spans for rows in groups.values() for row in rows.values()])
-    )
     names = [f"{unit} {device}" for device in devices]
-    drawn = DrawnStep(timetable.schedule, [_named(planned, "planned")], [[[] for _ in devices]], [names])
-    for data, rows in groups.items():
-        group = f", pipeline group {data}" if len(groups) > 1 else ""
-        makespan = summary.makespan_by_step[step] / 1e3
-        drawn.pictures.append(_picture(timetable, rows, f"measured, step {step}{group}", planned, makespan))
-        drawn.marks.append([rows[device].marks if device in rows else [] for device in devices])
-        drawn.rows.append([f"{names[d]}{'' if d in rows else ', no trace'}" for d in devices])
-    return drawn
+    drawing = DrawnStep(timetable.schedule, [_rename(plan, "planned")], [[[] for _ in devices]], [names])
+    makespan = summary.makespan_by_step[step] / 1e3
+    for number, rows in groups.items():
+        group = f", pipeline group {number}" if len(groups) > 1 else ""
+        drawing.pictures.append(_picture(timetable, rows, f"measured, step {step}{group}", plan, makespan))
+        drawing.marks.append([rows[device].marks if device in rows else [] for device in devices])
+        drawing.rows.append([names[d] if d in rows else f"{names[d]}, no trace" for d in devices])
+    return drawing
 
 
 def _unit(traces: Traces) -> str:
@@ -121,15 +121,16 @@ def picture(runs: Sequence[Traces], step: int | None = None) -> str:
     Raises:
         ConfigError: as for :func:`page`.
     """
-    measured = []
+    pictures = []
     for traces in runs:
         summary = summarize(traces)
         number = _choose_step(traces, summary, step)
         events = _events(traces, [number])[number]
-        timetable, rows = _timetable(traces, events), min(_measured(events).items())[1]
+        timetable = _timetable(traces, events)
+        _, rows = min(_rows(events).items())
         makespan = summary.makespan_by_step[number] / 1e3
-        measured.append(_picture(timetable, rows, "measured", simulate(timetable), makespan))
-    return svg(*measured, axis=AXIS, unit="ms")
+        pictures.append(_picture(timetable, rows, "measured", simulate(timetable), makespan))
+    return svg(*pictures, axis=AXIS, unit="ms")
 
 
 def _choose_step(traces: Traces, summary: Summary, step: int | None) -> int:
@@ -173,11 +174,11 @@ def _events(traces: Traces, steps: Collection[int]) -> dict[int, StepEvents]:
     return events
 
 
-def _timetable(traces: Traces, events_of: StepEvents) -> Timetable:
+def _timetable(traces: Traces, step_events: StepEvents) -> Timetable:
     """Return the timetable of a step, for its number of micro-batches."""
     micro_batches = next(
         event["args"]["micro_batches"]
-        for events in events_of.values()
+        for events in step_events.values()
         for event in events
         if event["cat"] == "step"
     )
@@ -197,23 +198,30 @@ class _Row:
     spans: Spans = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
 
+    def add(self, event: Event, start_us: float) -> None:
+        """Add an event; the span of a whole step is not drawn. ``start_us`` is the start of the step."""
+        begin = (event["ts"] - start_us) / 1e3
+        end = (event["ts"] + event["dur"] - start_us) / 1e3
+        values, thread = event["args"], event["tid"]
+        if thread == "compute":
+            self.spans.append((Op(event["name"][0], values["micro_batch"], values["stage"]), begin, end))
+        elif thread == "recv":
+            text = f"waits for rank {values['peer']}: {event['name'].partition(' from ')[0]}"
+            self.marks.append(Mark(begin, end, below=False, text=text))
+        elif event["cat"] != "step":
+            self.marks.append(Mark(begin, end, below=thread.startswith("reduce"), text=event["name"]))
 
-def _measured(events_of: StepEvents) -> dict[int, dict[int, _Row]]:
+
+def _rows(step_events: StepEvents) -> dict[int, dict[int, _Row]]:
     """Return a dict of pipeline group -> device -> row, in milliseconds from the start of the step."""
-    start = min(event["ts"] for events in events_of.values() for event in events if event["cat"] == "step")
+    start_us = min(
+        event["ts"] for events in step_events.values() for event in events if event["cat"] == "step"
+    )
     groups: dict[int, dict[int, _Row]] = defaultdict(dict)
-    for (data, device), events in sorted(events_of.items()):
-        row = groups[data][device] = _Row()
+    for (group, device), events in sorted(step_events.items()):
+        row = groups[group][device] = _Row()
         for event in events:
-            begin, end = ((time - start) / 1e3 for time in (event["ts"], event["ts"] + event["dur"]))
-            values, thread = event["args"], event["tid"]
-            if thread == "compute":
-                row.spans.append((Op(event["name"][0], values["micro_batch"], values["stage"]), begin, end))
-            elif thread == "recv":
-                text = f"waits for rank {values['peer']}: {event['name'].partition(' from ')[0]}"
-                row.marks.append(Mark(begin, end, below=False, text=text))
-            elif event["cat"] != "step":
-                row.marks.append(Mark(begin, end, below=thread.startswith("reduce"), text=event["name"]))
+            row.add(event, start_us)
     return groups
 
 
@@ -239,49 +247,39 @@ def _costs(timetable: Timetable, rows: Sequence[Spans]) -> Costs:
     return _MeasuredCosts(table=table)
 
 
-def _named(simulation: Simulation, suffix: str) -> Simulation:
+def _rename(simulation: Simulation, suffix: str) -> Simulation:
     timetable = simulation.timetable
     return replace(simulation, timetable=replace(timetable, schedule=f"{timetable.schedule}, {suffix}"))
 
 
 def _picture(
-    timetable: Timetable, rows: Mapping[int, _Row], title: str, planned: Simulation, makespan: float
+    timetable: Timetable, rows: Mapping[int, _Row], title: str, plan: Simulation, makespan: float
 ) -> Simulation:
     """Return the measured ops as a simulation, for drawing. Its ideal and bubble ignore devices without a trace."""
-    spans_of = [
-        rows[device].spans if device in rows else [] for device in range(timetable.placement.num_devices)
-    ]
-    order = tuple(tuple(op for op, _, _ in spans) for spans in spans_of)
-    measured = replace(timetable, schedule=f"{timetable.schedule}, {title}", orders=order)
-    work = [sum(end - begin for _, begin, end in spans) for spans in spans_of]
-    share = timetable.placement.devices_per_pipe / timetable.placement.stages
+    placement = timetable.placement
+    spans = [rows[device].spans if device in rows else [] for device in range(placement.num_devices)]
+    orders = tuple(tuple(op for op, _, _ in device_spans) for device_spans in spans)
+    busy = [sum(end - begin for _, begin, end in device_spans) for device_spans in spans]
+    stage_share = placement.devices_per_pipe / placement.stages
     return Simulation(
-        measured,
-        tuple(tuple(spans) for spans in spans_of),
+        replace(timetable, schedule=f"{timetable.schedule}, {title}", orders=orders),
+        tuple(map(tuple, spans)),
         makespan,
-        ideal=sum(work) / len(rows),
-        peak_activations=tuple(peak_stages(ops) * share for ops in order),
-        messages=planned.messages,
-        costs=planned.costs,
-        busy=tuple(time / makespan if makespan else 0.0 for time in work),
+        ideal=sum(busy) / len(rows),
+        peak_activations=tuple(peak_stages(ops) * stage_share for ops in orders),
+        messages=plan.messages,
+        costs=plan.costs,
+        busy=tuple(time / makespan if makespan else 0.0 for time in busy),
     )
 
 
 def waiting_table(traces: Traces, summary: Summary) -> list[tuple[str, ...]]:
     """Return the header and one row per rank: shares of the makespan, and the ranks that it waited for."""
-    head = ("rank", "busy", "bubble", "p2p", "reduction", "hidden", "optimizer", "waits for")
-    shares = [(r.busy, r.bubble, r.p2p, r.reduction, r.reduction_hidden, r.optimizer) for r in summary.ranks]
-    rows = zip(summary.ranks, shares, strict=True)
-    device_of = {rank: "" for rank in traces.ranks}
+    header, *rows = summary_table(summary)
+    devices = {}
     if _unit(traces) == "device":
-        device_of = {rank: f" (device {trace.run['device']})" for rank, trace in traces.ranks.items()}
-    return [
-        head,
-        *(
-            (f"rank {r.rank}{device_of[r.rank]}", *(f"{share:.1%}" for share in values), r.waits_text)
-            for r, values in rows
-        ),
-    ]
+        devices = {f"{rank}": f" (device {trace.run['device']})" for rank, trace in traces.ranks.items()}
+    return [header, *((f"rank {rank}{devices.get(rank, '')}", *cells) for rank, *cells in rows)]
 
 
 def notes(traces: Traces, summary: Summary, step: int | None = None) -> list[str]:

@@ -19,7 +19,8 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the subcommand ``convert``."""
-    parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "source",
         type=Path,
@@ -73,15 +74,16 @@ def run(args: argparse.Namespace) -> int:
     if args.origin is not None:
         if unused:
             raise ConfigError(f"{unused[0]}: only valid with --to (got --from). Omit it.")
-        from .from_hf import from_hf
+        from .from_hf import write_checkpoint
 
-        print(from_hf(args.source, args.output))
+        print(write_checkpoint(args.source, args.output))
         return 0
-    from .to_hf import to_hf
+    from .to_hf import write_hf_folder
 
     limit = SHARD_GB if args.max_shard_gb is None else args.max_shard_gb
     if not limit > 0:
         raise ConfigError(f"--max-shard-gb: must be above 0 (got {limit:g}).")
-    shard_bytes, dtype = round(limit * 1e9), args.dtype or "float32"
-    print(to_hf(args.source, args.output, args.tokenizer, args.num_attention_heads, shard_bytes, dtype))
+    dtype = args.dtype or "float32"
+    heads = args.num_attention_heads
+    print(write_hf_folder(args.source, args.output, args.tokenizer, heads, round(limit * 1e9), dtype))
     return 0

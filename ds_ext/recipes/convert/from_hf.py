@@ -6,7 +6,7 @@ import math
 import secrets
 import shlex
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -26,13 +26,19 @@ from ..models.config import TransformerConfig
 from ..models.hf import Counterpart, num_pipeline_layers
 from ..models.hf_config import is_gpt2, unseen_in_weights
 from .hf_model import HuggingFaceModel
-from .tokenizer_files import tokenizer_beside
+from .tokenizer_files import find_hf_tokenizer
 
 TAG = "step_0"
 _SEQ_LENGTH = 4096  # proposed for models with longer samples
+# State of an engine before its first step.
+_ENGINE_STATE: Mapping[str, Any] = {
+    **dict.fromkeys(COUNTERS, 0),
+    **{"module": None, "optimizer": None, "lr_scheduler": None, "lr_scheduler_class": None, "loss_scale": {}},
+    **{"dp_world_size": 1, "mp_world_size": 1},
+}
 
 
-def from_hf(source: Path, output: Path) -> str:
+def write_checkpoint(source: Path, output: Path) -> str:
     """Write the weights of a Hugging Face model as a checkpoint in fp32.
 
     Args:
@@ -47,10 +53,10 @@ def from_hf(source: Path, output: Path) -> str:
             read or written.
     """
     model = HuggingFaceModel(source)
-    config, weights = model.config, list(model.weights.values())
+    config = model.config
     if has_checkpoint(output):
         raise ConfigError(f"OUTPUT: the folder contains checkpoints (got {output}). Use a new folder.")
-    tokenizer = tokenizer_beside(source)
+    tokenizer = find_hf_tokenizer(source)
     state = {
         "step": 0,
         "consumed_samples": 0,
@@ -58,18 +64,12 @@ def from_hf(source: Path, output: Path) -> str:
         "tokenizer": tokenizer and tokenizer[1].fingerprint,
         "model": unseen_in_weights(config),
     }
-
-    def read(weight: Counterpart) -> Tensor:
-        # Clone the result: a view would be saved with its whole storage.
-        return model.read(weight).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-
-    layers, tied = num_pipeline_layers(config), not config.untie_embeddings_and_output_weights
     try:
         with FolderLock(output, f"convert {secrets.token_hex(4)}"):
-            checkpoint = _write(output, weights, read, state, layers, tied)
+            checkpoint = _write(output, model, state)
     except OSError as error:
         raise ConfigError(f"OUTPUT: cannot be written (got {output}): {error.strerror or error}.") from None
-    elements = sum(math.prod(weight.shape) for weight in weights)
+    elements = sum(math.prod(weight.shape) for weight in model.weights.values())
     summary = f"wrote {checkpoint}: {model.folder.config['model_type']}, {elements:,} parameters in fp32\n"
     if tokenizer and tokenizer[1].vocab_size != config.vocab_size and isinstance(config, BertConfig):
         summary += (
@@ -79,42 +79,45 @@ def from_hf(source: Path, output: Path) -> str:
     return summary + f"next: {_next_command(config, source, output, tokenizer)}"
 
 
-def _write(
-    output: Path,
-    weights: Sequence[Counterpart],
-    read: Callable[[Counterpart], Tensor],
-    state: Mapping[str, Any],
-    layers: int,
-    tied: bool,
-) -> Path:
-    """Write the checkpoint of one rank before its first step, without optimizer states. Returns its folder."""
-    written = start_writing(output, TAG)
+def _write(output: Path, model: HuggingFaceModel, state: Mapping[str, Any]) -> Path:
+    """Write the checkpoint of one rank before its first step, without optimizer states. Returns its folder.
+
+    ``state`` is the state of the training script.
+    """
+    folder = start_writing(output, TAG)
     try:
-        counters = dict.fromkeys(COUNTERS, 0)
-        scheduler = {"lr_scheduler": None, "lr_scheduler_class": None, "loss_scale": {}}
-        sizes = {"dp_world_size": 1, "mp_world_size": 1}
-        plain = {**counters, "module": None, "optimizer": None, **scheduler, **sizes, **state}
-        files = {STATE_FILE: write_plain(written / STATE_FILE, plain)}
-        for layer, members in groupby(weights, key=lambda weight: weight.layer):
+        files = {STATE_FILE: write_plain(folder / STATE_FILE, {**_ENGINE_STATE, **state})}
+        for layer, weights in groupby(model.weights.values(), key=lambda weight: weight.layer):
             name = layer_file(layer, 0, 1)
-            files[name] = write_plain(written / name, {weight.key: read(weight) for weight in members})
-        manifest = {
-            "job": {
-                "schedule": None,
-                "pipeline_parallel_size": 1,
-                "tensor_parallel_size": 1,
-                "data_parallel_size": 1,
-                "zero_stage": 0,
-                "precision": "fp32",
-                "optimizer": None,
-                "layers": layers,
-            },
-            "files": files,
-            "parameters": {_engine_name(weight, tied): _record(weight) for weight in weights},
-        }
-        return publish(written, TAG, manifest)
+            tensors = {weight.key: _read_fp32(model, weight) for weight in weights}
+            files[name] = write_plain(folder / name, tensors)
+        return publish(folder, TAG, _manifest(model, files))
     finally:
-        shutil.rmtree(written, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _read_fp32(model: HuggingFaceModel, weight: Counterpart) -> Tensor:
+    # Copy the weight: a view would be saved with its whole storage.
+    return model.read(weight).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+
+
+def _manifest(model: HuggingFaceModel, files: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a checkpoint of one rank; ``files`` are the entries of its files."""
+    is_tied = not model.config.untie_embeddings_and_output_weights
+    return {
+        "job": {
+            "schedule": None,
+            "pipeline_parallel_size": 1,
+            "tensor_parallel_size": 1,
+            "data_parallel_size": 1,
+            "zero_stage": 0,
+            "precision": "fp32",
+            "optimizer": None,
+            "layers": num_pipeline_layers(model.config),
+        },
+        "files": files,
+        "parameters": {_engine_name(weight, is_tied): _record(weight) for weight in model.weights.values()},
+    }
 
 
 def _engine_name(weight: Counterpart, tied: bool) -> str:
@@ -141,9 +144,10 @@ def _next_command(
     config: TransformerConfig, source: Path, output: Path, tokenizer: tuple[Path, Tokenizer] | None
 ) -> str:
     """Return the command that trains from the checkpoint."""
-    bert = isinstance(config, BertConfig)
-    if bert or is_gpt2(config):
-        flags = {
+    is_bert = isinstance(config, BertConfig)
+    flags: dict[str, Any] = {"--load": output}
+    if is_bert or is_gpt2(config):
+        flags |= {
             "--num-layers": config.num_layers,
             "--hidden-size": config.hidden_size,
             "--num-attention-heads": config.num_attention_heads,
@@ -153,13 +157,13 @@ def _next_command(
             "--hidden-dropout": config.hidden_dropout,
             "--attention-dropout": config.attention_dropout,
         }
-        if not bert and tokenizer and tokenizer[1].vocab_size != config.vocab_size:
+        if not is_bert and tokenizer and tokenizer[1].vocab_size != config.vocab_size:
             flags["--vocab-size"] = config.vocab_size
     else:
-        flags = {"--hf-model": source, "--seq-length": min(config.seq_length, _SEQ_LENGTH)}
-    script = "train_bert.py" if bert else "train_gpt.py"
+        flags |= {"--hf-model": source, "--seq-length": min(config.seq_length, _SEQ_LENGTH)}
+    script = "train_bert.py" if is_bert else "train_gpt.py"
     command = ["deepspeed", "--num_gpus", "RANKS", script, "--deepspeed_config", "JSON"]
-    command += [str(word) for flag in {"--load": output, **flags}.items() for word in flag]
+    command += [str(word) for flag in flags.items() for word in flag]
     if isinstance(config, BertConfig) and config.order_classes is None:
         command.append("--bert-no-binary-head")
     path = tokenizer[0] if tokenizer else "TOKENIZER"

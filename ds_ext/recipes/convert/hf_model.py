@@ -15,7 +15,6 @@ from ..models.hf import Counterpart, counterparts, hf_name, tied_copies
 from ..models.hf_config import from_json
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
-_COMPARED_ROWS = 4096
 
 
 def config_of_folder(folder: Path, weights: Sequence[str] = ()) -> TransformerConfig:
@@ -41,6 +40,11 @@ class HuggingFaceModel:
     Args:
         path: local folder with config.json and safetensors.
 
+    Attributes:
+        folder: files of the model.
+        config: config of ds_ext for the model.
+        weights: name in ds_ext -> weight.
+
     Raises:
         ConfigError: if the architecture is not supported, a file is missing or damaged, or the weights do not fit
             config.json.
@@ -49,20 +53,19 @@ class HuggingFaceModel:
     def __init__(self, path: Path) -> None:
         self.folder = ModelFolder(path)
         self.config = config_of_folder(path, self.folder.names)
-        self.weights: Mapping[str, Counterpart] = {
-            weight.name: weight for weight in counterparts(self.config)
-        }
-        self._names = self._check_names()
+        self.weights: Mapping[str, Counterpart] = {w.name: w for w in counterparts(self.config)}
+        self._file_names = self._map_names()  # current name of a weight in transformers -> name in the files
+        self._check_weights()
         self._check_tied_copies()
 
     def read(self, weight: Counterpart) -> Tensor:
         """Return a full weight in the dtype of the file."""
-        return self._from_hf(weight, [self.folder.read(self._names[name]) for name in weight.hf_names])
+        return self._from_hf(weight, [self.folder.read(self._file_names[name]) for name in weight.hf_names])
 
     def read_rows(self, weight: Counterpart, start: int, stop: int) -> Tensor:
         """Return rows ``start`` to ``stop - 1`` of a weight; see :meth:`row_unit`."""
         count = len(weight.hf_names)
-        names = (self._names[name] for name in weight.hf_names)
+        names = (self._file_names[name] for name in weight.hf_names)
         return self._from_hf(
             weight, [self.folder.read_rows(name, start // count, stop // count) for name in names]
         )
@@ -79,56 +82,47 @@ class HuggingFaceModel:
     def describe(self) -> str:
         """Return the architecture, and the number and dtype of the weights."""
         names = [name for weight in self.weights.values() for name in weight.hf_names]
-        total = sum(torch.Size(self.folder.shape(self._names[name])).numel() for name in names)
-        dtypes = ", ".join(sorted({self.folder.dtype(self._names[name]) for name in names}))
+        total = sum(torch.Size(self.folder.shape(self._file_names[name])).numel() for name in names)
+        dtypes = ", ".join(sorted({self.folder.dtype(self._file_names[name]) for name in names}))
         return f"{self.folder.config['model_type']}, {total:,} parameters in {dtypes}"
 
     def _from_hf(self, weight: Counterpart, hf_weights: Sequence[Tensor]) -> Tensor:
         return weight.conversion.from_hf(hf_weights, self.config)
 
-    def _check_names(self) -> dict[str, str]:
-        """Map current names to names in the files. Raises ConfigError for missing, unknown or misshapen weights."""
-        folder = self.folder
-        files = {now: name for name in folder.names if (now := hf_name(name, self.config)) is not None}
-        expected = {
-            name: shape
-            for weight in self.weights.values()
-            for name, shape in weight.hf_shapes(self.config).items()
-        }
-        for name in [*expected, *files]:
+    def _map_names(self) -> dict[str, str]:
+        """Return current name in transformers -> name in the files, without unused weights."""
+        current_names = {name: hf_name(name, self.config) for name in self.folder.names}
+        return {current: name for name, current in current_names.items() if current is not None}
+
+    def _check_weights(self) -> None:
+        """Raise ConfigError for missing, unknown, misshapen or quantized weights."""
+        folder, files = self.folder, self._file_names
+        model_shapes: dict[str, tuple[int, ...]] = {}
+        for weight in self.weights.values():
+            model_shapes |= weight.hf_shapes(self.config)
+        for name in [*model_shapes, *files]:
             shape = folder.shape(files[name]) if name in files else None
-            if shape != expected.get(name):
+            model_shape = model_shapes.get(name)
+            if shape != model_shape:
                 raise ConfigError(
-                    f"{name}: does not fit {folder.path / CONFIG}, which implies {shape_text(expected.get(name))} (got "
+                    f"{name}: does not fit {folder.path / CONFIG}, which implies {shape_text(model_shape)} (got "
                     f"{shape_text(shape)}). Use a folder that save_pretrained() of the whole model wrote."
                 )
             if folder.dtype(files[name]) not in _FLOATS:
                 raise ConfigError(
                     f"{name}: quantized weights cannot be converted (got {folder.dtype(files[name])} in {folder.path})."
                 )
-        return files
 
     def _check_tied_copies(self) -> None:
         """Raise ConfigError if the weight of a tied output layer differs. transformers then does not tie the layer."""
         folder = self.folder
-        for copy, name in tied_copies(self.config).items():
-            if copy in folder.names and not self._equal(copy, self._names[name]):
+        for copy, current_name in tied_copies(self.config).items():
+            name = self._file_names[current_name]
+            if copy not in folder.names:
+                continue
+            if folder.dtype(copy) not in _FLOATS or not folder.are_equal(copy, name):
                 raise ConfigError(
-                    f"{copy}: differs from {name}, but {folder.path / CONFIG} ties them (got "
-                    f"{shape_text(folder.shape(copy))} and {shape_text(folder.shape(self._names[name]))}). Set "
+                    f"{copy}: differs from {current_name}, but {folder.path / CONFIG} ties them (got "
+                    f"{shape_text(folder.shape(copy))} and {shape_text(folder.shape(name))}). Set "
                     f"tie_word_embeddings to false, or remove the weight that the model does not use."
                 )
-
-    def _equal(self, one: str, other: str) -> bool:
-        """Return whether two weights of the files are equal. Reads them in blocks of rows."""
-        folder = self.folder
-        shape = folder.shape(one)
-        if folder.dtype(one) not in _FLOATS or shape != folder.shape(other):
-            return False
-        blocks = (
-            (start, min(start + _COMPARED_ROWS, shape[0])) for start in range(0, shape[0], _COMPARED_ROWS)
-        )
-        return all(
-            torch.equal(folder.read_rows(one, *block).float(), folder.read_rows(other, *block).float())
-            for block in blocks
-        )

@@ -56,38 +56,39 @@ def _fill(
     weight: Counterpart, shape: Shape, rank: int, model: HuggingFaceModel, start: int, target_E: Tensor
 ) -> None:
     """Set ``target_E`` to the elements from ``start`` on of a rank's flattened shard."""
-    row = math.prod(shape.shard[1:])
+    columns = math.prod(shape.shard[1:])
     stop = start + len(target_E)
-    for first, rows in _rows(weight, shape, rank, model, start // row, -(-stop // row)):
+    blocks = _row_blocks(weight, shape, rank, model, start // columns, -(-stop // columns))
+    for first_row, rows in blocks:
         elements = rows.reshape(-1)
-        begin = first * row
-        low, high = max(start, begin), min(stop, begin + len(elements))
+        begin = first_row * columns  # of the block
+        low = max(start, begin)
+        high = min(stop, begin + len(elements))
         target_E[low - start : high - start].copy_(elements[low - begin : high - begin])
 
 
-def _rows(
-    weight: Counterpart, shape: Shape, rank: int, model: HuggingFaceModel, first: int, last: int
+def _row_blocks(
+    weight: Counterpart, shape: Shape, rank: int, model: HuggingFaceModel, start: int, stop: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, rows) of a rank's shard in blocks that contain at least the rows ``first`` to ``last - 1``.
+    """Yield (first row, rows) of a rank's shard in blocks that contain at least the rows ``start`` to ``stop - 1``.
 
     Rows of padding are zero.
     """
-    offset = rank * shape.shard[0] if shape.dim == 0 else 0
-    available = min(shape.shard[0], max(0, shape.full[0] - offset))  # the rest is padding
+    offset = rank * shape.shard[0] if shape.dim == 0 else 0  # of the shard in the full weight
+    model_rows = min(shape.shard[0], max(0, shape.full[0] - offset))  # the others of the shard are padding
     unit = model.row_unit(weight)
     if unit is None:
         full = model.read(weight)
-        yield 0, _columns(full[offset : offset + available], shape, rank)
+        yield 0, _columns(full[offset : offset + model_rows], shape, rank)
     else:
-        columns = math.prod(shape.full[1:])
-        block = max(1, _BLOCK_ELEMENTS // (columns * unit)) * unit
-        for begin in range(first // unit * unit, min(last, available), block):
-            end = min(begin + block, -(-last // unit) * unit, available)
+        block_rows = max(1, _BLOCK_ELEMENTS // (math.prod(shape.full[1:]) * unit)) * unit
+        for begin in range(start // unit * unit, min(stop, model_rows), block_rows):
+            end = min(begin + block_rows, -(-stop // unit) * unit, model_rows)
             rows = model.read_rows(weight, offset + begin, offset + end)
             yield begin, _columns(rows, shape, rank)
-    if last > available:
-        padding = max(first, available)
-        yield padding, torch.zeros(last - padding, *shape.shard[1:])
+    if stop > model_rows:
+        padding = max(start, model_rows)
+        yield padding, torch.zeros(stop - padding, *shape.shard[1:])
 
 
 def _columns(rows: Tensor, shape: Shape, rank: int) -> Tensor:

@@ -8,6 +8,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,10 +27,10 @@ from ..models.config import TransformerConfig
 from ..models.gpt import GPTConfig
 from ..models.hf import Counterpart, counterparts
 from ..models.hf_config import saved_fields, to_json
-from .tokenizer_files import save_tokenizer, tokenizer_of
+from .tokenizer_files import find_tokenizer, save_tokenizer
 
 
-def to_hf(
+def write_hf_folder(
     source: Path,
     output: Path,
     tokenizer: Path | None,
@@ -37,7 +38,7 @@ def to_hf(
     shard_bytes: int,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> str:
-    """Write config.json, the weights and, if found, the tokenizer.
+    """Write config.json, the weights and, if one is found, the tokenizer.
 
     Args:
         source: folder of checkpoints, of which the latest is converted, or one checkpoint.
@@ -57,49 +58,67 @@ def to_hf(
     safetensors()  # report a missing package first
     checkpoint, manifest = _open(source)
     state = read_plain(checkpoint / STATE_FILE)
-    parameters = {
-        f"{record['layer']}.{record['key']}": (name, record)
-        for name, record in manifest["parameters"].items()
-    }
-    shapes = {name: tuple(record["shape"]) for name, (_, record) in parameters.items()}
-    config = _config_of(checkpoint, shapes, state, heads)
-    weights = counterparts(config)
-    _check_shapes(checkpoint, weights, shapes)
-    model_tokenizer = tokenizer_of(tokenizer, state)
+    weights = _CheckpointWeights(checkpoint, manifest)
+    config = _make_config(checkpoint, weights.shapes, state, heads)
+    model_weights = counterparts(config)
+    _check_shapes(checkpoint, model_weights, weights.shapes)
+    model_tokenizer = find_tokenizer(tokenizer, state)
     config_json = to_json(config, None if model_tokenizer is None else model_tokenizer.eod_id, dtype)
-    torch_dtype: torch.dtype = getattr(torch, dtype)
-    element_bytes = torch_dtype.itemsize
     check_contents(checkpoint, manifest)
-    reader = CheckpointReader(checkpoint, manifest, tensor_rank=0)
-
-    def read(weight: Counterpart) -> Tensor:
-        name, record = parameters[weight.name]
-        # A shape without shards makes the reader join all shards and omit padding.
-        shape = Shape(weight.shape, weight.shape, None)
-        full = LocalParameter(name, nn.Parameter(torch.empty(0)), weight.layer, weight.key, shape)
-        return reader.weight(full, 0, math.prod(record["shape"])).view(weight.shape)
-
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    shards = _shards(model_weights, shard_bytes, torch_dtype.itemsize)
     with _new_folder(output) as folder:
-        index: dict[str, str] = {}
-        shards = _shards(weights, shard_bytes, element_bytes)
+        index: dict[str, str] = {}  # name of a weight -> its file
         for number, shard in enumerate(shards, start=1):
-            tensors = dict(
-                pair for weight in shard for pair in _to_hf(weight, read(weight), config, torch_dtype)
-            )
+            tensors: dict[str, Tensor] = {}
+            for weight in shard:
+                tensors |= _hf_tensors(weight, weights.read(weight), config, torch_dtype)
             name = shard_name(number, len(shards))
             write_weights(folder / name, tensors)
             index |= dict.fromkeys(tensors, name)
-        total = element_bytes * sum(math.prod(weight.shape) for weight in weights)
+        elements = sum(math.prod(weight.shape) for weight in model_weights)
         if len(shards) > 1:
-            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
+            sizes = {"total_size": torch_dtype.itemsize * elements}
+            _write_json(folder / INDEX, {"metadata": sizes, "weight_map": index})
         tokenizer_line = save_tokenizer(model_tokenizer, folder, tokenizer)
         _write_json(folder / CONFIG, config_json)
     precision = "fp32" if dtype == "float32" else "bf16"
-    kind, count = config_json["architectures"][0], total // element_bytes
     return (
-        f"wrote {output} from {checkpoint}: {kind}, {count:,} parameters in {precision}, {len(shards)} "
-        f"file{'s' if len(shards) > 1 else ''} of weights\n{tokenizer_line}"
+        f"wrote {output} from {checkpoint}: {config_json['architectures'][0]}, {elements:,} parameters in {precision}, "
+        f"{len(shards)} file{'s' if len(shards) > 1 else ''} of weights\n{tokenizer_line}"
     )
+
+
+class _CheckpointWeights:
+    """Weights of a checkpoint, read one at a time.
+
+    Attributes:
+        shapes: name in ds_ext -> shape of the full weight.
+    """
+
+    def __init__(self, checkpoint: Path, manifest: dict[str, Any]) -> None:
+        self._checkpoint = checkpoint
+        self._manifest = manifest
+        self._engine_names: dict[str, str] = {}  # name in ds_ext -> name in the engine
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for engine_name, record in manifest["parameters"].items():
+            name = f"{record['layer']}.{record['key']}"
+            self._engine_names[name] = engine_name
+            self.shapes[name] = tuple(record["shape"])
+
+    @cached_property
+    def _reader(self) -> CheckpointReader:
+        # Opened after the checks: manifests of other models may lack what it needs.
+        return CheckpointReader(self._checkpoint, self._manifest, tensor_rank=0)
+
+    def read(self, weight: Counterpart) -> Tensor:
+        """Return a full weight, joined from the shards of all ranks. Raises CheckpointError."""
+        # A shape without shards makes the reader join all shards and omit padding.
+        shape = Shape(weight.shape, weight.shape, None)
+        empty = nn.Parameter(torch.empty(0))
+        parameter = LocalParameter(self._engine_names[weight.name], empty, weight.layer, weight.key, shape)
+        elements = math.prod(self.shapes[weight.name])
+        return self._reader.weight(parameter, 0, elements).view(weight.shape)
 
 
 def _open(source: Path) -> tuple[Path, dict[str, Any]]:
@@ -114,35 +133,26 @@ def _open(source: Path) -> tuple[Path, dict[str, Any]]:
     return open_checkpoint(source)
 
 
-def _config_of(
+def _make_config(
     checkpoint: Path, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], heads: int | None
 ) -> TransformerConfig:
     """Return the config of the model, from the shapes of its weights and the state that the training script saved."""
-    bert = "1.position_embeddings" in shapes
-    saved_model = state.get("model")
-    fields = saved_fields(saved_model) if isinstance(saved_model, dict) else {}
+    is_bert = "1.position_embeddings" in shapes
+    model = state.get("model")
+    fields = saved_fields(model) if isinstance(model, dict) else {}
     try:
         vocab_size, hidden_size = shapes["0.word_embeddings.weight"]
         ffn_size, _ = shapes["2.mlp.linear_fc1.weight"]
-        table = "1.position_embeddings" if bert else "1.weight"
+        table = "1.position_embeddings" if is_bert else "1.weight"
         positions = shapes[table][0] if table in shapes else fields["max_position_embeddings"]
     except (KeyError, ValueError):
         raise ConfigError(
             f"{checkpoint}: only ds_ext's GPT and BERT without Transformer Engine can be converted (got the weights "
             f"{', '.join(sorted(shapes)[:4])}, ...)."
         ) from None
-    saved = fields.get("num_attention_heads")
-    if saved is None and heads is None:
-        raise ConfigError(
-            f"--num-attention-heads: {checkpoint} does not contain the number of attention heads. Set this flag."
-        )
-    if None not in (saved, heads) and saved != heads:
-        raise ConfigError(
-            f"--num-attention-heads: {checkpoint} has {saved} attention heads (got {heads}). Omit this flag."
-        )
     sizes: dict[str, Any] = {
         **fields,
-        "num_attention_heads": saved or heads,
+        "num_attention_heads": _num_heads(checkpoint, fields.get("num_attention_heads"), heads),
         "num_layers": len([name for name in shapes if name.endswith(".mlp.linear_fc1.weight")]),
         "hidden_size": hidden_size,
         "seq_length": positions,
@@ -150,10 +160,23 @@ def _config_of(
         "vocab_size": vocab_size,
         "ffn_hidden_size": ffn_size,
     }
-    if not bert:
+    if not is_bert:
         return GPTConfig(**sizes)
     classifiers = [shape[0] for name, shape in shapes.items() if name.endswith(".classifier.weight")]
     return BertConfig(**sizes, order_classes=classifiers[0] if classifiers else None)
+
+
+def _num_heads(checkpoint: Path, saved_heads: int | None, flag_heads: int | None) -> int:
+    """Return the heads in the checkpoint, or else those of the flag. Raises ConfigError for none, or if they differ."""
+    if saved_heads is None and flag_heads is None:
+        raise ConfigError(
+            f"--num-attention-heads: {checkpoint} does not contain the number of attention heads. Set this flag."
+        )
+    if None not in (saved_heads, flag_heads) and saved_heads != flag_heads:
+        raise ConfigError(
+            f"--num-attention-heads: {checkpoint} has {saved_heads} attention heads (got {flag_heads}). Omit this flag."
+        )
+    return saved_heads or flag_heads or 0
 
 
 def _check_shapes(
@@ -169,12 +192,15 @@ def _check_shapes(
             )
 
 
-def _to_hf(
+def _hf_tensors(
     weight: Counterpart, tensor: Tensor, config: TransformerConfig, dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and the tensors of a weight in transformers, with separate storage."""
-    for name, hf_tensor in zip(weight.hf_names, weight.conversion.to_hf(tensor, config), strict=True):
-        yield name, hf_tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+) -> dict[str, Tensor]:
+    """Return name in transformers -> tensor for the counterparts of a weight, with separate storage."""
+    hf_tensors = weight.conversion.to_hf(tensor, config)
+    return {
+        name: hf_tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        for name, hf_tensor in zip(weight.hf_names, hf_tensors, strict=True)
+    }
 
 
 def _shards(weights: Sequence[Counterpart], limit_bytes: int, element_bytes: int) -> list[list[Counterpart]]:
@@ -196,15 +222,15 @@ def _new_folder(output: Path) -> Iterator[Path]:
     """Create a temporary folder, renamed to ``output`` on success. Raises ConfigError."""
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ConfigError(f"OUTPUT: already exists (got {output}). Use a new folder.")
-    written = output.absolute().parent / f".{output.absolute().name}.tmp-{secrets.token_hex(4)}"
+    folder = output.absolute().parent / f".{output.absolute().name}.tmp-{secrets.token_hex(4)}"
     try:
-        written.mkdir(parents=True)
-        yield written
-        written.replace(output)
+        folder.mkdir(parents=True)
+        yield folder
+        folder.replace(output)
     except OSError as error:
         raise ConfigError(f"OUTPUT: cannot be written (got {output}): {error.strerror or error}.") from None
     finally:
-        shutil.rmtree(written, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

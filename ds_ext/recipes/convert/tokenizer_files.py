@@ -16,7 +16,7 @@ from ..data.wordpiece import VOCAB_NAME
 _ONLY_TRANSFORMERS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-def tokenizer_of(path: Path | None, state: Mapping[str, Any]) -> Tokenizer | None:
+def find_tokenizer(path: Path | None, state: Mapping[str, Any]) -> Tokenizer | None:
     """Return the tokenizer with which a checkpoint's model was trained; None if it is no longer in the data folder.
 
     Args:
@@ -59,15 +59,15 @@ def save_tokenizer(tokenizer: Tokenizer | None, folder: Path, source: Path | Non
             "tokenizer: not copied, because the folder of the training data is unknown or moved. Use --tokenizer "
             "FOLDER, or copy tokenizer.json."
         )
-    written = dict.fromkeys(tokenizer.save(folder))
+    names = dict.fromkeys(tokenizer.save(folder))  # an ordered set
     for name in _ONLY_TRANSFORMERS:
         if source is not None and (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-            written[name] = None
-    return f"tokenizer: {', '.join(written)}"
+            names[name] = None
+    return f"tokenizer: {', '.join(names)}"
 
 
-def tokenizer_beside(folder: Path) -> tuple[Path, Tokenizer] | None:
+def find_hf_tokenizer(folder: Path) -> tuple[Path, Tokenizer] | None:
     """Return (path for --tokenizer, tokenizer) of a Hugging Face folder; None if it has no usable tokenizer."""
     for path in (folder, folder / VOCAB_NAME):
         try:

@@ -59,14 +59,15 @@ class BlendTable:
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return (dataset, index in the dataset) of sample ``index`` of the blend."""
-        periods, rest = divmod(index, self._period)
-        source = int(self._sources[rest])
-        return source, periods * self._shares[source] + int(self._indices[rest])
+        periods, offset = divmod(index, self._period)
+        source = int(self._sources[offset])
+        return source, periods * self._shares[source] + int(self._indices[offset])
 
     def _counts(self, num_samples: int) -> list[int]:
-        periods, rest = divmod(num_samples, self._period)
-        rest_counts = np.bincount(self._sources[:rest], minlength=len(self._shares))
-        return [periods * share + int(count) for share, count in zip(self._shares, rest_counts, strict=True)]
+        periods, offset = divmod(num_samples, self._period)
+        partial_counts = np.bincount(self._sources[:offset], minlength=len(self._shares))
+        counts = zip(self._shares, partial_counts, strict=True)
+        return [periods * share + int(partial_count) for share, partial_count in counts]
 
 
 def _chairman_assignment(shares: Sequence[int], length: int) -> list[int]:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,26 +126,40 @@ def run(args: argparse.Namespace) -> int:
             f"--vocab-file and --merge-file: both are needed (got only {args.vocab_file or args.merge_file}). Pass "
             "both, or BERT's vocab.txt with --tokenizer."
         )
-    source_path = Path(args.source).resolve()
     tokenizer = _load_tokenizer(args)
     template = _load_template(args, tokenizer)
-    for_bert = isinstance(tokenizer, WordPieceTokenizer) or (
+    is_bert = isinstance(tokenizer, WordPieceTokenizer) or (
         tokenizer is None and args.tokenizer_type == "wordpiece"
     )
-    output = args.output or Path("data") / (source_path.stem + ("_bert" if for_bert else ""))
-    if source_path.is_dir() and output.resolve().is_relative_to(source_path):
-        raise ConfigError(
-            f"--output: the folder is inside --source {args.source} (got {output}). Use a folder outside it."
-        )
+    output = _output_folder(args, is_bert)
     arguments = _recorded_arguments(args, tokenizer, template)
     meta = None if args.force else _read_finished(output, arguments)
     if meta is None:
-        started_s = time.monotonic()
+        start_s = time.monotonic()
         meta = _prepare(args, tokenizer, template, output, arguments)
-        print(f"wrote {output} in {time.monotonic() - started_s:.0f} s")
+        print(f"wrote {output} in {time.monotonic() - start_s:.0f} s")
     else:
         print(f"{output} is already prepared (--force prepares it again)")
-    if template is not None:
+    _print_summary(meta)
+    command = NEXT_BERT if is_bert else NEXT_GPT + _model_flag(args.tokenizer)
+    print(f"next: deepspeed --num_gpus 4 {command} --data-path {output} --save checkpoints/{output.name}")
+    return 0
+
+
+def _output_folder(args: argparse.Namespace, is_bert: bool) -> Path:
+    """Return the output folder, by default named after the source. Raises ConfigError if it is inside the source."""
+    source = Path(args.source).resolve()
+    output: Path = args.output or Path("data") / (source.stem + ("_bert" if is_bert else ""))
+    if source.is_dir() and output.resolve().is_relative_to(source):
+        raise ConfigError(
+            f"--output: the folder is inside --source {args.source} (got {output}). Use a folder outside it."
+        )
+    return output
+
+
+def _print_summary(meta: dict[str, Any]) -> None:
+    """Print the counts of meta.json."""
+    if "loss_mask" in meta:
         from .chat.files import summary
 
         print(summary(meta))
@@ -155,12 +169,6 @@ def run(args: argparse.Namespace) -> int:
             f"{meta['bytes'] / meta['tokens']:.2f}, vocabulary {meta['vocab_size']}, unigram entropy "
             f"{meta['unigram_entropy_nats']:.3f} nats"
         )
-    model = "" if for_bert else _model_flag(args.tokenizer)
-    print(
-        f"next: deepspeed --num_gpus 4 {NEXT_BERT if for_bert else NEXT_GPT}{model} --data-path {output} "
-        f"--save checkpoints/{output.name}"
-    )
-    return 0
 
 
 def _take_megatrons_flags(args: argparse.Namespace) -> None:
@@ -174,16 +182,15 @@ def _take_megatrons_flags(args: argparse.Namespace) -> None:
         if args.workers < 1:
             raise ConfigError(f"--workers: must be at least 1 (got {args.workers}).")
         os.environ["RAYON_NUM_THREADS"] = str(args.workers)  # read by the package tokenizers
-    needed = MEGATRON_TYPES.get(args.tokenizer_type)
-    if needed is None:
+    files = MEGATRON_TYPES.get(args.tokenizer_type)
+    if files is None:
         return
     if args.tokenizer_type.startswith("Bert") and args.vocab_file and args.merge_file is None:
-        args.tokenizer, args.vocab_file = args.vocab_file, None
-    complete = args.vocab_file and args.merge_file if "--merge-file" in needed else args.tokenizer
-    if not complete:
-        raise ConfigError(
-            f"--tokenizer-type: {args.tokenizer_type} needs {needed} (got none). Add the files."
-        )
+        args.tokenizer = args.vocab_file
+        args.vocab_file = None
+    is_complete = args.vocab_file and args.merge_file if "--merge-file" in files else args.tokenizer
+    if not is_complete:
+        raise ConfigError(f"--tokenizer-type: {args.tokenizer_type} needs {files} (got none). Add the files.")
 
 
 def _model_flag(tokenizer: str | None) -> str:
@@ -259,11 +266,11 @@ def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | 
     mask = meta.get("loss_mask")
     if mask is not None and not all((output / name).exists() for name in _pair(mask)):
         return None
-    before = meta.get("arguments", {})
+    old = meta.get("arguments", {})
     changes = [
-        f"{key} {arguments.get(key)} instead of {before.get(key)}"
-        for key in {**before, **arguments}
-        if before.get(key) != arguments.get(key)
+        f"{key} {arguments.get(key)} instead of {old.get(key)}"
+        for key in {**old, **arguments}
+        if old.get(key) != arguments.get(key)
     ]
     if changes:
         raise ConfigError(
@@ -296,17 +303,11 @@ def _prepare(
         partial = Path(folder.name)
         if source is not None:
             tokenizer = tokenizer or _train_tokenizer(args, source)
-            counts = _write_tokens(source, tokenizer, partial / DATA_NAME)
+            counts = _write_tokens(source, tokenizer, partial / DATA_NAME, builder)
             source_meta = {"name": source.name, **source.details}
         else:
-            from .chat.files import read_conversations, write_conversations
-
             assert tokenizer is not None and template is not None
-            path = Path(args.source)
-            with _progress(path.stat().st_size) as advance:
-                counts = write_conversations(
-                    read_conversations(path), template, tokenizer.vocab_size, builder, partial, advance
-                )
+            counts = _write_chat(Path(args.source), template, tokenizer.vocab_size, builder, partial)
             source_meta = {"name": args.source, **source_details(args.source)}
         tokenizer_files = tokenizer.save(partial)
         meta = {
@@ -321,14 +322,29 @@ def _prepare(
             "versions": _versions(),
         }
         (partial / META_NAME).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        output.mkdir(parents=True, exist_ok=True)
-        # Without meta.json the folder counts as incomplete if this process is killed while it replaces files.
-        for name in (META_NAME, *TOKENIZER_NAMES, VOCAB_NAME, *_pair(LOSS_MASK_NAME)):
-            (output / name).unlink(missing_ok=True)
         masks = _pair(LOSS_MASK_NAME) if template is not None else ()
-        for name in (*tokenizer_files, *_pair(DATA_NAME), *masks, META_NAME):
-            os.replace(partial / name, output / name)
+        _replace_files(partial, output, (*tokenizer_files, *_pair(DATA_NAME), *masks, META_NAME))
     return meta
+
+
+def _write_chat(
+    path: Path, template: ChatTemplate, vocab_size: int, builder: Any, folder: Path
+) -> dict[str, Any]:
+    """Write the tokens and the loss mask of chat data into ``folder``. Return the counts for meta.json."""
+    from .chat.files import read_conversations, write_conversations
+
+    with _progress(path.stat().st_size) as advance:
+        return write_conversations(read_conversations(path), template, vocab_size, builder, folder, advance)
+
+
+def _replace_files(folder: Path, output: Path, names: Sequence[str]) -> None:
+    """Move files from ``folder`` to ``output``, after removing the data in ``output``. The last name is META_NAME."""
+    output.mkdir(parents=True, exist_ok=True)
+    # Without meta.json the folder counts as incomplete if this process is killed while it replaces files.
+    for name in (META_NAME, *TOKENIZER_NAMES, VOCAB_NAME, *_pair(LOSS_MASK_NAME)):
+        (output / name).unlink(missing_ok=True)
+    for name in names:
+        os.replace(folder / name, output / name)
 
 
 def _pair(name: str) -> tuple[str, str]:
@@ -345,13 +361,15 @@ def _train_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
     return tokenizer
 
 
-def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[str, Any]:
+def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path, builder_class: Any) -> dict[str, Any]:
     """Write the tokens of all documents to ``prefix.bin/.idx``. Return the counts for meta.json."""
     import numpy as np
 
+    from .chat.files import unigram_entropy
+
     # Megatron uses two bytes per token for vocabularies below this size.
     dtype = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
-    builder = _import_builder()(f"{prefix}.bin", dtype=dtype)
+    builder = builder_class(f"{prefix}.bin", dtype=dtype)
     frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     documents = sequences = num_bytes = 0
     with _progress(source.num_bytes) as advance:
@@ -366,14 +384,13 @@ def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[st
             num_bytes += batch_bytes
             advance(batch_bytes)
     builder.finalize(f"{prefix}.idx")
-    shares = frequencies[frequencies > 0] / frequencies.sum()
     return {
         "documents": documents,
         **({"sentences": sequences} if isinstance(tokenizer, WordPieceTokenizer) else {}),
         "tokens": int(frequencies.sum()),
         "bytes": num_bytes,
         "max_token_id": int(np.flatnonzero(frequencies).max()),
-        "unigram_entropy_nats": float(-(shares * np.log(shares)).sum()),
+        "unigram_entropy_nats": unigram_entropy(frequencies),
     }
 
 
@@ -413,6 +430,7 @@ def _import_builder() -> Any:
 
 
 def _batches(texts: Iterable[str], batch_characters: int) -> Iterator[list[str]]:
+    """Yield lists of texts with at least ``batch_characters`` characters, except for the last list."""
     batch: list[str] = []
     num_characters = 0
     for text in texts:
@@ -420,12 +438,14 @@ def _batches(texts: Iterable[str], batch_characters: int) -> Iterator[list[str]]
         num_characters += len(text)
         if num_characters >= batch_characters:
             yield batch
-            batch, num_characters = [], 0
+            batch = []
+            num_characters = 0
     if batch:
         yield batch
 
 
 def _first_texts(texts: Iterable[str], max_characters: int) -> Iterator[str]:
+    """Yield texts until they have ``max_characters`` characters."""
     for text in texts:
         if max_characters <= 0:
             return

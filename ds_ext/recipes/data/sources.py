@@ -163,10 +163,8 @@ def _jsonl(path: Path, key: str) -> Source:
     """Return the texts under ``key`` in a file with one JSON object per line, in file order."""
 
     def documents() -> Iterator[str]:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    yield _jsonl_text(line, key, f"{path}, line {number}")
+        for position, record in read_jsonl(path):
+            yield _jsonl_text(record, key, position)
 
     if next(documents(), None) is None:
         raise ConfigError(
@@ -175,11 +173,21 @@ def _jsonl(path: Path, key: str) -> Source:
     return Source(str(path), documents, path.stat().st_size, source_details(str(path)))
 
 
-def _jsonl_text(line: str, key: str, position: str) -> str:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{position}: not JSON ({error}). Write one JSON object per line.") from error
+def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (file and line for errors, value) of every line that is not empty. Raises ConfigError for invalid JSON."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                position = f"{path}, line {number}"
+                try:
+                    value = json.loads(line)
+                except ValueError as error:
+                    problem = f"{position}: not JSON ({error}). Write one JSON object per line."
+                    raise ConfigError(problem) from error
+                yield position, value
+
+
+def _jsonl_text(record: Any, key: str, position: str) -> str:
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         keys = f"the keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__

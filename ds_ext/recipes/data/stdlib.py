@@ -58,23 +58,23 @@ def compiled_docs(root: Path) -> Iterator[tuple[str, str]]:
 
 def _module_docs(module: ModuleType) -> str:
     """Return the distinct docstrings of a module, each with the name and signature of its object."""
-    seen: set[str] = set()
-    entries: list[str] = []
+    entries: dict[str, str] = {}  # docstring -> its text with the first object that has it
+    for name, member in _documented_members(module):
+        docstring = inspect.getdoc(member)
+        if docstring and docstring not in entries:
+            signature = getattr(member, "__text_signature__", None) or ""
+            entries[docstring] = f"{name}{signature}\n\n{docstring}\n\n"
+    return "\n".join(entries.values())
 
-    def add(name: str, documented: object) -> None:
-        docstring = inspect.getdoc(documented)
-        if docstring and docstring not in seen:
-            seen.add(docstring)
-            signature = getattr(documented, "__text_signature__", None) or ""
-            entries.append(f"{name}{signature}\n\n{docstring}\n\n")
 
-    add(module.__name__, module)
+def _documented_members(module: ModuleType) -> Iterator[tuple[str, object]]:
+    """Yield (name, object) of the module, and of its classes, their methods and attributes, and its functions."""
+    yield module.__name__, module
     for name, member in sorted(vars(module).items()):
         if inspect.isclass(member):
-            add(f"class {name}", member)
+            yield f"class {name}", member
             for attribute, value in sorted(vars(member).items()):
                 if callable(value) or inspect.isdatadescriptor(value):
-                    add(f"{name}.{attribute}", value)
+                    yield f"{name}.{attribute}", value
         elif inspect.isroutine(member):
-            add(name, member)
-    return "\n".join(entries)
+            yield name, member

@@ -35,8 +35,8 @@ class BpeTokenizer(HuggingFaceTokenizer):
             ConfigError: there is no end-of-document token.
         """
         super().__init__(backend)
-        self._declared = None if folder is None else declared_end_of_document(folder, self.vocab)
-        names = [name for name in (self._declared, *END_OF_DOCUMENT_NAMES) if name in self.vocab]
+        self._end_of_document = None if folder is None else declared_end_of_document(folder, self.vocab)
+        names = [name for name in (self._end_of_document, *END_OF_DOCUMENT_NAMES) if name in self.vocab]
         if not names:
             raise ConfigError(
                 f"{origin}: no end-of-document token (got {len(self.vocab)} tokens). Add one of "
@@ -51,8 +51,8 @@ class BpeTokenizer(HuggingFaceTokenizer):
         """Write ``tokenizer.json`` and the files of the model into ``folder``. Return their names."""
         self._backend.save(str(folder / "tokenizer.json"))
         self._backend.model.save(str(folder))
-        if self._declared is not None:
-            values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._declared}
+        if self._end_of_document is not None:
+            values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._end_of_document}
             (folder / TOKENIZER_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         names = ("tokenizer.json", TOKENIZER_CONFIG, "vocab.json", "merges.txt")
         return [name for name in names if (folder / name).exists()]
@@ -157,7 +157,10 @@ def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> BpeTokeni
     """
     import tokenizers
 
-    vocab_path, merge_path = _existing(vocab_file, "--vocab-file"), _existing(merge_file, "--merge-file")
+    vocab_path, merge_path = (
+        _require_file(vocab_file, "--vocab-file"),
+        _require_file(merge_file, "--merge-file"),
+    )
     try:
         backend = _byte_level(tokenizers.models.BPE.from_file(str(vocab_path), str(merge_path)))
     except Exception as error:  # the library raises bare Exception
@@ -181,16 +184,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     path = Path(path)
     if path.is_dir():
-        for name in ("tokenizer.json", "tokenizer.model"):
-            if (path / name).exists():
-                return load_tokenizer(path / name)
-        if (path / "vocab.json").exists() and (path / "merges.txt").exists():
-            return load_gpt2_files(path / "vocab.json", path / "merges.txt")
-        raise ConfigError(
-            f"tokenizer: no tokenizer in the folder (got {path}). Use a folder with tokenizer.json, tokenizer.model, "
-            "or vocab.json and merges.txt."
-        )
-    path = _existing(path, "tokenizer")
+        return _load_from_folder(path)
+    path = _require_file(path, "tokenizer")
     if path.suffix == ".model":
         return SentencePieceTokenizer(path.read_bytes(), str(path))
     if path.suffix == Path(VOCAB_NAME).suffix:
@@ -206,6 +201,18 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if is_word_piece(backend):
         return WordPieceTokenizer(backend, str(path))
     return BpeTokenizer(backend, str(path), path.parent)
+
+
+def _load_from_folder(folder: Path) -> Tokenizer:
+    for name in ("tokenizer.json", "tokenizer.model"):
+        if (folder / name).exists():
+            return load_tokenizer(folder / name)
+    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+        return load_gpt2_files(folder / "vocab.json", folder / "merges.txt")
+    raise ConfigError(
+        f"tokenizer: no tokenizer in the folder (got {folder}). Use a folder with tokenizer.json, tokenizer.model, "
+        "or vocab.json and merges.txt."
+    )
 
 
 def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | None:
@@ -228,10 +235,11 @@ def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | No
         return name
     names = {token_id: token for token, token_id in vocab.items()}
     for file in ("generation_config.json", "config.json"):
-        declared = _read_object(folder / file).get("eos_token_id")
-        first = next(iter(declared), None) if isinstance(declared, list) else declared
-        if first in names:
-            return names[first]
+        token_id = _read_object(folder / file).get("eos_token_id")
+        if isinstance(token_id, list):
+            token_id = token_id[0] if token_id else None
+        if token_id in names:
+            return names[token_id]
     return None
 
 
@@ -260,7 +268,8 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
         yield from (line for line in text.split("\n") if line)
 
 
-def _existing(path: str | Path, key: str) -> Path:
+def _require_file(path: str | Path, key: str) -> Path:
+    """Return the path. Raises ConfigError, about the flag or setting ``key``, if it is not a file."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(

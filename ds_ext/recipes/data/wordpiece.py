@@ -6,6 +6,7 @@ They encode a document as one sequence per sentence, without end-of-document tok
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,12 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
     def encode_documents(self, texts: Sequence[str]) -> list[list[list[int]]]:
         """Return the non-empty sentences of each text; those longer than ``MAX_SENTENCE_TOKENS`` tokens are split."""
         sentences = [split_sentences(text) for text in texts]
-        encoded = iter(self.encode_batch([sentence for document in sentences for sentence in document]))
+        # All sentences are encoded at once, and dealt out to their documents again.
+        ids_of_sentences = iter(self.encode_batch([s for document in sentences for s in document]))
         return [
             [
                 ids[start : start + MAX_SENTENCE_TOKENS]
-                for ids in (next(encoded) for _ in document)
+                for ids in islice(ids_of_sentences, len(document))
                 for start in range(0, len(ids), MAX_SENTENCE_TOKENS)
             ]
             for document in sentences
@@ -154,7 +156,8 @@ def _limited(sentence: str) -> Iterator[str]:
         line_words = len(line.split())
         if lines and num_words + line_words > MAX_SENTENCE_WORDS:
             yield "\n".join(lines).strip()
-            lines, num_words = [], 0
+            lines = []
+            num_words = 0
         lines.append(line)
         num_words += line_words
     yield "\n".join(lines).strip()

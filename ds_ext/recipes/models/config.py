@@ -47,17 +47,17 @@ class RopeScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
-        needed = {
+        required_fields = {
             "linear": (),
             "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
             "yarn": ("original_max_position_embeddings", "beta_fast", "beta_slow"),
         }
-        if self.rope_type not in needed:
+        if self.rope_type not in required_fields:
             raise ConfigError(
                 f'rope_scaling.rope_type: must be "linear", "llama3" or "yarn" (got {self.rope_type!r}). Use a model '
                 f"with one of these types."
             )
-        for name in ("factor", *needed[self.rope_type]):
+        for name in ("factor", *required_fields[self.rope_type]):
             value = getattr(self, name)
             if value is None or value <= 0:
                 raise ConfigError(
@@ -326,17 +326,19 @@ class TransformerConfig:
         Raises:
             ConfigError: if it does not.
         """
-        heads, groups, ffn = self.num_attention_heads, self.query_groups, self.ffn_size
-        common = [n for n in range(1, heads + 1) if heads % n == 0 and ffn % n == 0 and self.shares_groups(n)]
+        heads, ffn = self.num_attention_heads, self.ffn_size
+        fitting_sizes = [
+            n for n in range(1, heads + 1) if heads % n == 0 and ffn % n == 0 and self.shares_groups(n)
+        ]
         for name, total in (("num_attention_heads", heads), ("ffn_hidden_size", ffn)):
             if tp_size < 1 or total % tp_size:
                 raise ConfigError(
-                    f"tensor_parallel_size: must divide {name} {total} (got {tp_size}). Use {_either(common)}."
+                    f"tensor_parallel_size: must divide {name} {total} (got {tp_size}). Use {_either(fitting_sizes)}."
                 )
         if not self.shares_groups(tp_size):
             raise ConfigError(
-                f"tensor_parallel_size: must divide num_query_groups {groups}, or be a multiple of it (got {tp_size}). "
-                f"Use {_either(common)}."
+                f"tensor_parallel_size: must divide num_query_groups {self.query_groups}, or be a multiple of it (got "
+                f"{tp_size}). Use {_either(fitting_sizes)}."
             )
         if self.sequence_parallel and self.seq_length % tp_size:
             lower = self.seq_length - self.seq_length % tp_size
@@ -364,25 +366,31 @@ class TransformerConfig:
 
     def _check_choices(self) -> None:
         for name in ("recompute", "position_embedding_type", "normalization"):
-            value, known = getattr(self, name), flags_of(TransformerConfig)[name].arguments["choices"]
-            if value not in known:
+            value = getattr(self, name)
+            choices = flags_of(TransformerConfig)[name].choices
+            if value not in choices:
                 raise ConfigError(
-                    f"{name}: must be {_either([json.dumps(choice) for choice in known])} (got {value!r})."
+                    f"{name}: must be {_either(list(map(json.dumps, choices)))} (got {value!r})."
                 )
 
     def _check_attention(self) -> None:
         heads, groups = self.num_attention_heads, self.query_groups
         if heads % groups:
-            common = [size for size in range(1, heads + 1) if heads % size == 0]
+            divisors = [size for size in range(1, heads + 1) if heads % size == 0]
             raise ConfigError(
-                f"num_query_groups: must divide num_attention_heads {heads} (got {groups}). Use {_either(common)}."
+                f"num_query_groups: must divide num_attention_heads {heads} (got {groups}). Use {_either(divisors)}."
             )
-        outside = [layer for layer in self.sliding_window_layers or () if layer not in range(self.num_layers)]
-        if outside or (self.sliding_window_layers is not None and self.sliding_window is None):
+        layers = self.sliding_window_layers
+        if layers is not None and (
+            self.sliding_window is None or not set(layers) <= {*range(self.num_layers)}
+        ):
             raise ConfigError(
                 f"sliding_window_layers: must be layers in 0..{self.num_layers - 1}, with a sliding_window (got "
-                f"{self.sliding_window_layers} and sliding_window {self.sliding_window}). Set both."
+                f"{layers} and sliding_window {self.sliding_window}). Set both."
             )
+        self._check_rotary()
+
+    def _check_rotary(self) -> None:
         if self.rotary_percent > 1:
             raise ConfigError(f"rotary_percent: must be at most 1 (got {self.rotary_percent:g}).")
         if self.position_embedding_type == "rope" and (self.rotary_size == 0 or self.rotary_size % 2):
@@ -397,11 +405,12 @@ class TransformerConfig:
 
 
 def _either(choices: Sequence[int | str]) -> str:
-    *rest, last = map(str, choices)
-    return f"{', '.join(rest)} or {last}" if rest else last
+    """Return ``1, 2 or 4``."""
+    *head, last = map(str, choices)
+    return f"{', '.join(head)} or {last}" if head else last
 
 
-_NAMES = tuple(one.name for one in fields(TransformerConfig))
+_NAMES = tuple(field.name for field in fields(TransformerConfig))
 # Fields that BERT does not support.
 GPT_FIELDS = _NAMES[_NAMES.index("position_embedding_type") :]
 # Fields that decide neither the weights nor what they compute, and those that matter only in training.
@@ -413,7 +422,9 @@ TRAINED_FIELDS = ("hidden_dropout", "attention_dropout", "init_std")
 # Fields that decide the weights and what they compute.
 WEIGHT_FIELDS = tuple(name for name in _NAMES if name not in (*RUN_FIELDS, *TRAINED_FIELDS))
 # Fields that the planner needs, and those that have no default, except for the vocabulary.
-PLANNED = tuple(name for name, one in flags_of(TransformerConfig).items() if one.planned)
+PLANNED = tuple(name for name, flag in flags_of(TransformerConfig).items() if flag.planned)
 SIZES = tuple(
-    one.name for one in fields(TransformerConfig) if one.default is MISSING and one.name != "vocab_size"
+    field.name
+    for field in fields(TransformerConfig)
+    if field.default is MISSING and field.name != "vocab_size"
 )

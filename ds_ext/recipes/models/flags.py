@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import cache
 from inspect import getdoc
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -65,26 +65,38 @@ def flag_name(key: str) -> str:
 
 @cache
 def flags_of(config: type) -> Mapping[str, Flag]:
-    """Return field -> flag for every field of a dataclass that has one."""
-    descriptions, kinds, flags = _descriptions(config), get_type_hints(config), {}
-    for one in fields(config):
-        own = one.metadata.get("flag", Flag())
-        if own is None:
-            continue
-        hint, choices = kinds[one.name], own.choices
-        if get_origin(hint) is Literal:
-            choices = get_args(hint)
-            hint = type(choices[0])
-        default = one.default if own.default is ... else own.default
-        flags[one.name] = replace(
-            own,
-            key=own.key or one.name,
-            kind=own.kind or next(iter(get_args(hint)), hint),  # without "| None"
-            choices=choices,
-            default=None if default is MISSING else default,
-            help=own.help or descriptions.get(one.name, ""),
-        )
+    """Return field -> flag, with all its settings, for every field of a dataclass that has one."""
+    descriptions = _descriptions(config)
+    hints = get_type_hints(config)
+    flags: dict[str, Flag] = {}
+    for field in fields(config):
+        partial = field.metadata.get("flag", Flag())
+        if partial is not None:
+            hint = hints[field.name]
+            flags[field.name] = replace(
+                partial,
+                key=partial.key or field.name,
+                kind=partial.kind or _value_type(hint),
+                choices=get_args(hint) if get_origin(hint) is Literal else partial.choices,
+                default=_default(partial, field),
+                help=partial.help or descriptions.get(field.name, ""),
+            )
     return flags
+
+
+def _value_type(hint: Any) -> Any:
+    """Return the type of a flag's value for that of its field: a Literal has its values' type, ``X | None`` has X."""
+    if get_origin(hint) is Literal:
+        return type(get_args(hint)[0])
+    alternatives = get_args(hint)
+    return alternatives[0] if alternatives else hint
+
+
+def _default(partial: Flag, field: Field[Any]) -> Any:
+    """Return the default of a flag: its own, or else that of the field; None if neither has one."""
+    if partial.default is not ...:
+        return partial.default
+    return None if field.default is MISSING else field.default
 
 
 def fields_of(config: type, keys: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
@@ -99,10 +111,10 @@ def fields_of(config: type, keys: Mapping[str, Any], names: Collection[str] | No
         ConfigError: a value cannot be read.
     """
     values = {}
-    for name, one in flags_of(config).items():
-        value = keys.get(one.key)
+    for name, flag in flags_of(config).items():
+        value = keys.get(flag.key)
         if value is not None and (names is None or name in names):
-            values[name] = value if one.read is None else one.read(value, keys)
+            values[name] = value if flag.read is None else flag.read(value, keys)
     return values
 
 
@@ -115,13 +127,13 @@ def keys_of(config: type, values: Any, names: Collection[str] | None = None) -> 
         names: fields to write; None: those without a default, and those that differ from it.
     """
     if names is None:
-        names = [one.name for one in fields(config) if getattr(values, one.name) != one.default]
-    by_key = {}
-    for name, one in flags_of(config).items():
+        names = [field.name for field in fields(config) if getattr(values, field.name) != field.default]
+    keys: dict[str, Any] = {}
+    for name, flag in flags_of(config).items():
         if name in names:
             value = getattr(values, name)
-            by_key |= {one.key: value} if one.write is None else one.write(value)
-    return by_key
+            keys |= {flag.key: value} if flag.write is None else flag.write(value)
+    return keys
 
 
 def add_flags(group: Any, config: type, names: Collection[str], **changes: Any) -> None:
@@ -133,17 +145,17 @@ def add_flags(group: Any, config: type, names: Collection[str], **changes: Any) 
         names: fields to add.
         changes: arguments of ``add_argument`` for all flags, such as a common default.
     """
-    for name, one in flags_of(config).items():
+    for name, flag in flags_of(config).items():
         if name in names:
-            group.add_argument(flag_name(one.key), **{**one.arguments, **changes})
+            group.add_argument(flag_name(flag.key), **{**flag.arguments, **changes})
 
 
 def _descriptions(config: type) -> dict[str, str]:
     """Return field -> description from the section "Args" of the docstrings of a class and its bases."""
     descriptions = {}
-    for one in reversed(config.__mro__[:-1]):
+    for base in reversed(config.__mro__[:-1]):
         for names, text in re.findall(
-            r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", getdoc(one) or "", re.MULTILINE
+            r"^    (\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", getdoc(base) or "", re.MULTILINE
         ):
             words = re.sub(r"\s+", " ", text).replace("``", "").replace("%", "%%").removesuffix(".")
             descriptions |= dict.fromkeys(names.split(", "), words)

@@ -194,19 +194,20 @@ def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: Dropou
     config.check_tensor_parallel(tp.size)
     layer_class = TransformerLayer if config.transformer_impl == "local" else TransformerEngineLayer
     if config.untie_embeddings_and_output_weights:
-        first, last = LayerSpec(GPTEmbedding, config, tp), LayerSpec(GPTHead, config, tp)
+        embedding_spec = LayerSpec(GPTEmbedding, config, tp)
+        head_spec = LayerSpec(GPTHead, config, tp)
     else:
         weight = "word_embeddings.weight"
-        first, last = (
+        embedding_spec, head_spec = (
             TiedLayerSpec("embed", GPTEmbedding, config, tp, forward_fn=forward, tied_weight_attr=weight)
             for forward in (None, output_logits)
         )
     return [
-        first,
+        embedding_spec,
         LayerSpec(GPTPositionEmbedding, config, tp, clock),
         *(LayerSpec(layer_class, config, layer, tp, clock) for layer in range(config.num_layers)),
         LayerSpec(norm_class(config), config, tp),
-        last,
+        head_spec,
     ]
 
 

@@ -122,8 +122,8 @@ def tied_copies(config: TransformerConfig) -> dict[str, str]:
 
 def _gpt2(config: TransformerConfig) -> Iterator[Counterpart]:
     d, f = config.hidden_size, config.ffn_size
-    yield _one(0, "word_embeddings.weight", (config.vocab_size, d), "transformer.wte.weight")
-    yield _one(1, "weight", (config.positions, d), "transformer.wpe.weight")
+    yield _weight(0, "word_embeddings.weight", (config.vocab_size, d), "transformer.wte.weight")
+    yield _weight(1, "weight", (config.positions, d), "transformer.wpe.weight")
     for i in range(config.num_layers):
         layer, hf_layer = i + 2, f"transformer.h.{i}."
         yield from _module(layer, "input_layernorm", (d,), f"{hf_layer}ln_1")
@@ -136,45 +136,58 @@ def _gpt2(config: TransformerConfig) -> Iterator[Counterpart]:
 
 
 def _llama(config: TransformerConfig) -> Iterator[Counterpart]:
-    d, f = config.hidden_size, config.ffn_size
-    q, kv = config.num_attention_heads * config.head_size, config.query_groups * config.head_size
-    linear, qkv = config.add_bias_linear, config.add_bias_linear or config.add_qkv_bias
-    norm = config.normalization == "LayerNorm"
-    yield _one(0, "word_embeddings.weight", (config.vocab_size, d), "model.embed_tokens.weight")
+    d = config.hidden_size
+    yield _weight(0, "word_embeddings.weight", (config.vocab_size, d), "model.embed_tokens.weight")
     if config.position_embedding_type == "learned_absolute":
-        yield _one(1, "weight", (config.positions, d), "model.embed_positions.weight")
+        yield _weight(1, "weight", (config.positions, d), "model.embed_positions.weight")
     for i in range(config.num_layers):
-        layer, hf_layer = i + 2, f"model.layers.{i}."
-        attention = f"{hf_layer}self_attn."
-        q_name, k_name, v_name = (f"{attention}{part}_proj" for part in "qkv")
-        yield from _module(layer, "input_layernorm", (d,), f"{hf_layer}input_layernorm", bias=norm)
-        if config.query_groups == config.num_attention_heads:
-            names = q_name, k_name, v_name
-            yield from _fused(layer, "self_attention.linear_qkv", (3 * q, d), names, QKV, bias=qkv)
-        else:
-            yield from _module(layer, "self_attention.linear_q", (q, d), q_name, bias=qkv)
-            yield from _fused(layer, "self_attention.linear_kv", (2 * kv, d), (k_name, v_name), KV, bias=qkv)
-        if config.qk_layernorm:
-            for part in "qk":
-                name = f"self_attention.{part}_layernorm"
-                yield from _module(layer, name, (config.head_size,), f"{attention}{part}_norm", bias=norm)
-        yield from _module(layer, "self_attention.linear_proj", (d, q), f"{attention}o_proj", bias=linear)
-        yield from _module(layer, "pre_mlp_layernorm", (d,), f"{hf_layer}post_attention_layernorm", bias=norm)
-        if config.swiglu:
-            yield from _module(layer, "mlp.linear_gate", (f, d), f"{hf_layer}mlp.gate_proj", bias=linear)
-        yield from _module(layer, "mlp.linear_fc1", (f, d), f"{hf_layer}mlp.up_proj", bias=linear)
-        yield from _module(layer, "mlp.linear_fc2", (d, f), f"{hf_layer}mlp.down_proj", bias=linear)
-    yield from _module(config.num_layers + 2, "", (d,), "model.norm", bias=norm)
+        yield from _llama_layer(config, i + 2, f"model.layers.{i}.")
+    norm_bias = config.normalization == "LayerNorm"
+    yield from _module(config.num_layers + 2, "", (d,), "model.norm", bias=norm_bias)
     if config.untie_embeddings_and_output_weights:
-        yield _one(config.num_layers + 3, "weight", (config.vocab_size, d), "lm_head.weight")
+        yield _weight(config.num_layers + 3, "weight", (config.vocab_size, d), "lm_head.weight")
+
+
+def _llama_layer(config: TransformerConfig, layer: int, hf_layer: str) -> Iterator[Counterpart]:
+    d, f = config.hidden_size, config.ffn_size
+    bias, norm_bias = config.add_bias_linear, config.normalization == "LayerNorm"
+    yield from _module(layer, "input_layernorm", (d,), f"{hf_layer}input_layernorm", bias=norm_bias)
+    yield from _llama_attention(config, layer, f"{hf_layer}self_attn.")
+    yield from _module(
+        layer, "pre_mlp_layernorm", (d,), f"{hf_layer}post_attention_layernorm", bias=norm_bias
+    )
+    if config.swiglu:
+        yield from _module(layer, "mlp.linear_gate", (f, d), f"{hf_layer}mlp.gate_proj", bias=bias)
+    yield from _module(layer, "mlp.linear_fc1", (f, d), f"{hf_layer}mlp.up_proj", bias=bias)
+    yield from _module(layer, "mlp.linear_fc2", (d, f), f"{hf_layer}mlp.down_proj", bias=bias)
+
+
+def _llama_attention(config: TransformerConfig, layer: int, hf_attention: str) -> Iterator[Counterpart]:
+    d, attention = config.hidden_size, "self_attention."
+    q, kv = config.num_attention_heads * config.head_size, config.query_groups * config.head_size
+    q_name, k_name, v_name = (f"{hf_attention}{part}_proj" for part in "qkv")
+    qkv_bias = config.add_bias_linear or config.add_qkv_bias
+    if config.query_groups == config.num_attention_heads:
+        names = (q_name, k_name, v_name)
+        yield from _fused(layer, f"{attention}linear_qkv", (3 * q, d), names, QKV, bias=qkv_bias)
+    else:
+        yield from _module(layer, f"{attention}linear_q", (q, d), q_name, bias=qkv_bias)
+        yield from _fused(layer, f"{attention}linear_kv", (2 * kv, d), (k_name, v_name), KV, bias=qkv_bias)
+    if config.qk_layernorm:
+        norm_bias = config.normalization == "LayerNorm"
+        for part in "qk":
+            name = f"{attention}{part}_layernorm"
+            yield from _module(layer, name, (config.head_size,), f"{hf_attention}{part}_norm", bias=norm_bias)
+    name = f"{attention}linear_proj"
+    yield from _module(layer, name, (d, q), f"{hf_attention}o_proj", bias=config.add_bias_linear)
 
 
 def _bert(config: BertConfig) -> Iterator[Counterpart]:
     d, f, heads = config.hidden_size, config.ffn_size, config.num_layers + 2
     embeddings, predictions = "bert.embeddings.", "cls.predictions."
-    yield _one(0, "word_embeddings.weight", (config.vocab_size, d), f"{embeddings}word_embeddings.weight")
-    yield _one(1, "position_embeddings", (config.positions, d), f"{embeddings}position_embeddings.weight")
-    yield _one(1, "token_type_embeddings", (TOKEN_TYPES, d), f"{embeddings}token_type_embeddings.weight")
+    yield _weight(0, "word_embeddings.weight", (config.vocab_size, d), f"{embeddings}word_embeddings.weight")
+    yield _weight(1, "position_embeddings", (config.positions, d), f"{embeddings}position_embeddings.weight")
+    yield _weight(1, "token_type_embeddings", (TOKEN_TYPES, d), f"{embeddings}token_type_embeddings.weight")
     yield from _module(1, "layernorm", (d,), f"{embeddings}LayerNorm")
     for i in range(config.num_layers):
         yield from _bert_layer(i + 2, f"bert.encoder.layer.{i}.", d, f)
@@ -183,7 +196,7 @@ def _bert(config: BertConfig) -> Iterator[Counterpart]:
     if config.order_classes is not None:
         yield from _module(heads, "pooler", (d, d), "bert.pooler.dense")
         yield from _module(heads, "classifier", (config.order_classes, d), "cls.seq_relationship")
-    yield _one(heads + 2, "bias", (config.vocab_size,), f"{predictions}bias")
+    yield _weight(heads + 2, "bias", (config.vocab_size,), f"{predictions}bias")
 
 
 def _bert_layer(layer: int, hf_layer: str, d: int, f: int) -> Iterator[Counterpart]:
@@ -221,16 +234,15 @@ def _fused(
 ) -> Iterator[Counterpart]:
     """Yield the weight, of shape ``shape``, and the bias of a layer that corresponds to one or several layers."""
     prefix = f"{name}." if name else ""
-    shapes = {"weight": shape, **({"bias": shape[:1]} if bias else {})}
-    for kind, one_shape in shapes.items():
-        names = tuple(f"{hf_name}.{kind}" for hf_name in hf_names)
-        yield Counterpart(layer, f"{prefix}{kind}", one_shape, names, conversion)
+    names = tuple(f"{hf_name}.weight" for hf_name in hf_names)
+    yield Counterpart(layer, f"{prefix}weight", shape, names, conversion)
+    if bias:
+        names = tuple(f"{hf_name}.bias" for hf_name in hf_names)
+        yield Counterpart(layer, f"{prefix}bias", shape[:1], names, conversion)
 
 
-def _one(
-    layer: int, key: str, shape: tuple[int, ...], hf_name: str, conversion: Conversion | None = None
-) -> Counterpart:
-    return Counterpart(layer, key, shape, (hf_name,), conversion or IDENTITY)
+def _weight(layer: int, key: str, shape: tuple[int, ...], hf_name: str) -> Counterpart:
+    return Counterpart(layer, key, shape, (hf_name,), IDENTITY)
 
 
 # --- conversions ---
@@ -246,20 +258,20 @@ def _join_heads(parts: Sequence[Tensor], config: TransformerConfig) -> Tensor:
     return torch.stack([part.unflatten(0, (-1, config.head_size)) for part in parts], 1).flatten(0, 2)
 
 
-def _transposed(weight: Tensor) -> Tensor:
+def _transpose(weight: Tensor) -> Tensor:
     """Transpose a weight to or from the layout (in, out) of GPT-2's Conv1D. A bias stays as it is."""
     return weight.t() if weight.dim() == 2 else weight
 
 
 IDENTITY = Conversion(lambda weight, _: (weight,), lambda hf_weights, _: hf_weights[0])
 CONV1D = Conversion(
-    lambda weight, _: (_transposed(weight),),
-    lambda hf_weights, _: _transposed(hf_weights[0]),
+    lambda weight, _: (_transpose(weight),),
+    lambda hf_weights, _: _transpose(hf_weights[0]),
     by_rows=False,
 )
 GPT2_QKV = Conversion(
-    lambda weight, config: (_transposed(torch.cat(_split_heads(weight, config, 3))),),
-    lambda hf_weights, config: _join_heads(_transposed(hf_weights[0]).chunk(3), config),
+    lambda weight, config: (_transpose(torch.cat(_split_heads(weight, config, 3))),),
+    lambda hf_weights, config: _join_heads(_transpose(hf_weights[0]).chunk(3), config),
     by_rows=False,
 )
 QKV = Conversion(lambda weight, config: _split_heads(weight, config, 3), _join_heads)

@@ -93,28 +93,35 @@ def to_json(
         ConfigError: if no class of transformers computes the model.
     """
     if isinstance(config, BertConfig):
-        classes = config.order_classes
-        return {
-            "architectures": ["BertForMaskedLM" if classes is None else "BertForPreTraining"],
-            "model_type": "bert",
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.hidden_size,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_attention_heads,
-            "intermediate_size": config.ffn_size,
-            "max_position_embeddings": config.positions,
-            "type_vocab_size": TOKEN_TYPES,
-            "hidden_act": "gelu",
-            "layer_norm_eps": config.layernorm_epsilon,
-            "hidden_dropout_prob": config.hidden_dropout,
-            "attention_probs_dropout_prob": config.attention_dropout,
-            "initializer_range": config.init_std,
-            "pad_token_id": 0,
-            "tie_word_embeddings": True,
-            "dtype": dtype,
-        }
-    if not is_gpt2(config):
-        return llama_json(config, end_of_text, dtype)
+        return _bert_json(config, dtype)
+    if is_gpt2(config):
+        return _gpt2_json(config, end_of_text, dtype)
+    return llama_json(config, end_of_text, dtype)
+
+
+def _bert_json(config: BertConfig, dtype: str) -> dict[str, Any]:
+    return {
+        "architectures": ["BertForMaskedLM" if config.order_classes is None else "BertForPreTraining"],
+        "model_type": "bert",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "intermediate_size": config.ffn_size,
+        "max_position_embeddings": config.positions,
+        "type_vocab_size": TOKEN_TYPES,
+        "hidden_act": "gelu",
+        "layer_norm_eps": config.layernorm_epsilon,
+        "hidden_dropout_prob": config.hidden_dropout,
+        "attention_probs_dropout_prob": config.attention_dropout,
+        "initializer_range": config.init_std,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+        "dtype": dtype,
+    }
+
+
+def _gpt2_json(config: TransformerConfig, end_of_text: int | None, dtype: str) -> dict[str, Any]:
     if config.sliding_window is not None:
         raise ConfigError(
             f"sliding_window: GPT2LMHeadModel of transformers has none (got {config.sliding_window}). This model "

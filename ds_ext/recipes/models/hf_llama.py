@@ -36,7 +36,8 @@ def llama_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     kind = values["model_type"]
     require_supported(values, {"hidden_act": ("silu", "swish"), "quantization_config": (None,)})
-    heads, hidden = integer(values, "num_attention_heads"), integer(values, "hidden_size")
+    heads = integer(values, "num_attention_heads")
+    hidden = integer(values, "hidden_size")
     groups = integer(values, "num_key_value_heads", _GROUPS[kind]) or heads
     head_size = integer(values, "head_dim", _HEAD_SIZE.get(kind))
     window, window_layers = _window(kind, values)
@@ -110,29 +111,34 @@ def llama_json(config: TransformerConfig, end_of_text: int | None, dtype: str) -
 def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``rotary_base`` and ``rope_scaling`` from ``rope_parameters``, or from the older ``rope_scaling``."""
     key = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-    given = values.get(key) or {}
-    if not isinstance(given, Mapping) or any(isinstance(value, Mapping) for value in given.values()):
-        raise refused(key, given, "only an object of numbers can be converted")
-    require_supported({**values, **given}, {"partial_rotary_factor": (1.0, None)})
-    base = number(given, "rope_theta", number(values, "rope_theta", 10000.0))
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "default":
-        return {"rotary_base": base, "rope_scaling": None}
-    scaling = {field.name: given[field.name] for field in _SCALING if given.get(field.name) is not None}
+    parameters = values.get(key) or {}
+    if not isinstance(parameters, Mapping) or any(isinstance(v, Mapping) for v in parameters.values()):
+        raise refused(key, parameters, "only an object of numbers can be converted")
+    require_supported({**values, **parameters}, {"partial_rotary_factor": (1.0, None)})
+    base = number(parameters, "rope_theta", number(values, "rope_theta", 10000.0))
     try:
-        require_supported(scaling, {"truncate": (True, False)})
-        for name in scaling.keys() - {"rope_type", "truncate"}:
-            number(scaling, name, 0.0)
-        if kind in ("llama3", "yarn"):
-            longest = integer(values, "max_position_embeddings")
-            original = values.get(_ORIGINAL, scaling.get(_ORIGINAL, longest))
-            scaling = {"factor": longest / original, **scaling, _ORIGINAL: original}
-        return {
-            "rotary_base": base,
-            "rope_scaling": RopeScaling(**{"factor": 0.0, **scaling, "rope_type": kind}),
-        }
+        return {"rotary_base": base, "rope_scaling": _rope_scaling(values, parameters)}
     except (ConfigError, TypeError, ZeroDivisionError) as error:
         raise ConfigError(f"{key}: {error}") from None
+
+
+def _rope_scaling(values: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeScaling | None:
+    """Return the scaling in ``parameters``, an object of the config.json with ``values``; None without scaling.
+
+    Raises ConfigError, TypeError or ZeroDivisionError for wrong values.
+    """
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return None
+    scaling = {f.name: parameters[f.name] for f in _SCALING if parameters.get(f.name) is not None}
+    require_supported(scaling, {"truncate": (True, False)})
+    for name in scaling.keys() - {"rope_type", "truncate"}:
+        number(scaling, name, 0.0)
+    if kind in ("llama3", "yarn"):
+        longest = integer(values, "max_position_embeddings")
+        original = values.get(_ORIGINAL, scaling.get(_ORIGINAL, longest))
+        scaling = {"factor": longest / original, **scaling, _ORIGINAL: original}
+    return RopeScaling(**{"factor": 0.0, **scaling, "rope_type": kind})
 
 
 def _has_biases(kind: str, values: Mapping[str, Any]) -> bool:
@@ -153,26 +159,29 @@ def _window(kind: str, values: Mapping[str, Any]) -> tuple[int | None, tuple[int
     """Return ``sliding_window`` and ``sliding_window_layers``."""
     if kind == "llama":
         return None, None
+    layers = integer(values, "num_hidden_layers")
     if kind == "mistral":
-        if (types := values.get("layer_types")) and types != [_SLIDING] * integer(
-            values, "num_hidden_layers"
-        ):
+        types = values.get("layer_types")
+        if types and types != [_SLIDING] * layers:
             # transformers' AutoModelForCausalLM builds a Ministral.
             raise refused("layer_types", types, f"a Mistral can have only {_SLIDING}")
         return integer(values, "sliding_window", _WINDOW), None
     window = integer(values, "sliding_window", _WINDOW) if _flag(values, "use_sliding_window") else None
-    layers = integer(values, "num_hidden_layers") or 0
+    window_layers = _qwen_window_layers(values, layers)
+    if window is None or not window_layers:
+        return None, None
+    return window, None if len(window_layers) == layers else window_layers
+
+
+def _qwen_window_layers(values: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    """Return the numbers of the layers that would have a window, from ``layer_types`` or ``max_window_layers``."""
     types = values.get("layer_types")
     if types is None:
         first = integer(values, "max_window_layers", _MAX_WINDOW_LAYERS) or 0
-        sliding = tuple(range(first, layers)) if window is not None else ()
-    elif not isinstance(types, list) or len(types) != layers or not {*types} <= {_FULL, _SLIDING}:
+        return tuple(range(first, layers))
+    if not isinstance(types, list) or len(types) != layers or not {*types} <= {_FULL, _SLIDING}:
         raise refused("layer_types", types, f"must contain {layers} times {_FULL} or {_SLIDING}")
-    else:
-        sliding = tuple(layer for layer, name in enumerate(types) if name == _SLIDING)
-    if window is None or not sliding:
-        return None, None
-    return window, None if len(sliding) == layers else sliding
+    return tuple(layer for layer, name in enumerate(types) if name == _SLIDING)
 
 
 def _flag(values: Mapping[str, Any], key: str) -> bool:

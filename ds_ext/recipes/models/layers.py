@@ -53,35 +53,41 @@ class SelfAttention(nn.Module):
         self, config: TransformerConfig, layer: int, tp: TensorParallel, clock: DropoutClock
     ) -> None:
         super().__init__()
-        size, width, groups = config.hidden_size, config.head_size, config.query_groups
-        heads, sequence = config.num_attention_heads, config.sequence_parallel
-        self.config, self.window = config, config.window(layer)
-        self.head_size, self.clock, self.tp = width, clock, tp
+        heads, groups, head_size = config.num_attention_heads, config.query_groups, config.head_size
+        self.config = config
+        self.window = config.window(layer)
+        self.head_size = head_size
+        self.clock = clock
+        self.tp = tp
         self.recompute = config.recomputes(layer) == "selective"
+        self.grouped = groups != heads
 
         def column(name: str, features: int, groups: int | None = None) -> ColumnParallelLinear:
-            init = _weight_init(config, layer, f"self_attention.{name}.weight")
-            bias = config.add_bias_linear or config.add_qkv_bias
             return ColumnParallelLinear(
-                size, features, tp, bias, sequence_parallel=sequence, init=init, groups=groups
+                config.hidden_size,
+                features,
+                tp,
+                config.add_bias_linear or config.add_qkv_bias,
+                sequence_parallel=config.sequence_parallel,
+                init=_weight_init(config, layer, f"self_attention.{name}.weight"),
+                groups=groups,
             )
 
-        if groups == heads:
-            self.linear_qkv = column("linear_qkv", 3 * heads * width)
+        if self.grouped:
+            self.linear_q = column("linear_q", heads * head_size)
+            self.linear_kv = column("linear_kv", 2 * groups * head_size, groups)
         else:
-            self.linear_q = column("linear_q", heads * width)
-            self.linear_kv = column("linear_kv", 2 * groups * width, groups)
-        self.grouped = groups != heads
+            self.linear_qkv = column("linear_qkv", 3 * heads * head_size)
         if config.qk_layernorm:
-            self.q_layernorm, self.k_layernorm = (norm_class(config)(config, tp, width) for _ in "qk")
-        proj_init = _output_init(config, layer, "self_attention.linear_proj.weight")
+            self.q_layernorm = norm_class(config)(config, tp, head_size)
+            self.k_layernorm = norm_class(config)(config, tp, head_size)
         self.linear_proj = RowParallelLinear(
-            heads * width,
-            size,
+            heads * head_size,
+            config.hidden_size,
             tp,
             config.add_bias_linear,
-            sequence_parallel=sequence,
-            init=proj_init,
+            sequence_parallel=config.sequence_parallel,
+            init=_output_init(config, layer, "self_attention.linear_proj.weight"),
         )
         # Ranks hold different heads and need different masks.
         self.dropout = KeyedDropout(config.attention_dropout, config.seed, layer, "attention", clock, tp.rank)
@@ -133,15 +139,15 @@ class SelfAttention(nn.Module):
             # Computed here, because recomputation would otherwise keep it.
             documents = starts_BS if self.config.reset_attention_mask else None
             mask = causal_mask(q_BNSH.size(2), self.window, documents, q_BNSH.device)
-        merged = self.tp.merged
-        if merged > 1:
-            # This rank computes the heads of several ranks, with the mask of each. Ranks may share a group.
-            copies = max(1, merged // k_BGSH.size(1))
-            keys, values = (x_BGSH.repeat_interleave(copies, 1) for x_BGSH in (k_BGSH, v_BGSH))
-            shards = zip(*(x.chunk(merged, 1) for x in (q_BNSH, keys, values)), strict=True)
-            parts = (self._attend_shard(i, q, k, v, mask) for i, (q, k, v) in enumerate(shards))
-            return torch.cat([*parts], 1)
-        return self._attend_shard(self.dropout.shard, q_BNSH, k_BGSH, v_BGSH, mask)
+        num_shards = self.tp.merged
+        if num_shards == 1:
+            return self._attend_shard(self.dropout.shard, q_BNSH, k_BGSH, v_BGSH, mask)
+        # This rank computes the heads of several ranks, with the mask of each. Ranks may share a group.
+        copies = max(1, num_shards // k_BGSH.size(1))
+        k_BGSH, v_BGSH = (x_BGSH.repeat_interleave(copies, 1) for x_BGSH in (k_BGSH, v_BGSH))
+        shards = zip(*(x.chunk(num_shards, 1) for x in (q_BNSH, k_BGSH, v_BGSH)), strict=True)
+        contexts = [self._attend_shard(i, q, k, v, mask) for i, (q, k, v) in enumerate(shards)]
+        return torch.cat(contexts, 1)
 
     def _attend_shard(
         self, shard: int, q_BNSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Tensor | None

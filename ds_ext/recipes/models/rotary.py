@@ -43,10 +43,10 @@ def rotary_tables(
 def rotate(x_BNSH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first R features of every head by tables from :func:`rotary_tables`."""
     size = cos.size(-1)
-    x_BNSR, rest = x_BNSH[..., :size], x_BNSH[..., size:]
-    first, second = x_BNSR.chunk(2, -1)
-    x_BNSR = x_BNSR * cos + torch.cat((-second, first), -1) * sin
-    return torch.cat((x_BNSR, rest), -1) if rest.size(-1) else x_BNSR
+    x_BNSR, tail = x_BNSH[..., :size], x_BNSH[..., size:]
+    first_half, second_half = x_BNSR.chunk(2, -1)
+    x_BNSR = x_BNSR * cos + torch.cat((-second_half, first_half), -1) * sin
+    return torch.cat((x_BNSR, tail), -1) if tail.size(-1) else x_BNSR
 
 
 @functools.lru_cache(maxsize=16)
@@ -81,15 +81,12 @@ def frequencies(size: int, base: float, scaling: RopeScaling | None) -> tuple[Te
 
 def _llama3(original: Tensor, scaling: RopeScaling) -> Tensor:
     """Divide frequencies with few periods in the original length, and interpolate towards those with many."""
-    low, high, length = (
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-        scaling.original_max_position_embeddings,
-    )
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    length = scaling.original_max_position_embeddings
     assert low is not None and high is not None and length is not None
     periods = length * original / (2 * math.pi)
-    kept = ((periods - low) / (high - low)).clamp(0, 1)
-    return (1 - kept) * original / scaling.factor + kept * original
+    original_share = ((periods - low) / (high - low)).clamp(0, 1)
+    return (1 - original_share) * original / scaling.factor + original_share * original
 
 
 def _yarn(original: Tensor, size: int, base: float, scaling: RopeScaling) -> Tensor:
@@ -97,17 +94,20 @@ def _yarn(original: Tensor, size: int, base: float, scaling: RopeScaling) -> Ten
     length = scaling.original_max_position_embeddings
     assert length is not None
 
-    def pair(periods: float) -> float:
+    def pair_index(periods: float) -> float:
         """Return the index of the pair that has this number of periods in the original length."""
         return size * math.log(length / (periods * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    low = pair_index(scaling.beta_fast)
+    high = pair_index(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, size - 1)
     ramp = (torch.arange(size // 2, dtype=torch.float32) - low) / (high - low or 1e-3)
-    divided = ramp.clamp(0, 1)
-    return divided * original / scaling.factor + (1 - divided) * original
+    scaled_share = ramp.clamp(0, 1)
+    return scaled_share * original / scaling.factor + (1 - scaled_share) * original
 
 
 def _yarn_factor(scaling: RopeScaling) -> float:

@@ -48,53 +48,58 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
     """
     parser = build_parser(prog, model)
     values = {**flag_defaults(build_parser(prog)), **flag_defaults(parser)}  # a BERT has GPT's defaults
-    given = _given(parser, argv)
-    first = argparse.Namespace(**{**values, **given})
-    path = first.deepspeed_config
-    job = load_config(_json_without_file(first) if path is None else path)
+    flags = _flags_in(parser, argv)
+    args = argparse.Namespace(**{**values, **flags})
+    path = args.deepspeed_config
+    job = load_config(_json_without_file(args) if path is None else path)
     train = _train_values(parser, job.ds_ext.train)
-    args = argparse.Namespace(**{**values, **train, **given})
+    args = argparse.Namespace(**{**values, **train, **flags})
     if args.hf_model:
         # Without "hf_model" in "train", the flag overrides the sizes in "train", as every flag overrides it.
-        keys = train if "hf_model" not in given else train.keys() & {"seq_length"}
-        take_sizes(args, {key: f"train.{key}" for key in keys} | {key: flag_name(key) for key in given})
+        keys = train if "hf_model" not in flags else train.keys() & {"seq_length"}
+        take_sizes(args, {key: f"train.{key}" for key in keys} | {key: flag_name(key) for key in flags})
     _resolve_model(args)
     import_own_schedules(job)
     try:
         import_modules(args.modules, "--import")
     except ScheduleError as error:
         raise ConfigError(str(error)) from error.__cause__
-    merged, flags = _merge_json_flags(job.deepspeed, args)
-    _set_train_for_auto(merged, args)
-    return args, JobConfig(merged, load_config(merged).ds_ext, path, flags)
+    config, set_by = _merge_json_flags(job.deepspeed, args)
+    _set_train_for_auto(config, args)
+    return args, JobConfig(config, load_config(config).ds_ext, path, set_by)
 
 
 def flag_defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
     """Return the default of every flag."""
-    return {one.dest: one.default for one in parser._actions if one.default is not argparse.SUPPRESS}
+    actions = (action for action in parser._actions if action.default is not argparse.SUPPRESS)
+    return {action.dest: action.default for action in actions}
 
 
-def _given(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+def _flags_in(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
     """Return the values of the flags in ``argv``, without defaults.
 
-    The error lists all unknown flags, each with its replacement or the most similar flag.
+    Raises ConfigError for unknown flags.
     """
     unset = object()
     # --import appends to its default.
     blank = {key: unset for key in flag_defaults(parser) if key != "modules"}
-    args, unknown = parser.parse_known_args(argv, argparse.Namespace(**blank))
-    if unknown:
-        words = [word.partition("=")[0] for word in unknown if word.startswith("--")] or unknown[:1]
-        lines = []
-        for word in dict.fromkeys(words):
-            near = difflib.get_close_matches(word, list(parser._option_string_actions), n=1)
-            lines.append(
-                refusal(word) or f"{word}: unknown flag.{f' Did you mean {near[0]}?' if near else ''}"
-            )
-        if all(refusal(word) is None for word in words):
-            lines[-1] += f" `python {parser.prog} --help` lists the flags."
-        raise ConfigError("\n".join(lines))
+    args, unknown_words = parser.parse_known_args(argv, argparse.Namespace(**blank))
+    if unknown_words:
+        raise _unknown_flags(parser, unknown_words)
     return {key: value for key, value in vars(args).items() if value is not unset and value != []}
+
+
+def _unknown_flags(parser: argparse.ArgumentParser, words: list[str]) -> ConfigError:
+    """Return the error that lists all unknown flags, each with its replacement or the most similar flag."""
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")] or words[:1]
+    lines = []
+    for flag in dict.fromkeys(flags):
+        similar = difflib.get_close_matches(flag, list(parser._option_string_actions), n=1)
+        hint = f" Did you mean {similar[0]}?" if similar else ""
+        lines.append(refusal(flag) or f"{flag}: unknown flag.{hint}")
+    if all(refusal(flag) is None for flag in flags):
+        lines[-1] += f" `python {parser.prog} --help` lists the flags."
+    return ConfigError("\n".join(lines))
 
 
 def _json_without_file(args: argparse.Namespace) -> dict[str, Any]:
@@ -125,12 +130,9 @@ def finished_json(
         args, job: its result.
     """
     config = copy.deepcopy(job.deepspeed)
-    given = _given(build_parser(prog, model), argv)
-    flags = {
-        key: getattr(args, key)
-        for key in given
-        if key not in FLAGS_OF_THE_JSON and key not in _FLAGS_OF_A_RUN
-    }
+    run_flags = FLAGS_OF_THE_JSON.union(_FLAGS_OF_A_RUN)
+    keys = _flags_in(build_parser(prog, model), argv)
+    flags = {key: getattr(args, key) for key in keys if key not in run_flags}
     section = config.setdefault("ds_ext", {})
     train = {**job.deepspeed.get("ds_ext", {}).get("train", {}), **flags}
     return {**config, "ds_ext": {**section, **({"train": train} if train else {})}}
@@ -147,8 +149,8 @@ def _train_values(parser: argparse.ArgumentParser, train: Mapping[str, Any]) -> 
             sentence = refusal("--" + key.replace("_", "-"))
             if sentence is not None:
                 raise ConfigError(f"train.{key}: {sentence}")
-            near = difflib.get_close_matches(key, actions, n=1)
-            fix = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(sorted(actions))}."
+            similar = difflib.get_close_matches(key, actions, n=1)
+            fix = f"Did you mean {similar[0]!r}?" if similar else f"Known: {', '.join(sorted(actions))}."
             raise ConfigError(f"train.{key}: unknown key (got {value!r}). {fix}")
         values[key] = _typed(actions[key], key, value)
     return values
@@ -158,22 +160,28 @@ def _typed(action: argparse.Action, key: str, value: Any) -> Any:
     """Return the value for a flag. Raises ConfigError for a wrong type."""
     if action.nargs == "*" and isinstance(value, str | list):
         return value.split() if isinstance(value, str) else [str(word) for word in value]
-    if action.nargs == "*":
-        expected, valid = "a string or a list", False
-    elif action.nargs == 0:
-        expected, valid = "true or false", isinstance(value, bool)
-    elif value is None or action.type is None:
-        expected, valid = "text", value is None or isinstance(value, str)
-    elif action.type is int:
-        expected, valid = "an integer", isinstance(value, int) and not isinstance(value, bool)
-    else:
-        expected, valid = "a number", isinstance(value, (int, float)) and not isinstance(value, bool)
     choices = tuple(action.choices or ())
     if choices:
-        expected, valid = f"one of {', '.join(map(str, choices))}", value in choices
-    if not valid:
+        expected = f"one of {', '.join(map(str, choices))}"
+        is_valid = value in choices
+    else:
+        expected, is_valid = _check_type(action, value)
+    if not is_valid:
         raise ConfigError(f"train.{key}: must be {expected} (got {value!r}).")
     return value
+
+
+def _check_type(action: argparse.Action, value: Any) -> tuple[str, bool]:
+    """Return the type of a flag without choices, for errors, and whether the value has it."""
+    if action.nargs == "*":
+        return "a string or a list", False  # _typed() has converted both
+    if action.nargs == 0:
+        return "true or false", isinstance(value, bool)
+    if value is None or action.type is None:
+        return "text", value is None or isinstance(value, str)
+    if action.type is int:
+        return "an integer", isinstance(value, int) and not isinstance(value, bool)
+    return "a number", isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _merge_json_flags(
@@ -183,11 +191,14 @@ def _merge_json_flags(
     merged = copy.deepcopy(dict(config))
     set_by: dict[str, str] = {}
     for dest, row in JSON_KEYS.items():
-        given = getattr(args, dest)
-        if row.computed or given is None or given is False:
+        value, flag = getattr(args, dest), flag_name(dest)
+        if row.computed or value is None or value is False:
             continue
-        value, flag = (row.value, "") if row.kind is None else (given, f" {given}")
-        _set_key(merged, row.path.split("."), value, flag_name(dest) + flag, set_by, args.deepspeed_config)
+        if row.kind is None:
+            value = row.value
+        else:
+            flag = f"{flag} {value}"
+        _set_key(merged, row.path.split("."), value, flag, set_by, args.deepspeed_config)
     _merge_betas(merged, args, set_by)
     for path, value, flag in keys_of_flags(args, merged):
         _set_key(merged, path, value, flag, set_by, args.deepspeed_config)
@@ -199,14 +210,15 @@ def _merge_json_flags(
 
 def _merge_betas(config: dict[str, Any], args: argparse.Namespace, set_by: dict[str, str]) -> None:
     """Set "betas"; a single flag keeps the other element. Raises ConfigError on a contradiction."""
-    given = {dest: getattr(args, dest) for dest in _BETA_FLAGS if getattr(args, dest) is not None}
-    if not given:
+    by_flag = {dest: getattr(args, dest) for dest in _BETA_FLAGS if getattr(args, dest) is not None}
+    if not by_flag:
         return
     path = ("optimizer", "params", "betas")
-    old = _section(config, path, args.deepspeed_config).get("betas")
-    old = old if isinstance(old, list) and len(old) == len(_BETA_FLAGS) else _DEFAULT_BETAS
-    betas = [given.get(dest, beta) for dest, beta in zip(_BETA_FLAGS, old, strict=True)]
-    flag = " ".join(f"--{dest.replace('_', '-')} {beta}" for dest, beta in given.items())
+    json_betas = _section(config, path, args.deepspeed_config).get("betas")
+    if not isinstance(json_betas, list) or len(json_betas) != len(_BETA_FLAGS):
+        json_betas = _DEFAULT_BETAS
+    betas = [by_flag.get(dest, beta) for dest, beta in zip(_BETA_FLAGS, json_betas, strict=True)]
+    flag = " ".join(f"{flag_name(dest)} {beta}" for dest, beta in by_flag.items())
     _set_key(config, path, betas, flag, set_by, args.deepspeed_config)
 
 
@@ -229,16 +241,16 @@ def _set_train_for_auto(config: dict[str, Any], args: argparse.Namespace) -> Non
     section = config.get("ds_ext", {})
     if section.get("schedule") != AUTO:
         return
-    known = {key: value for key in ("data_path", "stage_layers") if (value := getattr(args, key))}
+    values = {key: value for key in ("data_path", "stage_layers") if (value := getattr(args, key))}
     for name, flag in flags_of(TransformerConfig).items():
         value = getattr(args, flag.key)
         if value is not None and (name in SIZES or value != flag.default):
-            known[flag.key] = value
+            values[flag.key] = value
     recompute = {
         "recompute_granularity": args.recompute_granularity or AUTO,
         "recompute_interval": args.recompute_interval,
     }
-    section["train"] = {**section.get("train", {}), **known, **recompute}
+    section["train"] = {**section.get("train", {}), **values, **recompute}
 
 
 def _section(config: dict[str, Any], path: Sequence[str], json_path: str) -> dict[str, Any]:
@@ -267,9 +279,9 @@ def _set_key(
     if section.get(path[-1], value) != value:
         if name == "ds_ext.schedule" and value != AUTO:
             named_schedule(value)  # an unknown name is reported first
-        other = set_by.get(name, json_path)
+        source = set_by.get(name, json_path)
         raise ConfigError(
-            f"{flag}: contradicts {name} from {other} (got {section[path[-1]]!r}). Change or remove one of them."
+            f"{flag}: contradicts {name} from {source} (got {section[path[-1]]!r}). Change or remove one of them."
         )
     section[path[-1]] = value
     set_by[name] = flag

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,30 +45,33 @@ def check_load(args: argparse.Namespace, model: TransformerConfig) -> None:
     if not args.load:
         return
     checkpoint, manifest = open_checkpoint(Path(args.load))
-    state, source = _state(checkpoint), f"--load {args.load}: {checkpoint.name}"
-    shapes = {f"{one['layer']}.{one['key']}": tuple(one["shape"]) for one in manifest["parameters"].values()}
-    other = list(_other_sizes(manifest["job"], shapes, state.get("model") or {}, model))
-    if other:
-        data = (
-            ", and --data-path to data prepared with its tokenizer, or --vocab-size"
-            if any("vocab" in size for size in other)
-            else ""
-        )
+    state = _state(checkpoint)
+    name = f"--load {args.load}: {checkpoint.name}"
+    shapes = {f"{p['layer']}.{p['key']}": tuple(p["shape"]) for p in manifest["parameters"].values()}
+    different_sizes = list(_different_sizes(manifest["job"], shapes, state.get("model") or {}, model))
+    if different_sizes:
+        fix = "Set the sizes of that run"
+        if any("vocab" in size for size in different_sizes):
+            fix += ", and --data-path to data prepared with its tokenizer, or --vocab-size"
+        raise ConfigError(f"{name} has a different model (got {', '.join(different_sizes)}). {fix}.")
+    different_weights = list(_different_weights(shapes, model))
+    if different_weights:
+        hidden = len(different_weights) - _SHOWN
+        more = f"; {hidden} more" if hidden > 0 else ""
         raise ConfigError(
-            f"{source} has a different model (got {', '.join(other)}). Set the sizes of that run{data}."
+            f"{name} has different weights (got {'; '.join(different_weights[:_SHOWN])}{more}). Set the sizes and "
+            f"layer type of that run."
         )
-    wrong = list(_other_weights(shapes, model))
-    if wrong:
-        more = f"; {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    _check_tokenizer(name, state.get("tokenizer"), args.data_path)
+
+
+def _check_tokenizer(name: str, fingerprint: str | None, data_path: str | Sequence[str]) -> None:
+    """Raise ConfigError if the data has another tokenizer than the checkpoint ``name``; nothing if one is unknown."""
+    data_fingerprint = (read_meta(data_path) or {}).get("tokenizer_fingerprint")
+    if None not in (fingerprint, data_fingerprint) and fingerprint != data_fingerprint:
         raise ConfigError(
-            f"{source} has different weights (got {'; '.join(wrong[:_SHOWN])}{more}). Set the sizes and layer type of "
-            f"that run."
-        )
-    saved, expected = state.get("tokenizer"), (read_meta(args.data_path) or {}).get("tokenizer_fingerprint")
-    if None not in (saved, expected) and saved != expected:
-        raise ConfigError(
-            f"{source} has a different tokenizer (got fingerprint {saved}; that of the data is {expected}). Use the "
-            f"--data-path of that run, or a different checkpoint."
+            f"{name} has a different tokenizer (got fingerprint {fingerprint}; that of the data is "
+            f"{data_fingerprint}). Use the --data-path of that run, or a different checkpoint."
         )
 
 
@@ -90,43 +93,49 @@ def _state(checkpoint: Path) -> Mapping[str, Any]:
         return {}
 
 
-def _other_sizes(
+def _different_sizes(
     job: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]],
-    saved: Mapping[str, Any],
+    saved_model: Mapping[str, Any],
     model: TransformerConfig,
 ) -> Iterator[str]:
-    """Yield ``"num_layers 6, here 8"`` for every flag that differs; nothing for a different kind of model."""
-    expected = {one.name: one.shape for one in counterparts(model)}
-    if any(name in expected and name not in shapes for name in _SIZES if name.startswith(("0.", "1."))):
+    """Yield ``"num_layers 6, here 8"`` for every flag that differs; nothing for a different kind of model.
+
+    Args:
+        job: description of the job in the manifest.
+        shapes: shapes of the weights in the checkpoint.
+        saved_model: fields of the model that its weights do not show, as far as they were saved.
+        model: config of the model that would load the checkpoint.
+    """
+    model_shapes = {weight.name: weight.shape for weight in counterparts(model)}
+    if any(name in model_shapes and name not in shapes for name in _SIZES if name.startswith(("0.", "1."))):
         return
-    around = num_pipeline_layers(model) - model.num_layers
-    pairs = {"num_layers": (job["layers"] - around, model.num_layers)}
+    other_layers = num_pipeline_layers(model) - model.num_layers
+    pairs = {"num_layers": (job["layers"] - other_layers, model.num_layers)}  # (checkpoint, model)
     for name, keys in _SIZES.items():
-        if name in shapes and name in expected:
-            sizes = zip(keys, shapes[name], expected[name], strict=False)
-            pairs |= {key: (saved_size, size) for key, saved_size, size in sizes}
-    here = unseen_in_weights(model)
-    pairs |= {key: (saved[key], here[key]) for key in COMPUTED if key in saved}
-    other = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+        if name in shapes and name in model_shapes:
+            pairs |= dict(zip(keys, zip(shapes[name], model_shapes[name], strict=False), strict=False))
+    fields = unseen_in_weights(model)
+    pairs |= {key: (saved_model[key], fields[key]) for key in COMPUTED if key in saved_model}
+    differences = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     for derived, origins in _DERIVED.items():
-        if other.keys() & origins:
-            other.pop(derived, None)
-    yield from (f"{key} {there}, here {size}" for key, (there, size) in other.items())
+        if differences.keys() & origins:
+            differences.pop(derived, None)
+    for key, (saved_size, size) in differences.items():
+        yield f"{key} {saved_size}, here {size}"
 
 
-def _other_weights(shapes: Mapping[str, tuple[int, ...]], model: TransformerConfig) -> Iterator[str]:
-    """Yield every weight that is missing on one side or has a different shape."""
-    # Transformer Engine names the weights inside its layers.
-    inside = range(2, 2 + model.num_layers) if model.transformer_impl != "local" else range(0)
+def _different_weights(shapes: Mapping[str, tuple[int, ...]], model: TransformerConfig) -> Iterator[str]:
+    """Yield every weight that is missing on one side or has a different shape.
 
-    def known(weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        return {name: shape for name, shape in weights.items() if int(name.partition(".")[0]) not in inside}
-
-    saved, expected = known(shapes), known({one.name: one.shape for one in counterparts(model)})
-    for name in dict.fromkeys([*expected, *saved]):
-        if saved.get(name) != expected.get(name):
-            yield f"{name} {_text(saved.get(name))}, here {_text(expected.get(name))}"
+    Weights inside Transformer Engine's layers are ignored, because they have other names.
+    """
+    model_shapes = {weight.name: weight.shape for weight in counterparts(model)}
+    ignored_layers = range(2, 2 + model.num_layers) if model.transformer_impl != "local" else range(0)
+    for name in dict.fromkeys([*model_shapes, *shapes]):
+        shape, model_shape = shapes.get(name), model_shapes.get(name)
+        if shape != model_shape and int(name.partition(".")[0]) not in ignored_layers:
+            yield f"{name} {_text(shape)}, here {_text(model_shape)}"
 
 
 def _text(shape: tuple[int, ...] | None) -> str:

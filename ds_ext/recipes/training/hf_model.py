@@ -19,12 +19,12 @@ def folder_sizes(config: TransformerConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in WEIGHT_FIELDS if name != "vocab_size"}
 
 
-def take_sizes(args: argparse.Namespace, given: Mapping[str, str]) -> None:
-    """Set the model's flags, and the tokenizer unless it is given, to those of the folder.
+def take_sizes(args: argparse.Namespace, sources: Mapping[str, str]) -> None:
+    """Set the model's flags, and the tokenizer unless the user set one, to those of the folder.
 
     Args:
         args: flags with ``hf_model``; changed in place.
-        given: ``dest`` -> name of every flag that the user set.
+        sources: ``dest`` -> flag or JSON key, for every value that the user set.
 
     Raises:
         ConfigError: if the folder contains no supported model, or contradicts a flag.
@@ -43,23 +43,7 @@ def take_sizes(args: argparse.Namespace, given: Mapping[str, str]) -> None:
             f"--transformer-impl: --hf-model loads only into local layers (got {args.transformer_impl}). Remove one of "
             f"the flags."
         )
-    # Flags exist only for some scalings of the rotary frequencies, and for a window of all layers. The others are in
-    # folder_sizes() alone.
-    for dest, value in keys_of(TransformerConfig, config.resolved(), WEIGHT_FIELDS).items():
-        if dest in given and getattr(args, dest) != value:
-            raise ConfigError(
-                f"{given[dest]}: {folder} has {value} (got {getattr(args, dest)}). Remove it, or use another folder."
-            )
-        setattr(args, dest, value)
-    for dest, value in keys_of(TransformerConfig, config, TRAINED_FIELDS).items():
-        if dest not in given:
-            setattr(args, dest, value)
-    if "seq_length" in given and args.seq_length > config.positions:
-        raise ConfigError(
-            f"{given['seq_length']}: {folder} has at most {config.positions} tokens per sample (got "
-            f"{args.seq_length}). Use {config.positions} or fewer."
-        )
-    args.seq_length = min(args.seq_length, config.positions)
+    _take_fields(args, sources, config)
     if not args.tokenizer and not args.vocab_file:
         if not any((folder / name).is_file() for name in _TOKENIZERS):
             raise ConfigError(
@@ -67,3 +51,25 @@ def take_sizes(args: argparse.Namespace, given: Mapping[str, str]) -> None:
                 f"--tokenizer with the model's tokenizer."
             )
         args.tokenizer = str(folder)
+
+
+def _take_fields(args: argparse.Namespace, sources: Mapping[str, str], config: TransformerConfig) -> None:
+    """Set the flags of the fields of ``config``. Raises ConfigError if the user set one of them to another value."""
+    folder = Path(args.hf_model)
+    # Flags exist only for some scalings of the rotary frequencies, and for a window of all layers. The others are in
+    # folder_sizes() alone.
+    for dest, value in keys_of(TransformerConfig, config.resolved(), WEIGHT_FIELDS).items():
+        if dest in sources and getattr(args, dest) != value:
+            raise ConfigError(
+                f"{sources[dest]}: {folder} has {value} (got {getattr(args, dest)}). Remove it, or use another folder."
+            )
+        setattr(args, dest, value)
+    for dest, value in keys_of(TransformerConfig, config, TRAINED_FIELDS).items():
+        if dest not in sources:
+            setattr(args, dest, value)
+    if "seq_length" in sources and args.seq_length > config.positions:
+        raise ConfigError(
+            f"{sources['seq_length']}: {folder} has at most {config.positions} tokens per sample (got "
+            f"{args.seq_length}). Use {config.positions} or fewer."
+        )
+    args.seq_length = min(args.seq_length, config.positions)

@@ -22,7 +22,7 @@ from ...environment import rank
 from ...errors import CheckpointError
 from ...launch.launcher import launch_again
 from ...launch.process import EXIT_FAILED
-from ...observe.metrics import Metrics, listed, print_line
+from ...observe.metrics import Metrics, additional_losses_text, print_line
 from ...pipe_schedules.files import is_timetable_file
 from ...planner.job_plan import JobPlan
 from ..data.blend import parse_data_path
@@ -91,8 +91,8 @@ class Trainer:
         args = self.args
         step = self.recover()
         if args.save:
-            due = [n for n in range(step + 1, args.train_iters) if _due(n, args.save_interval)]
-            self.engine.try_checkpoint_folder(args.save, [f"step_{n}" for n in (*due, args.train_iters)])
+            steps = [n for n in range(step + 1, args.train_iters) if _is_due(n, args.save_interval)]
+            self.engine.try_checkpoint_folder(args.save, [f"step_{n}" for n in (*steps, args.train_iters)])
         if step >= args.train_iters:
             say(f"nothing to train: checkpoint at step {step}, --train-iters {args.train_iters}")
             return 0
@@ -100,31 +100,36 @@ class Trainer:
         gc.collect()
         gc.freeze()
         loss = math.nan
-        metrics = Metrics(
-            self.engine,
-            total_steps=args.train_iters,
-            file=args.metrics_file,
-            tokens_per_sample=self.model.seq_length,
-            flops_per_sample=self.model.flops_per_sample,
-            peak_tflops=args.peak_tflops,
-            log_interval=args.log_interval,
-            model=asdict(self.model),
-        )
+        metrics = self._metrics()
         while step < args.train_iters:
             step += 1
             loss = float(self.engine.train_batch(self.train))
-            last = step == args.train_iters
-            if self.valid is not None and (last or _due(step, args.eval_interval)):
-                valid, parts = self.evaluate(self.valid)
-                metrics.log(loss, validation_loss=valid, validation_losses=parts)
-                perplexity = _perplexity(parts.get(MASKED_WORDS, valid))
-                say(f"step {step}: validation loss {valid:.4f}{listed(parts)}, perplexity {perplexity}")
+            is_last = step == args.train_iters
+            if self.valid is not None and (is_last or _is_due(step, args.eval_interval)):
+                valid_loss, parts = self.evaluate(self.valid)
+                metrics.log(loss, validation_loss=valid_loss, validation_losses=parts)
+                perplexity = _perplexity(parts.get(MASKED_WORDS, valid_loss))
+                text = f"{valid_loss:.4f}{additional_losses_text(parts)}, perplexity {perplexity}"
+                say(f"step {step}: validation loss {text}")
             else:
                 metrics.log(loss)
-            if args.save and (last or _due(step, args.save_interval)):
+            if args.save and (is_last or _is_due(step, args.save_interval)):
                 self.save(step, loss)
         self.report_result(loss)
         return self.exit_code(loss)
+
+    def _metrics(self) -> Metrics:
+        """Return the metrics with the settings of the flags, which open the metrics file."""
+        return Metrics(
+            self.engine,
+            total_steps=self.args.train_iters,
+            file=self.args.metrics_file,
+            tokens_per_sample=self.model.seq_length,
+            flops_per_sample=self.model.flops_per_sample,
+            peak_tflops=self.args.peak_tflops,
+            log_interval=self.args.log_interval,
+            model=asdict(self.model),
+        )
 
     def evaluate(self, valid: MicroBatches) -> tuple[float, dict[str, float]]:
         """Return the mean loss of ``--eval-iters`` validation steps, and its parts if the model reports any.
@@ -183,9 +188,10 @@ class Trainer:
         return self.resume(save, step) if self.engine.run.continues and not loaded else step
 
     def resume(self, folder: str | None, default: int | None = None) -> int:
-        """Load the current checkpoint of a folder and return its step; 0 without a folder.
+        """Load the current checkpoint of a folder, print what was resumed, and return its step; 0 without a folder.
 
         Args:
+            folder: folder of checkpoints.
             default: step to return without a checkpoint of this run; None raises CheckpointError.
 
         Raises CheckpointError if another script saved it.
@@ -193,9 +199,9 @@ class Trainer:
         if not folder:
             return default or 0
         path, state = self.engine.load_checkpoint(folder)
-        if path is None and default is not None:
-            return default
         if path is None:
+            if default is not None:
+                return default
             raise CheckpointError(
                 f"{folder}: no longer contains the checkpoint with which this run began. Start the job again."
             )
@@ -205,9 +211,9 @@ class Trainer:
                 f"name of an older checkpoint into {Path(folder) / 'latest'}, or remove --load."
             )
         self.train.load_state_dict(state)
-        other = "" if state.get("sizes") == self._sizes() else f" (written with {state.get('sizes')})"
+        writer = "" if state.get("sizes") == self._sizes() else f" (written with {state.get('sizes')})"
         say(
-            f"resumed from {path} at step {state['step']}, {self.train.consumed_samples} samples consumed{other}"
+            f"resumed from {path} at step {state['step']}, {self.train.consumed_samples} samples consumed{writer}"
         )
         for line in changed_data(state.get("data_flags") or {}, data_flags(self.args)):
             say(line)
@@ -215,27 +221,29 @@ class Trainer:
 
     def _sizes(self) -> str:
         layout = self.plan.layout
-        sizes = layout.placement.devices_per_pipe, layout.tensor_parallel_size, layout.data_parallel_size
-        return "{}, PP {} x TP {} x DP {}".format(self.plan.timetable.schedule, *sizes)
+        sizes = f"PP {layout.placement.devices_per_pipe} x TP {layout.tensor_parallel_size}"
+        return f"{self.plan.timetable.schedule}, {sizes} x DP {layout.data_parallel_size}"
 
     def report_result(self, loss: float) -> None:
         """Print the loss and the commands to run next."""
         if self.floor is not None:
-            name, value = self.floor
-            kind, loss = (
-                ("final", loss) if self.validation_loss is None else ("validation", self.validation_loss)
-            )
-            verdict = "below" if loss < value else "not below"
-            say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {value:.4f} nats")
-        lines = [f"show the timetable  {shlex.join(['python', '-m', 'ds_ext', 'show', *self._shown_by()])}"]
+            name, floor = self.floor
+            kind = "final"
+            if self.validation_loss is not None:
+                kind, loss = "validation", self.validation_loss
+            verdict = "below" if loss < floor else "not below"
+            say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {floor:.4f} nats")
+        lines = []
         if self.args.save:
             command, note = resume_command(sys.argv, self.args)
-            lines = [f"continue training   {command}", *([f"{'':20}({note})"] if note else []), *lines]
+            lines.append(f"continue training   {command}")
+            if note:
+                lines.append(f"{'':20}({note})")
+        lines.append(f"show the timetable  {_verb('show', *self._show_arguments())}")
         if self.args.metrics_file:
-            report = shlex.join(
-                ["python", "-m", "ds_ext", "report", self.args.metrics_file, "-o", "report.html"]
+            lines.append(
+                f"report of the run   {_verb('report', self.args.metrics_file, '-o', 'report.html')}"
             )
-            lines.append(f"report of the run   {report}")
         say("next: " + "\n      ".join(lines))
 
     def exit_code(self, loss: float) -> int:
@@ -249,22 +257,18 @@ class Trainer:
             return EXIT_NOT_SAVED
         return 0
 
-    def _shown_by(self) -> list[str]:
+    def _show_arguments(self) -> list[str]:
         """Return the arguments of the subcommand ``show`` for the timetable of this run."""
-        timetable, settings = self.plan.timetable, self.plan.job.ds_ext
-        if is_timetable_file(settings.schedule):
-            return [settings.schedule]
-        words = [
-            timetable.schedule,
-            "--num-devices",
-            str(timetable.placement.devices_per_pipe),
-            "--micro-batches",
-            str(timetable.micro_batches),
-        ]
-        if settings.schedule == AUTO:
-            return words
-        options = self.plan.options
-        return words + [word for key, value in options.items() for word in ("--option", f"{key}={value}")]
+        timetable = self.plan.timetable
+        schedule = self.plan.job.ds_ext.schedule
+        if is_timetable_file(schedule):
+            return [schedule]
+        words = [timetable.schedule, "--num-devices", str(timetable.placement.devices_per_pipe)]
+        words += ["--micro-batches", str(timetable.micro_batches)]
+        if schedule != AUTO:
+            for key, value in self.plan.options.items():
+                words += ["--option", f"{key}={value}"]
+        return words
 
 
 # Flag of the samples or their order -> effect of a change on a resumed run.
@@ -299,32 +303,31 @@ def data_flags(args: argparse.Namespace) -> dict[str, Any]:
     return flags
 
 
-def changed_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changed_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """Return a line for each data flag that a resumed run has changed.
 
     Args:
-        before: flags of the checkpoint, from :func:`data_flags`; flags missing on one side are ignored.
-        now: flags of this run.
+        saved: flags of the checkpoint, from :func:`data_flags`; flags missing on one side are ignored.
+        current: flags of this run.
     """
     return [
-        f"note: --{name.replace('_', '-')} was {before[name]}, is {now[name]}: {effect}"
+        f"note: --{name.replace('_', '-')} was {saved[name]}, is {current[name]}: {effect}"
         for name, effect in _DATA_FLAGS.items()
-        if name in before and name in now and before[name] != now[name]
+        if name in saved and name in current and saved[name] != current[name]
     ]
 
 
 def resume_command(argv: Sequence[str], args: argparse.Namespace) -> tuple[str, str]:
     """Return the command that continues from ``args.save`` for the same number of steps, and a note on its use."""
-    words, dropped = list(argv), ("--load", "--train-iters", "--local_rank", "--local-rank")
-    kept: list[str] = []
-    while words:
-        word = words.pop(0)
-        if word in dropped:
-            words = words[1:]
-        elif word.partition("=")[0] not in dropped:
-            kept.append(word)
-    again = [*kept, "--load", args.save, "--train-iters", str(2 * args.train_iters)]
-    return launch_again(again)
+    replaced_flags = ("--load", "--train-iters", "--local_rank", "--local-rank")
+    command: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if word in replaced_flags:
+            next(words, None)  # its value
+        elif word.partition("=")[0] not in replaced_flags:
+            command.append(word)
+    return launch_again([*command, "--load", args.save, "--train-iters", str(2 * args.train_iters)])
 
 
 def shut_down(engine: PipelineEngine) -> None:
@@ -335,7 +338,12 @@ def shut_down(engine: PipelineEngine) -> None:
     dist.barrier()
 
 
-def _due(step: int, interval: int) -> bool:
+def _verb(name: str, *arguments: str) -> str:
+    """Return a command with a subcommand of ds_ext, quoted for a shell."""
+    return shlex.join(["python", "-m", "ds_ext", name, *arguments])
+
+
+def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 

@@ -17,6 +17,8 @@ from ...parallel.fbd import DisaggregatedLayout, place_by_hosts
 from ...parallel.layout import ParallelLayout
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 
+_LOWEST = {"train_iters": 1, "eval_iters": 0, "log_interval": 1, "eval_interval": 0, "save_interval": 0}
+
 
 def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
     """Raise ConfigError for a wrong optimizer, tokenizer, interval, checkpoint or output path."""
@@ -24,16 +26,10 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
     if rank() == 0:
         require_monitors(config)
     _check_tokenizer(args)
-    for flag, lowest in (
-        ("train_iters", 1),
-        ("eval_iters", 0),
-        ("log_interval", 1),
-        ("eval_interval", 0),
-        ("save_interval", 0),
-    ):
-        value = getattr(args, flag)
+    for dest, lowest in _LOWEST.items():
+        value = getattr(args, dest)
         if value < lowest:
-            raise ConfigError(f"--{flag.replace('_', '-')}: must be at least {lowest} (got {value}).")
+            raise ConfigError(f"--{dest.replace('_', '-')}: must be at least {lowest} (got {value}).")
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
         raise ConfigError(f"--peak-tflops: must be greater than 0 (got {args.peak_tflops:g}).")
     if args.save_interval and not args.save:
@@ -67,8 +63,8 @@ def check_forward_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | N
 def _check_tokenizer(args: argparse.Namespace) -> None:
     """Raise ConfigError for tokenizer flags that cannot be combined or do not match their files."""
     if bool(args.vocab_file) != bool(args.merge_file):
-        given = f"--vocab-file {args.vocab_file}" if args.vocab_file else f"--merge-file {args.merge_file}"
-        raise ConfigError(f"--vocab-file, --merge-file: one is missing (got {given}). Give both.")
+        flag = f"--vocab-file {args.vocab_file}" if args.vocab_file else f"--merge-file {args.merge_file}"
+        raise ConfigError(f"--vocab-file, --merge-file: one is missing (got {flag}). Give both.")
     if args.tokenizer and args.vocab_file:
         raise ConfigError(
             f"--tokenizer, --vocab-file: cannot be combined (got {args.tokenizer} and {args.vocab_file}). Remove one."
@@ -80,12 +76,12 @@ def _check_tokenizer(args: argparse.Namespace) -> None:
         kind = "gpt2"
     elif args.tokenizer:
         kind = "model" if args.tokenizer.endswith(".model") else "json"
-    needed = TOKENIZER_TYPES[args.tokenizer_type]
-    if kind != needed:
-        given = args.vocab_file or args.tokenizer or "none"
+    type_kind = TOKENIZER_TYPES[args.tokenizer_type]
+    if kind != type_kind:
+        file = args.vocab_file or args.tokenizer or "none"
         raise ConfigError(
-            f"--tokenizer-type: {args.tokenizer_type} needs {TOKENIZER_FILES[needed]} (got {given}). Add the file, or "
-            f"remove --tokenizer-type."
+            f"--tokenizer-type: {args.tokenizer_type} needs {TOKENIZER_FILES[type_kind]} (got {file}). Add the file, "
+            f"or remove --tokenizer-type."
         )
 
 

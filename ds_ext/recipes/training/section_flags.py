@@ -47,8 +47,8 @@ def keys_of_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterat
 
 def _scheduler(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[Key]:
     """Yield the keys of the scheduler MegatronLR, with Megatron's defaults."""
-    one_of(args, "lr_decay_iters", "lr_decay_samples")
-    one_of(args, "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples")
+    require_at_most_one(args, "lr_decay_iters", "lr_decay_samples")
+    require_at_most_one(args, "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples")
     total = args.train_iters if args.lr_decay_iters is None else args.lr_decay_iters
     if args.lr_decay_samples is not None:
         total = _steps("--lr-decay-samples", args.lr_decay_samples, config)
@@ -70,12 +70,12 @@ def _scheduler(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[
     yield ("scheduler", "params"), params, flags
 
 
-def one_of(args: argparse.Namespace, *dests: str) -> None:
+def require_at_most_one(args: argparse.Namespace, *dests: str) -> None:
     """Raise ConfigError if more than one of the flags is set."""
-    given = {dest: getattr(args, dest) for dest in dests if getattr(args, dest) is not None}
-    if len(given) > 1:
-        names = ", ".join(f"--{dest.replace('_', '-')}" for dest in given)
-        raise ConfigError(f"{names}: exclude each other (got {[*given.values()]}). Use one of them.")
+    values = {dest: getattr(args, dest) for dest in dests if getattr(args, dest) is not None}
+    if len(values) > 1:
+        names = ", ".join(f"--{dest.replace('_', '-')}" for dest in values)
+        raise ConfigError(f"{names}: exclude each other (got {[*values.values()]}). Use one of them.")
 
 
 def _steps(flag: str, samples: int, config: Mapping[str, Any]) -> float:

@@ -26,7 +26,7 @@ from ...parallel.partition import BALANCED, layer_boundaries, stage_weights
 from ...planner.auto import training_sizes
 from ...planner.job_plan import JobPlan, make_job_plan
 from ...planner.job_text import GRID_MICRO_BATCHES, describe
-from ...planner.memory import memory, rank_parameters
+from ...planner.memory import TrainingSizes, memory, rank_parameters
 from ...planner.traffic import traffic
 from ..models.config import TransformerConfig
 from ..models.flags import fields_of
@@ -81,12 +81,17 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     if args.hosts is not None and hosts is not None:
         require_slots(plan.layout, hosts)
         plan = replace(plan, layout=layout_on(plan.layout, hosts, job.ds_ext.fbd.forward_hosts))
+    _take_candidate(args, plan)
+    return args, plan
+
+
+def _take_candidate(args: argparse.Namespace, plan: JobPlan) -> None:
+    """Set the recomputation and the layers of the stages to the planner's choice, unless flags set them."""
     best = plan.candidates and plan.candidates.best
     if args.recompute_granularity is None:
         args.recompute_granularity = best.recompute if best else "none"
     if args.stage_layers in (None, BALANCED) and best and best.layers:
-        args.stage_layers = ",".join(map(str, best.layers))  # those that the planner chose
-    return args, plan
+        args.stage_layers = ",".join(map(str, best.layers))
 
 
 def _show_json(args: argparse.Namespace, config: dict[str, Any]) -> None:
@@ -118,15 +123,25 @@ def model_fields(args: argparse.Namespace, plan: JobPlan) -> dict[str, Any]:
 def stage_boundaries(
     args: argparse.Namespace, plan: JobPlan, before: list[str], after: list[str], model: TransformerConfig
 ) -> list[int]:
-    """Return the layers of every stage; see :func:`ds_ext.parallel.partition.layer_boundaries`. Raises ConfigError."""
-    placement, schedule = plan.layout.placement, plan.timetable.schedule
-    ends = _ends(args, model)
+    """Return stages + 1 indices of pipeline layers: stage s has the layers from element s up to element s + 1.
+
+    See :func:`ds_ext.parallel.partition.layer_boundaries`. Raises ConfigError.
+
+    Args:
+        before, after: names of the layers before and after the transformer layers; only their number matters.
+    """
     return layer_boundaries(
-        args.num_layers, len(before), len(after), placement, schedule, args.stage_layers, ends
+        args.num_layers,
+        len(before),
+        len(after),
+        plan.layout.placement,
+        plan.timetable.schedule,
+        args.stage_layers,
+        _end_work(args, model),
     )
 
 
-def _ends(args: argparse.Namespace, model: TransformerConfig) -> tuple[float, float] | None:
+def _end_work(args: argparse.Namespace, model: TransformerConfig) -> tuple[float, float] | None:
     """Return the work of embedding and head if --stage-layers includes it. A lookup in the embedding counts as 0."""
     return (0.0, model.head_work(model.repeated_share)) if args.stage_layers == BALANCED else None
 
@@ -141,13 +156,13 @@ def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts
         if name not in _PER_HOST | FLAGS_OF_THE_JSON
     }
     section = {key: value for key, value in plan.job.deepspeed.get("ds_ext", {}).items() if key != "train"}
-    folder = {}
+    facts: Facts = {}
     if args.hf_model:
         from ...hf.folder import ModelFolder
 
-        folder = {"contents of --hf-model": ModelFolder(Path(args.hf_model)).fingerprint()}
+        facts["contents of --hf-model"] = ModelFolder(Path(args.hf_model)).fingerprint()
     return {
-        **folder,
+        **facts,
         **setting_facts({**plan.job.deepspeed, "ds_ext": section}),
         **setting_facts(flags),
         "contents of --data-path": fingerprint(args.data_path),
@@ -202,16 +217,58 @@ def describe_job(
     Raises:
         ConfigError: the hosts have more or fewer slots than the job has ranks.
     """
-    names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
+    layer_names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
+    end_work = _end_work(args, model)
+    message_bytes = _message_bytes(args, plan, token_bytes)
+    sizes = _model_sizes(plan, boundaries, len(before), len(after), model)
+    host_lines = _host_lines(args, plan, hosts, sizes, message_bytes)
+    text = describe(
+        plan,
+        boundaries=boundaries,
+        layer_names=layer_names,
+        message_bytes=message_bytes,
+        parameters=[round(count) for count in rank_parameters(sizes, plan.layout.placement)],
+        memory=memory(plan.timetable, sizes),
+        weights=stage_weights(boundaries, len(before), len(after), end_work or (0.0, 0.0)),
+        with_head=end_work is not None,
+        grid=plan.sizes.micro_batches <= GRID_MICRO_BATCHES,
+        defers=args.transformer_impl == "local",
+        hosts=None if hosts is None else [hosts.host(rank) for rank in range(hosts.world_size)],
+    )
+    return "\n".join([text, *host_lines])
+
+
+def _host_lines(
+    args: argparse.Namespace, plan: JobPlan, hosts: Hosts | None, sizes: TrainingSizes, message_bytes: int
+) -> list[str]:
+    """Return the lines on the traffic between hosts; empty for one host, unknown hosts or unknown ranks of hosts."""
+    forward_hosts = plan.job.ds_ext.fbd.forward_hosts
+    if hosts is None or len(hosts.slots) == 1 or not is_placed(plan.layout, forward_hosts):
+        return []
+    volumes = traffic(sizes, plan.layout.placement, plan.sizes.micro_batches)
+    volumes = replace(volumes, message=message_bytes)
+    lines = describe_hosts(plan.layout, hosts, volumes, plan.sizes.micro_batches)
+    if args.dry_run and args.hosts is None:
+        lines.append("note: --hosts: every host is assumed to have as many ranks as the first")
+    return lines
+
+
+def _message_bytes(args: argparse.Namespace, plan: JobPlan, token_bytes: int) -> int:
+    """Return the bytes of one message between stages: activations, and ``token_bytes`` more for every token."""
     number_bytes = 4 if precision(plan.job.deepspeed) == "fp32" else 2
     tokens = plan.sizes.micro_batch_size * args.seq_length
-    slices = plan.layout.tensor_parallel_size if plan.job.ds_ext.sequence_parallel else 1
     # With sequence parallelism only the activations are sliced.
-    message_bytes = tokens // slices * args.hidden_size * number_bytes + tokens * token_bytes
-    grid, ends = plan.sizes.micro_batches <= GRID_MICRO_BATCHES, _ends(args, model)
+    slices = plan.layout.tensor_parallel_size if plan.job.ds_ext.sequence_parallel else 1
+    return tokens // slices * args.hidden_size * number_bytes + tokens * token_bytes
+
+
+def _model_sizes(
+    plan: JobPlan, boundaries: list[int], num_before: int, num_after: int, model: TransformerConfig
+) -> TrainingSizes:
+    """Return the sizes for memory and traffic, with the number of transformer layers of every stage."""
     layers = [stop - start for start, stop in pairwise(boundaries)]
-    layers[0] -= len(before)
-    layers[-1] -= len(after)
+    layers[0] -= num_before
+    layers[-1] -= num_after
     sizes = training_sizes(
         plan.job.deepspeed,
         model,
@@ -219,29 +276,4 @@ def describe_job(
         plan.layout.tensor_parallel_size,
         plan.layout.data_parallel_size,
     )
-    sizes = replace(sizes, stage_layers=tuple(layers))
-    lines = []
-    if (
-        hosts is not None
-        and len(hosts.slots) > 1
-        and is_placed(plan.layout, plan.job.ds_ext.fbd.forward_hosts)
-    ):
-        sent = traffic(sizes, plan.layout.placement, plan.sizes.micro_batches)
-        sent = replace(sent, message=message_bytes)
-        lines = describe_hosts(plan.layout, hosts, sent, plan.sizes.micro_batches)
-        if args.dry_run and args.hosts is None:
-            lines.append("note: --hosts: every host is assumed to have as many ranks as the first")
-    text = describe(
-        plan,
-        boundaries=boundaries,
-        layer_names=names,
-        message_bytes=message_bytes,
-        parameters=[round(count) for count in rank_parameters(sizes, plan.layout.placement)],
-        memory=memory(plan.timetable, sizes),
-        weights=stage_weights(boundaries, len(before), len(after), ends or (0.0, 0.0)),
-        with_head=ends is not None,
-        grid=grid,
-        defers=args.transformer_impl == "local",
-        hosts=None if hosts is None else [hosts.host(rank) for rank in range(hosts.world_size)],
-    )
-    return "\n".join([text, *lines])
+    return replace(sizes, stage_layers=tuple(layers))

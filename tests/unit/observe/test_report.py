@@ -14,7 +14,7 @@ import pytest
 
 from ds_ext.__main__ import main
 from ds_ext.errors import ConfigError
-from ds_ext.observe.report.charts import Curve, bars, chart, number, thinned, value_range
+from ds_ext.observe.report.charts import Curve, bars, chart, number, thin, value_range
 from ds_ext.observe.report.folder import read_run
 from ds_ext.observe.report.page import report
 from ds_ext.observe.run_record import record_file
@@ -163,10 +163,10 @@ def test_thinning_keeps_the_ends_and_the_extremes() -> None:
     points = [(step, float(step % 100)) for step in range(100_000)]
     points[54_321] = (54_321, 1e6)
     points[77_777] = (77_777, -1e6)
-    kept = thinned(points)
+    kept = thin(points)
     assert len(kept) <= 1600 and kept == sorted(kept)
     assert {points[0], points[-1], points[54_321], points[77_777]} <= set(kept)
-    assert thinned(points[:1000]) == points[:1000]
+    assert thin(points[:1000]) == points[:1000]
 
 
 def test_outliers_are_above_the_scale() -> None:

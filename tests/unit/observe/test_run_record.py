@@ -21,7 +21,7 @@ def event(step: int, name: str = "saved") -> dict[str, Any]:
 def test_a_start_has_its_facts_memory_and_checkpoints(tmp_path: Path) -> None:
     events = [event(3, "loaded")]
     record = RunRecord(tmp_path / "metrics.jsonl", {"world_size": 2, "schedule": "1f1b"}, events)
-    record.memory([100, 200])
+    record.note_memory([100, 200])
     events.append(event(4))
     record.write()
     path = record_file(tmp_path / "metrics.jsonl")
@@ -43,7 +43,7 @@ def test_memory_is_written_again_only_if_it_has_grown(tmp_path: Path) -> None:
     record = RunRecord(tmp_path / "metrics.jsonl", {}, [])
     path, seen = record_file(tmp_path / "metrics.jsonl"), []
     for peaks in ([1000, 1000], [1005, 1000], [1000, 1011], [900, 900]):
-        record.memory(peaks)
+        record.note_memory(peaks)
         seen.append(read_starts(path)[0]["peak_memory_bytes"])
     assert seen == [[1000, 1000], [1000, 1000], [1000, 1011], [1000, 1011]]
 

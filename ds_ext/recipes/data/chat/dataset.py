@@ -84,21 +84,23 @@ class ChatDataset(Dataset[Sample]):
                 f"{len(mask.tokens)} tokens, expected {indexed.num_documents} with {len(indexed.tokens)}). Prepare the "
                 "data again with --force."
             )
-        self._indexed, self._mask = indexed, mask
+        self._indexed = indexed
+        self._mask = mask
         self._entropy = (seed, *name.encode())
         self._num_samples = num_samples
         self.seq_length = seq_length
+        # A conversation takes one position less than it has tokens.
         lengths = np.diff(indexed.document_starts[documents.start : documents.stop + 1]) - 1
         numbers = np.arange(documents.start, documents.stop, dtype=np.int64)
-        cut = lengths > seq_length
-        kept = (lengths > 0) & ~cut
-        kept[cut] = [self._counted(number).any() for number in numbers[cut]]
-        self._conversations = numbers[kept]
-        self._lengths = np.minimum(lengths[kept], seq_length)
+        is_long = lengths > seq_length
+        is_used = (lengths > 0) & ~is_long
+        is_used[is_long] = [self._label_mask(number).any() for number in numbers[is_long]]
+        self._conversations = numbers[is_used]
+        self._lengths = np.minimum(lengths[is_used], seq_length)
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
         self._ends: list[int] = []  # number of samples up to the end of every known epoch
         self.num_conversations = len(self._conversations)
-        self.num_truncated = int(np.count_nonzero(cut & kept))
+        self.num_truncated = int(np.count_nonzero(is_long & is_used))
         self.num_dropped = len(documents) - self.num_conversations
         if num_samples > 0 and not self.num_conversations:
             raise ConfigError(
@@ -126,7 +128,7 @@ class ChatDataset(Dataset[Sample]):
             conversation = self._indexed.document(number)[: self.seq_length + 1].astype(np.int64)
             stop = start + len(conversation) - 1
             tokens_S[start:stop] = conversation[:-1]
-            labels_S[start:stop] = np.where(self._counted(number), conversation[1:], IGNORE_INDEX)
+            labels_S[start:stop] = np.where(self._label_mask(number), conversation[1:], IGNORE_INDEX)
             starts_S[start:stop] = start
             start = stop
         starts_S[start:] = start
@@ -165,6 +167,6 @@ class ChatDataset(Dataset[Sample]):
                 self._epochs.popitem(last=False)
         return self._epochs[number]
 
-    def _counted(self, number: int) -> NDArray[np.bool_]:
+    def _label_mask(self, number: int) -> NDArray[np.bool_]:
         """Return whether each label of a conversation within seq_length counts."""
         return self._mask.document(number)[1 : self.seq_length + 1] == 1

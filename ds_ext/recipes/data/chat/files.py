@@ -1,32 +1,29 @@
 """Chat files: jsonl lines with ``messages``, and the prepared tokens with their loss mask."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from ....errors import ConfigError
 from ..layout import DATA_NAME, LOSS_MASK_NAME
-from .template import ChatTemplate, Conversation
+from ..sources import read_jsonl
+from .template import ChatTemplate, Conversation, EncodedConversation
 
 BATCH_CONVERSATIONS = 1000
 COMMON_LENGTHS = tuple(2**power for power in range(9, 18))
 
 
 def read_conversations(path: Path) -> Iterator[Conversation]:
-    """Yield the conversations of a file with one JSON object per line, in file order. Raises ConfigError."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield _conversation(line, f"{path}, line {number}")
+    """Return the conversations of a file with one JSON object per line, in file order. Iterating raises ConfigError."""
+    return (_conversation(record, position) for position, record in read_jsonl(path))
 
 
-def _conversation(line: str, position: str) -> Conversation:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ConfigError(f"{position}: not JSON ({error}). Write one JSON object per line.") from error
+def _conversation(record: Any, position: str) -> Conversation:
+    """Return the conversation of a line. ``position`` is its file and line, for errors. Raises ConfigError."""
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         content = f"the keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
@@ -73,56 +70,84 @@ def write_conversations(
     Raises:
         ConfigError: no conversation has a token of the assistant, or a token id is outside the vocabulary.
     """
-    import numpy as np
-
-    # Megatron uses two bytes per token for vocabularies below this size.
-    tokens_file = builder(f"{folder / DATA_NAME}.bin", dtype=np.uint16 if vocab_size < 65500 else np.int32)
-    mask_file = builder(f"{folder / LOSS_MASK_NAME}.bin", dtype=np.uint8)
-    frequencies = np.zeros(vocab_size, dtype=np.int64)
-    lengths: list[int] = []
-    num_bytes = max_token_id = dropped = 0
+    writer = _Writer(builder, folder, vocab_size)
+    dropped = 0
     remaining = iter(conversations)
     while batch := list(islice(remaining, BATCH_CONVERSATIONS)):
-        encoded = template.encode(batch)
-        for conversation, example in zip(batch, encoded, strict=True):
-            if not example.counted[1:].any():
+        examples = template.encode(batch)
+        for conversation, example in zip(batch, examples, strict=True):
+            if example.counted[1:].any():
+                writer.add(example, conversation.position)
+            else:
                 dropped += 1
-                continue
-            tokens = np.array(example.tokens)
-            if tokens.max() >= vocab_size:
-                raise ConfigError(
-                    f"{conversation.position}: token id {tokens.max()} is outside the vocabulary of tokenizer.json "
-                    f"(got {vocab_size} tokens). Save the tokenizer again with save_pretrained()."
-                )
-            tokens_file.add_document(tokens, [len(tokens)])
-            mask_file.add_document(example.counted, [len(tokens)])
-            frequencies += np.bincount(tokens[example.counted == 1], minlength=vocab_size)
-            max_token_id = max(max_token_id, int(tokens.max()))
-            num_bytes += example.num_bytes
-            lengths.append(len(tokens))
-        advance(sum(example.num_bytes for example in encoded))
-    if not lengths:
+        advance(sum(example.num_bytes for example in examples))
+    if not writer.lengths:
         raise ConfigError(
             f"--source: no conversation has text of the assistant (got {dropped} conversations). Check the roles."
         )
-    tokens_file.finalize(f"{folder / DATA_NAME}.idx")
-    mask_file.finalize(f"{folder / LOSS_MASK_NAME}.idx")
+    return writer.finish(dropped)
+
+
+class _Writer:
+    """Writer of the tokens and the loss mask of conversations.
+
+    Attributes:
+        lengths: number of tokens of every conversation.
+    """
+
+    def __init__(self, builder: Callable[..., Any], folder: Path, vocab_size: int) -> None:
+        # Megatron uses two bytes per token for vocabularies below this size.
+        dtype = np.uint16 if vocab_size < 65500 else np.int32
+        self._folder = folder
+        self._tokens_file = builder(f"{folder / DATA_NAME}.bin", dtype=dtype)
+        self._mask_file = builder(f"{folder / LOSS_MASK_NAME}.bin", dtype=np.uint8)
+        self._frequencies = np.zeros(vocab_size, dtype=np.int64)  # of the assistant's tokens
+        self._max_token_id = 0
+        self._num_bytes = 0
+        self.lengths: list[int] = []
+
+    def add(self, example: EncodedConversation, position: str) -> None:
+        """Append a conversation. Raises ConfigError for a token id outside the vocabulary."""
+        tokens = np.array(example.tokens)
+        vocab_size = len(self._frequencies)
+        if tokens.max() >= vocab_size:
+            raise ConfigError(
+                f"{position}: token id {tokens.max()} is outside the vocabulary of tokenizer.json "
+                f"(got {vocab_size} tokens). Save the tokenizer again with save_pretrained()."
+            )
+        self._tokens_file.add_document(tokens, [len(tokens)])
+        self._mask_file.add_document(example.counted, [len(tokens)])
+        self._frequencies += np.bincount(tokens[example.counted == 1], minlength=vocab_size)
+        self._max_token_id = max(self._max_token_id, int(tokens.max()))
+        self._num_bytes += example.num_bytes
+        self.lengths.append(len(tokens))
+
+    def finish(self, dropped: int) -> dict[str, Any]:
+        """Complete the files and return the counts for meta.json, with the number of dropped conversations."""
+        self._tokens_file.finalize(f"{self._folder / DATA_NAME}.idx")
+        self._mask_file.finalize(f"{self._folder / LOSS_MASK_NAME}.idx")
+        longer_than = {limit: sum(length > limit + 1 for length in self.lengths) for limit in COMMON_LENGTHS}
+        return {
+            "documents": len(self.lengths),
+            "without_assistant": dropped,
+            "tokens": sum(self.lengths),
+            "assistant_tokens": int(self._frequencies.sum()),
+            "longer_than": {
+                str(limit): count
+                for limit, count in longer_than.items()
+                if count or limit == COMMON_LENGTHS[0]
+            },
+            "bytes": self._num_bytes,
+            "max_token_id": self._max_token_id,
+            "unigram_entropy_nats": unigram_entropy(self._frequencies),
+            "loss_mask": LOSS_MASK_NAME,
+        }
+
+
+def unigram_entropy(frequencies: NDArray[np.int64]) -> float:
+    """Return the entropy of the distribution of tokens, in nats, from the number of each token."""
     shares = frequencies[frequencies > 0] / frequencies.sum()
-    return {
-        "documents": len(lengths),
-        "without_assistant": dropped,
-        "tokens": sum(lengths),
-        "assistant_tokens": int(frequencies.sum()),
-        "longer_than": {
-            str(limit): longer
-            for limit in COMMON_LENGTHS
-            if (longer := sum(length > limit + 1 for length in lengths)) or limit == COMMON_LENGTHS[0]
-        },
-        "bytes": num_bytes,
-        "max_token_id": max_token_id,
-        "unigram_entropy_nats": float(-(shares * np.log(shares)).sum()),
-        "loss_mask": LOSS_MASK_NAME,
-    }
+    return float(-(shares * np.log(shares)).sum())
 
 
 def summary(meta: dict[str, Any]) -> str:

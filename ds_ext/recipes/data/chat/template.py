@@ -81,35 +81,13 @@ class ChatTemplate:
         Raises:
             ConfigError: transformers is not installed, the folder has no fast tokenizer, or no chat template.
         """
-        try:
-            from transformers import AutoTokenizer
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"--format chat: transformers is needed (got {error}). Run `pip install 'ds_ext[hf]'`."
-            ) from error
-        try:
-            self._backend: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # the library raises several types
-            raise ConfigError(
-                f"--tokenizer: transformers cannot load the folder (got {folder}: {error}). Use a folder that "
-                "save_pretrained() of a tokenizer wrote."
-            ) from error
-        if not self._backend.is_fast:
-            raise ConfigError(
-                f"--tokenizer: chat data needs offsets of tokens in the text (got {folder} with a Python tokenizer). "
-                "Use a folder with a tokenizer.json."
-            )
-        if not self._backend.chat_template:
-            raise ConfigError(
-                f"--tokenizer: no chat template (got {folder}). Add chat_template.jinja to the folder, or "
-                '"chat_template" to its tokenizer_config.json.'
-            )
+        self._backend = _load_backend(folder)
         # Conversations are truncated to seq_length when training starts.
         self._backend.model_max_length = 10**12
-        added = self._backend.added_tokens_decoder.values()
-        self._special_tokens = tuple(token.content for token in added if token.special)
-        end = self._backend.eos_token_id
-        self._end_id = eod_id if end is None else end
+        added_tokens = self._backend.added_tokens_decoder.values()
+        self._special_tokens = tuple(token.content for token in added_tokens if token.special)
+        end_id = self._backend.eos_token_id
+        self._end_id = eod_id if end_id is None else end_id
         self._end_token: str = self._backend.eos_token or ""
         definition = repr((self._backend.chat_template, self._end_id))
         self.fingerprint = hashlib.sha256(definition.encode()).hexdigest()[:16]
@@ -123,17 +101,13 @@ class ChatTemplate:
         Raises:
             ConfigError: the template rejects a conversation, or its assistant's tokens cannot be identified.
         """
-        rendered = [self.render(conversation) for conversation in conversations]
-        texts = [text for text, _ in rendered]
-        encoded = self._backend(
+        renderings = [self.render(conversation) for conversation in conversations]
+        texts = [text for text, _ in renderings]
+        batch = self._backend(
             texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False
         )
-        return [
-            self._encoded(text, spans, ids, offsets)
-            for (text, spans), ids, offsets in zip(
-                rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
-            )
-        ]
+        examples = zip(renderings, batch["input_ids"], batch["offset_mapping"], strict=True)
+        return [self._mark_tokens(text, spans, ids, offsets) for (text, spans), ids, offsets in examples]
 
     def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the start and end of the assistant's parts of it."""
@@ -167,41 +141,43 @@ class ChatTemplate:
 
     def _span(self, conversation: Conversation, text: str, index: int) -> Span:
         """Return start and end in ``text`` of message ``index``."""
-        before = conversation.messages[:index]
-        if not before:
+        if index == 0:
             raise ConfigError(
                 f"{conversation.position}: the first message is the assistant's, without a prompt (got role "
                 f"{ASSISTANT!r}). Start the conversation with a system or user message."
             )
-        prompt = self._text(conversation, before, add_generation_prompt=True)
-        until = self._text(conversation, conversation.messages[: index + 1])
-        if until.startswith(prompt) and text.startswith(until):
-            start, stop = len(prompt), len(until)
+        prompt = self._text(conversation, conversation.messages[:index], add_generation_prompt=True)
+        prompt_and_answer = self._text(conversation, conversation.messages[: index + 1])
+        if prompt_and_answer.startswith(prompt) and text.startswith(prompt_and_answer):
+            start, stop = len(prompt), len(prompt_and_answer)
         else:
             start, stop = self._span_by_marker(conversation, text, prompt, index)
-        content = text[start:stop].rstrip()
-        return start, start + len(content) if content.endswith(self._special_tokens) else stop
+        answer = text[start:stop].rstrip()
+        if answer.endswith(self._special_tokens):
+            stop = start + len(answer)  # without whitespace after the end-of-turn token
+        return start, stop
 
     def _span_by_marker(self, conversation: Conversation, text: str, prompt: str, index: int) -> Span:
         """Return start and end in ``text`` of message ``index``, found with a marker in its place."""
         messages = conversation.messages
         message = messages[index]
-        marked = [*messages[:index], {**message, "content": MARKER}]
-        alone = self._text(conversation, marked)
-        whole = self._text(conversation, [*marked, *messages[index + 1 :]])
-        if alone.count(MARKER) == whole.count(MARKER) == 1:
-            turn_end = alone.partition(MARKER)[2]
-            head, _, following = whole.partition(MARKER)
+        messages_to_marker = [*messages[:index], {**message, "content": MARKER}]
+        short = self._text(conversation, messages_to_marker)
+        full = self._text(conversation, [*messages_to_marker, *messages[index + 1 :]])
+        if short.count(MARKER) == full.count(MARKER) == 1:
+            turn_end = short.partition(MARKER)[2]
+            head, _, following = full.partition(MARKER)
             if not following.startswith(turn_end):
                 turn_end = turn_end.removesuffix(self._end_token)  # at the end of the conversation only
+            next_turns = following.removeprefix(turn_end)
             # The head may contain other parts of the message, such as its reasoning, which must count.
             begin = prompt if text.startswith(prompt) or set(message) - CONTENT_KEYS else head
-            stop = len(text) - (len(following) - len(turn_end))
+            stop = len(text) - len(next_turns)
             if (
                 text.startswith(begin)
                 and head.startswith(begin)
                 and following.startswith(turn_end)
-                and text[stop:] == following[len(turn_end) :]
+                and text[stop:] == next_turns
                 and text[len(begin) : stop].endswith(turn_end.lstrip())
             ):
                 return len(begin), stop
@@ -227,17 +203,56 @@ class ChatTemplate:
                 tokenize=False,
             )
         except Exception as error:  # a template is a program
-            raise _rejected(conversation, error) from error
+            raise _rejection(conversation, error) from error
 
-    def _encoded(
+    def _mark_tokens(
         self, text: str, spans: list[Span], ids: list[int], offsets: list[Span]
     ) -> EncodedConversation:
+        """Return the tokens of a rendered text, with the end-of-sequence token if it ends without a special token.
+
+        That token counts if the text ends with the assistant's.
+
+        Args:
+            text: rendered conversation.
+            spans: start and end in ``text`` of the assistant's parts.
+            ids: tokens of ``text``.
+            offsets: start and end in ``text`` of every token.
+        """
         counted = counted_tokens(np.array(offsets, dtype=np.int64).reshape(-1, 2), spans)
         visible = text.rstrip()
         if not visible.endswith(self._special_tokens):
+            ends_with_assistant = bool(spans) and spans[-1][1] >= len(visible)
             ids = [*ids, self._end_id]
-            counted = np.append(counted, np.uint8(bool(spans) and spans[-1][1] >= len(visible)))
+            counted = np.append(counted, np.uint8(ends_with_assistant))
         return EncodedConversation(ids, counted, len(text.encode()))
+
+
+def _load_backend(folder: str | Path) -> Any:
+    """Return the fast tokenizer of transformers in a folder, with a chat template. Raises ConfigError."""
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--format chat: transformers is needed (got {error}). Run `pip install 'ds_ext[hf]'`."
+        ) from error
+    try:
+        backend: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except Exception as error:  # the library raises several types
+        raise ConfigError(
+            f"--tokenizer: transformers cannot load the folder (got {folder}: {error}). Use a folder that "
+            "save_pretrained() of a tokenizer wrote."
+        ) from error
+    if not backend.is_fast:
+        raise ConfigError(
+            f"--tokenizer: chat data needs offsets of tokens in the text (got {folder} with a Python tokenizer). "
+            "Use a folder with a tokenizer.json."
+        )
+    if not backend.chat_template:
+        raise ConfigError(
+            f"--tokenizer: no chat template (got {folder}). Add chat_template.jinja to the folder, or "
+            '"chat_template" to its tokenizer_config.json.'
+        )
+    return backend
 
 
 def counted_tokens(offsets_N2: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.uint8]:
@@ -253,7 +268,7 @@ def counted_tokens(offsets_N2: NDArray[np.int64], spans: Sequence[Span]) -> NDAr
     return counted
 
 
-def _rejected(conversation: Conversation, error: Exception) -> ConfigError:
+def _rejection(conversation: Conversation, error: Exception) -> ConfigError:
     return ConfigError(
         f"{conversation.position}: the chat template rejects the conversation (got {type(error).__name__}: {error}). "
         "Change or remove this line."
