@@ -354,4 +354,4 @@ def _socket_view(descriptor: int) -> Iterator[socket.socket]:
 def _read_tcp_info(connection: socket.socket) -> _TcpInfo:
     """Return the kernel's state of a connection. Fields that a kernel before 4.1 lacks are 0. Raises OSError."""
     fields = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
-    return _TcpInfo(*_TCP_INFO.unpack(fields.ljust(_TCP_INFO.size, b"\0")), 1000 * time.monotonic())
+    return _TcpInfo(*_TCP_INFO.unpack(fields.ljust(_TCP_INFO.size, b"\0")), now_ms=1000 * time.monotonic())

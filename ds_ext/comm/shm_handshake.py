@@ -236,7 +236,7 @@ class _Exchange:
             for file in files:
                 os.close(file)
             raise TransportError(f"{sender} closed the connection during the shm handshake.", peer)
-        return _Hello(*_HELLO.unpack(data), files)
+        return _Hello(*_HELLO.unpack(data), files=files)
 
     def _keep(self, peer: int, files: list[int], connection: socket.socket) -> None:
         """Record the files of a peer, and open the watch on its process."""

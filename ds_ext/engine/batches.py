@@ -340,7 +340,7 @@ class StepData:
         self.last_stage = timetable.placement.stages - 1
         self._uses = Counter(micro_batch for _, micro_batch in self.loads)
         self._fetched: dict[int, tuple[Any, Any]] = {}
-        compared = (of_pipe[step % len(of_pipe)] for of_pipe in timetable.of_pipes)
+        compared = (ids[step % len(ids)] for ids in timetable.micro_batches_by_pipe)
         self._checksums: dict[int, tuple[float, float]] = dict.fromkeys(compared, (_NOT_READ, _NOT_READ))
 
     def get(self, micro_batch: int) -> tuple[Any, Any]:
