@@ -195,58 +195,43 @@ def _store_of_this_start(store: Any, rank: int, world_size: int, timeout_s: floa
 
     if rank:
         return PrefixStore(_accept_invitation(store, rank, timeout_s), store)
-    token = secrets.token_hex(8)
-    _invite_ranks(store, range(1, world_size), token, timeout_s)
-    return PrefixStore(_start_prefix(token), store)
+    return PrefixStore(_invite_ranks(store, range(1, world_size), timeout_s), store)
 
 
 def _accept_invitation(store: Any, rank: int, timeout_s: float) -> str:
     """Wait for rank 0's invitation to this process, and return the prefix of the keys. Raises TransportError."""
     number = secrets.token_hex(8)
-    store.set(_started_key(rank), number)
-    invitation = _invitation_key(rank, number)
+    invitation = f"ds_ext/invitation/{rank}/{number}"
+    store.set(f"ds_ext/started/{rank}", number)
     try:
         store.wait([invitation], timedelta(seconds=timeout_s + _MARGIN_S))
     except RuntimeError:
         require_hosts()
         raise TransportError(_no_answer([0], timeout_s)) from None
-    prefix = _start_prefix(store.get(invitation).decode())
-    store.set(_presence_key(prefix, rank), "1")
+    prefix = f"ds_ext/start/{store.get(invitation).decode()}"
+    store.set(f"{prefix}/here/{rank}", "1")
     return prefix
 
 
-def _invite_ranks(store: Any, ranks: Sequence[int], token: str, timeout_s: float) -> None:
-    """Invite the latest process of every rank until all have accepted. Raises TransportError after ``timeout_s``."""
+def _invite_ranks(store: Any, ranks: Sequence[int], timeout_s: float) -> str:
+    """Invite the latest process of every rank until all have accepted, and return the prefix. Raises TransportError."""
+    token = secrets.token_hex(8)
+    prefix = f"ds_ext/start/{token}"
     deadline = time.monotonic() + timeout_s
-    prefix = _start_prefix(token)
     missing = list(ranks)
     invited: dict[int, bytes] = {}  # rank -> number of its process
     while missing:
         for rank in missing:
-            number = store.get(_started_key(rank)) if store.check([_started_key(rank)]) else b""
+            key = f"ds_ext/started/{rank}"
+            number = store.get(key) if store.check([key]) else b""
             if number and invited.get(rank) != number:
-                store.set(_invitation_key(rank, number.decode()), token)
+                store.set(f"ds_ext/invitation/{rank}/{number.decode()}", token)
                 invited[rank] = number
-        missing = [rank for rank in missing if not store.check([_presence_key(prefix, rank)])]
+        missing = [rank for rank in missing if not store.check([f"{prefix}/here/{rank}"])]
         if missing and time.monotonic() > deadline:
             raise TransportError(_no_answer(missing, timeout_s))
         time.sleep(_POLL_S if missing else 0)
-
-
-def _start_prefix(token: str) -> str:
-    return f"ds_ext/start/{token}"
-
-
-def _started_key(rank: int) -> str:
-    return f"ds_ext/started/{rank}"
-
-
-def _invitation_key(rank: int, number: str) -> str:
-    return f"ds_ext/invitation/{rank}/{number}"
-
-
-def _presence_key(prefix: str, rank: int) -> str:
-    return f"{prefix}/here/{rank}"
+    return prefix
 
 
 def compare(facts: Facts, replica_facts: Facts | None = None) -> None:
