@@ -31,13 +31,15 @@ from dataclasses import dataclass
 from ..environment import has_proc, ipv6_addresses, open_files, proc_text
 from ..errors import PeerGone, TransportError
 
-BEAT_S, SILENCE_S = 0.5, 2.0
+BEAT_S = 0.5
+SILENCE_S = 2.0
+_SILENCE_MS = 1000 * SILENCE_S
 # The kernel's limit for an idle connection, in case the thread is delayed: 1 + 4 s.
 _KEEPALIVE = {"TCP_KEEPIDLE": 1, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
 _LOST_RETRANSMISSIONS = 5  # of the same data: 0.2 + 0.4 + 0.8 + 1.6 + 3.2 s
-# Offsets in struct tcp_info (linux/tcp.h).
-_RETRANSMITS_AT, _PROBES_AT = 2, 3
-_UNACKED_AT, _LAST_DATA_SENT_AT, _LAST_ACK_RECV_AT, _BYTES_ACKED_AT, _TCP_INFO_BYTES = 24, 44, 56, 120, 128
+_TCP_INFO = struct.Struct(
+    "=2xBB20xI16xI8xI60xQ"
+)  # start of struct tcp_info (linux/tcp.h), the fields of _TcpInfo
 _SAME_MS = 50.0  # two readings of the same time may differ by kernel clock ticks
 _LOCAL_ADDRESS = re.compile(r"\|-- (\S+)\s+/32 host LOCAL")
 
@@ -63,9 +65,22 @@ class Host:
         return f"{ranks}host {self.name} {'have' if many else 'has'} not answered for {SILENCE_S:g} s"
 
 
+@dataclass(frozen=True)
+class _TcpInfo:
+    """State of a connection in the kernel, at ``now_ms``. Times of events are in milliseconds before that."""
+
+    retransmissions: int  # of the oldest data
+    probes: int
+    unacknowledged: int  # packets
+    last_sent_ms: int
+    last_answer_ms: int
+    delivered_bytes: int
+    now_ms: float
+
+
 @dataclass
 class _Connection:
-    """Socket of this process; ``address`` is None if the watch ignores it."""
+    """Socket of this process, and its progress at the looks; ``address`` is None if the watch ignores it."""
 
     inode: int
     address: str | None = None
@@ -76,6 +91,34 @@ class _Connection:
     late_looks: int = 0  # consecutive looks with at least two unanswered packets
     delivered_bytes: int = 0
     delivered_at_ms: float = -math.inf
+
+    def update(self, info: _TcpInfo) -> None:
+        """Count unanswered packets and late looks, and note new delivered data."""
+        sent_at_ms, answered_at_ms = info.now_ms - info.last_sent_ms, info.now_ms - info.last_answer_ms
+        if abs(answered_at_ms - self.answered_at_ms) > _SAME_MS:
+            self.unanswered = 0
+            self.answered_at_ms = answered_at_ms
+        is_waiting = info.unacknowledged > 0 and info.last_sent_ms < info.last_answer_ms
+        if is_waiting and abs(sent_at_ms - self.sent_at_ms) > _SAME_MS:
+            self.unanswered += 1
+            self.sent_at_ms = sent_at_ms
+        is_late = max(self.unanswered, info.probes) > 1
+        self.late_looks = self.late_looks + 1 if is_late else 0
+        if info.delivered_bytes != self.delivered_bytes:
+            self.delivered_bytes = info.delivered_bytes
+            self.delivered_at_ms = info.now_ms
+
+    def is_unanswered(self, info: _TcpInfo) -> bool:
+        """Return whether the peer's kernel is silent: no answer for 2 s, two packets or probes, and two looks.
+
+        The kernel probes a peer with a full receive window at growing intervals. So neither a single lost packet nor a
+        long time since the last answer is enough.
+        """
+        return self.late_looks > 1 and info.last_answer_ms >= _SILENCE_MS
+
+    def delivers(self, info: _TcpInfo) -> bool:
+        """Return whether the peer's kernel has acknowledged new data in the last 2 s."""
+        return info.now_ms - self.delivered_at_ms < _SILENCE_MS
 
 
 class HostWatch(threading.Thread):
@@ -89,13 +132,15 @@ class HostWatch(threading.Thread):
 
     def __init__(self, here: Host, others: Sequence[Host] | None, store_port: int | None) -> None:
         super().__init__(name="ds_ext-hosts", daemon=True)
-        self._here, self._store_port, self.knows_hosts = here, store_port, others is not None
+        self._here = here
+        self._store_port = store_port
+        self.knows_hosts = others is not None
         others = others or ()
         # An address that several hosts have (a container bridge) is not routed between hosts.
         uses = Counter(address for host in (here, *others) for address in host.addresses)
         self._hosts = {a: host for host in others for a in host.addresses if uses[a] == 1}
         self._connections: dict[int, _Connection] = {}
-        self._left_out: set[int] = set()
+        self._ignored_inodes: set[int] = set()
         self.silent: dict[str, Host] = {}  # by address
         self.store_is_silent = False
         self._stopped = threading.Event()
@@ -113,11 +158,11 @@ class HostWatch(threading.Thread):
 
     def leave_out(self, connection: socket.socket) -> None:
         """Ignore a connection that has its own heartbeat."""
-        self._left_out.add(os.fstat(connection.fileno()).st_ino)
+        self._ignored_inodes.add(os.fstat(connection.fileno()).st_ino)
 
     def leave_out_current(self) -> None:
         """Ignore the connections at the last look, which the script has opened before the job."""
-        self._left_out |= {connection.inode for connection in self._connections.values()}
+        self._ignored_inodes |= {connection.inode for connection in self._connections.values()}
 
     def addresses(self) -> set[str]:
         """Return the peers' addresses of the watched connections at the last look."""
@@ -131,63 +176,76 @@ class HostWatch(threading.Thread):
         An answer on any connection shows that a host is alive: a lossy link may lose several probes of a connection.
         Likewise, data that arrives on any connection shows that the link to the host works.
         """
-        self._connections = dict(self._find())
+        self._connections = dict(self._find_connections())
+        for address in self._silent_addresses():
+            self.silent[address] = self._hosts.get(address, Host(address, frozenset({address})))
+        for descriptor, connection in self._connections.items():
+            if connection.address in self.silent:
+                self._shut_down(descriptor, connection)
+
+    def _silent_addresses(self) -> set[str]:
+        """Update the connections that are not yet silent, and return the addresses of the hosts that are silent now."""
         unanswered, answering = set[str](), set[str]()
         undelivered, delivering = set[str](), set[str]()
-        for number, connection in self._connections.items():
+        for descriptor, connection in self._connections.items():
             if connection.address is None or connection.address in self.silent:
                 continue
-            with contextlib.suppress(OSError), _borrowed(number) as borrowed:
-                # Kernels before 4.1 report fewer fields.
-                info = borrowed.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                info, now_ms = info.ljust(_TCP_INFO_BYTES, b"\0"), 1000 * time.monotonic()
-                if _unanswered(connection, info, now_ms):
+            with contextlib.suppress(OSError), _socket_view(descriptor) as view:
+                info = _read_tcp_info(view)
+                connection.update(info)
+                if connection.is_unanswered(info):
                     unanswered.add(connection.address)
-                elif struct.unpack_from("=I", info, _LAST_ACK_RECV_AT)[0] < 1000 * SILENCE_S:
+                elif info.last_answer_ms < _SILENCE_MS:
                     answering.add(connection.address)
-                if _delivers(connection, info, now_ms):
+                if connection.delivers(info):
                     delivering.add(connection.address)
-                elif info[_RETRANSMITS_AT] >= _LOST_RETRANSMISSIONS:
+                elif info.retransmissions >= _LOST_RETRANSMISSIONS:
                     undelivered.add(connection.address)
-        for address in (unanswered - answering) | (undelivered - delivering):
-            self.silent[address] = self._hosts.get(address, Host(address, frozenset({address})))
-        for number, connection in self._connections.items():
-            if connection.address in self.silent:
-                with contextlib.suppress(OSError), _borrowed(number) as borrowed:
-                    self.store_is_silent |= connection.to_store
-                    if os.fstat(number).st_ino == connection.inode:
-                        borrowed.shutdown(socket.SHUT_RDWR)
+        return (unanswered - answering) | (undelivered - delivering)
 
-    def _find(self) -> Iterator[tuple[int, _Connection]]:
-        for number in open_files():
+    def _shut_down(self, descriptor: int, connection: _Connection) -> None:
+        """Shut down a connection, unless the file descriptor belongs to another file by now."""
+        with contextlib.suppress(OSError), _socket_view(descriptor) as view:
+            self.store_is_silent |= connection.to_store
+            if os.fstat(descriptor).st_ino == connection.inode:
+                view.shutdown(socket.SHUT_RDWR)
+
+    def _find_connections(self) -> Iterator[tuple[int, _Connection]]:
+        """Yield (file descriptor, connection) of all sockets; known connections keep their state."""
+        for descriptor in open_files():
             with contextlib.suppress(OSError):  # already closed, or not yet connected
-                status = os.fstat(number)
+                status = os.fstat(descriptor)
                 if not stat.S_ISSOCK(status.st_mode):
                     continue
-                known = self._connections.get(number)
-                if known is None or known.inode != status.st_ino:
-                    known = self._examine(number, status.st_ino)
-                if known.inode in self._left_out:
-                    known.address = None
-                yield number, known
+                connection = self._connections.get(descriptor)
+                if connection is None or connection.inode != status.st_ino:
+                    connection = self._examine(descriptor, status.st_ino)
+                if connection.inode in self._ignored_inodes:
+                    connection.address = None
+                yield descriptor, connection
 
-    def _examine(self, number: int, inode: int) -> _Connection:
+    def _examine(self, descriptor: int, inode: int) -> _Connection:
         """Return a new connection, with keepalive enabled if it is watched. Raises OSError if it is not connected."""
-        with _borrowed(number) as borrowed:
-            domain = borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN)
-            protocol = borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)
+        with _socket_view(descriptor) as view:
+            domain = view.getsockopt(socket.SOL_SOCKET, socket.SO_DOMAIN)
+            protocol = view.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL)
             if domain not in (socket.AF_INET, socket.AF_INET6) or protocol != socket.IPPROTO_TCP:
                 return _Connection(inode)
-            peer, port = borrowed.getpeername()[:2]
+            peer, port = view.getpeername()[:2]
             address = plain_address(peer)
-            foreign = address not in self._here.addresses and not ipaddress.ip_address(address).is_loopback
             to_store = port == self._store_port
-            if not foreign or not (address in self._hosts or to_store or not self.knows_hosts):
+            if not self._is_watched(address, to_store):
                 return _Connection(inode)
-            borrowed.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            view.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for option, value in _KEEPALIVE.items():
-                borrowed.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+                view.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
             return _Connection(inode, address, to_store)
+
+    def _is_watched(self, address: str, to_store: bool) -> bool:
+        """Return whether connections to an address are watched: those to another host of the job or to the store."""
+        if address in self._here.addresses or ipaddress.ip_address(address).is_loopback:
+            return False
+        return address in self._hosts or to_store or not self.knows_hosts
 
 
 def running() -> HostWatch | None:
@@ -226,12 +284,12 @@ def end_connections(store_port: int | None) -> None:
     """Shut down all TCP connections of this process except those of the rendezvous store, so that peers notice."""
     if not can_watch():
         return
-    for number in open_files():
-        with contextlib.suppress(OSError, ValueError), _borrowed(number) as borrowed:
-            if borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL) == socket.IPPROTO_TCP:
-                ports = borrowed.getpeername()[1], borrowed.getsockname()[1]
+    for descriptor in open_files():
+        with contextlib.suppress(OSError, ValueError), _socket_view(descriptor) as view:
+            if view.getsockopt(socket.SOL_SOCKET, socket.SO_PROTOCOL) == socket.IPPROTO_TCP:
+                ports = view.getpeername()[1], view.getsockname()[1]
                 if store_port not in ports:
-                    borrowed.shutdown(socket.SHUT_RDWR)
+                    view.shutdown(socket.SHUT_RDWR)
 
 
 def start(rank: int, hosts: Sequence[Host] | None, store_port: int | None) -> None:
@@ -242,15 +300,17 @@ def start(rank: int, hosts: Sequence[Host] | None, store_port: int | None) -> No
         hosts: all hosts of the job. None before they are known; call the function again then.
         store_port: port of the rendezvous store.
     """
-    earlier = running()
-    if not can_watch() or (earlier is not None and (earlier.knows_hosts or hosts is None)):
+    previous = running()
+    if not can_watch() or (previous is not None and (previous.knows_hosts or hosts is None)):
         return
-    here, others = Host(socket.gethostname(), frozenset(own_addresses())), None
-    if hosts is not None:
+    if hosts is None:
+        here = Host(socket.gethostname(), frozenset(own_addresses()))
+        others = None
+    else:
         here = next(host for host in hosts if rank in host.ranks)
         others = [host for host in hosts if host is not here]
-    if earlier is not None:
-        earlier.stop()
+    if previous is not None:
+        previous.stop()
     watch = HostWatch(here, others, store_port)
     watch.look()
     if others is None:
@@ -279,40 +339,19 @@ def plain_address(address: str) -> str:
 
 
 @contextlib.contextmanager
-def _borrowed(number: int) -> Iterator[socket.socket]:
-    """Wrap a file descriptor in a socket object, without taking ownership.
+def _socket_view(descriptor: int) -> Iterator[socket.socket]:
+    """Context with a socket object for a file descriptor, which stays open and keeps its owner.
 
     AF_INET6 has the longest addresses. SOCK_NONBLOCK keeps Python from applying ``socket.setdefaulttimeout``.
     """
-    borrowed = socket.socket(socket.AF_INET6, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, 0, fileno=number)
+    view = socket.socket(socket.AF_INET6, socket.SOCK_STREAM | socket.SOCK_NONBLOCK, 0, fileno=descriptor)
     try:
-        yield borrowed
+        yield view
     finally:
-        borrowed.detach()
+        view.detach()
 
 
-def _unanswered(connection: _Connection, info: bytes, now_ms: float) -> bool:
-    """Return whether the peer's kernel is silent: no answer for 2 s, two packets or probes, and two looks.
-
-    The kernel probes a peer with a full receive window at growing intervals. So neither a single lost packet nor a long
-    time since the last answer is enough.
-    """
-    unacked, sent_ms, answered_ms = (
-        struct.unpack_from("=I", info, at)[0] for at in (_UNACKED_AT, _LAST_DATA_SENT_AT, _LAST_ACK_RECV_AT)
-    )
-    sent_at, answered_at = now_ms - sent_ms, now_ms - answered_ms
-    if abs(answered_at - connection.answered_at_ms) > _SAME_MS:
-        connection.unanswered, connection.answered_at_ms = 0, answered_at
-    if unacked > 0 and sent_ms < answered_ms and abs(sent_at - connection.sent_at_ms) > _SAME_MS:
-        connection.unanswered, connection.sent_at_ms = connection.unanswered + 1, sent_at
-    late = max(connection.unanswered, info[_PROBES_AT]) > 1
-    connection.late_looks = connection.late_looks + 1 if late else 0
-    return connection.late_looks > 1 and answered_ms >= 1000 * SILENCE_S
-
-
-def _delivers(connection: _Connection, info: bytes, now_ms: float) -> bool:
-    """Return whether the peer's kernel has acknowledged new data in the last 2 s."""
-    delivered = struct.unpack_from("=Q", info, _BYTES_ACKED_AT)[0]
-    if delivered != connection.delivered_bytes:
-        connection.delivered_bytes, connection.delivered_at_ms = delivered, now_ms
-    return now_ms - connection.delivered_at_ms < 1000 * SILENCE_S
+def _read_tcp_info(connection: socket.socket) -> _TcpInfo:
+    """Return the kernel's state of a connection. Fields that a kernel before 4.1 lacks are 0. Raises OSError."""
+    fields = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+    return _TcpInfo(*_TCP_INFO.unpack(fields.ljust(_TCP_INFO.size, b"\0")), now_ms=1000 * time.monotonic())

@@ -15,15 +15,7 @@ from ..errors import TransportError
 from . import _native, torch_split
 from .endpoints import HANDSHAKE_S, Endpoints, LinkSetup, Pairs, both_ways
 from .groups import require_initialized
-from .link_selection import (
-    KINDS,
-    LinkSelection,
-    NoLinkError,
-    RankOffers,
-    describe,
-    kind_class,
-    select_links,
-)
+from .link_selection import KINDS, LinkSelection, NoLinkError, RankOffers, describe, kind_class, select_links
 from .native_transport import NativeTransport
 from .shm_handshake import host_id
 from .spin import spin_us
@@ -56,7 +48,7 @@ def create(
         TransportError: the links cannot be set up. All ranks raise the error of the first failed rank.
     """
     try:
-        return _link([kind], timeout_s, device, pairs, node_ips)
+        return _make_transport([kind], timeout_s, device, pairs, node_ips)
     except NoLinkError as error:
         raise TransportError(f'transport: "{kind}" cannot be used: {error}. Use "auto" or "torch".') from None
 
@@ -80,19 +72,19 @@ def create_auto(
     """
     to_torch = partial(torch_split.create, timeout_s=timeout_s, device=device, pairs=tuple(pairs))
     if device.type == "cuda" and not polled:
-        one_gpu = _ranks_of_one_gpu(device)
-        if one_gpu is None:
+        sharing_ranks = _find_shared_gpu(device)
+        if sharing_ranks is None:
             _log("transport: torch (nccl, for a static schedule between GPUs)")
             return to_torch()
-        _log(f"transport: no nccl, because ranks {', '.join(map(str, one_gpu))} share a GPU")
+        _log(f"transport: no nccl, because ranks {', '.join(map(str, sharing_ranks))} share a GPU")
     try:
-        return _link(list(KINDS), timeout_s, device, pairs, node_ips)
+        return _make_transport(list(KINDS), timeout_s, device, pairs, node_ips)
     except NoLinkError as error:
         _log(f"transport: torch (no native links: {error})")
     return to_torch()
 
 
-def _link(
+def _make_transport(
     kinds: list[str],
     timeout_s: float,
     device: torch.device,
@@ -108,9 +100,9 @@ def _link(
     require_initialized()
     if device.type not in ("cpu", "cuda"):
         raise NoLinkError(f"native links support tensors on cpu and cuda (got {device.type})")
-    everyone = range(dist.get_world_size())
+    ranks = range(dist.get_world_size())
     if not isinstance(pairs, Mapping):
-        pairs = {(a, b): DEFAULT_MAX_HELD for a in everyone for b in everyone if a != b}
+        pairs = {(a, b): DEFAULT_MAX_HELD for a in ranks for b in ranks if a != b}
     if device.type == "cuda":
         pairs = both_ways(pairs)
     failed: dict[str, str] = {}
@@ -138,7 +130,7 @@ def _for_gpu(
     return GpuTransport.over(transport, Device(device), pairs, kinds)
 
 
-def _ranks_of_one_gpu(device: torch.device) -> list[int] | None:
+def _find_shared_gpu(device: torch.device) -> list[int] | None:
     """Return the ranks that share a GPU; None if no GPU is shared."""
     gpus = _gather((host_id(), str(torch.cuda.get_device_properties(device).uuid)))
     shared = next((gpu for gpu in gpus if gpus.count(gpu) > 1), None)
@@ -177,8 +169,8 @@ class _Attempt:
         for link in endpoints.incoming.values():
             self._port.add(link)
         self._port.spin(spin_us(sum(offers.host == ranks[self._rank].host for offers in ranks)))
-        used = [kind for kind in self._kinds if kind in selection.kinds.values()] or [self._kinds[0]]
-        name = "+".join(used)
+        used_kinds = [kind for kind in self._kinds if kind in selection.kinds.values()] or [self._kinds[0]]
+        name = "+".join(used_kinds)
         _log(f"transport: {name}; {describe(selection, ranks)}")
         max_held = {source: most for (source, target), most in self._pairs.items() if target == self._rank}
         world = dist.get_world_size()
@@ -221,7 +213,7 @@ class _Attempt:
         """Connect all selected kinds and add their endpoints. Returns the same as _prepare()."""
         assert self._port is not None
         for kind in sorted(set(selection.kinds.values())):
-            offers = {rank: each.offers[kind] for rank, each in enumerate(ranks) if kind in each.offers}
+            offers = {r: entry.offers[kind] for r, entry in enumerate(ranks) if kind in entry.offers}
             try:
                 pairs = selection.pairs(kind, self._pairs)
                 endpoints.add(self._setups[kind].connect(offers, pairs, min(timeout_s, HANDSHAKE_S)))

@@ -13,8 +13,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..environment import namespace, proc_text
 from ..errors import TransportError
@@ -42,13 +42,13 @@ class PeerFiles:
 
     def take_files(self) -> list[int]:
         """Return the files and give up ownership of them."""
-        taken, self.files = self.files, []
-        return taken
+        files, self.files = self.files, []
+        return files
 
     def take_watch(self) -> int:
         """Return the watch and give up ownership of it."""
-        taken, self.watch = self.watch, -1
-        return taken
+        watch, self.watch = self.watch, -1
+        return watch
 
     def close(self) -> None:
         """Close the files that were not taken."""
@@ -105,28 +105,13 @@ def exchange_files(
     Raises:
         TransportError: a peer did not connect or failed the check. All received files are closed.
     """
-    deadline = time.monotonic() + timeout_s
-    received: dict[int, PeerFiles] = {}
-    open_sockets: dict[int, socket.socket] = {}
+    exchange = _Exchange(listener, rank, offers, files, expected, timeout_s)
     try:
-        for peer in sorted(peer for peer in files if peer > rank):
-            open_sockets[peer] = _connect(offers[peer], rank, peer, files[peer], deadline)
-        for peer in _accept(listener, rank, offers, files, expected, received, deadline):
-            raise TransportError(
-                f"rank {rank}: rank {peer} on this host did not connect within {timeout_s:g} s. "
-                f"Look for the first error in the output of rank {peer}.",
-                peer,
-            )
-        for peer, connection in open_sockets.items():
-            token, _, sent_files = _receive(connection, deadline, f"rank {rank}: rank {peer}", peer)
-            received[peer] = PeerFiles(sent_files, -1)
-            received[peer].watch = _watch(connection)
-            if token != listener.token or len(sent_files) != expected[peer]:
-                raise TransportError(
-                    f"rank {rank}: wrong token from the process at rank {peer}'s address.", peer
-                )
+        exchange.connect_higher_ranks()
+        exchange.accept_lower_ranks()
+        exchange.receive_replies()
     except (OSError, TransportError) as error:
-        for peer_files in received.values():
+        for peer_files in exchange.received.values():
             peer_files.close()
         if isinstance(error, TransportError):
             raise
@@ -134,107 +119,151 @@ def exchange_files(
             f"rank {rank}: no connection to a rank on this host (got {error.strerror or error})."
         ) from error
     finally:
-        for connection in open_sockets.values():
+        exchange.close_connections()
+    return exchange.received
+
+
+@dataclass(frozen=True)
+class _Hello:
+    """Message of a peer: token, sender's rank, and files, which the receiver must close."""
+
+    token: bytes
+    rank: int
+    files: list[int]
+
+
+@dataclass
+class _Exchange:
+    """Steps of :func:`exchange_files`, with the same arguments. All raise OSError and TransportError.
+
+    Attributes:
+        received: peer -> its files, which the caller owns, also after an error.
+    """
+
+    listener: UnixListener
+    rank: int
+    offers: Mapping[int, ShmOffer]
+    files: Mapping[int, Sequence[int]]
+    expected: Mapping[int, int]
+    timeout_s: float
+    received: dict[int, PeerFiles] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + self.timeout_s
+        self._connections: dict[int, socket.socket] = {}  # to the higher ranks
+
+    def connect_higher_ranks(self) -> None:
+        """Connect to the peers of higher rank, and send them their files. A listening peer need not accept yet."""
+        for peer in sorted(peer for peer in self.files if peer > self.rank):
+            connection = self._connections[peer] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.settimeout(self._remaining_s())
+            connection.connect(self.offers[peer].name)
+            if not _is_same_user(connection):
+                raise TransportError(f"rank {self.rank}: rank {peer} runs as a different user.", peer)
+            self._send_files(connection, peer)
+
+    def accept_lower_ranks(self) -> None:
+        """Exchange files with all peers of lower rank. Connections of other processes are closed."""
+        listening = self.listener.socket
+        unidentified: dict[int, socket.socket] = {}  # by file descriptor
+        poll = select.poll()
+        poll.register(listening, select.POLLIN)
+        try:
+            while self._missing() and time.monotonic() < self._deadline:
+                for descriptor, _ in poll.poll(max(1, int(1000 * self._remaining_s()))):
+                    if descriptor == listening.fileno():
+                        connection, _ = listening.accept()
+                        unidentified[connection.fileno()] = connection
+                        poll.register(connection, select.POLLIN)
+                    else:
+                        poll.unregister(descriptor)
+                        with unidentified.pop(descriptor) as connection:
+                            self._answer(connection)
+        finally:
+            for connection in unidentified.values():
+                connection.close()
+        if missing := self._missing():
+            peer = missing[0]
+            raise TransportError(
+                f"rank {self.rank}: rank {peer} on this host did not connect within {self.timeout_s:g} s. "
+                f"Look for the first error in the output of rank {peer}.",
+                peer,
+            )
+
+    def receive_replies(self) -> None:
+        """Receive the files of the peers of higher rank."""
+        for peer, connection in self._connections.items():
+            hello = self._receive(connection, f"rank {self.rank}: rank {peer}", peer)
+            self._keep(peer, hello.files, connection)
+            if hello.token != self.listener.token or len(hello.files) != self.expected[peer]:
+                raise TransportError(
+                    f"rank {self.rank}: wrong token from the process at rank {peer}'s address.", peer
+                )
+
+    def close_connections(self) -> None:
+        """Close the connections to the higher ranks."""
+        for connection in self._connections.values():
             connection.close()
-    return received
 
+    def _missing(self) -> list[int]:
+        """Return the peers of lower rank that have not connected."""
+        return sorted(peer for peer in self.files if peer < self.rank and peer not in self.received)
 
-def _connect(offer: ShmOffer, rank: int, peer: int, files: Sequence[int], deadline: float) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        connection.connect(offer.name)
-        if _credentials(connection)[1] != os.getuid():
-            raise TransportError(f"rank {rank}: rank {peer} runs as a different user.", peer)
-        socket.send_fds(connection, [_HELLO.pack(offer.token, rank)], list(files))
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    def _answer(self, connection: socket.socket) -> None:
+        """Exchange files with the process that connected, if it is a missing peer that sends the listener's token."""
+        try:
+            hello = self._receive(connection, "an unknown process", None)
+        except (OSError, TransportError):
+            return
+        is_trusted = secrets.compare_digest(hello.token, self.listener.token) and _is_same_user(connection)
+        peer = hello.rank
+        if is_trusted and peer in self._missing() and len(hello.files) == self.expected[peer]:
+            self._keep(peer, hello.files, connection)
+            self._send_files(connection, peer)
+        else:
+            for file in hello.files:
+                os.close(file)
 
+    def _send_files(self, connection: socket.socket, peer: int) -> None:
+        hello = _HELLO.pack(self.offers[peer].token, self.rank)
+        socket.send_fds(connection, [hello], list(self.files[peer]))
 
-def _accept(
-    listener: UnixListener,
-    rank: int,
-    offers: Mapping[int, ShmOffer],
-    files: Mapping[int, Sequence[int]],
-    expected: Mapping[int, int],
-    received: dict[int, PeerFiles],
-    deadline: float,
-) -> Iterable[int]:
-    """Accept the peers of lower rank and reject other processes. Returns the peers that did not connect."""
-    missing = {peer for peer in files if peer < rank}
-    accepted: dict[int, socket.socket] = {}
-    poll = select.poll()
-    poll.register(listener.socket, select.POLLIN)
-    try:
-        while missing and time.monotonic() < deadline:
-            for number, _ in poll.poll(max(1, int(1000 * (deadline - time.monotonic())))):
-                if number == listener.socket.fileno():
-                    connection, _ = listener.socket.accept()
-                    accepted[connection.fileno()] = connection
-                    poll.register(connection, select.POLLIN)
-                    continue
-                connection = accepted.pop(number)
-                poll.unregister(number)
-                with connection:
-                    peer = _identify(connection, listener, missing, expected, received, deadline)
-                    if peer is not None:
-                        missing.remove(peer)
-                        reply = _HELLO.pack(offers[peer].token, rank)
-                        socket.send_fds(connection, [reply], list(files[peer]))
-    finally:
-        for connection in accepted.values():
-            connection.close()
-    return sorted(missing)
+    def _receive(self, connection: socket.socket, sender: str, peer: int | None) -> _Hello:
+        """Return the message on a connection. ``sender`` and ``peer`` (None: unknown) are for the error."""
+        connection.settimeout(self._remaining_s())
+        data, files, _, _ = socket.recv_fds(connection, _HELLO.size + 1, _MAX_FILES, socket.MSG_CMSG_CLOEXEC)
+        if len(data) != _HELLO.size:
+            for file in files:
+                os.close(file)
+            raise TransportError(f"{sender} closed the connection during the shm handshake.", peer)
+        return _Hello(*_HELLO.unpack(data), files=files)
 
+    def _keep(self, peer: int, files: list[int], connection: socket.socket) -> None:
+        """Record the files of a peer, and open the watch on its process."""
+        self.received[peer] = PeerFiles(files, -1)
+        self.received[peer].watch = _open_exit_watch(connection)
 
-def _identify(
-    connection: socket.socket,
-    listener: UnixListener,
-    missing: set[int],
-    expected: Mapping[int, int],
-    received: dict[int, PeerFiles],
-    deadline: float,
-) -> int | None:
-    """Return the rank of the peer if it sent the token and is expected, else None."""
-    try:
-        token, peer, files = _receive(connection, deadline, "an unknown process", None)
-    except (OSError, TransportError):
-        return None
-    known = secrets.compare_digest(token, listener.token) and _credentials(connection)[1] == os.getuid()
-    if not known or peer not in missing or len(files) != expected[peer]:
-        for file in files:
-            os.close(file)
-        return None
-    received[peer] = PeerFiles(files, _watch(connection))
-    return peer
-
-
-def _receive(
-    connection: socket.socket, deadline: float, who: str, peer: int | None
-) -> tuple[bytes, int, list[int]]:
-    connection.settimeout(max(0.001, deadline - time.monotonic()))
-    data, files, _, _ = socket.recv_fds(connection, _HELLO.size + 1, _MAX_FILES, socket.MSG_CMSG_CLOEXEC)
-    if len(data) != _HELLO.size:
-        for file in files:
-            os.close(file)
-        raise TransportError(f"{who} closed the connection during the shm handshake.", peer)
-    token, rank = _HELLO.unpack(data)
-    return token, rank, files
+    def _remaining_s(self) -> float:
+        """Return the seconds until the deadline; at least 1 ms, because a time limit of 0 means non-blocking."""
+        return max(0.001, self._deadline - time.monotonic())
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Return (process ID, user ID, group ID) of the peer's process."""
     return _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
 
 
-def _watch(connection: socket.socket) -> int:
-    """Return a file descriptor that becomes readable when the peer's process exits.
+def _is_same_user(connection: socket.socket) -> bool:
+    return _credentials(connection)[1] == os.getuid()
 
-    This is a pidfd. If the process is not visible (another pid namespace, an old kernel), it is the connection, which a
-    forked child of the peer keeps open.
+
+def _open_exit_watch(connection: socket.socket) -> int:
+    """Return a new file descriptor that becomes readable when the peer's process exits. Raises OSError.
+
+    This is a pidfd. If the process is not visible (another pid namespace, an old kernel), it is a duplicate of the
+    connection, which a forked child of the peer keeps open.
     """
     process = _credentials(connection)[0]
     if process > 0 and hasattr(os, "pidfd_open"):

@@ -123,21 +123,11 @@ class TorchTransport:
         descriptors = wire.describe(
             tensors, tag=tag, seq=channel.seq, link_seq=link.sent, acknowledged=link.arrived
         )
-        needed = wire.frame_bytes(descriptors[0])
-        frames = [torch.empty(channel.frame_bytes, dtype=torch.uint8)]
-        if needed > channel.frame_bytes:
-            wire.seal(descriptors[0], frames[0])
-            frames.append(torch.empty(needed, dtype=torch.uint8))
-        wire.write(tensors, descriptors, frames[-1])
+        frames = _frames(tensors, descriptors, channel.frame_bytes)
         ticket = _SendTicket(self, peer, tag, link.sent, sum(map(len, frames)), [])
-        try:
-            for frame in frames:
-                work = dist.isend(frame, peer, group=self._group, tag=tag >> ITEM_BITS)
-                assert work is not None
-                ticket.transfers.append((work, frame))
-        except RuntimeError as error:
-            raise self._failure("send to", peer, tag, 0.0, self.timeout_s, error) from error
-        channel.frame_bytes, channel.seq = needed, channel.seq + 1
+        self._start_transfers(ticket, frames)
+        channel.frame_bytes = wire.frame_bytes(descriptors[0])
+        channel.seq += 1
         link.sent += 1
         link.unfinished[ticket.link_seq] = ticket
         link.unfinished_bytes += ticket.num_bytes
@@ -212,7 +202,18 @@ class TorchTransport:
             self._state.check()
             self._take_frame(channel, time.monotonic() + self.timeout_s)
 
+    def _start_transfers(self, ticket: _SendTicket, frames: Sequence[Tensor]) -> None:
+        """Start to send the frames of a message, and add them to its ticket. Raises TransportError."""
+        try:
+            for frame in frames:
+                work = dist.isend(frame, ticket.peer, group=self._group, tag=ticket.tag >> ITEM_BITS)
+                assert work is not None
+                ticket.transfers.append((work, frame))
+        except RuntimeError as error:
+            raise self._failure("send to", ticket.peer, ticket.tag, 0.0, self.timeout_s, error) from error
+
     def _post(self, channel: _Incoming, num_bytes: int) -> None:
+        """Request a frame of ``num_bytes`` from gloo, for the channel's first ticket. Raises TransportError."""
         frame = wire.blank_frame(num_bytes)
         try:
             work = dist.irecv(frame, channel.peer, group=self._group, tag=channel.number)
@@ -224,23 +225,13 @@ class TorchTransport:
 
     def _take_frame(self, channel: _Incoming, deadline: float) -> None:
         """Wait for the requested frame, then request the next frame of this message or the next one."""
-        assert channel.transfer is not None
-        work, frame = channel.transfer
+        frame = self._await_frame(channel, deadline)
         tag = channel.tickets[0].tag
-        start = time.monotonic()
-        try:
-            work.wait(wait_time(deadline))
-        except RuntimeError as error:
-            waited_s = time.monotonic() - start
-            raise self._failure(
-                "recv from", channel.peer, tag, waited_s, max(0.0, deadline - start), error
-            ) from error
         try:
             first = wire.read_seal(frame)
             self._check_order(channel, first, tag)
-            needed = wire.frame_bytes(first)
-            if needed > len(frame):
-                self._post(channel, needed)
+            if wire.frame_bytes(first) > len(frame):
+                self._post(channel, wire.frame_bytes(first))
                 return
             tensors = wire.read(first, frame)
         except wire.DescriptorError as error:
@@ -249,10 +240,25 @@ class TorchTransport:
         ticket = channel.tickets.popleft()
         ticket.tensors = tensors
         self._arrived[ticket] = None
-        channel.frame_bytes, channel.seq, channel.transfer = needed, channel.seq + 1, None
+        channel.frame_bytes = wire.frame_bytes(first)
+        channel.seq += 1
+        channel.transfer = None
         self._note_arrival(channel.peer, first)
         if channel.tickets:
             self._post(channel, channel.frame_bytes)
+
+    def _await_frame(self, channel: _Incoming, deadline: float) -> Tensor:
+        """Return the requested frame. Raises TransportError at the deadline or if the peer is gone."""
+        assert channel.transfer is not None
+        work, frame = channel.transfer
+        start = time.monotonic()
+        try:
+            work.wait(wait_time(deadline))
+        except RuntimeError as error:
+            waited_s, limit_s = time.monotonic() - start, max(0.0, deadline - start)
+            tag = channel.tickets[0].tag
+            raise self._failure("recv from", channel.peer, tag, waited_s, limit_s, error) from error
+        return frame
 
     def _check_order(self, channel: _Incoming, first: wire.Descriptor, tag: int) -> None:
         if first.tag != tag or first.seq != channel.seq:
@@ -285,3 +291,16 @@ class TorchTransport:
         failure = self._state.failure(f"{what}: {explain(error, peer, waited_s, limit_s)}")
         failure.peer = peer
         return failure
+
+
+def _frames(
+    tensors: Sequence[Tensor], descriptors: Sequence[wire.Descriptor], expected_bytes: int
+) -> list[Tensor]:
+    """Return the frames of a message: one of the expected size, and a second one if the message is larger."""
+    frames = [torch.empty(expected_bytes, dtype=torch.uint8)]
+    needed_bytes = wire.frame_bytes(descriptors[0])
+    if needed_bytes > expected_bytes:
+        wire.seal(descriptors[0], frames[0])
+        frames.append(torch.empty(needed_bytes, dtype=torch.uint8))
+    wire.write(tensors, descriptors, frames[-1])
+    return frames

@@ -132,7 +132,8 @@ class SplitTransport:
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _SendTicket:
         """Send the descriptors over gloo and the contents over the pair's communicator; see Transport.send."""
-        group = self._group(self._headers.rank, peer, peer, tag)
+        self._check(peer, tag)
+        group = self._group(self._headers.rank, peer)
         sequence = (self._headers.rank, peer, tag >> ITEM_BITS)
         descriptors = wire.describe(
             tensors, tag=tag, seq=self._seqs[sequence], link_seq=self._sent[peer], acknowledged=0
@@ -150,7 +151,8 @@ class SplitTransport:
 
     def recv(self, peer: int, tag: int) -> _RecvTicket:
         """Receive one more message from the peer; see Transport.recv."""
-        self._group(peer, self._headers.rank, peer, tag)
+        self._check(peer, tag)
+        self._group(peer, self._headers.rank)  # raises if there is none
         header_tag = make_tag(SPLIT_HEADERS, self._requested[peer])
         self._awaited_headers[peer].append(self._headers.recv(peer, header_tag))
         self._requested[peer] += 1
@@ -218,11 +220,22 @@ class SplitTransport:
             self.take_headers(peer)
 
     def _take_message(self, peer: int, header: Tensor) -> None:
+        """Start the receive of the contents that ``header`` describes, and assign them. Raises TransportError."""
         try:
             descriptors = wire.unpack_all(header)
+            first = descriptors[0]
+            self._count_message(peer, first)
+            transfer = self._start_receive(peer, first) if first.body_bytes else None
+            body = (
+                torch.empty(0, dtype=torch.uint8, device=self._device) if transfer is None else transfer.body
+            )
+            tensors = wire.view(descriptors, body)
         except wire.DescriptorError as error:
             raise TransportError(f"rank {self._headers.rank}: recv from rank {peer}: {error}") from error
-        first = descriptors[0]
+        self._assign(peer, first.tag, tensors, transfer)
+
+    def _count_message(self, peer: int, first: wire.Descriptor) -> None:
+        """Count a message of the peer. Raises TransportError if it is not the channel's next one."""
         sequence = (peer, self._headers.rank, first.tag >> ITEM_BITS)
         if first.seq != self._seqs[sequence]:
             raise TransportError(
@@ -230,29 +243,30 @@ class SplitTransport:
                 f"{self._seqs[sequence]} of the channel (got message {first.seq})."
             )
         self._seqs[sequence] += 1
-        transfer, body = None, torch.empty(0, dtype=torch.uint8, device=self._device)
-        if first.body_bytes:
-            group = self._group(peer, self._headers.rank, peer, first.tag)
-            transfer = self.transfers.recv(first.body_bytes, peer, first.tag, group)
-            body = transfer.body
-        try:
-            tensors = wire.view(descriptors, body)
-        except wire.DescriptorError as error:
-            raise TransportError(f"rank {self._headers.rank}: recv from rank {peer}: {error}") from error
-        self._assign(peer, first.tag, tensors, transfer)
+
+    def _start_receive(self, peer: int, first: wire.Descriptor) -> Transfer:
+        self._check(peer, first.tag)
+        group = self._group(peer, self._headers.rank)
+        return self.transfers.recv(first.body_bytes, peer, first.tag, group)
 
     def _assign(self, peer: int, tag: int, tensors: tuple[Tensor, ...], transfer: Transfer | None) -> None:
+        """Give the contents to the oldest ticket for ``tag``, or keep them for the next recv()."""
         tickets = self._tickets[peer, tag]
         if not tickets:
             self._early[peer, tag].append((tensors, transfer))
             return
         ticket = tickets.popleft()
-        ticket.tensors, ticket.transfer = tensors, transfer
+        ticket.tensors = tensors
+        ticket.transfer = transfer
         self._arrived[ticket] = None
 
-    def _group(self, source: int, destination: int, peer: int, tag: int) -> dist.ProcessGroup:
+    def _check(self, peer: int, tag: int) -> None:
+        """Raise TransportError after a failure or for an invalid peer or tag."""
         self._state.check()
         check_address(self._headers.rank, self._headers.world_size, peer, tag)
+
+    def _group(self, source: int, destination: int) -> dist.ProcessGroup:
+        """Return the communicator of a directed pair. Raises TransportError if the pair has none."""
         if (source, destination) not in self._groups:
             raise TransportError(
                 f"rank {self._headers.rank}: no communicator from rank {source} to rank {destination}. "

@@ -127,6 +127,7 @@ def nearest_train_sizes(train: int, per_micro_batch: int, supports: Supports) ->
 
 
 def _batch_size(config: Mapping[str, Any], key: str, name: str) -> int | None:
+    """Return a batch size of the JSON; None if it is not set. ``name`` is for the ConfigError."""
     value = config.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ConfigError(f"{name}: must be a positive integer (got {value!r}).")

@@ -81,7 +81,7 @@ def check_deepspeed(
         scheduler: False if the caller passes a scheduler, which replaces the section.
     """
     config = fp32_sums_of_bf16(half_through_zero(config))
-    parsed = _made(_read, config)
+    parsed = _convert(_read, config)
     for key in unknown_keys(config):
         if near := difflib.get_close_matches(key.lower(), _top_level_keys(), n=1, cutoff=RESEMBLES):
             raise ConfigError(f"{key}: unknown key (got {config[key]!r}). Did you mean {near[0]}?")
@@ -96,10 +96,10 @@ def unknown_keys(config: Mapping[str, Any]) -> list[str]:
     return [key for key in config if key not in _top_level_keys() | {"ds_ext"}]
 
 
-def _made(
+def _convert(
     make: Make, values: Mapping[str, Any], section: str = "", flags: Mapping[str, str] | None = None
 ) -> Any:
-    """Return ``make(given)``. An error becomes a ConfigError with the key that causes it by itself."""
+    """Return ``make(values)``. An error becomes a ConfigError with the key that causes it by itself."""
     result, error = _attempt(make, values)
     if error is None:
         return result
@@ -107,24 +107,30 @@ def _made(
     causes = (key for key in values if str(_attempt(make, {key: values[key]})[1]) == str(error))
     key = "" if without_keys else next(causes, "")
     path, problem, fix = [section, key], str(error).strip(" ."), "Correct or remove it."
-    got = values.get(key, values)
+    value = values.get(key, values)
     if isinstance(error, ValidationError):
         first = error.errors()[0]
-        problem, got = first["msg"].removeprefix("Value error, "), first["input"]
+        problem = first["msg"].removeprefix("Value error, ")
+        value = first["input"]
         places = [str(place) for place in first["loc"]]
         path = places if places and key in ("", places[0]) else [key, *places]
         if first["type"] == "extra_forbidden":
-            models = _models(DeepSpeedConfigModel)
-            own = [model for model in models if model.__name__ == error.title and len(places) == 1]
-            fields = {field for model in own or models for field in model.model_fields}
-            problem, fix = "unknown key", _suggestion(places[-1], fields)
+            problem = "unknown key"
+            fix = _suggestion(places[-1], _known_fields(error.title if len(places) == 1 else None))
     name = ".".join(filter(None, path)) or "DeepSpeed's keys"
     name = (flags or {}).get(name, "").partition(" ")[0] or name
-    raise ConfigError(f"{name}: {problem} (got {reprlib.repr(got)}). {fix}")
+    raise ConfigError(f"{name}: {problem} (got {reprlib.repr(value)}). {fix}")
+
+
+def _known_fields(title: str | None) -> set[str]:
+    """Return the fields of DeepSpeed's section with the class name ``title``; of all sections if there is none."""
+    models = _models(DeepSpeedConfigModel)
+    matches = [model for model in models if model.__name__ == title]
+    return {field for model in matches or models for field in model.model_fields}
 
 
 def _attempt(make: Make, values: Mapping[str, Any]) -> tuple[Any, Exception | None]:
-    """Return the result or the error of ``make(given)``, without warnings, because the engine repeats them."""
+    """Return the result or the error of ``make(values)``, without warnings, because the engine repeats them."""
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -138,11 +144,16 @@ def _attempt(make: Make, values: Mapping[str, Any]) -> tuple[Any, Exception | No
 
 def _read(config: Mapping[str, Any]) -> Any:
     """Return DeepSpeed's reading of the JSON for a batch of one sample; batch sizes are checked elsewhere."""
-    one = {"train_batch_size": None, "gradient_accumulation_steps": None, "train_micro_batch_size_per_gpu": 1}
-    return DeepSpeedConfig(copy.deepcopy({**config, **one}))
+    sizes = {
+        "train_batch_size": None,
+        "gradient_accumulation_steps": None,
+        "train_micro_batch_size_per_gpu": 1,
+    }
+    return DeepSpeedConfig(copy.deepcopy({**config, **sizes}))
 
 
 def _models(base: type[Any]) -> list[type[Any]]:
+    """Return all direct and indirect subclasses."""
     return [model for model_class in base.__subclasses__() for model in (model_class, *_models(model_class))]
 
 
@@ -157,22 +168,22 @@ def _suggestion(key: str, known: Iterable[str]) -> str:
 @functools.cache
 def _top_level_keys() -> set[str]:
     """Return the keys that DeepSpeedConfig looks for in a JSON."""
-    asked: set[str] = set()
+    keys: set[str] = set()
 
     class Recorder(dict[str, Any]):
         def get(self, key: str, default: Any = None) -> Any:
-            asked.add(key)
+            keys.add(key)
             return super().get(key, default)
 
         def __contains__(self, key: Any) -> bool:
-            asked.add(key)
+            keys.add(key)
             return super().__contains__(key)
 
         def keys(self) -> Any:
             return self
 
     _attempt(DeepSpeedConfig, Recorder(train_micro_batch_size_per_gpu=1))
-    return asked
+    return keys
 
 
 def _classes(module: ModuleType, base: type) -> dict[str, type[Any]]:
@@ -183,39 +194,31 @@ def _classes(module: ModuleType, base: type) -> dict[str, type[Any]]:
 def _arguments(class_: type[Any]) -> dict[str, Any]:
     """Return the arguments that a JSON may set, except the first, with their defaults."""
     later = [*inspect.signature(class_.__init__).parameters.values()][2:]
-    return {one.name: one.default for one in later if one.name not in _NOT_OF_THE_JSON}
+    return {entry.name: entry.default for entry in later if entry.name not in _NOT_OF_THE_JSON}
 
 
 def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str, str]) -> None:
-    name, params = parsed.optimizer_name, parsed.optimizer_params or {}
-    classes, offload = _classes(torch.optim, torch.optim.Optimizer), parsed.zero_config.offload_optimizer
-    adam = name in ("adam", "adamw")
-    if adam and params.get("torch_adam"):
-        decoupled = name == "adamw" or params.get("adam_w_mode", True)
-        optimizer_class = torch.optim.AdamW if decoupled else torch.optim.Adam
-    elif name in _CLASSES:
-        optimizer_class = _CLASSES[name][offload is not None and offload.device in ("cpu", "nvme")]
-    elif name in classes and name not in _NOT_IN_A_PIPELINE:
-        optimizer_class = classes[name]
-    elif name == "muon" or (name in DEEPSPEED_OPTIMIZERS and importlib.util.find_spec("mup")):
-        return  # their parameters depend on tags in the model
-    else:
-        known = [one for one in [*_CLASSES, "muon", *classes] if one not in _NOT_IN_A_PIPELINE]
-        fix = "Install the package mup." if name in DEEPSPEED_OPTIMIZERS else _suggestion(name, known)
-        raise ConfigError(f"optimizer.type: cannot be used (got {name!r}). {fix}")
-    tested = optimizer_class in ZERO_SUPPORTED_OPTIMIZERS or parsed.zero_allow_untested_optimizer
-    if parsed.zero_enabled and not tested:
+    """Raise ConfigError for an optimizer that cannot be used, and for parameters that its class does not accept."""
+    name = parsed.optimizer_name
+    params = parsed.optimizer_params or {}
+    is_adam = name in ("adam", "adamw")
+    optimizer_class = _optimizer_class(parsed)
+    if optimizer_class is None:
+        return
+    is_tested = optimizer_class in ZERO_SUPPORTED_OPTIMIZERS or parsed.zero_allow_untested_optimizer
+    if parsed.zero_enabled and not is_tested:
         raise ConfigError(
             f"optimizer.type: not tested with ZeRO by DeepSpeed (got {section['type']!r}). Add "
             f'"zero_allow_untested_optimizer": true, or use AdamW.'
         )
     if params.get("amsgrad") and optimizer_class in _WITHOUT_AMSGRAD:
-        fix = 'Remove it, or add "torch_adam": true.' if adam else "Remove it."
+        fix = 'Remove it, or add "torch_adam": true.' if is_adam else "Remove it."
         raise ConfigError(
             f"optimizer.params.amsgrad: not supported by {optimizer_class.__name__} (got {params['amsgrad']!r}). {fix}"
         )
     # DeepSpeed's classes do not check values, so AdamW's rules apply.
-    rules = optimizer_class if optimizer_class in classes.values() else torch.optim.AdamW
+    is_torch_class = optimizer_class in _classes(torch.optim, torch.optim.Optimizer).values()
+    rules = optimizer_class if is_torch_class else torch.optim.AdamW
     defaults = _arguments(rules)
 
     def check(params: Mapping[str, Any]) -> None:
@@ -230,25 +233,54 @@ def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str
                 raise
 
     _check_params(
-        "optimizer", section, {*_arguments(optimizer_class), *(_ADAM_SWITCHES if adam else ())}, check, flags
+        "optimizer",
+        section,
+        {*_arguments(optimizer_class), *(_ADAM_SWITCHES if is_adam else ())},
+        check,
+        flags,
     )
 
 
+def _optimizer_class(parsed: Any) -> type[Any] | None:
+    """Return the class that DeepSpeed chooses; None if its parameters depend on tags in the model.
+
+    Raises ConfigError if the optimizer cannot be used.
+    """
+    name, params = parsed.optimizer_name, parsed.optimizer_params or {}
+    offload = parsed.zero_config.offload_optimizer
+    torch_classes = _classes(torch.optim, torch.optim.Optimizer)
+    if name in ("adam", "adamw") and params.get("torch_adam"):
+        decoupled = name == "adamw" or params.get("adam_w_mode", True)
+        return torch.optim.AdamW if decoupled else torch.optim.Adam
+    if name in _CLASSES:
+        return _CLASSES[name][offload is not None and offload.device in ("cpu", "nvme")]
+    if name in torch_classes and name not in _NOT_IN_A_PIPELINE:
+        return torch_classes[name]
+    if name == "muon" or (name in DEEPSPEED_OPTIMIZERS and importlib.util.find_spec("mup")):
+        return None
+    known = [entry for entry in [*_CLASSES, "muon", *torch_classes] if entry not in _NOT_IN_A_PIPELINE]
+    fix = "Install the package mup." if name in DEEPSPEED_OPTIMIZERS else _suggestion(name, known)
+    raise ConfigError(f"optimizer.type: cannot be used (got {name!r}). {fix}")
+
+
 def _check_scheduler(parsed: Any, section: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a scheduler that the engine cannot drive, and for parameters that it does not accept."""
     name = str(parsed.scheduler_name)
-    own = {valid: getattr(lr_schedules, valid) for valid in lr_schedules.VALID_LR_SCHEDULES}
-    own["MegatronLR"] = MegatronLR
-    classes = _classes(lr_scheduler, lr_scheduler.LRScheduler) | own
+    deepspeed_classes = {valid: getattr(lr_schedules, valid) for valid in lr_schedules.VALID_LR_SCHEDULES}
+    deepspeed_classes["MegatronLR"] = MegatronLR
+    classes = _classes(lr_scheduler, lr_scheduler.LRScheduler) | deepspeed_classes
     if name not in classes:
         raise ConfigError(f"scheduler.type: unknown (got {name!r}). {_suggestion(name, classes)}")
-    wrapped = parsed.zero_enabled or parsed.float16_config.enabled or parsed.bfloat16_config.enabled
-    if wrapped and name not in own:
+    is_wrapped = parsed.zero_enabled or parsed.float16_config.enabled or parsed.bfloat16_config.enabled
+    if is_wrapped and name not in deepspeed_classes:
         raise ConfigError(
             f"scheduler.type: torch's schedulers cannot drive the optimizers that DeepSpeed makes for ZeRO, bf16 and "
-            f"fp16 (got {name!r}). Use one of {', '.join(own)}."
+            f"fp16 (got {name!r}). Use one of {', '.join(deepspeed_classes)}."
         )
     step_of_none = functools.partial(classes[name].step, None)
-    require_plain_step("scheduler.type", repr(name), step_of_none, f"Use one of {', '.join(own)}.")
+    require_plain_step(
+        "scheduler.type", repr(name), step_of_none, f"Use one of {', '.join(deepspeed_classes)}."
+    )
     if section.get("params") is None:
         raise ConfigError('scheduler.params: missing (got null). Add "params": {...}.')
 
@@ -281,4 +313,4 @@ def _check_params(
         if key in known or difflib.get_close_matches(key, ["params"], cutoff=0.7):
             problem = f'has no effect outside "params" (got {section[key]!r})'
             raise ConfigError(f"{what}.{key}: {problem}. Move it into {what}.params.")
-    _made(make, params, f"{what}.params", flags)
+    _convert(make, params, f"{what}.params", flags)

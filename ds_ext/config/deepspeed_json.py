@@ -194,9 +194,10 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
     DeepSpeed's default is bf16. Over 1,000 micro-batches, most of the sum would be lost to rounding, and results would
     depend on the sizes of the job.
     """
-    settings, types, zero = dict(config), config.get("data_types") or {}, config.get("zero_optimization")
+    settings = dict(config)
     if precision(config) != "bf16":
         return settings
+    types, zero = config.get("data_types") or {}, config.get("zero_optimization")
     if settings.get("communication_data_type") is None:
         settings["communication_data_type"] = "fp32"
     is_set = not isinstance(types, Mapping) or types.get("grad_accum_dtype") is not None
@@ -211,9 +212,9 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
 def zero_stage(config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage; from stage 1 on, optimizer states are sharded over the data-parallel ranks."""
     zero = config.get("zero_optimization")
-    return int(
-        zero.get("stage", 0) if isinstance(zero, Mapping) else zero or 0
-    )  # true is an old form of stage 1
+    if isinstance(zero, Mapping):
+        return int(zero.get("stage", 0))
+    return int(zero or 0)  # true is an old form of stage 1
 
 
 def reduce_bucket_size(config: Mapping[str, Any]) -> int:
@@ -253,6 +254,7 @@ def _is_enabled(config: Mapping[str, Any], name: str) -> bool:
 
 
 def _value(config: Any, path: str, default: Any) -> Any:
+    """Return the value at a dotted path; ``default`` if it is not set."""
     for key in path.split("."):
         if not isinstance(config, Mapping) or key not in config:
             return default

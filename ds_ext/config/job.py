@@ -72,10 +72,9 @@ def named_schedule(name: str) -> Schedule:
     try:
         return schedule_of_file(name) if is_timetable_file(name) else get_schedule(name)
     except ScheduleError as error:
-        also = (
-            "" if is_timetable_file(name) else ' A job also accepts "auto" or the path to a timetable file.'
-        )
-        raise ConfigError(f"{error}{also}") from None
+        is_file = is_timetable_file(name)
+        hint = "" if is_file else ' A job also accepts "auto" or the path to a timetable file.'
+        raise ConfigError(f"{error}{hint}") from None
 
 
 @dataclass(frozen=True)
@@ -116,15 +115,16 @@ def require_section(job: JobConfig) -> None:
 
 def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
     """Read and validate a DeepSpeed JSON (path, dict, or the JSON in base64, as in DeepSpeed). Raises ConfigError."""
-    decoded = source if isinstance(source, Mapping) else _decoded(str(source))
-    path = None if decoded is not None else str(source)
-    config = _read(Path(str(source))) if decoded is None else dict(decoded)
+    path = None
+    config = dict(source) if isinstance(source, Mapping) else _decode(str(source))
+    if config is None:
+        path = str(source)
+        config = _read(Path(path))
     section = config.get("ds_ext", {})
     if not isinstance(section, Mapping):
         raise ConfigError(f'ds_ext: must be an object such as {{"schedule": "bitpipe"}} (got {section!r}).')
     check_deepspeed_keys(config, set(_keys(DsExtConfig)) - {"train"})
-    settings = parse_section(section)
-    return JobConfig(config, settings, path)
+    return JobConfig(config, parse_section(section), path)
 
 
 def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
@@ -138,19 +138,20 @@ def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
     return valid
 
 
-def _decoded(text: str) -> dict[str, Any] | None:
+def _decode(text: str) -> dict[str, Any] | None:
     """Return the object of a JSON in base64; None for other text."""
     try:
-        decoded = base64.b64decode(text, altchars=b"-_", validate=True).decode()
+        json_text = base64.b64decode(text, altchars=b"-_", validate=True).decode()
     except (binascii.Error, ValueError):
         return None
-    if not decoded.lstrip().startswith("{"):  # the name of a file may be valid base64
+    if not json_text.lstrip().startswith("{"):  # the name of a file may be valid base64
         return None
-    value = parse_json(decoded, "the JSON in base64")
+    value = parse_json(json_text, "the JSON in base64")
     return value if isinstance(value, dict) else None
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ConfigError."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -164,6 +165,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _explain(error: ValidationError) -> str:
+    """Return the first problem as an error for users."""
     first = error.errors()[0]
     *outer, last = map(str, first["loc"])
     key = ".".join(("ds_ext", *outer, last))
@@ -177,7 +179,7 @@ def _explain(error: ValidationError) -> str:
         problem = "must be an object"
     elif first["type"] == "string_pattern_mismatch":
         problem = 'must be like "10:20", "100:" or ":50"'
-    return f"{key}: {problem} (got {_as_json(first['input'])}).{_default(outer, last)}"
+    return f"{key}: {problem} (got {_as_json(first['input'])}).{_default_sentence(outer, last)}"
 
 
 def _as_json(value: Any) -> str:
@@ -185,7 +187,7 @@ def _as_json(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
 
 
-def _default(outer: Sequence[str], key: str) -> str:
+def _default_sentence(outer: Sequence[str], key: str) -> str:
     """Return a sentence with the default of a key; empty if there is none to show."""
     try:
         value = getattr(functools.reduce(getattr, outer, DsExtConfig()), key)

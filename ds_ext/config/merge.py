@@ -16,7 +16,7 @@ from .job import DsExtConfig, JobConfig, parse_section
 
 _FLAG = "--deepspeed_config"
 # Keys of the section that decide which layers a rank builds, and how.
-_OF_STAGES = (
+_STAGE_KEYS = (
     *("schedule", "schedule_options", "import", "fbd"),
     *("pipeline_parallel_size", "tensor_parallel_size", "sequence_parallel", "rank_order"),
 )
@@ -28,11 +28,12 @@ def command_line_json(words: Iterable[str] | None = None) -> str | None:
     Args:
         words: command line; None: that of this process.
     """
-    value, words = None, iter(sys.argv[1:] if words is None else words)
-    for word in words:
-        flag, equals, after = word.partition("=")
+    value = None
+    remaining = iter(sys.argv[1:] if words is None else words)
+    for word in remaining:
+        flag, equals, text = word.partition("=")
         if flag == _FLAG:
-            value = after if equals else next(words, None)
+            value = text if equals else next(remaining, None)
     return value
 
 
@@ -73,31 +74,32 @@ def merge(module: JobConfig, job: JobConfig) -> JobConfig:
     Raises:
         ConfigError: the two set a key to different values, or the JSON sets a key that the module's stages depend on.
     """
-    ours, theirs = dict(module.deepspeed.get("ds_ext", {})), dict(job.deepspeed.get("ds_ext", {}))
+    module_section = dict(module.deepspeed.get("ds_ext", {}))
+    job_section = dict(job.deepspeed.get("ds_ext", {}))
     names = {field.alias or name: name for name, field in DsExtConfig.model_fields.items()}
-    for key, value in theirs.items():
+    for key, value in job_section.items():
         if key == "train":
             continue
-        if key in ours and ours[key] != value:
-            raise _contradiction(f"ds_ext.{key}", ours[key], value)
-        built = getattr(module.ds_ext, names[key])
-        if key in _OF_STAGES and getattr(job.ds_ext, names[key]) != built:
+        if key in module_section and module_section[key] != value:
+            raise _contradiction(f"ds_ext.{key}", module_section[key], value)
+        stage_value = getattr(module.ds_ext, names[key])
+        if key in _STAGE_KEYS and getattr(job.ds_ext, names[key]) != stage_value:
             raise ConfigError(
-                f"ds_ext.{key}: PipelineModule built its stages for {built!r}, the default (got {value!r} in the JSON "
-                f"of initialize()). Pass this JSON to PipelineModule too: PipelineModule(layers, config, ...), or "
+                f"ds_ext.{key}: PipelineModule built its stages for {stage_value!r}, the default (got {value!r} in the "
+                f"JSON of initialize()). Pass this JSON to PipelineModule too: PipelineModule(layers, config, ...), or "
                 f"start the script with {_FLAG}."
             )
     top = {key: value for key, value in job.deepspeed.items() if key != "ds_ext"}
     for key, value in top.items():
         if key in module.deepspeed and module.deepspeed[key] != value:
             raise _contradiction(key, module.deepspeed[key], value)
-    section: Mapping[str, Any] = {**theirs, **ours}
+    section: Mapping[str, Any] = {**job_section, **module_section}
     merged = {**top, **module.deepspeed, "ds_ext": section}
     return replace(module, deepspeed=merged, ds_ext=parse_section(section), path=module.path or job.path)
 
 
-def _contradiction(key: str, ours: Any, theirs: Any) -> ConfigError:
+def _contradiction(key: str, module_value: Any, value: Any) -> ConfigError:
     return ConfigError(
-        f"{key}: PipelineModule and initialize() must get the same value (got {ours!r} and {theirs!r}). Use one value, "
-        f"or set it in one place."
+        f"{key}: PipelineModule and initialize() must get the same value (got {module_value!r} and {value!r}). Use "
+        f"one value, or set it in one place."
     )

@@ -25,7 +25,7 @@ def require_plain_step(key: str, name: str, step: Callable[..., Any], fix: str) 
     """
     arguments = inspect.signature(step).parameters.values()
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [one.name for one in arguments if one.default is one.empty and one.kind not in starred]
+    required = [a.name for a in arguments if a.default is a.empty and a.kind not in starred]
     if required:
         raise ConfigError(
             f"{key}: the engine calls step() without arguments, and has no metrics in a step (got {name}, whose step() "

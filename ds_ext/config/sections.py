@@ -91,13 +91,13 @@ class TraceOptions(Section):
     def window(self) -> tuple[int, float]:
         """Return the first and the last traced step, counted from 1. Raises ConfigError for an empty range."""
         first, _, last = (self.steps or ":").partition(":")
-        window = int(first or 1), float(last or "inf")
-        if not 1 <= window[0] <= window[1]:
+        first_step, last_step = int(first or 1), float(last or "inf")
+        if not 1 <= first_step <= last_step:
             raise ConfigError(
                 f'ds_ext.trace.steps: empty range of steps (got {self.steps!r}). Steps count from 1; "10:20" traces '
                 "steps 10 to 20."
             )
-        return window
+        return first_step, last_step
 
     def check(self) -> None:
         """Raise ConfigError for an empty range, or for ``steps`` without ``dir``; a null ``dir`` disables tracing."""

@@ -349,7 +349,7 @@ class StepData:
         self.last_stage = timetable.placement.stages - 1
         self._uses = Counter(micro_batch for _, micro_batch in self.loads)
         self._batches: dict[int, tuple[Any, Any]] = {}  # fetched, and still needed by a stage
-        compared = (micro_batches[step % len(micro_batches)] for micro_batches in timetable.of_pipes)
+        compared = (ids[step % len(ids)] for ids in timetable.micro_batches_by_pipe)
         self._checksums: dict[int, tuple[float, float]] = dict.fromkeys(compared, (_NOT_READ, _NOT_READ))
 
     def get(self, micro_batch: int) -> tuple[Any, Any]:

@@ -45,7 +45,7 @@ from ..launch import slurm
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.launcher import require_restarts, set_single_rank
 from ..launch.process import has_logging, print_stacks_on_signal, set_up_logging
-from ..launch.roll_call import Facts, RollCall, compare, meet, one_refusal
+from ..launch.roll_call import Facts, RollCall, compare, make_early_roll_call, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from .deepspeed_api.device import select_device
 from .deepspeed_api.names import require_names
@@ -112,9 +112,9 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
         watch_start()
         try:
             # Rank 0 may serve the store. Keep the roll call until the process group shares the store.
-            call = meet(rank(), world_size(), timeout_s)
+            call = make_early_roll_call(rank(), world_size(), timeout_s)
             if call is not None:
-                call.answer({**code_facts(), **(facts or {})}, timeout_s)
+                call.require_same({**code_facts(), **(facts or {})}, timeout_s)
                 if agent_serves_store():
                     _join(call, timedelta(seconds=timeout_s))
             deepspeed.init_distributed(
@@ -232,7 +232,7 @@ def initialize(
             **setting_facts(job.ds_ext.model_dump(exclude={"train"}), "ds_ext."),
             **optimizer_facts(optimizer),
         },
-        of_replicas={
+        replica_facts={
             **stage_facts(model, getattr(optimizer, "param_groups", model_parameters) or []),
             **data,
         },

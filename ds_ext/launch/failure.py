@@ -132,11 +132,7 @@ def _report_refusal(error: ConfigError) -> None:
     """Report a rejected job. All ranks have the error, or rank 0 reports it for a rank on another host."""
     text = f"error: {error}" if rank() == 0 else f"rank {rank()}: error: {error}"
     if _alone_before_joining(error):
-        if rank() == 0:
-            _report_cause(text)
-        reported = stop_other_hosts(rank(), world_size(), str(error), REFUSED)
-        if rank() != 0:
-            _wait_for_reporter() if reported else _report_cause(text)
+        _report_refusal_before_joining(error, text)
         return
     if error.reported_by is None:
         _claim(f"rank {rank()} failed: {_headline(error)}")
@@ -145,12 +141,26 @@ def _report_refusal(error: ConfigError) -> None:
     _report_cause(text)
 
 
+def _report_refusal_before_joining(error: ConfigError, text: str) -> None:
+    """Stop the ranks on other hosts. Rank 0 prints ``text``; another rank does so only if rank 0 cannot report it."""
+    if rank() == 0:
+        _report_cause(text)
+    reported = stop_other_hosts(rank(), world_size(), str(error), REFUSED)
+    if rank() == 0:
+        return
+    if reported:
+        _wait_for_reporter()
+    else:
+        _report_cause(text)
+
+
 def _alone_before_joining(error: BaseException) -> bool:
     """Return whether this rank has not joined yet, so that ranks on other hosts may be waiting for it."""
     return getattr(error, "reported_by", None) is None and not _joined() and spans_hosts()
 
 
 def _report_own(error: BaseException) -> None:
+    """Report an error of this rank itself: in full if it is the first failure of the job, else in one line."""
     if _alone_before_joining(error):
         # Ranks on a host usually have the same error: the first one reports it, and the launcher ends the others.
         stop_other_hosts(rank(), world_size(), _headline(error), FAILED)
@@ -175,13 +185,12 @@ def _report_lost_peer(error: BaseException, ending: Ending) -> None:
     Ranks that wait for each other all reach their time limit. The silent rank is the one that does not report this.
     """
     peer: int | None = getattr(error, "peer", None)
-    notes = getattr(error, "__notes__", [])
-    own = _headline(error).replace(f"TransportError: rank {rank()}: ", "TransportError: ")
+    headline = _headline(error).replace(f"TransportError: rank {rank()}: ", "TransportError: ")
     if peer is None:
-        own = f"TransportError: in a collective of several ranks: {own}"
+        headline = f"TransportError: in a collective of several ranks: {headline}"
 
     def text() -> str:
-        return f"rank {rank()} stopped: {ending.find_lost()}{own}"
+        return f"rank {rank()} stopped: {ending.find_lost()}{headline}"
 
     # A connection is lost before its process exits, and the launcher may end this rank at any time from now on.
     ending.text = text
@@ -195,17 +204,22 @@ def _report_lost_peer(error: BaseException, ending: Ending) -> None:
         if silent and peer not in silent:
             time.sleep(CLAIM_DELAY_S)
         if silent:
-            timeout = isinstance(error, TransportTimeout) or any(
-                sign in own.lower() for sign in _TIMEOUT_SIGNS
-            )
-            many = len(silent) > 1
-            problem = "did not answer" if timeout else "are gone" if many else "is gone"
-            ranks = f"rank{'s' * many} {', '.join(map(str, silent))}"
-            line = f"rank {rank()} stopped: {ranks} {problem}. {own}"
+            line = f"rank {rank()} stopped: {_silence(silent, _is_timeout(error, headline))}. {headline}"
         first = _claim(line)
-    _report_loss(line, notes, first, ending)
+    _report_loss(line, getattr(error, "__notes__", []), first, ending)
     ending.text = None
     _serve_store()
+
+
+def _is_timeout(error: BaseException, headline: str) -> bool:
+    return isinstance(error, TransportTimeout) or any(sign in headline.lower() for sign in _TIMEOUT_SIGNS)
+
+
+def _silence(ranks: list[int], is_timeout: bool) -> str:
+    """Return a report of silent ranks, such as ``ranks 1, 2 are gone``."""
+    many = len(ranks) > 1
+    problem = "did not answer" if is_timeout else "are gone" if many else "is gone"
+    return f"rank{'s' * many} {', '.join(map(str, ranks))} {problem}"
 
 
 def report_loss_at_once(ending: Ending, lost: str) -> None:
@@ -240,6 +254,7 @@ def _report_loss(line: str, notes: list[str], first: str | None, ending: Ending)
 
 
 def _say_loss(line: str, notes: list[str], first: str | None, ending: Ending) -> None:
+    """Print what :func:`_report_loss` describes; the arguments are the same."""
     if first == "" or (first is None and ending.reports_alone()):
         _report_cause("\n".join([line, *notes]))
     elif first and local_rank() == 0:
@@ -271,14 +286,16 @@ def hosts_lost() -> str:
 def ended_or_stopped(neighbours: dict[int, int]) -> str:
     """Return a report of exited and stopped ranks on this host; empty if all are running."""
     reports = []
-    for other, process in sorted(neighbours.items()):
-        if other == rank():  # its entry is its wrapper, if it has one
+    for neighbour, process in sorted(neighbours.items()):
+        if neighbour == rank():  # its entry is its wrapper, if it has one
             continue
         state = process_state(process)[0]
         if state in ("Z", "X", ""):
-            reports.append(f"rank {other} exited")
+            reports.append(f"rank {neighbour} exited")
         elif state in ("T", "t"):
-            reports.append(f"rank {other} did not answer: its process {process} has been stopped by a signal")
+            reports.append(
+                f"rank {neighbour} did not answer: its process {process} has been stopped by a signal"
+            )
     return "; ".join(reports) + ". " if reports else ""
 
 
@@ -302,7 +319,8 @@ def _wait_for_cause(ending: Ending) -> str | None:
 
 def _silent_ranks() -> list[int]:
     """Return the ranks that others wait for and that report no lost peer themselves; empty if unknown."""
-    keys = {other: f"{_LOST}{other}" for other in range(world_size())}
+    keys = {number: f"{_LOST}{number}" for number in range(world_size())}
+    # Rank that reports a lost peer -> the peer; empty in a collective.
     peers = _ask_store(lambda s: {r: s.get(key).decode() for r, key in keys.items() if s.check([key])})
     if peers is _NO_ANSWER:
         return []
@@ -320,6 +338,10 @@ def _claim(text: str) -> str | None:
 
 
 def _ask_store(question: Callable[[Any], Any]) -> Any:
+    """Return ``question(store)``; _NO_ANSWER before ranks join, for a silent host, after an error or after 2 s.
+
+    A thread asks, because a store in a lost rank may block without a time limit.
+    """
     address = store_address()
     if address is None or not _joined() or store_is_silent():
         return _NO_ANSWER
@@ -376,8 +398,10 @@ def lost_peer(error: BaseException) -> bool:
     if isinstance(error, TransportError):
         return error.peer is not None
     text = str(error).lower()
-    of_torch = type(error).__name__ in _TORCH_ERRORS or (isinstance(error, RuntimeError) and "gloo" in text)
-    return of_torch and _joined() and any(sign in text for sign in _LOST_SIGNS)
+    is_torch_error = type(error).__name__ in _TORCH_ERRORS or (
+        isinstance(error, RuntimeError) and "gloo" in text
+    )
+    return is_torch_error and _joined() and any(sign in text for sign in _LOST_SIGNS)
 
 
 def first_line(error: BaseException) -> str:

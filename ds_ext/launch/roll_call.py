@@ -53,33 +53,33 @@ class RollCall:
         number = store.add(f"ds_ext/roll_calls/{rank}", 1)
         self._store = PrefixStore(f"ds_ext/roll_call/{number}", store)
 
-    def answer(self, facts: Facts, timeout_s: float, of_replicas: Facts | None = None) -> None:
+    def require_same(self, facts: Facts, timeout_s: float, replica_facts: Facts | None = None) -> None:
         """Publish this rank's facts and return when all ranks have published the same ones.
 
         Args:
             facts: key -> value, compared over all ranks; a missing key is a difference.
             timeout_s: time limit for the other ranks, in seconds.
-            of_replicas: key -> value, compared only among the ranks that have the key.
+            replica_facts: key -> value, compared only among the ranks that have the key.
 
         Raises:
             ConfigError: if facts differ or another rank rejected the job. All ranks raise the same error.
             TransportError: if a rank failed or did not answer within ``timeout_s``.
         """
-        self._arrive({"facts": dict(facts), "of_replicas": dict(of_replicas or {})})
+        self._publish_answer(facts, replica_facts or {})
         if self.rank == 0:
             self._decide(timeout_s)
         self._await(_VERDICT, timeout_s + _MARGIN_S)
         verdict = json.loads(self._store.get(_VERDICT))
         self._store.add(_READ, 1)
         if verdict["kind"] != _SAME:
-            self._refuse(verdict)
+            self._raise_verdict(verdict)
 
     def fail(self, text: str, kind: str, timeout_s: float) -> bool:
         """Stop all ranks with this rank's error ``text``. Returns whether rank 0 reports it."""
         origin = f"rank {self.rank} (host {socket.gethostname()}): " if self.rank else ""
         verdict = {"kind": kind, "text": f"{origin}{text}"}
-        self._arrive({"facts": {}, "of_replicas": {}})
-        self._store.compare_set(_VERDICT, "", json.dumps(verdict))
+        self._publish_answer({}, {})
+        self._publish_verdict(verdict)
         self._store.add(_READ, 1)
         if self.rank == 0:
             self._store.set(_REPORTED, "1")
@@ -91,8 +91,9 @@ class RollCall:
             return False
         return True
 
-    def _arrive(self, answer: Mapping[str, Any]) -> None:
-        self._store.set(f"answer/{self.rank}", json.dumps({"host": socket.gethostname(), **answer}))
+    def _publish_answer(self, facts: Facts, replica_facts: Facts) -> None:
+        answer = {"host": socket.gethostname(), "facts": {**facts}, "of_replicas": {**replica_facts}}
+        self._store.set(f"answer/{self.rank}", json.dumps(answer))
         self._store.add(_ARRIVED, 1)
 
     def _decide(self, timeout_s: float) -> None:
@@ -101,20 +102,22 @@ class RollCall:
         names = [f"answer/{rank}" for rank in range(self.world_size)]
         while not self._store.check([_VERDICT]):
             if self._shared.check([FIRST_FAILURE]):
-                self._publish({"kind": FAILED, "text": self._shared.get(FIRST_FAILURE).decode()})
+                self._publish_verdict({"kind": FAILED, "text": self._shared.get(FIRST_FAILURE).decode()})
             elif self._store.add(_ARRIVED, 0) >= self.world_size:
                 answers = [json.loads(text) for text in self._store.multi_get(names)]
-                self._publish(_verdict(answers))
+                self._publish_verdict(_verdict(answers))
             elif time.monotonic() > deadline:
                 missing = [rank for rank, name in enumerate(names) if not self._store.check([name])]
-                self._publish({"kind": FAILED, "text": _no_answer(missing, timeout_s)})
+                self._publish_verdict({"kind": FAILED, "text": _no_answer(missing, timeout_s)})
             else:
                 time.sleep(_POLL_S)
 
-    def _publish(self, verdict: Mapping[str, Any]) -> None:
+    def _publish_verdict(self, verdict: Mapping[str, Any]) -> None:
+        """Publish the verdict of all ranks, unless another one is published already."""
         self._store.compare_set(_VERDICT, "", json.dumps(verdict))
 
     def _await(self, key: str, timeout_s: float) -> None:
+        """Wait until rank 0 sets a key. Raises PeerGone for a silent host, and TransportError after ``timeout_s``."""
         try:
             self._store.wait([key], timedelta(seconds=timeout_s))
         except RuntimeError:
@@ -123,7 +126,8 @@ class RollCall:
                 f"start: rank 0 did not answer within {timeout_s:g} s. Look for the first error in its output."
             ) from None
 
-    def _refuse(self, verdict: Mapping[str, Any]) -> NoReturn:
+    def _raise_verdict(self, verdict: Mapping[str, Any]) -> NoReturn:
+        """Raise the error that all ranks raise. Rank 0 first waits up to 5 s until the others have read it."""
         if self.rank == 0:
             self._store.set(_REPORTED, "1")
             self._wait_for_readers(_READERS_S)
@@ -132,12 +136,13 @@ class RollCall:
         raise error
 
     def _wait_for_readers(self, timeout_s: float) -> None:
+        """Wait until all ranks have read the verdict, for at most ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while self._store.add(_READ, 0) < self.world_size and time.monotonic() < deadline:
             time.sleep(_POLL_S)
 
 
-def meet(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
+def make_early_roll_call(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
     """Return a roll call before the process group exists; None without other ranks or without a launcher.
 
     Rank 0 may serve the store. Keep the result until the process group exists.
@@ -145,10 +150,17 @@ def meet(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
     Raises:
         TransportError: if rank 0 cannot be reached within ``timeout_s``.
     """
-    where = store_address()
-    if world_size == 1 or where is None:
+    address = store_address()
+    if world_size == 1 or address is None:
         return None
-    address, port = where
+    store = _connect_store(*address, rank, world_size, timeout_s)
+    if agent_serves_store():
+        store = _store_of_this_start(store, rank, world_size, timeout_s)
+    return RollCall(store, rank, world_size)
+
+
+def _connect_store(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> Any:
+    """Return the rendezvous store. Raises TransportError if it cannot be reached within ``timeout_s``."""
     from torch.distributed import (
         DistNetworkError,
         DistStoreError,
@@ -157,28 +169,20 @@ def meet(rank: int, world_size: int, timeout_s: float) -> RollCall | None:
 
     # torchrun's agent may serve the store. Otherwise rank 0 does, and torch's rendezvous uses the same store.
     serves = rank == 0 and not agent_serves_store()
+    limit = timedelta(seconds=timeout_s)
     try:
-        store = TCPStore(
-            address,
-            port,
-            world_size,
-            serves,
-            timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        return TCPStore(host, port, world_size, serves, limit, wait_for_workers=False, multi_tenant=True)
     except (DistNetworkError, DistStoreError):
         if serves:
             raise
         raise TransportError(
-            f"start: no connection to rank 0 at {address}:{port} within {timeout_s:g} s. Look for the first error in "
+            f"start: no connection to rank 0 at {host}:{port} within {timeout_s:g} s. Look for the first error in "
             "its output, and check that this host can connect to that port."
         ) from None
-    return RollCall(_of_this_attempt(store, rank, world_size, timeout_s), rank, world_size)
 
 
-def _of_this_attempt(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Return the store, with new keys for every start of the ranks if torchrun's agent serves it.
+def _store_of_this_start(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+    """Return the store of torchrun's agent with keys that no earlier start of the ranks has used.
 
     Rank 0 chooses the prefix of the keys and invites the other ranks. The key of an invitation contains a number that
     the invited process has just chosen, and the answer one that rank 0 has just chosen. So neither is from an earlier
@@ -187,45 +191,57 @@ def _of_this_attempt(store: Any, rank: int, world_size: int, timeout_s: float) -
     Raises:
         TransportError: a rank did not answer in time.
     """
-    if not agent_serves_store():
-        return store
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-    token, deadline = secrets.token_hex(8), time.monotonic() + timeout_s
     if rank:
-        store.set(f"ds_ext/started/{rank}", token)
-        invitation = f"ds_ext/invitation/{rank}/{token}"
-        try:
-            store.wait([invitation], timedelta(seconds=timeout_s + _MARGIN_S))
-        except RuntimeError:
-            require_hosts()
-            raise TransportError(_no_answer([0], timeout_s)) from None
-        prefix = f"ds_ext/start/{store.get(invitation).decode()}"
-        store.set(f"{prefix}/here/{rank}", "1")
-        return PrefixStore(prefix, store)
-    prefix, missing, invited = f"ds_ext/start/{token}", list(range(1, world_size)), dict[int, bytes]()
+        return PrefixStore(_accept_invitation(store, rank, timeout_s), store)
+    return PrefixStore(_invite_ranks(store, range(1, world_size), timeout_s), store)
+
+
+def _accept_invitation(store: Any, rank: int, timeout_s: float) -> str:
+    """Wait for rank 0's invitation to this process, and return the prefix of the keys. Raises TransportError."""
+    number = secrets.token_hex(8)
+    invitation = f"ds_ext/invitation/{rank}/{number}"
+    store.set(f"ds_ext/started/{rank}", number)
+    try:
+        store.wait([invitation], timedelta(seconds=timeout_s + _MARGIN_S))
+    except RuntimeError:
+        require_hosts()
+        raise TransportError(_no_answer([0], timeout_s)) from None
+    prefix = f"ds_ext/start/{store.get(invitation).decode()}"
+    store.set(f"{prefix}/here/{rank}", "1")
+    return prefix
+
+
+def _invite_ranks(store: Any, ranks: Sequence[int], timeout_s: float) -> str:
+    """Invite the latest process of every rank until all have accepted, and return the prefix. Raises TransportError."""
+    token = secrets.token_hex(8)
+    prefix = f"ds_ext/start/{token}"
+    deadline = time.monotonic() + timeout_s
+    missing = list(ranks)
+    invited: dict[int, bytes] = {}  # rank -> number of its process
     while missing:
-        for other in missing:
-            started = f"ds_ext/started/{other}"
-            number = store.get(started) if store.check([started]) else b""
-            if number and invited.get(other) != number:
-                store.set(f"ds_ext/invitation/{other}/{number.decode()}", token)
-                invited[other] = number
-        missing = [other for other in missing if not store.check([f"{prefix}/here/{other}"])]
+        for rank in missing:
+            key = f"ds_ext/started/{rank}"
+            number = store.get(key) if store.check([key]) else b""
+            if number and invited.get(rank) != number:
+                store.set(f"ds_ext/invitation/{rank}/{number.decode()}", token)
+                invited[rank] = number
+        missing = [rank for rank in missing if not store.check([f"{prefix}/here/{rank}"])]
         if missing and time.monotonic() > deadline:
             raise TransportError(_no_answer(missing, timeout_s))
         time.sleep(_POLL_S if missing else 0)
-    return PrefixStore(prefix, store)
+    return prefix
 
 
-def compare(facts: Facts, of_replicas: Facts | None = None) -> None:
-    """Compare facts over the process group, as :meth:`RollCall.answer` does.
+def compare(facts: Facts, replica_facts: Facts | None = None) -> None:
+    """Compare facts over the process group, as :meth:`RollCall.require_same` does.
 
     The time limit is that of the process group, because other ranks may still read data or build layers.
     """
-    call, limit_s = _of_the_group()
+    call, limit_s = _group_roll_call()
     if call is not None:
-        call.answer(facts, limit_s, of_replicas)
+        call.require_same(facts, limit_s, replica_facts)
 
 
 @contextlib.contextmanager
@@ -237,13 +253,13 @@ def one_refusal() -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        call, _ = _of_the_group()
+        call, _ = _group_roll_call()
         if call is not None and call.fail(str(error), REFUSED, RANK_0_S):
             error.reported_by = 0
         raise
 
 
-def _of_the_group() -> tuple[RollCall | None, float]:
+def _group_roll_call() -> tuple[RollCall | None, float]:
     """Return the next roll call of the process group (None for a single rank), and its time limit in seconds."""
     import torch.distributed as dist
 
@@ -263,7 +279,7 @@ def stop_other_hosts(rank: int, world_size: int, text: str, kind: str) -> bool:
     if store_is_silent():
         return False
     with contextlib.suppress(RuntimeError, OSError):
-        call = meet(rank, world_size, RANK_0_S)
+        call = make_early_roll_call(rank, world_size, RANK_0_S)
         return call is not None and call.fail(text, kind, RANK_0_S)
     return False
 
@@ -274,20 +290,28 @@ def differences(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     Args:
         answers: the answer of every rank, with ``host``, ``facts`` and ``of_replicas``.
     """
-    hosts, lines = [answer["host"] for answer in answers], []
-    for part, required in (("facts", True), ("of_replicas", False)):
+    hosts = [answer["host"] for answer in answers]
+    lines = []
+    for part in ("facts", "of_replicas"):
         for key in dict.fromkeys(key for answer in answers for key in answer[part]):
-            ranks_of: dict[str, list[int]] = {}
-            for rank, answer in enumerate(answers):
-                if required or key in answer[part]:
-                    ranks_of.setdefault(answer[part].get(key, _NOT_SET), []).append(rank)
-            if len(ranks_of) > 1:
-                values = [f"{value} on {_ranks_and_hosts(ranks, hosts)}" for value, ranks in ranks_of.items()]
+            ranks_by_value = _ranks_by_value(answers, part, key)
+            if len(ranks_by_value) > 1:
+                values = [f"{v} on {_ranks_and_hosts(ranks, hosts)}" for v, ranks in ranks_by_value.items()]
                 lines.append(f"{key}: {', '.join(values)}")
     return lines
 
 
+def _ranks_by_value(answers: Sequence[Mapping[str, Any]], part: str, key: str) -> dict[str, list[int]]:
+    """Return the ranks for every value of a key. Only "facts" must be set on all ranks."""
+    ranks_by_value: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        if part == "facts" or key in answer[part]:
+            ranks_by_value.setdefault(answer[part].get(key, _NOT_SET), []).append(rank)
+    return ranks_by_value
+
+
 def _verdict(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the verdict for the answers of all ranks: ``kind``, and the ``text`` of the error if they differ."""
     lines = differences(answers)
     if not lines:
         return {"kind": _SAME}
@@ -298,6 +322,7 @@ def _verdict(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _no_answer(ranks: Sequence[int], timeout_s: float) -> str:
+    """Return the error for ranks that did not answer."""
     return (
         f"start: {_ranks(ranks)} did not answer within {timeout_s:g} s. Look for the first error in the output of "
         f"rank {ranks[0]}. If the rank is only slow, raise transport_options.timeout_s, or the timeout_s of "

@@ -18,6 +18,10 @@ from ..errors import ConfigError
 OTHER_LAUNCHERS = ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID")
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # batch script, interactive and external step (slurm.h)
 _NO_GPU = ("", "-1", "NoDevFiles")  # values of CUDA_VISIBLE_DEVICES on hosts without GPUs
+_STEP_VARIABLES = (
+    *("SLURM_PROCID", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"),
+    *("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+)
 _FIRST_PORT, _PORTS, _STEPS = 10_000, 20_000, 16  # below the ephemeral ports, which start at 32768
 _START = "Start the script with `srun python SCRIPT` inside an allocation"
 
@@ -101,14 +105,16 @@ def launcher_words() -> list[str] | None:
     if _launched_by is None:
         return None
     tasks = _launched_by.tasks
-    same = ["--ntasks-per-node", str(tasks[0])] if len(set(tasks)) == 1 else ["--ntasks", str(sum(tasks))]
+    words = ["srun", "--nodes", str(len(tasks))]
+    words += ["--ntasks-per-node", str(tasks[0])] if len(set(tasks)) == 1 else ["--ntasks", str(sum(tasks))]
     gpus = os.environ.get("SLURM_GPUS_PER_NODE")
-    same += [f"--gpus-per-node={gpus}"] if gpus else []
-    ends = ["--kill-on-bad-exit=1", "--distribution=block"]
-    return ["srun", "--nodes", str(len(tasks)), *same, *ends, sys.executable]
+    if gpus:
+        words.append(f"--gpus-per-node={gpus}")
+    return [*words, "--kill-on-bad-exit=1", "--distribution=block", sys.executable]
 
 
 def _in_step(environ: Mapping[str, str]) -> bool:
+    """Return whether ``srun`` started this process as a task of a job step."""
     step = environ.get("SLURM_STEP_ID", "")
     return (
         environ.get("SLURM_PROCID", "").isdecimal() and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
@@ -122,28 +128,30 @@ def read_step(environ: Mapping[str, str]) -> Step:
             f"SLURM_HET_SIZE: heterogeneous jobs are not supported (got {environ['SLURM_HET_SIZE']} components). "
             "Submit one component, or start `torchrun` on every host."
         )
-    world, rank = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), _number(environ, "SLURM_PROCID")
-    host, local_rank = _number(environ, "SLURM_NODEID"), _number(environ, "SLURM_LOCALID")
-    tasks = tasks_per_host(_value(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
-    if sum(tasks) != world or rank >= world or host >= len(tasks) or local_rank >= tasks[host]:
-        names = (
-            "PROCID",
-            "NODEID",
-            "LOCALID",
-            "NTASKS",
-            "STEP_NUM_TASKS",
-            "STEP_TASKS_PER_NODE",
-            "TASKS_PER_NODE",
-        )
-        shown = [f"{name}={environ[name]}" for name in (f"SLURM_{name}" for name in names) if name in environ]
-        raise ConfigError(
-            f"SLURM_PROCID: Slurm's variables contradict each other (got {', '.join(shown)}). {_START}, and do not "
-            "set SLURM_* variables by hand."
-        )
-    job, number = _number(environ, "SLURM_JOB_ID"), _number(environ, "SLURM_STEP_ID")
-    first = first_host(_value(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
-    port = _FIRST_PORT + (_STEPS * job + number) % _PORTS
-    return Step(rank, host, local_rank, tasks, first, port)
+    step = Step(
+        rank=_number(environ, "SLURM_PROCID"),
+        host=_number(environ, "SLURM_NODEID"),
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        tasks=tasks_per_host(_value(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")),
+        first_host=first_host(_value(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")),
+        port=_FIRST_PORT
+        + (_STEPS * _number(environ, "SLURM_JOB_ID") + _number(environ, "SLURM_STEP_ID")) % _PORTS,
+    )
+    _require_consistent(step, _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), environ)
+    return step
+
+
+def _require_consistent(step: Step, world_size: int, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError if the tasks of all hosts are not ``world_size``, or the step does not contain this task."""
+    tasks = step.tasks
+    has_task = step.host < len(tasks) and step.local_rank < tasks[step.host]
+    if has_task and sum(tasks) == world_size and step.rank < world_size:
+        return
+    shown = [f"{name}={environ[name]}" for name in _STEP_VARIABLES if name in environ]
+    raise ConfigError(
+        f"SLURM_PROCID: Slurm's variables contradict each other (got {', '.join(shown)}). {_START}, and do not "
+        "set SLURM_* variables by hand."
+    )
 
 
 def tasks_per_host(text: str) -> tuple[int, ...]:
@@ -185,8 +193,9 @@ def _require_all_tasks(step: Step) -> None:
 def _require_own_gpu(step: Step) -> None:
     """Raise ConfigError if Slurm hides the GPUs of the other tasks, because local rank r uses GPU r."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    count, tasks = len(visible.split(",")), step.tasks[step.host]
-    if visible not in _NO_GPU and os.environ.get("DS_ACCELERATOR") != "cpu" and count < tasks:
+    tasks = step.tasks[step.host]
+    uses_gpus = visible not in _NO_GPU and os.environ.get("DS_ACCELERATOR") != "cpu"
+    if uses_gpus and len(visible.split(",")) < tasks:
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES: the {tasks} tasks of this host need {tasks} visible GPUs, because local rank r "
             f"uses GPU r (got {visible!r}). Use --gpus-per-node={tasks} instead of --gpus-per-task and --gpu-bind."
@@ -202,6 +211,7 @@ def _value(environ: Mapping[str, str], *names: str) -> str:
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int:
+    """Return the value of :func:`_value` as a number. Raises ConfigError."""
     value = _value(environ, *names)
     if not value.isdecimal():
         raise ConfigError(f"{names[0]}: must be a number (got {value!r}). {_START}.")

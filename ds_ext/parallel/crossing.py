@@ -99,12 +99,13 @@ def crossing(layout: ParallelLayout, hosts: Hosts, traffic: Traffic, micro_batch
     def device(rank: int) -> int:
         return layout.coordinates(rank)[0]
 
-    kinds: list[GroupTraffic] = []
     tensor = traffic.tensor or (0.0,) * layout.placement.num_devices
     rings = [(group, _all_reduce(len(group), tensor[device(group[0])])) for group in table["tensor"]]
-    kinds.append(_rings("tensor", rings, hosts))
-    kinds.append(_links("neighbors", _messages(layout, traffic, micro_batches), hosts))
-    kinds.append(_rings("tied", _ties(layout, traffic), hosts))
+    kinds = [
+        _rings("tensor", rings, hosts),
+        _links("neighbors", _messages(layout, traffic, micro_batches), hosts),
+        _rings("tied", _ties(layout, traffic), hosts),
+    ]
     reductions = list(_reductions(layout, traffic))
     if layout.placement.replicas > 1 and layout.data_parallel_size > 1:
         kinds += [
@@ -148,7 +149,7 @@ def ranked_orders(
         crossing(replace(layout, rank_order=order), hosts, traffic, micro_batches)
         for order in rank_orders(layout)
     ]
-    return sorted(crossings, key=lambda one: one.bytes)
+    return sorted(crossings, key=lambda entry: entry.bytes)
 
 
 def require_slots(layout: ParallelLayout, hosts: Hosts) -> None:
@@ -188,8 +189,9 @@ def _messages(layout: ParallelLayout, traffic: Traffic, micro_batches: int) -> d
 
 def _ties(layout: ParallelLayout, traffic: Traffic) -> Iterable[tuple[list[int], float]]:
     """Yield the ranks that sum the gradient of a tied weight, and the bytes per connection."""
-    pairs = {tuple(sorted(pair)) for pair in layout.placement.split_ends} if traffic.tied else set()
-    for devices in sorted(pairs):
+    if not traffic.tied:
+        return
+    for devices in sorted({tuple(sorted(pair)) for pair in layout.placement.split_ends}):
         for data in range(layout.data_parallel_size):
             for tensor in range(layout.tensor_parallel_size):
                 yield [layout.rank(device, data, tensor) for device in devices], _all_reduce(2, traffic.tied)

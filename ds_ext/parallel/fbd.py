@@ -60,8 +60,8 @@ class DisaggregatedLayout(ParallelLayout):
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """Return the coordinates (device, data, tensor) of a global rank."""
         position = rank if self.order is None else self.order.index(rank)
-        rest, offset = divmod(position, self.block)
-        stage, data = divmod(rest, self.data_parallel_size)
+        block, offset = divmod(position, self.block)
+        stage, data = divmod(block, self.data_parallel_size)
         size = self.forward_tensor_parallel_size
         if offset < size:
             return self.placement.forward_devices[stage], data, offset
@@ -93,7 +93,7 @@ class DisaggregatedLayout(ParallelLayout):
             return tuple(self.rank(device, data, t) for t in range(self.tensor_parallel_size))
         return (self.rank(device, data, tensor),)
 
-    def ranks_of(self, device: int, data: int) -> list[int]:
+    def device_ranks(self, device: int, data: int) -> list[int]:
         """Return all ranks of a device of pipeline group ``data``."""
         return [self.rank(device, data, t) for t in range(self.tensor_ranks(device))]
 
@@ -114,7 +114,7 @@ class DisaggregatedLayout(ParallelLayout):
             for devices in zip(forwards, pipe[1:], strict=False)
         ]
         table = {
-            "tensor": [self.ranks_of(device, g) for device, g in devices_of_groups],
+            "tensor": [self.device_ranks(device, g) for device, g in devices_of_groups],
             "pipeline": [
                 [self.rank(device, g, t) for device in devices]
                 for devices, g in pipelines
@@ -131,9 +131,9 @@ class DisaggregatedLayout(ParallelLayout):
                 for g in groups
                 for t in range(self.tensor_parallel_size)
             ],
-            "forward": [[r for d in forwards for g in groups for r in self.ranks_of(d, g)]],
+            "forward": [[r for d in forwards for g in groups for r in self.device_ranks(d, g)]],
             "backward": [
-                [r for pipe in placement.pipes for d in pipe for g in groups for r in self.ranks_of(d, g)]
+                [r for pipe in placement.pipes for d in pipe for g in groups for r in self.device_ranks(d, g)]
             ],
             "hand-over": self._pairs(hand_overs),
             "weights": self._pairs(
@@ -220,7 +220,8 @@ def place_by_hosts(
     forward_keys = {host_key(name) for name in forward_hosts}
     names = [host_key(name) for name in hosts]
     keys = [
-        {name, *map(host_key, own)} for name, own in zip(names, addresses or [()] * len(names), strict=True)
+        {name, *map(host_key, own_addresses)}
+        for name, own_addresses in zip(names, addresses or [()] * len(names), strict=True)
     ]
     unknown = sorted(forward_keys.difference(*keys))
     if unknown:
@@ -228,8 +229,8 @@ def place_by_hosts(
             f"ds_ext.fbd.forward_hosts: no rank runs on this host (got {unknown[0]!r}). Use hosts of the job: "
             f"{', '.join(sorted(set(names)))}."
         )
-    forward_ranks = [rank for rank, own in enumerate(keys) if own & forward_keys]
-    backward_ranks = [rank for rank, own in enumerate(keys) if not own & forward_keys]
+    forward_ranks = [rank for rank, rank_keys in enumerate(keys) if rank_keys & forward_keys]
+    backward_ranks = [rank for rank, rank_keys in enumerate(keys) if not rank_keys & forward_keys]
     positions = range(layout.world_size)
     default = replace(layout, order=None)
     forward = [position for position in positions if default.role(position) == FORWARD_ROLE]

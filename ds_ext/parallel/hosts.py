@@ -95,13 +95,15 @@ def hosts_in_rank_order(ranks: Iterable[tuple[str, Iterable[int]]]) -> Hosts | N
     Args:
         ranks: name and ranks of every host.
     """
-    hosts = sorted((sorted(own), name) for name, own in ranks)
-    if [rank for own, _ in hosts for rank in own] != list(range(sum(len(own) for own, _ in hosts))):
+    hosts = sorted((sorted(host_ranks), name) for name, host_ranks in ranks)
+    order = [rank for host_ranks, _ in hosts for rank in host_ranks]
+    if order != list(range(len(order))):
         return None
-    return Hosts(tuple(len(own) for own, _ in hosts), tuple(name for _, name in hosts))
+    return Hosts(tuple(len(host_ranks) for host_ranks, _ in hosts), tuple(name for _, name in hosts))
 
 
 def _read_hostfile(path: Path) -> Hosts:
+    """Return the hosts in a hostfile. Raises ConfigError."""
     slots: dict[str, int] = {}
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
         words = line.strip()
@@ -145,16 +147,16 @@ def copy_hosts(layout: ParallelLayout, hosts: Sequence[int]) -> list[int] | None
         kind: {rank: group for group in table.get(kind, []) for rank in group} for kind in ("mirror", "data")
     }
 
-    def host_of(rank: int) -> int:
+    def copy_host(rank: int) -> int:
         for kind in ("mirror", "data"):
             group = groups[kind].get(rank, [rank])
-            first = group.index(rank)
-            for other in (*group[first + 1 :], *group[:first]):
-                if hosts[other] != hosts[rank]:
-                    return hosts[other]
+            position = group.index(rank)
+            for member in (*group[position + 1 :], *group[:position]):
+                if hosts[member] != hosts[rank]:
+                    return hosts[member]
         return order[(order.index(hosts[rank]) + 1) % len(order)]
 
-    return [host_of(rank) for rank in range(len(hosts))]
+    return [copy_host(rank) for rank in range(len(hosts))]
 
 
 def fatal_pairs(hosts: Sequence[int], copies: Sequence[int]) -> list[tuple[int, int]]:

@@ -152,9 +152,7 @@ class Network:
         n = len(ring)
         segments = -(-max(2 * n, math.ceil(size / _GLOO_SEGMENT)) // n) * n
         segment = size / segments
-        links = [
-            self.link(ring[rank - 1], ring[rank]) for rank in range(n)
-        ]  # to each rank from the previous one
+        links = [self.link(ring[rank - 1], ring[rank]) for rank in range(n)]  # from the previous rank
         now = [0.0] * n
         free_at = [0.0] * n
         for _ in range(2):
@@ -162,8 +160,8 @@ class Network:
             sent: list[list[float]] = []
             for step in range(segments - _GLOO_IN_FLIGHT):
                 if step >= _GLOO_IN_FLIGHT:
-                    before = step - _GLOO_IN_FLIGHT
-                    now = [max(now[r], received[before][r], sent[before][r]) for r in range(n)]
+                    earlier = step - _GLOO_IN_FLIGHT
+                    now = [max(now[r], received[earlier][r], sent[earlier][r]) for r in range(n)]
                 ready = [max(now[r - 1], now[r] + links[r].latency) for r in range(n)]
                 starts = [max(ready[r], free_at[r]) for r in range(n)]
                 free_at = [starts[r] + segment / links[r].bandwidth for r in range(n)]

@@ -68,9 +68,9 @@ def layer_boundaries(
     if stage_layers is not None and stage_layers != BALANCED:
         counts = _parse_stage_layers(stage_layers, num_layers, (before, after), placement, schedule)
     elif num_layers < stages:
-        raise ConfigError(_too_few(num_layers, placement, schedule))
+        raise ConfigError(_too_few_layers(num_layers, placement, schedule))
     else:
-        counts = _even(num_layers, (before, after), placement, weights)
+        counts = _even_counts(num_layers, (before, after), placement, weights)
     inner = [before + sum(counts[:stage]) for stage in range(1, stages)]
     return [0, *inner, before + num_layers + after]
 
@@ -94,30 +94,32 @@ def stage_weights(
     return None if len(set(counts)) == 1 else tuple(count / mean for count in counts)
 
 
-def _stages(placement: Placement, schedule: str) -> str:
+def _describe_stages(placement: Placement, schedule: str) -> str:
     """Return the schedule and its number of stages, for errors."""
     per_device = placement.stages // placement.devices_per_pipe
     detail = f" ({per_device} per device)" if per_device > 1 else ""
     return f"{schedule} with {placement.stages} stages{detail}"
 
 
-def _too_few(num_layers: int, placement: Placement, schedule: str) -> str:
+def _too_few_layers(num_layers: int, placement: Placement, schedule: str) -> str:
     """Return the error for fewer layers than stages."""
     stages, devices = placement.stages, placement.devices_per_pipe
-    fix, most = f"at least {stages} layers", num_layers // (stages // devices)
+    fix = f"at least {stages} layers"
+    most = num_layers // (stages // devices)
     if placement.replicas == 2 and placement.pipes[1] == tuple(devices - 1 - d for d in placement.pipes[0]):
         most -= most % 2  # mirrored pairs need an even number of devices
     if most:
         fix += f", or set pipeline_parallel_size to {most} or less (now {devices})"
     return (
-        f"num_layers: {_stages(placement, schedule)} needs at least 1 transformer layer per stage (got {num_layers}). "
-        f"Use {fix}."
+        f"num_layers: {_describe_stages(placement, schedule)} needs at least 1 transformer layer per stage (got "
+        f"{num_layers}). Use {fix}."
     )
 
 
-def _even(
+def _even_counts(
     num_layers: int, ends: tuple[int, int], placement: Placement, weights: tuple[float, float] | None
 ) -> list[int]:
+    """Return the transformer layers of every stage; the arguments and ties are those of :func:`layer_boundaries`."""
     stages = placement.stages
     first, last = weights or (_DEFAULT_END_WORK * bool(ends[0]), _DEFAULT_END_WORK * bool(ends[1]))
     counts = [num_layers // stages if weights is None else 1] * stages
@@ -128,16 +130,16 @@ def _even(
     work = [float(count) for count in counts]
     work[0] += first
     work[-1] += last
-    devices_of = [[pipe[stage] for pipe in placement.pipes] for stage in range(stages)]
+    stage_devices = [[pipe[stage] for pipe in placement.pipes] for stage in range(stages)]
     loads = [0.0] * placement.num_devices
-    for stage, devices in enumerate(devices_of):
+    for stage, devices in enumerate(stage_devices):
         for device in devices:
             loads[device] += work[stage]
 
     def priority(stage: int) -> tuple[float, float, int]:
         # Round: sums of the same weights in different orders differ in the last bits.
         own_work = 0.0 if weights is None else round(work[stage], 9)
-        return round(max(loads[device] for device in devices_of[stage]), 9), own_work, -stage
+        return round(max(loads[device] for device in stage_devices[stage]), 9), own_work, -stage
 
     base = num_layers // stages
     for _ in range(num_layers - sum(counts)):
@@ -146,7 +148,7 @@ def _even(
         stage = min(free, key=priority)
         counts[stage] += 1
         work[stage] += 1
-        for device in devices_of[stage]:
+        for device in stage_devices[stage]:
             loads[device] += 1
     return counts
 
@@ -154,8 +156,9 @@ def _even(
 def _parse_stage_layers(
     text: str, num_layers: int, ends: tuple[int, int], placement: Placement, schedule: str
 ) -> list[int]:
+    """Return the numbers in a value of --stage-layers. Raises ConfigError if they do not fit the model."""
     stages = placement.stages
-    even = _even(num_layers, ends, placement, None) if num_layers >= stages else []
+    even = _even_counts(num_layers, ends, placement, None) if num_layers >= stages else []
     example = f"for example {','.join(map(str, even))} or" if even else "for example"
     try:
         counts = [int(part) for part in text.split(",")]
@@ -165,7 +168,7 @@ def _parse_stage_layers(
         ) from None
     if len(counts) != stages or sum(counts) != num_layers:
         raise ConfigError(
-            f"--stage-layers: {_stages(placement, schedule)} needs {stages} numbers that sum to num_layers "
+            f"--stage-layers: {_describe_stages(placement, schedule)} needs {stages} numbers that sum to num_layers "
             f"{num_layers} (got {text}: {len(counts)} numbers, sum {sum(counts)}). Use {example} {BALANCED}."
         )
     for stage, count in enumerate(counts):

@@ -15,16 +15,7 @@ from .definition import Option, Orders, Schedule
 from .draw.grid import time_grid
 from .lowering import lower
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Instruction, Op
-from .placement import (
-    Chunk,
-    ForwardPipe,
-    Placement,
-    bidirectional_linear,
-    bidirectional_v,
-    linear,
-    looped,
-    v,
-)
+from .placement import Chunk, ForwardPipe, Placement, bidirectional_linear, bidirectional_v, linear, looped, v
 from .registry import SCHEDULES, get_schedule, planned_schedule, schedule, timetable
 from .simulation import Simulation, simulate
 from .timetables import Program, Timetable

@@ -119,7 +119,7 @@ class TimetableSchedule(ds.PipeSchedule):
             for name, micro_batch, stage, *_ in program.instructions[stage_id]
             if name == "LoadMicroBatch" and stage is not None and micro_batch is not None
         ]
-        self._steps = _group([to_pipe_instruction(i) for i in program.instructions[stage_id]])
+        self._steps = _split_steps([to_pipe_instruction(i) for i in program.instructions[stage_id]])
 
     def steps(self) -> Iterator[list[ds.PipeInstruction]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Yield the instructions of each step."""
@@ -133,8 +133,8 @@ class TimetableSchedule(ds.PipeSchedule):
         """Return the device x step grid with an arrow at the op of ``instruction``."""
         instructions = self.program.instructions[self.stage_id]
         source = instruction.source  # pyright: ignore[reportAttributeAccessIssue]
-        at = next(i for i, other in enumerate(instructions) if other is source)
-        upcoming = [i.op for i in instructions[at:] if i.op is not None]
+        position = next(i for i, candidate in enumerate(instructions) if candidate is source)
+        upcoming = [i.op for i in instructions[position:] if i.op is not None]
         timetable = self.program.timetable
         step = timetable.orders[self.stage_id].index(upcoming[0]) if upcoming else None
         return order_grid(timetable, device=self.stage_id, step=step)
@@ -223,7 +223,7 @@ def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
 COMPUTATIONS = (ds.ForwardPass, ds.BackwardPass, BackwardInput, BackwardWeight, RecomputeForward)
 
 
-def _group(instructions: list[ds.PipeInstruction]) -> list[list[ds.PipeInstruction]]:
+def _split_steps(instructions: list[ds.PipeInstruction]) -> list[list[ds.PipeInstruction]]:
     """Split the instructions into steps: one computation each, with the messages before and after it."""
     steps: list[list[ds.PipeInstruction]] = [[]]
     before = (ds.LoadMicroBatch, ds.RecvActivation, ds.RecvGrad)

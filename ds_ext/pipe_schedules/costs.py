@@ -152,22 +152,22 @@ def parse_costs(text: str) -> Costs:
             raise ScheduleError(f"costs: {key} is repeated (got {_short(text)}).")
         try:
             if key == "stages":
-                values[key] = _factors(value)
+                values[key] = _parse_factors(value)
             else:
                 values[key] = int(value) if key == "seed" else float(value)
         except ValueError:
             raise ScheduleError(
                 f"costs: invalid value (got {_short(part)}). Examples: f=1.5, seed=1, stages=0.9x7/1.7."
             ) from None
-    return _costs_of(values)
+    return _make_costs(values)
 
 
-def _costs_of(values: Mapping[str, Any]) -> Costs:
+def _make_costs(values: Mapping[str, Any]) -> Costs:
     """Return the costs; the keys of ``values`` are those of the text and JSON formats."""
     return Costs(**{_TIMES.get(key, key): value for key, value in values.items()})
 
 
-def _factors(text: str) -> tuple[float, ...]:
+def _parse_factors(text: str) -> tuple[float, ...]:
     """Return the factors in ``"0.9x7/1.7"``: seven times 0.9, then 1.7. Raises ValueError."""
     factors: list[float] = []
     for part in text.split("/"):
@@ -206,12 +206,14 @@ def load_costs(path: str) -> Costs:
             f"costs {path}: stages must be a list of factors (got {_short(values['stages'])})."
         )
     if "links" in values:
-        values["links"] = _links(values["links"], path)
-    return _costs_of(values)
+        values["links"] = _parse_links(values["links"], path)
+    return _make_costs(values)
 
 
 def _read_json(path: str) -> Any:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the value in a JSON file. Raises ScheduleError, also for a repeated key."""
+
+    def reject_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) < len(pairs):
             keys = [key for key, _ in pairs]
@@ -220,7 +222,7 @@ def _read_json(path: str) -> Any:
 
     try:
         with open(path, encoding="utf-8-sig") as file:
-            return json.load(file, object_pairs_hook=unique)
+            return json.load(file, object_pairs_hook=reject_repeats)
     except OSError as error:
         raise ScheduleError(f"costs {path}: {error.strerror}.") from None
     except RecursionError:
@@ -231,20 +233,26 @@ def _read_json(path: str) -> Any:
         raise ScheduleError(f"costs {path}: not JSON: {error}.") from None
 
 
-def _links(links: object, path: str) -> dict[tuple[int, int], float]:
-    """Return ``{(0, 1): 0.3}`` for ``{"0>1": 0.3}``."""
+def _parse_links(links: object, path: str) -> dict[tuple[int, int], float]:
+    """Return ``{(0, 1): 0.3}`` for ``{"0>1": 0.3}``. Raises ScheduleError."""
+    if not isinstance(links, dict):
+        raise _invalid_link(links, path)
     pairs: dict[tuple[int, int], float] = {}
-    for name, time in links.items() if isinstance(links, dict) else [(links, 0.0)]:
-        devices = name.split(">") if isinstance(name, str) and isinstance(links, dict) else []
-        if len(devices) != 2 or not all(re.fullmatch(r" *[0-9]{1,9} *", device) for device in devices):
-            raise ScheduleError(
-                f'costs {path}: a link must be "sender>receiver" (got {_short(name)}). Example: "0>1".'
-            )
-        link = (int(devices[0]), int(devices[1]))
+    for name, time in links.items():
+        devices = re.fullmatch(r" *([0-9]{1,9}) *> *([0-9]{1,9}) *", name) if isinstance(name, str) else None
+        if devices is None:
+            raise _invalid_link(name, path)
+        link = (int(devices[1]), int(devices[2]))
         if link in pairs:
             raise ScheduleError(f"costs {path}: link {link[0]}>{link[1]} is repeated.")
         pairs[link] = time
     return pairs
+
+
+def _invalid_link(name: object, path: str) -> ScheduleError:
+    return ScheduleError(
+        f'costs {path}: a link must be "sender>receiver" (got {_short(name)}). Example: "0>1".'
+    )
 
 
 def _is_number(value: object) -> bool:

@@ -112,7 +112,21 @@ class Schedule:
     def resolve_options(self, options: Mapping[str, object] | None) -> dict[str, Any]:
         """Return all options with defaults filled in. Raises ScheduleError for unknown names and invalid values."""
         requested = dict(options or {})
-        unknown = sorted(set(requested) - set(self.options))
+        self._check_names(requested)
+        values = {
+            name: option.convert(requested.get(name, option.default)) for name, option in self.options.items()
+        }
+        for name, option in self.options.items():
+            expected = option.expected(values[name])
+            if expected:
+                raise ScheduleError(
+                    f"{self.name}: option {name} ({option.help}) must be {expected} (got {values[name]!r})."
+                )
+        return values
+
+    def _check_names(self, options: Mapping[str, object]) -> None:
+        """Raise ScheduleError for unknown options."""
+        unknown = sorted(set(options) - set(self.options))
         if unknown and self.file:
             raise ScheduleError(
                 f"schedule_options: the timetable file {self.file} takes no options (got {', '.join(unknown)}). "
@@ -124,16 +138,6 @@ class Schedule:
                 f"{self.name}: unknown option {unknown[0]!r}{did_you_mean(unknown[0], self.options)}. "
                 f"Options: {known}."
             )
-        values = {
-            name: option.convert(requested.get(name, option.default)) for name, option in self.options.items()
-        }
-        for name, option in self.options.items():
-            expected = option.expected(values[name])
-            if expected:
-                raise ScheduleError(
-                    f"{self.name}: option {name} ({option.help}) must be {expected} (got {values[name]!r})."
-                )
-        return values
 
     def placement(self, num_devices: int, options: Mapping[str, object] | None = None) -> Placement:
         """Return the placement on ``num_devices`` devices. Raises ScheduleError if the size is not supported."""
@@ -177,11 +181,11 @@ class Schedule:
         except (ScheduleError, MemoryError):
             raise
         except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]
+            frame = traceback.extract_tb(error.__traceback__)[-1]
             text = " ".join(str(error).split())
             raise ScheduleError(
                 f"{self.name}: its code failed with {type(error).__name__}{f' ({text})' if text else ''} in "
-                f"{os.path.basename(last.filename)}, line {last.lineno}."
+                f"{os.path.basename(frame.filename)}, line {frame.lineno}."
             ) from error
 
     def timetable(
@@ -205,25 +209,29 @@ class Schedule:
             check_multiple(self.name, micro_batches, placement)
         check_size(self.name, placement, micro_batches)
         values = self.resolve_options(options)
-        if self.planned:
-            text = values.pop(COSTS, "")
-            costs = costs or read_costs(text)
-        with self._wrap_errors():
-            if self.planned:
-                orders = self.generate(placement, micro_batches, costs, **values)
-            else:
+        if not self.planned:
+            with self._wrap_errors():
                 orders = every_device(self.generate, placement, micro_batches, **values)
+        else:
+            costs_text = values.pop(COSTS, "")  # a timetable file has no such option
+            costs = costs or read_costs(costs_text)
+            with self._wrap_errors():
+                orders = self.generate(placement, micro_batches, costs, **values)
         return Timetable(self.name, placement, micro_batches, tuple(orders))
 
-    def rules(
+    def make_dynamic_rules(
         self, num_devices: int, micro_batches: int, options: Mapping[str, object] | None = None
     ) -> DynamicRules | None:
-        """Return the runtime rules of a dynamic schedule; None for a static one. Raises ScheduleError."""
+        """Return the runtime rules of a dynamic schedule; None for a static one.
+
+        Raises ScheduleError if the schedule does not support the sizes or options, or its code failed.
+        """
         if self.dynamic is None:
             return None
+        placement = self.placement(num_devices, options)
         values = self.resolve_options(options)
         with self._wrap_errors():
-            return self.dynamic(self.placement(num_devices, options), micro_batches, values)
+            return self.dynamic(placement, micro_batches, values)
 
 
 def every_device(generate: Generator, placement: Placement, micro_batches: int, **options: object) -> Orders:

@@ -26,7 +26,9 @@ class Dependencies:
         split: bool | frozenset[tuple[int, int]] = False,
         trains: bool = True,
     ) -> None:
-        self.placement, self.split, self.trains = placement, split, trains
+        self.placement = placement
+        self.split = split
+        self.trains = trains
         self.pipes = placement.pipes_of(micro_batches)
         self._last = placement.stages - 1
         # Rules by (kind, stage, pipe), computed on first use.
@@ -57,30 +59,31 @@ class Dependencies:
 
     def needs(self, op: Op) -> list[tuple[Op, int]]:
         """Return the ops that must end before ``op`` starts, each with its device."""
-        return self._ops(self._needs_of(op), op.micro_batch)
+        return self._ops(self._input_rule(op), op.micro_batch)
 
     def count(self, op: Op) -> int:
         """Return the number of ops that ``op`` depends on."""
-        return len(self._needs_of(op))
+        return len(self._input_rule(op))
 
     def consumers(self, op: Op) -> list[tuple[Op, int]]:
-        """Return the ops that depend on ``op``, each with its device: the inverse of :meth:`of`."""
+        """Return the ops that depend on ``op``, each with its device: the inverse of :meth:`needs`."""
         kind, m, stage = op
         key = kind, stage, self.pipes[m]
         rule = self._feeds.get(key)
         if rule is None:
-            rule = self._feeds[key] = self._placed(self._inverse(kind, stage), key[2])
+            rule = self._feeds[key] = self._with_devices(self._consumers(kind, stage), key[2])
         return self._ops(rule, m)
 
-    def _needs_of(self, op: Op) -> _Rule:
+    def _input_rule(self, op: Op) -> _Rule:
+        """Return the rule of the ops that ``op`` depends on."""
         kind, m, stage = op
         key = kind, stage, self.pipes[m]
         rule = self._needs.get(key)
         if rule is None:
-            rule = self._needs[key] = self._placed(self._relation(kind, stage), key[2])
+            rule = self._needs[key] = self._with_devices(self._inputs(kind, stage), key[2])
         return rule
 
-    def _relation(self, kind: str, stage: int) -> list[tuple[str, int]]:
+    def _inputs(self, kind: str, stage: int) -> list[tuple[str, int]]:
         """Return the (kind, stage) pairs that an op depends on; BACKWARD also stands for BACKWARD_INPUT."""
         if kind in (FORWARD, RECOMPUTE):
             return [(FORWARD, stage - 1)] if stage else []
@@ -89,19 +92,19 @@ class Dependencies:
         forward = (self.placement.graph_kind, stage)
         return [forward] if stage == self._last else [forward, (BACKWARD, stage + 1)]
 
-    def _inverse(self, kind: str, stage: int) -> list[tuple[str, int]]:
+    def _consumers(self, kind: str, stage: int) -> list[tuple[str, int]]:
         """Return the (kind, stage) pairs that depend on an op, its own stage first."""
         names = {(kind, stage), (BACKWARD, stage)} if kind == BACKWARD_INPUT else {(kind, stage)}
         backwards = (BACKWARD, BACKWARD_WEIGHT) if self.trains else ()
         return [
-            (other, at)
-            for at in (stage, stage - 1, stage + 1)
-            if 0 <= at <= self._last
-            for other in (*self.forward_kinds(at), *backwards)
-            if not names.isdisjoint(self._relation(other, at))
+            (consumer, near)
+            for near in (stage, stage - 1, stage + 1)
+            if 0 <= near <= self._last
+            for consumer in (*self.forward_kinds(near), *backwards)
+            if not names.isdisjoint(self._inputs(consumer, near))
         ]
 
-    def _placed(self, ops: list[tuple[str, int]], pipe: int) -> _Rule:
+    def _with_devices(self, ops: list[tuple[str, int]], pipe: int) -> _Rule:
         """Add the devices; replace BACKWARD by the right kind if it is the same for all micro-batches."""
         uniform = isinstance(self.split, bool)
         kinds = {BACKWARD: self.gradient_kind(0, 0)} if uniform else {}
@@ -110,6 +113,7 @@ class Dependencies:
         )
 
     def _ops(self, rule: _Rule, m: int) -> list[tuple[Op, int]]:
+        """Return the ops of a rule for micro-batch ``m``, each with its device."""
         if isinstance(self.split, bool):
             return [(Op(kind, m, stage), device) for kind, stage, device in rule]
         return [

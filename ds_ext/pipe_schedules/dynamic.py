@@ -98,7 +98,8 @@ class Greedy:
         self.rules = rules
         self.live = dict.fromkeys(((c.stage, c.pipe) for c in rules.placement.chunks[device]), 0)
         # Activations that are live, or reserved for a stage that has none.
-        self._reserved, self._limit = len(self.live), rules.max_live[device]
+        self._reserved = len(self.live)
+        self._limit = rules.max_live[device]
         self._credits = list(rules.credits)
         self._entries: list[deque[Op]] = [deque() for _ in rules.credits]
         self._forwards: list[tuple[tuple[int, ...], Op]] = []
@@ -121,26 +122,27 @@ class Greedy:
     def choose(self) -> Op | None:
         """Return the op to compute now, or None to wait for an input."""
         if self._backwards and (self._last_was_forward or not self._forwards):
-            return self._backward()
-        op = self._forward()
+            return self._take_backward()
+        op = self._take_forward()
         if op is not None or self._weights:
             return op or self._weights.popleft()
-        return self._backward() if self._backwards else None
+        return self._take_backward() if self._backwards else None
 
-    def _forward(self) -> Op | None:
+    def _take_forward(self) -> Op | None:
         """Return the first ready forward whose activations fit."""
-        skipped, op = [], None
-        while self._forwards and op is None:
-            entry = heappop(self._forwards)
-            if not self._fits(self._stage(entry[1])):
-                skipped.append(entry)
-                continue
-            op = entry[1]
-            self._count(self._stage(op), 1)
-            self._last_was_forward = True
+        skipped = []
+        chosen_op = None
+        while self._forwards and chosen_op is None:
+            priority, op = heappop(self._forwards)
+            if self._fits(self._stage(op)):
+                chosen_op = op
+                self._count(self._stage(op), 1)
+                self._last_was_forward = True
+            else:
+                skipped.append((priority, op))
         for entry in skipped:
             heappush(self._forwards, entry)
-        return op
+        return chosen_op
 
     def _fits(self, stage: tuple[int, int]) -> bool:
         """Return True if another activation of (stage, pipe) fits. The first one always does."""
@@ -148,14 +150,16 @@ class Greedy:
 
     def _count(self, stage: tuple[int, int], change: int) -> None:
         """Add ``change`` to the live activations of (stage, pipe); the first one uses the reservation."""
-        before, self.live[stage] = self.live[stage], self.live[stage] + change
-        if min(before, self.live[stage]):
+        previous = self.live[stage]
+        self.live[stage] += change
+        if min(previous, self.live[stage]):
             self._reserved += change
 
     def _stage(self, op: Op) -> tuple[int, int]:
         return op.stage, self.rules.pipes[op.micro_batch]
 
-    def _backward(self) -> Op:
+    def _take_backward(self) -> Op:
+        """Return the first ready backward; there must be one."""
         self._last_was_forward = False
         return heappop(self._backwards)[1]
 
@@ -169,6 +173,7 @@ class Greedy:
             self._admit(pipe)
 
     def _admit(self, pipe: int) -> None:
+        """Make the waiting entry ops of a pipe ready, as far as it has credits."""
         entries = self._entries[pipe]
         while entries and self._credits[pipe]:
             self._credits[pipe] -= 1

@@ -1,6 +1,6 @@
 """Event loop: devices compute the ops that their policies choose; results arrive after a message delay.
 
-Simulation (:mod:`.simulate``), list scheduling (:mod:``.list_scheduling``) and dynamic schedules (:mod:``.methods.dpp`)
+Simulation (:mod:`.simulation`), list scheduling (:mod:`.list_scheduling`) and dynamic schedules (:mod:`.methods.dpp`)
 share this loop and differ in their policies.
 """
 
@@ -68,17 +68,20 @@ class Workload:
         return tuple(self._earliest_starts(devices) for devices in self.placement.pipes)
 
     def _earliest_starts(self, devices: tuple[int, ...]) -> dict[str, tuple[float, ...]]:
-        now, stages = 0.0, range(len(devices))
-        starts: dict[str, list[float]] = {FORWARD: [], self.gradient_kind: []}
-        for kind, path in ((FORWARD, stages), (self.gradient_kind, reversed(stages))):
-            previous = None
+        """Return the starts of one pipe with these devices, by kind and stage."""
+        now = 0.0
+        starts: dict[str, dict[int, float]] = {FORWARD: {}, self.gradient_kind: {}}
+        previous = 0
+        for kind, path in (
+            (FORWARD, range(len(devices))),
+            (self.gradient_kind, reversed(range(len(devices)))),
+        ):
             for stage in path:
-                now += 0.0 if previous is None else self.costs.delay(devices[previous], devices[stage])
-                starts[kind].append(now)
+                now += self.costs.delay(devices[previous], devices[stage])  # 0 at the turn
+                starts[kind][stage] = now
                 now += self.times[kind][stage]
                 previous = stage
-        gradients = reversed(starts[self.gradient_kind])
-        return {FORWARD: tuple(starts[FORWARD]), self.gradient_kind: tuple(gradients)}
+        return {kind: tuple(row[stage] for stage in sorted(row)) for kind, row in starts.items()}
 
     def time(self, op: Op) -> float:
         """Return the time of ``op``."""
@@ -179,22 +182,23 @@ def run(
     Args:
         tolerance: relative difference up to which times count as equal. Rounding must not change what a policy sees.
     """
-    device_of, consumers = workload.dependencies.device, workload.dependencies.consumers
-    inputs = Inputs(workload.dependencies)
+    dependencies = workload.dependencies
+    inputs = Inputs(dependencies)
     orders: list[list[Op]] = [[] for _ in policies]
     starts: list[list[float]] = [[] for _ in policies]
     ends: list[list[float]] = [[] for _ in policies]
     busy = [False] * len(policies)
     events: list[tuple[float, bool, int, Op]] = []  # time, True for an arrival, device, op
     awake: set[int] = set()
-    now, messages = 0.0, 0
+    now = 0.0
+    messages = 0
 
     def add_ready(device: int, op: Op) -> None:
         policies[device].add_ready(op)
         awake.add(device)
 
     for op in admission.admit():
-        add_ready(device_of(op), op)
+        add_ready(dependencies.device(op), op)
     while True:
         for device in sorted(awake):
             op = None if busy[device] else policies[device].choose()
@@ -218,7 +222,7 @@ def run(
             busy[device] = False
             awake.add(device)
             policies[device].mark_done(op)
-            for consumer, to in consumers(op):
+            for consumer, to in dependencies.consumers(op):
                 messages += to != device
                 delay = workload.delay(consumer, device, to)
                 if delay:
@@ -226,7 +230,7 @@ def run(
                 elif inputs.deliver(consumer):
                     add_ready(to, consumer)
             for entry in admission.mark_done(device, op):
-                add_ready(device_of(entry), entry)
+                add_ready(dependencies.device(entry), entry)
 
 
 def _frozen(rows: list[list[T]]) -> tuple[tuple[T, ...], ...]:

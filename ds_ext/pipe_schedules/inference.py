@@ -39,9 +39,9 @@ def forward_timetable(placement: Placement, micro_batches: int, name: str = "inf
             admit(pipe, 0)
     now = 0
     while any(ready):
-        chosen = [(device, heapq.heappop(queue)) for device, queue in enumerate(ready) if queue]
+        step = [(device, heapq.heappop(queue)) for device, queue in enumerate(ready) if queue]
         now += 1
-        for device, (_, m, stage) in chosen:
+        for device, (_, m, stage) in step:
             orders[device].append(Op(FORWARD, m, stage))
             if stage + 1 < placement.stages:
                 add_ready(now, m, stage + 1)

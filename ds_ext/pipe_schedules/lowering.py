@@ -74,13 +74,14 @@ class Lowering:
     def __init__(
         self, device: int, timetable: Timetable, messages: dict[int, list[Op]] | None = None
     ) -> None:
-        self.device, self.timetable = device, timetable
+        self.device = device
+        self.timetable = timetable
         self.buffers = _Buffers()
         self._program: list[Instruction] = []
-        self._messages = (
-            None if messages is None else {sender: iter(sent) for sender, sent in messages.items()}
-        )
-        self._received: set[Op] = set()  # ops whose message was received early
+        self._messages = None
+        if messages is not None:
+            self._messages = {sender: iter(ops) for sender, ops in messages.items()}
+        self._early: set[Op] = set()  # ops whose message was received before an earlier op
 
     def add(self, op: Op) -> list[Instruction]:
         """Return the instructions of ``op``: load or receives, the computation, sends or copies."""
@@ -108,14 +109,15 @@ class Lowering:
 
     def _receive(self, op: Op, sender: int) -> None:
         """Receive the message of ``op``, preceded by the earlier ones on its link."""
-        if op in self._received:
-            self._received.remove(op)
+        if op in self._early:
+            self._early.remove(op)
             return
-        for receiver in (op,) if self._messages is None else self._messages[sender]:
+        receivers = iter((op,)) if self._messages is None else self._messages[sender]
+        for receiver in receivers:
             self._instruct(f"Recv{_message(receiver)}", receiver, peer=sender)
             if receiver == op:
                 return
-            self._received.add(receiver)
+            self._early.add(receiver)
 
     def _instruct(
         self,
@@ -126,6 +128,7 @@ class Lowering:
         peer: int | None = None,
         to_buffer: int | None = None,
     ) -> None:
+        """Append an instruction for ``op``, whose pair gets a buffer if it has none."""
         pipe, buffer = self.timetable.pipe(op.micro_batch), self.buffers.buffer(op)
         self._program.append(
             Instruction(name, op.micro_batch, op.stage, pipe, chunk, peer, buffer, to_buffer)
@@ -152,7 +155,8 @@ class _Buffers:
             if self._free:
                 buffer = heapq.heappop(self._free)
             else:
-                buffer, self.count = self.count, self.count + 1
+                buffer = self.count
+                self.count += 1
             self._live[pair] = buffer
         return buffer
 

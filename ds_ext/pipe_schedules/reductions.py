@@ -16,33 +16,39 @@ def eager_reductions(simulation: Simulation) -> tuple[dict[Op, tuple[int, ...]],
     A device starts the reduction of a stage when it has finished that stage and all earlier ones in the common order.
     Each stage of a device occurs once. (BitPipe, arXiv 2410.19367, section 3.3; the common order is our addition.)
     """
-    finished = [
+    last_backwards = [
         {op.stage: (end, op) for op, _, end in spans if op.kind in (BACKWARD, BACKWARD_WEIGHT)}
         for spans in simulation.spans
     ]
     timetable = simulation.timetable
     reductions: list[dict[Op, tuple[int, ...]]] = [{} for _ in timetable.orders]
     for group in timetable.placement.replica_groups:
-        stages = set().union(*(finished[device] for device in group))
+        stages = set().union(*(last_backwards[device] for device in group))
         latest = {
-            stage: max(finished[device][stage][0] for device in group if stage in finished[device])
+            stage: max(
+                last_backwards[device][stage][0] for device in group if stage in last_backwards[device]
+            )
             for stage in stages
         }
         order = sorted(stages, key=lambda stage: (latest[stage], stage))
         for device in group:
-            reductions[device] = _starts(timetable.orders[device], finished[device], order)
+            reductions[device] = _starts(timetable.orders[device], last_backwards[device], order)
     return tuple(reductions)
 
 
 def _starts(
-    ops: tuple[Op, ...], finished: dict[int, tuple[float, Op]], order: list[int]
+    ops: tuple[Op, ...], last_backwards: dict[int, tuple[float, Op]], order: list[int]
 ) -> dict[Op, tuple[int, ...]]:
-    """Return the ops after which a device starts the reductions of the stages in ``order``."""
+    """Return the ops after which a device starts the reductions of the stages in ``order``.
+
+    ``last_backwards`` maps the stages of the device to (end, op) of their last backward.
+    """
     position = {op: i for i, op in enumerate(ops)}
     starts: dict[Op, tuple[int, ...]] = {}
-    now = -1
+    latest = 0
     for stage in order:
         # With few micro-batches, a device may compute no op of a stage; it then need not wait for that stage.
-        now = max(now, position[finished[stage][1]] if stage in finished else now, 0)
-        starts[ops[now]] = (*starts.get(ops[now], ()), stage)
+        if stage in last_backwards:
+            latest = max(latest, position[last_backwards[stage][1]])
+        starts[ops[latest]] = (*starts.get(ops[latest], ()), stage)
     return starts

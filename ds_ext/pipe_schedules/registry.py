@@ -7,7 +7,7 @@ A method is one file with one decorated generator::
         ...
         yield Op(FORWARD, micro_batch, stage)
 
-:func:`timetable`` runs it for every device and returns a :class:``.Timetable`. If the order depends on costs, decorate
+:func:`timetable` runs it for every device and returns a :class:`.Timetable`. If the order depends on costs, decorate
 one function for all devices with :func:`planned_schedule`.
 """
 
@@ -107,6 +107,7 @@ def planned_schedule(
 
 
 def _register(new: Schedule) -> None:
+    """Add a schedule; a module may register its schedules again. Raises ScheduleError for a name of another module."""
     known = _SCHEDULES.get(new.name)
     if known is not None and known.generate.__module__ != new.generate.__module__:
         raise ScheduleError(f"schedule {new.name!r} is already registered by {known.generate.__module__}.")
@@ -124,46 +125,46 @@ def get_schedule(name: str) -> Schedule:
     return schedule
 
 
-def import_modules(names: Sequence[str], given_by: str, folder: str | os.PathLike[str] = ".") -> None:
-    """Import modules that register schedules.
+def import_modules(names: Sequence[str], source: str, folder: str | os.PathLike[str] = ".") -> None:
+    """Import modules that register schedules. Adds the folders of the search to ``sys.path``.
 
     Args:
         names: module names, looked up in ``folder``, the current directory and PYTHONPATH.
-        given_by: flag or key that lists them, for errors.
+        source: flag or key that lists them, for errors.
         folder: additional directory to search.
 
     Raises:
         ScheduleError: a module does not exist, or its import failed.
     """
-    for path in (os.path.abspath(folder), os.getcwd()) if names else ():
-        if path not in sys.path:
-            sys.path.append(path)
+    if names:
+        for path in (os.path.abspath(folder), os.getcwd()):
+            if path not in sys.path:
+                sys.path.append(path)
     for name in names:
         if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
             raise ScheduleError(
-                f"{given_by}: not a module name (got {name!r}). Use my_schedules for the file my_schedules.py."
+                f"{source}: not a module name (got {name!r}). Use my_schedules for the file my_schedules.py."
             )
         try:
             import_module(name)
         except Exception as error:
             if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
                 raise ScheduleError(
-                    f"{given_by}: no module {error.name!r} in the current directory or PYTHONPATH (got {name!r}). "
+                    f"{source}: no module {error.name!r} in the current directory or PYTHONPATH (got {name!r}). "
                     f"Start the job in the module's directory, or add that directory to PYTHONPATH on every host."
                 ) from None
             raise ScheduleError(
-                f"{given_by}: the import of module {name!r} failed with {type(error).__name__}: {error} "
-                f"({_line_of(error)}). Run `python -c 'import {name}'` for the traceback."
+                f"{source}: the import of module {name!r} failed with {type(error).__name__}: {error} "
+                f"({_error_line(error)}). Run `python -c 'import {name}'` for the traceback."
             ) from error
 
 
-def _line_of(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     """Return the file and line at which an import failed."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    file, line = last.filename, last.lineno
     if isinstance(error, SyntaxError) and error.filename:
-        file, line = error.filename, error.lineno
-    return f"{os.path.basename(file)}, line {line}"
+        return f"{os.path.basename(error.filename)}, line {error.lineno}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{os.path.basename(frame.filename)}, line {frame.lineno}"
 
 
 def timetable(name: str, num_devices: int, micro_batches: int, **options: object) -> Timetable:

@@ -67,7 +67,8 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
         ScheduleError: the timetable is incomplete, or it deadlocks.
     """
     check_timetable(timetable)
-    costs, dependencies = costs or Costs(), timetable.dependencies
+    costs = costs or Costs()
+    dependencies = timetable.dependencies
     workload = Workload(
         timetable.placement,
         timetable.micro_batches,
@@ -76,21 +77,22 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
         costs.jitter > 0,
         dependencies.trains,
     )
-    done = run_orders(workload, timetable.orders)
-    _check_complete(timetable, done)
+    result = run_orders(workload, timetable.orders)
+    _check_complete(timetable, result)
     busy = [sum(map(workload.time, order)) for order in timetable.orders]
     share = timetable.placement.devices_per_pipe / timetable.placement.stages
     return Simulation(
         timetable,
         tuple(
-            tuple(zip(*rows, strict=True)) for rows in zip(done.orders, done.starts, done.ends, strict=True)
+            tuple(zip(*rows, strict=True))
+            for rows in zip(result.orders, result.starts, result.ends, strict=True)
         ),
-        done.makespan,
+        result.makespan,
         ideal=sum(busy) / max(len(busy), 1),
         peak_activations=tuple(peak_stages(order, timetable.trains) * share for order in timetable.orders),
-        messages=done.messages,
+        messages=result.messages,
         costs=costs,
-        busy=tuple(time / done.makespan if done.makespan else 0.0 for time in busy),
+        busy=tuple(time / result.makespan if result.makespan else 0.0 for time in busy),
     )
 
 
@@ -99,22 +101,22 @@ def run_orders(workload: Workload, orders: Sequence[Sequence[Op]]) -> Run:
     return run(workload, [FixedOrder(order) for order in orders], NoAdmission(workload))
 
 
-def _check_complete(timetable: Timetable, done: Run) -> None:
+def _check_complete(timetable: Timetable, result: Run) -> None:
     """Raise ScheduleError if a device has not finished. The error lists what each device waits for."""
-    at = [len(order) for order in done.orders]
-    stuck = [device for device, order in enumerate(timetable.orders) if at[device] < len(order)]
+    steps = [len(order) for order in result.orders]
+    stuck = [device for device, order in enumerate(timetable.orders) if steps[device] < len(order)]
     if not stuck:
         return
-    ended = {op for order in done.orders for op in order}
+    ended = {op for order in result.orders for op in order}
     waits = []
     for device in stuck[:_MAX_LISTED]:
-        op = timetable.orders[device][at[device]]
+        op = timetable.orders[device][steps[device]]
         missing = [str(need) for need, _ in timetable.dependencies.needs(op) if need not in ended]
         waits.append(f"device {device}: {op} waits for {' and '.join(missing)}")
     if len(stuck) > _MAX_LISTED:
         waits.append(f"{len(stuck) - _MAX_LISTED} more")
     first = stuck[0]
-    raise error_at(timetable, f"deadlock ({'; '.join(waits)}).", first, timetable.orders[first][at[first]])
+    raise error_at(timetable, f"deadlock ({'; '.join(waits)}).", first, timetable.orders[first][steps[first]])
 
 
 def peak_stages(order: Sequence[Op], trains: bool = True) -> int:

@@ -34,8 +34,8 @@ _KEYS = ("schedule", "micro_batches", "pipes", "forward")
 
 # Spaces are allowed between parentheses: torch writes two overlapped ops as (0F1;1B0)OVERLAP_F_B.
 _CELL = re.compile(r'\([^)]*\)[^\s,"]*|[^\s,"]+')
-_OWN = re.compile(r"([FBIWR])(\d{1,9})@(\d{1,9})")
-_TORCH = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
+_DS_EXT_CELL = re.compile(r"([FBIWR])(\d{1,9})@(\d{1,9})")
+_TORCH_CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _OVERLAP = re.compile(r"\(([^)]*)\)OVERLAP_F_B")
 # Instructions that torch inserts between the ops; lowering inserts its own.
 _IGNORED = re.compile(r"\d{1,9}(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d{0,9}")
@@ -83,6 +83,7 @@ def torch_csv(timetable: Timetable) -> str:
 
 
 def _one_step(op: Op) -> Op:
+    """Return an op of the same dependencies that takes one step with equal costs."""
     return op._replace(kind=BACKWARD_INPUT) if op.kind == BACKWARD else op
 
 
@@ -124,20 +125,15 @@ def loads(text: str, name: str = "timetable", source: str = "timetable") -> Time
         raise header_position.error("no ops. Write one line per device with cells such as F3@1 or 1F3.")
     if "forward" in header and "pipes" not in header:
         raise header_position.error("forward=... also needs pipes=..., the backward devices.")
-    placement = (
-        _read_pipes(
-            header["pipes"],
-            len(orders),
-            header_position,
-            _read_forward(header.get("forward"), header_position),
-        )
-        if "pipes" in header
-        else _infer_placement(orders, positions)
-    )
+    if "pipes" in header:
+        forward = _read_forward(header.get("forward"), header_position)
+        placement = _read_pipes(header["pipes"], len(orders), header_position, forward)
+    else:
+        placement = _infer_placement(orders, positions)
     highest = 1 + max(op.micro_batch for order in orders for op in order)
-    micro_batches = (
-        _read_count(header["micro_batches"], header_position) if "micro_batches" in header else highest
-    )
+    micro_batches = highest
+    if "micro_batches" in header:
+        micro_batches = _read_count(header["micro_batches"], header_position)
     if max(highest, micro_batches) > _MAX_MICRO_BATCHES:
         raise header_position.error(
             f"too many micro-batches (got {max(highest, micro_batches)}). Use at most {_MAX_MICRO_BATCHES}."
@@ -148,6 +144,7 @@ def loads(text: str, name: str = "timetable", source: str = "timetable") -> Time
 
 
 def _read_header(line: str, position: _Position) -> dict[str, str]:
+    """Return the keys and values of a header line. Raises ScheduleError."""
     try:
         words = shlex.split(line)[2:]
     except ValueError as error:
@@ -204,23 +201,24 @@ def _read_pipes(value: str, lines: int, position: _Position, forward: ForwardPip
 
 def _infer_placement(orders: list[tuple[Op, ...]], positions: list[list[_Position]]) -> Placement:
     """Return a placement of one pipe, with each stage on the device that computes its ops."""
-    device_of: dict[int, int] = {}
+    owners: dict[int, int] = {}
     cells = [list(zip(*row, strict=True)) for row in zip(orders, positions, strict=True)]
     for device, row in enumerate(cells):
         for op, position in row:
-            if device_of.setdefault(op.stage, device) != device:
+            if owners.setdefault(op.stage, device) != device:
                 raise position.error(
-                    f"{op} is on device {device}, but stage {op.stage} is on device {device_of[op.stage]}. Put each "
+                    f"{op} is on device {device}, but stage {op.stage} is on device {owners[op.stage]}. Put each "
                     f"stage on one device, or add a header such as {_HEADER} pipes=0,1;1,0."
                 )
-    missing = next(stage for stage in range(len(device_of) + 1) if stage not in device_of)
-    if missing < len(device_of):
+    missing = next(stage for stage in range(len(owners) + 1) if stage not in owners)
+    if missing < len(owners):
         position = next(position for row in cells for op, position in row if op.stage > missing)
         raise position.error(f"no ops for stage {missing}. Stages are numbered from 0 without gaps.")
-    return Placement((tuple(device_of[stage] for stage in range(len(device_of))),))
+    return Placement((tuple(owners[stage] for stage in range(len(owners))),))
 
 
 def _read_cells(line: str, number: int, source: str) -> Iterator[tuple[Op, _Position]]:
+    """Yield the ops of line ``number``, each with the position of its cell. Raises ScheduleError."""
     for cell in _CELL.finditer(line):
         position = _Position(number, cell.start() + 1, source)
         for op in _read_cell(cell.group(), position):
@@ -229,12 +227,12 @@ def _read_cells(line: str, number: int, source: str) -> Iterator[tuple[Op, _Posi
 
 def _read_cell(cell: str, position: _Position) -> list[Op]:
     """Return the ops of a cell. Only OVERLAP_F_B has several."""
-    if own := _OWN.fullmatch(cell):
-        return [Op(own[1], int(own[2]), int(own[3]))]
-    if torch := _TORCH.fullmatch(cell):
-        return [Op(torch[2], int(torch[3]), int(torch[1]))]
-    if overlap := _OVERLAP.fullmatch(cell):
-        return [op for part in overlap[1].split(";") for op in _read_cell(part.strip(), position)]
+    if match := _DS_EXT_CELL.fullmatch(cell):
+        return [Op(match[1], int(match[2]), int(match[3]))]
+    if match := _TORCH_CELL.fullmatch(cell):
+        return [Op(match[2], int(match[3]), int(match[1]))]
+    if match := _OVERLAP.fullmatch(cell):
+        return [op for part in match[1].split(";") for op in _read_cell(part.strip(), position)]
     if cell == _WAIT or _IGNORED.fullmatch(cell):
         return []
     kinds = ", ".join((FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, RECOMPUTE))

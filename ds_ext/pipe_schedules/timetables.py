@@ -29,8 +29,8 @@ class Timetable:
     def dependencies(self) -> Dependencies:
         """Dependencies between the ops, and the device of each op."""
         split = self.split_backwards
-        all_split = len(split) == self.placement.stages * self.micro_batches
-        split = all_split if all_split or not split else split
+        if not split or len(split) == self.placement.stages * self.micro_batches:
+            split = bool(split)  # the same for all backwards, which is faster to look up
         return Dependencies(self.placement, self.micro_batches, split=split, trains=self.trains)
 
     def pipe(self, micro_batch: int) -> int:
@@ -38,12 +38,12 @@ class Timetable:
         return self.dependencies.pipes[micro_batch]
 
     @cached_property
-    def of_pipes(self) -> list[list[int]]:
+    def micro_batches_by_pipe(self) -> list[list[int]]:
         """Micro-batches of each pipe that carries any."""
-        of_pipe: dict[int, list[int]] = {}
+        by_pipe: dict[int, list[int]] = {}
         for micro_batch in range(self.micro_batches):
-            of_pipe.setdefault(self.pipe(micro_batch), []).append(micro_batch)
-        return [*of_pipe.values()]
+            by_pipe.setdefault(self.pipe(micro_batch), []).append(micro_batch)
+        return [*by_pipe.values()]
 
     @cached_property
     def trains(self) -> bool:

@@ -7,7 +7,7 @@ group, is the same for every schedule and number of replicas, and all candidates
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,33 +66,8 @@ def choose_for_job(
         ConfigError: the batch is not fixed, sizes do not fit, or no schedule fits in memory.
     """
     data = 1 if world_size is None else data_parallel_size(world_size, linear(devices), tensor_parallel)
-    micro_batch, micro_batches = _micro_batches(config, data)
     try:
-        values = _AUTO.resolve_options(options)
-        entries, _ = vocabulary(values["vocab_size"], train)
-        model = model_of_train(train, entries)
-        sizes = model and training_sizes(config, model, micro_batch, tensor_parallel, data)
-        limit = parse_bytes(values["memory"], "schedule_options.memory") if values["memory"] else None
-        if limit is not None and sizes is None:
-            raise ConfigError(
-                f'schedule_options.memory: "auto" needs the sizes of the model (got {values["memory"]!r}). Add '
-                f'{", ".join(SIZES)} to "train", or remove "memory".'
-            )
-        kinds = (sizes.recompute,) if sizes is not None else ("none",)
-        if train.get("recompute_granularity") == AUTO and train.get("recompute_interval", 1) == 1:
-            kinds = RECOMPUTATIONS
-        costs = read_costs(values["costs"])
-        stage_layers = train.get("stage_layers")
-        request = Request(
-            devices,
-            micro_batches,
-            costs,
-            sizes,
-            limit,
-            recompute=kinds,
-            stage_layers=stage_layers,
-            max_stages=layers,
-        )
+        request = _make_request(config, devices, tensor_parallel, data, options, train, layers)
         _require_layers(request)
         candidates = choose(request)
     except ScheduleError as error:
@@ -101,6 +76,49 @@ def choose_for_job(
         fix = "" if candidates.smallest is None else f" Use {_remedies(request)}."
         raise ConfigError(f'schedule "auto": {candidates.reason()}{fix}')
     return candidates
+
+
+def _make_request(
+    config: Mapping[str, Any],
+    devices: int,
+    tensor_parallel: int,
+    data: int,
+    options: Mapping[str, Any],
+    train: Mapping[str, Any],
+    layers: int | None,
+) -> Request:
+    """Return the request to the planner: the arguments of :func:`choose_for_job`, with ``data`` pipeline groups.
+
+    Raises ConfigError and ScheduleError.
+    """
+    micro_batch, micro_batches = _micro_batches(config, data)
+    values = _AUTO.resolve_options(options)
+    entries, _ = vocabulary(values["vocab_size"], train)
+    model = model_of_train(train, entries)
+    sizes = model and training_sizes(config, model, micro_batch, tensor_parallel, data)
+    limit = parse_bytes(values["memory"], "schedule_options.memory") if values["memory"] else None
+    if limit is not None and sizes is None:
+        raise ConfigError(
+            f'schedule_options.memory: "auto" needs the sizes of the model (got {values["memory"]!r}). Add '
+            f'{", ".join(SIZES)} to "train", or remove "memory".'
+        )
+    return Request(
+        devices,
+        micro_batches,
+        read_costs(values["costs"]),
+        sizes,
+        limit,
+        recompute=_recomputations(sizes, train),
+        stage_layers=train.get("stage_layers"),
+        max_stages=layers,
+    )
+
+
+def _recomputations(sizes: TrainingSizes | None, train: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the kinds of recomputation to evaluate: all for "auto", else that of the model."""
+    if train.get("recompute_granularity") == AUTO and train.get("recompute_interval", 1) == 1:
+        return RECOMPUTATIONS
+    return ("none",) if sizes is None else (sizes.recompute,)
 
 
 def best_schedule(candidates: Candidates) -> Schedule:
@@ -130,12 +148,7 @@ def vocabulary(vocab_size: int, train: Mapping[str, Any]) -> tuple[int, str]:
         return vocab_size, '"vocab_size"'
     if train.get("vocab_size"):
         return train["vocab_size"], "the model"
-    words = train.get("data_path") or []
-    words = [words] if isinstance(words, str) else words
-    for word in [word for text in words for word in (text, *str(text).split())]:
-        path = Path(str(word))
-        # A folder that `prepare` wrote, or the prefix of the files in it.
-        folder = path.parent if path.with_suffix("").name == DATA_NAME else path
+    for folder in _data_folders(train.get("data_path") or []):
         try:
             size = json.loads((folder / META_NAME).read_text(encoding="utf-8"))["vocab_size"]
         except (OSError, ValueError, KeyError, TypeError):
@@ -143,6 +156,15 @@ def vocabulary(vocab_size: int, train: Mapping[str, Any]) -> tuple[int, str]:
         if isinstance(size, int) and size > 0:
             return size, str(folder / META_NAME)
     return _GPT2_VOCABULARY, "default: GPT-2's"
+
+
+def _data_folders(data_path: str | Sequence[Any]) -> Iterator[Path]:
+    """Yield the folders that "data_path" may mean: every element, and every word of it, as in a blend."""
+    for text in [data_path] if isinstance(data_path, str) else data_path:
+        for word in (text, *str(text).split()):
+            path = Path(str(word))
+            # A folder that `prepare` wrote, or the prefix of the files in it.
+            yield path.parent if path.with_suffix("").name == DATA_NAME else path
 
 
 def _require_layers(request: Request) -> None:
@@ -236,6 +258,7 @@ def training_sizes(
 
 
 def _refuse(num_devices: int) -> Placement:
+    """Raise ScheduleError: the placeholder of "auto" has no placement and no order."""
     raise ScheduleError('schedule: "auto" needs the sizes of a job. Use it in a JSON only.')
 
 

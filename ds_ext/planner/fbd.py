@@ -71,7 +71,8 @@ class FbdCandidate:
     @property
     def section(self) -> dict[str, Any]:
         """The ``"ds_ext"`` section of the job."""
-        train, layers = {"recompute_granularity": self.sizes.recompute}, self.sizes.layers_of(self.pipeline)
+        train = {"recompute_granularity": self.sizes.recompute}
+        layers = self.sizes.stage_layer_counts(self.pipeline)
         if len(set(layers)) > 1:
             train["stage_layers"] = ",".join(map(str, layers))
         return {
@@ -90,15 +91,17 @@ class FbdCandidate:
 def fbd_candidates(cluster: Cluster, forward: Cluster, sizes: TrainingSizes) -> Iterator[FbdCandidate]:
     """Yield the sizes that use all devices of ``cluster`` for backwards and all of ``forward`` for forwards."""
     assert sizes.stage_layers is None, "layers per stage would fix the number of stages"
-    fixed = cluster.tensor_parallel
-    for tensor in [fixed] if fixed else range(1, MOST_TENSOR_PARALLEL + 1):
+    tensor_sizes = range(1, MOST_TENSOR_PARALLEL + 1)
+    if cluster.tensor_parallel is not None:
+        tensor_sizes = (cluster.tensor_parallel,)
+    for tensor in tensor_sizes:
         for pipeline in range(2, min(sizes.num_layers, cluster.devices // tensor) + 1):
-            pipes, rest = divmod(cluster.devices, tensor * pipeline)
-            if rest or sizes.num_attention_heads % tensor or cluster.batch % (pipes * sizes.micro_batch):
+            pipes, idle = divmod(cluster.devices, tensor * pipeline)
+            if idle or sizes.num_attention_heads % tensor or cluster.batch % (pipes * sizes.micro_batch):
                 continue
             for forward_tensor in sorted({1, tensor}):
-                groups, rest = divmod(forward.devices, forward_tensor * pipeline)
-                if rest or not groups or pipes % groups:
+                groups, idle = divmod(forward.devices, forward_tensor * pipeline)
+                if idle or not groups or pipes % groups:
                     continue
                 n = cluster.batch // (groups * sizes.micro_batch)
                 for recompute in TRAINED:
@@ -130,31 +133,40 @@ def compare_with_fbd(
     Returns:
         A dict with "pays", "reason" (lines of text) and, for the best candidate, seconds, bytes and "ds_ext" section.
     """
-    slowdown = cluster.flops / forward.flops
-    every = [(candidate, *candidate.memory()) for candidate in fbd_candidates(cluster, forward, sizes)]
-    fitting = [
-        candidate
-        for candidate, need, forward_need in every
-        if need <= cluster.memory_bytes and forward_need <= forward.memory_bytes
-    ]
+    candidates = list(fbd_candidates(cluster, forward, sizes))
     name = f"fbd with {forward.devices} extra forward devices"
-    if not every:
+    if not candidates:
         reason = f"{name}: not possible for {cluster.devices} backward devices. Use a divisor of {cluster.devices}."
         return {"pays": False, "reason": reason}
-    if not fitting:
-        _, need, forward_need = min(
-            every, key=lambda row: max(row[1] / cluster.memory_bytes, row[2] / forward.memory_bytes)
-        )
+
+    def load(candidate: FbdCandidate) -> float:
+        need, forward_need = candidate.memory()
+        return max(need / cluster.memory_bytes, forward_need / forward.memory_bytes)
+
+    loads = [load(candidate) for candidate in candidates]
+    if min(loads) > 1:
+        smallest = candidates[loads.index(min(loads))]
         return {
             "pays": False,
-            "reason": f"{name}: does not fit. It needs {_memory_text(need, forward_need)}.",
+            "reason": f"{name}: does not fit. It needs {_memory_text(*smallest.memory())}.",
         }
-    step_s, best = min(
-        ((step_seconds(candidate, cluster, forward, ratios), candidate) for candidate in fitting),
-        key=lambda row: row[0],
+    seconds = {
+        index: step_seconds(candidates[index], cluster, forward, ratios)
+        for index, share in enumerate(loads)
+        if share <= 1
+    }
+    best = min(seconds, key=lambda index: seconds[index])
+    title = f"{name} ({cluster.flops / forward.flops:g} times the time, {format_bytes(forward.memory_bytes)})"
+    return _comparison(
+        title, candidates[best], seconds[best], _rivals(cluster, forward, sizes, ratios, alone)
     )
+
+
+def _comparison(
+    title: str, best: FbdCandidate, step_s: float, rivals: list[tuple[float, str]]
+) -> dict[str, Any]:
+    """Return the result of :func:`compare_with_fbd` for the best candidate and the plans of :func:`_rivals`."""
     need, forward_need = best.memory()
-    rivals = _rivals(cluster, forward, sizes, ratios, alone)
     least_s = min((seconds for seconds, _ in rivals), default=float("inf"))
     if not rivals:
         verdict = "yes: no other plan fits"
@@ -163,7 +175,7 @@ def compare_with_fbd(
     else:
         verdict = f"no, {step_s / least_s - 1:.1%} more time"
     lines = [
-        f"{name} ({slowdown:g} times the time, {format_bytes(forward.memory_bytes)}): {step_s:.4g} s",
+        f"{title}: {step_s:.4g} s",
         f"  sizes     {best}",
         f"  memory    {_memory_text(need, forward_need)}",
         *(f"  without   {text}" for _, text in rivals),
@@ -191,14 +203,14 @@ def _rivals(
 ) -> list[tuple[float, str]]:
     """Return (seconds, text) of the plans without forward devices that fit."""
     plans = {f"{cluster.devices} devices": alone.best}
-    everything = replace(
+    all_devices = replace(
         cluster,
         devices=cluster.devices + forward.devices,
         memory_bytes=min(cluster.memory_bytes, forward.memory_bytes),
         flops=min(cluster.flops, forward.flops),
     )
     with contextlib.suppress(ScheduleError):  # this number of devices may not be divisible
-        plans[f"{everything.devices} devices"] = plan_cluster(everything, sizes, ratios).best
+        plans[f"{all_devices.devices} devices"] = plan_cluster(all_devices, sizes, ratios).best
     return [
         (
             plan.step_s,
@@ -219,16 +231,16 @@ def comparison_note(simulation: Simulation) -> str | None:
     placement = order.placement
     if not placement.forward_devices or not order.trains:
         return None
-    rival = timetable(_PLAIN, placement.devices_per_pipe, order.micro_batches // placement.replicas)
-    plain = simulate(rival, costs)
-    recomputing = simulate(rival, replace(costs, backward_input=costs.backward_input + costs.forward))
-    backward, forward = (
-        placement.replicas * placement.devices_per_pipe,
-        placement.devices_per_pipe / placement.merged,
+    plain_timetable = timetable(_PLAIN, placement.devices_per_pipe, order.micro_batches // placement.replicas)
+    plain = simulate(plain_timetable, costs)
+    recomputing = simulate(
+        plain_timetable, replace(costs, backward_input=costs.backward_input + costs.forward)
     )
+    backward = placement.replicas * placement.devices_per_pipe
+    forward = placement.devices_per_pipe / placement.merged
 
-    def ratio_to(other: Simulation) -> float:
-        device_time = other.makespan * backward
+    def ratio_to(rival: Simulation) -> float:
+        device_time = rival.makespan * backward
         return simulation.makespan * (backward + forward) / device_time if device_time else 1.0
 
     text = (

@@ -61,7 +61,7 @@ class StagePlan:
             ConfigError: ``job`` has no batch size, or the schedule does not support it.
             ScheduleError: the timetable of the schedule is invalid.
         """
-        return _plan(replace(self.stages, job=job), self._sizes(job))
+        return _complete_plan(replace(self.stages, job=job), self._sizes(job))
 
     @property
     def stages(self) -> StagePlan:
@@ -69,8 +69,11 @@ class StagePlan:
         return self
 
     def _sizes(self, job: JobConfig) -> BatchSizes:
-        layout, replicas = self.layout, self.layout.placement.replicas
-        return batch_sizes(job.deepspeed, replicas, layout.data_parallel_size, job.flags, self._supports)
+        """Return the batch sizes of ``job``. Raises ConfigError."""
+        layout = self.layout
+        return batch_sizes(
+            job.deepspeed, layout.placement.replicas, layout.data_parallel_size, job.flags, self._supports
+        )
 
     def batch_hint(self) -> str:
         """Return the nearest train_batch_size values that the schedule supports; empty if the JSON sets other keys."""
@@ -128,7 +131,7 @@ class JobPlan(StagePlan):
     def resized(self, gradient_accumulation_steps: int) -> JobPlan:
         """Return the plan for a new number of micro-batches. Raises ConfigError if the schedule does not support it."""
         sizes = replace(self.sizes, gradient_accumulation_steps=gradient_accumulation_steps)
-        return _plan(self.stages, sizes)
+        return _complete_plan(self.stages, sizes)
 
 
 def make_job_plan(job: JobConfig, world_size: int | None = None) -> JobPlan:
@@ -163,11 +166,12 @@ def make_stage_plan(job: JobConfig, world_size: int | None = None, layers: int |
     return StagePlan(job, schedule, options, layout, candidates)
 
 
-def _plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
+def _complete_plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
+    """Return the plan with its timetable and program. Raises ConfigError and ScheduleError."""
     devices, schedule = plan.settings.pipeline_parallel_size, plan.schedule
     with _as_config_error(plan.batch_hint):
         timetable = schedule.timetable(devices, sizes.micro_batches, plan.options)
-        rules = schedule.rules(devices, sizes.micro_batches, plan.options)
+        rules = schedule.make_dynamic_rules(devices, sizes.micro_batches, plan.options)
     program = lower(timetable)
     report = check(program, link_credits=_link_credits(plan.layout.placement))
     simulation = simulate(timetable, _costs(plan.options, plan.candidates))
@@ -265,8 +269,8 @@ def _costs(options: Mapping[str, Any], candidates: Candidates | None) -> Costs:
     """Return the costs that the schedule was chosen or planned for, or the default costs."""
     if candidates is not None and candidates.best is not None:
         return candidates.best.costs
-    given = options.get("costs")
-    return Costs() if given is None else read_costs(given)
+    text = options.get("costs")
+    return Costs() if text is None else read_costs(text)
 
 
 def _link_credits(placement: Placement) -> int | None:

@@ -21,6 +21,7 @@ from .text import aligned, describe_costs, format_bytes
 _CANDIDATES_SHOWN = 5
 _DEVICES_SHOWN = 16
 _PAIRS_SHOWN = 8
+_CHECKPOINT = "the last checkpoint on disk"
 GRID_MICRO_BATCHES = 32  # most micro-batches of a timetable that fits the screen
 
 
@@ -135,22 +136,23 @@ def _describe_devices(parameters: Sequence[int], memory: Sequence[DeviceMemory])
     """Return the memory of the device that needs the most, and a table of all devices."""
     lines = []
     if memory:
-        worst = max(memory, key=lambda device: device.total)
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(worst).items())
+        largest = max(memory, key=lambda device: device.total)
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(largest).items())
         lines.append(
-            f"memory    {format_bytes(worst.total)} on device {memory.index(worst)} (estimated: {parts})"
+            f"memory    {format_bytes(largest.total)} on device {memory.index(largest)} (estimated: {parts})"
         )
-    if parameters:
-        sizes = [format_bytes(device.total) for device in memory] or [""] * len(parameters)
-        rows: dict[tuple[str, str], list[int]] = {}
-        for device, row in enumerate(zip([f"{count:,}" for count in parameters], sizes, strict=True)):
-            rows.setdefault(row, []).append(device)
-        cells = [("device", "parameters", "memory" if memory else "")]
-        for row, devices in [*rows.items()][:_DEVICES_SHOWN]:
-            cells.append((_ranges([f" {device}" for device in devices]), *row))
-        lines += ["each rank", *(f"  {line}" for line in aligned(cells, left=(0,)))]
-        if len(rows) > _DEVICES_SHOWN:
-            lines.append(f"  and {len(rows) - _DEVICES_SHOWN} more")
+    if not parameters:
+        return lines
+    sizes = [format_bytes(device.total) for device in memory] or [""] * len(parameters)
+    devices_by_row: dict[tuple[str, str], list[int]] = {}
+    for device, row in enumerate(zip([f"{count:,}" for count in parameters], sizes, strict=True)):
+        devices_by_row.setdefault(row, []).append(device)
+    cells = [("device", "parameters", "memory" if memory else "")]
+    for row, devices in [*devices_by_row.items()][:_DEVICES_SHOWN]:
+        cells.append((_ranges([f" {device}" for device in devices]), *row))
+    lines += ["each rank", *(f"  {line}" for line in aligned(cells, left=(0,)))]
+    if len(devices_by_row) > _DEVICES_SHOWN:
+        lines.append(f"  and {len(devices_by_row) - _DEVICES_SHOWN} more")
     return lines
 
 
@@ -161,36 +163,36 @@ def _describe_recovery(
     options = plan.job.ds_ext.recovery
     if options is None:
         return []
-    every = "step" if options.every == 1 else f"{options.every} steps"
-    copies = copy_hosts(plan.layout, hosts) if hosts is not None and options.second_copy == "mirror" else None
+    interval = "step" if options.every == 1 else f"{options.every} steps"
+    has_copies = options.second_copy == "mirror"
+    copies = copy_hosts(plan.layout, hosts) if hosts is not None and has_copies else None
     size = ""
     if memory:
         # Without ZeRO, fp32 weights are their own master weights.
-        whole = precision(plan.job.deepspeed) == "fp32" and zero_stage(plan.job.deepspeed) == 0
-        largest = max(device.optimizer + (device.weights if whole else 0) for device in memory)
+        is_master = precision(plan.job.deepspeed) == "fp32" and zero_stage(plan.job.deepspeed) == 0
+        largest = max(device.optimizer + (device.weights if is_master else 0) for device in memory)
         size = f", {'4' if copies else '2'} x {format_bytes(largest)} per rank at most"
-    survived = {"a rank is killed": "continues from the snapshots (torchrun --max-restarts)"}
-    checkpoint = "the last checkpoint on disk"
+    results = {"a rank is killed": "continues from the snapshots (torchrun --max-restarts)"}
     if copies and hosts is not None:
-        survived["a host is lost"] = "continues from the copies on other hosts, with a new host in its place"
-        fatal, count = fatal_pairs(hosts, copies), len(set(hosts))
-        pairs = " ".join(f"{first}+{second}" for first, second in fatal[:_PAIRS_SHOWN])
-        more = f" and {len(fatal) - _PAIRS_SHOWN} more" if len(fatal) > _PAIRS_SHOWN else ""
-        every_pair = len(fatal) == count * (count - 1) // 2
-        survived["two hosts are lost"] = (
-            f"continues from {checkpoint}"
-            if every_pair
-            else f"continues from the copies; hosts {pairs}{more}: {checkpoint}"
-        )
+        results["a host is lost"] = "continues from the copies on other hosts, with a new host in its place"
+        results["two hosts are lost"] = _describe_pairs(hosts, copies)
     else:
-        several = options.second_copy == "mirror" and hosts is None
-        survived["a host is lost"] = (
-            f"continues from {checkpoint}{'; in a job on several hosts, from the copies' if several else ''}"
-        )
+        on_several = "; in a job on several hosts, from the copies" if has_copies and hosts is None else ""
+        results["a host is lost"] = f"continues from {_CHECKPOINT}{on_several}"
     return [
-        f"recovery  a snapshot every {every} in host memory{size}",
-        *(f"          {lost}: {result}" for lost, result in survived.items()),
+        f"recovery  a snapshot every {interval} in host memory{size}",
+        *(f"          {failure}: {result}" for failure, result in results.items()),
     ]
+
+
+def _describe_pairs(hosts: Sequence[int], copies: Sequence[int]) -> str:
+    """Return how a job continues after the loss of two hosts; the arguments are those of :func:`.fatal_pairs`."""
+    fatal, count = fatal_pairs(hosts, copies), len(set(hosts))
+    if len(fatal) == count * (count - 1) // 2:  # every pair
+        return f"continues from {_CHECKPOINT}"
+    pairs = " ".join(f"{first}+{second}" for first, second in fatal[:_PAIRS_SHOWN])
+    more = f" and {len(fatal) - _PAIRS_SHOWN} more" if len(fatal) > _PAIRS_SHOWN else ""
+    return f"continues from the copies; hosts {pairs}{more}: {_CHECKPOINT}"
 
 
 def _describe_whole_backwards(plan: JobPlan, costs: Costs) -> list[str]:
@@ -221,9 +223,11 @@ def _describe_candidates(plan: JobPlan) -> list[str]:
     if plan.candidates is None or plan.candidates.best is None:
         return []
     cells = [("schedule", "recompute", "time", "bubble", "memory")]
-    for row in plan.candidates.usable[:_CANDIDATES_SHOWN]:
-        size = "-" if row.memory_bytes is None else format_bytes(row.memory_bytes)
-        cells.append((row.label, row.recompute, f"{row.time or 0:.4g}", f"{row.bubble or 0:.1%}", size))
+    for candidate in plan.candidates.usable[:_CANDIDATES_SHOWN]:
+        assert candidate.time is not None and candidate.bubble is not None, "usable candidates are simulated"
+        size = "-" if candidate.memory_bytes is None else format_bytes(candidate.memory_bytes)
+        times = f"{candidate.time:.4g}", f"{candidate.bubble:.1%}"
+        cells.append((candidate.label, candidate.recompute, *times, size))
     lines = [f"auto      {plan.candidates.reason()}", *(f"  {line}" for line in aligned(cells, left=(0, 1)))]
     if plan.candidates.best.memory_bytes is not None:
         settings = plan.job.ds_ext
@@ -239,7 +243,9 @@ def _legend(plan: JobPlan) -> str:
 
 def _ranges(names: list[str]) -> str:
     """Return ``"layer 3-4, head"`` for ``["layer 3", "layer 4", "head"]``. The word may be empty."""
-    parts: list[tuple[str, int, int] | str] = []
+    parts: list[
+        tuple[str, int, int] | str
+    ] = []  # (word, first number, last number), or a name without a number
     for name in names:
         word, _, number = name.rpartition(" ")
         previous = parts[-1] if parts else None

@@ -87,7 +87,7 @@ class TrainingSizes(TransformerConfig):
     @classmethod
     def of_model(cls, model: TransformerConfig, **settings: Any) -> Self:
         """Return the sizes of a model with the settings of a job. Raises ConfigError and ScheduleError."""
-        values = {one.name: getattr(model, one.name) for one in fields(TransformerConfig)}
+        values = {entry.name: getattr(model, entry.name) for entry in fields(TransformerConfig)}
         return cls(**{**values, **settings})
 
     @property
@@ -118,21 +118,21 @@ class TrainingSizes(TransformerConfig):
         kept = (between + inside) / t if self.sequence_parallel else between + inside / t
         return sb * (kept + scores)
 
-    def layers_of(self, stages: int) -> tuple[int, ...]:
-        """Return the layers of every stage. Raises ScheduleError if they do not fit ``stages``."""
-        if self.stage_layers is None:
-            if self.num_layers % stages:
-                below = self.num_layers // stages * stages
-                near = " or ".join(str(n) for n in (below, below + stages) if n)
+    def stage_layer_counts(self, stages: int) -> tuple[int, ...]:
+        """Return the transformer layers of every stage. Raises ScheduleError if they do not fit ``stages``."""
+        if self.stage_layers is not None:
+            if len(self.stage_layers) != stages:
                 raise ScheduleError(
-                    f"num_layers: must be a multiple of {stages} stages (got {self.num_layers}). Use {near}."
+                    f"stage_layers: needs {stages} numbers, one per stage (got {len(self.stage_layers)})."
                 )
-            return (self.num_layers // stages,) * stages
-        if len(self.stage_layers) != stages:
+            return self.stage_layers
+        per_stage, surplus = divmod(self.num_layers, stages)
+        if surplus:
+            near = " or ".join(str(n * stages) for n in (per_stage, per_stage + 1) if n)
             raise ScheduleError(
-                f"stage_layers: needs {stages} numbers, one per stage (got {len(self.stage_layers)})."
+                f"num_layers: must be a multiple of {stages} stages (got {self.num_layers}). Use {near}."
             )
-        return self.stage_layers
+        return (per_stage,) * stages
 
     def stage_activations(self, stages: int) -> tuple[float, ...]:
         """Return the bytes that a rank keeps at every stage for one micro-batch.
@@ -140,7 +140,7 @@ class TrainingSizes(TransformerConfig):
         The first stage also keeps the dropout mask of the embedding, sbh. The last stage also keeps the inputs of its
         norm and head, 4sbh, and the 32-bit logits, 4sb * vocab / t (section 4.3 of the paper).
         """
-        kept = [layers * self.layer_activations() for layers in self.layers_of(stages)]
+        kept = [layers * self.layer_activations() for layers in self.stage_layer_counts(stages)]
         t, sbh = self.tensor_parallel, self.tokens_of_16_bits * self.hidden_size
         between = sbh / t if self.sequence_parallel else sbh
         kept[0] += between
@@ -172,7 +172,7 @@ class TrainingSizes(TransformerConfig):
 
         A weight of two stages on one device is reduced with the later one, which is the first stage of the model.
         """
-        parameters = [layers * self.layer_parameters for layers in self.layers_of(placement.stages)]
+        parameters = [layers * self.layer_parameters for layers in self.stage_layer_counts(placement.stages)]
         untied = self.untie_embeddings_and_output_weights
         parameters[0] += self.position_parameters
         parameters[-1] += 2 * self.hidden_size
@@ -183,7 +183,7 @@ class TrainingSizes(TransformerConfig):
     def device_parameters(self, placement: Placement, device: int) -> float:
         """Return the number of parameters on a rank of ``device``. Raises ScheduleError if the layers do not fit."""
         chunks, stages = placement.chunks[device], placement.stages
-        layers, untied = self.layers_of(stages), self.untie_embeddings_and_output_weights
+        layers, untied = self.stage_layer_counts(stages), self.untie_embeddings_and_output_weights
         embedding = self.embedding_parameters
         total = sum(layers[chunk.stage] for chunk in chunks) * self.layer_parameters
         for pipe in range(placement.replicas):
@@ -237,38 +237,46 @@ def memory(timetable: Timetable, sizes: TrainingSizes) -> tuple[DeviceMemory, ..
     Raises:
         ScheduleError: the sizes do not fit the stages of the timetable.
     """
-    placement, each = timetable.placement, sizes.bytes
+    placement = timetable.placement
     kept = sizes.stage_activations(placement.stages)
     copies = placement.replicas * sizes.data_parallel
-    shards = copies if each.sharded else 1
     # With one rank per stage, reductions are not eager.
-    reduced = [count * each.reduced if copies > 1 else 0.0 for count in sizes.stage_parameters(placement)]
+    reduced_bytes = sizes.bytes.reduced if copies > 1 else 0
+    reduced = [count * reduced_bytes for count in sizes.stage_parameters(placement)]
     devices = []
-    counts = rank_parameters(sizes, placement)
-    for device in range(placement.num_devices):
-        count = counts[device]
+    for device, count in enumerate(rank_parameters(sizes, placement)):
         if device in placement.forward_devices or not timetable.trains:
-            devices.append(DeviceMemory(math.ceil(count * each.weights), 0, 0, 0))
+            devices.append(DeviceMemory(math.ceil(count * sizes.bytes.weights), 0, 0, 0))
             continue
-        tied = (
-            copies > 1
-            and not sizes.untie_embeddings_and_output_weights
-            and any(device in pair for pair in placement.split_ends)
+        is_tied = not sizes.untie_embeddings_and_output_weights and any(
+            device in pair for pair in placement.split_ends
         )
-        late = sizes.embedding_parameters * each.reduced if tied else 0.0
-        activations, with_copies = _peaks(timetable, device, kept, reduced, late)
-        if each.bucketed:
-            with_copies += sizes.bucket * each.reduced
-        after = max(_reduction_bytes(sizes, count, shards, copies), _step_bytes(each, count, shards))
-        parts = (
-            count * each.weights,
-            count * each.gradients,
-            count * each.optimizer / shards,
-            activations,
-            max(with_copies, after) - activations,
-        )
-        devices.append(DeviceMemory(*map(math.ceil, parts)))
+        late = sizes.embedding_parameters * reduced_bytes if is_tied else 0.0
+        peaks = _peaks(timetable, device, kept, reduced, late)
+        devices.append(_training_memory(sizes, count, copies, *peaks))
     return tuple(devices)
+
+
+def _training_memory(
+    sizes: TrainingSizes, count: float, copies: int, activations: float, with_copies: float
+) -> DeviceMemory:
+    """Return the memory of a device that trains ``count`` parameters, which ``copies`` ranks hold.
+
+    ``activations`` and ``with_copies`` are the results of :func:`_peaks`.
+    """
+    per_parameter = sizes.bytes
+    shards = copies if per_parameter.sharded else 1
+    if per_parameter.bucketed:
+        with_copies += sizes.bucket * per_parameter.reduced
+    reductions = _reduction_bytes(sizes, count, shards, copies)
+    after = max(reductions, _step_bytes(per_parameter, count, shards))  # after the last backward
+    return DeviceMemory(
+        math.ceil(count * per_parameter.weights),
+        math.ceil(count * per_parameter.gradients),
+        math.ceil(count * per_parameter.optimizer / shards),
+        math.ceil(activations),
+        math.ceil(max(with_copies, after) - activations),
+    )
 
 
 def _peaks(
@@ -303,18 +311,23 @@ def _peaks(
 
 def _reduction_bytes(sizes: TrainingSizes, count: float, shards: int, copies: int) -> float:
     """Return the bytes of reductions after the last backward, beside the gradients of ``count`` parameters."""
-    each = sizes.bytes
-    if each.bucketed:
+    per_parameter = sizes.bytes
+    if per_parameter.bucketed:
         # Two buckets and the partition; the first gradients have moved into a bucket.
-        buckets, moved = 2 * sizes.bucket * each.reduced, min(sizes.bucket, count) * each.gradients
-        return buckets - moved + count * each.gradients / shards
+        buckets, moved = (
+            2 * sizes.bucket * per_parameter.reduced,
+            min(sizes.bucket, count) * per_parameter.gradients,
+        )
+        return buckets - moved + count * per_parameter.gradients / shards
     # With one rank per stage, the bf16 optimizer still copies the gradients into a bucket.
-    return min(BUCKET, count) * each.reduced if copies == 1 and each.sharded else 0.0
+    return min(BUCKET, count) * per_parameter.reduced if copies == 1 and per_parameter.sharded else 0.0
 
 
-def _step_bytes(each: ParameterBytes, count: float, shards: int) -> float:
+def _step_bytes(per_parameter: ParameterBytes, count: float, shards: int) -> float:
     """Return the bytes of the optimizer step, beside the gradients of ``count`` parameters."""
-    if not each.bucketed:
-        return count * each.temporaries / shards
+    if not per_parameter.bucketed:
+        return count * per_parameter.temporaries / shards
     # The gradients are free. Their partition and its fp32 copy remain, also in fp16 a flat copy while they are made.
-    return count * (max(8, each.gradients + 4 + each.temporaries) / shards - each.gradients)
+    return count * (
+        max(8, per_parameter.gradients + 4 + per_parameter.temporaries) / shards - per_parameter.gradients
+    )

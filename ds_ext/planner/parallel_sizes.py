@@ -121,10 +121,7 @@ class ParallelSizes:
         candidate = self.candidate
         if candidate is None:
             raise ScheduleError(self.candidates.reason())
-        train = {
-            **keys_of(TransformerConfig, sizes),
-            "recompute_granularity": candidate.recompute,
-        }
+        train = {**keys_of(TransformerConfig, sizes), "recompute_granularity": candidate.recompute}
         del train["vocab_size"]  # that of the data
         if candidate.layers is not None and len(set(candidate.layers)) > 1:
             train["stage_layers"] = ",".join(map(str, candidate.layers))
@@ -176,13 +173,13 @@ def plan_cluster(
             "and stages itself. Remove the other keys."
         )
     try:
-        every = list(_factors(cluster))
+        factors = list(_factors(cluster))
     except _Undivided as error:
         raise ScheduleError(f"{error}{_suggestions(cluster, sizes)}") from None
     ranked: list[ParallelSizes] = []
     refused: list[tuple[str, str]] = []
-    for done, (tensor, pipeline, data) in enumerate(every):
-        progress(done, len(every))
+    for done, (tensor, pipeline, data) in enumerate(factors):
+        progress(done, len(factors))
         reason = _refusal(cluster, sizes, tensor, pipeline, data)
         if reason:
             refused.append((f"TP {tensor} PP {pipeline} DP {data}", reason))
@@ -193,7 +190,7 @@ def plan_cluster(
         raise ScheduleError(
             f"devices: no parallel sizes fit: {reasons} (got {cluster.devices}).{_suggestions(cluster, sizes)}"
         )
-    return ClusterPlan(tuple(sorted(ranked, key=_order)), tuple(refused))
+    return ClusterPlan(tuple(sorted(ranked, key=_sort_key)), tuple(refused))
 
 
 def unit_costs(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, pipeline: int) -> tuple[Costs, float]:
@@ -222,10 +219,10 @@ def _price(
         pipeline, micro_batches, costs, sizes, cluster.memory_bytes, TRAINED, cheap_ops=0, margin=_MARGIN
     )
     parallel = ParallelSizes(tensor, pipeline, data, micro_batches, forward_s, choose(request))
-    return parallel if cluster.network is None else _on_hosts(parallel, cluster.network, sizes)
+    return parallel if cluster.network is None else _price_on_hosts(parallel, cluster.network, sizes)
 
 
-def _on_hosts(parallel: ParallelSizes, network: Network, sizes: TrainingSizes) -> ParallelSizes:
+def _price_on_hosts(parallel: ParallelSizes, network: Network, sizes: TrainingSizes) -> ParallelSizes:
     """Return the sizes with the candidates' times on the hosts, each with its best rank order."""
     usable, refused = parallel.candidates.usable, [c for c in parallel.candidates.ranked if c.refusal]
     priced: list[tuple[float, int, Candidate, RankOrder, StepTime]] = []
@@ -264,8 +261,8 @@ def _best_order(
     return steps[best], orders[best]
 
 
-def _order(sizes: ParallelSizes) -> tuple[float, ...]:
-    """Sort by time, then bytes; then sizes that do not fit, by bytes; then sizes without a schedule."""
+def _sort_key(sizes: ParallelSizes) -> tuple[float, ...]:
+    """Return the sort key: by time, then bytes; then sizes that do not fit, by bytes; then sizes without a schedule."""
     if sizes.candidate is None:
         return (2,)
     need = sizes.candidate.memory_bytes or 0
@@ -279,14 +276,14 @@ class _Undivided(ScheduleError):
 
 def _factors(cluster: Cluster) -> Iterator[tuple[int, int, int]]:
     """Yield every (TP, PP, DP) whose product is the number of devices."""
-    fixed = cluster.tensor_parallel
-    for tensor in range(1, MOST_TENSOR_PARALLEL + 1) if fixed is None else [fixed]:
-        left, rest = divmod(cluster.devices, tensor)
-        if rest and fixed is not None:
-            raise _Undivided(f"tensor_parallel: must divide {cluster.devices} devices (got {fixed}).")
-        for pipeline in range(1, left + 1):
-            if not rest and left % pipeline == 0:
-                yield tensor, pipeline, left // pipeline
+    only_size = cluster.tensor_parallel
+    for tensor in range(1, MOST_TENSOR_PARALLEL + 1) if only_size is None else [only_size]:
+        groups, idle = divmod(cluster.devices, tensor)
+        if idle and only_size is not None:
+            raise _Undivided(f"tensor_parallel: must divide {cluster.devices} devices (got {only_size}).")
+        for pipeline in range(1, groups + 1):
+            if not idle and groups % pipeline == 0:
+                yield tensor, pipeline, groups // pipeline
 
 
 def _refusal(cluster: Cluster, sizes: TrainingSizes, tensor: int, pipeline: int, data: int) -> str:
@@ -309,15 +306,15 @@ def _suggestions(cluster: Cluster, sizes: TrainingSizes) -> str:
     """Return flags with the nearest values that fit, each with all other flags unchanged; "" without candidates."""
 
     def fits(**changed: int) -> bool:
-        other = replace(cluster, **changed)
+        variant = replace(cluster, **changed)
         try:
-            return any(not _refusal(other, sizes, *factors) for factors in _factors(other))
+            return any(not _refusal(variant, sizes, *factors) for factors in _factors(variant))
         except _Undivided:
             return False
 
     def near(name: str) -> list[int]:
-        given = getattr(cluster, name)
-        below, above = range(given - 1, max(given - _SEARCHED, 0), -1), range(given + 1, given + _SEARCHED)
+        value = getattr(cluster, name)
+        below, above = range(value - 1, max(value - _SEARCHED, 0), -1), range(value + 1, value + _SEARCHED)
         nearest = (next((n for n in numbers if fits(**{name: n})), None) for numbers in (below, above))
         return [n for n in nearest if n is not None]
 

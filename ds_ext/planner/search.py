@@ -200,8 +200,8 @@ class Request:
                 f"memory limit: needs the sizes of the model (got {format_bytes(self.memory_bytes)}, no sizes)."
             )
         if not set(self.recompute) <= set(RECOMPUTATIONS):
-            given = ", ".join(self.recompute)
-            raise ScheduleError(f"recompute: unknown kind (got {given}). Use {', '.join(RECOMPUTATIONS)}.")
+            kinds = ", ".join(self.recompute)
+            raise ScheduleError(f"recompute: unknown kind (got {kinds}). Use {', '.join(RECOMPUTATIONS)}.")
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -228,7 +228,7 @@ def choose(request: Request) -> Candidates:
     best: tuple[float, ...] | None = None
     for slow, bound, _, variant in sorted(variants, key=lambda v: v[:3]):
         if best is not None and _cannot_win(bound, best, slow, request.margin):
-            refusal = _not_priced(bound, request.margin)
+            refusal = _bound_refusal(bound, request.margin)
             rows.append(variant.candidate(refusal=refusal, unpriced=not bound[0]))
             continue
         try:
@@ -239,7 +239,7 @@ def choose(request: Request) -> Candidates:
         rows.append(row)
         reached = _sort_key(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
         best = reached if best is None else min(best, reached)
-    return Candidates(tuple(_sorted(_without_duplicates(rows))), request.memory_bytes, request.margin)
+    return Candidates(tuple(_rank(_refuse_duplicates(rows))), request.memory_bytes, request.margin)
 
 
 def _cannot_win(bound: tuple[float, ...], best: tuple[float, ...], slow: bool, margin: float) -> bool:
@@ -254,7 +254,8 @@ def _sort_key(too_large: bool, time: float, size: float) -> tuple[float, ...]:
     return (1, size) if too_large else (0, time)
 
 
-def _not_priced(bound: tuple[float, ...], margin: float) -> str:
+def _bound_refusal(bound: tuple[float, ...], margin: float) -> str:
+    """Return why a candidate with this lower bound is not planned."""
     large, least = bound
     need = (
         f"memory of at least {format_bytes(math.ceil(least))}" if large else f"time of at least {least:.4g}"
@@ -355,7 +356,7 @@ class _Variant:
         request, sizes = self.request, self.sizes
         timetable = self.schedule.timetable(request.devices, request.micro_batches, self.options, self.costs)
         simulation = simulate(timetable, self.costs)
-        need = None if sizes is None else _worst(timetable, sizes)
+        need = None if sizes is None else _largest_bytes(timetable, sizes)
         return self.candidate(
             refusal=f"It needs {format_bytes(need)}." if need is not None and self._too_large(need) else "",
             time=simulation.makespan,
@@ -377,7 +378,8 @@ class _Variant:
         )
 
 
-def _worst(timetable: Timetable, sizes: TrainingSizes) -> int:
+def _largest_bytes(timetable: Timetable, sizes: TrainingSizes) -> int:
+    """Return the memory of the device that needs the most."""
     return max(device.total for device in memory(timetable, sizes))
 
 
@@ -388,8 +390,8 @@ def _variants(request: Request) -> Iterator[_Variant]:
                 yield _Variant(request, schedule, options, recompute)
 
 
-def _without_duplicates(rows: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Refuse every variant that equals an earlier one in all figures."""
+def _refuse_duplicates(rows: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Yield the candidates; every one that equals an earlier one in all figures is refused."""
     seen: dict[tuple[object, ...], Candidate] = {}
     for row in rows:
         key = (row.schedule, row.recompute, row.time, row.bubble, row.memory_bytes, row.activations)
@@ -402,8 +404,8 @@ def _without_duplicates(rows: Iterable[Candidate]) -> Iterator[Candidate]:
             yield row
 
 
-def _sorted(rows: Iterable[Candidate]) -> list[Candidate]:
-    """Sort usable rows by time, then refused rows by bytes. :attr:`.Candidate.tie_order` breaks ties."""
+def _rank(rows: Iterable[Candidate]) -> list[Candidate]:
+    """Return usable rows by time, then refused rows by bytes. :attr:`.Candidate.tie_order` breaks ties."""
     rows = list(rows)
     fits = sorted((c for c in rows if not c.refusal), key=lambda c: (c.time, c.tie_order))
     if fits:
@@ -411,8 +413,8 @@ def _sorted(rows: Iterable[Candidate]) -> list[Candidate]:
         best = min((c for c in fits if (c.time or 0.0) <= least), key=lambda c: c.tie_order)
         fits = [best, *(c for c in fits if c is not best)]
     large = [c for c in rows if c.refusal and c.memory_bytes is not None]
-    rest = [c for c in rows if c.refusal and c.memory_bytes is None]
-    return [*fits, *sorted(large, key=lambda c: c.tie_order), *rest]
+    unpriced = [c for c in rows if c.refusal and c.memory_bytes is None]
+    return [*fits, *sorted(large, key=lambda c: c.tie_order), *unpriced]
 
 
 def _first_sentence(error: ScheduleError) -> str:

@@ -68,13 +68,13 @@ def optimise(
             f"max_activations: must be greater than 0 (got {max_activations}; the unit is 1/D of the model)."
         )
     costs = replace(costs or Costs(), jitter=0.0)
-    given = simulate(timetable, costs)
-    problem = _Problem(cp_model, given, costs)
+    original = simulate(timetable, costs)
+    problem = _Problem(cp_model, original, costs)
     if max_activations is not None:
         problem.limit_memory(max_activations)
-    fits = max_activations is None or max(given.peak_activations) <= max_activations + 1e-9
+    fits = max_activations is None or max(original.peak_activations) <= max_activations + 1e-9
     if fits:
-        problem.start_from(given)
+        problem.start_from(original)
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = time_limit_s
     status = solver.solve(problem.model)
@@ -90,27 +90,27 @@ def optimise(
         )
     best = problem.timetable(solver)
     makespan = simulate(best, costs).makespan
-    if fits and makespan > given.makespan:
-        best, makespan = timetable, given.makespan
+    if fits and makespan > original.makespan:
+        best, makespan = timetable, original.makespan
     # The bound of the placement is often tighter than the bound that a short search proves.
     work = Workload(
         timetable.placement, timetable.micro_batches, costs, split=bool(timetable.split_backwards)
     )
     known = lower_bound(work) if timetable.trains else 0.0
     bound = min(max(solver.best_objective_bound * problem.tick, known), makespan)
-    return Optimum(best, makespan, bound, given.makespan)
+    return Optimum(best, makespan, bound, original.makespan)
 
 
 class _Problem:
     """Constraint model. Times are rounded down to ticks, so its bound also holds for the exact times."""
 
-    def __init__(self, cp_model: Any, given: Simulation, costs: Costs) -> None:
-        timetable = given.timetable
-        self.model, self.given, self.costs = cp_model.CpModel(), given, costs
+    def __init__(self, cp_model: Any, original: Simulation, costs: Costs) -> None:
+        timetable = original.timetable
+        self.model, self.original, self.costs = cp_model.CpModel(), original, costs
         times = costs.durations(timetable.placement)
         lengths = {op: times[op.kind][op.stage] for order in timetable.orders for op in order}
-        self.tick = _tick([*lengths.values(), costs.comm], given.makespan)
-        self.horizon = self.ticks(given.makespan) + len(lengths)
+        self.tick = _tick([*lengths.values(), costs.comm], original.makespan)
+        self.horizon = self.ticks(original.makespan) + len(lengths)
         self.length = {op: self.ticks(length) for op, length in lengths.items()}
         self.start = {op: self.model.new_int_var(0, self.horizon, str(op)) for op in lengths}
         makespan = self.model.new_int_var(0, self.horizon, "makespan")
@@ -137,9 +137,9 @@ class _Problem:
 
     def limit_memory(self, max_activations: float) -> None:
         """Limit the live activations of every device, in units of 1/D of the model."""
-        placement = self.given.timetable.placement
+        placement = self.original.timetable.placement
         limit = math.floor(max_activations * placement.stages / placement.num_devices + 1e-9)
-        for order in self.given.timetable.orders:
+        for order in self.original.timetable.orders:
             kept = []
             for forward, last in _live_spans(order):
                 size = self.model.new_int_var(0, self.horizon, "")
@@ -155,7 +155,7 @@ class _Problem:
 
     def timetable(self, solver: Any) -> Timetable:
         """Return the order that was found. Ops are sorted by start; among ties, shorter ops come first."""
-        given = self.given.timetable
+        original = self.original.timetable
 
         def order(ops: tuple[Op, ...]) -> tuple[Op, ...]:
             place = {op: i for i, op in enumerate(ops)}
@@ -163,7 +163,9 @@ class _Problem:
                 sorted(ops, key=lambda op: (solver.value(self.start[op]), self.length[op], place[op]))
             )
 
-        return replace(given, schedule=f"{given.schedule}, optimised", orders=tuple(map(order, given.orders)))
+        return replace(
+            original, schedule=f"{original.schedule}, optimised", orders=tuple(map(order, original.orders))
+        )
 
 
 def _live_spans(order: tuple[Op, ...]) -> Iterator[tuple[Op, Op]]:

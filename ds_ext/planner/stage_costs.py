@@ -37,7 +37,7 @@ def split_layers(
         ScheduleError: there are fewer layers than stages, or ``stage_layers`` does not fit the stages.
     """
     if sizes.stage_layers is not None:
-        sizes.layers_of(placement.stages)
+        sizes.stage_layer_counts(placement.stages)
         return sizes
     if sizes.num_layers < placement.stages and stage_layers in (None, BALANCED):
         raise ScheduleError(

@@ -11,7 +11,7 @@ optimizer's arithmetic, and collectives of single numbers (loss, norm, overflow)
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -68,10 +68,10 @@ def with_tensor_parallel(
     if sizes.tensor_parallel == 1:
         return costs
     size = message_bytes(replace(sizes, sequence_parallel=False))
-    one = max(
+    all_reduce_s = max(
         network.all_reduce_time(size, group) for group in _tensor_groups(sizes.tensor_parallel, network)
     )
-    added = 2 * one * (sizes.num_layers + sizes.head_work()) / devices / unit_s
+    added = 2 * all_reduce_s * (sizes.num_layers + sizes.head_work()) / devices / unit_s
     repeated = 2 if sizes.recompute == "full" else 1
     return replace(
         costs, forward=costs.forward + added, backward_input=costs.backward_input + repeated * added
@@ -193,56 +193,62 @@ def _with_collectives(
 
 @dataclass
 class _Collective:
-    """Reduction that has begun.
+    """Reduction that waits or runs: first the transfer over the ports, then the latency.
 
     Attributes:
-        lane: index of its process group, and of its place there.
+        start_s: earliest start.
+        latency_s, transfer_s: remaining time.
         hosts: hosts whose ports it uses; empty: it shares no port.
-        latency_s, transfer_s: remaining time, without and of the transfer over the ports.
     """
 
-    lane: tuple[int, int]
-    hosts: frozenset[int]
+    start_s: float
     latency_s: float
     transfer_s: float
+    hosts: frozenset[int]
+
+    def slowdown(self, users: Counter[int]) -> int:
+        """Return the number of users of its busiest port; ``users`` counts them for every host."""
+        return max((users[host] for host in self.hosts), default=1)
+
+    def phase_s(self, users: Counter[int]) -> float:
+        """Return the time until the transfer or, after it, the latency ends."""
+        return self.transfer_s * self.slowdown(users) if self.transfer_s > 0 else self.latency_s
+
+    def advance(self, passed_s: float, users: Counter[int]) -> None:
+        """Subtract the progress in ``passed_s`` seconds, at most :meth:`phase_s`."""
+        ends = self.phase_s(users) <= passed_s
+        if self.transfer_s > 0:
+            self.transfer_s = 0.0 if ends else self.transfer_s - passed_s / self.slowdown(users)
+        else:
+            self.latency_s = 0.0 if ends else self.latency_s - passed_s
 
 
-def _reductions_end(
-    queues: Sequence[Sequence[tuple[float, float, float, frozenset[int]]]], lanes: int
-) -> float:
+def _reductions_end(queues: Sequence[Sequence[_Collective]], lanes: int) -> float:
     """Return the second at which the last reduction ends.
 
     Collectives share ports equally, as fluids. Those of one process group begin in order.
 
     Args:
-        queues: (start, latency, transfer time, hosts) of the collectives of every process group.
+        queues: collectives of every process group; they are modified.
         lanes: collectives of one process group that run at the same time.
     """
-    waiting = [list(queue) for queue in queues]
-    running: list[_Collective] = []
+    groups: list[tuple[deque[_Collective], list[_Collective]]] = [(deque(queue), []) for queue in queues]
     now = 0.0
-    while running or any(waiting):
-        for group, queue in enumerate(waiting):
-            used = {one.lane[1] for one in running if one.lane[0] == group}
-            for lane in sorted(set(range(lanes)) - used):
-                if queue and queue[0][0] <= now:
-                    _, latency, transfer, hosts = queue.pop(0)
-                    running.append(_Collective((group, lane), hosts, latency, transfer))
-        users = Counter(host for one in running if one.transfer_s > 0 for host in one.hosts)
-        slowdowns = [max((users[host] for host in one.hosts), default=1) for one in running]
-        until = [
-            slow * one.transfer_s if one.transfer_s > 0 else one.latency_s
-            for one, slow in zip(running, slowdowns, strict=True)
-        ]
-        starts = [queue[0][0] - now for queue in waiting if queue and queue[0][0] > now]
-        passed = min([*until, *starts])
-        now += passed
-        for one, slow, left in zip(running, slowdowns, until, strict=True):
-            if one.transfer_s > 0:
-                one.transfer_s = 0.0 if left <= passed else one.transfer_s - passed / slow
-            else:
-                one.latency_s = 0.0 if left <= passed else one.latency_s - passed
-        running = [one for one in running if one.transfer_s > 0 or one.latency_s > 0]
+    while any(waiting or running for waiting, running in groups):
+        for waiting, running in groups:
+            while waiting and len(running) < lanes and waiting[0].start_s <= now:
+                running.append(waiting.popleft())
+        active = [collective for _, running in groups for collective in running]
+        users = Counter(
+            host for collective in active if collective.transfer_s > 0 for host in collective.hosts
+        )
+        starts = [waiting[0].start_s - now for waiting, _ in groups if waiting and waiting[0].start_s > now]
+        passed_s = min([*(collective.phase_s(users) for collective in active), *starts])
+        now += passed_s
+        for _, running in groups:
+            for collective in running:
+                collective.advance(passed_s, users)
+            running[:] = [c for c in running if c.transfer_s > 0 or c.latency_s > 0]
     return now
 
 
@@ -254,34 +260,34 @@ def _queue(
     network: Network,
     volumes: Traffic,
     unit_s: float,
-) -> list[tuple[float, float, float, frozenset[int]]]:
-    """Return the reductions of replicas in their common order: (start, latency, transfer time, hosts)."""
-    starts: dict[int, float] = {}
-    last = 0.0
+) -> list[_Collective]:
+    """Return the reductions of replicas in their common order."""
+    starts: dict[int, float] = {}  # by stage
+    last_s = 0.0
     for simulation in simulations:
         for device in devices:
             for op, _, end in simulation.spans[device]:
-                last = max(last, end * unit_s)
+                last_s = max(last_s, end * unit_s)
                 for stage in reductions[device].get(op, ()):
                     starts[stage] = max(starts.get(stage, 0.0), end * unit_s)
-    sizes = [(start, volumes.stages[stage]) for stage, start in starts.items()]
-    tie = _tie_time(devices, layout, network, volumes)
-    if tie is not None:
-        sizes.append((last + tie, volumes.tied))
-    priced = []
-    for start, size in sizes:
-        whole = _over_tensor_ranks(layout, network, devices, size)
-        transfer, hosts = 0.0, frozenset[int]()
-        if network.ports == HOST_PORTS:
-            ranks = [
-                layout.rank(device, data, 0)
-                for data in range(layout.data_parallel_size)
-                for device in devices
-            ]
-            hosts = frozenset(map(network.hosts.host, ranks))
-            transfer = min(whole, network.shared(layout.tensor_parallel_size).port_time(size, ranks))
-        priced.append((start, whole - transfer, transfer, hosts))
-    return priced
+    sizes = [(start_s, volumes.stages[stage]) for stage, start_s in starts.items()]
+    tie_s = _tie_time(devices, layout, network, volumes)
+    if tie_s is not None:
+        sizes.append((last_s + tie_s, volumes.tied))
+    return [_collective(start_s, size, devices, layout, network) for start_s, size in sizes]
+
+
+def _collective(
+    start_s: float, size: float, devices: Sequence[int], layout: ParallelLayout, network: Network
+) -> _Collective:
+    """Return the reduction of ``size`` bytes over replicas and data-parallel ranks."""
+    seconds = _over_tensor_ranks(layout, network, devices, size)
+    if network.ports != HOST_PORTS:
+        return _Collective(start_s, seconds, 0.0, frozenset())
+    groups = range(layout.data_parallel_size)
+    ranks = [layout.rank(device, data, 0) for data in groups for device in devices]
+    transfer_s = min(seconds, network.shared(layout.tensor_parallel_size).port_time(size, ranks))
+    return _Collective(start_s, seconds - transfer_s, transfer_s, frozenset(map(network.hosts.host, ranks)))
 
 
 def _tie_time(

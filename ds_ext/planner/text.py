@@ -104,5 +104,5 @@ def join_reasons(reasons: Iterable[str]) -> list[str]:
 
 def join_words(words: Iterable[object], conjunction: str = "or") -> str:
     """Return ``"1, 2 or 4"``."""
-    *rest, last = map(str, words)
-    return f"{', '.join(rest)} {conjunction} {last}" if rest else last
+    *first_words, last_word = map(str, words)
+    return f"{', '.join(first_words)} {conjunction} {last_word}" if first_words else last_word

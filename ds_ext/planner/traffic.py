@@ -28,26 +28,29 @@ def traffic(sizes: TrainingSizes, placement: Placement, micro_batches: int) -> T
     Raises:
         ScheduleError: the layers do not fit the stages.
     """
-    layers, pipes = sizes.layers_of(placement.stages), Counter(placement.pipes_of(micro_batches))
+    layers = sizes.stage_layer_counts(placement.stages)
+    pipes = Counter(placement.pipes_of(micro_batches))
     reduced = message_bytes(replace(sizes, sequence_parallel=False))
     passes = 3 if sizes.recompute == "full" or placement.forward_devices else 2
-    each = sizes.bytes
+    per_parameter = sizes.bytes
     parameters, tensor = [], []
     for device, chunks in enumerate(placement.chunks):
         # A merged forward rank holds whole weights.
         forward = device in placement.forward_devices
-        held = replace(sizes, tensor_parallel=1) if forward and placement.merged > 1 else sizes
-        parameters.append(held.device_parameters(placement, device))
+        shard = replace(sizes, tensor_parallel=1) if forward and placement.merged > 1 else sizes
+        parameters.append(shard.device_parameters(placement, device))
         work = sum(
             layers[chunk.stage] * (micro_batches if forward else pipes[chunk.pipe]) for chunk in chunks
         )
         tensor.append(_ALL_REDUCES * (1 if forward else passes) * work * reduced)
     return Traffic(
         message=message_bytes(sizes),
-        gradients=tuple(count * each.reduced for count in parameters),
-        weights=tuple(count * each.weights for count in parameters),
+        gradients=tuple(count * per_parameter.reduced for count in parameters),
+        weights=tuple(count * per_parameter.weights for count in parameters),
         tensor=tuple(map(float, tensor)),
-        tied=0.0 if sizes.untie_embeddings_and_output_weights else sizes.embedding_parameters * each.reduced,
-        zero_stage=int(each.sharded),
-        stages=tuple(count * each.reduced for count in sizes.stage_parameters(placement)),
+        tied=0.0
+        if sizes.untie_embeddings_and_output_weights
+        else sizes.embedding_parameters * per_parameter.reduced,
+        zero_stage=int(per_parameter.sharded),
+        stages=tuple(count * per_parameter.reduced for count in sizes.stage_parameters(placement)),
     )

@@ -95,7 +95,7 @@ class ColumnParallelLinear(nn.Module):
         """Apply the weight to a result of :func:`enter_tensor_parallel`, which several layers may share."""
         if self.rows is None:
             return linear(x, self.weight, self.bias)
-        return linear_of_rows(x, self.weight, self.bias, self.rows, self.tp)
+        return linear_rows(x, self.weight, self.bias, self.rows, self.tp)
 
 
 class RowParallelLinear(nn.Module):
@@ -230,19 +230,19 @@ def check_ids(ids: Tensor, limit: int) -> None:
         )
 
 
-def linear_of_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, tp: TensorParallel) -> Tensor:
+def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, tp: TensorParallel) -> Tensor:
     """Compute ``F.linear`` with some rows of replicated parameters, of which other ranks use the same or other rows.
 
     The gradients are summed over the group and have the shape of the whole parameters. They are deferrable.
     """
 
-    def whole(gradient: Tensor, parameter: Tensor) -> Tensor:
+    def full_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
         full = torch.zeros_like(parameter)
         full[rows] = gradient
         return all_reduce(full, tp)
 
     if is_deferrable(x, weight, bias):
-        return deferred_linear(x, weight, bias, Rows(rows, whole))
+        return deferred_linear(x, weight, bias, Rows(rows, full_gradient))
     weight, *biases = shared_parameters(tp, weight, *(() if bias is None else (bias,)))
     return F.linear(x, weight[rows], biases[0][rows] if biases else None)
 

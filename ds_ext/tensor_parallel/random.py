@@ -98,11 +98,11 @@ class KeyedLayers:
             seed, step, micro_batch: as for :func:`layer_key`.
             first: index of the first layer in the whole model.
         """
-        of_micro_batch = splitmix64(_step_key(seed, step) ^ micro_batch)
+        micro_batch_key = splitmix64(_step_key(seed, step) ^ micro_batch)
         states = [generator.get_state() for generator in self._generators]
         try:
             for index, layer in enumerate(layers, first):
-                key = splitmix64(of_micro_batch ^ index)  # that of layer_key()
+                key = splitmix64(micro_batch_key ^ index)  # that of layer_key()
                 for generator in self._generators:
                     generator.manual_seed(key)
                 x = layer(x)
@@ -178,7 +178,8 @@ class KeyedDropout(nn.Module):
 
     def key(self, shard: int | None = None) -> int:
         """Return the 64-bit key of the current mask of this shard, or of ``shard``."""
-        clock, shard = self.clock, self.shard if shard is None else shard
+        clock = self.clock
+        shard = self.shard if shard is None else shard
         return mix_key("dropout", self.seed, clock.step, clock.micro_batch, self.layer, self.site, shard)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -148,14 +148,14 @@ def backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> N
     gradient is that of a real scalar, 1.
     """
     run = _engine_run_backward
-    given = [
+    seeds = [
         torch.ones_like(t) if g is None and not t.shape and t.is_floating_point() else g
         for t, g in zip(tensors, gradients, strict=True)
     ]
     if run is not None and all(
-        g is not None and g.shape == t.shape for t, g in zip(tensors, given, strict=True)
+        g is not None and g.shape == t.shape for t, g in zip(tensors, seeds, strict=True)
     ):
-        run(tuple(tensors), tuple(given), False, False, (), allow_unreachable=True, accumulate_grad=True)
+        run(tuple(tensors), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(list(tensors), list(gradients))
 
@@ -176,12 +176,12 @@ class Rows:
     """Rows of a weight and a bias that a linear layer uses.
 
     Attributes:
-        used: the rows.
-        whole: function that returns the gradient of a whole parameter for (gradient of the rows, parameter).
+        index: the rows.
+        full_gradient: function that returns the gradient of a whole parameter for (gradient of the rows, parameter).
     """
 
-    used: slice
-    whole: Callable[[Tensor, Tensor], Tensor]
+    index: slice
+    full_gradient: Callable[[Tensor, Tensor], Tensor]
 
 
 def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None = None) -> Tensor:
@@ -226,9 +226,12 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, anchor: Tensor, parameters: tuple[Tensor, Tensor | None], rows: Rows | None
     ) -> Tensor:
-        (weight, bias), ctx.parameters, ctx.rows = parameters, parameters, rows
+        weight, bias = parameters
+        ctx.parameters = parameters
+        ctx.rows = rows
         if rows is not None:
-            weight, bias = weight[rows.used], None if bias is None else bias[rows.used]
+            weight = weight[rows.index]
+            bias = None if bias is None else bias[rows.index]
         # Save the weight if the backward uses it: autograd then reports an in-place change. Its alias keeps the values
         # if the script assigns other ones to weight.data.
         ctx.save_for_backward(x, weight.detach() if ctx.needs_input_grad[0] else None)
@@ -237,16 +240,18 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x, used), (weight, bias), rows = ctx.saved_tensors, ctx.parameters, ctx.rows
+        x, weight_rows = ctx.saved_tensors
+        weight, bias = ctx.parameters
+        rows = ctx.rows
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        grad_x = None if used is None else (grad @ used.conj()).view_as(x)
+        grad_x = None if weight_rows is None else (grad @ weight_rows.conj()).view_as(x)
 
-        def whole(gradient: Tensor, parameter: Tensor) -> Tensor:
-            return gradient if rows is None else rows.whole(gradient, parameter)
+        def full_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
+            return gradient if rows is None else rows.full_gradient(gradient, parameter)
 
-        _defer(weight, lambda: whole(grad.t() @ x.reshape(-1, x.shape[-1]).conj(), weight), grad, x)
+        _defer(weight, lambda: full_gradient(grad.t() @ x.reshape(-1, x.shape[-1]).conj(), weight), grad, x)
         if bias is not None:
-            _defer(bias, lambda: whole(grad.sum(0), bias), grad)
+            _defer(bias, lambda: full_gradient(grad.sum(0), bias), grad)
         return grad_x, None, None, None
 
 
@@ -254,12 +259,14 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, parameters: tuple[Tensor], padding_idx: int) -> Tensor:
         ctx.save_for_backward(ids)
-        (ctx.weight,), ctx.padding_idx = parameters, padding_idx
+        (ctx.weight,) = parameters
+        ctx.padding_idx = padding_idx
         return torch.embedding(ctx.weight, ids, padding_idx)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        (ids,), weight, padding_idx = ctx.saved_tensors, ctx.weight, ctx.padding_idx
+        (ids,) = ctx.saved_tensors
+        weight, padding_idx = ctx.weight, ctx.padding_idx
 
         def gradient() -> Tensor:
             return torch.ops.aten.embedding_dense_backward(grads[0], ids, len(weight), padding_idx, False)

@@ -303,7 +303,7 @@ def test_auto_takes_nccl_where_that_serves(ranks2: RankPool, tmp_path: Path) -> 
 
 def train_on(rank: int, job: Job, folder: Path) -> dict[str, Any]:
     """Train as if tensors with a fraction were on a GPU, with real lifetimes in autograd."""
-    original = native._link
+    original = native._make_transport
     counts: dict[Route, int] = {}
 
     def on_gpu(kinds: Any, timeout_s: float, device: torch.device, pairs: Any, node_ips: Any) -> Any:
@@ -315,11 +315,11 @@ def train_on(rank: int, job: Job, folder: Path) -> dict[str, Any]:
         counts = gpu.counts
         return gpu
 
-    native._link = on_gpu
+    native._make_transport = on_gpu
     try:
         return {**train(rank, job), "counts": dict(counts)}
     finally:
-        native._link = original
+        native._make_transport = original
 
 
 @pytest.mark.parametrize("schedule", ["bitpipe_zb", "dpp"])

@@ -107,12 +107,7 @@ def choose_port(
     """
     if not ports:
         raise TransportError("RDMA: no device on this host (/sys/class/infiniband is empty)")
-    wanted = environment.get(DEVICE_VARIABLE)
-    allowed = [port for port in ports if wanted in (None, "", port.device, f"{port.device}:{port.port}")]
-    if not allowed:
-        raise TransportError(
-            f"{DEVICE_VARIABLE}: no such device (got {wanted!r}). Use one of {_names(ports)}"
-        )
+    allowed = _allowed_ports(ports, environment.get(DEVICE_VARIABLE))
     active = [port for port in allowed if port.state == ACTIVE and port.usable_gids]
     if not active:
         states = ", ".join(
@@ -122,27 +117,38 @@ def choose_port(
     for port in active:
         for gid in port.usable_gids:
             if address is not None and gid.ip == ipaddress.ip_address(address):
-                return _chosen(port, gid, environment)
-    if must_match and not wanted and all(port.link_layer == ETHERNET for port in active):
+                return _make_choice(port, gid, environment)
+    is_free = not must_match or bool(environment.get(DEVICE_VARIABLE))
+    if not is_free and all(port.link_layer == ETHERNET for port in active):
         known = ", ".join(f"{gid.ip} ({port.name})" for port in active for gid in port.usable_gids)
         raise TransportError(
             f"node_ips: not an address of an RDMA device (got {address}). Use one of {known}, or set "
             f"{DEVICE_VARIABLE}"
         )
-    return _chosen(active[0], _best(active[0]), environment)
+    return _make_choice(active[0], _best_gid(active[0]), environment)
 
 
-def _best(port: DevicePort) -> Gid:
+def _allowed_ports(ports: Sequence[DevicePort], device: str | None) -> list[DevicePort]:
+    """Return the ports that DS_EXT_RDMA_DEV allows: all if it is empty or not set. Raises TransportError for none."""
+    allowed = [port for port in ports if device in (None, "", port.device, f"{port.device}:{port.port}")]
+    if not allowed:
+        names = ", ".join(f"{port.device}:{port.port}" for port in ports)
+        raise TransportError(f"{DEVICE_VARIABLE}: no such device (got {device!r}). Use one of {names}")
+    return allowed
+
+
+def _best_gid(port: DevicePort) -> Gid:
     """Return the preferred GID: IPv4 before IPv6, routable before link-local."""
     return min(port.usable_gids, key=lambda gid: (gid.ip.version, gid.ip.is_link_local, gid.index))
 
 
-def _chosen(port: DevicePort, gid: Gid, environment: Mapping[str, str]) -> PortChoice:
+def _make_choice(port: DevicePort, gid: Gid, environment: Mapping[str, str]) -> PortChoice:
+    """Return the choice of a port, with ``gid`` unless a variable sets the index. Raises TransportError."""
     for variable in (GID_VARIABLE, NCCL_GID_VARIABLE):
         index = environment.get(variable)
         if not index:
             continue
-        known = [each.index for each in port.gids]
+        known = [entry.index for entry in port.gids]
         if index.isdecimal() and int(index) in known:
             return PortChoice(port.device, port.port, int(index), port.link_layer)
         if variable == GID_VARIABLE:  # NCCL's variable is only a hint
@@ -150,10 +156,6 @@ def _chosen(port: DevicePort, gid: Gid, environment: Mapping[str, str]) -> PortC
                 f"{variable}: {port.name} has no such GID (got {index!r}). Use one of {', '.join(map(str, known))}"
             )
     return PortChoice(port.device, port.port, gid.index, port.link_layer)
-
-
-def _names(ports: Sequence[DevicePort]) -> str:
-    return ", ".join(f"{port.device}:{port.port}" for port in ports)
 
 
 def _read_port(folder: Path) -> DevicePort:
@@ -170,6 +172,7 @@ def _read_port(folder: Path) -> DevicePort:
 
 
 def _read_gids(folder: Path) -> Iterator[Gid]:
+    """Yield the non-empty GIDs of a port by index, up to 64 consecutive or other empty entries."""
     # A table may have a thousand entries, but new addresses use the lowest free entry, so holes are rare.
     empty = 0
     for index in sorted(int(name) for name in os.listdir(folder / "gids") if name.isdecimal()):
@@ -187,8 +190,7 @@ def _read_gids(folder: Path) -> Iterator[Gid]:
 def _text(file: Path | str) -> str:
     """Return the contents of a file; empty if it cannot be read, like the attributes of an empty GID."""
     try:
-        with open(file) as opened:
-            return opened.read().strip()
+        return Path(file).read_text().strip()
     except OSError:
         return ""
 

@@ -52,8 +52,11 @@ class RdmaSetup:
         slab_bytes: int = SLAB_BYTES,
         window_bytes: int = SEND_WINDOW_BYTES,
     ) -> None:
-        self._rank, self._port, self._node_ips = rank, port, node_ips
-        self._slab_bytes, self._window_bytes = slab_bytes, window_bytes
+        self._rank = rank
+        self._port = port
+        self._node_ips = node_ips
+        self._slab_bytes = slab_bytes
+        self._window_bytes = window_bytes
         self._listener: TcpListener | None = None
         self._device: _native.RdmaPort | None = None
         self._links: dict[int, _native.RdmaLink] = {}
@@ -61,7 +64,7 @@ class RdmaSetup:
     def offer(self) -> RdmaOffer:
         """Open the device, start listening and return the address."""
         address = own_address(self._rank, world_size(), self._node_ips)
-        choice = self._open(address)
+        choice = self._open_device(address)
         self._listener = TcpListener(address)
         return RdmaOffer(self._listener.offer(), choice.link_layer, self._slab_bytes)
 
@@ -97,21 +100,25 @@ class RdmaSetup:
         assert self._device is not None and self._listener is not None
         deadline = time.monotonic() + timeout_s
         peers = {peer: offers[peer].tcp for peer in self._links}
-        connected = connect_peers(self._listener, self._rank, peers, self._greetings(offers), timeout_s)
+        connections = connect_peers(self._listener, self._rank, peers, self._greetings(offers), timeout_s)
         try:
             for peer, link in self._links.items():
-                self._connect_pair(peer, link, connected[peer].note, self._job(peer, offers))
-            for connection in connected.values():
+                self._connect_pair(peer, link, connections[peer].note, self._job(peer, offers))
+            for connection in connections.values():
                 connection.socket.sendall(_READY)
-            for peer, connection in connected.items():
+            for peer, connection in connections.items():
                 self._await_ready(peer, connection, deadline)
         except BaseException:
-            for connection in connected.values():
+            for connection in connections.values():
                 connection.socket.close()
             raise
+        return self._make_endpoints(connections)
+
+    def _make_endpoints(self, connections: Mapping[int, PeerConnection]) -> Endpoints:
+        """Return the endpoints of all links. A link takes over its tcp connection, which reports failures."""
         endpoints = Endpoints()
         for peer, link in self._links.items():
-            control = connected[peer].socket
+            control = connections[peer].socket
             control.setblocking(False)
             host_watch.leave_out(control)
             link.control(_native.TcpConnection(control.detach(), self._port, CONTROL_WINDOW_BYTES, False))
@@ -127,7 +134,8 @@ class RdmaSetup:
             self._listener.close()
         self._links.clear()
 
-    def _open(self, address: str) -> PortChoice:
+    def _open_device(self, address: str) -> PortChoice:
+        """Open the device with the rank's address, and return its port. Raises TransportError."""
         try:
             _native.load_verbs()
             choice = choose_port(device_ports(), address, must_match=self._node_ips is not None)
@@ -152,6 +160,7 @@ class RdmaSetup:
             ) from None
 
     def _await_ready(self, peer: int, connection: PeerConnection, deadline: float) -> None:
+        """Wait until a peer has connected its side of the link. Raises TransportError at the deadline."""
         connection.socket.settimeout(max(0.001, deadline - time.monotonic()))
         problem = "connection closed"
         try:

@@ -84,51 +84,47 @@ def connect_peers(
     Raises:
         TransportError: a peer is unreachable, did not connect, or refused the connection. All connections are closed.
     """
-    connecting = _Connecting(listener, rank, offers, notes, time.monotonic() + timeout_s)
+    attempt = _ConnectionAttempt(listener, rank, offers, notes, timeout_s)
     try:
-        connecting.run()
+        attempt.run()
     except BaseException:
-        for connection in connecting.connected.values():
+        for connection in attempt.connected.values():
             connection.socket.close()
         raise
     finally:
-        connecting.close()
-    if missing := sorted(connecting.missing):
-        for connection in connecting.connected.values():
-            connection.socket.close()
-        rejected = f"; rejected: {', '.join(connecting.rejected[-3:])}" if connecting.rejected else ""
-        raise TransportError(
-            f"rank {rank} (listening on {listener.offer().address}): rank {missing[0]} ({offers[missing[0]].address}) "
-            f"did not connect within {timeout_s:g} s{rejected}. Each must be able to reach the other's address. Select "
-            "other addresses with transport_options.node_ips.",
-            missing[0],
-        )
-    return connecting.connected
+        attempt.close()
+    return attempt.connected
 
 
-class _Connecting:
-    def __init__(
-        self,
-        listener: TcpListener,
-        rank: int,
-        offers: Mapping[int, TcpOffer],
-        notes: Mapping[int, bytes],
-        deadline: float,
-    ) -> None:
-        self._listener, self._rank, self._offers, self._notes = listener, rank, offers, notes
-        self._deadline = deadline
+@dataclass
+class _ConnectionAttempt:
+    """Steps of :func:`connect_peers`, with the same arguments.
+
+    Attributes:
+        connected: peer -> its connection, which the caller owns, also after an error.
+    """
+
+    listener: TcpListener
+    rank: int
+    offers: Mapping[int, TcpOffer]
+    notes: Mapping[int, bytes]
+    timeout_s: float
+    connected: dict[int, PeerConnection] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._deadline = time.monotonic() + self.timeout_s
         self._selector = selectors.DefaultSelector()
         self._pending: set[_Pending] = set()
-        self.missing = set(notes)
-        self.connected: dict[int, PeerConnection] = {}
-        self.rejected: list[str] = []
+        self._missing = set(self.notes)
+        self._rejections: list[str] = []
 
     def run(self) -> None:
-        for peer in sorted(peer for peer in self.missing if peer > self._rank):
+        """Connect to higher ranks, then do all handshakes. Raises TransportError if a peer is missing at the end."""
+        for peer in sorted(peer for peer in self._missing if peer > self.rank):
             connection = self._connect(peer)
             self._start(connection, self._initiate(connection, peer), peer, self._deadline)
-        self._selector.register(self._listener.socket, selectors.EVENT_READ)
-        while self.missing and (remaining_s := self._deadline - time.monotonic()) > 0:
+        self._selector.register(self.listener.socket, selectors.EVENT_READ)
+        while self._missing and (remaining_s := self._deadline - time.monotonic()) > 0:
             for key, _ in self._selector.select(min(remaining_s, 0.5)):
                 if key.data is None:
                     self._accept()
@@ -136,8 +132,20 @@ class _Connecting:
                     self._read(key.data)
             for pending in [pending for pending in self._pending if pending.deadline < time.monotonic()]:
                 self._drop(pending, "no data within the time limit")
+        if self._missing:
+            raise self._missing_error(min(self._missing))
+
+    def _missing_error(self, peer: int) -> TransportError:
+        rejected = f"; rejected: {', '.join(self._rejections[-3:])}" if self._rejections else ""
+        return TransportError(
+            f"rank {self.rank} (listening on {self.listener.offer().address}): rank {peer} "
+            f"({self.offers[peer].address}) did not connect within {self.timeout_s:g} s{rejected}. Each must be able "
+            "to reach the other's address. Select other addresses with transport_options.node_ips.",
+            peer,
+        )
 
     def close(self) -> None:
+        """Close the connections whose handshakes have not ended."""
         for pending in list(self._pending):
             self._forget(pending).close()
         self._selector.close()
@@ -145,25 +153,26 @@ class _Connecting:
     # --- connections ---
 
     def _connect(self, peer: int) -> socket.socket:
-        offer = self._offers[peer]
+        offer = self.offers[peer]
         try:
             return socket.create_connection(
                 (offer.address, offer.port), max(0.001, self._deadline - time.monotonic())
             )
         except OSError as error:
             raise TransportError(
-                f"rank {self._rank} (listening on {self._listener.offer().address}): cannot reach rank {peer} at "
+                f"rank {self.rank} (listening on {self.listener.offer().address}): cannot reach rank {peer} at "
                 f"{offer.address} port {offer.port} (got {error.strerror or error}). Check the firewall, or select "
                 "other addresses with transport_options.node_ips.",
                 peer,
             ) from None
 
     def _accept(self) -> None:
+        """Accept a connection and start its handshake. Above the limit of unauthenticated ones, close it."""
         try:
-            connection, address = self._listener.socket.accept()
+            connection, address = self.listener.socket.accept()
         except OSError:
             return
-        if len(self._pending) >= _MAX_UNAUTHENTICATED + len(self._notes):
+        if len(self._pending) >= _MAX_UNAUTHENTICATED + len(self.notes):
             connection.close()
             return
         handshake = self._respond(connection, str(address[0]))
@@ -172,6 +181,7 @@ class _Connecting:
     def _start(
         self, connection: socket.socket, handshake: Handshake, peer: int | None, deadline: float
     ) -> None:
+        """Run a handshake up to its first wait; ``peer`` is None for an unauthenticated process."""
         pending = _Pending(connection, handshake, peer, deadline)
         connection.setblocking(True)
         self._pending.add(pending)
@@ -179,6 +189,7 @@ class _Connecting:
         self._advance(pending, None)
 
     def _read(self, pending: _Pending) -> None:
+        """Receive part of a handshake message, and continue the handshake once the message is complete."""
         try:
             data = pending.socket.recv(pending.needed - len(pending.received), socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -192,12 +203,13 @@ class _Connecting:
             self._advance(pending, bytes(pending.received))
 
     def _advance(self, pending: _Pending, data: bytes | None) -> None:
+        """Pass a message to the handshake (None: start it), and keep the connection if the handshake ends."""
         pending.received.clear()
         try:
             pending.needed = next(pending.handshake) if data is None else pending.handshake.send(data)
         except StopIteration as end:
             peer, note = end.value
-            self.missing.discard(peer)
+            self._missing.discard(peer)
             self.connected[peer] = PeerConnection(self._forget(pending), note)
         except (TransportError, OSError) as error:
             self._drop(pending, str(error))
@@ -206,13 +218,14 @@ class _Connecting:
         """Close a connection. Raises TransportError for a peer; an unknown process is only recorded."""
         self._forget(pending).close()
         if pending.peer is None:
-            self.rejected.append(f"an unknown process ({reason})")
+            self._rejections.append(f"an unknown process ({reason})")
             return
         raise TransportError(
-            f"rank {self._rank}: handshake with rank {pending.peer} failed: {reason}.", pending.peer
+            f"rank {self.rank}: handshake with rank {pending.peer} failed: {reason}.", pending.peer
         )
 
     def _forget(self, pending: _Pending) -> socket.socket:
+        """Return the socket of a connection, which the caller now owns."""
         self._pending.discard(pending)
         self._selector.unregister(pending.socket)
         return pending.socket
@@ -220,18 +233,18 @@ class _Connecting:
     # --- handshakes ---
 
     def _initiate(self, connection: socket.socket, peer: int) -> Handshake:
-        return initiate(connection, self._rank, peer, self._key(peer), self._notes[peer])
+        return initiate(connection, self.rank, peer, self._key(peer), self.notes[peer])
 
-    def _respond(self, connection: socket.socket, where: str) -> Handshake:
+    def _respond(self, connection: socket.socket, address: str) -> Handshake:
         return respond(
             connection,
-            self._rank,
-            where,
-            lambda peer: peer < self._rank and peer in self.missing,
-            lambda peer: (self._key(peer), self._notes[peer]),
+            self.rank,
+            address,
+            lambda peer: peer < self.rank and peer in self._missing,
+            lambda peer: (self._key(peer), self.notes[peer]),
         )
 
     def _key(self, peer: int) -> bytes:
         """Return the HMAC key for this rank and a peer: their tokens, the lower rank's first."""
-        tokens = {peer: self._offers[peer].token, self._rank: self._listener.token}
+        tokens = {peer: self.offers[peer].token, self.rank: self.listener.token}
         return tokens[min(tokens)] + tokens[max(tokens)]

@@ -50,12 +50,12 @@ def initiate(connection: socket.socket, rank: int, peer: int, key: bytes, note: 
     hello = _HELLO.pack(rank, peer, secrets.token_bytes(NONCE_BYTES))
     _send(connection, _KIND_HELLO, hello)
     answer = yield from _receive(_KIND_ANSWER)
-    nonce, proof, theirs = _parts(answer)
-    if not hmac.compare_digest(proof, _proof(key, b"answer", hello, nonce, theirs)):
+    nonce, proof, peer_note = _split_body(answer)
+    if not hmac.compare_digest(proof, _proof(key, b"answer", hello, nonce, peer_note)):
         raise ProtocolError("wrong job token from the process at its address")
     _send(connection, _KIND_PROOF, nonce + _proof(key, b"proof", hello, nonce, note) + note)
     yield from _receive(_KIND_ACCEPTED)
-    return peer, theirs
+    return peer, peer_note
 
 
 def respond(
@@ -79,14 +79,16 @@ def respond(
     """
     try:
         hello = yield from _receive(_KIND_HELLO)
-        peer, me, _ = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (-1, -1, b"")
-        if me != rank or not expects(peer):
+        peer, addressee, _ = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (-1, -1, b"")
+        if addressee != rank or not expects(peer):
             raise ProtocolError(f"rank {rank} does not expect rank {peer}")
-        (key, mine), nonce = secret(peer), secrets.token_bytes(NONCE_BYTES)
-        _send(connection, _KIND_ANSWER, nonce + _proof(key, b"answer", hello, nonce, mine) + mine)
+        key, note = secret(peer)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        _send(connection, _KIND_ANSWER, nonce + _proof(key, b"answer", hello, nonce, note) + note)
         body = yield from _receive(_KIND_PROOF)
-        again, proof, note = _parts(body)
-        if again != nonce or not hmac.compare_digest(proof, _proof(key, b"proof", hello, nonce, note)):
+        peer_nonce, proof, peer_note = _split_body(body)
+        expected = _proof(key, b"proof", hello, nonce, peer_note)
+        if peer_nonce != nonce or not hmac.compare_digest(proof, expected):
             raise ProtocolError("wrong job token")
         if not expects(peer):
             raise ProtocolError(f"rank {peer} is already connected")
@@ -95,7 +97,7 @@ def respond(
             _send(connection, _KIND_REFUSED, str(error).encode())
         raise ProtocolError(f"{where}: {error}") from None
     _send(connection, _KIND_ACCEPTED, b"")
-    return peer, note
+    return peer, peer_note
 
 
 def _send(connection: socket.socket, kind: int, body: bytes) -> None:
@@ -104,13 +106,13 @@ def _send(connection: socket.socket, kind: int, body: bytes) -> None:
 
 
 def _receive(kind: int) -> Generator[int, bytes, bytes]:
-    """Return the body of the next message, which must be of this kind."""
-    received, size = read_header((yield _HEADER.size))
+    """Return the body of the next message. Raises ProtocolError for another kind of message or a refusal."""
+    received_kind, size = read_header((yield _HEADER.size))
     body = (yield size) if size else b""
-    if received == _KIND_REFUSED:
+    if received_kind == _KIND_REFUSED:
         raise ProtocolError(f"refused by the peer: {body.decode(errors='replace')[:500]}")
-    if received != kind:
-        raise ProtocolError(f"expected a message of kind {kind} (got {received})")
+    if received_kind != kind:
+        raise ProtocolError(f"expected a message of kind {kind} (got {received_kind})")
     return body
 
 
@@ -132,8 +134,8 @@ def read_header(data: bytes) -> tuple[int, int]:
     return kind, size
 
 
-def _parts(body: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return (nonce, HMAC, note)."""
+def _split_body(body: bytes) -> tuple[bytes, bytes, bytes]:
+    """Return (nonce, HMAC, note) of an answer or a proof. Raises ProtocolError if the body is too short."""
     if len(body) < NONCE_BYTES + PROOF_BYTES:
         raise ProtocolError(f"message too short (got {len(body)} bytes)")
     return (
@@ -144,4 +146,5 @@ def _parts(body: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def _proof(key: bytes, role: bytes, hello: bytes, nonce: bytes, note: bytes) -> bytes:
+    """Return the HMAC of one side of the handshake; ``role`` keeps a side from repeating the other's HMAC."""
     return hmac.new(key, role + hello + nonce + note, hashlib.sha256).digest()

@@ -50,9 +50,9 @@ class TcpSetup:
         endpoints = Endpoints()
         for peer in list(self._connected):
             receives = (peer, self._rank) in pairs
-            connected = self._connected.pop(peer).socket
-            host_watch.leave_out(connected)
-            connection = _native.TcpConnection(connected.detach(), self._port, SEND_WINDOW_BYTES, receives)
+            peer_socket = self._connected.pop(peer).socket
+            host_watch.leave_out(peer_socket)
+            connection = _native.TcpConnection(peer_socket.detach(), self._port, SEND_WINDOW_BYTES, receives)
             if receives:
                 endpoints.incoming[peer] = _native.TcpIncoming(connection, peer)
             if (self._rank, peer) in pairs:
@@ -63,5 +63,5 @@ class TcpSetup:
         """Close everything that connect() has not returned."""
         if self._listener is not None:
             self._listener.close()
-        for connected in self._connected.values():
-            connected.socket.close()
+        for connection in self._connected.values():
+            connection.socket.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from enum import IntFlag, auto
 from functools import cached_property
 from typing import NamedTuple
 
@@ -27,38 +28,44 @@ from ..ops import (
 from ..timetables import Program
 from .timetable import error_at
 
-ACTIVATION, GRADIENT, LABELS, OUTPUT, INPUT_GRADIENT, WEIGHT_GRADIENT = 1, 2, 4, 8, 16, 32
-NAMES = {
-    ACTIVATION: "activation",
-    GRADIENT: "gradient",
-    LABELS: "labels",
-    OUTPUT: "output",
-    INPUT_GRADIENT: "input gradient",
-    WEIGHT_GRADIENT: "weight gradient",
+
+class Content(IntFlag):
+    """Tensors of a micro-batch at a stage. Errors name the first missing content in this order."""
+
+    ACTIVATION = auto()
+    GRADIENT = auto()
+    LABELS = auto()
+    OUTPUT = auto()
+    INPUT_GRADIENT = auto()
+    WEIGHT_GRADIENT = auto()
+
+    @property
+    def text(self) -> str:
+        """Name in errors, such as ``input gradient``."""
+        return (self.name or "").lower().replace("_", " ")
+
+
+_RESULT_OF = {
+    FORWARD: Content.OUTPUT,
+    RECOMPUTE: Content.OUTPUT,
+    BACKWARD: Content.INPUT_GRADIENT,
+    BACKWARD_INPUT: Content.INPUT_GRADIENT,
+    BACKWARD_WEIGHT: Content.WEIGHT_GRADIENT,
 }
-_OUTPUT_OF = {
-    FORWARD: OUTPUT,
-    RECOMPUTE: OUTPUT,
-    BACKWARD: INPUT_GRADIENT,
-    BACKWARD_INPUT: INPUT_GRADIENT,
-    BACKWARD_WEIGHT: WEIGHT_GRADIENT,
-}
-_RECEIVED_AS = {
-    OUTPUT: ACTIVATION,
-    INPUT_GRADIENT: GRADIENT,
-}  # name of a result at the stage that receives it
+# Content of a result at the stage that receives it.
+_MESSAGE_OF = {Content.OUTPUT: Content.ACTIVATION, Content.INPUT_GRADIENT: Content.GRADIENT}
 _LOCAL, _SEND, _RECEIVE = 0, 1, 2
 
 
 class Item(NamedTuple):
-    """Tensors of a micro-batch at a stage: ``kind`` is one of the bits above."""
+    """Content of one micro-batch at one stage."""
 
-    kind: int
+    content: Content
     stage: int
     micro_batch: int
 
     def __str__(self) -> str:
-        return f"{NAMES[self.kind]} of micro-batch {self.micro_batch} for stage {self.stage}"
+        return f"{self.content.text} of micro-batch {self.micro_batch} for stage {self.stage}"
 
 
 @dataclass
@@ -70,10 +77,13 @@ class DeviceMessages:
 
 
 class _Rule(NamedTuple):
-    """Inputs and result of an instruction, as bits. The result belongs to the stage at offset ``shift``."""
+    """Inputs and result of an instruction. The result belongs to the stage at offset ``shift``.
+
+    Both are bits of :class:`Content` as plain integers, which are several times faster.
+    """
 
     needs: int
-    makes: int
+    result: int
     shift: int = 0
     direction: int = _LOCAL
 
@@ -84,49 +94,55 @@ class DeviceCheck:
 
     program: Program
 
-    def traffic(self, device: int) -> DeviceMessages:
+    def messages(self, device: int) -> DeviceMessages:
         """Return the sends and receives of ``device``. Raises ScheduleError if its ops differ from the timetable."""
         self._check_order(device)
-        traffic = DeviceMessages()
+        messages = DeviceMessages()
         try:
-            self._check_data(device, traffic.instructions)
+            for instruction in self._check_data(device):
+                messages.instructions.append(instruction)
             self._check_buffers(device)
         except ScheduleError as error:
-            traffic.error = error
-        return traffic
+            messages.error = error
+        return messages
 
     @cached_property
     def _rules(self) -> dict[str, tuple[_Rule, ...]]:
         """Name of an instruction -> its rule at every stage. SyncWeights has no rule: it belongs to no micro-batch."""
         stages = range(self.program.timetable.placement.stages)
 
-        def everywhere(*rule: int) -> tuple[_Rule, ...]:
-            return (_Rule(*rule),) * len(stages)
+        def everywhere(needs: int, result: int, shift: int = 0, direction: int = _LOCAL) -> tuple[_Rule, ...]:
+            return (_Rule(int(needs), int(result), shift, direction),) * len(stages)
 
+        first, later = _Rule(0, int(Content.ACTIVATION)), _Rule(0, int(Content.LABELS))
         computations = {
-            COMPUTE_NAME[kind]: tuple(_Rule(self._needs(kind, stage), _OUTPUT_OF[kind]) for stage in stages)
+            COMPUTE_NAME[kind]: tuple(
+                _Rule(int(self._needs(kind, stage)), int(_RESULT_OF[kind])) for stage in stages
+            )
             for kind in self.program.timetable.placement.kinds
         }
         return {
-            "LoadMicroBatch": tuple(_Rule(0, LABELS if stage else ACTIVATION) for stage in stages),
+            "LoadMicroBatch": tuple(later if stage else first for stage in stages),
             **computations,
-            "RecvActivation": everywhere(0, ACTIVATION, 0, _RECEIVE),
-            "RecvGrad": everywhere(0, GRADIENT, 0, _RECEIVE),
-            "SendActivation": everywhere(OUTPUT, ACTIVATION, 1, _SEND),
-            "SendGrad": everywhere(INPUT_GRADIENT, GRADIENT, -1, _SEND),
-            "CopyActivation": everywhere(OUTPUT, ACTIVATION, 1),
-            "CopyGrad": everywhere(INPUT_GRADIENT, GRADIENT, -1),
+            "RecvActivation": everywhere(0, Content.ACTIVATION, 0, _RECEIVE),
+            "RecvGrad": everywhere(0, Content.GRADIENT, 0, _RECEIVE),
+            "SendActivation": everywhere(Content.OUTPUT, Content.ACTIVATION, 1, _SEND),
+            "SendGrad": everywhere(Content.INPUT_GRADIENT, Content.GRADIENT, -1, _SEND),
+            "CopyActivation": everywhere(Content.OUTPUT, Content.ACTIVATION, 1),
+            "CopyGrad": everywhere(Content.INPUT_GRADIENT, Content.GRADIENT, -1),
         }
 
-    def _needs(self, kind: str, stage: int) -> int:
-        """Return the inputs of a computation as bits: loaded data, and the results of its dependencies."""
-        needs = 0
+    def _needs(self, kind: str, stage: int) -> Content:
+        """Return the inputs of a computation: loaded data, and the results of its dependencies."""
+        needs = Content(0)
         if kind in (FORWARD, RECOMPUTE):
-            last = self.program.timetable.placement.stages - 1
-            needs = (0 if stage else ACTIVATION) | (LABELS if stage == last > 0 else 0)
-        for need, _ in self.program.timetable.dependencies.needs(Op(kind, 0, stage)):
-            output = _OUTPUT_OF[need.kind]
-            needs |= output if need.stage == stage else _RECEIVED_AS[output]
+            if stage == 0:
+                needs |= Content.ACTIVATION
+            elif stage == self.program.timetable.placement.stages - 1:
+                needs |= Content.LABELS
+        for dependency, _ in self.program.timetable.dependencies.needs(Op(kind, 0, stage)):
+            result = _RESULT_OF[dependency.kind]
+            needs |= result if dependency.stage == stage else _MESSAGE_OF[result]
         return needs
 
     def _error(self, sentence: str, device: int, op: Op | None) -> ScheduleError:
@@ -149,8 +165,8 @@ class DeviceCheck:
         extra = computed[len(order)]
         raise self._error(f"computes {extra} after the end of its timetable.", device, extra)
 
-    def _check_data(self, device: int, traffic: list[Instruction]) -> None:
-        """Raise ScheduleError if an input is missing or a result is produced twice. Append sends and receives."""
+    def _check_data(self, device: int) -> Iterator[Instruction]:
+        """Yield the sends and receives. Raises ScheduleError if an input is missing or a result is produced twice."""
         stages, micro_batches = self.program.timetable.placement.stages, self.program.timetable.micro_batches
         available: dict[tuple[int, int], int] = {}
         rules = self._rules
@@ -159,25 +175,22 @@ class DeviceCheck:
             if stage is None or m is None:
                 continue
             if not (0 <= stage < stages and 0 <= m < micro_batches and name in rules):
-                sizes = (
-                    f"{stages} stages, {micro_batches} micro-batches and the instructions {', '.join(rules)}"
-                )
-                raise self._error(f"has {instruction}, but there are {sizes}.", device, None)
-            needs, makes, shift, direction = rules[name][stage]
+                raise self._unknown_instruction(device, instruction)
+            needs, result, shift, direction = rules[name][stage]
             have = available.get((stage, m), 0)
             if have & needs != needs:
-                raise self._missing(device, instruction, needs & ~have)
+                raise self._missing_input(device, instruction, Content(needs & ~have))
             if direction != _LOCAL:
                 if peer is None:
                     raise self._error(f"has {instruction} without a peer.", device, None)
-                traffic.append(instruction)
+                yield instruction
             if direction != _SEND:
                 if shift:
                     have = available.get((stage + shift, m), 0)
-                if have & makes:
-                    item = Item(makes, stage + shift, m)
-                    raise self._error(f"gets the {item} twice.", device, op_of(self.program, item))
-                available[stage + shift, m] = have | makes
+                if have & result:
+                    item = Item(Content(result), stage + shift, m)
+                    raise self._error(f"gets the {item} twice.", device, error_op(self.program, item))
+                available[stage + shift, m] = have | result
 
     def _check_buffers(self, device: int) -> None:
         """Raise ScheduleError if a pair changes buffers, or two live pairs share one."""
@@ -195,38 +208,50 @@ class DeviceCheck:
                 sentence = f"expects micro-batch {m} of stage {stage} in buffer {buffer}; it is in {buffer_of[pair]}."
                 raise self._error(sentence, device, op)
             if pair in buffer_of:
-                other_stage, other_m = holder[buffer] or pair
+                new_stage, new_m = holder[buffer] or pair
                 sentence = (
-                    f"overwrites buffer {buffer} with micro-batch {other_m} of stage {other_stage}; micro-batch {m} of "
+                    f"overwrites buffer {buffer} with micro-batch {new_m} of stage {new_stage}; micro-batch {m} of "
                     f"stage {stage} is still live."
                 )
-                raise self._error(sentence, device, Op(FORWARD, other_m, other_stage))
-            buffer_of[pair], holder[buffer] = buffer, pair
+                raise self._error(sentence, device, Op(FORWARD, new_m, new_stage))
+            buffer_of[pair] = buffer
+            holder[buffer] = pair
 
-    def _missing(self, device: int, instruction: Instruction, missing: int) -> ScheduleError:
-        """Return the error for the first missing input, in the order of NAMES."""
-        kind = next(bit for bit in NAMES if bit & missing)
-        _, m, stage, *_ = instruction
-        assert m is not None and stage is not None
-        op = instruction.op
-        if op is not None:
-            # Every op occurs once, so a missing result of this device is computed later.
-            graph_kind = self.program.timetable.placement.graph_kind
-            later = {OUTPUT: graph_kind, INPUT_GRADIENT: BACKWARD_INPUT}.get(kind)
-            problem = f"without its {NAMES[kind]}" if later is None else f"before {Op(later, m, stage)}"
-            return self._error(f"computes {op} {problem}.", device, op)
-        sentence = (
-            f"sends or copies the {NAMES[kind]} of micro-batch {m} at stage {stage} before computing it."
+    def _unknown_instruction(self, device: int, instruction: Instruction) -> ScheduleError:
+        stages, micro_batches = self.program.timetable.placement.stages, self.program.timetable.micro_batches
+        sizes = (
+            f"{stages} stages, {micro_batches} micro-batches and the instructions {', '.join(self._rules)}"
         )
-        return self._error(sentence, device, op_of(self.program, Item(kind, stage, m)))
+        return self._error(f"has {instruction}, but there are {sizes}.", device, None)
+
+    def _missing_input(self, device: int, instruction: Instruction, inputs: Content) -> ScheduleError:
+        """Return the error for an instruction without these inputs, which names the first of them."""
+        content = next(iter(inputs))
+        op, m, stage = instruction.op, instruction.micro_batch, instruction.stage
+        assert m is not None and stage is not None
+        if op is not None:
+            return self._error(f"computes {op} {self._gap(content, m, stage)}.", device, op)
+        sentence = (
+            f"sends or copies the {content.text} of micro-batch {m} at stage {stage} before computing it."
+        )
+        return self._error(sentence, device, error_op(self.program, Item(content, stage, m)))
+
+    def _gap(self, content: Content, m: int, stage: int) -> str:
+        """Return what is wrong with an op: ``before F3@1`` for a result of this device, else ``without its labels``."""
+        # Every op occurs once, so a missing result of this device is computed later.
+        if content == Content.OUTPUT:
+            return f"before {Op(self.program.timetable.placement.graph_kind, m, stage)}"
+        if content == Content.INPUT_GRADIENT:
+            return f"before {Op(BACKWARD_INPUT, m, stage)}"
+        return f"without its {content.text}"
 
 
-def op_of(program: Program, item: Item) -> Op:
+def error_op(program: Program, item: Item) -> Op:
     """Return the op that an error about ``item`` points at."""
-    gradient = item.kind in (GRADIENT, INPUT_GRADIENT)
-    _, stage, m = item
-    kind = program.timetable.dependencies.gradient_kind(stage, m) if gradient else FORWARD
-    return Op(kind, m, stage)
+    content, stage, m = item
+    if content in (Content.GRADIENT, Content.INPUT_GRADIENT):
+        return Op(program.timetable.dependencies.gradient_kind(stage, m), m, stage)
+    return Op(FORWARD, m, stage)
 
 
 def _buffer_uses(instructions: tuple[Instruction, ...]) -> Iterator[tuple[tuple[int, int], int]]:

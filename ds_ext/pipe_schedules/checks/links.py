@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ...errors import ScheduleError
 from ..ops import Instruction
 from ..timetables import Program
-from .device import ACTIVATION, GRADIENT, DeviceMessages, Item, op_of
+from .device import Content, DeviceMessages, Item, error_op
 from .timetable import error_at
 
 _UNLIMITED = 1 << 60
@@ -27,28 +27,36 @@ class Links:
     """
 
     def __init__(self, program: Program, traffic: Sequence[DeviceMessages]) -> None:
-        self.program, self.traffic = program, traffic
+        self.program = program
+        self.traffic = traffic
         self.devices: list[tuple[int, int]] = []  # sender and receiver of every link
         self.sent: list[list[Item]] = []
         self.received: list[list[Item]] = []
         self._number: dict[tuple[int, int], int] = {}
         # Sends and receives of every device in order: the link of a send, and -1 - the link of a receive.
-        self.events = [self._add(device, each.instructions) for device, each in enumerate(traffic)]
+        self.events = [
+            self._add_messages(device, messages.instructions) for device, messages in enumerate(traffic)
+        ]
         self.messages = sum(map(len, self.sent))
 
-    def _add(self, device: int, instructions: list[Instruction]) -> list[int]:
+    def _add_messages(self, device: int, instructions: list[Instruction]) -> list[int]:
+        """Add the sends and receives of a device to their links, and return its events."""
         events = []
         for name, m, stage, _, _, peer, _, _ in instructions:
             assert m is not None and stage is not None and peer is not None, "DeviceCheck runs first"
             if name == "SendActivation" or name == "SendGrad":
                 link = self._link(device, peer)
                 forward = name == "SendActivation"
-                item = Item(ACTIVATION, stage + 1, m) if forward else Item(GRADIENT, stage - 1, m)
+                item = (
+                    Item(Content.ACTIVATION, stage + 1, m)
+                    if forward
+                    else Item(Content.GRADIENT, stage - 1, m)
+                )
                 self.sent[link].append(item)
                 events.append(link)
             else:
                 link = self._link(peer, device)
-                kind = ACTIVATION if name == "RecvActivation" else GRADIENT
+                kind = Content.ACTIVATION if name == "RecvActivation" else Content.GRADIENT
                 self.received[link].append(Item(kind, stage, m))
                 events.append(-1 - link)
         return events
@@ -84,9 +92,9 @@ class Links:
     def check_run(self, run: _Run, credits: int | None) -> None:
         """Raise ScheduleError for the first problem of a run."""
         self._check_message_order(run)
-        for device, each in enumerate(self.traffic):
-            if each.error is not None and run.at[device] == len(each.instructions):
-                raise each.error
+        for device, messages in enumerate(self.traffic):
+            if messages.error is not None and run.num_done[device] == len(messages.instructions):
+                raise messages.error
         if not run.ended:
             raise self._deadlock(run, credits)
         self._check_all_received()
@@ -94,29 +102,30 @@ class Links:
     def _check_message_order(self, run: _Run) -> None:
         """Raise ScheduleError if a receive gets a message other than the one it expects."""
         for link, (sender, receiver) in enumerate(self.devices):
-            pairs = zip(self.sent[link], self.received[link], strict=False)
-            for k, (sent, received) in enumerate(pairs):
-                if sent != received and k < run.num_received[link]:
+            for sent, expected in zip(
+                self.sent[link], self.received[link][: run.num_received[link]], strict=False
+            ):
+                if sent != expected:
                     sentence = (
-                        f"device {receiver} expects the {received} from device {sender}, but the next message on "
+                        f"device {receiver} expects the {expected} from device {sender}, but the next message on "
                         f"this link is the {sent}."
                     )
-                    op = op_of(self.program, received)
+                    op = error_op(self.program, expected)
                     raise error_at(self.program.timetable, sentence, receiver, op)
 
     def _deadlock(self, run: _Run, credits: int | None) -> ScheduleError:
         """Return the error that lists what each device waits for."""
         stuck = [
-            (device, each.instructions[run.at[device]])
-            for device, each in enumerate(self.traffic)
-            if run.at[device] < len(each.instructions)
+            (device, messages.instructions[run.num_done[device]])
+            for device, messages in enumerate(self.traffic)
+            if run.num_done[device] < len(messages.instructions)
         ]
         limit = "" if credits is None else f" with link_credits {credits}"
         waits = "; ".join(f"device {device} waits in {instruction}" for device, instruction in stuck)
         device, first = stuck[0]
         assert first.stage is not None and first.micro_batch is not None, "only messages wait"
-        kind = GRADIENT if first.name in ("SendGrad", "RecvGrad") else ACTIVATION
-        op = op_of(self.program, Item(kind, first.stage, first.micro_batch))
+        kind = Content.GRADIENT if first.name in ("SendGrad", "RecvGrad") else Content.ACTIVATION
+        op = error_op(self.program, Item(kind, first.stage, first.micro_batch))
         return error_at(self.program.timetable, f"deadlock{limit} ({waits}).", device, op)
 
     def _check_all_received(self) -> None:
@@ -125,51 +134,55 @@ class Links:
             if len(self.sent[link]) == len(self.received[link]):
                 continue
             item = next(iter(Counter(self.sent[link]) - Counter(self.received[link])))
-            source = item._replace(stage=item.stage + (-1 if item.kind == ACTIVATION else 1))
+            source = item._replace(stage=item.stage + (-1 if item.content == Content.ACTIVATION else 1))
             sentence = f"device {sender} sends the {item} to device {receiver}, which never receives it."
-            raise error_at(self.program.timetable, sentence, sender, op_of(self.program, source))
+            raise error_at(self.program.timetable, sentence, sender, error_op(self.program, source))
 
 
 class _Run:
     """Run of the sends and receives of all devices.
 
-    ``at[device]`` counts finished sends and receives; ``num_sent[link]`` and ``num_received[link]`` count messages.
+    ``num_done[device]`` counts sends and receives; ``num_sent[link]`` and ``num_received[link]`` count messages.
     """
 
     def __init__(self, links: Links, credits: int) -> None:
-        self.links, self.credits = links, credits
-        self.at = [0] * len(links.events)
+        self.links = links
+        self.credits = credits
+        self.num_done = [0] * len(links.events)
         self.num_sent = [0] * len(links.devices)
         self.num_received = [0] * len(links.devices)
 
     @property
     def ended(self) -> bool:
         """True if all devices have finished. A device with an error never does."""
-        rows = zip(self.at, self.links.events, self.links.traffic, strict=True)
-        return all(at == len(events) and each.error is None for at, events, each in rows)
+        rows = zip(self.num_done, self.links.events, self.links.traffic, strict=True)
+        return all(done == len(events) and messages.error is None for done, events, messages in rows)
 
     def advance(self) -> None:
         """Run all devices as far as possible. A waiting device resumes when its peer has advanced."""
         num_sent, num_received, credits = self.num_sent, self.num_received, self.credits
-        waiting: set[int] = (
-            set()
-        )  # events; each identifies a device, because a link has one sender and one receiver
-        runnable = list(range(len(self.at)))
+        # Events; each identifies a device, because a link has one sender and one receiver.
+        waiting: set[int] = set()
+        runnable = list(range(len(self.num_done)))
         while runnable:
             device = runnable.pop()
-            events, at = self.links.events[device], self.at[device]
-            while at < len(events):
-                event = events[at]
+            events = self.links.events[device]
+            done = self.num_done[device]
+            while done < len(events):
+                event = events[done]
                 sends = event >= 0
                 link = event if sends else -1 - event
                 in_flight = num_sent[link] - num_received[link]
-                if in_flight >= credits if sends else not in_flight:
+                if sends and in_flight < credits:
+                    num_sent[link] += 1
+                elif not sends and in_flight:
+                    num_received[link] += 1
+                else:
                     waiting.add(event)
                     break
-                (num_sent if sends else num_received)[link] += 1
-                at += 1
+                done += 1
                 if -1 - event in waiting:
                     waiting.remove(-1 - event)
                     sender, receiver = self.links.devices[link]
                     runnable.append(receiver if sends else sender)
-            self.at[device] = at
+            self.num_done[device] = done

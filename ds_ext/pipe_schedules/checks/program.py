@@ -53,8 +53,9 @@ def check(program: Program, *, link_credits: int | None = None) -> Report:
             f"{len(timetable.orders)} devices (got {len(program.instructions)} and {len(program.num_buffers)})."
         )
     devices = DeviceCheck(program)
-    links = Links(program, [devices.traffic(device) for device in range(len(program.instructions))])
+    links = Links(program, [devices.messages(device) for device in range(len(program.instructions))])
     links.check_run(links.run(link_credits), link_credits)
-    kind, last = placement.graph_kind if timetable.trains else FORWARD, placement.stages - 1
-    loss_devices = tuple(sorted({placement.device(kind, last, pipe) for pipe in range(placement.replicas)}))
-    return Report(program.num_buffers, links.fewest_credits(), loss_devices, links.messages)
+    kind = placement.graph_kind if timetable.trains else FORWARD
+    last_stage = placement.stages - 1
+    loss_devices = {placement.device(kind, last_stage, pipe) for pipe in range(placement.replicas)}
+    return Report(program.num_buffers, links.fewest_credits(), tuple(sorted(loss_devices)), links.messages)

@@ -28,20 +28,20 @@ def check_timetable(timetable: Timetable) -> None:
             kind, m, stage = op
             bit = bits.get(kind, 0)
             if not (bit and 0 <= stage < stages and 0 <= m < micro_batches):
-                raise _unknown_op(timetable, device, op)
+                raise _unknown_op_error(timetable, device, op)
             if placement.device(kind, stage, pipes[m]) != device:
-                raise _wrong_device(timetable, device, op)
+                raise _wrong_device_error(timetable, device, op)
             if seen[m * stages + stage] & bit:
                 raise error_at(timetable, f"device {device} computes {op} twice.", device, op)
             seen[m * stages + stage] |= bit
     for stage in range(stages):
-        complete = _complete(timetable, stage)
-        if not complete.issuperset(seen[stage::stages]):
-            m = next(m for m, kinds in enumerate(seen[stage::stages]) if kinds not in complete)
-            raise _incomplete(timetable, stage, m, seen[m * stages + stage])
+        complete_sets = _complete_sets(timetable, stage)
+        if not complete_sets.issuperset(seen[stage::stages]):
+            m = next(m for m, kinds in enumerate(seen[stage::stages]) if kinds not in complete_sets)
+            raise _incomplete_error(timetable, stage, m, seen[m * stages + stage])
 
 
-def _complete(timetable: Timetable, stage: int) -> set[int]:
+def _complete_sets(timetable: Timetable, stage: int) -> set[int]:
     """Return the valid sets of op kinds for a micro-batch at ``stage``, as bits."""
     forwards = sum(_BIT[kind] for kind in timetable.dependencies.forward_kinds(stage))
     if not timetable.trains:
@@ -53,13 +53,14 @@ def error_at(timetable: Timetable, sentence: str, device: int, op: Op | None) ->
     """Return the error for ``op`` on ``device``: the sentence, then the grid with an arrow at the op."""
     order = timetable.orders[device]
     # The last occurrence: if an op is repeated, the second one is wrong.
-    step = max((i for i, other in enumerate(order) if other == op), default=None)
+    step = max((i for i, entry in enumerate(order) if entry == op), default=None)
     return ScheduleError(
         f"{timetable.schedule}: {sentence}\n{order_grid(timetable, device=device, step=step)}"
     )
 
 
-def _unknown_op(timetable: Timetable, device: int, op: Op) -> ScheduleError:
+def _unknown_op_error(timetable: Timetable, device: int, op: Op) -> ScheduleError:
+    """Return the error for an op whose kind, stage or micro-batch does not exist."""
     kinds = timetable.placement.kinds
     if op.kind not in kinds:
         problem = f"the kinds are {', '.join(kinds)}."
@@ -69,7 +70,7 @@ def _unknown_op(timetable: Timetable, device: int, op: Op) -> ScheduleError:
     return error_at(timetable, f"device {device} computes {op}, but {problem}", device, op)
 
 
-def _wrong_device(timetable: Timetable, device: int, op: Op) -> ScheduleError:
+def _wrong_device_error(timetable: Timetable, device: int, op: Op) -> ScheduleError:
     owner, pipe = timetable.dependencies.device(op), timetable.pipe(op.micro_batch)
     sentence = f"device {device} computes {op}, but stage {op.stage} of pipe {pipe} is on device {owner}."
     return error_at(timetable, f"{sentence}{_swap_hint(timetable)}", device, op)
@@ -88,15 +89,16 @@ def _swap_hint(timetable: Timetable) -> str:
     return " The arguments are swapped: use Op(kind, micro_batch, stage)." if fits else ""
 
 
-def _incomplete(timetable: Timetable, stage: int, m: int, seen: int) -> ScheduleError:
+def _incomplete_error(timetable: Timetable, stage: int, m: int, seen: int) -> ScheduleError:
+    """Return the error for a micro-batch that has only the kinds of ops in ``seen`` (bits) at a stage."""
     present = ", ".join(kind for kind, bit in _BIT.items() if seen & bit) or "none"
     needed = ", ".join(timetable.dependencies.forward_kinds(stage))
     backward = " and either B, or I and W" if timetable.trains else ""
     device = timetable.placement.device(BACKWARD, stage, timetable.pipe(m))
     # Point at the last op of the pair: the missing ones come after it.
-    near = next(
+    last_op = next(
         (op for op in reversed(timetable.orders[device]) if (op.stage, op.micro_batch) == (stage, m)), None
     )
     pair = f"micro-batch {m} at stage {stage} (device {device})"
     sentence = f"{pair} is incomplete: needs {needed}{backward} (got {present})."
-    return error_at(timetable, sentence, device, near)
+    return error_at(timetable, sentence, device, last_op)

@@ -38,15 +38,8 @@ def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: boo
     ]
     texts = {op: str(op) if labels == "op" else _short(op) for row in cells for op, _, _ in row}
     # Characters per unit of time: enough for the text of every op and a space.
-    wide = max(
-        (
-            math.ceil((len(texts[op]) + 1) / (end - start))
-            for row in cells
-            for op, start, end in row
-            if end > start
-        ),
-        default=1,
-    )
+    lengths = [(len(texts[op]) + 1, end - start) for row in cells for op, start, end in row if end > start]
+    wide = max((math.ceil(length / units) for length, units in lengths), default=1)
     columns = max((end for row in cells for _, _, end in row), default=0)
     if columns * wide > _MAX_WIDTH:
         return order_grid(simulation.timetable)
@@ -54,13 +47,14 @@ def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: boo
     width = len(str(len(cells) - 1))
     lines = []
     for device, row in enumerate(cells):
-        line, at = "", 0
+        line = ""
+        column = 0
         for op, start, end in row:
-            line += idle * (start - at)
+            line += idle * (start - column)
             if end > start:
                 line += _cell(op, texts[op], (end - start) * wide, simulation.timetable, color)
-            at = end
-        line += idle * (columns - at)
+            column = end
+        line += idle * (columns - column)
         lines.append(f"device {device:>{width}}  {line}".rstrip())
     return "\n".join(lines)
 

@@ -21,9 +21,9 @@ def order_grid(timetable: Timetable, *, device: int | None = None, step: int | N
     margin = len(f"device {len(timetable.orders) - 1}  ")
     head = "step".ljust(margin) + "".join(str(i).ljust(cell) for i in range(first, last))
     lines = [head.rstrip()]
-    for each, order in enumerate(timetable.orders):
-        row = f"device {each}".ljust(margin) + "".join(str(op).ljust(cell) for op in order[first:last])
-        if each != device:
+    for row_device, order in enumerate(timetable.orders):
+        row = f"device {row_device}".ljust(margin) + "".join(str(op).ljust(cell) for op in order[first:last])
+        if row_device != device:
             lines.append(row.rstrip())
             continue
         lines.append(row.ljust(len(head)).rstrip() + "   <-- ERROR HERE")

@@ -127,10 +127,12 @@ def plots(
     marks: Sequence[Sequence[Sequence[Mark]]] = (),
     rows: Sequence[Sequence[str]] = (),
 ) -> list[Plot]:
-    """Return the data of the timetables that page.js reads; see :func:`_plot``. Arguments as for :func:``html`."""
+    """Return the data of the timetables that page.js reads; see :func:`_plot`. Arguments as for :func:`html`."""
     drawn = [_plot(simulation, axis) for simulation in simulations]
-    for plot, listed in zip(drawn, marks, strict=False):
-        plot["marks"] = [[(_number(m.start), _number(m.end), m.below, m.text) for m in row] for row in listed]
+    for plot, plot_marks in zip(drawn, marks, strict=False):
+        plot["marks"] = [
+            [(_number(m.start), _number(m.end), m.below, m.text) for m in row] for row in plot_marks
+        ]
     for plot, names in zip(drawn, rows, strict=False):
         plot["names"] = names
     return drawn
@@ -183,11 +185,11 @@ def _section(number: int, simulation: Simulation, unit: str) -> str:
     timetable = simulation.timetable
     name, sizes = escape(timetable.schedule), heading(timetable)
     costs = numbers(simulation, unit)
-    listed = "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in costs)
+    terms = "".join(f"<div><dt>{key}</dt><dd>{value}</dd></div>" for key, value in costs)
     label = f"{name}, {sizes}. " + ", ".join(f"{key} {value}" for key, value in costs)
     return (
         f'<section aria-labelledby="t{number}">\n<div class="title">'
-        f'<h2 id="t{number}">{name}<small>{sizes}</small></h2><dl>{listed}</dl></div>\n'
+        f'<h2 id="t{number}">{name}<small>{sizes}</small></h2><dl>{terms}</dl></div>\n'
         f'<canvas tabindex="0" role="application" aria-roledescription="timetable" '
         f'aria-label="{label}. Arrow keys walk through the computations." aria-describedby="said"></canvas>\n</section>'
     )
@@ -234,18 +236,19 @@ def _plot(simulation: Simulation, axis: str | None) -> Plot:
 def _words(spans: Sequence[tuple[Op, float, float]]) -> list[Word]:
     """Return the waits and ops of a device as words."""
     words: list[Word] = []
-    last = {kind: (0, 0) for kind in DRAWN}
-    at = 0.0
+    previous = {kind: (0, 0) for kind in DRAWN}  # stage and micro-batch
+    now = 0.0
     for (kind, m, stage), start, end in spans:
         # The script adds up the words, so rounding errors must not accumulate, and must not appear as waits.
-        wait = start - at
+        wait = start - now
         if abs(wait) > _ROUNDING * start:
             words.append(_number(wait))
-            at += _number(wait)
-        before, duration = last[kind], _number(end - start)
-        words.append((DRAWN.index(kind), stage - before[0], m - before[1], duration))
-        last[kind] = (stage, m)
-        at += duration
+            now += _number(wait)
+        previous_stage, previous_m = previous[kind]
+        duration = _number(end - start)
+        words.append((DRAWN.index(kind), stage - previous_stage, m - previous_m, duration))
+        previous[kind] = (stage, m)
+        now += duration
     return words
 
 

@@ -212,6 +212,7 @@ def _colors(theme: Theme) -> str:
 
 
 def _rows(simulation: Simulation, scale: float) -> Iterator[str]:
+    """Yield the ops of every device on a background of waiting, and a bar for its peak activations."""
     timetable, placement = simulation.timetable, simulation.timetable.placement
     most = max(simulation.peak_activations, default=0) or 1
     end_x = _LEFT + simulation.end * scale
@@ -234,6 +235,7 @@ def _rows(simulation: Simulation, scale: float) -> Iterator[str]:
 def _box(
     op: Op, start: float, end: float, timetable: Timetable, scale: float, y: float, visit: tuple[int, int]
 ) -> str:
+    """Return an op of the row at ``y``. ``visit`` has the number of earlier stages of the pipe there, and of all."""
     x, width = _LEFT + start * scale, (end - start) * scale
     label = f"{op.micro_batch}{'*' * (op.kind == RECOMPUTE)}"
     tone = "bright" if op.kind in ON_DARK else "dark"
@@ -242,11 +244,11 @@ def _box(
         f'<rect class="{color_class(op, timetable)}" x="{_n(x + 0.5)}" y="{y + 2}" width="{_n(max(width - 1, 0))}" '
         f'height="{_ROW - 4}" rx="2"><title>{tip}</title></rect>'
     )
-    nth, count = visit
-    if nth:
-        bar = max((width - 5) * nth / (count - 1), 0)
-        at = f'x="{_n(x + 2.5)}" y="{y + _ROW - 6}" width="{_n(bar)}" height="2"'
-        box += f'<rect class="{tone}" {at} opacity=".5"/>'
+    earlier, count = visit
+    if earlier:
+        bar = max((width - 5) * earlier / (count - 1), 0)
+        position = f'x="{_n(x + 2.5)}" y="{y + _ROW - 6}" width="{_n(bar)}" height="2"'
+        box += f'<rect class="{tone}" {position} opacity=".5"/>'
     if width >= 6.5 * len(label) + 2:
         box += f'<text class="{tone} c" x="{_n(x + width / 2)}" y="{y + 16.5}" pointer-events="none">{label}</text>'
     return box
@@ -289,7 +291,8 @@ def _legend(timetable: Timetable, y: float) -> Iterator[str]:
             text = name + legend(kind)
             yield f'<rect class="{kind}{pipe}" x="{_n(x)}" y="{y}" width="13" height="11" rx="2"/>'
             yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">{text}</text>'
-            x, name = x + 34 + 5.8 * len(text), ""
+            x += 34 + 5.8 * len(text)
+            name = ""
     yield f'<rect x="{_n(x)}" y="{y}" width="13" height="11" fill="url(#wait)"/>'
     yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">waiting</text>'
     if timetable.placement.stages > timetable.placement.num_devices:

@@ -27,7 +27,8 @@ class _Device:
     """Live activations of a device and its ready backwards for the weights; base class of both policies."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity, self.live = capacity, 0
+        self.capacity = capacity
+        self.live = 0
         self.weights: deque[Op] = deque()
 
     def mark_done(self, op: Op) -> None:
@@ -37,7 +38,8 @@ class _Device:
         elif op.kind != BACKWARD_INPUT:
             self.live -= 1
 
-    def _weight(self) -> Op | None:
+    def _take_weight(self) -> Op | None:
+        """Return the oldest ready backward for the weights; None if there is none."""
         return self.weights.popleft() if self.weights else None
 
 
@@ -49,7 +51,8 @@ class EarliestDueDate(_Device):
 
     def __init__(self, workload: Workload, entries: Sequence[float], capacity: int) -> None:
         super().__init__(capacity)
-        self.workload, self.entries = workload, entries
+        self.workload = workload
+        self.entries = entries
         self.forwards: list[tuple[_Priority, Op]] = []
         self.backwards: list[tuple[_Priority, Op]] = []
 
@@ -71,7 +74,7 @@ class EarliestDueDate(_Device):
                 return heappop(forwards)[1]
             if self.weights:
                 return self.weights.popleft()
-        return heappop(backwards)[1] if backwards else self._weight()
+        return heappop(backwards)[1] if backwards else self._take_weight()
 
 
 class FillIdleTime(_Device):
@@ -91,12 +94,12 @@ class FillIdleTime(_Device):
 
     def choose(self) -> Op | None:
         """Return the op to compute now, or None to wait."""
-        if not self.order or self.order[0] not in self.ready or self._full(self.order[0]):
-            return self._weight()
+        if not self.order or self.order[0] not in self.ready or self._is_full(self.order[0]):
+            return self._take_weight()
         self.ready.remove(self.order[0])
         return self.order.popleft()
 
-    def _full(self, op: Op) -> bool:
+    def _is_full(self, op: Op) -> bool:
         """Return True if a backward for the weights must free an activation before ``op``."""
         return op.kind == FORWARD and self.live >= self.capacity and bool(self.weights)
 
@@ -110,9 +113,14 @@ class CapacityAdmission:
 
     def __init__(self, workload: Workload, entries: Sequence[float], capacity: int) -> None:
         pipes, placement = workload.pipes, workload.placement
-        first = [pipes.index(pipe) for pipe in range(placement.replicas) if pipe in pipes]
-        order = sorted(range(workload.micro_batches), key=lambda m: (entries[m], m - first[pipes[m]], m))
-        self.workload, self.capacity, self.waiting = workload, capacity, deque(order)
+        first_ids = [pipes.index(pipe) for pipe in range(placement.replicas) if pipe in pipes]
+
+        def rank(m: int) -> tuple[float, int, int]:
+            return entries[m], m - first_ids[pipes[m]], m
+
+        self.workload = workload
+        self.capacity = capacity
+        self.waiting = deque(sorted(range(workload.micro_batches), key=rank))
         self.used = [0] * placement.num_devices
         self.needs = [[devices.count(d) for d in range(len(self.used))] for devices in placement.pipes]
         self._full_device: int | None = None
@@ -139,8 +147,9 @@ class CapacityAdmission:
 
 def dispatch(workload: Workload, devices: Sequence[Policy], admission: Admission) -> Run | None:
     """Run the step; return None if the devices deadlock."""
-    done = run(workload, devices, admission, tolerance=_TOLERANCE)
-    return done if sum(map(len, done.orders)) == workload.num_ops else None
+    result = run(workload, devices, admission, tolerance=_TOLERANCE)
+    is_complete = sum(map(len, result.orders)) == workload.num_ops
+    return result if is_complete else None
 
 
 def by_due_date(workload: Workload, entries: Sequence[float], capacity: int, admitted: int) -> Run | None:
@@ -157,8 +166,7 @@ def by_due_date(workload: Workload, entries: Sequence[float], capacity: int, adm
 
 def fill_idle_time(workload: Workload, orders: Sequence[Iterable[Op]], capacity: int) -> Run | None:
     """Run the given orders, with weight gradients in idle time; return None on a deadlock."""
-    everything = workload.micro_batches * workload.placement.stages
+    no_limit = workload.micro_batches * workload.placement.stages
+    entries = [0.0] * workload.micro_batches
     devices = [FillIdleTime(order, capacity) for order in orders]
-    return dispatch(
-        workload, devices, CapacityAdmission(workload, [0.0] * workload.micro_batches, everything)
-    )
+    return dispatch(workload, devices, CapacityAdmission(workload, entries, no_limit))

@@ -21,14 +21,8 @@ from ..simulation import peak_stages, run_orders
 from ..tick_rule import ticks
 from .dispatch import by_due_date, fill_idle_time
 
-_SPACINGS = (
-    0.5,
-    1.0,
-    0.25,
-    0.75,
-    1.5,
-    2.0,
-)  # between the micro-batches of a pipe, in forward + backward times
+# Between the micro-batches of a pipe, in forward + backward times.
+_SPACINGS = (0.5, 1.0, 0.25, 0.75, 1.5, 2.0)
 _MAX_OPS = 50_000  # in all runs together, about 0.2 s; the first guess is tried at any size
 _ADMISSION_CHANGES = 0.3  # share of random changes that also change the admission limit
 _SLOW_MESSAGE = 0.01  # time of a message on slow links, in forwards of 1/D of the model
@@ -82,42 +76,73 @@ def plan(
     return _search_less_sensitive(workload, slow, best.orders, guess, capacity, limits)
 
 
+class _Guesses:
+    """Guesses of a search: evenly spaced entries first, then random changes of the best guess.
+
+    Attributes:
+        best: best guess so far, which the search sets.
+        count: number of guesses returned.
+    """
+
+    def __init__(self, workload: Workload, limits: list[int], best: _Guess | None = None) -> None:
+        """Start with ``best`` if it is known."""
+        even_guesses = list(_even_guesses(workload, limits))
+        self._workload = workload
+        self._limits = limits
+        self._random = Random(0)
+        self._planned = even_guesses if best is None else [best, *even_guesses]
+        self.best = self._planned[0]
+        self.count = 0
+
+    def take(self) -> _Guess:
+        """Return the next guess."""
+        self.count += 1
+        if self.count <= len(self._planned):
+            return self._planned[self.count - 1]
+        return _change(self.best, self._workload, self._limits, self._random)
+
+
 def _search(workload: Workload, capacity: int, limits: list[int]) -> tuple[Run, _Guess]:
     """Return the shortest run, and the best guess."""
-    bound, random, guesses = lower_bound(workload), Random(0), list(_even_guesses(workload, limits))
-    best, best_guess, best_time, tried = _tick_rule_run(workload, capacity), guesses[0], math.inf, 0
-    while best is None or best.makespan > bound * (1 + _SLACK):
-        if best is not None and tried and (tried + 1) * workload.num_ops >= _MAX_OPS:
+    target = lower_bound(workload) * (1 + _SLACK)
+    guesses = _Guesses(workload, limits)
+    best = _tick_rule_run(workload, capacity)
+    best_guess_time = math.inf
+    while best is None or best.makespan > target:
+        if best is not None and guesses.count and (guesses.count + 1) * workload.num_ops >= _MAX_OPS:
             break
-        guess = guesses[tried] if tried < len(guesses) else _change(best_guess, workload, limits, random)
-        run, tried = by_due_date(workload, guess.entries, capacity, guess.admitted), tried + 1
+        guess = guesses.take()
+        run = by_due_date(workload, guess.entries, capacity, guess.admitted)
         if run is None:
             continue  # deadlock
-        if run.makespan <= best_time:
-            best_guess, best_time = guess, run.makespan
+        if run.makespan <= best_guess_time:
+            guesses.best = guess
+            best_guess_time = run.makespan
         if best is None or _cost(run) < _cost(best):
             best = run
-    return best, best_guess
+    return best, guesses.best
 
 
 def _search_less_sensitive(
     workload: Workload, slow: Workload, orders: Orders, best_guess: _Guess, capacity: int, limits: list[int]
 ) -> Orders:
     """Return the orders that are shortest on slow links, among those as short as ``orders`` on free links."""
-    guesses, random, tried = [best_guess, *_even_guesses(workload, limits)], Random(0), 0
-    limit, slow_limit = _time(workload, orders) * (1 + _SLACK), _time(slow, orders)
-    while tried * workload.num_ops < _MAX_OPS // 2:
-        guess = guesses[tried] if tried < len(guesses) else _change(best_guess, workload, limits, random)
-        tried += 1
-        for each in (workload, slow):
-            run = by_due_date(each, guess.entries, capacity, guess.admitted)
+    guesses = _Guesses(workload, limits, best_guess)
+    time_limit = _time(workload, orders) * (1 + _SLACK)
+    slow_limit = _time(slow, orders)
+    while guesses.count * workload.num_ops < _MAX_OPS // 2:
+        guess = guesses.take()
+        for is_slow in (False, True):
+            run = by_due_date(slow if is_slow else workload, guess.entries, capacity, guess.admitted)
             if run is None or _cost(run)[1] > capacity:
                 continue
-            if run.makespan > (limit if each is workload else slow_limit):
+            if run.makespan > (slow_limit if is_slow else time_limit):
                 continue
             slow_time = _time(slow, run.orders)
-            if slow_time < slow_limit * (1 - _SLACK) and _time(workload, run.orders) <= limit:
-                orders, best_guess, slow_limit = run.orders, guess, slow_time
+            if slow_time < slow_limit * (1 - _SLACK) and _time(workload, run.orders) <= time_limit:
+                orders = run.orders
+                guesses.best = guess
+                slow_limit = slow_time
     return orders
 
 
@@ -144,6 +169,7 @@ def _time(workload: Workload, orders: Orders) -> float:
 
 
 def _cost(run: Run) -> tuple[float, int]:
+    """Return the sort key of a run: its makespan, then its largest number of live activations, in stages."""
     return run.makespan, max(map(peak_stages, run.orders))
 
 
@@ -158,27 +184,26 @@ def _tick_rule_run(workload: Workload, capacity: int) -> Run | None:
     return run if run is not None and _cost(run)[1] <= capacity else None
 
 
-def _one_micro_batch(workload: Workload) -> float:
+def _micro_batch_time(workload: Workload) -> float:
     """Return the time of a forward and a backward of 1/D of the model."""
     return sum(workload.costs.time(kind) for kind in (FORWARD, BACKWARD))
 
 
 def _even_guesses(workload: Workload, limits: list[int]) -> Iterator[_Guess]:
     """Yield evenly spaced entries, first those that cannot deadlock."""
-    one = _one_micro_batch(workload)
-    first = [workload.pipes.index(pipe) for pipe in workload.pipes]
+    unit = _micro_batch_time(workload)
+    positions = [m - workload.pipes.index(pipe) for m, pipe in enumerate(workload.pipes)]  # in the pipe
     for admitted in limits:
         for spacing in _SPACINGS:
-            entries = tuple((m - first[m]) * spacing * one for m in range(workload.micro_batches))
-            yield _Guess(entries, admitted)
+            yield _Guess(tuple(position * spacing * unit for position in positions), admitted)
 
 
 def _change(guess: _Guess, workload: Workload, limits: list[int], random: Random) -> _Guess:
     """Return a guess with one to three random entry times changed, and sometimes the admission limit."""
-    one = _one_micro_batch(workload)
+    largest_change = _micro_batch_time(workload)
     entries = list(guess.entries)
     for _ in range(random.randint(1, 3)):
-        entries[random.randrange(len(entries))] += random.uniform(-one, one)
+        entries[random.randrange(len(entries))] += random.uniform(-largest_change, largest_change)
     admitted = random.choice(limits) if random.random() < _ADMISSION_CHANGES else guess.admitted
     return replace(guess, entries=tuple(entries), admitted=admitted)
 
@@ -189,31 +214,33 @@ def lower_bound(workload: Workload) -> float:
     Each device gives a bound: the sum of the earliest arrival of a micro-batch, the work of the device, and the time
     back to stage 0. The time of a single micro-batch is another bound. The largest value counts.
     """
-    placement, kinds = workload.placement, (FORWARD, BACKWARD)
+    placement = workload.placement
     counts = [workload.pipes.count(pipe) for pipe in range(placement.replicas)]
-    # One micro-batch, up to its last backward for the weights.
     last_starts = [
         starts[workload.gradient_kind][0]
         for starts, count in zip(workload.earliest_starts, counts, strict=True)
         if count
     ]
-    bound = max(last_starts) + workload.times[BACKWARD][0]
-    for device in range(placement.num_devices):
-        chunks = [
-            (pipe, stage)
-            for pipe, devices in enumerate(placement.pipes)
-            for stage, at in enumerate(devices)
-            if at == device and counts[pipe]
-        ]
-        if not chunks:
-            continue
-        busy = sum(counts[pipe] * workload.times[kind][stage] for pipe, stage in chunks for kind in kinds)
-        start = min(workload.earliest_starts[pipe][FORWARD][stage] for pipe, stage in chunks)
-        end = (
-            0.0 if workload.split else min(_time_to_stage_0(workload, pipe, stage) for pipe, stage in chunks)
-        )
-        bound = max(bound, start + busy + end)
-    return bound
+    single = max(last_starts) + workload.times[BACKWARD][0]  # up to its last backward for the weights
+    return max(single, *(_device_bound(workload, device, counts) for device in range(placement.num_devices)))
+
+
+def _device_bound(workload: Workload, device: int, counts: list[int]) -> float:
+    """Return the bound of one device, 0 if it is idle. ``counts`` has the micro-batches of every pipe."""
+    chunks = [
+        (pipe, stage)
+        for pipe, devices in enumerate(workload.placement.pipes)
+        for stage, owner in enumerate(devices)
+        if owner == device and counts[pipe]
+    ]
+    if not chunks:
+        return 0.0
+    times = workload.times
+    busy = sum(counts[pipe] * times[kind][stage] for pipe, stage in chunks for kind in (FORWARD, BACKWARD))
+    start = min(workload.earliest_starts[pipe][FORWARD][stage] for pipe, stage in chunks)
+    if workload.split:
+        return start + busy
+    return start + busy + min(_time_to_stage_0(workload, pipe, stage) for pipe, stage in chunks)
 
 
 def _time_to_stage_0(workload: Workload, pipe: int, stage: int) -> float:

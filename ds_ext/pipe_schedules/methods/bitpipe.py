@@ -76,12 +76,12 @@ def closed_form(device: int, num_devices: int, micro_batches: int) -> Iterator[O
     forwards, backwards = [], []
     for unit in range(units):
         forwards += [
-            Op(FORWARD, *where)
-            for where in unit_order(device, num_devices, micro_batches, unit, backward=False)
+            Op(FORWARD, m, stage)
+            for m, stage in unit_order(device, num_devices, micro_batches, unit, backward=False)
         ]
         backwards += [
-            Op(BACKWARD, *where)
-            for where in unit_order(device, num_devices, micro_batches, unit, backward=True)
+            Op(BACKWARD, m, stage)
+            for m, stage in unit_order(device, num_devices, micro_batches, unit, backward=True)
         ]
     forward, backward = iter(forwards), iter(backwards)
 
@@ -120,22 +120,22 @@ def unit_order(
     home = 0 if device < n else 1
     k = n - device if device < n else device - n + 1
 
-    def at(pipe: int, far: bool, i: int) -> tuple[int, int]:
-        at_device = device if pipe == 0 else num_devices - 1 - device
-        stage = 2 * num_devices - 1 - at_device if far != backward else at_device
+    def pair(pipe: int, far: bool, i: int) -> tuple[int, int]:
+        position = device if pipe == 0 else num_devices - 1 - device
+        stage = 2 * num_devices - 1 - position if far != backward else position
         return pipe * (micro_batches // 2) + unit * n + i, stage
 
-    other, near, far = 1 - home, False, True
+    opposite, near, far = 1 - home, False, True
     for i in range(k):
-        yield at(home, near, i)
+        yield pair(home, near, i)
     for i in range(n - k):
-        yield at(other, near, i)
-        yield at(home, near, k + i)
+        yield pair(opposite, near, i)
+        yield pair(home, near, k + i)
     for i in range(k):
-        yield at(other, near, n - k + i)
-        yield at(other, far, i)
+        yield pair(opposite, near, n - k + i)
+        yield pair(opposite, far, i)
     for i in range(n - k):
-        yield at(home, far, i)
-        yield at(other, far, k + i)
+        yield pair(home, far, i)
+        yield pair(opposite, far, k + i)
     for i in range(n - k, n):
-        yield at(home, far, i)
+        yield pair(home, far, i)

@@ -74,8 +74,8 @@ def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]
         raise ScheduleError(
             f"dpp: max_in_flight must be at least the number of pipes, {placed.replicas} (got {in_flight})."
         )
-    share, rest = divmod(in_flight, placed.replicas)
-    credits = tuple(share + (pipe < rest) for pipe in range(placed.replicas))
+    share, remainder = divmod(in_flight, placed.replicas)
+    credits = tuple(share + (pipe < remainder) for pipe in range(placed.replicas))
     return DynamicRules(
         placed,
         micro_batches,
@@ -87,7 +87,12 @@ def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]
 
 
 def _max_live(placed: Placement, credits: tuple[int, ...], most: float) -> tuple[int, ...]:
-    """Return the maximum of (stage, micro-batch) pairs per device. Raises ScheduleError if below one per stage."""
+    """Return the maximum of (stage, micro-batch) pairs per device. Raises ScheduleError if below one per stage.
+
+    Args:
+        credits: maximum number of micro-batches in flight, per pipe.
+        most: limit on activations in units of 1/D of the model; 0: none beyond the credits.
+    """
     by_credits = [
         sum(devices.count(d) * n for devices, n in zip(placed.pipes, credits, strict=True))
         for d in range(placed.num_devices)
@@ -107,9 +112,9 @@ def run(rules: DynamicRules, costs: Costs) -> Orders:
     """Return the order of every device under ``costs``, with jitter."""
     workload = Workload(rules.placement, rules.micro_batches, costs, rules.split, jittered=True)
     devices: list[Policy] = [rules.device(device) for device in range(rules.placement.num_devices)]
-    done = dispatch(workload, devices, NoAdmission(workload))
-    assert done is not None, "the rules prevent deadlocks"
-    return done.orders
+    result = dispatch(workload, devices, NoAdmission(workload))
+    assert result is not None, "the rules prevent deadlocks"
+    return result.orders
 
 
 @planned_schedule(

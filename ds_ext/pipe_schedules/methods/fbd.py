@@ -49,8 +49,9 @@ def disaggregated(
         raise ScheduleError(f"fbd: pipeline_parallel_size must be at least 2 (got {num_devices}).")
     columns = 1 + backward_per_forward
     forward, *pipes = (tuple(range(column, num_devices * columns, columns)) for column in range(columns))
-    merged, slowdown = merge_forward_tensor_parallel, float(forward_slowdown)
-    return Placement(tuple(pipes), ForwardPipe(forward, merged, slowdown))
+    return Placement(
+        tuple(pipes), ForwardPipe(forward, merge_forward_tensor_parallel, float(forward_slowdown))
+    )
 
 
 @schedule("fbd", place=disaggregated, options=_OPTIONS)
@@ -67,22 +68,24 @@ def fbd(
     Raises ScheduleError if N is not a multiple of ``backward_per_forward``.
     """
     pipes = backward_per_forward
-    each, rest = divmod(micro_batches, pipes)
-    if rest or not each:
-        valid = " or ".join(str(n) for n in (each * pipes, (each + 1) * pipes) if n)
+    per_pipe, remainder = divmod(micro_batches, pipes)
+    if remainder or not per_pipe:
+        valid = " or ".join(str(n) for n in (per_pipe * pipes, (per_pipe + 1) * pipes) if n)
         raise ScheduleError(
             f"fbd: micro_batches must be a multiple of backward_per_forward, {pipes} (got {micro_batches}). "
             f"Use {valid}."
         )
     stage, column = divmod(device, 1 + pipes)
-    if column == 0:
-        if stage < num_devices // (1 + pipes) - 1:
-            # The micro-batches of the pipes alternate.
-            yield from (Op(FORWARD, pipe * each + m, stage) for m in range(each) for pipe in range(pipes))
-        return
-    kinds = (RECOMPUTE, BACKWARD) if backward == _WHOLE else (RECOMPUTE, BACKWARD_INPUT, BACKWARD_WEIGHT)
-    for m in range((column - 1) * each, column * each):
-        yield from (Op(kind, m, stage) for kind in kinds)
+    stages = num_devices // (1 + pipes)
+    if column > 0:
+        kinds = (RECOMPUTE, BACKWARD) if backward == _WHOLE else (RECOMPUTE, BACKWARD_INPUT, BACKWARD_WEIGHT)
+        pipe = column - 1
+        for m in range(pipe * per_pipe, (pipe + 1) * per_pipe):
+            yield from (Op(kind, m, stage) for kind in kinds)
+    elif stage < stages - 1:
+        # The micro-batches of the pipes alternate.
+        for m in range(per_pipe):
+            yield from (Op(FORWARD, pipe * per_pipe + m, stage) for pipe in range(pipes))
 
 
 def most_ahead(stages: int, stage: int, spare: int = 1) -> int:

@@ -73,10 +73,7 @@ def zb_v(placement: Placement, micro_batches: int, costs: Costs, max_activations
     "bitpipe_zb",
     place=bidirectional_v,
     even_devices=True,
-    options={
-        "waves": Option(1, 1, "consecutive Vs per pipe"),
-        "max_activations": _MAX_ACTIVATIONS,
-    },
+    options={"waves": Option(1, 1, "consecutive Vs per pipe"), "max_activations": _MAX_ACTIVATIONS},
     variants=lambda num_devices, micro_batches: [
         {"waves": 1},
         {"waves": 2},

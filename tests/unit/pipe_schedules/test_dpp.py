@@ -28,7 +28,7 @@ ZB = {"placement": "bidirectional_v", "backward": "split", "max_in_flight": 8, "
 
 
 def rules_of(ranks: int, n: int, options: dict[str, Any]) -> DynamicRules:
-    rules = DPP.rules(ranks, n, options)
+    rules = DPP.make_dynamic_rules(ranks, n, options)
     assert rules is not None
     return rules
 

@@ -153,7 +153,7 @@ class CappedPerRank(Greedy):
 
     def choose(self) -> Op | None:
         if self._backwards:
-            return self._backward()
+            return self._take_backward()
         if self._forwards and sum(self.live.values()) < self.cap:
             op = heappop(self._forwards)[1]
             self.live[self._stage(op)] += 1

@@ -23,7 +23,7 @@ def test_a_dump_is_a_timetable_file(placement: str, tmp_path: Path) -> None:
     path = tmp_path / "order.json"
     path.write_text(json.dumps(dump(lower(made))))
     assert read_timetable(path) == made
-    assert schedule_of_file(path).rules(4, 8) is None
+    assert schedule_of_file(path).make_dynamic_rules(4, 8) is None
     with pytest.raises(ScheduleError, match=r"options .*policy"):
         schedule_of_file(path).timetable(4, 8, {"policy": "depth"})
 

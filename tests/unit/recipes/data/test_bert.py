@@ -1,7 +1,6 @@
 """BERT data: sentences, WordPiece, and reproducible samples that match the text."""
 
 import argparse
-import importlib.metadata
 import itertools
 import json
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.errors import ConfigError
-from ds_ext.recipes.data import prepare
+from ds_ext.recipes.data import megatron_bert, prepare
 from ds_ext.recipes.data.bert import NO_LABEL, BertOptions, bert_tokenizer, build_bert_datasets
 from ds_ext.recipes.data.datasets import BlendedDataset
 from ds_ext.recipes.data.indexed import IndexedTokens
@@ -304,9 +303,6 @@ def test_data_without_samples_is_refused(
         with pytest.raises(ConfigError, match=numbers):
             build_bert_datasets(str(prefix), "1", 48, (1, 0, 0), 1, tokenizer, BertOptions())
 
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(megatron_bert, "package_version", lambda name: None)
     with pytest.raises(ConfigError, match=r"megatron-core.*0\.16.*pip install 'ds_ext\[data\]'"):
         build(1)
