@@ -74,7 +74,7 @@ def same_checkpoints(one: Path, other: Path) -> None:
         if name.endswith(".safetensors"):
             files = TensorFile(one / name), TensorFile(other / name)
             assert files[0].names == files[1].names
-            pairs = [(files[0].whole(key), files[1].whole(key)) for key in files[0].names]
+            pairs = [(files[0].read_all(key), files[1].read_all(key)) for key in files[0].names]
         elif name.startswith("layer_"):
             states = read_plain(one / name), read_plain(other / name)
             assert list(states[0]) == list(states[1])
