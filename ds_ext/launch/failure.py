@@ -45,7 +45,7 @@ LINGER_S = 2.0  # rank 0 keeps serving the store
 REPORTER_S = 3.0  # wait for another rank to report this rank's error
 FIRST_REPORT_S = 1.0  # wait for the first failed rank to report before other failed ranks do
 
-_FIRST, _REPORTED, _LOST = FIRST_FAILURE, "ds_ext/first_failure_reported", "ds_ext/lost_peer_of_rank_"
+FIRST, _REPORTED, LOST = FIRST_FAILURE, "ds_ext/first_failure_reported", "ds_ext/lost_peer_of_rank_"
 _LOST_SIGNS = ("connection", "broken pipe", "timed out", "timeout", "got 0 bytes", "remote process exited")
 _LOST_SIGNS += ("no route to host", "unreachable", "host is down")
 _TIMEOUT_SIGNS = ("timed out", "timeout", "no progress")
@@ -135,7 +135,7 @@ def _report_refusal(error: ConfigError) -> None:
         _report_refusal_before_joining(error, text)
         return
     if error.reported_by is None:
-        _claim(f"rank {rank()} failed: {_headline(error)}")
+        claim(f"rank {rank()} failed: {_headline(error)}")
         if not getattr(error, "__notes__", None):  # an error with notes comes from an instruction of one rank
             _wait_for_rank_0()
     _report_cause(text)
@@ -170,7 +170,7 @@ def _report_own(error: BaseException) -> None:
         return
     if not _joined() and getattr(error, "reported_by", None) is None:
         _wait_for_rank_0()
-    first = _claim(f"rank {rank()} failed: {_headline(error)}")
+    first = claim(f"rank {rank()} failed: {_headline(error)}")
     if first:
         _wait_for_first_report()
         say(f"rank {rank()} failed too: {_headline(error)}")
@@ -196,16 +196,16 @@ def _report_lost_peer(error: BaseException, ending: Ending) -> None:
     ending.text = text
     ending.elect()
     ending.find_lost()
-    _ask_store(lambda store: store.set(f"{_LOST}{rank()}", "" if peer is None else str(peer)))
+    ask_store(lambda store: store.set(f"{LOST}{rank()}", "" if peer is None else str(peer)))
     first = _wait_for_cause(ending)
     line = text()
     if first is None:
-        silent = [] if ending.find_lost() else _silent_ranks()
+        silent = [] if ending.find_lost() else silent_ranks()
         if silent and peer not in silent:
             time.sleep(CLAIM_DELAY_S)
         if silent:
             line = f"rank {rank()} stopped: {_silence(silent, _is_timeout(error, headline))}. {headline}"
-        first = _claim(line)
+        first = claim(line)
     _report_loss(line, getattr(error, "__notes__", []), first, ending)
     ending.text = None
     _serve_store()
@@ -234,7 +234,7 @@ def report_loss_at_once(ending: Ending, lost: str) -> None:
         if ending.election is None:
             return
         line = f"rank {rank()} stopped: {lost}Then it received SIGTERM."
-    _report_loss(line, [], _claim(line), ending)
+    _report_loss(line, [], claim(line), ending)
     if spans_hosts():
         _serve_store()
 
@@ -245,7 +245,7 @@ def _report_loss(line: str, notes: list[str], first: str | None, ending: Ending)
     On SIGTERM the watch thread reports while the main thread may be about to: the first one of them does.
 
     Args:
-        first: result of :func:`_claim`.
+        first: result of :func:`claim`.
     """
     with ending.reporting:
         if not ending.reported:
@@ -304,7 +304,7 @@ def _wait_for_cause(ending: Ending) -> str | None:
     deadline = time.monotonic() + CAUSE_S
     while time.monotonic() < deadline:
         ending.find_lost()
-        first = _ask_store(lambda store: store.get(_FIRST).decode() if store.check([_FIRST]) else "")
+        first = ask_store(lambda store: store.get(FIRST).decode() if store.check([FIRST]) else "")
         if first is _NO_ANSWER:
             # Give the launcher time to end this rank before it reports a mere consequence.
             while time.monotonic() < deadline:
@@ -317,27 +317,27 @@ def _wait_for_cause(ending: Ending) -> str | None:
     return None
 
 
-def _silent_ranks() -> list[int]:
+def silent_ranks() -> list[int]:
     """Return the ranks that others wait for and that report no lost peer themselves; empty if unknown."""
-    keys = {number: f"{_LOST}{number}" for number in range(world_size())}
+    keys = {number: f"{LOST}{number}" for number in range(world_size())}
     # Rank that reports a lost peer -> the peer; empty in a collective.
-    peers = _ask_store(lambda s: {r: s.get(key).decode() for r, key in keys.items() if s.check([key])})
+    peers = ask_store(lambda s: {r: s.get(key).decode() for r, key in keys.items() if s.check([key])})
     if peers is _NO_ANSWER:
         return []
     awaited = {int(peer) for peer in peers.values() if peer} - set(peers)
     return sorted(awaited or set(keys) - set(peers))
 
 
-def _claim(text: str) -> str | None:
+def claim(text: str) -> str | None:
     """Publish ``text`` as the job's first failure, unless there is one.
 
     Returns the text of an earlier failure, "" if this one is the first, None if the store does not answer.
     """
-    first = _ask_store(lambda store: store.compare_set(_FIRST, "", text).decode())
+    first = ask_store(lambda store: store.compare_set(FIRST, "", text).decode())
     return None if first is _NO_ANSWER else "" if first == text else first
 
 
-def _ask_store(question: Callable[[Any], Any]) -> Any:
+def ask_store(question: Callable[[Any], Any]) -> Any:
     """Return ``question(store)``; _NO_ANSWER before ranks join, for a silent host, after an error or after 2 s.
 
     A thread asks, because a store in a lost rank may block without a time limit.
@@ -378,7 +378,7 @@ def _wait_for_first_report(limit_s: float = FIRST_REPORT_S) -> bool:
     """Wait until the first failure has been reported, or until a time limit. Returns whether it has been."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        reported = _ask_store(lambda store: store.check([_REPORTED]))
+        reported = ask_store(lambda store: store.check([_REPORTED]))
         if reported is not False:
             return reported is True
         time.sleep(0.05)
@@ -428,7 +428,7 @@ def _text(error: BaseException) -> str:
 def _report_cause(text: str) -> None:
     """Print the cause of the failure, and write it for torchrun's final report."""
     say(text)
-    _ask_store(lambda store: store.set(_REPORTED, "1"))
+    ask_store(lambda store: store.set(_REPORTED, "1"))
     path = error_file()
     if path is not None:
         # torchrun treats the earliest second as the root cause: use one before the failures that this one causes.

@@ -24,16 +24,16 @@ STORE_S = 30.0
 def silent_ranks(rank: int, waits_for: dict[int, int | None]) -> list[int]:
     """What a rank finds when the ranks in ``waits_for`` have reported that they lost those peers."""
     failure.STORE_S = STORE_S
-    key = f"{failure._LOST}{rank}"
+    key = f"{failure.LOST}{rank}"
     if rank in waits_for:
         peer = waits_for[rank]
-        failure._ask_store(lambda store: store.set(key, "" if peer is None else str(peer)))
+        failure.ask_store(lambda store: store.set(key, "" if peer is None else str(peer)))
         # The store does not acknowledge set(): only an answer on the same connection shows that it was done.
-        failure._ask_store(lambda store: store.get(key))
+        failure.ask_store(lambda store: store.get(key))
     dist.barrier()
-    found = failure._silent_ranks()
+    found = failure.silent_ranks()
     dist.barrier()
-    failure._ask_store(lambda store: store.delete_key(key))
+    failure.ask_store(lambda store: store.delete_key(key))
     return found
 
 
@@ -54,9 +54,9 @@ def test_silent_is_who_is_waited_for_and_does_not_wait(
 
 def claims(rank: int) -> str | None:
     failure.STORE_S = STORE_S
-    answer = failure._claim(f"rank {rank} failed: ValueError: x")
+    answer = failure.claim(f"rank {rank} failed: ValueError: x")
     dist.barrier()
-    failure._ask_store(lambda store: store.delete_key(failure._FIRST))
+    failure.ask_store(lambda store: store.delete_key(failure.FIRST))
     return answer
 
 

@@ -116,7 +116,7 @@ def refused_objects(rank: int) -> set[str]:
         weight = engine.module.stage_parameters(0)[0]
         for name in BUILT:
             for owner in (o for o in owners if isinstance(o, pkgutil.resolve_name(name.owner))):
-                if owner is engine and name.owner != names._ENGINE:
+                if owner is engine and name.owner != names.ENGINE:
                     continue  # DeepSpeed's engine has the attributes of its module
                 target = weight if name.kind == "of parameters" else owner
                 value = vars(target).pop(name.name)
@@ -148,12 +148,12 @@ def refused_while_building(rank: int, owner: str, name: str) -> str:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (names._MODULE, "_layer_specs"),
-        (names._ENGINE, "_step_applied"),
-        (names._ZERO, "bit16_groups"),
-        (names._ZERO, "_hp_mapping"),
-        pytest.param(names._BF16, "fp32_groups_gradients", marks=needs("bf16")),
-        (f"{names._SCALERS}:LossScalerBase", "cur_scale"),
+        (names.MODULE, "_layer_specs"),
+        (names.ENGINE, "_step_applied"),
+        (names.ZERO, "bit16_groups"),
+        (names.ZERO, "_hp_mapping"),
+        pytest.param(names.BF16, "fp32_groups_gradients", marks=needs("bf16")),
+        (f"{names.SCALERS}:LossScalerBase", "cur_scale"),
     ],
 )
 def test_objects_are_checked_when_the_engine_is_built(ranks: Ranks, owner: str, name: str) -> None:
@@ -172,10 +172,10 @@ def overridden(ours: list[type], parent: type) -> set[str]:
 def test_every_overridden_method_is_listed() -> None:
     listed = {
         owner: {name.name for name in OVERRIDDEN if name.owner == owner}
-        for owner in (names._ENGINE, names._MODULE)
+        for owner in (names.ENGINE, names.MODULE)
     }
-    assert listed[names._ENGINE] == overridden([ds_ext.engine.PipelineEngine], DeepSpeedPipelineEngine)
-    assert listed[names._MODULE] == overridden([ds_ext.PipelineModule], DeepSpeedPipelineModule)
+    assert listed[names.ENGINE] == overridden([ds_ext.engine.PipelineEngine], DeepSpeedPipelineEngine)
+    assert listed[names.MODULE] == overridden([ds_ext.PipelineModule], DeepSpeedPipelineModule)
 
 
 def fields_of_grids(rank: int) -> tuple[set[str], set[str]]:

@@ -22,13 +22,13 @@ from ...errors import ConfigError
 
 # Versions that have every name; constraints.txt has the same.
 TESTED = {"deepspeed": "0.19.8", "torch": "2.13.0", "transformers": "5.23.0"}
-_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
-_MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
-_ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
-_BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
-_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-_FRAGMENT = "deepspeed.utils.tensor_fragment"
-_C10D = "torch.distributed.distributed_c10d"
+ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
+MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
+ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
+SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+FRAGMENT = "deepspeed.utils.tensor_fragment"
+C10D = "torch.distributed.distributed_c10d"
 # "own": function of the class itself, because that of its base does nothing. "of objects": set by the owner's
 # constructor. "of parameters": set by it on every parameter of the owner.
 Kind = Literal["callable", "own", "class", "value", "field", "of objects", "of parameters"]
@@ -94,46 +94,46 @@ def _parse(table: str) -> tuple[PrivateName, ...]:
 
 # Methods that this package overrides: without them, DeepSpeed's code would run instead.
 OVERRIDDEN = _parse(f"""
-    {_ENGINE} callable: train_batch eval_batch set_train_batch_size set_dataloader set_dataiterator get_lr
-    {_ENGINE} callable: is_first_stage is_last_stage clip_fp32_gradients save_checkpoint load_checkpoint
-    {_ENGINE} callable: _broadcast_model _build_data_iter _train_schedule _exec_schedule
-    {_ENGINE} callable: _exec_reduce_tied_grads _exec_reduce_grads _get_gradients_for_reduction
-    {_ENGINE} callable: _exec_optimizer_step _take_model_step _aggregate_total_loss
-    {_ENGINE} value: _INSTRUCTION_MAP
-    {_MODULE} callable: _partition_layers _count_layer_params _build stage_owner _index_tied_modules forward
-    {_MODULE} callable: get_tied_weights_and_groups _synchronize_tied_weights get_additional_losses compile
-    {_MODULE} callable: save_state_dict load_state_dir
+    {ENGINE} callable: train_batch eval_batch set_train_batch_size set_dataloader set_dataiterator get_lr
+    {ENGINE} callable: is_first_stage is_last_stage clip_fp32_gradients save_checkpoint load_checkpoint
+    {ENGINE} callable: _broadcast_model _build_data_iter _train_schedule _exec_schedule
+    {ENGINE} callable: _exec_reduce_tied_grads _exec_reduce_grads _get_gradients_for_reduction
+    {ENGINE} callable: _exec_optimizer_step _take_model_step _aggregate_total_loss
+    {ENGINE} value: _INSTRUCTION_MAP
+    {MODULE} callable: _partition_layers _count_layer_params _build stage_owner _index_tied_modules forward
+    {MODULE} callable: get_tied_weights_and_groups _synchronize_tied_weights get_additional_losses compile
+    {MODULE} callable: save_state_dict load_state_dir
 """)
 NAMES = OVERRIDDEN + _parse(f"""
-    {_ENGINE} callable: _configure_python_gc _get_optimizer_loss_scale
-    {_ENGINE} of objects: _global_grad_norm _step_applied
-    {_MODULE} callable: _set_bounds _is_checkpointable
-    {_MODULE} of objects: _layer_specs _num_layers
-    {_MODULE} of parameters: ds_pipe_replicated
+    {ENGINE} callable: _configure_python_gc _get_optimizer_loss_scale
+    {ENGINE} of objects: _global_grad_norm _step_applied
+    {MODULE} callable: _set_bounds _is_checkpointable
+    {MODULE} of objects: _layer_specs _num_layers
+    {MODULE} of parameters: ds_pipe_replicated
     deepspeed.runtime.pipe.module class: PipelineParallelGrid
-    {_ZERO} own: backward_epilogue
-    {_ZERO} callable: backward_prologue get_gradient_for_reduction average_tensor reduce_gradients
-    {_ZERO} callable: _add_full_reduction_to_compact_grad_partition set_gradient_accumulation_boundary
-    {_ZERO} callable: scaled_global_norm unscale_and_clip_grads update_lp_params scale_if_loss
-    {_ZERO} of objects: optimizer bit16_groups use_grad_accum_attribute gradient_accumulation_dtype
-    {_ZERO} of objects: cpu_offload overlap_comm contiguous_gradients reduce_scatter loss_scaler
-    {_ZERO} callable: get_grad_norm_direct complete_grad_norm_calculation_for_cpu_offload
-    {_ZERO} of objects: _hp_optimizer_states_linked model_parallel_group real_dp_process_group
-    {_ZERO} of objects: parallel_partitioned_bit16_groups single_partition_of_fp32_groups
-    {_ZERO} of parameters: _hp_mapping grad_accum
-    {_BF16} own: backward_prologue backward_epilogue
-    {_BF16} callable: update_lp_params scale_if_loss
-    {_BF16} of objects: optimizer bf16_groups fp32_groups_gradients fp32_groups_has_gradients
-    {_BF16} callable: get_grads_for_norm
-    {_BF16} of objects: _hp_optimizer_states_linked real_dp_process_group
-    {_BF16} of objects: bf16_partitioned_groups fp32_groups_flat_partition
-    {_BF16} of parameters: _hp_mapping
-    {_SCALERS}:LossScalerBase of objects: cur_scale
-    {_SCALERS}:DynamicLossScaler of objects: cur_iter last_overflow_iter cur_hysteresis
-    {_FRAGMENT}:tensor_fragment field: lp_fragment_address hp_fragment_address hp_fragment
-    {_FRAGMENT}:fragment_address field: start numel
-    {_C10D} callable: _get_default_store _set_pg_timeout
-    {_C10D}:_world value: pg_map
+    {ZERO} own: backward_epilogue
+    {ZERO} callable: backward_prologue get_gradient_for_reduction average_tensor reduce_gradients
+    {ZERO} callable: _add_full_reduction_to_compact_grad_partition set_gradient_accumulation_boundary
+    {ZERO} callable: scaled_global_norm unscale_and_clip_grads update_lp_params scale_if_loss
+    {ZERO} of objects: optimizer bit16_groups use_grad_accum_attribute gradient_accumulation_dtype
+    {ZERO} of objects: cpu_offload overlap_comm contiguous_gradients reduce_scatter loss_scaler
+    {ZERO} callable: get_grad_norm_direct complete_grad_norm_calculation_for_cpu_offload
+    {ZERO} of objects: _hp_optimizer_states_linked model_parallel_group real_dp_process_group
+    {ZERO} of objects: parallel_partitioned_bit16_groups single_partition_of_fp32_groups
+    {ZERO} of parameters: _hp_mapping grad_accum
+    {BF16} own: backward_prologue backward_epilogue
+    {BF16} callable: update_lp_params scale_if_loss
+    {BF16} of objects: optimizer bf16_groups fp32_groups_gradients fp32_groups_has_gradients
+    {BF16} callable: get_grads_for_norm
+    {BF16} of objects: _hp_optimizer_states_linked real_dp_process_group
+    {BF16} of objects: bf16_partitioned_groups fp32_groups_flat_partition
+    {BF16} of parameters: _hp_mapping
+    {SCALERS}:LossScalerBase of objects: cur_scale
+    {SCALERS}:DynamicLossScaler of objects: cur_iter last_overflow_iter cur_hysteresis
+    {FRAGMENT}:tensor_fragment field: lp_fragment_address hp_fragment_address hp_fragment
+    {FRAGMENT}:fragment_address field: start numel
+    {C10D} callable: _get_default_store _set_pg_timeout
+    {C10D}:_world value: pg_map
     torch.distributed:ProcessGroup value: bound_device_id
     torch.autograd.profiler value: _is_profiler_enabled
     torch.autograd.forward_ad value: _current_level
