@@ -33,6 +33,7 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.tensor_parallel import WeightGradients, deferrable, deferring, let_defer
+from tests.selection import EVERYTHING
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["--stages", "2", "--micro-batches", "4", "--forward-ms", "5"]
@@ -83,6 +84,7 @@ def test_what_an_instruction_costs() -> None:
         assert 1 < item["params"]["us_per_message"] < 50_000
 
 
+@pytest.mark.skipif(not EVERYTHING, reason="make test-all")
 def test_recoveries_from_memory_and_from_disk() -> None:
     """From memory no step is lost; from disk those since the last of the saves at every other step."""
     sizes = ["--num-devices", "2", "--micro-batches", "2", "--forward-ms", "2", "--save-interval", "2"]
