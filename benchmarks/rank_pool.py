@@ -129,7 +129,8 @@ class RankPool:
             self._logs.append(Path(log))
             ours, theirs = self._context.Pipe()
             args = (rank, self.world_size, store.port, theirs, log)
-            process = self._context.Process(target=_run_rank, args=args, daemon=True)
+            # No daemon, because a rank may start workers of a data loader.
+            process = self._context.Process(target=_run_rank, args=args)
             process.start()
             theirs.close()
             self._processes.append(process)
