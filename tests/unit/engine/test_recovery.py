@@ -398,9 +398,9 @@ def test_connections_without_a_handshake_are_limited(two_keepers: list[Keeper]) 
 def test_only_the_launcher_s_user_can_compute_its_keeper_s_address(
     launcher: subprocess.Popen[bytes],
 ) -> None:
-    launchers = (launcher.pid, os.getpid(), os.getppid())
+    launchers = (launcher.pid, os.getpid())  # not the parent, which may be an init that hides its addresses
     secrets = [address(process).rpartition("/")[2] for process in launchers]
-    assert len(set(secrets)) == 3 and all(len(secret) == 32 for secret in secrets)
+    assert len(set(secrets)) == 2 and all(len(secret) == 32 for secret in secrets)
     if os.getuid() != 0:
         return
     reader, writer = os.pipe()
@@ -411,7 +411,7 @@ def test_only_the_launcher_s_user_can_compute_its_keeper_s_address(
         os._exit(0)
     os.waitpid(child, 0)
     guesses = os.read(reader, 1000).decode().split()
-    assert len(guesses) == 3 and not set(guesses) & set(secrets)
+    assert len(guesses) == 2 and not set(guesses) & set(secrets)
 
 
 def test_a_keeper_that_is_killed_is_noticed_and_started_again(
