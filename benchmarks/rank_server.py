@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import importlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -45,8 +46,9 @@ def redirect_output(stdout: int, stderr: int) -> None:
     """Write the output of this process to two open files."""
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (lives as long as the process)
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(io.FileIO(number, "w", closefd=False), line_buffering=True) for number in (1, 2)
+    )
 
 
 def rank_main(rank: int, world_size: int, port: int, pipe: Connection, log: str) -> None:

@@ -152,7 +152,7 @@ class SplitTransport:
     def recv(self, peer: int, tag: int) -> _RecvTicket:
         """Receive one more message from the peer; see Transport.recv."""
         self._check(peer, tag)
-        self._group(peer, self._headers.rank)  # raises if there is none
+        self._group(peer, self._headers.rank)  # raises an error if the pair has no communicator
         header_tag = make_tag(SPLIT_HEADERS, self._requested[peer])
         self._awaited_headers[peer].append(self._headers.recv(peer, header_tag))
         self._requested[peer] += 1

@@ -123,7 +123,7 @@ def _convert(
 
 
 def _known_fields(title: str | None) -> set[str]:
-    """Return the fields of DeepSpeed's section with the class name ``title``; of all sections if there is none."""
+    """Return the fields of DeepSpeed's section with the class name ``title``; of all sections if no class has it."""
     models = _models(DeepSpeedConfigModel)
     matches = [model for model in models if model.__name__ == title]
     return {field for model in matches or models for field in model.model_fields}

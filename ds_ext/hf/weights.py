@@ -200,7 +200,7 @@ class FolderSource:
 
 
 def _read_config(folder: Path) -> Any:
-    """Return the config of transformers. Raises ConfigError if there is none, or for quantized weights."""
+    """Return the config of transformers. Raises ConfigError if it is missing, or for quantized weights."""
     import transformers
 
     if not (folder / CONFIG).is_file():

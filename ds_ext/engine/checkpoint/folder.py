@@ -141,7 +141,7 @@ def _linked_tag(latest: Path) -> str:
 
 
 def _newest_tag(folder: Path) -> str:
-    """Return the name of the newest complete checkpoint. Raises ConfigError if there is none."""
+    """Return the name of the newest complete checkpoint. Raises ConfigError if the folder has no complete one."""
     complete = good_checkpoints(folder)
     if complete:
         return complete[-1]

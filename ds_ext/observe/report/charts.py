@@ -89,7 +89,7 @@ def _legend(curves: Sequence[Curve]) -> str:
 
 
 def _outlier_note(curves: Sequence[Curve], high: float, unit: str) -> str:
-    """Return the number of values above ``high``, and the largest of them; an empty text if there are none."""
+    """Return the number of values above ``high``, and the largest of them; an empty text if no value is above it."""
     outliers = [point for curve in curves for point in curve.points if point[1] > high]
     if not outliers:
         return ""

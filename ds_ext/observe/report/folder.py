@@ -149,7 +149,7 @@ def _row(line: bytes) -> Row | None:
 
 
 def _traces(folder: Path, trace_dir: str | None, notes: list[str]) -> Traces | None:
-    """Return the first readable traces; None if there are none. Adds notes on damaged and on further traces.
+    """Return the first readable traces; None if no traces can be read. Adds notes on damaged and on further traces.
 
     They are in the folder or in its subfolders; with a ``trace_dir`` from the run record first in one of that name.
     """

@@ -39,7 +39,7 @@ class _Device:
             self.live -= 1
 
     def _take_weight(self) -> Op | None:
-        """Return the oldest ready backward for the weights; None if there is none."""
+        """Return the oldest ready backward for the weights; None if no such op is ready."""
         return self.weights.popleft() if self.weights else None
 
 
