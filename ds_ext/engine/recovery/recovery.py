@@ -305,7 +305,7 @@ class Recovery:
     def recover(self, save_dir: Path | None) -> Recovered | None:
         """Load the newest step of which all ranks have snapshots, and print it on rank 0.
 
-        Returns None at the first start, or if all snapshots are older than the loaded step or this run's last checkpoint.
+        Returns None at the first start, or if all are older than the loaded step or this run's last checkpoint.
 
         Args:
             save_dir: folder of this run's checkpoints; None: compare with the loaded step only.
