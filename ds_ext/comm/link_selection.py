@@ -14,7 +14,7 @@ from .endpoints import Pairs
 Incompatibility = Callable[[Any, Any, bool], str | None]  # LinkSetup.incompatibility
 
 # Kind -> "module:class", in order of preference. The class is a LinkSetup with arguments (rank, port, node_ips).
-KINDS: Mapping[str, str] = MappingProxyType(
+LINK_KINDS: Mapping[str, str] = MappingProxyType(
     {
         "shm": "ds_ext.comm.shm_setup:ShmSetup",
         "rdma": "ds_ext.comm.rdma.setup:RdmaSetup",
@@ -24,8 +24,8 @@ KINDS: Mapping[str, str] = MappingProxyType(
 
 
 def kind_class(kind: str) -> Any:
-    """Return the LinkSetup of a key of KINDS."""
-    module, name = KINDS[kind].split(":")
+    """Return the LinkSetup of a key of LINK_KINDS."""
+    module, name = LINK_KINDS[kind].split(":")
     return getattr(importlib.import_module(module), name)
 
 

@@ -15,7 +15,7 @@ from ..errors import TransportError
 from . import _native, torch_split
 from .endpoints import HANDSHAKE_S, Endpoints, LinkSetup, Pairs, both_ways
 from .groups import require_initialized
-from .link_selection import KINDS, LinkSelection, NoLinkError, RankOffers, describe, kind_class, select_links
+from .link_selection import LINK_KINDS, LinkSelection, NoLinkError, RankOffers, describe, kind_class, select_links
 from .native_transport import NativeTransport
 from .shm_handshake import host_id
 from .spin import spin_us
@@ -42,7 +42,7 @@ def create(
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None = None,
 ) -> Transport:
-    """Create the transport over links of one kind, a key of KINDS; see create_transport().
+    """Create the transport over links of one kind, a key of LINK_KINDS; see create_transport().
 
     Raises:
         TransportError: the links cannot be set up. All ranks raise the error of the first failed rank.
@@ -78,7 +78,7 @@ def create_auto(
             return to_torch()
         _log(f"transport: no nccl, because ranks {', '.join(map(str, sharing_ranks))} share a GPU")
     try:
-        return _make_transport(list(KINDS), timeout_s, device, pairs, node_ips)
+        return _make_transport(list(LINK_KINDS), timeout_s, device, pairs, node_ips)
     except NoLinkError as error:
         _log(f"transport: torch (no native links: {error})")
     return to_torch()

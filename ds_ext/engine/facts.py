@@ -48,7 +48,7 @@ def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
             options |= {id(parameter): text for parameter in group["params"]}
     _, _, tensor = model.layout.coordinates(model.global_rank)
     place = f", tensor-parallel rank {tensor}" if model.layout.tensor_parallel_size > 1 else ""
-    role = f"{model.role} rank of " if model.role else ""
+    role = f"{model.role_name} rank of " if model.role_name else ""
     facts = {}
     for stage in model.stages:
         parameters = model.stage_parameters(stage)

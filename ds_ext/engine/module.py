@@ -150,12 +150,12 @@ class PipelineModule(DeepSpeedPipelineModule):
         self.clock = clock
         layout = on_hosts(plan.layout, settings.fbd.forward_hosts)
         self._plan = replace(plan, layout=layout)
-        self.role = layout.role(dist.get_rank())
+        self.role_name = layout.role(dist.get_rank())
         self.device_index, self.data_index, _ = layout.coordinates(dist.get_rank())
         with _logged_prints(), grid_of_role(layout), torch.random.fork_rng(enabled=seed_layers):
             super().__init__(
                 layers=layers,
-                topology=FoldedTopology(layout, self.role),
+                topology=FoldedTopology(layout, self.role_name),
                 loss_fn=loss_fn,
                 partition_method=partition_method,
                 seed_layers=seed_layers,
@@ -258,7 +258,7 @@ class PipelineModule(DeepSpeedPipelineModule):
 
     def pipe_coordinate(self, stage: int) -> int:
         """Return the folded pipeline coordinate that holds a stage."""
-        kind = FORWARD if self.role == FORWARD_ROLE else BACKWARD
+        kind = FORWARD if self.role_name == FORWARD_ROLE else BACKWARD
         return self.topology().folded_stage(self.layout.placement.device(kind, stage, 0))
 
     def _index_tied_modules(self) -> dict[str, Any]:
@@ -394,7 +394,7 @@ class PipelineModule(DeepSpeedPipelineModule):
 
         Forward ranks write nothing, because backward ranks have the same weights.
         """
-        if self.role != FORWARD_ROLE:
+        if self.role_name != FORWARD_ROLE:
             self._call_for_stages(super().save_state_dict, *args, **kwargs)
 
     def load_state_dir(self, *args: Any, **kwargs: Any) -> None:

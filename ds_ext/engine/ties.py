@@ -356,7 +356,7 @@ def _rank_groups(module: LayeredModule, places: Iterable[int]) -> tuple[tuple[in
 
     The ranks of a group are in the order of the first layer in ``places`` that they hold.
     """
-    if module.role is not None:
+    if module.role_name is not None:
         stages = sorted({_stage_of(module, index) for index in places})
         return tuple(map(tuple, _tie_ranks(module.layout, stages))) if len(stages) > 1 else ()
     owners = list(dict.fromkeys(module.stage_owner(index) for index in sorted(places)))

@@ -61,6 +61,7 @@ class StagePlan:
             ConfigError: ``job`` has no batch size, or the schedule does not support it.
             ScheduleError: the timetable of the schedule is invalid.
         """
+        _require_supported(job.ds_ext, self.schedule, self.layout.placement)
         return _complete_plan(replace(self.stages, job=job), self._sizes(job))
 
     @property
@@ -121,7 +122,10 @@ class JobPlan(StagePlan):
 
     def complete(self, job: JobConfig) -> JobPlan:
         """Return the plan for the batch sizes of ``job``. The timetable is kept if they are those of this plan."""
-        return replace(self, job=job) if self._sizes(job) == self.sizes else super().complete(job)
+        if self._sizes(job) != self.sizes:
+            return super().complete(job)
+        _require_supported(job.ds_ext, self.schedule, self.layout.placement)
+        return replace(self, job=job)
 
     @property
     def stages(self) -> StagePlan:
@@ -244,6 +248,12 @@ def place(settings: DsExtConfig, schedule: Schedule, options: Mapping[str, Any])
     """Return the stages of every device. Raises ConfigError if the schedule does not support the sizes."""
     with _as_config_error():
         placement = schedule.placement(settings.pipeline_parallel_size, options)
+    _require_supported(settings, schedule, placement)
+    return placement
+
+
+def _require_supported(settings: DsExtConfig, schedule: Schedule, placement: Placement) -> None:
+    """Raise ConfigError for a setting that the placement of the schedule does not support."""
     if settings.fbd.forward_hosts is not None and not placement.forward_devices:
         raise _needs_forward_ranks("fbd.forward_hosts", schedule)
     if placement.forward_devices and settings.audit_interval:
@@ -256,7 +266,6 @@ def place(settings: DsExtConfig, schedule: Schedule, options: Mapping[str, Any])
             "sequence_parallel: cannot be combined with merged forward ranks, which hold all tokens (got true). "
             "Remove it, or fbd.merge_forward_tensor_parallel."
         )
-    return placement
 
 
 def _needs_forward_ranks(key: str, schedule: Schedule) -> ConfigError:

@@ -116,7 +116,7 @@ def _source(job: Job, layout: Layout, engine: PipelineEngine, step: int) -> Any:
     if job.data == "batches":
         return StepBatches(job)
     # An iterator on a forward rank has the micro-batches of all backward pipes of its group.
-    forward = engine.module.role == FORWARD_ROLE
+    forward = engine.module.role_name == FORWARD_ROLE
     count = job.micro_batches // layout.pipes * (layout.placement.replicas if forward else 1)
     begin = engine.mpu.get_data_parallel_rank() * count
     return rank_batches(job, slice(begin, begin + count), step, engine.is_first_stage())

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from ds_ext.cli.doctor import try_rdma
 from ds_ext.cli.hosts.rdma import RdmaProbe
 from ds_ext.comm import _native
-from ds_ext.comm.link_selection import KINDS, RankOffers, kind_class, select_links
+from ds_ext.comm.link_selection import LINK_KINDS, RankOffers, kind_class, select_links
 from ds_ext.comm.rdma.devices import choose_port, device_ports
 from ds_ext.comm.shm_handshake import host_id
 from ds_ext.errors import TransportError
@@ -188,7 +188,7 @@ def chosen(context: Context) -> None:
     """`auto` selects shm within a host, and between hosts rdma, or tcp without a device."""
     os.environ["MASTER_ADDR"] = context.addresses[0]
     port = _native.Port()
-    classes = {kind: kind_class(kind) for kind in KINDS}
+    classes = {kind: kind_class(kind) for kind in LINK_KINDS}
     setups = {kind: cls(context.rank, port, context.addresses) for kind, cls in classes.items()}
     try:
         offers = {kind: setup.offer() for kind, setup in setups.items()}

@@ -24,6 +24,8 @@ from ...errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 LOCK = ".ds_ext.lock"
+_OWNER_BYTES = 512  # of the content, which is padded: a full disk allows writing over it
+_OWNER_S = 1.0  # in which a new owner writes the content
 _HELD = (errno.EAGAIN, errno.EACCES)
 _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
@@ -71,19 +73,24 @@ class FolderLock:
         """Write what :meth:`_require_same_run` of other processes reads. A full disk has no effect on the lock."""
         owner = {"run": self._run, "host": socket.gethostname(), "process": os.getpid(), "at": time.time()}
         with contextlib.suppress(OSError):
-            os.truncate(file, 0)
-            os.pwrite(file, json.dumps(owner).encode(), 0)
+            os.pwrite(file, json.dumps(owner).ljust(_OWNER_BYTES).encode(), 0)
+            os.truncate(file, _OWNER_BYTES)
 
     def _require_same_run(self) -> None:
         """Raise CheckpointError unless the other process with the lock is of this run, and close the file."""
         assert self._file is not None
-        owner: dict[str, Any] = {}
-        with contextlib.suppress(ValueError):  # the owner is writing it
-            owner = json.loads(os.pread(self._file, 4096, 0))
-        self.release()
-        names = "run {}, process {} on host {}".format(*map(owner.get, ("run", "process", "host")))
-        if owner.get("run") != self._run:
-            age_s = time.time() - owner.get("at", time.time())
+        try:
+            owner = _read_owner(self._file)
+        finally:
+            self.release()
+        if owner is None:
+            raise CheckpointError(
+                f"{self._path.parent}: another process has the lock (got no owner in {LOCK}). Use another folder, or "
+                f"end that process first."
+            )
+        names = f"run {owner['run']}, process {owner['process']} on host {owner['host']}"
+        if owner["run"] != self._run:
+            age_s = max(0.0, time.time() - owner["at"])
             raise CheckpointError(
                 f"{self._path.parent}: another job saves its checkpoints there (got {names}, for {age_s:.0f} s). Use "
                 f"another folder, or end that job first."
@@ -101,6 +108,16 @@ class FolderLock:
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _read_owner(file: int) -> dict[str, Any] | None:
+    """Return the content of a lock's file; None if the owner does not write it."""
+    deadline = time.monotonic() + _OWNER_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(ValueError):
+            return json.loads(os.pread(file, 4096, 0))
+        time.sleep(0.01)
+    return None
 
 
 def _open(path: Path) -> int:

@@ -32,30 +32,31 @@ def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -
     A warning names the checkpoints of other runs in the folder; with ``tags``, only those of these names.
 
     Raises:
-        ConfigError: on all ranks, if one of them has a state that cannot be saved, or cannot write, or does not see the
-            same folder, another job saves to it, or the free space is too small for a checkpoint.
+        ConfigError: on all ranks. A rank has a state that cannot be saved, cannot write, or sees another folder;
+            another job saves there; or the free space is too small for a checkpoint.
     """
+    try:
+        _try(engine, folder.absolute(), tags)
+    except (CheckpointError, ConfigError) as error:
+        reported = ConfigError(f"checkpoints cannot be saved: {error}")
+        reported.reported_by = 0
+        raise reported from None
 
+
+def _try(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -> None:
     def start() -> Path:
         engine.run.lock(folder, tags)
         for tag in tags or ():
             require_tag(folder, tag)
         return start_writing(folder, _TAG)
 
-    folder = folder.absolute()
+    written = by_rank_0(start, CheckpointError)
     try:
-        written = by_rank_0(start, CheckpointError)
-        try:
-            needed = sum(together(lambda: _write(written, engine), CheckpointError))
-            by_rank_0(lambda: _read(written, needed), CheckpointError)
-        finally:
-            if dist.get_rank() == 0:
-                shutil.rmtree(written, ignore_errors=True)
-    except (CheckpointError, ConfigError) as error:
-        place = "" if f"{folder}" in f"{error}" else f" to {folder}"
-        reported = ConfigError(f"checkpoints cannot be saved{place}: {error}")
-        reported.reported_by = 0
-        raise reported from None
+        needed = sum(together(lambda: _write(written, engine), CheckpointError))
+        by_rank_0(lambda: _read(written, needed), CheckpointError)
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(written, ignore_errors=True)
 
 
 def require_states(optimizer: Any, recovers: bool) -> None:
@@ -115,8 +116,8 @@ def _write(written: Path, engine: Checkpointed) -> int:
     rank = dist.get_rank()
     if not written.is_dir():
         raise CheckpointError(
-            f"rank {rank} (host {socket.gethostname()}) cannot see a folder that rank 0 created there. Use a file "
-            f"system that all hosts share."
+            f"rank {rank} (host {socket.gethostname()}) does not see what rank 0 created in {written.parent}. Use a "
+            f"file system that all hosts share."
         )
     if problem := OptimizerStates(engine.optimizer).problem():
         raise ConfigError(problem)
@@ -133,10 +134,12 @@ def _read(written: Path, needed: int) -> None:
         path = written / f"rank_{rank}"
         if not path.is_file() or path.read_text() != str(rank):
             raise CheckpointError(
-                f"rank 0 cannot see a file that rank {rank} wrote there. Use a file system that all hosts share."
+                f"rank 0 does not see what rank {rank} wrote to {written.parent}. Use a file system that all hosts "
+                f"share."
             )
     free = shutil.disk_usage(written).free
     if free < needed:
         raise CheckpointError(
-            f"a checkpoint needs {needed:,} bytes (got {free:,} free bytes). Free {needed - free:,} more."
+            f"{written.parent}: a checkpoint needs {needed:,} bytes (got {free:,} free bytes). Free "
+            f"{needed - free:,} more."
         )

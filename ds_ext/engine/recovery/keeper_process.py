@@ -38,6 +38,7 @@ RUNS = 0  # time of the exit of a rank that has not exited
 HANDSHAKE_S = 5.0
 MAX_UNAUTHENTICATED = 64  # connections of other hosts during their handshakes
 _CHUNK = 16 << 20
+_ALLOCATED_PER_S = 1 << 30  # bytes; a slow host's time to allocate shared memory
 SENDER, RECEIVER = 0, 1  # ranks of the two keepers in a handshake
 
 # File "rank3.records": int64 numbers.
@@ -360,8 +361,10 @@ class KeeperProcess:
         with socket.create_connection((ip, port), SILENCE_S) as connection:
             note = json.dumps(header).encode()
             run_handshake(initiate(connection, SENDER, RECEIVER, bytes.fromhex(token), note), connection)
-            _require_success(connection)
             size = header["record"][SIZE]
+            connection.settimeout(SILENCE_S + size / _ALLOCATED_PER_S)
+            _require_success(connection)
+            connection.settimeout(SILENCE_S)
             with os.fdopen(self._memory.open(f"rank{rank}.{slot}"), "rb") as file:
                 for first in range(0, size, _CHUNK):
                     connection.sendfile(file, first, min(_CHUNK, size - first))
@@ -399,8 +402,7 @@ class KeeperProcess:
         try:
             _send_message(connection, {})
             with mmap.mmap(descriptor, record[SIZE]) as content, memoryview(content) as view:
-                _receive_into(view, connection)
-                checksum = zlib.crc32(view)
+                checksum = _receive_into(view, connection)
         finally:
             os.close(descriptor)
         if checksum != record[CHECKSUM]:
@@ -452,14 +454,16 @@ def _read_message(connection: socket.socket) -> dict[str, Any]:
     return json.loads(_read(connection, size))
 
 
-def _receive_into(view: memoryview, connection: socket.socket) -> None:
-    """Fill memory from a connection. Raises KeeperError if the connection ends before."""
-    received = 0
+def _receive_into(view: memoryview, connection: socket.socket) -> int:
+    """Fill memory from a connection, and return its CRC-32. Raises KeeperError if the connection ends before."""
+    received = checksum = 0
     while received < len(view):
         count = connection.recv_into(view[received : received + _CHUNK])
         if count == 0:
             raise KeeperError("the connection was closed")
+        checksum = zlib.crc32(view[received : received + count], checksum)
         received += count
+    return checksum
 
 
 def _read(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
@@ -476,16 +480,24 @@ def _read(connection: socket.socket, size: int, deadline: float | None = None) -
 
 
 def run_handshake(handshake: Handshake, connection: socket.socket) -> bytes:
-    """Run a handshake within ``HANDSHAKE_S``, and return the other keeper's note. Raises KeeperError if it fails."""
-    deadline = time.monotonic() + HANDSHAKE_S
+    """Run a handshake within ``HANDSHAKE_S``, and return the other keeper's note. The connection keeps its time limit.
+
+    Raises:
+        KeeperError: the other keeper refused, or closed the connection.
+        OSError: the connection failed, or the time is over.
+    """
+    deadline, limit_s = time.monotonic() + HANDSHAKE_S, connection.gettimeout()
     try:
         size = next(handshake)
         while True:
             size = handshake.send(_read(connection, size, deadline))
     except StopIteration as end:
-        return end.value[1]
+        _, note = end.value
+        return note
     except ProtocolError as error:
         raise KeeperError(str(error)) from None
+    finally:
+        connection.settimeout(limit_s)
 
 
 def _require_success(connection: socket.socket) -> None:

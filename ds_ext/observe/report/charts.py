@@ -17,6 +17,10 @@ _BUCKETS = (
     400  # horizontal resolution of a curve; each bucket keeps its first, last, lowest and highest point
 )
 _OUTLIERS_FROM = 5  # points
+_USUAL_SHARE = 0.95  # of the values are usual
+_OUTLIER_FACTOR = 2.0  # an outlier is so much higher above the axis' low end than the usual values
+_HEADROOM = 0.2  # above the usual values, where outliers are cut
+_MARGIN = 0.05
 
 Point = tuple[int, float]
 
@@ -57,7 +61,7 @@ def chart(
     if not curves:
         return ""
     values = [value for curve in curves for _, value in curve.points]
-    low, high = value_range(values, from_zero)
+    low, high = value_range(values, from_zero, cut_outliers=True)
     x = Scale(*_apart(*steps), _LEFT, _WIDTH - _RIGHT)
     y = Scale(low, high, _HEIGHT - _BOTTOM, _TOP)
     lines = [_curve(curve, x, y, color) for curve, color in zip(curves, _COLORS, strict=False)]
@@ -101,7 +105,7 @@ def _outlier_note(curves: Sequence[Curve], high: float, unit: str) -> str:
 def bars(title: str, values: Sequence[float], *, unit: str, summary: str) -> str:
     """Return one bar per rank; ``summary`` stands beside the title."""
     x = Scale(-0.5, len(values) - 0.5, _LEFT, _WIDTH - _RIGHT)
-    y = Scale(0.0, value_range(values, True)[1], _HEIGHT - _BOTTOM, _TOP)
+    y = Scale(0.0, value_range(values, True, cut_outliers=False)[1], _HEIGHT - _BOTTOM, _TOP)
     width = x(1) - x(0) if len(values) > 1 else 40.0
     thick = min(0.8 * width, 40.0)
     rectangles = "".join(
@@ -136,18 +140,24 @@ def thin(points: Sequence[Point]) -> list[Point]:
     return extremes
 
 
-def value_range(values: Sequence[float], from_zero: bool) -> tuple[float, float]:
-    """Return the ends of the vertical axis. A few outliers, such as a slow first step, are above it."""
+def value_range(values: Sequence[float], from_zero: bool, *, cut_outliers: bool) -> tuple[float, float]:
+    """Return the ends of the vertical axis.
+
+    Args:
+        from_zero: the axis contains 0.
+        cut_outliers: a few high values, such as a slow first step, are above the axis. The caller notes them.
+    """
     low, high = min(values), max(values)
-    ordered = sorted(values)
-    usual = ordered[int(0.95 * (len(ordered) - 1))]
-    base = min(low, 0.0) if from_zero else low
-    if len(values) >= _OUTLIERS_FROM and high - base > 2 * (usual - base) > 0:
-        high = usual + 0.2 * (usual - base)
-    if high == base:
-        return (base, base + 1.0) if from_zero else (base - 0.5, base + 0.5)
-    margin = 0.05 * (high - base)
-    return (base if from_zero else base - margin), high + margin
+    if from_zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if cut_outliers and len(values) >= _OUTLIERS_FROM:
+        usual = sorted(values)[int(_USUAL_SHARE * (len(values) - 1))]
+        if usual > low and high - low > _OUTLIER_FACTOR * (usual - low):
+            high = usual + _HEADROOM * (usual - low)
+    if high == low:
+        return (low, low + 1.0) if from_zero else (low - 0.5, low + 0.5)
+    margin = _MARGIN * (high - low)
+    return (low if from_zero else low - margin), high + margin
 
 
 def _apart(first: float, last: float) -> tuple[float, float]:

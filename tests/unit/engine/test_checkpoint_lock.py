@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -82,6 +83,19 @@ def test_a_later_start_of_a_run_continues_without_the_lock_until_the_earlier_one
     again.take()
     assert json.loads(os.pread(again._file or 0, 4096, 0))["process"] == os.getpid()
     again.release()
+
+
+def test_the_owner_is_awaited_and_never_guessed(tmp_path: Path, holder: Holder) -> None:
+    """Another process of the same run reads the owner later if it is being written, and refuses a lock without one."""
+    path, again = tmp_path / "saved" / LOCK, FolderLock(tmp_path / "saved", "first")
+    owner = path.read_bytes()
+    path.write_bytes(b"")
+    with pytest.raises(CheckpointError):
+        again.take()
+    writer = threading.Timer(0.2, path.write_bytes, [owner])
+    writer.start()
+    again.take()
+    writer.join()
 
 
 def test_the_lock_of_a_replaced_folder_is_taken_again(tmp_path: Path, holder: Holder) -> None:

@@ -435,6 +435,7 @@ def test_a_copy_that_ends_halfway_is_not_taken(two_keepers: list[Keeper]) -> Non
     header = {"rank": 0, "slot": 1, "start": 0, "record": [2, 7, 1 << 20, 10], "progress": [2, 5]}
     with socket.create_connection((ip, port), LIMIT_S) as sender:
         greet(sender, token, header)
+        assert sender.gettimeout() == LIMIT_S
         assert sender.recv(1000).endswith(b"{}")
         sender.sendall(b"x" * (1 << 19))
     until(lambda: there.files().get("rank0.1") == 1 << 20)

@@ -54,6 +54,15 @@ def test_sizes_follow_from_the_world() -> None:
     assert one.timetable.micro_batches == 8
 
 
+def test_what_a_schedule_does_not_support_may_come_later_too() -> None:
+    fbd = {"ds_ext": {"schedule": "fbd", "pipeline_parallel_size": 4}, "gradient_accumulation_steps": 4}
+    early = make_job_plan(load_config(fbd | {"train_micro_batch_size_per_gpu": 1}))
+    audited = load_config(early.job.deepspeed | {"ds_ext": {**fbd["ds_ext"], "audit_interval": 5}})
+    for plan in (early, early.stages):
+        with pytest.raises(ConfigError, match="audit_interval"):
+            plan.complete(audited)
+
+
 def test_the_batch_sizes_may_come_later() -> None:
     early = make_stage_plan(load_config({"ds_ext": JSON["ds_ext"]}), 8)
     complete = early.complete(load_config(JSON))
