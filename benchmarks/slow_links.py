@@ -16,7 +16,7 @@ from torch import Tensor
 from ds_ext.comm.channels import MAX_STAGES
 from ds_ext.comm.transport import ITEM_BITS, Ticket
 from ds_ext.engine.dynamic.messages import is_numbered
-from ds_ext.engine.messages import Kind
+from ds_ext.engine.messages import MessageKind
 from ds_ext.pipe_schedules.ops import BACKWARD, FORWARD, Op
 
 from .emulated import sleep_until
@@ -105,5 +105,5 @@ def _waiting_op(tensors: Sequence[Tensor], tag: int) -> Op:
         kind, stage, micro_batch = tensors[0][:3].tolist()
     else:
         (kind, stage), micro_batch = divmod(tag >> ITEM_BITS, MAX_STAGES), tag & (1 << ITEM_BITS) - 1
-    kind = FORWARD if kind == Kind.ACTIVATION else BACKWARD
+    kind = FORWARD if kind == MessageKind.ACTIVATION else BACKWARD
     return Op(kind, micro_batch, stage)

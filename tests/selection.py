@@ -7,9 +7,12 @@ from collections.abc import Callable, Iterable
 from itertools import combinations
 from typing import Any, TypeVar
 
+import pytest
+
 T = TypeVar("T")
 
 EVERYTHING = bool(os.environ.get("DS_EXT_TEST_ALL"))
+extensive = pytest.mark.skipif(not EVERYTHING, reason="make test-all")
 
 
 def select(everything: list[T], few: list[T]) -> list[T]:

@@ -8,7 +8,7 @@ from ..errors import ScheduleError
 from ..planner.memory import TrainingSizes
 from ..planner.named_models import LLAMA, MODELS, named_model
 from ..recipes.models.config import PLANNED, SIZES, TransformerConfig
-from ..recipes.models.flags import add_flags, fields_of, flag_name, flags_of
+from ..recipes.models.field_flags import add_flags, fields_of, flag_name, flags_of
 
 # Settings of the job with a flag, and those of them that `plan` chooses itself.
 _CHOSEN = ("tensor_parallel", "data_parallel", "attention_scores")

@@ -15,7 +15,15 @@ from ..errors import TransportError
 from . import _native, torch_split
 from .endpoints import HANDSHAKE_S, Endpoints, LinkSetup, Pairs, both_ways
 from .groups import require_initialized
-from .link_selection import LINK_KINDS, LinkSelection, NoLinkError, RankOffers, describe, kind_class, select_links
+from .link_selection import (
+    LINK_KINDS,
+    LinkSelection,
+    NoLinkError,
+    RankOffers,
+    describe,
+    kind_class,
+    select_links,
+)
 from .native_transport import NativeTransport
 from .shm_handshake import host_id
 from .spin import spin_us

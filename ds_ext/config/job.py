@@ -25,6 +25,8 @@ from .sections import FbdOptions, RecoveryOptions, Section, TraceOptions, Transp
 
 AUTO = "auto"  # the schedule that the planner chooses
 
+UNPOLLED = frozenset({"torch"})  # transports without wait_any(), which an order decided at run time needs
+
 
 class DsExtConfig(Section):
     """The ``"ds_ext"`` section of a DeepSpeed JSON."""

@@ -59,7 +59,7 @@ from .recovery.recovery import Recovered, Recovery
 from .role import Role
 from .schedules import Schedules
 from .stage import StageForward
-from .step_report import Gathered, StepReport, gather, measurement
+from .step_report import Gathered, StepReport, gather_step, measurement
 from .together import collective_device
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
@@ -91,9 +91,8 @@ class PipelineEngine(AdaptedEngine):
         report: measurements of the last training step; None before the first one.
         step_s, step_lr, bubble_measured, peak_memory_of_ranks, peak_memory_bytes: values of the report; the last one is
             that of the rank that needs the most.
-        agg_additional_losses: means of the loss's terms and of the module's additional losses in the last training
-            step, by name.
-        eval_additional_losses: the same, of the last evaluation.
+        agg_additional_losses, eval_additional_losses: means of the loss's terms and of the module's additional losses
+            in the last training step and in the last evaluation, by name.
         tokens: counted labels of the last training step; None if the loss function returns means.
         run_facts: what runs and where, from :func:`.facts.run_facts`.
         checkpoint_events: checkpoints saved, loaded and recovered so far.
@@ -250,8 +249,8 @@ class PipelineEngine(AdaptedEngine):
     def _as_batches(self, source: Iterator[Any] | Batches | None, micro_batches: int) -> Batches | None:
         return as_batches(source, self.mpu.get_data_parallel_rank(), micro_batches * self.role.pipelines)
 
-    def _load_step(self, schedule: TimetableSchedule) -> StepData:
-        """Return the data of a step. Check it before the first training step and before the first evaluation."""
+    def _start_step(self, schedule: TimetableSchedule) -> StepData:
+        """Start a step or an evaluation, and return its micro-batches, which the first of each mode checks."""
         trains = schedule.program.timetable.trains
         batches = NoBatches(self.batch_fn is not None) if self.batches is None else self.batches
         if isinstance(batches, MicroBatches) and self.plan.settings.keyed_random:
@@ -326,7 +325,7 @@ class PipelineEngine(AdaptedEngine):
         is_dynamic = isinstance(pipe_schedule, DynamicSchedule)
         self.executor.messages = self._dynamic_messages if is_dynamic else self._messages
         with self.role.running(pipe_schedule):
-            data = self._load_step(pipe_schedule)
+            data = self._start_step(pipe_schedule)
             self.busy.start_step()
             self._auditing = self.audit.start_step(self.global_steps + 1) if trains and self.audit else None
             tracer = self.tracer if self.tracer and self.tracer.active else None
@@ -339,14 +338,14 @@ class PipelineEngine(AdaptedEngine):
     def gather(self) -> Gathered:
         """Gather the losses and measurements of all ranks, once per step or evaluation. All ranks call it together.
 
-        In training, this comes before the optimizer step; see :func:`.step_report.gather`.
+        In training, this comes before the optimizer step; see :func:`.step_report.gather_step`.
         """
         if self._gathered is None:
             self.transport.settle()
             self.role.wait_for_step(self.running)
             weights_set, self._weights_set = int(self._weights_set), 0
             step = self.global_steps + 1
-            self._gathered = gather(
+            self._gathered = gather_step(
                 self.executor.data, self.step_losses, self.busy, weights_set, step, self.device
             )
             if self.running.program.timetable.trains:

@@ -37,12 +37,12 @@ from .dynamic.messages import DynamicMessages
 from .dynamic.order import DynamicSchedule, decided_steps
 from .evaluation import Evaluation
 from .losses.step import Loss, mean_of
-from .messages import Kind, StageMessages, pack
+from .messages import MessageKind, StageMessages, pack
 from .stage import Buffer
 
 Kinds = tuple[type[ds.PipeInstruction], ...]
 Forward = Callable[[int, tuple[Tensor, ...], int, int], Any]  # such as :class:`.stage.StageForward`
-_RECEIVES = {ds.RecvActivation: Kind.ACTIVATION, ds.RecvGrad: Kind.GRADIENT}
+_RECEIVES = {ds.RecvActivation: MessageKind.ACTIVATION, ds.RecvGrad: MessageKind.GRADIENT}
 
 
 class Observer:
@@ -97,10 +97,12 @@ class Executor:
 
     Attributes:
         buffers: storage of the live (stage, micro-batch) pairs, by buffer id.
-        messages: messages between stages; its owner sets it before the first run.
-        handlers: instruction class -> handler, which gets the arguments of the instruction by name.
+        messages: messages between stages; the owner sets it before each run.
+        handlers: instruction class -> handler, which gets the arguments of the instruction by name. The owner adds
+            those of other instructions than this class's.
         observers: observers of every run, outermost first.
-        scale: function of a loss; returns what its backward starts from.
+        scale: function of a loss; returns what its backward starts from. The owner sets it and the next two with the
+            optimizer.
         accumulating: context of a backward; None: without one.
         parameters: parameters that keep gradients between the micro-batches of a step.
         schedule: schedule of the current or last run.
@@ -299,21 +301,21 @@ class Executor:
         """Send the outputs of a stage to the next one."""
         outputs = self.buffers[buffer_id].outputs
         assert outputs is not None
-        self.messages.send(Kind.ACTIVATION, outputs, stage + 1, micro_batch, peer)
+        self.messages.send(MessageKind.ACTIVATION, outputs, stage + 1, micro_batch, peer)
 
     def receive_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
         """Receive the inputs of a stage."""
-        tensors = self.messages.receive(Kind.ACTIVATION, stage, micro_batch)
+        tensors = self.messages.receive(MessageKind.ACTIVATION, stage, micro_batch)
         self.buffers[buffer_id].set_inputs(tensors)
 
     def send_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
         """Send the gradients of the inputs to the previous stage."""
         grads = self.buffers[buffer_id].take_input_grads()
-        self.messages.send(Kind.GRADIENT, grads, stage - 1, micro_batch, peer)
+        self.messages.send(MessageKind.GRADIENT, grads, stage - 1, micro_batch, peer)
 
     def receive_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
         """Receive the gradients of the outputs."""
-        self.buffers[buffer_id].grads = self.messages.receive(Kind.GRADIENT, stage, micro_batch)
+        self.buffers[buffer_id].grads = self.messages.receive(MessageKind.GRADIENT, stage, micro_batch)
 
     def copy_activation(self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int) -> None:
         """Pass the outputs on to the next stage, on this rank."""

@@ -20,7 +20,7 @@ _MARKER = torch.Size([0] * 8)  # a shape that no layer returns
 SPARE = 1  # a message may arrive before the tensors of the previous one are freed
 
 
-class Kind(IntEnum):
+class MessageKind(IntEnum):
     """Kind of a message. Kind and receiving stage form the transport's channel."""
 
     ACTIVATION = ACTIVATIONS
@@ -53,19 +53,21 @@ class StageMessages:
         self._peers: dict[int, tuple[int, ...]] = {}
         self._sources: dict[int, int] = {}
 
-    def post(self, kind: Kind, stage: int, micro_batch: int, device: int) -> None:
+    def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> None:
         """Post the receive of a message early, so that its transfer overlaps with computation."""
         tag = _tag(kind, stage, micro_batch)
         self._tickets[tag] = self.transport.recv(self.global_rank(device), tag)
 
-    def receive(self, kind: Kind, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
+    def receive(self, kind: MessageKind, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
         """Wait for a message whose receive was posted. Returns its tensors."""
         tensors = self._tickets.pop(_tag(kind, stage, micro_batch)).wait()
         if self._count is not None:
             self._count(tensors)
         return tensors
 
-    def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
+    def send(
+        self, kind: MessageKind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int
+    ) -> None:
         """Send tensors to ``stage`` on ``device``, without waiting."""
         peers = self._peers.get(device)
         if peers is None:
@@ -84,7 +86,7 @@ class StageMessages:
         return self._sources[device]
 
 
-def _tag(kind: Kind, stage: int, micro_batch: int) -> int:
+def _tag(kind: MessageKind, stage: int, micro_batch: int) -> int:
     return make_tag(of_stage(kind, stage), micro_batch)
 
 

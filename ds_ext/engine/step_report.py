@@ -69,7 +69,7 @@ def measurement(read: Callable[[StepReport], Any], before_the_first: Any = None)
     return property(lambda engine: before_the_first if engine.report is None else read(engine.report))
 
 
-def gather(
+def gather_step(
     data: StepData, losses: StepLosses, busy: BusyClock, weights_set: int, step: int, device: torch.device
 ) -> Gathered:
     """Gather the losses and measurements of all ranks, and compare the samples that they read.

@@ -32,7 +32,7 @@ class LayeredModule(Protocol):
     @property
     def layout(self) -> ParallelLayout: ...
 
-    role: str | None
+    role_name: str | None
     global_rank: int
     num_stages: int
     parts: list[int]

@@ -28,7 +28,7 @@ _MIB = 1 << 20
 
 
 class MeasuredEngine(Protocol):
-    """The measurements of a :class:`ds_ext.engine.PipelineEngine`` that :class:``Metrics` reads."""
+    """The measurements of a :class:`ds_ext.engine.PipelineEngine` that :class:`Metrics` reads."""
 
     plan: Any
     transport: Any

@@ -28,7 +28,7 @@ from ..pipe_schedules.definition import Option, Orders
 from ..pipe_schedules.placement import linear
 from ..recipes.data.layout import DATA_NAME, META_NAME
 from ..recipes.models.config import PLANNED, SIZES, TransformerConfig
-from ..recipes.models.flags import fields_of
+from ..recipes.models.field_flags import fields_of
 from .memory import RECOMPUTATIONS, TrainingSizes
 from .search import Candidates, Request, choose
 from .text import join_words, parse_bytes

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.batch_sizes import BATCH_KEYS, BatchSizes, batch_sizes, nearest_train_sizes
-from ..config.job import AUTO, DsExtConfig, JobConfig, import_own_schedules, named_schedule
+from ..config.job import AUTO, UNPOLLED, DsExtConfig, JobConfig, import_own_schedules, named_schedule
 from ..errors import ConfigError, ScheduleError
 from ..parallel.fbd import make_layout
 from ..parallel.layout import ParallelLayout, data_parallel_size
@@ -221,10 +221,10 @@ def resolve_schedule(
         )
         return best_schedule(candidates), candidates
     schedule = named_schedule(settings.schedule)
-    if schedule.dynamic is not None and settings.transport == "torch":
+    if schedule.dynamic is not None and settings.transport in UNPOLLED:
         raise ConfigError(
             f'transport: schedule "{schedule.name}" polls for messages, which this transport does not support '
-            f'(got "torch"). Use "auto" or "shm", or a static schedule.'
+            f'(got "{settings.transport}"). Use "auto" or "shm", or a static schedule.'
         )
     return schedule, None
 

@@ -28,7 +28,7 @@ from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORW
 from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.timetables import Timetable
 from ..recipes.models.config import TransformerConfig
-from ..recipes.models.flags import NO_FLAG, flag
+from ..recipes.models.field_flags import NO_FLAG, flag
 from .parameter_bytes import BUCKET, PRECISIONS, ParameterBytes, parameter_bytes
 
 RECOMPUTATIONS = ("none", "selective", "full")

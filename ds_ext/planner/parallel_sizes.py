@@ -24,7 +24,7 @@ from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulation import simulate
 from ..recipes.models.config import TransformerConfig
-from ..recipes.models.flags import keys_of
+from ..recipes.models.field_flags import keys_of
 from .memory import TrainingSizes
 from .search import Candidate, Candidates, Request, choose
 from .stage_costs import message_bytes

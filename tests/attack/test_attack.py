@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.selection import EVERYTHING
+from tests.selection import extensive
 
 from . import draw
 from .draw import GPT, Attack, Launch, draw_attack
@@ -44,7 +44,7 @@ def features(attack: Attack) -> Iterator[str]:
                 yield f"target {deed.target}"
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make test-all")
+@extensive
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_attack_finds_no_fault(references: References, tmp_path: Path, seed: int) -> None:
     outcome = run(draw_attack(seed), references, tmp_path / "attack")

@@ -33,7 +33,7 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.tensor_parallel import WeightGradients, deferrable, deferring, let_defer
-from tests.selection import EVERYTHING
+from tests.selection import extensive, select
 
 ROOT = Path(__file__).parents[2]
 SIZES = ["--stages", "2", "--micro-batches", "4", "--forward-ms", "5"]
@@ -84,7 +84,7 @@ def test_what_an_instruction_costs() -> None:
         assert 1 < item["params"]["us_per_message"] < 50_000
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make test-all")
+@extensive
 def test_recoveries_from_memory_and_from_disk() -> None:
     """From memory no step is lost; from disk those since the last of the saves at every other step."""
     sizes = ["--num-devices", "2", "--micro-batches", "2", "--forward-ms", "2", "--save-interval", "2"]
@@ -162,6 +162,7 @@ def test_a_gpu_is_required_for_cuda(name: str, capsys: pytest.CaptureFixture[str
     assert printed.out == "" and "--device" in printed.err and printed.err.count("\n") == 1
 
 
+@extensive
 def test_torch_trains_the_same_gpt() -> None:
     sizes = ["--micro-batches", "4", "--num-layers", "4", "--hidden-size", "128", "--seq-length", "32"]
     flags = [*sizes, "--rivals", "torch_1f1b,torch_zbv", "--steps", "8", "--json"]
@@ -218,6 +219,7 @@ def test_methods_of_a_gpu_run_on_cpu_ranks() -> None:
     assert first[:2] == ["ipc", "-"]
 
 
+@extensive
 def test_a_rival_that_cannot_run_is_shown_as_failed() -> None:
     # DeepSpeed's DualPipeV needs twice as many micro-batches as devices; with three it refuses.
     sizes = ["--micro-batches", "3", "--steps", "1"]
@@ -255,7 +257,7 @@ def test_a_wrong_request_is_one_error(
     assert all(word in printed.err for word in words)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", select([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]))
 def test_no_rank_outlives_the_benchmark(number: signal.Signals, folder: Path) -> None:
     # When the second engine starts, the first one's ranks are stopped.
     process = start_endless(folder, "1f1b", "gpipe")

@@ -16,6 +16,7 @@ from tests.bert_runs import random_bert_batches, train_bert_reference
 from tests.distributed.test_parity import assert_equal
 from tests.engine_runs import StepBatches, digest, weights
 from tests.ranks import Ranks
+from tests.selection import covering
 
 STEPS = 5
 MODEL = BertConfig(
@@ -97,12 +98,15 @@ def train(
 
 @pytest.mark.parametrize(
     ("schedule", "layout", "zero"),
-    [
-        ("bitpipe", (4, 1, 1), 1),
-        ("bitpipe_zb", (4, 1, 1), 0),
-        ("bitpipe_zb", (2, 2, 1), 0),
-        ("1f1b", (2, 1, 2), 1),
-    ],
+    covering(
+        [
+            ("bitpipe", (4, 1, 1), 1),
+            ("bitpipe_zb", (4, 1, 1), 0),
+            ("bitpipe_zb", (2, 2, 1), 0),
+            ("1f1b", (2, 1, 2), 1),
+        ],
+        1,
+    ),
 )
 def test_trains_as_one_process(ranks: Ranks, schedule: str, layout: tuple[int, int, int], zero: int) -> None:
     """With dropout, recomputed layers, padding, and another number of masked words in every micro-batch.

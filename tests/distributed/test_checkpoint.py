@@ -24,6 +24,7 @@ from tests.engine_runs import MODEL, Job, StepBatches, build
 from tests.precisions import needs
 from tests.ranks import Ranks
 from tests.reference import random_batches
+from tests.selection import covering
 
 # The padded vocabulary is 88 without tensor parallelism and 96 with two ranks.
 GPT = dataclasses.replace(MODEL, vocab_size=84)
@@ -142,8 +143,14 @@ CASES: list[tuple[Sizes, Sizes, str, int, float]] = [
 
 @pytest.mark.parametrize(
     ("before", "after", "precision", "zero", "tolerance"),
-    [pytest.param(*case, marks=pytest.mark.quick if case is CASES[0] else needs(case[2])) for case in CASES],
-    ids=[f"{case[0][0]}-{case[1][0]}-{case[2]}-ZeRO{case[3]}" for case in CASES],
+    [
+        pytest.param(
+            *case,
+            marks=pytest.mark.quick if case is CASES[0] else needs(case[2]),
+            id=f"{case[0][0]}-{case[1][0]}-{case[2]}-ZeRO{case[3]}",
+        )
+        for case in covering(CASES, 1, lambda case: (case[0][0], case[1][0], case[2], case[3]))
+    ],
 )
 def test_going_on_under_other_sizes(
     ranks: Ranks, tmp_path: Path, before: Sizes, after: Sizes, precision: str, zero: int, tolerance: float

@@ -59,7 +59,7 @@ def named(runs: list[Run], *marks: pytest.MarkDecorator) -> list[Any]:
     ("schedule", "layout"),
     [
         *named([*product(SCHEDULES, [ON_4_DEVICES])], pytest.mark.quick),
-        *named(covering(product(SCHEDULES, LAYOUTS), 2, traits)),
+        *named(covering(product(SCHEDULES, LAYOUTS), 1, traits)),
     ],
 )
 def test_trains_as_one_process(ranks: Ranks, schedule: str, layout: Layout) -> None:

@@ -11,10 +11,10 @@ from tests.attack.draw import draw_attack
 from tests.attack.job import HOSTS, References
 from tests.attack.run import run
 from tests.hosts.cluster import Cluster
-from tests.selection import EVERYTHING
+from tests.selection import extensive
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make test-all")
+@extensive
 @pytest.mark.parametrize("seed", [1, 3, 5])
 def test_an_attack_finds_no_fault(hosts: Callable[..., Cluster], tmp_path: Path, seed: int) -> None:
     """Signals with restarts, a host that is cut off, and a host that is replaced."""

@@ -17,7 +17,7 @@ import pytest
 
 from tests.hosts.network import INTERFACE, Network, NoHosts, switched_hosts
 from tests.launch.forked import ForkedJob
-from tests.selection import covering, select
+from tests.selection import covering, extensive, select
 
 SCRIPT = str(Path(__file__).with_name("far.py"))
 LIMIT_S = 20.0
@@ -144,6 +144,7 @@ def test_host_that_cannot_receive_is_lost(launch: Callable[..., FarJob], words: 
     assert {2, 3} & job.reports().keys(), job.text
 
 
+@extensive
 def test_rank_away_from_the_cut_cable_ends_too(launch: Callable[..., FarJob]) -> None:
     job = launch([0, 1, 2], "3", "torch", "64")
     job.wait_for_step(3)
@@ -161,6 +162,7 @@ def test_host_that_has_only_the_store(launch: Callable[..., FarJob]) -> None:
     assert f"host {job.network.address(0)}" in job.text, job.text
 
 
+@extensive
 @pytest.mark.parametrize("words", select([GLOO, FULL], [FULL]))
 def test_stopped_process_is_waited_for(launch: Callable[..., FarJob], words: tuple[str, ...]) -> None:
     # 32 MB messages: the receive window of the stopped process is full.

@@ -15,7 +15,7 @@ import pytest
 
 from tests.launch.forked import run_forked
 from tests.launch.jobs import ROOT, environment
-from tests.selection import select
+from tests.selection import extensive, select
 
 WITHOUT_OPS = str(Path(__file__).with_name("without_ops.py"))
 EXAMPLES = ROOT / "examples"
@@ -47,6 +47,7 @@ def command(*words: str, cwd: Path, **env: str) -> str:
     return result.stdout
 
 
+@extensive
 def test_own_model_with_two_schedules_and_traces(run: Callable[..., str], tmp_path: Path) -> None:
     """One JSON fits every schedule, and an own schedule gives the same losses."""
     own = run("own_model.py", "--deepspeed_config", str(EXAMPLES / "own_model.json"))
@@ -69,6 +70,7 @@ def test_own_schedule_is_compared_with_1f1b(tmp_path: Path) -> None:
     assert float(spans["eager_1f1b"]) < float(spans["1f1b"])
 
 
+@extensive
 def test_uneven_model(run: Callable[..., str]) -> None:
     """The first stages, with cheap layers, get more of them than the last."""
     text = run("uneven_model.py", "--deepspeed_config", str(EXAMPLES / "own_model.json"))
@@ -120,6 +122,7 @@ def test_finetune_decoder(run: Callable[..., str], tmp_path: Path, rank: int) ->
     assert (tmp_path / "finetuned" / "adapter" / "adapter_model.safetensors").exists() == bool(rank)
 
 
+@extensive
 def test_finetune_a_llama(tmp_path: Path, corpus: Path, free_port: Callable[[], int]) -> None:
     transformers: Any = pytest.importorskip("transformers")
     from ds_ext.recipes.data.tokenizer import load_tokenizer

@@ -14,12 +14,14 @@ import pytest
 
 from tests.launch.forked import ForkedJob
 from tests.launch.jobs import ROOT, Job, command, tiny_config, write_json
+from tests.selection import extensive
 
 LIMIT_S = 60.0  # on one core; an idle host needs 2
 STEPS = "2000"  # more than are reached; the order of the samples depends on it
 AT = 4  # the step of the checkpoint
 
 
+@extensive
 def test_a_killed_forward_rank(corpus: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
     saved = tmp_path / "saved"
 

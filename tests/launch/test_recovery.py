@@ -21,7 +21,7 @@ from ds_ext.engine.checkpoint.file import TensorFile, read_plain
 from ds_ext.observe.run_record import read_starts
 from tests.launch.forked import ForkedJob
 from tests.launch.jobs import ROOT, Job, tiny_config, write_json
-from tests.selection import EVERYTHING
+from tests.selection import EVERYTHING, extensive, select
 
 STEPS = 7
 LIMIT_S = 900.0  # six starts of two ranks; an idle host needs 100
@@ -197,7 +197,7 @@ def check_recoveries(text: str, metrics: Path, restarts: int, steps: int) -> Non
     check_steps(metrics, steps)
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make test-all")
+@extensive
 @pytest.mark.parametrize("job", JOBS)
 def test_kills_at_random_moments(
     corpus: Path, tmp_path: Path, free_port: Callable[[], int], job: str
@@ -291,7 +291,7 @@ process.run(main)
 """
 
 
-@pytest.mark.skipif(not EVERYTHING, reason="make test-all; examples/recovery is an own script too")
+@extensive
 @pytest.mark.parametrize("calls", [True, False])
 def test_an_own_script_recovers_and_one_that_does_not_is_stopped(tmp_path: Path, calls: bool) -> None:
     """With a snapshot every two steps, the fifth step runs again, with the same loss."""
@@ -319,7 +319,7 @@ def test_an_own_script_recovers_and_one_that_does_not_is_stopped(tmp_path: Path,
     assert found[4] == found[5]
 
 
-@pytest.mark.parametrize("loses", [False, True])
+@pytest.mark.parametrize("loses", select([False, True], [True]))
 def test_an_own_script_below_a_wrapper_recovers_or_says_what_it_lost(tmp_path: Path, loses: bool) -> None:
     """A shell script runs each rank as its child. The steps are lost if the keeper ends with a rank."""
     (tmp_path / "own.py").write_text(OWN)

@@ -12,6 +12,7 @@ from ds_ext.launch.process import EXIT_CONFIG
 from ds_ext.observe.run_record import read_starts
 from tests.launch.forked import ForkedJob, run_forked
 from tests.launch.jobs import ROOT, tiny_config, write_json
+from tests.selection import extensive
 
 
 def words(config: Path, steps: int, *flags: str) -> list[str]:
@@ -73,6 +74,7 @@ def test_a_restart_continues_only_from_checkpoints_of_its_run(
     assert [start["run"] for start in read_starts(tmp_path / "second_1.run.json")] == ["second"]
 
 
+@extensive
 def test_a_second_job_may_not_save_to_the_folder_of_a_running_one(
     corpus: Path, tmp_path: Path, free_port: Callable[[], int]
 ) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import ROOT, Job, processes, tiny_config, write_json
-from tests.selection import select
+from tests.selection import extensive, select
 
 SBATCH = str(ROOT / "tests" / "slurm" / "sbatch")
 TOY = str(Path(__file__).with_name("toy.py"))
@@ -76,6 +76,7 @@ def test_example_trains_and_continues(corpus: Path, tmp_path: Path) -> None:
         assert command[command.index("--load") + 1] == env["SAVE"]
 
 
+@extensive
 def test_own_script_gets_its_rank(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_SCRIPT)
     with SlurmJob(tmp_path, batch(tmp_path, f"srun --ntasks 3 {sys.executable} own.py", tasks=2)) as job:
@@ -100,6 +101,7 @@ def test_killed_rank_ends_the_step(tmp_path: Path, kill: str) -> None:
         assert re.search("rank 1", reports[0]) or re.search(r"task 1: Killed", job.text), job.text
 
 
+@extensive
 def test_killed_srun_ends_its_ranks(tmp_path: Path) -> None:
     command = f"exec srun {sys.executable} {TOY} {ENDLESS} 60"
     with SlurmJob(tmp_path, batch(tmp_path, command)) as job:
@@ -113,6 +115,7 @@ def test_killed_srun_ends_its_ranks(tmp_path: Path) -> None:
         assert len(re.findall("^stopped", job.text, re.MULTILINE)) == 1, job.text
 
 
+@extensive
 def test_round_robin_is_refused_once(tmp_path: Path) -> None:
     command = f"srun --kill-on-bad-exit=1 --distribution=cyclic --ntasks 3 {sys.executable} {TOY} 1 60"
     with SlurmJob(tmp_path, batch(tmp_path, command, tasks=2)) as job:

@@ -27,6 +27,7 @@ from ds_ext.recipes.training.setup import model_fields, plan_job
 from tests.launch.forked import ForkedJob, run_forked
 from tests.launch.jobs import ROOT, Job, command, write_json
 from tests.own_schedule import NAME, write_own_schedule
+from tests.selection import extensive
 
 SCRIPT = str(ROOT / "train_gpt.py")
 COUNTED = str(Path(__file__).with_name("counted.py"))
@@ -258,6 +259,7 @@ def test_optimizers_and_schedulers_that_are_accepted_run(
     assert "step 3/3 | loss" in train_forked("--deepspeed_config", name)
 
 
+@extensive
 @pytest.mark.quick
 def test_the_first_and_the_last_step_are_printed_whatever_the_interval(
     train_forked: Callable[..., str],
@@ -267,6 +269,7 @@ def test_the_first_and_the_last_step_are_printed_whatever_the_interval(
     assert printed == ["step 1", "step 3", "step 6", "step 7"]
 
 
+@extensive
 def test_a_rank_works_out_its_timetable_once(train_forked: Callable[..., str], tmp_path: Path) -> None:
     train_forked("--train-iters", "2", "--eval-iters", "1", script=COUNTED)
     once = {"generated": 1, "lowered": 1, "checked": 1, "simulated": 1}
@@ -327,6 +330,7 @@ def test_an_own_script_has_plan_lines_metrics_and_monitors(
         )
 
 
+@extensive
 def test_validation_checkpoints_and_resuming_of_an_own_script(
     tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
@@ -410,6 +414,7 @@ def test_the_plan_can_be_omitted(tmp_path: Path, free_port: Callable[[], int]) -
     assert [(result.returncode, result.stdout) for result in results] == [(0, "")] * 2
 
 
+@extensive
 def test_the_report_of_a_resumed_run(train_forked: Callable[..., str], config: Path, tmp_path: Path) -> None:
     """Metrics, record and traces of two starts fit together, and the page has the numbers of both."""
     job, metrics, saved = json.loads(config.read_text()), tmp_path / "run" / "steps.jsonl", tmp_path / "saved"

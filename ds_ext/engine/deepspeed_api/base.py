@@ -46,6 +46,7 @@ class AdaptedEngine(PipelineEngine):
     _auditing: Audit | None
     _gathered: Gathered | None
     _snapshot_s: float | None
+    _weights_set: Tensor | int = 0  # number of elements that the script set before the current step
     _stages: Sequence[int] | None = None  # the parent's constructor reads it
     _instruction_maps: Any = None  # of this class and its bases, as they were when the handlers were taken
 
@@ -113,7 +114,7 @@ class AdaptedEngine(PipelineEngine):
 
     def _use_optimizer(self) -> None:
         self.update = WeightUpdate(self)
-        self._weights_set: Tensor | int = 0  # number of elements that the script set before this step
+        self._weights_set = 0
         self.executor.scale = self.update.scale
         self.executor.accumulating = self.update.gradients.accumulating
         self.executor.parameters = list(self.module.parameters())

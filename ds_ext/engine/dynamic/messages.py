@@ -19,7 +19,7 @@ from ...errors import ConfigError
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules import Op
 from ...pipe_schedules.dynamic import DynamicRules
-from ..messages import SPARE, Kind, StageMessages
+from ..messages import SPARE, MessageKind, StageMessages
 
 
 @runtime_checkable
@@ -34,7 +34,7 @@ class PolledTransport(Protocol):
 class Arrival(NamedTuple):
     """Content of a message that arrived."""
 
-    kind: Kind
+    kind: MessageKind
     stage: int
     micro_batch: int
 
@@ -80,10 +80,12 @@ class DynamicMessages(StageMessages):
         self._next_tickets: dict[int, Ticket] = {}
         self._inbox: dict[Arrival, tuple[Tensor, ...]] = {}  # messages that have arrived and are unread
 
-    def post(self, kind: Kind, stage: int, micro_batch: int, device: int) -> None:
+    def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> None:
         """Do nothing, because messages are received in the order of arrival."""
 
-    def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
+    def send(
+        self, kind: MessageKind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int
+    ) -> None:
         """Send tensors to ``stage`` on ``device``, without waiting."""
         head = torch.tensor((kind, stage, micro_batch))
         if self._count is not None:
@@ -100,7 +102,7 @@ class DynamicMessages(StageMessages):
             while ticket.done():
                 head, *tensors = ticket.wait()
                 kind, stage, micro_batch = head.tolist()
-                arrival = Arrival(Kind(kind), stage, micro_batch)
+                arrival = Arrival(MessageKind(kind), stage, micro_batch)
                 arrivals.append(arrival)
                 self._inbox[arrival] = tuple(tensors)
                 self._num_received[device] += 1
@@ -112,7 +114,7 @@ class DynamicMessages(StageMessages):
         self._polled.wait_any(list(self._tickets_by_device().values()))
         return self.poll()
 
-    def receive(self, kind: Kind, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
+    def receive(self, kind: MessageKind, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
         """Return the tensors of a message. It may not have arrived yet if another rank chose the op that needs it."""
         message = Arrival(kind, stage, micro_batch)
         while message not in self._inbox:

@@ -12,7 +12,7 @@ from ...pipe_schedules.dependencies import Inputs
 from ...pipe_schedules.dynamic import DynamicRules
 from ...pipe_schedules.lowering import AFTER_BACKWARDS, Lowering
 from ...pipe_schedules.ops import FORWARD
-from ..messages import Kind
+from ..messages import MessageKind
 from .messages import Arrival, DynamicMessages
 
 _MAX_SHOWN = 12  # ops in an error
@@ -78,7 +78,7 @@ def _chosen(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op
 
     def deliver(arrivals: list[Arrival]) -> None:
         for kind, stage, m in arrivals:
-            consumer = FORWARD if kind == Kind.ACTIVATION else dependencies.gradient_kind(stage, m)
+            consumer = FORWARD if kind == MessageKind.ACTIVATION else dependencies.gradient_kind(stage, m)
             if inputs.deliver(op := Op(consumer, m, stage)):
                 policy.add_ready(op)
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from ...errors import ConfigError
 from ...parallel.partition import LayerWork
-from .flags import NO_FLAG, flag, flags_of
+from .field_flags import NO_FLAG, flag, flags_of
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class TransformerConfig:
     """Sizes and initialization of a transformer language model, the same on all ranks.
 
     The defaults are those of GPT-2. The flags of the training scripts, the keys of "train" and the sizes that the
-    planner needs are generated from the fields; see :mod:`.flags`.
+    planner needs are generated from the fields; see :mod:`.field_flags`.
     BERT does not support the fields from ``position_embedding_type`` on.
 
     Args:

@@ -16,14 +16,12 @@ from ...config.job import AUTO, JobConfig, import_own_schedules, load_config, na
 from ...errors import ConfigError, ScheduleError
 from ...pipe_schedules.registry import import_modules
 from ..models.config import SIZES, TransformerConfig
-from ..models.flags import flag_name, flags_of
-from .flags import Model, build_parser
+from ..models.field_flags import flag_name, flags_of
 from .hf_model import take_sizes
 from .megatron_flags import JSON_KEYS, refusal
+from .script_flags import Model, build_parser
 from .section_flags import keys_of_flags
 
-_BETA_FLAGS = ("adam_beta1", "adam_beta2")  # elements of one key
-_DEFAULT_BETAS = (0.9, 0.999)  # of torch and DeepSpeed
 # Flags whose values are in the JSON after parsing.
 FLAGS_OF_THE_JSON = frozenset({*JSON_KEYS, "modules"})
 # Flags of one run, which no JSON contains.
@@ -199,27 +197,12 @@ def _merge_json_flags(
         else:
             flag = f"{flag} {value}"
         _set_key(merged, row.path.split("."), value, flag, set_by, args.deepspeed_config)
-    _merge_betas(merged, args, set_by)
     for path, value, flag in keys_of_flags(args, merged):
         _set_key(merged, path, value, flag, set_by, args.deepspeed_config)
     if args.modules:
         section = _section(merged, ("ds_ext", "import"), args.deepspeed_config)
         section["import"] = [*dict.fromkeys((*section.get("import", ()), *args.modules))]
     return merged, set_by
-
-
-def _merge_betas(config: dict[str, Any], args: argparse.Namespace, set_by: dict[str, str]) -> None:
-    """Set "betas"; a single flag keeps the other element. Raises ConfigError on a contradiction."""
-    by_flag = {dest: getattr(args, dest) for dest in _BETA_FLAGS if getattr(args, dest) is not None}
-    if not by_flag:
-        return
-    path = ("optimizer", "params", "betas")
-    json_betas = _section(config, path, args.deepspeed_config).get("betas")
-    if not isinstance(json_betas, list) or len(json_betas) != len(_BETA_FLAGS):
-        json_betas = _DEFAULT_BETAS
-    betas = [by_flag.get(dest, beta) for dest, beta in zip(_BETA_FLAGS, json_betas, strict=True)]
-    flag = " ".join(f"{flag_name(dest)} {beta}" for dest, beta in by_flag.items())
-    _set_key(config, path, betas, flag, set_by, args.deepspeed_config)
 
 
 def _resolve_model(args: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..models.config import TRAINED_FIELDS, WEIGHT_FIELDS, TransformerConfig
-from ..models.flags import keys_of
+from ..models.field_flags import keys_of
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ..models.flags import Flag
+from ..models.field_flags import Flag
 
 # --tokenizer-type -> kind of its file: GPT-2's two files, a tokenizer.json, or a sentencepiece model.
 TOKENIZER_TYPES: Mapping[str, str] = MappingProxyType(
@@ -42,7 +42,7 @@ class JsonKey:
         note: addition to the help, which is the path.
         metavar: name of the value in the help; "": that of the flag.
         choices: values of the flag; empty: any.
-        computed: the key depends on several flags; see :mod:`.section_flags`.
+        computed: :mod:`.section_flags` makes the key's value, of this flag or of several.
     """
 
     path: str
@@ -81,6 +81,9 @@ class Refused:
 
 
 _CHUNKS = '--schedule interleaved, with "schedule_options": {"chunks": 2} in the "ds_ext" section'
+_TRACE = '"trace": {"dir": DIR} in the "ds_ext" section'
+_STAGES = "--stage-layers 2,3,3,2 for the layers of every stage"
+_LAUNCHER = "the flag of the launcher, deepspeed or torchrun, for the number of ranks"
 _STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 _SAMPLES, _LINEAR = ", in samples", " (linear if another flag of the learning rate is given)"
 _TOTAL, _WARMUP = "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps"
@@ -142,20 +145,16 @@ MEGATRON_FLAGS: Mapping[str, JsonKey | Refused] = MappingProxyType(
         "deepspeed_activation_checkpointing": Refused("--recompute-granularity full"),
         "warmup": Refused("--lr-warmup-fraction"),
         "zero_stage": Refused("--use-distributed-optimizer for ZeRO stage 1"),
-        "decoder_first_pipeline_num_layers": Refused("--stage-layers 2,3,3,2 for the layers of every stage"),
-        "decoder_last_pipeline_num_layers": Refused("--stage-layers 2,3,3,2 for the layers of every stage"),
-        "pipeline_model_parallel_layout": Refused("--stage-layers 2,3,3,2 for the layers of every stage"),
+        "decoder_first_pipeline_num_layers": Refused(_STAGES),
+        "decoder_last_pipeline_num_layers": Refused(_STAGES),
+        "pipeline_model_parallel_layout": Refused(_STAGES),
         "batch_size": Refused("--micro-batch-size"),
         "model_parallel_size": Refused("--tensor-model-parallel-size"),
         "train_samples": Refused("--train-iters"),
         "exit_interval": Refused("--train-iters"),
         "exit_duration_in_mins": Refused("--train-iters"),
-        "num_layers_per_virtual_pipeline_stage": Refused(
-            '--schedule interleaved, with "schedule_options": {"chunks": 2} in the "ds_ext" section'
-        ),
-        "num_virtual_stages_per_pipeline_rank": Refused(
-            '--schedule interleaved, with "schedule_options": {"chunks": 2} in the "ds_ext" section'
-        ),
+        "num_layers_per_virtual_pipeline_stage": Refused(_CHUNKS),
+        "num_virtual_stages_per_pipeline_rank": Refused(_CHUNKS),
         "train_data_path": Refused("--data-path and --split"),
         "valid_data_path": Refused("--data-path and --split"),
         "test_data_path": Refused("--data-path and --split"),
@@ -163,12 +162,12 @@ MEGATRON_FLAGS: Mapping[str, JsonKey | Refused] = MappingProxyType(
         "short_seq_prob": Refused("train_bert.py"),
         "bert_no_binary_head": Refused("train_bert.py"),
         "tensorboard_log_interval": Refused("--tensorboard-dir; every step is written"),
-        "num_gpus": Refused("the flag of the launcher, deepspeed or torchrun, for the number of ranks"),
-        "nproc_per_node": Refused("the flag of the launcher, deepspeed or torchrun, for the number of ranks"),
-        "trace": Refused('"trace": {"dir": DIR} in the "ds_ext" section'),
-        "trace_dir": Refused('"trace": {"dir": DIR} in the "ds_ext" section'),
-        "trace_interval": Refused('"trace": {"dir": DIR} in the "ds_ext" section'),
-        "trace_granularity": Refused('"trace": {"dir": DIR} in the "ds_ext" section'),
+        "num_gpus": Refused(_LAUNCHER),
+        "nproc_per_node": Refused(_LAUNCHER),
+        "trace": Refused(_TRACE),
+        "trace_dir": Refused(_TRACE),
+        "trace_interval": Refused(_TRACE),
+        "trace_granularity": Refused(_TRACE),
         "wandb_exp_name": Refused('the "wandb" section of the JSON'),
         "wandb_project": Refused('the "wandb" section of the JSON'),
         "use_rotary_position_embeddings": Refused("--position-embedding-type rope"),

@@ -1,4 +1,4 @@
-"""Megatron's flags that stand for a section of the JSON: learning-rate schedule, loss scale, tensorboard."""
+"""Megatron's flags whose keys are computed: betas, learning-rate schedule, loss scale, tensorboard, optimizer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from ...errors import ConfigError
 # (path in the JSON, value, flag)
 Key = tuple[tuple[str, ...], Any, str]
 
+_BETAS = ("adam_beta1", "adam_beta2")  # elements of one key
+_DEFAULT_BETAS = (0.9, 0.999)  # of torch and DeepSpeed
 _SCHEDULE = {"lr_decay_style": "decay_style", "min_lr": "min_lr", "lr_warmup_init": "warmup_init_lr"}
 _STEPS = ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples", "lr_decay_iters", "lr_decay_samples")
 
@@ -26,6 +28,7 @@ def keys_of_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterat
     Raises:
         ConfigError: flags contradict each other, or a flag needs another one.
     """
+    yield from _betas(args, config)
     if any(getattr(args, dest) is not None for dest in (*_SCHEDULE, *_STEPS)):
         yield from _scheduler(args, config)
     if args.initial_loss_scale is not None:
@@ -43,6 +46,22 @@ def keys_of_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterat
     if args.optimizer is not None:
         name = {"adam": "AdamW", "sgd": "SGD"}[args.optimizer]  # Megatron's adam decouples the weight decay
         yield ("optimizer", "type"), name, f"--optimizer {args.optimizer}"
+
+
+def _betas(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[Key]:
+    """Yield "betas"; a single flag keeps the other element."""
+    by_flag = {dest: getattr(args, dest) for dest in _BETAS if getattr(args, dest) is not None}
+    if not by_flag:
+        return
+    section: Any = config
+    for key in ("optimizer", "params"):
+        section = section.get(key) if isinstance(section, Mapping) else None
+    betas = section.get("betas") if isinstance(section, Mapping) else None
+    if not isinstance(betas, list) or len(betas) != len(_BETAS):
+        betas = _DEFAULT_BETAS
+    new = [by_flag.get(dest, beta) for dest, beta in zip(_BETAS, betas, strict=True)]
+    flags = " ".join(f"--{dest.replace('_', '-')} {beta}" for dest, beta in by_flag.items())
+    yield ("optimizer", "params", "betas"), new, flags
 
 
 def _scheduler(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[Key]:

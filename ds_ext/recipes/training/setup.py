@@ -29,11 +29,11 @@ from ...planner.job_text import GRID_MICRO_BATCHES, describe
 from ...planner.memory import TrainingSizes, memory, rank_parameters
 from ...planner.traffic import traffic
 from ..models.config import TransformerConfig
-from ..models.flags import fields_of
+from ..models.field_flags import fields_of
 from .arguments import FLAGS_OF_THE_JSON, finished_json, parse
-from .flags import Model
 from .hosts import describe_hosts, hosts_of_flags, is_placed, layout_on
 from .preflight import check_forward_hosts, check_job
+from .script_flags import Model
 
 if TYPE_CHECKING:
     from ...engine.batches import MapDataset, MicroBatches

@@ -17,7 +17,7 @@ from ds_ext.engine.batches import StepData
 from ds_ext.engine.evaluation import Evaluation
 from ds_ext.engine.executor import Executor, Observer
 from ds_ext.engine.losses.step import Term
-from ds_ext.engine.messages import Kind
+from ds_ext.engine.messages import MessageKind
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.bridge import TimetableSchedule
 from ds_ext.pipe_schedules.inference import forward_timetable
@@ -35,14 +35,16 @@ class Loopback:
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.inputs, self.posted, self.sent = inputs, [], {}
 
-    def post(self, kind: Kind, stage: int, micro_batch: int, device: int) -> None:
+    def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> None:
         self.posted.append((kind, micro_batch))
 
-    def receive(self, kind: Kind, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
+    def receive(self, kind: MessageKind, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
         assert (kind, micro_batch) in self.posted
         return (LINEAR[0](self.inputs[micro_batch]).detach(),)
 
-    def send(self, kind: Kind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int) -> None:
+    def send(
+        self, kind: MessageKind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int
+    ) -> None:
         self.sent[kind, micro_batch] = tensors
 
 
@@ -112,7 +114,7 @@ def test_a_step_of_one_rank(name: str) -> None:
     assert got is not None and LINEAR[1].weight.grad is not None
     torch.testing.assert_close(got, LINEAR[1].weight.grad)
     for number, x in enumerate(middles):
-        torch.testing.assert_close(messages.sent[Kind.GRADIENT, number][0], x.grad)
+        torch.testing.assert_close(messages.sent[MessageKind.GRADIENT, number][0], x.grad)
 
 
 def test_an_evaluation_keeps_outputs_and_losses() -> None:
@@ -174,7 +176,7 @@ def test_a_failure_in_a_profile() -> None:
     )
 
     class Broken(Loopback):
-        def post(self, kind: Kind, stage: int, micro_batch: int, device: int) -> None:
+        def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> None:
             raise ZeroDivisionError
 
     executor.handlers = {**executor.handlers, **NOTHING}

@@ -180,12 +180,16 @@ def test_outliers_are_above_the_scale() -> None:
     assert re.findall(r"\d+", note.split("</small>")[0]) == ["1", "50", "7"]
     low, high = value_range([5.0, 5.0], from_zero=False, cut_outliers=True)
     assert low < 5.0 < high
-    assert value_range([-2.0, 1.0], from_zero=True, cut_outliers=True)[0] == -2.0  # nothing is below the scale
+    assert (
+        value_range([-2.0, 1.0], from_zero=True, cut_outliers=True)[0] == -2.0
+    )  # nothing is below the scale
     assert value_range([-2.0, -1.0], from_zero=True, cut_outliers=False)[1] >= 0.0
 
 
 def test_the_bar_of_one_rank_is_drawn_to_scale() -> None:
-    heights = re.findall(r'height="([\d.]+)" fill', bars("Memory", [100.0] * 7 + [300.0], unit=" MiB", summary=""))
+    heights = re.findall(
+        r'height="([\d.]+)" fill', bars("Memory", [100.0] * 7 + [300.0], unit=" MiB", summary="")
+    )
     assert float(heights[-1]) == pytest.approx(3 * float(heights[0]), rel=1e-3)
 
 

@@ -14,7 +14,7 @@ from ds_ext.recipes.models.bert import BertConfig
 from ds_ext.recipes.models.config import RopeScaling
 from ds_ext.recipes.models.gpt import GPTConfig
 from ds_ext.recipes.training.arguments import parse
-from ds_ext.recipes.training.flags import Model
+from ds_ext.recipes.training.script_flags import Model
 from ds_ext.recipes.training.setup import model_fields
 
 

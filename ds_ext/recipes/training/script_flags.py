@@ -9,7 +9,7 @@ from ... import __version__
 from ...environment import package_version
 from ...errors import ConfigError
 from ..models.config import GPT_FIELDS, TransformerConfig
-from ..models.flags import add_flags, flag_name, flags_of
+from ..models.field_flags import add_flags, flag_name, flags_of
 from .megatron_flags import JSON_KEYS, TOKENIZER_TYPES
 
 Model = Literal["gpt", "bert"]

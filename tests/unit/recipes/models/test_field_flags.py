@@ -12,9 +12,9 @@ from ds_ext.planner.auto import model_of_train, training_sizes
 from ds_ext.planner.memory import TrainingSizes
 from ds_ext.recipes.models.bert import BertConfig
 from ds_ext.recipes.models.config import PLANNED, RopeScaling, TransformerConfig
-from ds_ext.recipes.models.flags import add_flags, fields_of, flag, flags_of, keys_of
+from ds_ext.recipes.models.field_flags import add_flags, fields_of, flag, flags_of, keys_of
 from ds_ext.recipes.training.arguments import parse
-from ds_ext.recipes.training.flags import build_parser
+from ds_ext.recipes.training.script_flags import build_parser
 
 SIZES: dict[str, Any] = {
     "num_layers": 4,
