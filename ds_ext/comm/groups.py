@@ -103,12 +103,13 @@ def limit_waits(timeout_s: float) -> None:
         dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
-def end_after_threads() -> None:
+def wait_for_threads_at_exit() -> None:
     """Let torch's threads finish their work before Python exits; call this once the process group exists.
 
     A thread of gloo releases the tensors of a collective after its caller has continued, and needs Python's lock for
     it. If Python is exiting then, the process aborts: "terminate called without an active exception".
     """
+    # Python calls the newest handler first: register again, so that the wait precedes those registered since.
     atexit.unregister(_wait_for_threads)
     atexit.register(_wait_for_threads)
 

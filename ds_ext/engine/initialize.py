@@ -17,7 +17,7 @@ from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ..comm.groups import end_after_threads, limit_waits, watch_hosts, watch_start
+from ..comm.groups import limit_waits, wait_for_threads_at_exit, watch_hosts, watch_start
 from ..comm.spin import usable_cores
 from ..config.deepspeed_check import check_deepspeed, unknown_keys
 from ..config.deepspeed_json import (
@@ -130,7 +130,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
                 f"MASTER_PORT: already in use on this host (got {master_port()}). Stop the other job, "
                 f"or pass the launcher another --master_port (with srun: export MASTER_PORT)."
             ) from None
-    end_after_threads()
+    wait_for_threads_at_exit()
     watch_hosts()
     os.environ.setdefault("LOCAL_RANK", "0")
 
@@ -412,19 +412,20 @@ def _require_parameters(model: PipelineModule, groups: list[Any] | None) -> None
 
 
 def _require_weights_of_zero(model: PipelineModule, is_half: bool) -> None:
-    """Raise ConfigError on all ranks if one of them trains complex weights, which ZeRO would convert, or fp64 weights.
+    """Raise ConfigError on all ranks if one of them trains complex weights or, without half precision, fp64 weights.
 
-    Half precision casts fp64 weights before. ZeRO would train them without gradients.
+    ZeRO would convert complex weights, and train fp64 weights without gradients.
     """
 
     def check() -> None:
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and parameter.dtype == torch.float64 and not is_half:
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        for name, parameter in trained:
+            if parameter.dtype == torch.float64 and not is_half:  # half precision casts these
                 raise ConfigError(
                     f"zero_optimization.stage: ZeRO does not support fp64 weights (got {name} of {parameter.dtype}). "
                     "Use stage 0, or cast the layer with .float()."
                 )
-            if parameter.requires_grad and parameter.is_complex():
+            if parameter.is_complex():
                 raise ConfigError(
                     f"zero_optimization.stage: ZeRO and half precision do not support complex weights (got {name} of "
                     f"{parameter.dtype}). Use fp32 and stage 0."

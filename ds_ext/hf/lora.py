@@ -20,7 +20,8 @@ class Adapters:
 
     Args:
         lora: a ``peft.LoraConfig``.
-        source, cut: model.
+        source: source of the model's modules.
+        cut: paths of the model's parts.
 
     Raises:
         ConfigError: peft is missing, or the configuration changes frozen weights or trains something outside the

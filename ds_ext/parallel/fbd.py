@@ -147,11 +147,11 @@ class DisaggregatedLayout(ParallelLayout):
             for name, rank_lists in table.items()
         }
 
-    def _pairs(self, devices: list[tuple[int, int, int]]) -> list[list[int]]:
-        """Return [forward rank, backward rank] for every pair of devices and every tensor-parallel rank."""
+    def _pairs(self, device_pairs: list[tuple[int, int, int]]) -> list[list[int]]:
+        """Return [forward rank, backward rank] of every tensor rank, for (forward device, backward device, group)."""
         return [
             [self.rank(forward, g, t), self.rank(backward, g, t)]
-            for forward, backward, g in devices
+            for forward, backward, g in device_pairs
             for t in range(self.tensor_parallel_size)
         ]
 

@@ -77,49 +77,50 @@ class Lowering:
         self.device = device
         self.timetable = timetable
         self.buffers = _Buffers()
-        self._program: list[Instruction] = []
-        self._messages = None
-        if messages is not None:
-            self._messages = {sender: iter(ops) for sender, ops in messages.items()}
+        self._messages = None if messages is None else {peer: iter(ops) for peer, ops in messages.items()}
         self._early: set[Op] = set()  # ops whose message was received before an earlier op
 
     def add(self, op: Op) -> list[Instruction]:
-        """Return the instructions of ``op``: load or receives, the computation, sends or copies."""
-        self._program = []
+        """Append ``op``: return its instructions, and update the buffers.
+
+        The instructions are the load or receives, the computation, and the sends or copies.
+        """
+        instructions: list[Instruction] = []
         dependencies, placement = self.timetable.dependencies, self.timetable.placement
         if op.kind in (FORWARD, RECOMPUTE) and op.stage in (0, placement.stages - 1):
             # The first stage loads the inputs, the last one the labels.
-            self._instruct("LoadMicroBatch", op)
+            instructions.append(self._instruction("LoadMicroBatch", op))
         for _, sender in dependencies.needs(op):
             if sender != self.device:
-                self._receive(op, sender)
+                instructions += self._receive(op, sender)
         chunk = placement.chunk_index(self.device, op.stage, self.timetable.pipe(op.micro_batch))
-        self._instruct(COMPUTE_NAME[op.kind], op, chunk=chunk)
+        instructions.append(self._instruction(COMPUTE_NAME[op.kind], op, chunk=chunk))
         still_needed = False
         for consumer, device in dependencies.consumers(op):
             if device != self.device:
-                self._instruct(f"Send{_message(consumer)}", op, peer=device)
+                instructions.append(self._instruction(f"Send{_message(consumer)}", op, peer=device))
             elif consumer.stage != op.stage:
-                self._instruct(f"Copy{_message(consumer)}", op, to_buffer=self.buffers.buffer(consumer))
+                target = self.buffers.buffer(consumer)
+                instructions.append(self._instruction(f"Copy{_message(consumer)}", op, to_buffer=target))
             else:
                 still_needed = True
         if not still_needed:
             self.buffers.free(op)
-        return self._program
+        return instructions
 
-    def _receive(self, op: Op, sender: int) -> None:
-        """Receive the message of ``op``, preceded by the earlier ones on its link."""
+    def _receive(self, op: Op, sender: int) -> Iterator[Instruction]:
+        """Yield the receive of the message of ``op``, preceded by the earlier ones on its link."""
         if op in self._early:
             self._early.remove(op)
             return
         receivers = iter((op,)) if self._messages is None else self._messages[sender]
         for receiver in receivers:
-            self._instruct(f"Recv{_message(receiver)}", receiver, peer=sender)
+            yield self._instruction(f"Recv{_message(receiver)}", receiver, peer=sender)
             if receiver == op:
                 return
             self._early.add(receiver)
 
-    def _instruct(
+    def _instruction(
         self,
         name: str,
         op: Op,
@@ -127,12 +128,10 @@ class Lowering:
         chunk: int | None = None,
         peer: int | None = None,
         to_buffer: int | None = None,
-    ) -> None:
-        """Append an instruction for ``op``, whose pair gets a buffer if it has none."""
+    ) -> Instruction:
+        """Return an instruction for ``op``, whose pair gets a buffer if it has none."""
         pipe, buffer = self.timetable.pipe(op.micro_batch), self.buffers.buffer(op)
-        self._program.append(
-            Instruction(name, op.micro_batch, op.stage, pipe, chunk, peer, buffer, to_buffer)
-        )
+        return Instruction(name, op.micro_batch, op.stage, pipe, chunk, peer, buffer, to_buffer)
 
 
 def _message(consumer: Op) -> str:

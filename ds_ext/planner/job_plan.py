@@ -82,7 +82,7 @@ class StagePlan:
         if train is None or micro is None or accumulation is not None:
             return ""
         fitting = nearest_train_sizes(train, micro * self.layout.data_parallel_size, self._supports)
-        return f" With train_batch_size: {' or '.join(map(str, fitting))}." if fitting else ""
+        return f"With train_batch_size: {' or '.join(map(str, fitting))}." if fitting else ""
 
     def _supports(self, micro_batches: int) -> bool:
         """Return whether the schedule has a timetable for this number of micro-batches."""
@@ -291,13 +291,13 @@ def _link_credits(placement: Placement) -> int | None:
 
 
 @contextlib.contextmanager
-def _as_config_error(hint: Callable[[], str] = str) -> Iterator[None]:
+def _as_config_error(hint: Callable[[], str] | None = None) -> Iterator[None]:
     """Convert the ScheduleError for unsupported sizes into a ConfigError, because the sizes come from the JSON.
 
     Args:
-        hint: function that returns an additional sentence, with a space before it.
+        hint: function that returns an additional sentence, or "".
     """
     try:
         yield
     except ScheduleError as error:
-        raise ConfigError(f"{error}{hint()}") from None
+        raise ConfigError(f"{error} {hint() if hint else ''}".rstrip()) from None

@@ -9,6 +9,7 @@ The search does not depend on the names of schedules. Each schedule declares whi
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -117,7 +118,7 @@ class Candidates:
     @property
     def smallest(self) -> Candidate | None:
         """Candidate that needs the least memory among those that are too large."""
-        large = [c for c in self.ranked if c.refusal and c.memory_bytes is not None]
+        large = [c for c in self.ranked if _is_too_large(c.memory_bytes, self.memory_bytes)]
         return min(large, key=lambda c: c.tie_order, default=None)
 
     def reason(self) -> str:
@@ -239,7 +240,8 @@ def choose(request: Request) -> Candidates:
         rows.append(row)
         reached = _sort_key(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
         best = reached if best is None else min(best, reached)
-    return Candidates(tuple(_rank(_refuse_duplicates(rows))), request.memory_bytes, request.margin)
+    limit = request.memory_bytes
+    return Candidates(_rank(_refuse_duplicates(rows), limit), limit, request.margin)
 
 
 def _cannot_win(bound: tuple[float, ...], best: tuple[float, ...], slow: bool, margin: float) -> bool:
@@ -301,7 +303,7 @@ class _Variant:
 
     @cached_property
     def sizes(self) -> TrainingSizes | None:
-        """Model with the layers of each stage. Raises ScheduleError if it has too few layers."""
+        """Model with the layers of each stage; None without a model. Raises ScheduleError if they do not fit."""
         sizes = self.request.sizes
         if sizes is None:
             return None
@@ -320,45 +322,36 @@ class _Variant:
         """True for a planned order of many ops; with equal costs and free messages the search ends early."""
         ops, f = self._ops(self.placement) * _ORDERS, self.costs.forward
         ends_early = self.costs == Costs(f, f, f) and self.request.micro_batches % self.request.devices == 0
-        return (
-            self.schedule.planned
-            and (ops if ends_early else max(ops, _SEARCHED_OPS)) > self.request.cheap_ops
-        )
+        ops = ops if ends_early else max(ops, _SEARCHED_OPS)
+        return self.schedule.planned and ops > self.request.cheap_ops
 
     @cached_property
     def bound(self) -> tuple[float, ...]:
         """Lower bound on the sort key of any order."""
-        n, need = self.request.micro_batches, 0
+        n, need, placement = self.request.micro_batches, 0, self.placement
         if self.sizes is not None:
             one_micro_batch = tuple(
-                tuple(
-                    Op(kind, 0, stage)
-                    for stage in self.placement.stages_of(d)
-                    for kind in (FORWARD, BACKWARD)
-                )
-                for d in range(self.placement.num_devices)
+                tuple(Op(kind, 0, stage) for stage in placement.stages_of(d) for kind in (FORWARD, BACKWARD))
+                for d in range(placement.num_devices)
             )
-            order = Timetable("", self.placement, n, one_micro_batch)
+            order = Timetable("", placement, n, one_micro_batch)
             # Another order of the stages may need smaller buffers.
             need = max(device.total - device.buffers for device in memory(order, self.sizes))
         # Split backwards shorten the waits, so the bound also holds for whole ones. Jitter may shorten all ops, and
         # sums of the same times differ by rounding.
-        least = lower_bound(Workload(self.placement, n, self.costs, split=True))
+        least = lower_bound(Workload(placement, n, self.costs, split=True))
         least *= (1 - self.costs.jitter) * (1 - SAME)
-        return _sort_key(self._too_large(need), float(f"{least:.6g}") if self.request.margin else least, need)
-
-    def _too_large(self, need: int) -> bool:
-        limit = self.request.memory_bytes
-        return limit is not None and need > limit
+        too_large = _is_too_large(need, self.request.memory_bytes)
+        return _sort_key(too_large, float(f"{least:.6g}") if self.request.margin else least, need)
 
     def price(self) -> Candidate:
         """Build and simulate the timetable. Raises ScheduleError if the schedule does not support the sizes."""
         request, sizes = self.request, self.sizes
         timetable = self.schedule.timetable(request.devices, request.micro_batches, self.options, self.costs)
         simulation = simulate(timetable, self.costs)
-        need = None if sizes is None else _largest_bytes(timetable, sizes)
+        need, limit = None if sizes is None else _largest_bytes(timetable, sizes), request.memory_bytes
         return self.candidate(
-            refusal=f"It needs {format_bytes(need)}." if need is not None and self._too_large(need) else "",
+            refusal=f"It needs {format_bytes(need)}." if need and _is_too_large(need, limit) else "",
             time=simulation.makespan,
             bubble=simulation.bubble,
             memory_bytes=need,
@@ -404,17 +397,26 @@ def _refuse_duplicates(rows: Iterable[Candidate]) -> Iterator[Candidate]:
             yield row
 
 
-def _rank(rows: Iterable[Candidate]) -> list[Candidate]:
-    """Return usable rows by time, then refused rows by bytes. :attr:`.Candidate.tie_order` breaks ties."""
-    rows = list(rows)
-    fits = sorted((c for c in rows if not c.refusal), key=lambda c: (c.time, c.tie_order))
-    if fits:
-        least = (fits[0].time or 0.0) * (1 + SAME)
-        best = min((c for c in fits if (c.time or 0.0) <= least), key=lambda c: c.tie_order)
-        fits = [best, *(c for c in fits if c is not best)]
-    large = [c for c in rows if c.refusal and c.memory_bytes is not None]
-    unpriced = [c for c in rows if c.refusal and c.memory_bytes is None]
-    return [*fits, *sorted(large, key=lambda c: c.tie_order), *unpriced]
+def _rank(rows: Iterable[Candidate], limit_bytes: int | None) -> tuple[Candidate, ...]:
+    """Return usable candidates by time, then too large ones by bytes, then the others; ties are in ``tie_order``."""
+    usable, large, others = [], [], []
+    for row in rows:
+        refused = large if _is_too_large(row.memory_bytes, limit_bytes) else others
+        (refused if row.refusal else usable).append(row)
+    return (*_by_time(usable), *sorted(large, key=lambda c: c.tie_order), *others)
+
+
+def _by_time(usable: Iterable[Candidate]) -> list[Candidate]:
+    """Return candidates by time, after the least in ``tie_order`` of those within ``SAME`` of the minimum time."""
+    ranked = sorted(usable, key=lambda c: (c.time, c.tie_order))
+    times = [c.time or 0.0 for c in ranked]
+    num_ties = bisect_right(times, times[0] * (1 + SAME)) if times else 0
+    best = min(ranked[:num_ties], key=lambda c: c.tie_order, default=None)
+    return sorted(ranked, key=lambda c: c is not best)
+
+
+def _is_too_large(need_bytes: int | None, limit_bytes: int | None) -> bool:
+    return need_bytes is not None and limit_bytes is not None and need_bytes > limit_bytes
 
 
 def _first_sentence(error: ScheduleError) -> str:

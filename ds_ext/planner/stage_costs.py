@@ -58,7 +58,7 @@ def split_layers(
 def stage_costs(costs: Costs, sizes: TrainingSizes) -> Costs:
     """Return ``costs`` with recomputation and the share of each stage in the model's work.
 
-    Factors in ``costs`` are kept, because they may be measured.
+    One factor applies to forward and backward alike. Factors in ``costs`` are kept, because they may be measured.
 
     Args:
         sizes: model with the layers of each stage, from :func:`split_layers`.
@@ -69,11 +69,12 @@ def stage_costs(costs: Costs, sizes: TrainingSizes) -> Costs:
     recomputed = replace(costs, backward_input=costs.backward_input + repeated * costs.forward)
     if costs.stages is not None or not whole:
         return recomputed
-    head = sizes.head_work()
-    layer = whole + repeated * costs.forward
-    work = [count * layer for count in sizes.stage_layers]
-    work[-1] += head * whole
-    # Work of a stage if the model were divided evenly and the head recomputed too.
-    mean = (sizes.num_layers + head) * layer / len(work)
-    factors = tuple(round(part / mean, _DIGITS) for part in work)
+    head_layers = sizes.head_work()
+    # Only ratios matter: a layer costs as much as 1/D of the model in ``costs``.
+    layer_cost = whole + repeated * costs.forward
+    stage_cost = [count * layer_cost for count in sizes.stage_layers]
+    stage_cost[-1] += head_layers * whole
+    # Cost of a stage if the model were divided evenly and the head recomputed too.
+    even_share = (sizes.num_layers + head_layers) * layer_cost / len(stage_cost)
+    factors = tuple(round(cost / even_share, _DIGITS) for cost in stage_cost)
     return recomputed if set(factors) == {1.0} else replace(recomputed, stages=factors)

@@ -5,7 +5,8 @@ count it on every rank in a gradient norm, and ``partition_dim``. Concatenating 
 ``partition_dim`` gives the full weight. A replicated parameter has none of these attributes. A weight with padding rows
 also has ``unpadded_size``, because the padding depends on the group size.
 
-The full weight is initialized on the CPU and then sharded, so initial values do not depend on the group size.
+The full weight is initialized on the CPU and then sharded, so initial values do not depend on the group size. In
+shapes, T is the size of the group.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ class ColumnParallelLinear(nn.Module):
                 self.rows = slice(group * rows, (group + 1) * rows)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., input_size), the same on all ranks, to (..., output_size / size).
+        """Map (..., input_size), the same on all ranks, to (..., output_size / T).
 
-        With sequence parallelism the input is (B, S / size, input_size).
+        With sequence parallelism the input is (B, S / T, input_size).
         """
         return self.project(enter_tensor_parallel(x, self.tp, self.sequence_parallel))
 
@@ -131,14 +132,14 @@ class RowParallelLinear(nn.Module):
         self.bias = replicated_parameter((output_size,), nn.init.zeros_) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., input_size / size) to (..., output_size) on all ranks.
+        """Map (..., input_size / T) to (..., output_size) on all ranks.
 
-        With sequence parallelism the output is (B, S / size, output_size).
+        With sequence parallelism the output is (B, S / T, output_size).
         """
-        y = leave_tensor_parallel(linear(x, self.weight), self.tp, self.sequence_parallel)
-        if self.bias is None:
-            return y
-        return y + (shared_parameters(self.tp, self.bias)[0] if self.sequence_parallel else self.bias)
+        y, bias = leave_tensor_parallel(linear(x, self.weight), self.tp, self.sequence_parallel), self.bias
+        if bias is not None and self.sequence_parallel:
+            (bias,) = shared_parameters(self.tp, bias)
+        return y if bias is None else y + bias
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -175,7 +176,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = sharded_parameter(shape, 0, tp, init, unpadded=unpadded)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        """Map all token ids (B, S) to (B, S, D) on all ranks, or to (B, S / size, D) with sequence parallelism.
+        """Map all token ids (B, S) to (B, S, D) on all ranks, or to (B, S / T, D) with sequence parallelism.
 
         Raises:
             IndexError: on CPU, for an id outside the table. On CUDA this is a device assertion.
@@ -231,20 +232,23 @@ def check_ids(ids: Tensor, limit: int) -> None:
 
 
 def linear_rows(x: Tensor, weight: Tensor, bias: Tensor | None, rows: slice, tp: TensorParallel) -> Tensor:
-    """Compute ``F.linear`` with some rows of replicated parameters, of which other ranks use the same or other rows.
+    """Compute ``F.linear`` with ``rows`` of a replicated weight and bias. Ranks may use the same or different rows.
 
-    The gradients are summed over the group and have the shape of the whole parameters. They are deferrable.
+    The gradients are summed over the group, have the shape of the whole parameters, and are deferred where possible.
     """
 
-    def full_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
+    def sum_gradient(rows_gradient: Tensor, parameter: Tensor) -> Tensor:
         full = torch.zeros_like(parameter)
-        full[rows] = gradient
+        full[rows] = rows_gradient
         return all_reduce(full, tp)
 
     if is_deferrable(x, weight, bias):
-        return deferred_linear(x, weight, bias, Rows(rows, full_gradient))
-    weight, *biases = shared_parameters(tp, weight, *(() if bias is None else (bias,)))
-    return F.linear(x, weight[rows], biases[0][rows] if biases else None)
+        return deferred_linear(x, weight, bias, Rows(rows, sum_gradient))
+    if bias is None:
+        (weight,) = shared_parameters(tp, weight)
+        return F.linear(x, weight[rows])
+    weight, bias = shared_parameters(tp, weight, bias)
+    return F.linear(x, weight[rows], bias[rows])
 
 
 _skip_initial_values = ContextVar("_skip_initial_values", default=False)

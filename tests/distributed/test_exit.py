@@ -8,9 +8,9 @@ from pathlib import Path
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
-from ds_ext.comm.groups import end_after_threads
+from ds_ext.comm.groups import wait_for_threads_at_exit
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
-end_after_threads()
+wait_for_threads_at_exit()
 for _ in range(2000):
     dist.all_reduce(torch.ones(1 << 12), async_op=True)
 """

@@ -104,14 +104,14 @@ class Session:
         return [host for host in self._all if host.facts]
 
     def start(self) -> None:
-        """Wait for all agents and their facts."""
+        """Wait for all agents, and add the findings of their hosts to the report."""
 
-        def start(host: Host) -> None:
+        def fetch_facts(host: Host) -> None:
             host.agent.start()
             host.facts = host.agent.ask("facts", limit_s=90.0)
             self.report.hosts[host.name] += [Finding(**finding) for finding in host.facts["findings"]]
 
-        self._run(start, self._all)
+        self._run(fetch_facts, self._all)
 
     def check_all(self, check: Callable[[Host], None]) -> None:
         """Run a check on all hosts in parallel, and note the hosts on which it fails."""

@@ -83,36 +83,31 @@ class RdmaSetup:
         require_lockable(len(peers) * _native.RDMA_FIXED_BYTES + endpoints * self._slab_bytes)
         try:
             for peer in peers:
+                sends, receives = (rank, peer) in pairs, (peer, rank) in pairs
                 self._links[peer] = _native.RdmaLink(
-                    self._device,
-                    rank,
-                    peer,
-                    (rank, peer) in pairs,
-                    (peer, rank) in pairs,
-                    self._window_bytes,
-                    self._slab_bytes,
+                    self._device, rank, peer, sends, receives, self._window_bytes, self._slab_bytes
                 )
         except _native.VerbsError as error:
             raise TransportError(str(error)) from None
 
     def connect(self, offers: Mapping[int, RdmaOffer], pairs: Pairs, timeout_s: float) -> Endpoints:
-        """Exchange greetings with all peers, and wait until they are ready."""
+        """Exchange greetings with all peers, and wait until they are ready. Raises TransportError if one fails."""
         assert self._device is not None and self._listener is not None
         deadline = time.monotonic() + timeout_s
         peers = {peer: offers[peer].tcp for peer in self._links}
         connections = connect_peers(self._listener, self._rank, peers, self._greetings(offers), timeout_s)
         try:
             for peer, link in self._links.items():
-                self._connect_pair(peer, link, connections[peer].note, self._job(peer, offers))
+                self._connect_pair(peer, link, connections[peer].note, self._job_token(peer, offers))
             for connection in connections.values():
                 connection.socket.sendall(_READY)
             for peer, connection in connections.items():
                 self._await_ready(peer, connection, deadline)
+            return self._make_endpoints(connections)
         except BaseException:
             for connection in connections.values():
-                connection.socket.close()
+                connection.socket.close()  # without effect if a link has taken it over
             raise
-        return self._make_endpoints(connections)
 
     def _make_endpoints(self, connections: Mapping[int, PeerConnection]) -> Endpoints:
         """Return the endpoints of all links. A link takes over its tcp connection, which reports failures."""
@@ -145,15 +140,16 @@ class RdmaSetup:
         return choice
 
     def _greetings(self, offers: Mapping[int, RdmaOffer]) -> dict[int, bytes]:
-        return {peer: link.greeting(self._job(peer, offers)) for peer, link in self._links.items()}
+        return {peer: link.greeting(self._job_token(peer, offers)) for peer, link in self._links.items()}
 
-    def _job(self, peer: int, offers: Mapping[int, RdmaOffer]) -> bytes:
+    def _job_token(self, peer: int, offers: Mapping[int, RdmaOffer]) -> bytes:
         """Return the job token of the pair: the token of the higher rank."""
         return offers[max(peer, self._rank)].tcp.token
 
-    def _connect_pair(self, peer: int, link: _native.RdmaLink, greeting: bytes, job: bytes) -> None:
+    def _connect_pair(self, peer: int, link: _native.RdmaLink, greeting: bytes, job_token: bytes) -> None:
+        """Connect the queue pair to that of a peer. Raises TransportError."""
         try:
-            link.connect(greeting, job)
+            link.connect(greeting, job_token)
         except (_native.VerbsError, _native.LinkError) as error:
             raise TransportError(
                 f"rank {self._rank}: no RDMA connection to rank {peer}: {error}.", peer

@@ -50,25 +50,10 @@ def run_with_recompute(
     if function is not _NON_REENTRANT and not any(map(_has_gradient, tensors)):
         tensors = tuple(map(_with_gradient, tensors))
 
-    initial: Values | None = None  # values before the first forward of the buffers that it changed
+    replayable = _Replayable(modules, run)
 
     def forward(*tensors: Any) -> Any:
-        nonlocal initial
-        arguments = tensors if is_tuple else tensors[0]
-        if initial is not None:
-            with preserve_buffers(modules, initial):
-                return run(arguments)
-        before = [
-            (module, name, buffer, buffer.clone(), buffer._version)
-            for module, name, buffer in buffers_of(modules)
-        ]
-        result = run(arguments)
-        initial = {
-            (module, name): values
-            for module, name, buffer, values, version in before
-            if getattr(module, name) is not buffer or buffer._version != version
-        }
-        return result
+        return replayable(tensors if is_tuple else tensors[0])
 
     if function is _NON_REENTRANT:
         return function(forward, *tensors, preserve_rng_state=keep_random)
@@ -82,6 +67,31 @@ def run_with_recompute(
                 f"or exclude the layer with checkpointable_layers."
             )
     return outputs
+
+
+class _Replayable:
+    """Forward that returns the same values when it runs again in the backward.
+
+    The first call records the initial values of the buffers that it changes. Later calls start from them, and leave the
+    buffers as they are.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], run: Callable[[Any], Any]) -> None:
+        self._modules, self._run = modules, run
+        self._initial: Values | None = None  # None before the first call
+
+    def __call__(self, inputs: Any) -> Any:
+        if self._initial is not None:
+            with preserve_buffers(self._modules, self._initial):
+                return self._run(inputs)
+        before = [(m, name, b, b.clone(), b._version) for m, name, b in buffers_of(self._modules)]
+        result = self._run(inputs)
+        self._initial = {
+            (module, name): values
+            for module, name, buffer, values, version in before
+            if getattr(module, name) is not buffer or buffer._version != version
+        }
+        return result
 
 
 @contextmanager

@@ -56,11 +56,8 @@ Loss = dict[str, Term]
 
 def mean_of(loss: Loss) -> Tensor:
     """Return the loss of one micro-batch: the sum of the means of its terms."""
-    return (
-        torch.stack([term.mean for term in loss.values()]).sum()
-        if len(loss) > 1
-        else loss[next(iter(loss))].mean
-    )
+    means = [term.mean for term in loss.values()]
+    return torch.stack(means).sum() if len(means) > 1 else means[0]
 
 
 @dataclass(frozen=True)
@@ -159,23 +156,29 @@ class StepLosses:
     def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
         """Return the loss of a micro-batch. Without a loss function the outputs are the loss, as in DeepSpeed.
 
-        Raises ConfigError for a loss in another form, or without a gradient in training.
+        Raises ConfigError for a term that is neither a scalar nor a pair (sum, count), or has no gradient in training,
+        and for pairs without a method ``counts``: several, or in training with fp16.
         """
         loss_fn = self._module.loss_fn
         value = outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
         loss = {name: _make_term(term) for name, term in _by_term(value).items()}
         if self._by_micro_batch:
             return {name: Term(term.mean, None) for name, term in loss.items()}
-        if self._label_counter is None:
-            names_of_pairs = [name for name, term in loss.items() if term.count is not None]
-            if len(names_of_pairs) > 1:
-                raise _several_terms_error(names_of_pairs)
-            if names_of_pairs and self._in_fp16 and self._trains:
-                raise ConfigError(
-                    "loss_fn: a pair (sum, count) needs a method counts(labels) with fp16, whose gradients could "
-                    "underflow without it (got none). Add the method, or train in bf16."
-                )
+        self._require_counts(loss)
         return loss
+
+    def _require_counts(self, loss: Loss) -> None:
+        """Raise ConfigError for pairs that need a method ``counts``, if the loss function has none."""
+        if self._label_counter is not None:
+            return
+        names_of_pairs = [name for name, term in loss.items() if term.count is not None]
+        if len(names_of_pairs) > 1:
+            raise _several_terms_error(names_of_pairs)
+        if names_of_pairs and self._in_fp16 and self._trains:
+            raise ConfigError(
+                "loss_fn: a pair (sum, count) needs a method counts(labels) with fp16, whose gradients could "
+                "underflow without it (got none). Add the method, or train in bf16."
+            )
 
     def backward_root(self, loss: Loss, micro_batches: int) -> Tensor:
         """Return the scalar from which the backward of a micro-batch starts: the terms divided by their counts.

@@ -217,13 +217,14 @@ def _unlock_pages(content: memoryview) -> None:
 def _views(content: Tensor, tensors: Mapping[str, Tensor], capacity: int) -> dict[str, Tensor]:
     """Return views of ``content``, uint8 [bytes], in the shapes of ``tensors``, one after the other.
 
-    They are followed by ``capacity`` bytes for the other values, under the name ``STATE``.
+    They are followed by ``capacity`` bytes for the other values, under the name ``STATE``. ``tensors`` are in order of
+    decreasing element size, so that all views are aligned.
     """
     *parts, state = content.split([*(tensor.nbytes for tensor in tensors.values()), capacity])
-    views = {STATE: state}
+    views = {}
     for (name, tensor), part in zip(tensors.items(), parts, strict=True):
         views[name] = part.view(tensor.dtype).view(tensor.shape)
-    return views
+    return {**views, STATE: state}
 
 
 def pack_state(state: Mapping[str, Any]) -> bytes:

@@ -97,9 +97,8 @@ class Tracer(Observer):
         # Of the current step.
         self._step = 0
         self._timetable: Timetable | None = None
-        self._executed: list[
-            tuple[Instruction, Reading, Reading, int]
-        ] = []  # begin, end and bytes of the message
+        # Instruction, begin, end and bytes of the message.
+        self._executed: list[tuple[Instruction, Reading, Reading, int]] = []
         self._reductions: list[_Reduction] = []
         # Of the current instruction.
         self._begin: Reading = 0.0
@@ -126,13 +125,17 @@ class Tracer(Observer):
         return self.busy.now()
 
     def start_step(self, step: int, timetable: Timetable) -> None:
-        """Start step number ``step``, counted from 1. All ranks must call this before every step."""
+        """Start step number ``step``, counted from 1. All ranks must call this before every step.
+
+        Raises ConfigError on all ranks in the first traced step if a file cannot be created.
+        """
         self.active = self.first <= step <= self.last and not self._has_ended
         if not self.active:
             return
+        self._step, self._moved_bytes = step, 0  # discard the bytes of an evaluation
         if self.times is None:
             self._open(step, timetable)
-        self._step, self._moved_bytes = step, 0  # discard the bytes of an evaluation
+            return
         try:
             self._write_timetable(timetable)
         except ConfigError as error:  # a full disk must not stop the run
@@ -214,13 +217,14 @@ class Tracer(Observer):
     # --- files ---
 
     def _open(self, step: int, timetable: Timetable) -> None:
-        """Create the files of all ranks. Raises ConfigError on all ranks if one cannot be created."""
+        """Create the files of all ranks and compare their clocks. Raises ConfigError on all ranks if a file fails."""
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         assert isinstance(group, dist.ProcessGroup)
         try:
             self._create_files(group, step, timetable)
         except ConfigError:
             self._close()
+            dist.destroy_process_group(group)
             raise
         atexit.register(self._close)
         self.times = Times(self.busy)

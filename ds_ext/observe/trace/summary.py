@@ -73,7 +73,7 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class StageSummary:
-    """Median forward plus backward time of a stage on its slowest rank, and the mean over the other stages."""
+    """Median forward plus backward time of a stage on its slowest rank, and the mean over ranks of other stages."""
 
     stage: int
     rank: int
@@ -154,7 +154,7 @@ def summarize(traces: Traces) -> Summary:
         bubble_by_step=bubbles,
         makespan_by_step=makespans,
         ranks=[_rank(rank, times[rank], makespans) for rank in times] if makespans else [],
-        stages=_stages(durations),
+        stages=_summarize_stages(durations),
         links=links.summaries(),
         notes=notes,
     )
@@ -291,7 +291,7 @@ def _overlap(reduction: Event, computations: Iterable[Event]) -> float:
     return sum(max(0.0, min(end, e["ts"] + e["dur"]) - max(begin, e["ts"])) for e in computations)
 
 
-def _stages(durations: Durations) -> list[StageSummary]:
+def _summarize_stages(durations: Durations) -> list[StageSummary]:
     """Return the stages in order, each with its slowest rank. The medians of all kinds of ops are added."""
     times_ms = {
         key: sum(statistics.median(kind_times) for kind_times in kinds.values()) / 1e3
@@ -303,7 +303,7 @@ def _stages(durations: Durations) -> list[StageSummary]:
             slowest[stage] = (rank, ms)
     stages = []
     for stage, (rank, ms) in sorted(slowest.items()):
-        others_ms = [time for (key, _), time in times_ms.items() if key != stage]
+        others_ms = [time_ms for (other, _), time_ms in times_ms.items() if other != stage]
         stages.append(StageSummary(stage, rank, ms, statistics.fmean(others_ms) if others_ms else None))
     return stages
 

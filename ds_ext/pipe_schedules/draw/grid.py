@@ -60,7 +60,10 @@ def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: boo
 
 
 def _cell(op: Op, text: str, width: int, timetable: Timetable, color: bool) -> str:
-    """Return ``text`` padded to ``width`` characters; backwards are padded with dashes."""
+    """Return ``text`` padded to ``width`` characters; backwards are padded with dashes.
+
+    ``color`` gives each pipe a color and reverses other ops than forwards, also repeated forwards without dashes.
+    """
     body = text if op.kind in (FORWARD, RECOMPUTE) else text.ljust(width - 1, "-")
     gap = " " * (width - len(body))
     if color:

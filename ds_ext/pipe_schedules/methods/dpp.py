@@ -69,43 +69,47 @@ def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]
             f"dpp: chunks needs placement interleaved (got {options['chunks']} with placement "
             f"{options['placement']}). Remove chunks, or change the placement."
         )
-    in_flight = options["max_in_flight"] or 2 * placed.num_devices
-    if in_flight < placed.replicas:
+    max_in_flight = options["max_in_flight"] or 2 * placed.num_devices
+    if max_in_flight < placed.replicas:
         raise ScheduleError(
-            f"dpp: max_in_flight must be at least the number of pipes, {placed.replicas} (got {in_flight})."
+            f"dpp: max_in_flight must be at least the number of pipes, {placed.replicas} (got {max_in_flight})."
         )
-    share, remainder = divmod(in_flight, placed.replicas)
-    credits = tuple(share + (pipe < remainder) for pipe in range(placed.replicas))
+    share, remainder = divmod(max_in_flight, placed.replicas)
+    in_flight = tuple(share + (pipe < remainder) for pipe in range(placed.replicas))
     return DynamicRules(
         placed,
         micro_batches,
         options["backward"] == "split",
         options["policy"],
-        credits,
-        _max_live(placed, credits, options["max_activations"]),
+        in_flight,
+        _max_live(placed, in_flight, options["max_activations"] or None),
     )
 
 
-def _max_live(placed: Placement, credits: tuple[int, ...], most: float) -> tuple[int, ...]:
+def _max_live(
+    placed: Placement, in_flight: tuple[int, ...], max_activations: float | None
+) -> tuple[int, ...]:
     """Return the maximum of (stage, micro-batch) pairs per device. Raises ScheduleError if below one per stage.
 
     Args:
-        credits: maximum number of micro-batches in flight, per pipe.
-        most: limit on activations in units of 1/D of the model; 0: none beyond the credits.
+        in_flight: maximum number of micro-batches in flight, per pipe.
+        max_activations: limit in units of 1/D of the model; None: no limit beyond ``in_flight``.
     """
-    by_credits = [
-        sum(devices.count(d) * n for devices, n in zip(placed.pipes, credits, strict=True))
+    max_pairs = tuple(
+        sum(devices.count(d) * n for devices, n in zip(placed.pipes, in_flight, strict=True))
         for d in range(placed.num_devices)
-    ]
-    share = placed.stages / placed.num_devices
-    limit = math.floor(most * share + 1e-9) if most else max(by_credits)
-    least = max(map(len, placed.chunks))
-    if limit < least:
+    )
+    if max_activations is None:
+        return max_pairs
+    stages_per_unit = placed.stages / placed.num_devices
+    limit = math.floor(max_activations * stages_per_unit + 1e-9)
+    chunks = max(map(len, placed.chunks))
+    if limit < chunks:
         raise ScheduleError(
-            f"dpp: max_activations is too low for one micro-batch at each of the {least} stages of a device "
-            f"(got {most:g}). Use at least {least / share:g} (units of 1/D of the model)."
+            f"dpp: max_activations is too low for one micro-batch at each of the {chunks} stages of a device "
+            f"(got {max_activations:g}). Use at least {chunks / stages_per_unit:g} (units of 1/D of the model)."
         )
-    return tuple(min(limit, n) for n in by_credits)
+    return tuple(min(limit, n) for n in max_pairs)
 
 
 def run(rules: DynamicRules, costs: Costs) -> Orders:

@@ -60,15 +60,15 @@ def build_datasets(
     weights, prefixes = parse_data_path(data_path)
     shares = parse_split(split)
     sources = [IndexedTokens(prefix) for prefix in prefixes]
-    documents = [_split_documents(source, shares) for source in sources]
+    ranges_by_file = [_split_documents(source, shares) for source in sources]
 
-    def build(number: int) -> BlendedDataset[Sample_co]:
-        table = BlendTable(weights, num_samples[number])
+    def build(split_index: int) -> BlendedDataset[Sample_co]:
+        table = BlendTable(weights, num_samples[split_index])
         parts = [
-            build_part(source, ranges[number], SPLIT_NAMES[number], count)
-            for source, ranges, count in zip(sources, documents, table.counts, strict=True)
+            build_part(source, ranges[split_index], SPLIT_NAMES[split_index], count)
+            for source, ranges, count in zip(sources, ranges_by_file, table.counts, strict=True)
         ]
-        return BlendedDataset(parts, table, num_samples[number])
+        return BlendedDataset(parts, table, num_samples[split_index])
 
     return build(0), build(1), build(2)
 

@@ -79,8 +79,7 @@ class BertEmbedding(nn.Module):
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> None:
         super().__init__()
-        # With sequence parallelism this rank holds one slice of the tokens.
-        self.tp = tp if config.sequence_parallel else TensorParallel()
+        self.sequence_tp = tp if config.sequence_parallel else TensorParallel()
         self.position_embeddings = embedding_table(config, config.positions, "position_embeddings.weight")
         self.token_type_embeddings = embedding_table(config, TOKEN_TYPES, "tokentype_embeddings.weight")
         self.layernorm = LayerNorm(config, tp)
@@ -98,10 +97,10 @@ class BertEmbedding(nn.Module):
         tokens = types_BS.size(1)
         check_positions(tokens, self.position_embeddings.size(0))
         positions_PD, types_TD = shared_parameters(
-            self.tp, self.position_embeddings, self.token_type_embeddings
+            self.sequence_tp, self.position_embeddings, self.token_type_embeddings
         )
-        types_BSD = embedding(self.tp.shard(types_BS, 1), types_TD)
-        hidden_BSD = hidden_BSD + types_BSD + self.tp.shard(positions_PD[:tokens], 0)
+        types_BSD = embedding(self.sequence_tp.shard(types_BS, 1), types_TD)
+        hidden_BSD = hidden_BSD + types_BSD + self.sequence_tp.shard(positions_PD[:tokens], 0)
         return self.dropout(self.layernorm(hidden_BSD)), mask_BS
 
 

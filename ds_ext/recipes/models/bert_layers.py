@@ -81,8 +81,7 @@ class BertHeads(nn.Module):
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel, order_classes: int | None) -> None:
         super().__init__()
-        # With sequence parallelism this rank holds one slice of the tokens.
-        self.tp = tp if config.sequence_parallel else TensorParallel()
+        self.sequence_tp = tp if config.sequence_parallel else TensorParallel()
         size = config.hidden_size
 
         def dense(outputs: int, name: str) -> nn.Linear:
@@ -103,11 +102,11 @@ class BertHeads(nn.Module):
         swapped (1), from the pooled first token.
         """
         hidden_BSD, _ = inputs
-        weight, bias = shared_parameters(self.tp, self.transform.weight, self.transform.bias)
+        weight, bias = shared_parameters(self.sequence_tp, self.transform.weight, self.transform.bias)
         words_BSD = self.transform_layernorm(F.gelu(linear(hidden_BSD, weight, bias)))
         if self.pooler is None or self.classifier is None:
             return (words_BSD,)
-        pooled_BD = torch.tanh(self.pooler(_first_token(hidden_BSD, self.tp)))
+        pooled_BD = torch.tanh(self.pooler(_first_token(hidden_BSD, self.sequence_tp)))
         return words_BSD, self.classifier(pooled_BD)
 
 

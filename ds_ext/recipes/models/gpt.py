@@ -90,14 +90,17 @@ class GPTEmbedding(nn.Module):
             ConfigError: if starts_BS is missing or not expected.
         """
         tokens_BS, starts_BS = unpack_starts(inputs)
-        if self.packed != (starts_BS is not None):
-            expected, got = ("a pair (tokens, starts)", "tokens") if self.packed else ("tokens", "a pair")
-            raise ConfigError(
-                f"inputs: must be {expected} with packed={self.packed} (got {got}). Change the data, or "
-                f"reset_position_ids and reset_attention_mask."
-            )
+        if self.packed and starts_BS is None:
+            raise _inputs_error("a pair (tokens, starts) with packed=True (got tokens)")
+        if not self.packed and starts_BS is not None:
+            raise _inputs_error("tokens with packed=False (got a pair)")
         hidden_BSD = self.word_embeddings(tokens_BS)
         return hidden_BSD if starts_BS is None else (hidden_BSD, starts_BS)
+
+
+def _inputs_error(problem: str) -> ConfigError:
+    fix = "Change the data, or reset_position_ids and reset_attention_mask."
+    return ConfigError(f"inputs: must be {problem}. {fix}")
 
 
 def _vocabulary_init(config: TransformerConfig, layer: int, name: str) -> InitMethod:
@@ -116,8 +119,7 @@ class GPTPositionEmbedding(nn.Module):
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> None:
         super().__init__()
-        # With sequence parallelism this rank holds one slice of the tokens.
-        self.tp = tp if config.sequence_parallel else TensorParallel()
+        self.sequence_tp = tp if config.sequence_parallel else TensorParallel()
         self.reset = config.reset_position_ids
         self.positions = config.positions
         learned = config.position_embedding_type == "learned_absolute"
@@ -135,15 +137,15 @@ class GPTPositionEmbedding(nn.Module):
             ConfigError: if there are more tokens than positions.
         """
         hidden_BSD, starts_BS = unpack_starts(inputs)
-        tokens = hidden_BSD.size(1) * self.tp.size
+        tokens = hidden_BSD.size(1) * self.sequence_tp.size
         check_positions(tokens, self.positions)
         if self.weight is not None:
-            (table_PD,) = shared_parameters(self.tp, self.weight)
+            (table_PD,) = shared_parameters(self.sequence_tp, self.weight)
             if self.reset and starts_BS is not None:
                 positions_BS = torch.arange(tokens, device=starts_BS.device) - starts_BS
-                hidden_BSD = hidden_BSD + embedding(self.tp.shard(positions_BS, 1), table_PD)
+                hidden_BSD = hidden_BSD + embedding(self.sequence_tp.shard(positions_BS, 1), table_PD)
             else:
-                hidden_BSD = hidden_BSD + self.tp.shard(table_PD[:tokens], 0)
+                hidden_BSD = hidden_BSD + self.sequence_tp.shard(table_PD[:tokens], 0)
         hidden_BSD = self.dropout(hidden_BSD)
         return hidden_BSD if starts_BS is None else (hidden_BSD, starts_BS)
 

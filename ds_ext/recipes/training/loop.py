@@ -139,17 +139,17 @@ class Trainer:
         valid.consumed_samples = 0
         micro_batches = self.args.eval_iters * self.engine.micro_batches
         loss = self.validation_loss = float(self.engine.eval_batch(valid, num_micro_batches=micro_batches))
-        return loss, {
-            name: float(value) for name, value in (self.engine.eval_additional_losses or {}).items()
-        }
+        parts = self.engine.eval_additional_losses or {}
+        return loss, {name: float(value) for name, value in parts.items()}
 
     def save(self, step: int, loss: float) -> None:
-        """Write a checkpoint with the position in the data. Training continues if this fails.
+        """Write a checkpoint with the position in the data, unless the last step left a non-finite loss.
 
-        Raises CheckpointError with ``--stop-if-not-saved``.
+        A failed or refused save adds ``step`` to ``not_saved``, and training continues. Raises CheckpointError if the
+        write failed, with ``--stop-if-not-saved``.
         """
-        watch = self.engine.update.loss_watch
-        if watch.in_a_row and not math.isfinite(loss):
+        # The watch does not count steps that fp16 skips to lower its scale: they leave the weights as they are.
+        if not math.isfinite(loss) and self.engine.update.loss_watch.in_a_row:
             self.not_saved.append(step)
             say_error(f"step {step}: checkpoint not saved: loss {loss}. The previous one stays current.")
             return

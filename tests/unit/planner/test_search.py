@@ -134,6 +134,18 @@ def test_ties_go_to_the_simplest() -> None:
     assert smallest is not None and smallest.schedule == "1f1b"
 
 
+def test_duplicates_follow_the_candidates_that_are_too_large() -> None:
+    limit = 6 * GB
+    ranked = choose(Request(4, 8, Costs(comm=0.1), MODEL, limit, cheap_ops=ALL_OPS)).ranked
+    sizes = [row.memory_bytes or 0 for row in ranked]
+    groups = [2 * bool(row.refusal) - (size > limit) for row, size in zip(ranked, sizes, strict=True)]
+    assert groups == sorted(groups)
+    large = [size for size in sizes if size > limit]
+    assert large == sorted(large)
+    duplicates = [row for row, size in zip(ranked, sizes, strict=True) if row.refusal and 0 < size <= limit]
+    assert duplicates
+
+
 def refusals(devices: int, micro_batches: int, **model: Any) -> dict[tuple[str, str], str]:
     request = Request(devices, micro_batches, sizes=replace(MODEL, **model))
     return {(r.label, r.recompute): r.refusal for r in choose(request).ranked}
