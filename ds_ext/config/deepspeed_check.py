@@ -31,7 +31,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DtypeEnum
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import logger
@@ -39,7 +39,7 @@ from pydantic import ValidationError
 from torch.optim import lr_scheduler
 
 from ..errors import ConfigError
-from .deepspeed_json import RESEMBLES, fp32_sums_of_bf16, half_through_zero
+from .deepspeed_json import RESEMBLES, fp32_sums_of_bf16, half_through_zero, precision, zero_stage
 from .schedulers import MegatronLR, require_plain_step
 
 Make = Callable[[Mapping[str, Any]], Any]
@@ -85,10 +85,24 @@ def check_deepspeed(
     for key in unknown_keys(config):
         if near := difflib.get_close_matches(key.lower(), _top_level_keys(), n=1, cutoff=RESEMBLES):
             raise ConfigError(f"{key}: unknown key (got {config[key]!r}). Did you mean {near[0]}?")
+    if parsed.grad_accum_dtype is not None:
+        _check_accumulation(parsed.grad_accum_dtype, config)
     if optimizer and parsed.optimizer_name is not None:
         _check_optimizer(parsed, config["optimizer"], flags or {})
     if scheduler and parsed.scheduler_name is not None:
         _check_scheduler(parsed, config["scheduler"])
+
+
+def _check_accumulation(name: Any, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a dtype in which DeepSpeed does not accumulate the gradients of this precision."""
+    try:
+        dtype = DtypeEnum(name).value
+    except ValueError:
+        raise ConfigError(f"data_types.grad_accum_dtype: unknown dtype (got {name!r}). Use fp32.") from None
+    if precision(config) == "fp32" and not zero_stage(config) and dtype != torch.float32:
+        raise ConfigError(
+            f"data_types.grad_accum_dtype: must be fp32 without half precision and ZeRO (got {name!r}). Remove it."
+        )
 
 
 def unknown_keys(config: Mapping[str, Any]) -> list[str]:

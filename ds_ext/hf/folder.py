@@ -73,11 +73,6 @@ class ModelFolder:
         """Names of all weights in the files."""
         return list(self._files)
 
-    @property
-    def num_files(self) -> int:
-        """Number of files that contain weights."""
-        return len({file.path for file in self._files.values()})
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a weight without reading the weight."""
         return self._files[name].shape(name)

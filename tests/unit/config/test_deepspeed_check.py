@@ -181,6 +181,15 @@ def test_the_examples_pass(path: Path) -> None:
     check_deepspeed(load_config(path).deepspeed)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp12"])
+def test_accumulation_in_a_dtype_that_deepspeed_refuses(dtype: str) -> None:
+    with pytest.raises(ConfigError, match=dtype) as caught:
+        check_deepspeed(ONE | {"data_types": {"grad_accum_dtype": dtype}})
+    assert str(caught.value).startswith("data_types.grad_accum_dtype")
+    check_deepspeed(ONE | {"data_types": {"grad_accum_dtype": "fp32"}})
+    check_deepspeed(ONE | {"data_types": {"grad_accum_dtype": "bf16"}, "bf16": {"enabled": True}})
+
+
 def test_sections_of_the_users_own_pass() -> None:
     for key in ("comment", "_comment", "my_lab", "model", "train", "data", "run_name", "notes"):
         assert refusal({key: 1}) is None
