@@ -73,11 +73,12 @@ class TrainingSizes(TransformerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         parameter_bytes(self.precision, self.zero_stage, self.optimizer)
-        heads = self.num_attention_heads
-        if heads % self.tensor_parallel:
-            raise ScheduleError(
-                f"tensor_parallel: must divide num_attention_heads {heads} (got {self.tensor_parallel})."
-            )
+        for name, total in (
+            ("num_attention_heads", self.num_attention_heads),
+            ("ffn_hidden_size", self.ffn_size),
+        ):
+            if total % self.tensor_parallel:
+                raise ScheduleError(f"tensor_parallel: must divide {name} {total} (got {self.tensor_parallel}).")
         if not self.shares_groups(self.tensor_parallel):
             raise ScheduleError(
                 f"tensor_parallel: must divide num_query_groups {self.query_groups}, or be a multiple of it (got "

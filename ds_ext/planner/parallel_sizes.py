@@ -291,6 +291,8 @@ def _refusal(cluster: Cluster, sizes: TrainingSizes, tensor: int, pipeline: int,
     assert sizes.stage_layers is None, "layers per stage would fix the number of stages"
     if sizes.num_attention_heads % tensor:
         return f"{sizes.num_attention_heads} heads are not divisible by TP {tensor}"
+    if sizes.ffn_size % tensor:
+        return f"{sizes.ffn_size} channels of the MLP are not divisible by TP {tensor}"
     if not sizes.shares_groups(tensor):
         return f"{sizes.query_groups} query groups are not divisible by TP {tensor}"
     if sizes.num_layers < pipeline:

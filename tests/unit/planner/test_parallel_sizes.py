@@ -91,6 +91,17 @@ def test_refused_sizes_have_numbers() -> None:
     assert plan_cluster(replace(CLUSTER, devices=7, batch=14), few_layers).ranked
 
 
+def test_tensor_parallel_sizes_divide_the_mlp() -> None:
+    """A job refuses other sizes, so no plan may contain them."""
+    model = replace(MODEL, num_layers=2, ffn_hidden_size=1028)
+    result = plan_cluster(CLUSTER, model)
+    assert {s.tensor for s in result.ranked} == {1, 2, 4}
+    (reason,) = join_reasons(reason for sizes, reason in result.refused if "1028" in reason)
+    assert reason.split()[0] == "1028" and reason.endswith("TP 8")
+    with pytest.raises(ScheduleError, match="ffn_hidden_size 1028"):
+        replace(model, tensor_parallel=8)
+
+
 def test_layers_make_room_for_the_head() -> None:
     """A head of 2.24 layers: the step is at least the work of the busiest device, and shorter than with even layers."""
     model = TrainingSizes(
