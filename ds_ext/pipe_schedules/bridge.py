@@ -62,7 +62,8 @@ class SyncWeights(ds.PipeInstruction):
     """
 
 
-_CLASSES: dict[str, type[ds.PipeInstruction]] = {
+# Name -> class of every instruction.
+INSTRUCTIONS: dict[str, type[ds.PipeInstruction]] = {
     cls.__name__: cls
     for cls in (
         ds.LoadMicroBatch,
@@ -208,10 +209,10 @@ def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
 
     Raises ScheduleError if the engine has no class for the instruction.
     """
-    cls = _CLASSES.get(instruction.name)
+    cls = INSTRUCTIONS.get(instruction.name)
     if cls is None:
         raise ScheduleError(
-            f"instruction: unknown name {instruction.name!r} (got {instruction}). Names: {', '.join(_CLASSES)}."
+            f"instruction: unknown name {instruction.name!r} (got {instruction}). Names: {', '.join(INSTRUCTIONS)}."
         )
     fields = {name: getattr(instruction, field) for field, name in _KEYWORDS.items()}
     converted = cls(**{name: value for name, value in fields.items() if value is not None})

@@ -78,7 +78,9 @@ class TrainingSizes(TransformerConfig):
             ("ffn_hidden_size", self.ffn_size),
         ):
             if total % self.tensor_parallel:
-                raise ScheduleError(f"tensor_parallel: must divide {name} {total} (got {self.tensor_parallel}).")
+                raise ScheduleError(
+                    f"tensor_parallel: must divide {name} {total} (got {self.tensor_parallel})."
+                )
         if not self.shares_groups(self.tensor_parallel):
             raise ScheduleError(
                 f"tensor_parallel: must divide num_query_groups {self.query_groups}, or be a multiple of it (got "

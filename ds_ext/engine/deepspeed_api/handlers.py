@@ -16,7 +16,7 @@ from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 
 from ...errors import ConfigError
-from ...pipe_schedules.bridge import SyncWeights
+from ...pipe_schedules.bridge import INSTRUCTIONS
 from ..executor import OWN_HANDLERS
 
 Handler = Callable[..., None]
@@ -52,8 +52,9 @@ def _make_engine_handler(kind: type[ds.PipeInstruction]) -> Handler:
     return handler
 
 
-# Handlers of the roles and the executor as functions of an engine, which a script may wrap.
-ENGINE_HANDLERS = {kind: _make_engine_handler(kind) for kind in (*OWN_HANDLERS, SyncWeights)}
+# Handlers of the roles and the executor as functions of an engine, which a script may wrap. The engine's class has
+# others for the instructions of the weights.
+ENGINE_HANDLERS = {kind: _make_engine_handler(kind) for kind in INSTRUCTIONS.values()}
 
 
 def bind_handlers(engine: Any, handlers: Handlers) -> dict[type[ds.PipeInstruction], Handler]:

@@ -54,7 +54,26 @@ _RESULT_OF = {
 }
 # Content of a result at the stage that receives it.
 _MESSAGE_OF = {Content.OUTPUT: Content.ACTIVATION, Content.INPUT_GRADIENT: Content.GRADIENT}
-_LOCAL, _SEND, _RECEIVE = 0, 1, 2
+_SOURCE_OF = {content: result for result, content in _MESSAGE_OF.items()}
+LOCAL, SEND, RECEIVE = 0, 1, 2
+
+
+class Transfer(NamedTuple):
+    """Content that an instruction passes on, to the stage at offset ``shift`` from its own."""
+
+    content: Content
+    shift: int
+    direction: int
+
+
+TRANSFERS = {
+    "RecvActivation": Transfer(Content.ACTIVATION, 0, RECEIVE),
+    "RecvGrad": Transfer(Content.GRADIENT, 0, RECEIVE),
+    "SendActivation": Transfer(Content.ACTIVATION, 1, SEND),
+    "SendGrad": Transfer(Content.GRADIENT, -1, SEND),
+    "CopyActivation": Transfer(Content.ACTIVATION, 1, LOCAL),
+    "CopyGrad": Transfer(Content.GRADIENT, -1, LOCAL),
+}
 
 
 class Item(NamedTuple):
@@ -85,7 +104,7 @@ class _Rule(NamedTuple):
     needs: int
     result: int
     shift: int = 0
-    direction: int = _LOCAL
+    direction: int = LOCAL
 
 
 @dataclass(frozen=True)
@@ -110,10 +129,6 @@ class DeviceCheck:
     def _rules(self) -> dict[str, tuple[_Rule, ...]]:
         """Name of an instruction -> its rule at every stage. SyncWeights has no rule: it belongs to no micro-batch."""
         stages = range(self.program.timetable.placement.stages)
-
-        def everywhere(needs: int, result: int, shift: int = 0, direction: int = _LOCAL) -> tuple[_Rule, ...]:
-            return (_Rule(int(needs), int(result), shift, direction),) * len(stages)
-
         first, later = _Rule(0, int(Content.ACTIVATION)), _Rule(0, int(Content.LABELS))
         computations = {
             COMPUTE_NAME[kind]: tuple(
@@ -121,16 +136,12 @@ class DeviceCheck:
             )
             for kind in self.program.timetable.placement.kinds
         }
-        return {
-            "LoadMicroBatch": tuple(later if stage else first for stage in stages),
-            **computations,
-            "RecvActivation": everywhere(0, Content.ACTIVATION, 0, _RECEIVE),
-            "RecvGrad": everywhere(0, Content.GRADIENT, 0, _RECEIVE),
-            "SendActivation": everywhere(Content.OUTPUT, Content.ACTIVATION, 1, _SEND),
-            "SendGrad": everywhere(Content.INPUT_GRADIENT, Content.GRADIENT, -1, _SEND),
-            "CopyActivation": everywhere(Content.OUTPUT, Content.ACTIVATION, 1),
-            "CopyGrad": everywhere(Content.INPUT_GRADIENT, Content.GRADIENT, -1),
-        }
+        transfers = {}
+        for name, (content, shift, direction) in TRANSFERS.items():
+            needs = 0 if direction == RECEIVE else int(_SOURCE_OF[content])
+            transfers[name] = (_Rule(needs, int(content), shift, direction),) * len(stages)
+        loads = tuple(later if stage else first for stage in stages)
+        return {"LoadMicroBatch": loads, **computations, **transfers}
 
     def _needs(self, kind: str, stage: int) -> Content:
         """Return the inputs of a computation: loaded data, and the results of its dependencies."""
@@ -180,11 +191,11 @@ class DeviceCheck:
             have = available.get((stage, m), 0)
             if have & needs != needs:
                 raise self._missing_input(device, instruction, Content(needs & ~have))
-            if direction != _LOCAL:
+            if direction != LOCAL:
                 if peer is None:
                     raise self._error(f"has {instruction} without a peer.", device, None)
                 yield instruction
-            if direction != _SEND:
+            if direction != SEND:
                 if shift:
                     have = available.get((stage + shift, m), 0)
                 if have & result:
@@ -261,4 +272,4 @@ def _buffer_uses(instructions: tuple[Instruction, ...]) -> Iterator[tuple[tuple[
             continue
         yield (stage, m), buffer
         if to_buffer is not None:
-            yield (stage + (1 if name == "CopyActivation" else -1), m), to_buffer
+            yield (stage + TRANSFERS[name].shift, m), to_buffer

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ...errors import ScheduleError
 from ..ops import Instruction
 from ..timetables import Program
-from .device import Content, DeviceMessages, Item, error_op
+from .device import SEND, TRANSFERS, Content, DeviceMessages, Item, error_op
 from .timetable import error_at
 
 _UNLIMITED = 1 << 60
@@ -44,20 +44,15 @@ class Links:
         events = []
         for name, m, stage, _, _, peer, _, _ in instructions:
             assert m is not None and stage is not None and peer is not None, "DeviceCheck runs first"
-            if name == "SendActivation" or name == "SendGrad":
+            content, shift, direction = TRANSFERS[name]
+            item = Item(content, stage + shift, m)
+            if direction == SEND:
                 link = self._link(device, peer)
-                forward = name == "SendActivation"
-                item = (
-                    Item(Content.ACTIVATION, stage + 1, m)
-                    if forward
-                    else Item(Content.GRADIENT, stage - 1, m)
-                )
                 self.sent[link].append(item)
                 events.append(link)
             else:
                 link = self._link(peer, device)
-                kind = Content.ACTIVATION if name == "RecvActivation" else Content.GRADIENT
-                self.received[link].append(Item(kind, stage, m))
+                self.received[link].append(item)
                 events.append(-1 - link)
         return events
 
@@ -124,7 +119,7 @@ class Links:
         waits = "; ".join(f"device {device} waits in {instruction}" for device, instruction in stuck)
         device, first = stuck[0]
         assert first.stage is not None and first.micro_batch is not None, "only messages wait"
-        kind = Content.GRADIENT if first.name in ("SendGrad", "RecvGrad") else Content.ACTIVATION
+        kind = TRANSFERS[first.name].content
         op = error_op(self.program, Item(kind, first.stage, first.micro_batch))
         return error_at(self.program.timetable, f"deadlock{limit} ({waits}).", device, op)
 
