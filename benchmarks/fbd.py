@@ -165,5 +165,5 @@ def build(name: str, job: Job) -> FbdEngine:
         tensor_parallel_size=case.tensor_parallel,
         schedule_options=dict(case.options),
     )
-    device.repeats = engine.module.role != FORWARD_ROLE
+    device.repeats = engine.module.role_name != FORWARD_ROLE
     return FbdEngine(step, timetable, device)

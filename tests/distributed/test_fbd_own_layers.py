@@ -126,7 +126,7 @@ def train_own_layers(rank: int) -> dict[str, Any]:
     }
     model = PipelineModule([Counting(), Counting()], config, loss_fn=nn.MSELoss(), partition_method="uniform")
     engine, *_ = initialize(model=model, config=config)
-    pipe, pipes = engine.mpu.get_data_parallel_rank(), 1 if model.role == "forward" else 2
+    pipe, pipes = engine.mpu.get_data_parallel_rank(), 1 if model.role_name == "forward" else 2
     sizes = [2, 3, 3]  # micro-batches of a backward pipeline in a step
 
     def batches() -> Iterator[Any]:
