@@ -209,7 +209,7 @@ def test_a_state_that_cannot_be_saved_is_named_before_training(
     first, second = ranks2.run(try_states, str(tmp_path), what)
     assert named in first and first == second
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
-    assert first.count(str(tmp_path)) == 1
+    assert str(tmp_path) not in first  # the folder is not the cause
 
 
 OPTIMIZERS = [
