@@ -82,7 +82,7 @@ test-rdma: $(stamp)  ## RDMA over real verbs, in guests emulated by qemu; skippe
 	DS_EXT_TEST_RDMA=1 $(bin)/python -m pytest -rs tests/rdma $(PYTEST_FLAGS)
 
 test-hosts: $(stamp)  ## launches and failures over several hosts, made of namespaces with sshd; needs root, sshd and pdsh
-	DS_EXT_TEST_HOSTS=1 $(bin)/python -m pytest -rs tests/hosts $(PYTEST_FLAGS)
+	DS_EXT_TEST_HOSTS=1 $(bin)/python -m pytest -rs $(workers) tests/hosts $(PYTEST_FLAGS)
 
 test-gpu: $(stamp)  ## tests and benchmarks on one GPU, 25 minutes; writes build/gpu_report.md; without a GPU: nothing
 	$(bin)/python -m tests.gpu

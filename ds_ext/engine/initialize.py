@@ -48,6 +48,7 @@ from ..launch.process import has_logging, print_stacks_on_signal, set_up_logging
 from ..launch.roll_call import Facts, RollCall, compare, make_early_roll_call, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from .deepspeed_api.device import select_device
+from .deepspeed_api.muon import import_muon
 from .deepspeed_api.names import require_names
 from .engine import PipelineEngine
 from .facts import data_facts, optimizer_facts, run_facts, stage_facts
@@ -293,6 +294,7 @@ def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any
     def make_config(role_config: Mapping[str, Any]) -> DeepSpeedConfig:
         return DeepSpeedConfig(dict(role_config), model.mpu())
 
+    import_muon()  # before DeepSpeed does
     layout, timeout_s = model.layout, model.plan.settings.transport_options.timeout_s
     if not isinstance(layout, DisaggregatedLayout):
         return PipelineEngine(model=model, config=config, config_class=make_config(config), **kwargs)

@@ -13,10 +13,10 @@ import pytest
 
 from tests.hosts.cluster import Cluster, Host, address
 from tests.hosts.delay_line import Link
-from tests.hosts.jobs import PORT, SCRIPT, HostsJob, deepspeed, records, torchrun
+from tests.hosts.jobs import SCRIPT, HostsJob, deepspeed, records, torchrun
 from tests.launch.forked import run_forked
-from tests.launch.jobs import ROOT, tiny_config, write_json
-from tests.selection import EVERYTHING
+from tests.launch.jobs import ROOT, find_free_port, tiny_config, write_json
+from tests.selection import extensive
 
 Start = Callable[..., Cluster]
 STEPS = 6
@@ -40,7 +40,9 @@ def one_host(
         if str(section) not in known:
             folder = tmp_path_factory.mktemp("one_host")
             config = write_json(folder / "one.json", tiny_config(corpus, **section))
-            done = run_forked([script(config, "--train-iters", str(STEPS))] * 4, folder, port=PORT)
+            done = run_forked(
+                [script(config, "--train-iters", str(STEPS))] * 4, folder, port=find_free_port()
+            )
             assert [rank.returncode for rank in done] == [0] * 4, done[0].stderr
             known[str(section)] = numbers(folder / "one.jsonl")
         return known[str(section)]
@@ -115,6 +117,7 @@ def test_the_example_for_several_hosts(
     assert numbers(folder / "c.jsonl") == one_host()[:SAVED_AT]
 
 
+@extensive
 def test_deepspeed_with_unequal_slots(
     hosts: Start, corpus: Path, folder: Path, one_host: Callable[..., Any]
 ) -> None:
@@ -129,6 +132,7 @@ def test_deepspeed_with_unequal_slots(
     assert continued(job, "deepspeed", "--num_gpus", "3")
 
 
+@extensive
 def test_deepspeed_without_ssh(
     hosts: Start, corpus: Path, folder: Path, one_host: Callable[..., Any]
 ) -> None:
@@ -141,9 +145,8 @@ def test_deepspeed_without_ssh(
     assert numbers(folder / "c.jsonl") == one_host()[:SAVED_AT]
 
     again = continued(first, "deepspeed", "--num_gpus", "2")
-    if EVERYTHING:
-        run(two, [(host, deepspeed(*flags, str(host), *again)) for host in range(2)], folder)
-        assert numbers(folder / "c.jsonl") == one_host()
+    run(two, [(host, deepspeed(*flags, str(host), *again)) for host in range(2)], folder)
+    assert numbers(folder / "c.jsonl") == one_host()
 
 
 def test_torchrun_over_a_slow_and_lossy_link(

@@ -17,13 +17,13 @@ from tests.hosts.delay_line import Link
 from tests.hosts.jobs import SCRIPT, HostsJob, records, torchrun
 from tests.launch.jobs import tiny_config, write_json
 from tests.launch.test_recovery import check_recoveries, check_steps, kill_at_random_moments, same_checkpoints
-from tests.selection import EVERYTHING
+from tests.selection import EVERYTHING, extensive, select
 
 STEPS = 400
 COPIED_S = 1.5  # a copy of 100 KB takes milliseconds; a rank that does not answer for 2 s counts as lost
 
 
-@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("static", select([True, False], [True]))
 def test_kills_at_random_moments(
     hosts: Callable[..., Cluster], corpus: Path, tmp_path: Path, static: bool
 ) -> None:
@@ -42,7 +42,7 @@ def test_kills_at_random_moments(
     assert not any(host.processes() for host in two.hosts)
 
 
-@pytest.mark.parametrize("static", [True, False])
+@pytest.mark.parametrize("static", select([True, False], [False]))
 def test_a_lost_host_comes_back_empty(
     hosts: Callable[..., Cluster], corpus: Path, tmp_path: Path, static: bool
 ) -> None:
@@ -143,6 +143,7 @@ def test_two_lost_hosts_with_each_others_copies(
     assert sorted(losses) == list(range(1, steps + 1))
 
 
+@extensive
 def test_the_lost_host_of_the_rendezvous(hosts: Callable[..., Cluster], corpus: Path, tmp_path: Path) -> None:
     """The job ends on the other host too, and a new one with ``--load`` has the losses of an undisturbed run."""
     two, steps = hosts(2), 40

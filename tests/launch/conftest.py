@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import random
-import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launch.jobs import prepare_corpus, tiny_config, write_json
+from tests.launch.jobs import find_free_port, prepare_bert_corpus, prepare_corpus, tiny_config, write_json
 
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A prepared folder of a small text."""
     return prepare_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def bert_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared folder of small sentences."""
+    return prepare_bert_corpus(tmp_path_factory.mktemp("bert"))
 
 
 @pytest.fixture
@@ -27,18 +30,5 @@ def config(corpus: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
-    """Return a free port below the ephemeral range, from which the system takes ports of other connections."""
-    try:
-        first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except OSError:
-        first_ephemeral = 32768
-    ports = range(10_000, first_ephemeral) if first_ephemeral > 11_000 else range(60_000, 65_000)
-
-    def find() -> int:
-        while True:
-            with socket.socket() as probe, contextlib.suppress(OSError):
-                port = random.SystemRandom().choice(ports)
-                probe.bind(("", port))
-                return port
-
-    return find
+    """Return the function that finds a free port."""
+    return find_free_port

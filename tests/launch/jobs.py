@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +22,7 @@ MARKER = "DS_EXT_TEST_JOB"
 BIN = Path(sys.executable).parent
 REDUCED_HOST = ROOT / "tests" / "reduced_host"
 LAUNCHERS = ("deepspeed", "torchrun")
+WORDS = ["the", "pipe", "takes", "a", "batch", "and", "hands", "it", "on", "until", "all", "is", "through"]
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -59,6 +63,20 @@ def processes(mark: str) -> dict[int, dict[str, str]]:
         if f"{MARKER}={mark}" in words and state not in "ZX":
             found[int(folder.name)] = dict(word.split("=", 1) for word in words if "=" in word)
     return found
+
+
+def find_free_port() -> int:
+    """Return a free port below the ephemeral range, from which the system takes ports of other connections."""
+    try:
+        first_ephemeral = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        first_ephemeral = 32768
+    ports = range(10_000, first_ephemeral) if first_ephemeral > 11_000 else range(60_000, 65_000)
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = random.SystemRandom().choice(ports)
+            probe.bind(("", port))
+            return port
 
 
 class Job:
@@ -175,23 +193,8 @@ def prepare_corpus(folder: Path) -> Path:
     """Write a small text below ``folder`` and return the folder of its prepared data."""
     text = folder / "text"
     text.mkdir()
-    words = [
-        "the",
-        "pipe",
-        "takes",
-        "a",
-        "batch",
-        "and",
-        "hands",
-        "it",
-        "on",
-        "until",
-        "all",
-        "is",
-        "through",
-    ]
     for number in range(40):
-        order = [words[(number * 7 + i * (1 + number % 5)) % len(words)] for i in range(400)]
+        order = [WORDS[(number * 7 + i * (1 + number % 5)) % len(WORDS)] for i in range(400)]
         (text / f"{number:02}.txt").write_text(" ".join(order) + "\n")
     made = folder / "data"
     verb = [
@@ -208,3 +211,20 @@ def prepare_corpus(folder: Path) -> Path:
     ]
     subprocess.run(verb, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
     return made
+
+
+def prepare_bert_corpus(folder: Path) -> Path:
+    """Write small sentences below ``folder`` and return the folder of their prepared data."""
+    text, output = folder / "text", folder / "bert"
+    text.mkdir()
+    for number in range(30):
+        sentences = [
+            " ".join(WORDS[(number * 7 + i * place) % len(WORDS)] for place in range(9)).capitalize() + "."
+            for i in range(40)
+        ]
+        (text / f"{number:02}.txt").write_text("\n".join(sentences) + "\n")
+    verb = [sys.executable, "-m", "ds_ext", "prepare", "--source", str(text), "--output", str(output)]
+    words = [*verb, "--tokenizer-type", "wordpiece", "--vocab-size", "90"]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
+    assert f"train_bert.py --deepspeed_config configs/bert_bitpipe.json --data-path {output}" in done.stdout
+    return output

@@ -17,8 +17,8 @@ import pytest
 
 from ds_ext.recipes.data.tokenizer import train_bpe
 from tests.launch.forked import run_forked
-from tests.launch.jobs import ROOT, Job, command, environment, tiny_config, write_json
-from tests.launch.test_bert import prepare as prepare_bert
+from tests.launch.jobs import LAUNCHERS, ROOT, Job, command, environment, tiny_config, write_json
+from tests.selection import select
 
 SCRIPT, TOY = str(ROOT / "train_gpt.py"), str(ROOT / "tests" / "launch" / "toy.py")
 
@@ -190,7 +190,8 @@ def test_other_ranks_leave_it_to_rank_0(tmp_path: Path) -> None:
     assert result.stderr.startswith("rank 1: error: ") and "none.json" in result.stderr
 
 
-@pytest.mark.parametrize("launcher", [pytest.param("deepspeed", marks=pytest.mark.quick), "torchrun"])
+@pytest.mark.quick
+@pytest.mark.parametrize("launcher", select([*LAUNCHERS], ["torchrun"]))
 def test_launchers_show_it_once(config: Path, free_port: Callable[[], int], launcher: str) -> None:
     """`deepspeed` passes the exit code on; torchrun always ends with 1 and shows ours in its report."""
     with Job(
@@ -227,8 +228,8 @@ def test_precision_that_the_device_lacks(corpus: Path, tmp_path: Path, job: str)
     assert planned.returncode == 0, planned.stderr
 
 
-def test_precision_that_the_device_lacks_for_bert(tmp_path: Path) -> None:
-    config = tiny_config(prepare_bert(tmp_path))
+def test_precision_that_the_device_lacks_for_bert(bert_corpus: Path, tmp_path: Path) -> None:
+    config = tiny_config(bert_corpus)
     config["ds_ext"]["train"] |= {"seq_length": 24}
     path = write_json(tmp_path / "job.json", config)
     result = run_rank(path, "--fp16", script="train_bert.py", DS_EXT_TEST_WITHOUT="fp16")

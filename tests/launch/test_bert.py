@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,32 +17,13 @@ from ds_ext.recipes.models.gpt import GPTConfig
 from ds_ext.recipes.training.checkpoint_fit import check_load
 from ds_ext.recipes.training.setup import model_fields, plan_job
 from tests.launch.forked import ForkedJob, run_forked
-from tests.launch.jobs import ROOT, environment, tiny_config, write_json
-
-WORDS = ["the", "pipe", "takes", "a", "batch", "and", "hands", "it", "on", "until", "all", "is", "through"]
-
-
-def prepare(folder: Path) -> Path:
-    """A prepared folder of sentences."""
-    text, output = folder / "text", folder / "bert"
-    text.mkdir()
-    for number in range(30):
-        sentences = [
-            " ".join(WORDS[(number * 7 + i * place) % len(WORDS)] for place in range(9)).capitalize() + "."
-            for i in range(40)
-        ]
-        (text / f"{number:02}.txt").write_text("\n".join(sentences) + "\n")
-    verb = [sys.executable, "-m", "ds_ext", "prepare", "--source", str(text), "--output", str(output)]
-    words = [*verb, "--tokenizer-type", "wordpiece", "--vocab-size", "90"]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
-    assert f"train_bert.py --deepspeed_config configs/bert_bitpipe.json --data-path {output}" in done.stdout
-    return output
+from tests.launch.jobs import ROOT, tiny_config, write_json
 
 
 def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
-    tmp_path: Path, free_port: Callable[[], int]
+    bert_corpus: Path, tmp_path: Path, free_port: Callable[[], int]
 ) -> None:
-    data, metrics, saved = prepare(tmp_path), tmp_path / "metrics.jsonl", tmp_path / "saved"
+    data, metrics, saved = bert_corpus, tmp_path / "metrics.jsonl", tmp_path / "saved"
     config = tiny_config(data)
     config["ds_ext"]["train"] |= {"seq_length": 24, "train_iters": 4, "bert_no_binary_head": False}
     write_json(tmp_path / "bert.json", config)

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import ROOT, environment
-from tests.launch.test_bert import prepare
 
 FOLDER = ROOT / "examples" / "from_megatron"
 
@@ -74,8 +73,8 @@ def test_gpt(
     assert '"type": "MegatronLR"' in text
 
 
-def test_bert(tmp_path: Path) -> None:
-    text = plan("bert_bitpipe.sh", prepare(tmp_path))
+def test_bert(bert_corpus: Path) -> None:
+    text = plan("bert_bitpipe.sh", bert_corpus)
     assert "schedule  bitpipe, 8 micro-batches of 4 " in text
     assert sum(parameters(text)) == pytest.approx(2 * 12 * 64 * 2560**2, rel=0.03)
 

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import LAUNCHERS, Job, command
-from tests.selection import select
+from tests.selection import extensive
 
 SCRIPT = str(Path(__file__).with_name("disk.py"))
 MOUNT = "mount -t tmpfs -o size=16k none {0} && head -c 12k /dev/zero > {0}/fill"
 
 
-@pytest.mark.parametrize(
-    ("launcher", "what"), select([*product(LAUNCHERS, ["save", "trace"])], [("torchrun", "save")])
-)
+@extensive
+@pytest.mark.parametrize(("launcher", "what"), product(LAUNCHERS, ["save", "trace"]))
 def test_full_disk_is_reported_once(
     tmp_path: Path, free_port: Callable[[], int], launcher: str, what: str
 ) -> None:
@@ -28,7 +27,7 @@ def test_full_disk_is_reported_once(
     mount = MOUNT.format(folder)
     if subprocess.run(["unshare", "--mount", "sh", "-c", mount], capture_output=True, check=False).returncode:
         pytest.skip("no mount namespaces")
-    started = " ".join(command(launcher, select([4], [2])[0], free_port(), SCRIPT, what, str(folder)))
+    started = " ".join(command(launcher, 4, free_port(), SCRIPT, what, str(folder)))
     with Job(["unshare", "--mount", "sh", "-c", f"{mount} && exec {started}"], tmp_path) as job:
         job.seconds_until_gone(240)
         assert job.wait(5) != 0

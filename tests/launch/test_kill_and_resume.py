@@ -1,6 +1,6 @@
 """A rank killed at any moment, also in the middle of a save: the job goes on from its last whole checkpoint.
 
-DS_EXT_TEST_KILLS says how many kills (by default 3, or 20 under DS_EXT_TEST_ALL).
+DS_EXT_TEST_KILLS says how many kills (by default 2, or 20 under DS_EXT_TEST_ALL).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.launch.forked import ForkedJob
 from tests.launch.jobs import ROOT
 from tests.selection import EVERYTHING
 
-KILLS = int(os.environ.get("DS_EXT_TEST_KILLS", "20" if EVERYTHING else "3"))
+KILLS = int(os.environ.get("DS_EXT_TEST_KILLS", "20" if EVERYTHING else "2"))
 STEPS = "3000"  # more than are reached; the order of the samples depends on it
 LIMIT_S = 60.0  # on one core; an idle host needs 2
 

@@ -30,14 +30,14 @@ Kill = tuple[int, int, str]
 
 # One attempt each, and the step from which the next attempt continues; 0: from the beginning.
 KILLS: list[tuple[Kill, int]] = [
-    ((0, 1, "ForwardPass"), 0),
     ((1, 2, "snapshot"), 1),
     ((1, 2, "recover"), 1),
-    ((0, 4, "OptimizerStep"), 3),
     ((1, 7, "save"), 6),  # the checkpoint of the last step is not missing
 ]
 if EVERYTHING:
+    KILLS[:0] = [((0, 1, "ForwardPass"), 0)]
     KILLS[-1:-1] = [
+        ((0, 4, "OptimizerStep"), 3),
         ((1, 5, "after OptimizerStep"), 4),
         ((0, 6, "ReduceGrads"), 5),
         ((1, 7, "ForwardPass"), 6),

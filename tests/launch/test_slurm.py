@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.jobs import ROOT, Job, processes, tiny_config, write_json
-from tests.selection import extensive, select
+from tests.selection import extensive
 
 SBATCH = str(ROOT / "tests" / "slurm" / "sbatch")
 TOY = str(Path(__file__).with_name("toy.py"))
@@ -86,7 +86,8 @@ def test_own_script_gets_its_rank(tmp_path: Path) -> None:
     assert json.loads(found[6:]) == [[0, 3, 0, 2, 0], [1, 3, 1, 2, 0], [2, 3, 0, 1, 1]]
 
 
-@pytest.mark.parametrize("kill", select(["1", "0"], ["1"]))
+@extensive
+@pytest.mark.parametrize("kill", ["1", "0"])
 def test_killed_rank_ends_the_step(tmp_path: Path, kill: str) -> None:
     command = f"srun --kill-on-bad-exit={kill} {sys.executable} {TOY} {ENDLESS} 60"
     with SlurmJob(tmp_path, batch(tmp_path, command)) as job:

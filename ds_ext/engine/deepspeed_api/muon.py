@@ -1,0 +1,36 @@
+"""DeepSpeed's Muon, imported without the compiler.
+
+With ZeRO or bf16, DeepSpeed imports Muon in every job, to compare the type of the optimizer with it. Muon decorates
+three functions with ``torch.compile``, which imports the whole compiler: 2 s of CPU time on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime import compiler
+
+
+def import_muon() -> None:
+    """Import DeepSpeed's Muon, unless it has been imported; its functions are compiled when they are first called."""
+    compile_now, compiler.compile = compiler.compile, lambda: _compile_when_called
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compile_now
+
+
+def _compile_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.cache
+    def compiled() -> Callable[..., Any]:
+        return torch.compile(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
