@@ -1,12 +1,6 @@
-"""Tensors as the native code sends them, and messages as frames of bytes (kernels/README.md).
+"""Tensors as the native code sends them, and the frames of the transport "torch" between CPUs.
 
-A frame has the tensors' contents, aligned, and a 256-byte descriptor for each:
-
-    | tensor 0 | pad | tensor 1 | ... | descriptor 1 | ... | descriptor n-1 |  unused  | descriptor 0 |
-    |<------------ body_bytes ------->|                                                |<-- seal ---->|
-
-Descriptor 0 ends every frame and is its seal. Bytes arrive in order, so a valid seal proves that the whole frame has
-arrived.
+Links do not use these frames. Transports between GPUs use only their descriptors and bodies.
 """
 
 from __future__ import annotations
@@ -101,6 +95,14 @@ def copies(message: _native.Message) -> tuple[Tensor, ...]:
 
 
 # --- frames ---
+#
+# A frame has the tensors' contents, aligned, and a 256-byte descriptor for each (kernels/README.md):
+#
+#     | tensor 0 | pad | tensor 1 | ... | descriptor 1 | ... | descriptor n-1 |  unused  | descriptor 0 |
+#     |<------------ body_bytes ------->|                                                |<-- seal ---->|
+#
+# Descriptor 0 ends every frame and is its seal. Bytes arrive in order, so a valid seal proves that the whole frame has
+# arrived.
 
 
 def describe(

@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe import schedule as ds
 from ..errors import ScheduleError
 from .draw.order import order_grid
 from .lowering import lower
-from .ops import Instruction
+from .ops import COMPUTE, Instruction
 from .registry import get_schedule
 from .timetables import Program
 
@@ -23,35 +23,35 @@ from .timetables import Program
 class CopyActivation(ds.BufferOpInstruction):
     """Copy an output to the next stage on the same device.
 
-    Effect: ``buffers["inputs"][to_buffer] = buffers["outputs"][buffer_id].detach()``
+    Effect: ``buffers[to_buffer].inputs = [output.detach() for output in buffers[buffer_id].outputs]``
     """
 
 
 class CopyGrad(ds.BufferOpInstruction):
     """Copy an input gradient to the previous stage on the same device.
 
-    Effect: ``buffers["grads"][to_buffer] = buffers["inputs"][buffer_id].grad``
+    Effect: ``buffers[to_buffer].grads = [input.grad for input in buffers[buffer_id].inputs]``
     """
 
 
 class BackwardInput(ds.BufferOpInstruction):
     """Backward for the input of a stage; the backward for the weights runs later.
 
-    Effect: ``autograd.backward(buffers["outputs"][buffer_id], buffers["grads"][buffer_id], inputs=...)``
+    Effect: ``with deferring(buffers[buffer_id].weights): buffers[buffer_id].backward(...)``
     """
 
 
 class BackwardWeight(ds.BufferOpInstruction):
     """Backward for the weights of a stage.
 
-    Effect: ``buffers["weights"][buffer_id].compute()``
+    Effect: ``buffers[buffer_id].weights.compute()``
     """
 
 
 class RecomputeForward(ds.BufferOpInstruction):
     """Repeat, with an autograd graph, a forward that a forward device computed without one (``fbd``).
 
-    Effect: ``buffers["outputs"][buffer_id] = forward(buffers["inputs"][buffer_id])``
+    Effect: ``buffers[buffer_id].outputs = forward(buffers[buffer_id].inputs)``
     """
 
 
@@ -221,7 +221,7 @@ def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
     return converted
 
 
-COMPUTATIONS = (ds.ForwardPass, ds.BackwardPass, BackwardInput, BackwardWeight, RecomputeForward)
+COMPUTATIONS = tuple(INSTRUCTIONS[name] for name in COMPUTE)
 
 
 def _split_steps(instructions: list[ds.PipeInstruction]) -> list[list[ds.PipeInstruction]]:

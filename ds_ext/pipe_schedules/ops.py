@@ -28,6 +28,8 @@ class Op(NamedTuple):
 class Instruction(NamedTuple):
     """Lowered instruction of one device; ``name`` is the name of its DeepSpeed class.
 
+    Messages between stages have names that begin with ``Send`` or ``Recv``, from which other code takes the direction.
+
     ``peer`` is the other device of a message. ``buffer`` holds the tensors of (stage, micro_batch). ``to_buffer`` is
     the destination of a copy on the same device. Fields that do not apply are None.
     """

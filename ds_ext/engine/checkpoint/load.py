@@ -146,7 +146,10 @@ def _load_values(
     with_scheduler: bool,
     with_counters: bool,
 ) -> None:
-    """Set the values that are the same on all ranks, after the states of the optimizer."""
+    """Set the values that are the same on all ranks, after the states of the optimizer.
+
+    All but the scheduler load with the counters, so one of the optimizer would load without its states too.
+    """
     for value in VALUES:
         if value.key not in state or not (with_scheduler if value.key == SCHEDULER else with_counters):
             continue

@@ -1,7 +1,7 @@
 """Recorder of a rank's timeline: computations, messages, waits and reductions.
 
-The engine appends a tuple per instruction. Tuples are converted to text between steps, or once a second. On CUDA,
-the times are events on the streams, which are read after the step.
+The executor calls :meth:`Tracer.after`, which appends a tuple per instruction. Tuples are converted to text between
+steps, or once a second. On CUDA, the times are events on the streams, which are read after the step.
 """
 
 from __future__ import annotations
