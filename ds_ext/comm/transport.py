@@ -20,7 +20,7 @@ ITEM_BITS = 16
 TAG_LIMIT = 1 << 31
 DEFAULT_MAX_HELD = 16  # messages per link that a receiver may hold if no timetable sets the number
 
-# Name -> "module:function". The function takes the keyword arguments of create_transport.
+# Name -> "module:function". The function takes timeout_s, device, pairs and node_ips; that of "auto" also polled.
 TRANSPORTS: Mapping[str, str] = MappingProxyType(
     {
         "auto": "ds_ext.comm.native:create_auto",

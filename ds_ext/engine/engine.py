@@ -5,7 +5,7 @@ instruction. Micro-batches are fetched by id. Messages carry their shapes and go
 Checkpoints load with any schedule and sizes. Everything else (optimizer, ZeRO-1, learning rate, monitors) is inherited.
 
 The :class:`.executor.Executor` runs the instructions. Order of this file: construction, changes between steps, data,
-train_batch and eval_batch, checkpoints. :mod:`.deepspeed_api.base` replaces DeepSpeed's other private methods.
+train_batch and eval_batch, checkpoints. :mod:`.deepspeed_api.base` replaces DeepSpeed's other methods.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Messages between stages: sends and receives, link credits, and packing."""
+"""Messages between stages: sends and receives, limits of links, and packing."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ def _tag(kind: MessageKind, stage: int, micro_batch: int) -> int:
 # --- links ---
 
 
-def link_credits(layout: ParallelLayout, programs: Iterable[Program]) -> dict[tuple[int, int], int]:
-    """Return the credits of every link, by (sender, receiver) global ranks; the same on all ranks.
+def max_held(layout: ParallelLayout, programs: Iterable[Program]) -> dict[tuple[int, int], int]:
+    """Return how many messages the receiver of every link may hold, by (sender, receiver) global ranks.
 
-    A link has one more credit than the maximum number of messages that its receiver holds at a time. A receiver holds
-    activations and gradients until the last op of their (stage, micro-batch) pair.
+    The numbers are the same on all ranks. A receiver holds activations and gradients until the last op of their
+    (stage, micro-batch) pair, and one more may be on its way.
     """
     programs = list(programs)
     peak: Counter[tuple[int, int]] = Counter()
@@ -105,12 +105,12 @@ def link_credits(layout: ParallelLayout, programs: Iterable[Program]) -> dict[tu
         for device in range(len(program.instructions)):
             for sender, messages in _peak_messages(program, device).items():
                 peak[sender, device] = max(peak[sender, device], messages)
-    credits: dict[tuple[int, int], int] = {}
+    held: dict[tuple[int, int], int] = {}
     for source, target in links_of(layout, programs):
         source_device, _, _ = layout.coordinates(source)
         target_device, _, _ = layout.coordinates(target)
-        credits[source, target] = peak[source_device, target_device] + SPARE
-    return credits
+        held[source, target] = peak[source_device, target_device] + SPARE
+    return held
 
 
 def _peak_messages(program: Program, device: int) -> Counter[int]:

@@ -31,7 +31,7 @@ class Role:
     handlers: Mapping[type[ds.PipeInstruction], Callable[..., None]] = {}
 
     def links(self) -> dict[tuple[int, int], int]:
-        """Return the credits of links beside those of the schedules, by (sender, receiver)."""
+        """Return how many messages the receivers of further links may hold, by (sender, receiver)."""
         return {}
 
     def start(self, engine: Any) -> None:

@@ -12,7 +12,7 @@ from ..pipe_schedules.lowering import lower
 from ..planner.job_plan import JobPlan
 from .dynamic import messages as dynamic
 from .dynamic.order import DynamicSchedule
-from .messages import link_credits
+from .messages import max_held
 
 _MAX_SIZES = 16  # evaluation schedules kept, by number of micro-batches
 
@@ -43,9 +43,9 @@ class Schedules:
         return TimetableSchedule(program, self._device)
 
     def links(self, plan: JobPlan) -> dict[tuple[int, int], int]:
-        """Return the credits of every link, by (sender, receiver), for training and evaluation."""
-        credits = link_credits(self._layout, [plan.program, self.inference(1).program])
+        """Return how many messages a receiver may hold, by (sender, receiver), in training and evaluation."""
+        held = max_held(self._layout, [plan.program, self.inference(1).program])
         if plan.rules is not None:
-            for link, messages in dynamic.link_credits(self._layout, plan.rules).items():
-                credits[link] = max(messages, credits.get(link, 0))
-        return credits
+            for link, messages in dynamic.max_held(self._layout, plan.rules).items():
+                held[link] = max(messages, held.get(link, 0))
+        return held

@@ -179,21 +179,21 @@ def senders(rules: DynamicRules, device: int) -> list[int]:
     return sorted(senders - {device})
 
 
-def link_credits(layout: ParallelLayout, rules: DynamicRules) -> dict[tuple[int, int], int]:
-    """Return the messages that a sender may have unread on every link, by (sender, receiver) global ranks.
+def max_held(layout: ParallelLayout, rules: DynamicRules) -> dict[tuple[int, int], int]:
+    """Return how many messages the receiver of every link may hold, by (sender, receiver) global ranks.
 
     Unread inputs and gradients belong to (stage, micro-batch) pairs with live activations on the receiver, at most
     ``max_live``. One more may be on its way, because a message may arrive before the tensors of the previous one are
     freed. The first rank of a tensor-parallel group sends its choices one by one.
     """
-    credits: dict[tuple[int, int], int] = {}
+    held: dict[tuple[int, int], int] = {}
     for device in range(layout.placement.num_devices):
         peers = senders(rules, device)
         for data in range(layout.data_parallel_size):
             for tensor in range(layout.tensor_parallel_size):
                 rank = layout.rank(device, data, tensor)
                 for peer in peers:
-                    credits[layout.rank(peer, data, tensor), rank] = rules.max_live[device] + SPARE
+                    held[layout.rank(peer, data, tensor), rank] = rules.max_live[device] + SPARE
                 if tensor > 0:
-                    credits[layout.rank(device, data, 0), rank] = 1
-    return credits
+                    held[layout.rank(device, data, 0), rank] = 1
+    return held

@@ -46,18 +46,18 @@ class DisaggregatedRole(Role):
         self._step_group: ProcessGroup | None = None
 
     def links(self) -> dict[tuple[int, int], int]:
-        """Return the messages that a sender may have unread, by (sender, receiver), for outputs and weights.
+        """Return how many outputs and weights a receiver may hold, by (sender, receiver).
 
         A forward rank is at most ``most_ahead`` outputs, so at most the number of stages, ahead of its backward rank.
         One more may be on its way, as may a piece of the weights beside the one that is read.
         """
-        credits: dict[tuple[int, int], int] = {}
+        held: dict[tuple[int, int], int] = {}
         groups = self.layout.groups()
         for forward, backward in groups["hand-over"]:
-            credits[backward, forward] = credits[forward, backward] = self.layout.placement.stages + SPARE
+            held[backward, forward] = held[forward, backward] = self.layout.placement.stages + SPARE
         for forward, backward in groups["weights"]:
-            credits[backward, forward] = 1 + SPARE
-        return credits
+            held[backward, forward] = 1 + SPARE
+        return held
 
     def start(self, engine: PipelineEngine) -> None:
         """Connect the weight link, and send the first weights."""
