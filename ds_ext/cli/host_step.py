@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigError, ScheduleError
-from ..parallel.crossing import crossing
+from ..parallel.crossing import traffic_between_hosts
 from ..parallel.layout import ParallelLayout, data_parallel_size
 from ..parallel.network import Network
 from ..parallel.rank_order import RankOrder, parse_rank_order
@@ -95,7 +95,7 @@ def step_on_hosts(
         unit_s,
         eager_reductions(simulation),
     )
-    between = crossing(layout, network.hosts, volumes, timetable.micro_batches).bytes
+    between = traffic_between_hosts(layout, network.hosts, volumes, timetable.micro_batches).bytes
     return HostStep(network, layout, step, between)
 
 

@@ -247,12 +247,14 @@ def _remedies(model: TrainingSizes) -> str:
 
 def _config(sizes: ParallelSizes, cluster: Cluster, model: TrainingSizes) -> dict[str, Any]:
     """Return the keys of a DeepSpeed JSON that the plan decides."""
-    copies = sizes.data * (1 if sizes.candidate is None else sizes.candidate.replicas)
+    assert sizes.candidate is not None
+    copies = sizes.data * sizes.candidate.replicas
     return {
         "train_batch_size": cluster.batch,
         "train_micro_batch_size_per_gpu": model.micro_batch,
         **({} if model.precision == "fp32" else {model.precision: {"enabled": True}}),
-        "zero_optimization": {"stage": min(model.zero_stage, copies - 1)},
+        # A single copy of the weights has nothing to shard.
+        "zero_optimization": {"stage": model.zero_stage if copies > 1 else 0},
         "optimizer": {"type": "AdamW", "params": _ADAM},
         "ds_ext": sizes.section(model),
     }

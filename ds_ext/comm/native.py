@@ -208,7 +208,7 @@ class _Attempt:
 
     def _prepare(self, selection: LinkSelection) -> tuple[str, str] | None:
         """Prepare all selected kinds. Returns the kind that failed on this rank and the reason, or None."""
-        for kind in dict.fromkeys(selection.kinds.values()):
+        for kind in sorted(set(selection.kinds.values())):
             try:
                 self._setups[kind].prepare(selection.pairs(kind, self._pairs))
             except _ERRORS as error:
@@ -218,7 +218,7 @@ class _Attempt:
     def _connect(
         self, selection: LinkSelection, ranks: Sequence[RankOffers], timeout_s: float, endpoints: Endpoints
     ) -> tuple[str, str] | None:
-        """Connect all selected kinds and add their endpoints. Returns the same as _prepare()."""
+        """Connect all selected kinds, add their endpoints, and close the port's descriptor. Returns as _prepare()."""
         assert self._port is not None
         for kind in sorted(set(selection.kinds.values())):
             offers = {r: entry.offers[kind] for r, entry in enumerate(ranks) if kind in entry.offers}
@@ -227,6 +227,7 @@ class _Attempt:
                 endpoints.add(self._setups[kind].connect(offers, pairs, min(timeout_s, HANDSHAKE_S)))
             except _ERRORS as error:
                 return kind, _text(error)
+        # Peers have received the doorbell's file, so this descriptor is no longer needed.
         self._port.close_fileno()
         return None
 

@@ -272,7 +272,7 @@ class NativeTransport:
         return not self.must_be_taken(peer, link.in_flight()[0])
 
     def _send_error(self, peer: int, tag: int, error: Exception) -> TransportError:
-        """Return the error to raise for an error from the native code."""
+        """Return the error for an exception of the native code. Only a DescriptorError leaves the transport usable."""
         reason = "out of memory" if isinstance(error, MemoryError) else error
         what = f"send to rank {peer} of {describe_tag(tag)}: {reason}"
         if isinstance(error, _native.DescriptorError):

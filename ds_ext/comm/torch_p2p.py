@@ -269,7 +269,7 @@ class TorchTransport:
             )
 
     def _note_arrival(self, peer: int, first: wire.Descriptor) -> None:
-        """Count the peer's message, and drop the sends that it acknowledges."""
+        """Count the message, and finish the sends that its descriptor ``first`` acknowledges. Raises TransportError."""
         link = self._links.setdefault(peer, _Link())
         link.arrived_ahead.add(first.link_seq)
         while link.arrived in link.arrived_ahead:

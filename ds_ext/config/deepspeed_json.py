@@ -192,19 +192,20 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``config``, with bf16 gradients accumulated and reduced in fp32, unless it sets the dtypes.
 
     DeepSpeed's default is bf16. Over 1,000 micro-batches, most of the sum would be lost to rounding, and results would
-    depend on the sizes of the job.
+    depend on the sizes of the job. An offloaded optimizer, or ``compute_grad_norm`` false, keeps bf16 sums.
     """
     settings = dict(config)
     if precision(config) != "bf16":
         return settings
-    types, zero = config.get("data_types") or {}, config.get("zero_optimization")
+    types = config.get("data_types") or {}
     if settings.get("communication_data_type") is None:
         settings["communication_data_type"] = "fp32"
     is_set = not isinstance(types, Mapping) or types.get("grad_accum_dtype") is not None
-    refused = isinstance(zero, Mapping) and (
-        zero.get("offload_optimizer") or zero.get("cpu_offload") or zero.get("compute_grad_norm") is False
-    )
-    if zero_stage(config) == 1 and not (is_set or refused):
+    device = _value(config, "zero_optimization.offload_optimizer.device", "none")
+    is_offloaded = device != "none" or _value(config, "zero_optimization.cpu_offload", False)
+    # DeepSpeed has no fp32 sums with an offloaded optimizer, or without the gradient norm.
+    is_refused = is_offloaded or _value(config, "zero_optimization.compute_grad_norm", True) is False
+    if zero_stage(config) == 1 and not (is_set or is_refused):
         settings["data_types"] = {**types, "grad_accum_dtype": "fp32"}
     return settings
 

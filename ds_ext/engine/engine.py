@@ -368,7 +368,7 @@ class PipelineEngine(AdaptedEngine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Run forwards only, without dropout.
+        """Run forwards only, without dropout, and average the buffers of replicas first. All ranks call it together.
 
         Args:
             data_iter: source of the micro-batches, as for :meth:`train_batch`; or a dataset, of whose first samples the
@@ -384,15 +384,17 @@ class PipelineEngine(AdaptedEngine):
             ranks of the last stage, and None on the others.
 
         Raises:
-            ConfigError: ``reduce_output`` is neither "avg" nor None, or None and ``bcast_loss`` is set.
+            ConfigError: ``reduce_output`` is neither "avg" nor None, or None and ``bcast_loss`` is set; there are fewer
+                micro-batches than 1, or wrong data; a script's handler does not accept its instruction's arguments.
+            RuntimeError: an earlier step or evaluation failed after it began.
         """
         evaluation = Evaluation.from_arguments(compute_loss, return_logits, reduce_output, bcast_loss)
-        num_micro_batches = num_micro_batches or self.micro_batches
+        num_micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
         source: Any = data_iter
         if all(hasattr(type(source), name) for name in ("__len__", "__getitem__")):
             source = MicroBatches(source, self.micro_batch_size, collate=self.collate_fn)
-        train_batches, self.batches = self.batches, self._as_batches(source, num_micro_batches)
         self._take_handlers()
+        train_batches, self.batches = self.batches, self._as_batches(source, num_micro_batches)
         try:
             with (
                 evaluating(self.module),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from ..errors import ConfigError
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.bridge import TimetableSchedule
 from ..pipe_schedules.checks.program import check
@@ -36,7 +37,9 @@ class Schedules:
         return DynamicSchedule(plan.program, self._device, plan.rules)
 
     def _inference(self, micro_batches: int) -> TimetableSchedule:
-        """Return the schedule of an evaluation with ``micro_batches`` per data-parallel rank."""
+        """Return the schedule of an evaluation, by micro-batches per data-parallel rank. Raises ConfigError for 0."""
+        if micro_batches < 1:
+            raise ConfigError(f"num_micro_batches: must be at least 1 (got {micro_batches}).")
         placement = self._layout.placement
         program = lower(forward_timetable(placement, micro_batches * placement.replicas))
         check(program)

@@ -72,7 +72,7 @@ def measurement(read: Callable[[StepReport], Any], before_the_first: Any = None)
 def gather_step(
     data: StepData, losses: StepLosses, busy: BusyClock, weights_set: int, step: int, device: torch.device
 ) -> Gathered:
-    """Gather the losses and measurements of all ranks, and compare the samples that they read.
+    """Gather losses and measurements of all ranks, compare their samples, and warn of weights that the script set.
 
     In training, this comes before the optimizer step, so that a step with other samples changes no weight. All ranks
     call it together.
@@ -82,7 +82,7 @@ def gather_step(
         losses: losses of this rank.
         busy: clock of this rank's computations.
         weights_set: number of elements of the weights that the script set before the step.
-        step: number of the step, from 1, for the warning about them.
+        step: number of the step, from 1, for this warning.
         device: device of this rank's tensors.
 
     Raises:

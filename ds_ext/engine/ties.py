@@ -32,7 +32,7 @@ class LayeredModule(Protocol):
     @property
     def layout(self) -> ParallelLayout: ...
 
-    role_name: str | None
+    role_name: str | None  # "forward" or "backward" with fbd, else None
     global_rank: int
     num_stages: int
     parts: list[int]
@@ -289,8 +289,9 @@ def _places_on_this_rank(
 ) -> list[dict[int, str]]:
     """Return layer -> name of every candidate in the layers of this rank.
 
-    Raises ConfigError if several layers share another parameter, for example a global: a rank with only one of these
-    layers cannot see this.
+    Raises ConfigError if layers share a parameter that is no candidate (a global, or an unregistered one in a list): a
+    rank with only one of these layers cannot see this. ``entries``: id -> (tensor, layers in whose entries it occurs),
+    from :func:`find_shared`.
     """
     candidate_places: dict[int, dict[int, str]] = {id(tensor): {} for tensor in candidates}
     parameter_places: dict[int, dict[int, str]] = {}
@@ -357,18 +358,17 @@ def _rank_groups(module: LayeredModule, places: Iterable[int]) -> tuple[tuple[in
     The ranks of a group are in the order of the first layer in ``places`` that they hold.
     """
     if module.role_name is not None:
+        # fbd: tie the backward ranks only. Forward ranks receive the weights.
         stages = sorted({_stage_of(module, index) for index in places})
         return tuple(map(tuple, _tie_ranks(module.layout, stages))) if len(stages) > 1 else ()
     owners = list(dict.fromkeys(module.stage_owner(index) for index in sorted(places)))
     if len(owners) < 2:
         return ()
     topology = module.topology()
-    others = [axis for axis in topology.get_axis_names() if axis != "pipe"]
-    sizes = [range(topology.get_dim(axis)) for axis in others]
-    return tuple(
-        tuple(topology.get_rank(pipe=owner, **dict(zip(others, place, strict=True))) for owner in owners)
-        for place in itertools.product(*sizes)
-    )
+    other_axes = [axis for axis in topology.get_axis_names() if axis != "pipe"]
+    ranges = [range(topology.get_dim(axis)) for axis in other_axes]
+    coordinates = [dict(zip(other_axes, values, strict=True)) for values in itertools.product(*ranges)]
+    return tuple(tuple(topology.get_rank(pipe=owner, **entry) for owner in owners) for entry in coordinates)
 
 
 def _stage_of(module: LayeredModule, index: int) -> int:

@@ -116,7 +116,7 @@ class WeightUpdate:
 
     def begin_reduction(self, step: int, module: Any) -> None:
         """Check the gradients of a step before their reduction."""
-        self.loss_watch.before_reduction(step)
+        self.loss_watch.record_gradients(step)
         if module.placeholder is not None:
             # The bf16 optimizer needs at least one gradient.
             with (self.gradients.accumulating or nullcontext)():

@@ -130,7 +130,7 @@ class Trial:
             raise Uncuttable("its final hidden states depend on more than those of the last layer")
 
     def _layer_output(self, index: int, record: tuple[Any, ...]) -> Any:
-        """Return the hidden states of a layer, and check that the model passes on exactly those of the last layer."""
+        """Return the hidden states of layer ``index``: ones for the final layer, else NaN. Raises Uncuttable."""
         leaves, _ = leaves_of(record)
         hidden = leaves[place_of_hidden(record)]
         self._check_arguments(index, hidden, leaves)
@@ -142,7 +142,7 @@ class Trial:
         return (output, *[_State()] * (self.tuple_size - 1)) if self.tuple_size else output
 
     def _check_arguments(self, index: int, hidden: Tensor, leaves: Sequence[Any]) -> None:
-        """Raise Uncuttable if a layer gets more from earlier layers than the hidden states of the last one."""
+        """Raise Uncuttable if a layer gets more from earlier layers than the hidden states of the preceding one."""
         if index and hidden is not self._hidden[-1]:
             raise Uncuttable("it changes the hidden states between decoder layers")
         if any(isinstance(leaf, _State) for leaf in leaves):

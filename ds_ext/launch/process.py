@@ -67,6 +67,17 @@ _EXPECTED_LOGS = (
 _EXPECTED_WARNINGS = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 
 
+class _ExpectedFilter(logging.Filter):
+    """Filter of DeepSpeed's logger that hides records below ``level`` and messages that need no action."""
+
+    def __init__(self, level: int) -> None:
+        super().__init__()
+        self.level = level
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno >= self.level and not record.getMessage().startswith(_EXPECTED_LOGS)
+
+
 def set_up_logging(level: str | None = None) -> None:
     """Log to standard error, without the messages that DeepSpeed and torch print in every run.
 
@@ -81,18 +92,20 @@ def set_up_logging(level: str | None = None) -> None:
     """
     name = (level or os.environ.get("DS_EXT_LOG_LEVEL") or "warning").lower()
     if name not in _LEVELS:
-        raise ConfigError(f"DS_EXT_LOG_LEVEL: must be one of {', '.join(_LEVELS)} (got {name!r}).")
+        key = "level" if level else "DS_EXT_LOG_LEVEL"
+        raise ConfigError(f"{key}: must be one of {', '.join(_LEVELS)} (got {name!r}).")
     number = _LEVELS[name]
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"rank {rank()} | %(levelname)s | %(name)s | %(message)s"))
     logger, deepspeed_logger = logging.getLogger("ds_ext"), logging.getLogger("DeepSpeed")
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel(number)
+    deepspeed_logger.filters = [f for f in deepspeed_logger.filters if not isinstance(f, _ExpectedFilter)]
     if number < logging.WARNING:
         for target in (deepspeed_logger, *deepspeed_logger.handlers):
             target.setLevel(number)
         return
-    deepspeed_logger.addFilter(lambda record: record.levelno >= number and not _is_expected(record))
+    deepspeed_logger.addFilter(_ExpectedFilter(number))
     if not sys.warnoptions:
         warnings.filterwarnings("ignore", message=_EXPECTED_WARNINGS, category=FutureWarning)
 
@@ -100,10 +113,6 @@ def set_up_logging(level: str | None = None) -> None:
 def has_logging() -> bool:
     """Return whether the script has set up logging itself, here or with ``logging.basicConfig()``."""
     return logging.getLogger("ds_ext").hasHandlers()
-
-
-def _is_expected(record: logging.LogRecord) -> bool:
-    return record.getMessage().startswith(_EXPECTED_LOGS)
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:

@@ -75,7 +75,15 @@ class RollCall:
             self._raise_verdict(verdict)
 
     def fail(self, text: str, kind: str, timeout_s: float) -> bool:
-        """Stop all ranks with this rank's error ``text``. Returns whether rank 0 reports it."""
+        """Stop all ranks with the error ``text``, unless another rank's error is already published.
+
+        Returns whether rank 0 reports an error; it may be that of another rank.
+
+        Args:
+            text: error of this rank.
+            kind: REFUSED or FAILED.
+            timeout_s: time limit for rank 0 to report (on rank 0: for the others to read), in seconds.
+        """
         origin = f"rank {self.rank} (host {socket.gethostname()}): " if self.rank else ""
         verdict = {"kind": kind, "text": f"{origin}{text}"}
         self._publish_answer({}, {})

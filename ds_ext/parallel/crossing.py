@@ -84,7 +84,9 @@ class Crossing:
         return next((kind for kind in self.kinds if kind.name == name), None)
 
 
-def crossing(layout: ParallelLayout, hosts: Hosts, traffic: Traffic, micro_batches: int) -> Crossing:
+def traffic_between_hosts(
+    layout: ParallelLayout, hosts: Hosts, traffic: Traffic, micro_batches: int
+) -> Crossing:
     """Return the traffic between hosts for the layout's rank order.
 
     Args:
@@ -108,13 +110,16 @@ def crossing(layout: ParallelLayout, hosts: Hosts, traffic: Traffic, micro_batch
     ]
     reductions = list(_reductions(layout, traffic))
     if layout.placement.replicas > 1 and layout.data_parallel_size > 1:
+        # Gradients are averaged over mirrors and data-parallel ranks together; both only show their own crossings.
         kinds += [
             _rings(name, [(group, 0.0) for group in table[name]], hosts) for name in (MIRRORS, DATA_RANKS)
         ]
         kinds.append(_rings("gradients", reductions, hosts))
     else:
         kinds.append(_rings(MIRRORS if layout.placement.replicas > 1 else DATA_RANKS, reductions, hosts))
-    copies = {(pair[1], pair[0]): traffic.weights[device(pair[1])] for pair in table.get("weights", ())}
+    # A pair is (forward rank, backward rank); weights go from the backward to the forward rank.
+    links = [(backward, forward) for forward, backward in table.get("weights", ())]
+    copies = {link: traffic.weights[device(link[0])] for link in links}
     kinds.append(_links("weights", copies, hosts))
     return Crossing(layout.rank_order, tuple(kind for kind in kinds if kind.size > 1 and kind.groups))
 
@@ -143,10 +148,10 @@ def ranked_orders(
     """Return the traffic between hosts for every rank order, fewest bytes first; ties: the default, then no mirror.
 
     Tensor-parallel groups have consecutive ranks in every order. They cross hosts only if the tensor-parallel size
-    does not divide the slots of every host. The arguments and errors are those of :func:`crossing`.
+    does not divide the slots of every host. The arguments and errors are those of :func:`traffic_between_hosts`.
     """
     crossings = [
-        crossing(replace(layout, rank_order=order), hosts, traffic, micro_batches)
+        traffic_between_hosts(replace(layout, rank_order=order), hosts, traffic, micro_batches)
         for order in rank_orders(layout)
     ]
     return sorted(crossings, key=lambda entry: entry.bytes)

@@ -116,12 +116,13 @@ class Network:
         block = size / len(ring)
         hosts = [self.hosts.host(rank) for rank in ring]
         port = self.between.bandwidth * self._rings(hosts)
-        latencies, slowest = [], 0.0
+        latencies, slowest_s = [], 0.0
         for a, b in pairwise([*hosts, hosts[0]]):
             latencies.append(self.inside.latency if a == b else self.between.latency)
             rate = self.inside.bandwidth if a == b else port
-            slowest = max(slowest, block / rate)
-        return sum(sorted(latencies)[1:]) + steps * slowest
+            slowest_s = max(slowest_s, block / rate)
+        # The worst block skips the connection with the lowest latency.
+        return sum(sorted(latencies)[1:]) + steps * slowest_s
 
     def _tree_all_reduce(self, size: float, ranks: Sequence[int]) -> float:
         """Return the seconds of an all-reduce over a double binary tree of hosts, with a chain inside each host.

@@ -119,14 +119,15 @@ def _too_few_layers(num_layers: int, placement: Placement, schedule: str) -> str
 def _even_counts(
     num_layers: int, ends: tuple[int, int], placement: Placement, weights: tuple[float, float] | None
 ) -> list[int]:
-    """Return the transformer layers of every stage; the arguments and ties are those of :func:`layer_boundaries`."""
+    """Return the transformer layers of every stage.
+
+    ``ends``: numbers of other layers at both ends; ``placement``, ``weights`` and ties: see :func:`layer_boundaries`.
+    """
     stages = placement.stages
     first, last = weights or (_DEFAULT_END_WORK * bool(ends[0]), _DEFAULT_END_WORK * bool(ends[1]))
-    counts = [num_layers // stages if weights is None else 1] * stages
-    if weights is not None:
-        # A stage whose other work is at least one layer may have no transformer layer.
-        counts[0] -= bool(ends[0]) and first >= 1
-        counts[-1] -= bool(ends[1]) and last >= 1 and stages > 1
+    counts = _first_counts(num_layers, ends, stages, weights)
+    # Without known weights, no stage gets two more layers than another.
+    most = max(counts) + 1 if weights is None else num_layers
     work = [float(count) for count in counts]
     work[0] += first
     work[-1] += last
@@ -141,15 +142,25 @@ def _even_counts(
         own_work = 0.0 if weights is None else round(work[stage], 9)
         return round(max(loads[device] for device in stage_devices[stage]), 9), own_work, -stage
 
-    base = num_layers // stages
     for _ in range(num_layers - sum(counts)):
-        # Without known weights, no stage gets two more layers than another.
-        free = (stage for stage in range(stages) if weights is not None or counts[stage] == base)
-        stage = min(free, key=priority)
+        stage = min((stage for stage in range(stages) if counts[stage] < most), key=priority)
         counts[stage] += 1
         work[stage] += 1
         for device in stage_devices[stage]:
             loads[device] += 1
+    return counts
+
+
+def _first_counts(
+    num_layers: int, ends: tuple[int, int], stages: int, weights: tuple[float, float] | None
+) -> list[int]:
+    """Return the transformer layers that every stage has in any case."""
+    if weights is None:
+        return [num_layers // stages] * stages
+    # A stage whose other work is at least one layer may have no transformer layer.
+    counts = [1] * stages
+    counts[0] -= bool(ends[0]) and weights[0] >= 1
+    counts[-1] -= bool(ends[1]) and weights[1] >= 1 and stages > 1
     return counts
 
 

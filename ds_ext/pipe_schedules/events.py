@@ -179,6 +179,8 @@ def run(
 ) -> Run:
     """Run until no device can continue. A free device computes the op that its policy chooses.
 
+    After a deadlock, the orders are incomplete; callers check this.
+
     Args:
         tolerance: relative difference up to which times count as equal. Rounding must not change what a policy sees.
     """
@@ -222,13 +224,13 @@ def run(
             busy[device] = False
             awake.add(device)
             policies[device].mark_done(op)
-            for consumer, to in dependencies.consumers(op):
-                messages += to != device
-                delay = workload.delay(consumer, device, to)
+            for consumer, receiver in dependencies.consumers(op):
+                messages += receiver != device
+                delay = workload.delay(consumer, device, receiver)
                 if delay:
-                    heappush(events, (now + delay, True, to, consumer))
+                    heappush(events, (now + delay, True, receiver, consumer))
                 elif inputs.deliver(consumer):
-                    add_ready(to, consumer)
+                    add_ready(receiver, consumer)
             for entry in admission.mark_done(device, op):
                 add_ready(dependencies.device(entry), entry)
 

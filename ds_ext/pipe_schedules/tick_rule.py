@@ -79,8 +79,10 @@ def split_order(device: int, placement: Placement, micro_batches: int) -> Iterat
     waiting: deque[Op] = deque()
     live = next_tick = 0
     for tick, op in ticks(device, placement, micro_batches, BACKWARD_INPUT):
-        full = op.kind == FORWARD and live == placement.stages
-        for _ in range(min(max(tick - next_tick, int(full)), len(waiting))):
+        count = tick - next_tick  # empty ticks
+        if op.kind == FORWARD and live == placement.stages:
+            count = max(count, 1)
+        for _ in range(min(count, len(waiting))):
             yield waiting.popleft()
             live -= 1
         yield op

@@ -184,7 +184,10 @@ class TrainingSizes(TransformerConfig):
         return tuple(parameters)
 
     def device_parameters(self, placement: Placement, device: int) -> float:
-        """Return the number of parameters on a rank of ``device``. Raises ScheduleError if the layers do not fit."""
+        """Estimate the parameters on a rank of ``device``, with biases and LayerNorms even if the model has none.
+
+        Raises ScheduleError if the layers do not fit.
+        """
         chunks, stages = placement.chunks[device], placement.stages
         layers, untied = self.stage_layer_counts(stages), self.untie_embeddings_and_output_weights
         embedding = self.embedding_parameters

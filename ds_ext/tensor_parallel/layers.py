@@ -134,10 +134,12 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., input_size / T) to (..., output_size) on all ranks.
 
-        With sequence parallelism the output is (B, S / T, output_size).
+        With sequence parallelism the output is (B, S / T, output_size). S: tokens of a sequence.
         """
-        y, bias = leave_tensor_parallel(linear(x, self.weight), self.tp, self.sequence_parallel), self.bias
+        y = leave_tensor_parallel(linear(x, self.weight), self.tp, self.sequence_parallel)
+        bias = self.bias
         if bias is not None and self.sequence_parallel:
+            # Ranks add the bias to different tokens, so its gradient is summed over the group.
             (bias,) = shared_parameters(self.tp, bias)
         return y if bias is None else y + bias
 

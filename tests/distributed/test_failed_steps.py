@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe.schedule import ForwardPass
 from torch import Tensor, nn
 
 import ds_ext
@@ -64,6 +65,27 @@ def use_good_data_after_bad(rank: int) -> tuple[list[float], list[float]]:
 def test_good_data_after_bad(ranks: Ranks) -> None:
     for losses, expected in ranks(2).run(use_good_data_after_bad):
         assert losses == expected
+
+
+def use_good_arguments_after_bad(rank: int) -> tuple[list[str], float, float]:
+    engine, fresh = engine_of(2, samples(16)), engine_of(2, samples(16))
+    keys = []
+    with pytest.raises(ConfigError) as refusal:
+        engine.eval_batch(samples(32)[16:], num_micro_batches=0)
+    keys.append(str(refusal.value).partition(":")[0])
+    handlers: Any = {**engine._INSTRUCTION_MAP, ForwardPass: engine_of}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_INSTRUCTION_MAP", handlers, raising=False)
+        with pytest.raises(ConfigError) as refusal:
+            engine.eval_batch(samples(32)[16:])
+        keys.append(str(refusal.value).partition(":")[0])
+    return keys, float(engine.train_batch()), float(fresh.train_batch())
+
+
+def test_training_after_a_refused_evaluation(ranks: Ranks) -> None:
+    for keys, loss, expected in ranks(2).run(use_good_arguments_after_bad):
+        assert keys == ["num_micro_batches", "_INSTRUCTION_MAP[ForwardPass]"]
+        assert loss == expected
 
 
 def step_after_a_failure(rank: int, devices: int) -> tuple[float, list[str]]:

@@ -44,13 +44,13 @@ class LossWatch:
             for local in parameters
             if local.parameter.requires_grad and local.parameter.numel() > 0
         ]
-        # Step, (layer, parameter) and largest element of every gradient. Of two steps: a non-finite gradient first
+        # Step, (layer, parameter) and largest magnitude of every gradient. Of two steps: a non-finite gradient first
         # changes the weights, and then the loss of the next step.
         self._largest: deque[tuple[int, list[tuple[int, str]], list[Tensor]]] = deque(maxlen=2)
         self._first_bad: tuple[int, int, str] | None = None  # step, rank and parameter
 
-    def before_reduction(self, step: int) -> None:
-        """Store the largest element of every gradient of this rank, on the device, before the reduction."""
+    def record_gradients(self, step: int) -> None:
+        """Store the largest magnitude in every gradient of this rank, on the device. Call before the reduction."""
         named_gradients = [
             ((layer, name), gradient)
             for layer, name, parameter in self._trained
@@ -58,8 +58,7 @@ class LossWatch:
         ]
         if named_gradients:
             names, gradients = zip(*named_gradients, strict=True)
-            dense = [g.coalesce().values() if g.is_sparse else g for g in gradients]
-            largest = [torch.linalg.vector_norm(gradient, torch.inf) for gradient in dense]
+            largest = [torch.linalg.vector_norm(gradient, torch.inf) for gradient in gradients]
             self._largest.append((step, list(names), largest))
 
     def loss(self, step: int, loss: float, skipped: bool) -> None:

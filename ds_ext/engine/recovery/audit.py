@@ -410,6 +410,7 @@ def _gradients(
     if not roots or not leaves:
         return []
     outputs, output_grads = zip(*roots, strict=True)
+    # The collected weight gradients are dropped: only those of the inputs are compared.
     with deferring(WeightGradients()) if splits else nullcontext():
         grads = torch.autograd.grad(outputs, leaves, output_grads, allow_unused=True)
     return [grad for grad in grads if grad is not None]

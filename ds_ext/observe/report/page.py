@@ -69,14 +69,13 @@ def _file(name: str) -> str:
 
 
 def _title(run: Run, summary: Summary | None) -> str:
-    rows = run.rows
-    schedule, ranks = run.facts.get("schedule"), run.facts.get("world_size")
+    """Return "<schedule> on N ranks". Metrics and traces name the schedule that ran, facts that of the last start."""
+    rows, schedule = run.rows, run.facts.get("schedule")
+    ranks = run.facts.get("world_size") or (summary and summary.world_size)
     if rows:
         schedule = rows[-1].get("schedule", schedule)
     elif summary is not None:
         schedule = summary.schedule
-    if summary is not None:
-        ranks = ranks or summary.world_size
     return f"{schedule or run.name}" + (f" on {_count_text(ranks, 'rank')}" if ranks else "")
 
 

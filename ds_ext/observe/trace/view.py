@@ -93,8 +93,8 @@ def _draw(traces: Traces, summary: Summary, step: int, events: StepEvents, unit:
     drawing = DrawnStep(timetable.schedule, [_rename(plan, "planned")], [[[] for _ in devices]], [names])
     makespan = summary.makespan_by_step[step] / 1e3
     for number, rows in groups.items():
-        group = f", pipeline group {number}" if len(groups) > 1 else ""
-        drawing.pictures.append(_picture(timetable, rows, f"measured, step {step}{group}", plan, makespan))
+        title = f"measured, step {step}" + (f", pipeline group {number}" if len(groups) > 1 else "")
+        drawing.pictures.append(_measured_simulation(timetable, rows, title, plan, makespan))
         drawing.marks.append([rows[device].marks if device in rows else [] for device in devices])
         drawing.rows.append([names[d] if d in rows else f"{names[d]}, no trace" for d in devices])
     return drawing
@@ -129,7 +129,7 @@ def picture(runs: Sequence[Traces], step: int | None = None) -> str:
         timetable = _timetable(traces, events)
         _, rows = min(_rows(events).items())
         makespan = summary.makespan_by_step[number] / 1e3
-        pictures.append(_picture(timetable, rows, "measured", simulate(timetable), makespan))
+        pictures.append(_measured_simulation(timetable, rows, "measured", simulate(timetable), makespan))
     return svg(*pictures, axis=AXIS, unit="ms")
 
 
@@ -252,24 +252,24 @@ def _rename(simulation: Simulation, suffix: str) -> Simulation:
     return replace(simulation, timetable=replace(timetable, schedule=f"{timetable.schedule}, {suffix}"))
 
 
-def _picture(
+def _measured_simulation(
     timetable: Timetable, rows: Mapping[int, _Row], title: str, plan: Simulation, makespan: float
 ) -> Simulation:
-    """Return the measured ops as a simulation, for drawing. Its ideal and bubble ignore devices without a trace."""
+    """Return the measured ops as a simulation in milliseconds. Its ideal and bubble ignore devices without a trace."""
     placement = timetable.placement
     spans = [rows[device].spans if device in rows else [] for device in range(placement.num_devices)]
     orders = tuple(tuple(op for op, _, _ in device_spans) for device_spans in spans)
-    busy = [sum(end - begin for _, begin, end in device_spans) for device_spans in spans]
+    busy_ms = [sum(end - begin for _, begin, end in device_spans) for device_spans in spans]
     stage_share = placement.devices_per_pipe / placement.stages
     return Simulation(
         replace(timetable, schedule=f"{timetable.schedule}, {title}", orders=orders),
         tuple(map(tuple, spans)),
         makespan,
-        ideal=sum(busy) / len(rows),
+        ideal=sum(busy_ms) / len(rows),
         peak_activations=tuple(peak_stages(ops) * stage_share for ops in orders),
         messages=plan.messages,
         costs=plan.costs,
-        busy=tuple(time / makespan if makespan else 0.0 for time in busy),
+        busy=tuple(time / makespan if makespan else 0.0 for time in busy_ms),
     )
 
 

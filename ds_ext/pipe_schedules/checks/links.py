@@ -176,6 +176,7 @@ class _Run:
                     waiting.add(event)
                     break
                 done += 1
+                # The same link's event at its other end.
                 if -1 - event in waiting:
                     waiting.remove(-1 - event)
                     sender, receiver = self.links.devices[link]

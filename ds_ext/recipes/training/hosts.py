@@ -6,7 +6,7 @@ import argparse
 
 from ...environment import local_world_size, num_hosts, world_size
 from ...errors import ConfigError
-from ...parallel.crossing import Crossing, GroupTraffic, Traffic, crossing, ranked_orders
+from ...parallel.crossing import Crossing, GroupTraffic, Traffic, ranked_orders, traffic_between_hosts
 from ...parallel.fbd import DisaggregatedLayout, place_by_hosts
 from ...parallel.hosts import Hosts, parse_hosts
 from ...parallel.layout import ParallelLayout
@@ -68,7 +68,7 @@ def describe_hosts(
     """
     if hosts is None or len(hosts.slots) == 1:
         return []
-    here = crossing(layout, hosts, traffic, micro_batches)
+    here = traffic_between_hosts(layout, hosts, traffic, micro_batches)
     rows = [_row(kind, here) for kind in here.kinds]
     total = ("total", "", "", "", f"{format_bytes(here.bytes)} per step")
     lines = [

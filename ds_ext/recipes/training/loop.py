@@ -290,6 +290,7 @@ def data_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that decide the samples and their order, in normal form.
 
     Paths are absolute, with the sizes of their files. The shares of a split and the weights of a blend add up to 1.
+    Raises ConfigError for wrong flags, OSError for a missing file.
     """
     flags = {name: getattr(args, name) for name in _DATA_FLAGS if hasattr(args, name)}
     if "split" in flags:
@@ -297,9 +298,10 @@ def data_flags(args: argparse.Namespace) -> dict[str, Any]:
     if "data_path" in flags:
         weights, prefixes = parse_data_path(flags["data_path"])
         paths = [f"{path.absolute()} ({os.path.getsize(f'{path}.bin')} bytes)" for path in prefixes]
-        shares = [f"{float(weight / sum(weights)):.6g}" for weight in weights]
-        pairs = [word for pair in zip(shares, paths, strict=True) for word in pair]
-        flags["data_path"] = " ".join(pairs if len(paths) > 1 else paths)
+        if len(paths) > 1:
+            shares = [f"{float(weight / sum(weights)):.6g}" for weight in weights]
+            paths = [f"{share} {path}" for share, path in zip(shares, paths, strict=True)]
+        flags["data_path"] = " ".join(paths)
     return flags
 
 

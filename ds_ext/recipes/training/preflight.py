@@ -6,7 +6,7 @@ import argparse
 import math
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,41 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
         if value < lowest:
             raise ConfigError(f"--{dest.replace('_', '-')}: must be at least {lowest} (got {value}).")
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
-        raise ConfigError(f"--peak-tflops: must be greater than 0 (got {args.peak_tflops:g}).")
+        raise ConfigError(f"--peak-tflops: must be greater than 0 and finite (got {args.peak_tflops:g}).")
     if args.save_interval and not args.save:
         raise ConfigError(
             f"--save-interval: needs --save (got {args.save_interval}). Add --save DIR, or remove --save-interval."
         )
     if args.load:
         require_checkpoint(args.load)
+    if args.metrics_file and rank() == 0 and os.path.isdir(args.metrics_file):
+        file = Path(args.metrics_file, "metrics.jsonl")
+        raise ConfigError(
+            f"--metrics-file: is a folder (got {args.metrics_file}). Name a file, such as {file}."
+        )
+    for flag, folder in _output_folders(args, config):
+        _require_writable(flag, folder)
+
+
+def create_folders(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+    """Create the folders that this rank writes to. Raises ConfigError if one cannot be created."""
+    for flag, folder in _output_folders(args, config):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{flag}: cannot create {folder} ({error.strerror}). Use another folder."
+            ) from None
+
+
+def _output_folders(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
+    """Yield (flag or key, folder) for every folder that this rank writes to."""
     if args.save:
-        _require_writable("--save", Path(args.save), make=not args.dry_run)
+        yield "--save", Path(args.save)
     if args.metrics_file and rank() == 0:
-        _require_metrics_file(Path(args.metrics_file), make=not args.dry_run)
-    traces = config.get("ds_ext", {}).get("trace", {}).get("dir")
-    if traces:
-        _require_writable("trace.dir", Path(traces), make=not args.dry_run)
+        yield "--metrics-file", Path(args.metrics_file).parent
+    if traces := config.get("ds_ext", {}).get("trace", {}).get("dir"):
+        yield "trace.dir", Path(traces)
 
 
 def check_forward_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> None:
@@ -110,27 +131,11 @@ def require_checkpoint(folder: str) -> None:
         raise ConfigError(f"--load {folder}: {str(error).removeprefix(f'{folder}: ')}") from None
 
 
-def _require_metrics_file(path: Path, make: bool) -> None:
-    """Raise ConfigError if the path is a folder or its folder cannot be written to; ``make`` creates the folder."""
-    if os.path.isdir(path):
-        raise ConfigError(
-            f"--metrics-file: is a folder (got {path}). Name a file, such as {path / 'metrics.jsonl'}."
-        )
-    _require_writable("--metrics-file", path.parent, make)
-
-
-def _require_writable(flag: str, folder: Path, make: bool = False) -> None:
-    """Raise ConfigError unless ``folder`` can be written to; ``make`` creates it."""
+def _require_writable(flag: str, folder: Path) -> None:
+    """Raise ConfigError unless this rank can write to ``folder``, or create it."""
     existing = folder.absolute()
     while not os.path.exists(existing):  # also False under a folder without search permission
         existing = existing.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         reason = "read-only" if existing.is_dir() else "a file"
         raise ConfigError(f"{flag}: cannot write to {folder}: {existing} is {reason}. Use another folder.")
-    if make:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{flag}: cannot create {folder} ({error.strerror}). Use another folder."
-            ) from None

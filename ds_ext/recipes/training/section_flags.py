@@ -26,7 +26,7 @@ def keys_of_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterat
         config: the JSON with the keys of all other flags.
 
     Raises:
-        ConfigError: flags contradict each other, or a flag needs another one.
+        ConfigError: flags contradict each other, a flag needs another one, or a value is out of range.
     """
     yield from _betas(args, config)
     if any(getattr(args, dest) is not None for dest in (*_SCHEDULE, *_STEPS)):

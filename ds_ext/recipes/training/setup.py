@@ -32,7 +32,7 @@ from ..models.config import TransformerConfig
 from ..models.field_flags import fields_of
 from .arguments import FLAGS_OF_THE_JSON, finished_json, parse
 from .hosts import describe_hosts, hosts_of_flags, is_placed, layout_on
-from .preflight import check_forward_hosts, check_job
+from .preflight import check_forward_hosts, check_job, create_folders
 from .script_flags import Model
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
         require_slots(plan.layout, hosts)
         plan = replace(plan, layout=layout_on(plan.layout, hosts, job.ds_ext.fbd.forward_hosts))
     _take_candidate(args, plan)
+    if not args.dry_run:
+        create_folders(args, job.deepspeed)
     return args, plan
 
 

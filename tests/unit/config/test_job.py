@@ -251,6 +251,23 @@ def test_bf16_gradients_are_accumulated_in_fp32_by_default() -> None:
 
 
 @pytest.mark.parametrize(
+    ("section", "dtype"),
+    [
+        ({"offload_optimizer": {"device": "none"}}, "fp32"),
+        ({"offload_optimizer": {"pin_memory": True}}, "fp32"),
+        ({"offload_optimizer": None, "cpu_offload": False}, "fp32"),
+        ({"offload_optimizer": {"device": "cpu"}}, None),
+        ({"cpu_offload": True}, None),
+        ({"compute_grad_norm": False}, None),
+        ({"offload_optimizer": {"device": "none"}, "compute_grad_norm": False}, None),
+    ],
+)
+def test_bf16_gradients_of_an_offloaded_optimizer(section: dict[str, Any], dtype: str | None) -> None:
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1, **section}}
+    assert fp32_sums_of_bf16(config).get("data_types", {}).get("grad_accum_dtype") == dtype
+
+
+@pytest.mark.parametrize(
     ("kind", "params", "found"),
     [
         ("AdamW", {}, "fused"),

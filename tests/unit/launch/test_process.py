@@ -15,6 +15,7 @@ import pytest
 
 from ds_ext.errors import ConfigError, TransportError
 from ds_ext.launch.failure import _headline, _text, lost_peer
+from ds_ext.launch.process import set_up_logging
 
 ROOT = Path(__file__).parents[3]
 HEAD = """\
@@ -90,6 +91,27 @@ def test_signals_end_a_rank_with_a_blocked_main_thread(number: signal.Signals, c
         _, err = process.communicate(timeout=900)
         assert process.returncode == code
         assert number.name in err and err.count("\n") == 1
+
+
+def test_a_later_level_replaces_an_earlier_one() -> None:
+    body = """
+        import logging
+        logger = logging.getLogger("DeepSpeed")
+        logger.addHandler(logging.StreamHandler(sys.stdout))
+        for level in ("warning", "info", "error", "info", "warning"):
+            process.set_up_logging(level)
+            logger.info(level)
+            logger.warning(level)
+    """
+    assert outcome(body) == (0, "warning\ninfo\ninfo\ninfo\ninfo\nwarning\n", "")
+
+
+def test_an_unknown_level_is_attributed_to_its_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"^level: .*'loud'"):
+        set_up_logging("loud")
+    monkeypatch.setenv("DS_EXT_LOG_LEVEL", "shrill")
+    with pytest.raises(ConfigError, match=r"^DS_EXT_LOG_LEVEL: .*'shrill'"):
+        set_up_logging()
 
 
 def test_handlers_of_the_script_stay_active() -> None:

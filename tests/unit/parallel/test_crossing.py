@@ -10,7 +10,13 @@ import pytest
 
 from ds_ext import pipe_schedules
 from ds_ext.errors import ConfigError
-from ds_ext.parallel.crossing import Traffic, crossing, messages_between, rank_orders, ranked_orders
+from ds_ext.parallel.crossing import (
+    Traffic,
+    messages_between,
+    rank_orders,
+    ranked_orders,
+    traffic_between_hosts,
+)
 from ds_ext.parallel.fbd import make_layout
 from ds_ext.parallel.hosts import Hosts, parse_hosts
 from ds_ext.parallel.layout import ParallelLayout
@@ -36,7 +42,7 @@ def connections(ranks: list[int], hosts: Hosts) -> int:
 @pytest.mark.parametrize("slots", ["2x4", "4x2", "3,5", "8x1", "8"])
 def test_bytes_are_those_of_every_message_and_ring(order: str, slots: str) -> None:
     layout, hosts = ParallelLayout(BITPIPE, 2, 2, parse_rank_order(order)), parse_hosts(slots)
-    found = crossing(layout, hosts, TRAFFIC, 4)
+    found = traffic_between_hosts(layout, hosts, TRAFFIC, 4)
     messages = reductions = tensors = 0.0
     for data in range(2):
         for tensor in range(2):
@@ -102,8 +108,8 @@ def test_a_weight_of_the_first_and_the_last_stage_is_summed_over_its_devices(
 ) -> None:
     """One all-reduce for each data-parallel group and tensor-parallel rank."""
     layout, hosts = ParallelLayout(placement, 2, 2), parse_hosts("2x4")
-    untied = crossing(layout, hosts, TRAFFIC, 4)
-    tied = crossing(layout, hosts, replace(TRAFFIC, tied=100.0), 4)
+    untied = traffic_between_hosts(layout, hosts, TRAFFIC, 4)
+    tied = traffic_between_hosts(layout, hosts, replace(TRAFFIC, tied=100.0), 4)
     found = tied.kind("tied")
     assert untied.kind("tied") is None
     assert (0 if found is None else found.groups) == groups
@@ -129,13 +135,13 @@ def test_disaggregation_has_one_order_and_counts_copies_of_weights() -> None:
 def test_slots_that_do_not_add_up_to_the_world_are_refused() -> None:
     layout = ParallelLayout(BITPIPE, 2, 2)
     with pytest.raises(ConfigError, match=r"hosts: .* 6 .* 8 "):
-        crossing(layout, parse_hosts("2x3"), TRAFFIC, 4)
+        traffic_between_hosts(layout, parse_hosts("2x3"), TRAFFIC, 4)
 
 
 def test_the_order_of_a_layout_is_the_one_that_counts() -> None:
     layout, hosts = ParallelLayout(BITPIPE, 2, 2), parse_hosts("2x4")
-    default = crossing(layout, hosts, TRAFFIC, 4)
-    other = crossing(replace(layout, rank_order=parse_rank_order("tp-pp-dp")), hosts, TRAFFIC, 4)
+    default = traffic_between_hosts(layout, hosts, TRAFFIC, 4)
+    other = traffic_between_hosts(replace(layout, rank_order=parse_rank_order("tp-pp-dp")), hosts, TRAFFIC, 4)
     assert default.bytes > other.bytes
     assert (default.kind("mirror"), other.kind("mirror")) != (None, None)
     assert [kind.crossing for kind in default.kinds] == [0, 8, 4, 0, 2]

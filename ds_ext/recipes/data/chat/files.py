@@ -155,7 +155,7 @@ def summary(meta: dict[str, Any]) -> str:
     longer = ", ".join(f"{limit}: {count}" for limit, count in meta["longer_than"].items())
     return (
         f"conversations {meta['documents']}, without assistant (dropped) {meta['without_assistant']}, tokens "
-        f"{meta['tokens']}, assistant tokens {meta['assistant_tokens'] / meta['tokens']:.1%}, vocabulary "
+        f"{meta['tokens']}, share of assistant tokens {meta['assistant_tokens'] / meta['tokens']:.1%}, vocabulary "
         f"{meta['vocab_size']}, unigram entropy of assistant tokens {meta['unigram_entropy_nats']:.3f} nats\n"
         f"conversations longer than --seq-length {longer}"
     )

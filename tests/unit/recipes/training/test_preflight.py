@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import socket
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,25 @@ def test_trace_steps_without_a_folder(planned: Any, tmp_path: Path) -> None:
     planned("dpp", {"trace": {"dir": None, "steps": "10:20"}})
     planned("fbd", {"tensor_parallel_size": 2}, "--ignore-forward-tensor-parallel")
     assert [path.name for path in tmp_path.iterdir()] == ["job.json"]  # a dry run creates no folder
+
+
+@pytest.mark.parametrize("with_data", [True, False])
+def test_a_refused_job_creates_no_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_data: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    section = {"schedule": "1f1b", "pipeline_parallel_size": 1, "trace": {"dir": "traces"}}
+    config = tiny_config(tmp_path, **section)
+    if not with_data:
+        del config["ds_ext"]["train"]["data_path"]
+    write_json(tmp_path / "job.json", config)
+    words = ["--deepspeed_config", "job.json", "--save", "saved", "--metrics-file", "metrics/steps.jsonl"]
+    with nullcontext() if with_data else pytest.raises(ConfigError, match=r"^--data-path: "):
+        plan_job("train_gpt.py", words, "gpt")
+    folders = ["metrics", "saved", "traces"] if with_data else []
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == folders
 
 
 REMOVED = "elasticity amp eigenvalue sparse_attention sparse_gradients graph_harvesting quantize_training"
