@@ -86,8 +86,8 @@ class RollCall:
         """
         origin = f"rank {self.rank} (host {socket.gethostname()}): " if self.rank else ""
         verdict = {"kind": kind, "text": f"{origin}{text}"}
+        self._publish_verdict(verdict)  # first: rank 0 compares the answers when all have arrived
         self._publish_answer({}, {})
-        self._publish_verdict(verdict)
         self._store.add(_READ, 1)
         if self.rank == 0:
             self._store.set(_REPORTED, "1")
