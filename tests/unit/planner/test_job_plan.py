@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.job_plan import JobPlan, make_job_plan, make_stage_plan
 from ds_ext.planner.job_text import describe
 
+ROOT = Path(__file__).parents[3]
 JSON: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 3,
     "gradient_accumulation_steps": 4,
@@ -52,6 +54,32 @@ def test_sizes_follow_from_the_world() -> None:
     assert (two.layout.world_size, two.sizes.micro_batches, two.sizes.train_batch_size) == (8, 8, 48)
     assert two.layout.data_parallel_size == 2
     assert one.timetable.micro_batches == 8
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.json")), ids=lambda file: file.stem)
+def test_every_schedule_has_the_batch_of_a_configuration(file: Path) -> None:
+    config = json.loads(file.read_text())
+    section = {key: value for key, value in config["ds_ext"].items() if key not in ("fbd", "schedule_options")}
+    world = None if section["schedule"] == "fbd" else make_job_plan(load_config(config)).layout.world_size
+    batches = {
+        make_job_plan(
+            load_config(config | {"ds_ext": section | {"schedule": name}}), world
+        ).sizes.train_batch_size
+        for name in ("gpipe", "1f1b", "interleaved", "bitpipe", "bitpipe_zb", "zb_h1", "zb_v", "dpp")
+    }
+    assert batches == {config["train_batch_size"]}
+
+
+@pytest.mark.parametrize(("schedule", "here", "other"), [("bitpipe", 24, 12), ("1f1b", 12, 24)])
+def test_a_batch_that_depends_on_the_schedule_is_said(schedule: str, here: int, other: int) -> None:
+    def batch_lines(job: JobPlan) -> list[str]:
+        return [line for line in text_of(job).splitlines() if line.startswith("batch ")]
+
+    (line,) = batch_lines(plan(schedule=schedule))
+    assert re.findall(r"\d+", line) == [str(other), str(here), str(here)]
+    keeps = {"train_batch_size": here, "train_micro_batch_size_per_gpu": 3}
+    section = JSON["ds_ext"] | {"schedule": schedule}
+    assert batch_lines(make_job_plan(load_config(keeps | {"ds_ext": section}))) == []
 
 
 def test_what_a_schedule_does_not_support_may_come_later_too() -> None:
@@ -121,7 +149,8 @@ def test_text_of_a_plan() -> None:
     text = describe(planned, **layers)
     lines = text.splitlines()
     assert lines[0].startswith("schedule  bitpipe, 8 micro-batches of 3 ") and " 48 samples " in lines[0]
-    assert lines[1:15] == [
+    assert lines[1].startswith("batch ")
+    assert lines[2:16] == [
         "world 16 = 4 pipeline x 2 tensor x 2 data",
         "  tensor    [0,1] [2,3] [4,5] [6,7] [8,9] [10,11] [12,13] [14,15]",
         "  pipeline  [0,4,8,12] [1,5,9,13] [2,6,10,14] [3,7,11,15]",
@@ -137,7 +166,7 @@ def test_text_of_a_plan() -> None:
         "  stage 6   device 1, 2    layer 12-13",
         "  stage 7   device 0, 3    layer 14-15, final norm, head",
     ]
-    figures = {line.split()[0]: line for line in lines[15:22]}
+    figures = {line.split()[0]: line for line in lines[16:23]}
     for label, numbers in {
         "bubble": "11.1% 1 2",
         "peak": "3.5 4 4 3.5 1/4",
