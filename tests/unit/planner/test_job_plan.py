@@ -59,7 +59,9 @@ def test_sizes_follow_from_the_world() -> None:
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.json")), ids=lambda file: file.stem)
 def test_every_schedule_has_the_batch_of_a_configuration(file: Path) -> None:
     config = json.loads(file.read_text())
-    section = {key: value for key, value in config["ds_ext"].items() if key not in ("fbd", "schedule_options")}
+    section = {
+        key: value for key, value in config["ds_ext"].items() if key not in ("fbd", "schedule_options")
+    }
     world = None if section["schedule"] == "fbd" else make_job_plan(load_config(config)).layout.world_size
     batches = {
         make_job_plan(
