@@ -127,7 +127,8 @@ def _convert(
         problem = first["msg"].removeprefix("Value error, ")
         value = first["input"]
         places = [str(place) for place in first["loc"]]
-        path = places if places and key in ("", places[0]) else [key, *places]
+        section_has_key = isinstance(values.get(key), Mapping) and key in values[key]
+        path = places if places and (not key or (places[0] == key and not section_has_key)) else [key, *places]
         if first["type"] == "extra_forbidden":
             problem = "unknown key"
             fix = _suggestion(places[-1], _known_fields(error.title if len(places) == 1 else None))
