@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ds_ext.comm import native, native_transport
 from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.comm.transport import create_transport
-from ds_ext.engine.messages import link_credits
+from ds_ext.engine.messages import max_held
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.lowering import lower
@@ -84,7 +84,7 @@ def test_slots_are_those_of_the_timetable() -> None:
     """1F1B: a device holds as many activations as it has forwards before its first backward, and one more."""
     timetable = get_schedule("1f1b").timetable(4, 8, {})
     layout = ParallelLayout(timetable.placement, 1, 1)
-    slots = link_credits(layout, [lower(timetable)])
+    slots = max_held(layout, [lower(timetable)])
     assert {pair: slots[pair] for pair in ((0, 1), (1, 2), (2, 3))} == {(0, 1): 4, (1, 2): 3, (2, 3): 2}
     assert {slots[pair] for pair in ((3, 2), (2, 1), (1, 0))} == {2}
 
