@@ -35,8 +35,8 @@ CALLS_PER_START = 8
 
 def fork_server() -> ForkServerContext:
     """Return the context whose processes are forked from a server that has imported torch and DeepSpeed."""
-    # Optimizers import torch's compiler in part, which takes 2 s of CPU time on every rank.
-    return base.fork_server(["torch", "torch._dynamo", "deepspeed", "pytest", "hypothesis"])
+    # Optimizers import torch's compiler in part, and models of transformers peft: 2 s of CPU time on every rank each.
+    return base.fork_server(["torch", "torch._dynamo", "deepspeed", "peft", "pytest", "hypothesis"])
 
 
 class RankPool(base.RankPool):

@@ -67,6 +67,7 @@ def test_measures_ours_and_deepspeed() -> None:
     assert found[0]["params"]["losses"][2] < found[0]["params"]["losses"][0]
 
 
+@extensive
 def test_what_an_instruction_costs() -> None:
     flags = ["--micro-batches", "4", "--schedules", "bitpipe_zb", "--transports", "auto,torch"]
     command = [sys.executable, "-m", "ds_ext", "bench", "engine", *flags, "--repeats", "2", "--json"]
@@ -121,6 +122,7 @@ def test_one_device_sends_no_message(capsys: pytest.CaptureFixture[str]) -> None
     assert "--num-devices" in capsys.readouterr().err
 
 
+@extensive
 def test_tokens_a_second() -> None:
     flags = ["--micro-batches", "2", "--schedules", "1f1b", "--steps", "1", "--peak-tflops", "0.5", "--json"]
     command = [sys.executable, "-m", "ds_ext", "bench", "training", *flags]
@@ -271,6 +273,7 @@ def test_no_rank_outlives_the_benchmark(number: signal.Signals, folder: Path) ->
     assert number == signal.SIGKILL or not list(folder.glob("ds_ext_rank_*"))
 
 
+@extensive
 def test_a_rank_of_ours_that_dies_is_a_failure(folder: Path) -> None:
     process = start_endless(folder, "1f1b")
     try:

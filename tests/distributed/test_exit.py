@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.selection import extensive
+
 SCRIPT = """
 import sys, torch, torch.distributed as dist
 from ds_ext.comm.groups import wait_for_threads_at_exit
@@ -16,6 +18,7 @@ for _ in range(2000):
 """
 
 
+@extensive
 def test_threads_of_collectives_end_first(tmp_path: Path) -> None:
     for number in range(3):  # without the wait, more than half of the runs abort
         done = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / f"store{number}")], timeout=60)

@@ -18,6 +18,7 @@ from ds_ext.engine import PipelineModule, initialize
 from ds_ext.errors import ConfigError
 from tests.engine_runs import StepBatches
 from tests.ranks import Ranks
+from tests.selection import extensive
 
 
 class Slow(nn.Linear):
@@ -180,6 +181,7 @@ def test_own_layers_with_buffers_and_an_iterator(ranks: Ranks) -> None:
     assert ended.startswith("data_iter: ") and "6 micro-batches" in ended and "(got 0)" in ended
 
 
+@extensive
 def test_the_benchmark() -> None:
     """No step can be shorter than the waiting of its layers, which the simulation adds up."""
     command = [sys.executable, "-m", "ds_ext", "bench", "fbd", "--json", "--steps", "1", "--forward-ms", "2"]

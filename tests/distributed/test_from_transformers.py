@@ -25,12 +25,14 @@ from tests.decoder_models import (
 from tests.distributed.test_own_layers import Batches
 from tests.ranks import Ranks
 from tests.reference import assert_close_gradients
-from tests.selection import EVERYTHING
+from tests.selection import EVERYTHING, select
 
 transformers: Any = pytest.importorskip("transformers")
 
 MICRO_BATCHES, LR = 8, 0.1
-LAYOUTS = [("1f1b", 2), ("bitpipe_zb", 2), ("1f1b", 4), ("bitpipe_zb", 4)]
+LAYOUTS = select(
+    [("1f1b", 2), ("bitpipe_zb", 2), ("1f1b", 4), ("bitpipe_zb", 4)], [("1f1b", 2), ("bitpipe_zb", 4)]
+)
 # Their largest weights are not in nn.Linear: Conv1D, a subclass of nn.Linear, and fused experts.
 AT_ONCE = ("GPT2", "Falcon", "Mixtral", "Qwen2Moe")
 Result = tuple[float, float | None, dict[str, Tensor]]
