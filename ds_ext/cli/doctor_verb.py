@@ -130,7 +130,7 @@ def describe(report: Report) -> str:
 
 
 def _pair_findings(pairs: Sequence[Pair]) -> Iterator[Finding]:
-    """Yield the pairs without a connection, then the speed of the others, or of the slowest if they are many."""
+    """Yield the pairs without a connection, then the speed of the others, or of the 10 slowest."""
     for pair in pairs:
         if pair.error:
             name = f"{pair.source} -> {pair.target}"
@@ -138,7 +138,8 @@ def _pair_findings(pairs: Sequence[Pair]) -> Iterator[Finding]:
             yield Finding(name, FAIL, f"{pair.address}: {pair.error}", remedy)
     with_speed = [pair for pair in pairs if pair.tcp_gbit_s is not None]
     slowest = sorted(with_speed, key=lambda pair: pair.tcp_gbit_s or 0.0)[:_MOST_PAIRS]
-    for pair in with_speed if len(with_speed) <= _MOST_PAIRS else slowest:
+    shown = with_speed if len(with_speed) <= _MOST_PAIRS else slowest
+    for pair in shown:
         yield _speed_finding(pair)
     if len(with_speed) > _MOST_PAIRS:
         yield Finding("", "ok", f"the slowest {_MOST_PAIRS} of {len(with_speed)} pairs; --json lists all")

@@ -10,13 +10,13 @@ from ..planner.named_models import LLAMA, MODELS, named_model
 from ..recipes.models.config import PLANNED, SIZES, TransformerConfig
 from ..recipes.models.field_flags import add_flags, fields_of, flag_name, flags_of
 
-# Settings of the job with a flag, and those of them that `plan` chooses itself.
+# Settings of the job that `plan` chooses itself, and all settings with a flag.
 _CHOSEN = ("tensor_parallel", "data_parallel", "attention_scores")
 _SETTINGS = ("micro_batch", "precision", "zero_stage", *_CHOSEN)
 
 
-def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> None:
-    """Add the flags; ``parallel`` includes the settings that ``plan`` chooses itself."""
+def add_model_flags(verb: argparse.ArgumentParser, *, all_settings: bool = True) -> None:
+    """Add the flags; ``all_settings`` includes the settings that ``plan`` chooses itself."""
     group = verb.add_argument_group("model, for memory and message sizes")
     group.add_argument(
         "--model", metavar="NAME", help=f"one of {', '.join(MODELS)}; the flags override its sizes"
@@ -30,13 +30,13 @@ def add_model_flags(verb: argparse.ArgumentParser, *, parallel: bool = True) -> 
         help="--position-embedding-type rope",
     )
     for name, flag in flags_of(TrainingSizes).items():
-        if name in _SETTINGS and (parallel or name not in _CHOSEN):
+        if name in _SETTINGS and (all_settings or name not in _CHOSEN):
             default = flag.default
-            if name == "zero_stage" and not parallel:
+            if name == "zero_stage" and not all_settings:
                 default = "1 with several copies of the weights"
             changes = {"default": None, "help": f"{flag.help} ({default})"}
             group.add_argument(flag_name(flag.key), **{**flag.arguments, **changes})
-    if parallel:
+    if all_settings:
         recompute = ["none", "selective", "full"]
         group.add_argument("--recompute", choices=recompute, help="recomputation in the backward (none)")
         key = "same as a job's sequence_parallel key"

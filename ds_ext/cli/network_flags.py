@@ -49,8 +49,8 @@ def network_of(args: argparse.Namespace) -> Network | None:
                 flag = "--" + dest.replace("_", "-")
                 raise ScheduleError(f"{flag}: needs --hosts (got {value}, no hosts). Add --hosts 4x8.")
         return None
-    inside = _link("--inside", _INSIDE if args.inside is None else args.inside)
-    between = _link("--between", _BETWEEN if args.between is None else args.between)
+    inside = _parse_link("--inside", _INSIDE if args.inside is None else args.inside)
+    between = _parse_link("--between", _BETWEEN if args.between is None else args.between)
     return Network(
         parse_hosts(args.hosts), inside, between, args.ports or RANK_PORTS, args.collectives or NCCL
     )
@@ -75,15 +75,13 @@ def describe_network(network: Network) -> list[str]:
     return [f"{network.hosts}", f"inside {inside}; between {between}, one {port}; {network.backend}"]
 
 
-def _link(flag: str, text: str) -> Link:
+def _parse_link(flag: str, text: str) -> Link:
+    """Return the link that a flag describes. Raises ScheduleError."""
     rate, _, latency = text.partition(",")
-    match = re.fullmatch(r"\s*([0-9.]+(?:e-?[0-9]+)?)\s*(ns|us|ms|s)\s*", latency)
-    try:
-        if match is None:
-            raise ValueError(text)
-        return Link(parse_bytes(rate, flag), float(match.group(1)) * _SECONDS[match.group(2)])
-    except ValueError:
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(ns|us|ms|s)\s*", latency)
+    if match is None:
         raise ScheduleError(
             f"{flag}: must be bytes per second and a latency (got {text!r}). Example: {_BETWEEN}, where "
             "25GB is 200 Gbit/s."
-        ) from None
+        )
+    return Link(parse_bytes(rate, flag), float(match[1]) * _SECONDS[match[2]])

@@ -61,7 +61,7 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--json", action="store_true", help="print JSON")
     add_import_flag(verb)
-    add_model_flags(verb, parallel=False)
+    add_model_flags(verb, all_settings=False)
     add_network_flags(verb, sizes=False)
 
 

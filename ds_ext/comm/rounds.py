@@ -17,11 +17,11 @@ _OTHER_STREAMS = 3  # computations, receives, reductions
 Link = tuple[int, int]  # (source, destination), global ranks
 
 
-def rounds(links: Iterable[Link]) -> list[list[Link]]:
+def divide_into_rounds(links: Iterable[Link]) -> list[list[Link]]:
     """Divide links into rounds in which no rank occurs twice (a greedy edge coloring).
 
-    The result is the same on all ranks. There are at most ``2 * n - 1`` rounds, where n is the maximum number of links
-    of a rank.
+    The result depends on the order of the links, so pass the same order on all ranks. There are at most ``2 * n - 1``
+    rounds, where n is the maximum number of links of a rank.
     """
     result: list[list[Link]] = []
     busy: list[set[int]] = []

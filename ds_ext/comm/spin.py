@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -9,26 +10,25 @@ from pathlib import Path, PurePosixPath
 from ..environment import control_groups
 from ..errors import TransportError
 
-MAX_SPIN_US = 300.0
+MAX_SPIN_US, _MAX_SETTING_US = 300.0, 1e9
 SPIN_VARIABLE = "DS_EXT_SPIN_US"
 # Files with the quota and the period of a control group, for cgroup versions 1 and 2.
 _QUOTA_FILES_1, _QUOTA_FILES_2 = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cpu.max",)
 
 
 def spin_us(ranks_here: int) -> float:
-    """Return the maximum spin time in microseconds: 0 if the ranks on this host outnumber its cores.
+    """Return the maximum spin time in microseconds: 300, or 0 if the ranks on this host outnumber its usable cores.
 
-    Raises:
-        TransportError: DS_EXT_SPIN_US is not a number.
+    ``DS_EXT_SPIN_US`` replaces it. Raises TransportError if that is not a number, or too large.
     """
     setting = os.environ.get(SPIN_VARIABLE)
     if setting is not None:
-        try:
-            return max(0.0, float(setting))
-        except ValueError:
-            raise TransportError(
-                f"{SPIN_VARIABLE}: must be a number of microseconds (got {setting!r})."
-            ) from None
+        with contextlib.suppress(ValueError):
+            if (setting_us := float(setting)) <= _MAX_SETTING_US:  # False for NaN
+                return max(0.0, setting_us)
+        raise TransportError(
+            f"{SPIN_VARIABLE}: must be microseconds up to {_MAX_SETTING_US:g} (got {setting!r})."
+        )
     return MAX_SPIN_US if ranks_here <= usable_cores() else 0.0
 
 

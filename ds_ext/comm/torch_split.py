@@ -23,7 +23,7 @@ from . import wire
 from .channels import SPLIT_HEADERS
 from .failure_state import FailureState
 from .groups import new_pair_groups
-from .rounds import Link, queue_shortage, rounds
+from .rounds import Link, divide_into_rounds, queue_shortage
 from .torch_p2p import TorchTransport
 from .transfers import Transfer, Transfers
 from .transport import ITEM_BITS, Ticket, Transport, check_address, describe_tag, make_tag
@@ -106,7 +106,7 @@ class SplitTransport:
         """
         transport = cls(TorchTransport.create(timeout_s), {}, device)
         rank = transport._headers.rank
-        for links in rounds(pairs):
+        for links in divide_into_rounds(pairs):
             for (source, destination), group in new_pair_groups(links, backend, timeout_s).items():
                 transport._groups[source, destination] = group
                 if rank == source:

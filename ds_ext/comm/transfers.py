@@ -54,6 +54,7 @@ class Transfers:
         self._state, self._on_cuda = state, device.type == "cuda"
         self._receives: Receives = StreamReceives(Device(device)) if self._on_cuda else HostReceives()
         self._unfinished: deque[Transfer] = deque()
+        self._num_removed = 0  # complete transfers removed from _unfinished
 
     def send(self, body: Tensor, peer: int, tag: int, group: dist.ProcessGroup) -> Transfer:
         """Start to send a body, after the work queued on the current stream."""
@@ -103,21 +104,23 @@ class Transfers:
             TransportError: a transfer failed.
         """
 
-        def left() -> Sequence[Transfer]:
+        def unfinished() -> Sequence[Transfer]:
             progress()
             return self._unfinished
 
-        self._await(left)
+        self._await(unfinished)
 
     def _await(self, unfinished: Callable[[], Sequence[Transfer]]) -> None:
-        """Wait until ``left()``, some of the transfers, is empty."""
-        start, count = time.monotonic(), len(self._unfinished)
+        """Wait until ``unfinished()``, some of the transfers, is empty. It may start transfers."""
+        start, num_removed = time.monotonic(), self._num_removed
         while transfers := unfinished():
             if not self._on_cuda:
                 self.finish(transfers[0])
+            num_transfers = len(self._unfinished)
             self._unfinished = deque(each for each in self._unfinished if not self._is_over(each))
-            if len(self._unfinished) < count:
-                start, count = time.monotonic(), len(self._unfinished)
+            self._num_removed += num_transfers - len(self._unfinished)
+            if self._num_removed > num_removed:
+                start, num_removed = time.monotonic(), self._num_removed
             elif time.monotonic() - start > self.timeout_s:
                 first = transfers[0]
                 raise self._state.timeout(first.op, first.peer, first.tag, self.timeout_s)
@@ -132,6 +135,7 @@ class Transfers:
             raise self._failure(op, peer, tag, start, error) from error
         while self._unfinished and self._is_over(self._unfinished[0]):
             self._unfinished.popleft()
+            self._num_removed += 1
         transfer = Transfer(work, body, op, peer, tag)
         self._unfinished.append(transfer)
         return transfer

@@ -147,7 +147,7 @@ class PipelineEngine(AdaptedEngine):
             settings.transport,
             timeout_s=options.timeout_s,
             device=self.device,
-            pairs=self._schedules.links(self.plan) | self.role.links(),
+            pairs=self._schedules.max_held(self.plan) | self.role.max_held(),
             node_ips=options.node_ips,
             polled=self.plan.rules is not None,
         )

@@ -78,7 +78,7 @@ def data_facts(model: PipelineModule, data: Any) -> Facts:
 
 @contextlib.contextmanager
 def _preserve_generators() -> Iterator[None]:
-    """Context that restores the states of the global random generators on exit."""
+    """Context that restores the states of the global random generators of the CPU on exit."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -89,13 +89,15 @@ def _preserve_generators() -> Iterator[None]:
 
 
 def _seeded_bytes(read: Callable[[], Any]) -> bytes:
-    """Return the numbers in the result of ``read()``, called with seeded generators, as bytes.
+    """Return the numbers in the result of ``read()``, as bytes.
 
-    Strings and objects are ignored, because they may differ between hosts (paths, addresses).
+    Seeds the global generators of the CPU; the caller restores them. Strings and objects are ignored, because they may
+    differ between hosts (paths, addresses).
     """
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    # torch.manual_seed() also seeds GPUs, whose states are not restored.
+    torch.default_generator.manual_seed(0)
     parts = []
     for leaf in tree_leaves(read()):
         if isinstance(leaf, torch.Tensor):

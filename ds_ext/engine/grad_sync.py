@@ -164,7 +164,7 @@ class Gradients:
             yield
         elif factor == 0:
             torch_optimizer = self.optimizer.optimizer if self._is_zero else self.optimizer
-            with _attribute(torch_optimizer, "step", _no_step):
+            with _set_attribute(torch_optimizer, "step", _no_step):
                 yield
         elif self._is_zero and not self._is_bf16:
             with _zero_correction(self.optimizer, factor):
@@ -209,24 +209,24 @@ def _zero_correction(optimizer: DeepSpeedZeroOptimizer, factor: float) -> Iterat
         unscale(partitions, total_norm)
 
     with (
-        _attribute(optimizer, "scaled_global_norm", norm),
-        _attribute(optimizer, "unscale_and_clip_grads", clip),
+        _set_attribute(optimizer, "scaled_global_norm", norm),
+        _set_attribute(optimizer, "unscale_and_clip_grads", clip),
     ):
         yield
 
 
 @contextmanager
-def _attribute(target: Any, name: str, value: Any) -> Iterator[None]:
-    """Context in which the attribute ``name`` of an object, which may be one of its class, is ``value``."""
-    original = vars(target).get(name)
+def _set_attribute(target: Any, name: str, value: Any) -> Iterator[None]:
+    """Context in which ``target.name`` is ``value``; a class attribute is hidden, not changed."""
+    is_own, original = name in vars(target), getattr(target, name)
     setattr(target, name, value)
     try:
         yield
     finally:
-        if original is None:
-            delattr(target, name)
-        else:
+        if is_own:
             setattr(target, name, original)
+        else:
+            delattr(target, name)
 
 
 def _multiply(tensors: Iterable[Tensor], factor: float) -> None:
@@ -400,7 +400,7 @@ def _without_averaging(optimizer: Any) -> Iterator[None]:
         if not optimizer.reduce_scatter:
             optimizer._add_full_reduction_to_compact_grad_partition(tensor, communication_data_type)
 
-    with _attribute(optimizer, "average_tensor", move):
+    with _set_attribute(optimizer, "average_tensor", move):
         yield
 
 

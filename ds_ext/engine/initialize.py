@@ -137,7 +137,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
 
 
 def _join(call: RollCall, timeout: timedelta) -> None:
-    """Start the process group in the store of the roll call, whose keys are of this start of the ranks."""
+    """Start the process group on the roll call's store: torchrun's own still has the keys of earlier starts."""
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
     accelerator = get_accelerator()

@@ -30,8 +30,8 @@ class Role:
     rates: list[float] | None = None
     handlers: Mapping[type[ds.PipeInstruction], Callable[..., None]] = {}
 
-    def links(self) -> dict[tuple[int, int], int]:
-        """Return how many messages the receivers of further links may hold, by (sender, receiver)."""
+    def max_held(self) -> dict[tuple[int, int], int]:
+        """Return how many messages the receiver of each additional link may hold, by (sender, receiver) ranks."""
         return {}
 
     def start(self, engine: Any) -> None:

@@ -1,4 +1,4 @@
-"""Schedules of a rank: of training steps, of evaluations, and the links that both need."""
+"""Schedules of a rank for training steps and evaluations, and the limits of the links that both need."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Schedules:
         check(program)
         return TimetableSchedule(program, self._device)
 
-    def links(self, plan: JobPlan) -> dict[tuple[int, int], int]:
-        """Return how many messages a receiver may hold, by (sender, receiver), in training and evaluation."""
+    def max_held(self, plan: JobPlan) -> dict[tuple[int, int], int]:
+        """Return how many messages a receiver may hold in training and evaluation, by (sender, receiver) ranks."""
         held = max_held(self._layout, [plan.program, self.inference(1).program])
         if plan.rules is not None:
             for link, messages in dynamic.max_held(self._layout, plan.rules).items():

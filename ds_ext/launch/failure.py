@@ -65,7 +65,7 @@ class Ending:
         launcher: process ID of the launcher on this host.
         neighbours: rank -> process ID, for the ranks found on this host so far.
         lost: first result of :meth:`find_lost`.
-        election: socket that the rank holds that was first on its host to lose a peer.
+        election: socket by which this rank is elected on this host; None: not elected.
         reporting: held by the thread that reports the loss of a peer.
         reported: whether a thread has reported it.
     """
@@ -84,11 +84,11 @@ class Ending:
 
         Call this early and often. The first result is kept, because the launcher soon ends other ranks too.
         """
-        self.lost = self.lost or hosts_lost() or ended_or_stopped(self.neighbours)
+        self.lost = self.lost or hosts_lost() or describe_lost_neighbours(self.neighbours)
         return self.lost
 
     def elect(self) -> None:
-        """Hold the election of this host, unless another rank of the job holds it."""
+        """Elect this rank to report for its host, unless another rank of the job is elected."""
         if self.election is not None:
             return
         election = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -99,6 +99,7 @@ class Ending:
             if error.errno == errno.EADDRINUSE:
                 election.close()
                 return
+            # No election is possible here: this rank reports too, because two reports are better than none.
         self.election = election
 
     def reports_alone(self) -> bool:
@@ -283,7 +284,7 @@ def hosts_lost() -> str:
     return "".join(f"{host.silence()}. " for host in silent_hosts())
 
 
-def ended_or_stopped(neighbours: dict[int, int]) -> str:
+def describe_lost_neighbours(neighbours: dict[int, int]) -> str:
     """Return a report of exited and stopped ranks on this host; empty if all are running."""
     reports = []
     for neighbour, process in sorted(neighbours.items()):
@@ -293,9 +294,8 @@ def ended_or_stopped(neighbours: dict[int, int]) -> str:
         if state in ("Z", "X", ""):
             reports.append(f"rank {neighbour} exited")
         elif state in ("T", "t"):
-            reports.append(
-                f"rank {neighbour} did not answer: its process {process} has been stopped by a signal"
-            )
+            problem = "has been stopped by a signal" if state == "T" else "is stopped by a debugger"
+            reports.append(f"rank {neighbour} did not answer: its process {process} {problem}")
     return "; ".join(reports) + ". " if reports else ""
 
 

@@ -178,33 +178,38 @@ def _watch(ending: Ending) -> None:
     if not launchers:
         _end_orphan(ending)
     ending.launcher = launchers[0][1]
-    parents = [parent for _, parent in launchers]
-
-    def orphaned() -> bool:
-        return any(parent_of(child) != parent for child, parent in launchers)
 
     def watch() -> None:
-        with writer:
-            while True:
-                received = _signals(reader, _LAUNCHER_CHECK_S)
-                lost = ending.find_lost() if signal.SIGTERM in received else ""
-                if signal.SIGTERM in received or orphaned():
-                    # The signal that ended the launcher, or made it end its ranks, may arrive here too.
-                    received |= _signals(reader, _SAME_CAUSE_S)
-                for number in received.intersection(_TO_ALL):
-                    # Other ranks would report the first to exit as lost.
-                    _say_once(f"stopped by {signal.Signals(number).name}.")
-                    os._exit(128 + number)
-                # A launcher's signal may end a wrapper first, and so look like the end of the launcher.
-                launcher_runs = all(map(is_running, parents))
-                if orphaned() and not (signal.SIGTERM in received and launcher_runs):
-                    _end_orphan(ending, launcher_runs)
-                if signal.SIGTERM in received:
-                    _end_by_sigterm(ending, lost)
-                if len(ending.neighbours) < local_world_size():
-                    ending.neighbours.update(_neighbours(ending.launcher))
+        with writer:  # keep the socket open
+            _run_watch(ending, reader, launchers)
 
     threading.Thread(target=watch, name="ds_ext-watch", daemon=True).start()
+
+
+def _run_watch(ending: Ending, reader: socket.socket, launchers: list[tuple[int, int]]) -> NoReturn:
+    """End this process on a signal or after its launcher; until then, record the other ranks of this host.
+
+    The order matters. Lost ranks are found first, because a launcher that sends SIGTERM soon ends the others. A second
+    read finds the signal that ended the launcher. A launcher may end a wrapper first, which looks like its own end.
+    """
+    while True:
+        received = _signals(reader, _LAUNCHER_CHECK_S)
+        lost = ending.find_lost() if signal.SIGTERM in received else ""
+        if signal.SIGTERM in received or _is_orphaned(launchers):
+            received |= _signals(reader, _SAME_CAUSE_S)
+        _end_by_terminal_signal(received)
+        launcher_runs = all(is_running(parent) for _, parent in launchers)
+        if _is_orphaned(launchers) and not (signal.SIGTERM in received and launcher_runs):
+            _end_orphan(ending, launcher_runs)
+        if signal.SIGTERM in received:
+            _end_by_sigterm(ending, lost)
+        if len(ending.neighbours) < local_world_size():
+            ending.neighbours.update(_neighbours(ending.launcher))
+
+
+def _is_orphaned(launchers: list[tuple[int, int]]) -> bool:
+    """Return whether one of the pairs (process, parent) has changed."""
+    return any(parent_of(child) != parent for child, parent in launchers)
 
 
 def _signals(reader: socket.socket, timeout_s: float) -> set[int]:
@@ -228,6 +233,14 @@ def _end_orphan(ending: Ending, launcher_runs: bool = False) -> NoReturn:
         while any(map(is_running, others)) and time.monotonic() < deadline:
             time.sleep(0.01)
     os._exit(EXIT_FAILED)
+
+
+def _end_by_terminal_signal(received: set[int]) -> None:
+    """Exit if a signal from a terminal is among those received."""
+    for number in received.intersection(_TO_ALL):
+        # Other ranks would report the first to exit as lost.
+        _say_once(f"stopped by {signal.Signals(number).name}.")
+        os._exit(128 + number)
 
 
 def _end_by_sigterm(ending: Ending, lost: str) -> NoReturn:

@@ -237,7 +237,7 @@ class MetricsFile:
             ) from None
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one record, which a later crash does not lose. A warning reports the first of several failures."""
+        """Append one record, which survives a later crash of this process. Log the first of several failures."""
         line = (json.dumps(_finite(asdict(metrics)), allow_nan=False) + "\n").encode()
         try:
             self._append(line)

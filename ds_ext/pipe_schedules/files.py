@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -95,21 +96,23 @@ def read_dump(text: str, source: str) -> Timetable:
     return Timetable(name, placement, micro_batches, orders)
 
 
-def _placement(chunks: list[dict[str, Any]], devices: int) -> Placement:
+def _placement(chunks: list[dict[str, Any]], num_devices: int) -> Placement:
+    """Return the placement in a dump. Raises KeyError, TypeError or ValueError if the chunks do not form one."""
     if any("role" in chunk for chunk in chunks):
         raise ValueError("dumps with forward and backward devices are not supported")
-    device = {(int(chunk["pipe"]), int(chunk["stage"])): int(chunk["rank"]) for chunk in chunks}
-    pipes, stages = (1 + max(key[i] for key in device) for i in (0, 1))
-    if len(device) != len(chunks) or len(device) != pipes * stages or min(map(min, device)) < 0:
+    device_of = {(index(chunk["pipe"]), index(chunk["stage"])): index(chunk["rank"]) for chunk in chunks}
+    pipes, stages = (1 + max(key[i] for key in device_of) for i in (0, 1))
+    if len(device_of) != len(chunks) or len(device_of) != pipes * stages or min(map(min, device_of)) < 0:
         raise ValueError(f"{len(chunks)} chunks do not form {pipes} pipes of {stages} stages")
-    if not all(0 <= each < devices for each in device.values()):
-        raise ValueError(f"the rank of a chunk is not between 0 and {devices - 1}")
-    return Placement(tuple(tuple(device[pipe, stage] for stage in range(stages)) for pipe in range(pipes)))
+    first, last = min(device_of.values()), max(device_of.values())
+    if first < 0 or last != num_devices - 1:  # a device between them may have no chunk
+        raise ValueError(f"the ranks of the chunks are {first}..{last}, stages is {num_devices}")
+    return Placement(tuple(tuple(device_of[pipe, stage] for stage in range(stages)) for pipe in range(pipes)))
 
 
 def _ops(instructions: list[dict[str, Any]]) -> list[Op]:
     return [
-        Op(COMPUTE[i["op"]], int(i["micro_batch"]), int(i["stage"]))
+        Op(COMPUTE[i["op"]], index(i["micro_batch"]), index(i["stage"]))
         for i in instructions
         if i["op"] in COMPUTE
     ]

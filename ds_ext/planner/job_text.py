@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from ..comm.rounds import links_per_rank, rounds
+from ..comm.rounds import divide_into_rounds, links_per_rank
 from ..config.batch_sizes import counted
 from ..config.deepspeed_json import precision, zero_stage
 from ..parallel.hosts import copy_hosts, fatal_pairs
@@ -232,7 +232,7 @@ def _describe_communicators(plan: JobPlan) -> list[str]:
     return [
         f"nccl      on GPUs: {counted(most, 'communicator')} per rank at most for messages, "
         f"{format_bytes(most * assumed << 20)} (assumed: {assumed} MiB each); {len(links)} in all, made in "
-        f"{counted(len(rounds(links)), 'round')}; collectives have their own"
+        f"{counted(len(divide_into_rounds(links)), 'round')}; collectives have their own"
     ]
 
 

@@ -9,7 +9,7 @@ The search does not depend on the names of schedules. Each schedule declares whi
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -216,21 +216,20 @@ class Request:
 def choose(request: Request) -> Candidates:
     """Evaluate every registered schedule with its variants and recomputations.
 
-    Orders that are slow to plan are planned only if their lower bounds on time and memory can beat the best candidate
-    so far. The others are listed with their bound.
+    Variants are priced in the order of their lower bounds, slow ones last. A variant that cannot beat the best one
+    is listed with its bound instead: with a margin any variant, otherwise only one that is slow to plan.
     """
-    rows, variants = [], []
+    rows, variants = list[Candidate](), list[_Variant]()
     for variant in _variants(request):
         try:
-            # Among ties, the fewest stages come first, because a margin may skip all later candidates.
-            variants.append((variant.slow_to_plan, variant.bound, variant.placement.stages, variant))
+            insort(variants, variant, key=lambda v: v.pricing_order)
         except ScheduleError as error:
             rows.append(variant.candidate(refusal=_first_sentence(error)))
     best: tuple[float, ...] | None = None
-    for slow, bound, _, variant in sorted(variants, key=lambda v: v[:3]):
-        if best is not None and _cannot_win(bound, best, slow, request.margin):
-            refusal = _bound_refusal(bound, request.margin)
-            rows.append(variant.candidate(refusal=refusal, unpriced=not bound[0]))
+    for variant in variants:
+        if best is not None and _cannot_win(variant.bound, best, variant.slow_to_plan, request.margin):
+            refusal = _bound_refusal(variant.bound, request.margin)
+            rows.append(variant.candidate(refusal=refusal, unpriced=not variant.bound[0]))
             continue
         try:
             row = variant.price()
@@ -259,11 +258,10 @@ def _sort_key(too_large: bool, time: float, size: float) -> tuple[float, ...]:
 def _bound_refusal(bound: tuple[float, ...], margin: float) -> str:
     """Return why a candidate with this lower bound is not planned."""
     large, least = bound
-    need = (
-        f"memory of at least {format_bytes(math.ceil(least))}" if large else f"time of at least {least:.4g}"
-    )
-    than = f"less than {margin:.0%} below another" if margin else "above another"
-    return f"Not planned: {need}, {than}."
+    if large:
+        return f"Not planned: memory of at least {format_bytes(math.ceil(least))}, above the limit."
+    problem = f"so it cannot save {margin:.0%}" if margin else "above another"
+    return f"Not planned: time of at least {least:.4g}, {problem}."
 
 
 @dataclass(frozen=True)
@@ -343,6 +341,12 @@ class _Variant:
         least *= (1 - self.costs.jitter) * (1 - SAME)
         too_large = _is_too_large(need, self.request.memory_bytes)
         return _sort_key(too_large, float(f"{least:.6g}") if self.request.margin else least, need)
+
+    @cached_property
+    def pricing_order(self) -> tuple[bool, tuple[float, ...], int]:
+        """Key that sorts variants before they are priced. Raises ScheduleError if the sizes are not supported."""
+        # Among ties, the fewest stages come first, because a margin may skip all later candidates.
+        return self.slow_to_plan, self.bound, self.placement.stages
 
     def price(self) -> Candidate:
         """Build and simulate the timetable. Raises ScheduleError if the schedule does not support the sizes."""

@@ -76,18 +76,17 @@ def create_tensor_parallel(groups: Sequence[Sequence[int]]) -> TensorParallel:
     """Create the process groups of all tensor-parallel groups. All ranks must call this together.
 
     Args:
-        groups: global ranks of every group, the same on all ranks; each rank belongs to one group. A rank of a smaller
-            group (a merged forward rank) computes several shards of the larger groups.
+        groups: global ranks of every group, the same on all ranks; each rank belongs to one group. A group of one rank
+            (a merged forward rank) computes all shards of the largest group.
 
     Returns:
         Position of this rank in its group.
     """
-    rank, shards = dist.get_rank(), max(map(len, groups), default=1)
-    tp = TensorParallel(merged=shards // next((len(ranks) for ranks in groups if rank in ranks), shards))
+    rank, largest, tp = dist.get_rank(), max(map(len, groups), default=1), TensorParallel()
     for ranks in groups:
-        if len(ranks) > 1:
-            group = dist.new_group(list(ranks))
-            if rank in ranks:
-                assert isinstance(group, dist.ProcessGroup)
-                tp = TensorParallel(list(ranks).index(rank), len(ranks), group)
+        group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        if rank in ranks:
+            # A layer with merged shards draws the random numbers of all of them, so its rank must have no group.
+            merged = largest if group is None else 1
+            tp = TensorParallel(list(ranks).index(rank), len(ranks), group, merged)
     return tp

@@ -280,6 +280,7 @@ def _defer(weight: Tensor, gradient: Gradient, *reads: Tensor) -> None:
 
     The parameter is hidden from autograd, so any other backward would lose its gradient.
     """
+    # Grad mode is on in a backward only with create_graph=True.
     if _later is None or torch.is_grad_enabled():
         raise ConfigError(
             "schedule: split backwards do not support layers that call torch.autograd.grad in their forward through a "

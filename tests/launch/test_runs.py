@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from ds_ext.engine.checkpoint.folder import good_checkpoints, read_manifest
+from ds_ext.engine.checkpoint.folder import complete_checkpoints, read_manifest
 from ds_ext.launch.process import EXIT_CONFIG
 from ds_ext.observe.run_record import read_starts
 from tests.launch.forked import ForkedJob, run_forked
@@ -68,7 +68,7 @@ def test_a_restart_continues_only_from_checkpoints_of_its_run(
     assert trained == [1, 2] and re.search(r"steps 1 to 5 are lost", text), text
     assert re.search(r"of another run, .*: step_1, step_2$", text, re.MULTILINE), text
     saved = tmp_path / "saved"
-    runs = {name: read_manifest(saved / name)["job"]["run"] for name in good_checkpoints(saved)}
+    runs = {name: read_manifest(saved / name)["job"]["run"] for name in complete_checkpoints(saved)}
     assert list(runs) == ["step_3", "step_4", "step_1", "step_2"]
     assert runs["step_1"] == runs["step_2"] == "second" != runs["step_3"] == runs["step_4"]
     assert [start["run"] for start in read_starts(tmp_path / "second_1.run.json")] == ["second"]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ds_ext
-from ds_ext.engine.checkpoint.folder import good_checkpoints
+from ds_ext.engine.checkpoint.folder import complete_checkpoints
 from ds_ext.engine.checkpoint.lock import LOCK
 from ds_ext.errors import ConfigError
 from ds_ext.launch.process import EXIT_CONFIG, EXIT_FAILED
@@ -56,7 +56,7 @@ def test_a_save_that_fails_is_reported_and_training_goes_on(
         ["step 3", f"rank {rank}"],
     ]
     assert not any("Traceback" in result.stderr for result in results)
-    assert good_checkpoints(tmp_path / "saved") == []
+    assert complete_checkpoints(tmp_path / "saved") == []
 
 
 def test_a_save_that_fails_ends_the_job_if_asked_to(
@@ -285,4 +285,4 @@ def test_a_run_whose_loss_is_not_finite_says_so_and_keeps_its_last_checkpoint(
     assert len(lines) < 40
     assert "NonFiniteLoss" in errors and "Traceback" not in errors, errors
     bad = [number for number, line in enumerate(lines, 1) if " | loss nan" in line]
-    assert good_checkpoints(tmp_path / "saved")[-1] == f"step_{bad[0] - 1}"
+    assert complete_checkpoints(tmp_path / "saved")[-1] == f"step_{bad[0] - 1}"

@@ -57,11 +57,11 @@ class RdmaProbe:
             self._rank.add(self._link.incoming)
 
     def send(self) -> None:
-        """Send all messages. Raises TransportError if the other side does not take them in time."""
+        """Send all messages. Raises TransportError if the other side ends, or takes no message for 5 s."""
         target = self._link.outgoing
         assert target is not None
-        sent = bytearray(os.urandom(MESSAGE_BYTES))
-        address = ctypes.addressof(ctypes.c_char.from_buffer(sent))
+        data = bytearray(os.urandom(MESSAGE_BYTES))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(data))
         for _ in range(MESSAGES):
             deadline = time.monotonic() + _WAIT_S
             while not target.send(0, [(1, [MESSAGE_BYTES], address)]):
@@ -92,8 +92,8 @@ class RdmaProbe:
             if side is not None:
                 side.close()
 
-    @staticmethod
-    def _require(end_reason: str, deadline: float) -> None:
+    def _require(self, end_reason: str, deadline: float) -> None:
+        """Raise TransportError if the other side has ended or the deadline has passed."""
         if end_reason or time.monotonic() > deadline:
-            problem = f"the other side {end_reason}" if end_reason else f"no message within {_WAIT_S:g} s"
-            raise TransportError(f"RDMA: {problem}")
+            problem = end_reason or f"{'took' if self._sends else 'sent'} no message within {_WAIT_S:g} s"
+            raise TransportError(f"RDMA: the other side {problem}")

@@ -128,6 +128,8 @@ class Session:
         return {host.name: answers[host.name] for host in self.hosts if host.name in answers}
 
     def _run(self, check: Callable[[Host], None], hosts: Sequence[Host]) -> None:
+        """Run a check on hosts in parallel. A DsExtError becomes a finding; a HostError also excludes the host."""
+
         def guarded(host: Host) -> None:
             try:
                 check(host)
@@ -137,7 +139,7 @@ class Session:
                 if isinstance(error, HostError):
                     host.facts = {}
 
-        list(self.pool.map(guarded, hosts))
+        list(self.pool.map(guarded, hosts))  # waits for all, and raises other errors again
 
 
 def group_by_value(values: Mapping[str, str]) -> str:

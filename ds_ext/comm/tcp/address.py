@@ -17,7 +17,9 @@ def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> s
     """Return the address for this rank's connections.
 
     Args:
-        node_ips: None, or one address for each rank, or one for each host in the launcher's order.
+        rank, world_size: global rank of this process, number of ranks.
+        node_ips: one address for each rank, or one for each host in the launcher's order; None: the local address on
+            the route to MASTER_ADDR.
 
     Raises:
         ConfigError: the number of addresses matches neither ranks nor hosts. Raised on all ranks.
@@ -38,7 +40,7 @@ def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> s
     except OSError as error:
         raise TransportError(
             f"ds_ext.transport_options.node_ips: rank {rank} cannot listen on its address on host {host} "
-            f"{socket.gethostname()} (got {address}: {error.strerror}). Its address on the route to MASTER_ADDR is "
+            f"({socket.gethostname()}) (got {address}: {error.strerror}). Its address on the route to MASTER_ADDR is "
             f"{_address_towards_master()}."
         ) from None
 

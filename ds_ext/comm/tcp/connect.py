@@ -203,7 +203,7 @@ class _ConnectionAttempt:
             self._advance(pending, bytes(pending.received))
 
     def _advance(self, pending: _Pending, data: bytes | None) -> None:
-        """Pass a message to the handshake (None: start it), and keep the connection if the handshake ends."""
+        """Pass a message to the handshake (None: start it), and keep the connection if it ends. Errors as in _drop."""
         pending.received.clear()
         try:
             pending.needed = next(pending.handshake) if data is None else pending.handshake.send(data)

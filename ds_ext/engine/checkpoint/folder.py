@@ -102,7 +102,7 @@ def open_checkpoint(folder: Path, tag: str | None = None) -> tuple[Path, dict[st
 
 def has_checkpoint(folder: Path) -> bool:
     """Return whether the folder has a current checkpoint, even a damaged one."""
-    return os.path.lexists(folder / LATEST) or bool(good_checkpoints(folder))
+    return os.path.lexists(folder / LATEST) or bool(complete_checkpoints(folder))
 
 
 def current_tag(folder: Path) -> str:
@@ -142,7 +142,7 @@ def _linked_tag(latest: Path) -> str:
 
 def _newest_tag(folder: Path) -> str:
     """Return the name of the newest complete checkpoint. Raises ConfigError if the folder has no complete one."""
-    complete = good_checkpoints(folder)
+    complete = complete_checkpoints(folder)
     if complete:
         return complete[-1]
     if (folder / MANIFEST).is_file():
@@ -179,10 +179,10 @@ def check_contents(checkpoint: Path, manifest: Mapping[str, Any], share: int = 0
             raise CheckpointError(f"{checkpoint / name}: {problem}. {others}")
 
 
-def good_checkpoints(folder: Path) -> list[str]:
+def complete_checkpoints(folder: Path) -> list[str]:
     """Return the names of the complete checkpoints, whose files all have the recorded sizes, with the newest last.
 
-    Their manifests contain the time of the save, because a copy of the folder may have other file times.
+    Sorted by the time of the save in the manifest, because copied folders have other file times.
     """
     complete = []
     for path in folder.glob(f"*/{MANIFEST}"):
@@ -199,7 +199,7 @@ def good_checkpoints(folder: Path) -> list[str]:
 
 def _alternatives(folder: Path, excluded: str = "") -> str:
     """Return the fix for a checkpoint that cannot be loaded."""
-    complete = [name for name in good_checkpoints(folder) if name != excluded]
+    complete = [name for name in complete_checkpoints(folder) if name != excluded]
     if not complete:
         return "There is no other checkpoint. Omit --load to start a new run."
     return f"Write the name of a complete checkpoint to {folder / LATEST}: {', '.join(complete)}."

@@ -104,7 +104,7 @@ def load_checkpoint(
 
     names_of_ranks: list[list[str]] = together(check, CheckpointError)
     if strict:
-        _require_all_parameters(checkpoint, manifest, names_of_ranks)
+        _require_no_unknown_parameters(checkpoint, manifest, names_of_ranks)
     settings = _settings(engine, states)
     if engine.role.in_checkpoints:
         reader = CheckpointReader(checkpoint, manifest, engine.mpu.get_slice_parallel_rank())
@@ -127,10 +127,10 @@ def load_checkpoint(
     return checkpoint, {key: value for key, value in state.items() if key not in RESERVED_KEYS}
 
 
-def _require_all_parameters(
+def _require_no_unknown_parameters(
     checkpoint: Path, manifest: Mapping[str, Any], names_of_ranks: Sequence[Sequence[str]]
 ) -> None:
-    """Raise CheckpointError if no rank has one of the saved parameters."""
+    """Raise CheckpointError if the checkpoint has a parameter that no rank has."""
     unknown = sorted(set(manifest["parameters"]).difference(*names_of_ranks))
     if unknown:
         raise CheckpointError(

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ...environment import error_file, local_rank
 from ...errors import ConfigError
 from ..together import together
-from .folder import LATEST, current_tag, good_checkpoints, has_checkpoint, open_checkpoint, read_manifest
+from .folder import LATEST, complete_checkpoints, current_tag, has_checkpoint, open_checkpoint, read_manifest
 from .lock import FolderLock
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,8 @@ class Run:
         lock = FolderLock(folder, self.id)
         lock.take()
         self._locks[folder] = lock
-        newer = itertools.takewhile(lambda name: not self._owns(folder, name), good_checkpoints(folder)[::-1])
+        newest_first = complete_checkpoints(folder)[::-1]
+        newer = itertools.takewhile(lambda name: not self._owns(folder, name), newest_first)
         replaced = [name for name in newer if tags is None or name in tags][::-1]
         if replaced:
             logger.warning(
@@ -115,7 +116,7 @@ class Run:
                     *(folder / LATEST, name),
                 )
             return name
-        candidates = [name for name in good_checkpoints(folder) if self._owns(folder, name)]
+        candidates = [name for name in complete_checkpoints(folder) if self._owns(folder, name)]
         with contextlib.suppress(ConfigError):
             current = current_tag(folder)
             if current in candidates:

@@ -36,7 +36,7 @@ from ..module import PipelineModule
 from ..state import VALUES, RankState, random_states
 from ..together import by_rank_0, error_text, together
 from .file import is_plain, layer_file, write_plain, write_tensors
-from .folder import good_checkpoints, publish, start_writing
+from .folder import complete_checkpoints, publish, start_writing
 from .states import (
     MASTER,
     Checkpointed,
@@ -110,7 +110,7 @@ def _describe_failure(folder: Path, tag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        complete = good_checkpoints(folder)
+        complete = complete_checkpoints(folder)
         last = (
             f"The last complete one is {complete[-1]}."
             if complete

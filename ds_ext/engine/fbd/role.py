@@ -45,11 +45,11 @@ class DisaggregatedRole(Role):
         self.optimizer_values: dict[str, float] = {}  # of the backward ranks
         self._step_group: ProcessGroup | None = None
 
-    def links(self) -> dict[tuple[int, int], int]:
-        """Return how many outputs and weights a receiver may hold, by (sender, receiver).
+    def max_held(self) -> dict[tuple[int, int], int]:
+        """Return how many messages the receiver of each FBD link may hold, by (sender, receiver) global ranks.
 
-        A forward rank is at most ``most_ahead`` outputs, so at most the number of stages, ahead of its backward rank.
-        One more may be on its way, as may a piece of the weights beside the one that is read.
+        A forward rank is at most ``most_ahead`` outputs ahead, which is at most the number of stages, and gets one
+        credit for each output. Of the weights, the receiver holds one piece. Every link has room for ``SPARE`` more.
         """
         held: dict[tuple[int, int], int] = {}
         groups = self.layout.groups()

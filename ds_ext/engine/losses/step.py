@@ -386,7 +386,10 @@ def _by_term(value: Any) -> Mapping[str, Any]:
 
 
 def _make_term(value: Any) -> Term:
-    """Return a term of a loss. Raises ConfigError if it is neither a scalar nor a pair (sum, count)."""
+    """Return a term of a loss from a scalar tensor or a pair (sum, count).
+
+    Raises ConfigError for another value, an fp16 sum, or in training a tensor without gradient.
+    """
     count = None
     if isinstance(value, tuple | list) and len(value) == 2:
         value, count = value
@@ -403,7 +406,7 @@ def _make_term(value: Any) -> Term:
         )
     if count is not None and value.dtype == torch.float16:
         raise ConfigError(
-            "loss_fn: the sum of a pair (sum, count) must be fp32, because sums of fp16 overflow (got torch.float16). "
+            "loss_fn: the sum of a pair (sum, count) must not be fp16, because it would overflow (got torch.float16). "
             "Compute the loss from outputs.float()."
         )
     if torch.is_grad_enabled() and not value.requires_grad:

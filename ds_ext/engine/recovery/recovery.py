@@ -141,7 +141,8 @@ class Recovery:
     def _with_keepers(self, function: Callable[[], Any], share: bool = True) -> list[Any]:
         """Return the results of ``function()`` on all ranks; without ``share`` only this rank's, None for the others.
 
-        Raises ConfigError on all ranks if the keeper of one of them fails.
+        Use ``share=False`` for results that cannot be pickled. Raises ConfigError on all ranks if the keeper of one of
+        them fails.
         """
         result: Any = None
 

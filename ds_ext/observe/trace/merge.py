@@ -120,9 +120,9 @@ def _run(traces: Traces) -> dict[str, Any]:
 
 
 def _events(trace: RankTrace, merged: Merged) -> Iterator[Event]:
-    """Yield the events of a rank, and the arrows of messages whose other end was read before."""
+    """Yield the events of a rank and arrows of messages whose other end was read before. Count both in ``merged``."""
     for raw in trace.events():
-        if not raw:
+        if not raw:  # end of the file
             continue
         event = trace.aligned(raw)
         merged.events += event.get("ph") != "M"

@@ -92,13 +92,14 @@ def _swap_hint(timetable: Timetable) -> str:
 def _incomplete_error(timetable: Timetable, stage: int, m: int, seen: int) -> ScheduleError:
     """Return the error for a micro-batch that has only the kinds of ops in ``seen`` (bits) at a stage."""
     present = ", ".join(kind for kind, bit in _BIT.items() if seen & bit) or "none"
-    needed = ", ".join(timetable.dependencies.forward_kinds(stage))
+    forwards = timetable.dependencies.forward_kinds(stage)
     backward = " and either B, or I and W" if timetable.trains else ""
-    device = timetable.placement.device(BACKWARD, stage, timetable.pipe(m))
-    # Point at the last op of the pair: the missing ones come after it.
+    missing_kind = next((kind for kind in forwards if not seen & _BIT[kind]), BACKWARD)
+    device = timetable.placement.device(missing_kind, stage, timetable.pipe(m))
+    # Point at the last op of the pair on the device that lacks one, or at the end of its row.
     last_op = next(
         (op for op in reversed(timetable.orders[device]) if (op.stage, op.micro_batch) == (stage, m)), None
     )
     pair = f"micro-batch {m} at stage {stage} (device {device})"
-    sentence = f"{pair} is incomplete: needs {needed}{backward} (got {present})."
+    sentence = f"{pair} is incomplete: needs {', '.join(forwards)}{backward} (got {present})."
     return error_at(timetable, sentence, device, last_op)

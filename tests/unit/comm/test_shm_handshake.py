@@ -131,6 +131,11 @@ def test_no_spin_if_ranks_outnumber_cores(monkeypatch: pytest.MonkeyPatch) -> No
     assert spin_us(1) == spin_us(2) > 0 and spin_us(3) == 0
     monkeypatch.setenv(SPIN_VARIABLE, "7.5")
     assert spin_us(1) == spin_us(10_000) == 7.5
-    monkeypatch.setenv(SPIN_VARIABLE, "often")
-    with pytest.raises(TransportError, match=r"DS_EXT_SPIN_US.*'often'"):
+
+
+@pytest.mark.parametrize("setting", ["often", "inf", "nan", "1e300"])
+def test_a_spin_time_that_is_no_time_is_refused(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code converts it to an integer."""
+    monkeypatch.setenv(SPIN_VARIABLE, setting)
+    with pytest.raises(TransportError, match=rf"{SPIN_VARIABLE}.*'{setting}'"):
         spin_us(1)

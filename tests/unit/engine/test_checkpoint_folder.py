@@ -19,7 +19,7 @@ from ds_ext.engine.checkpoint.folder import (
     MANIFEST,
     CheckedFile,
     check_contents,
-    good_checkpoints,
+    complete_checkpoints,
     has_checkpoint,
     open_checkpoint,
     publish,
@@ -53,7 +53,7 @@ def test_the_last_checkpoint_is_current_and_no_temporary_files_remain(tmp_path: 
     checkpoint, manifest = open_checkpoint(tmp_path, "first")
     check_contents(checkpoint, manifest)
     assert (checkpoint / "a").read_text() == "twoa"
-    assert good_checkpoints(tmp_path) == ["first", "second", "third"]
+    assert complete_checkpoints(tmp_path) == ["first", "second", "third"]
 
 
 def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_the_newest_checkpoint_is_so_in_a_copy_of_its_folder(tmp_path: Path) -> 
     for number, tag in enumerate(("c", "a", "b")):
         publish(start_writing(tmp_path, tag), tag, {"files": {}, "job": {"at": 1e9 + number}})
         os.utime(tmp_path / tag / MANIFEST, (2e9 - number, 2e9 - number))
-    assert good_checkpoints(tmp_path) == ["c", "a", "b"]
+    assert complete_checkpoints(tmp_path) == ["c", "a", "b"]
 
 
 DAMAGE = {
@@ -208,7 +208,9 @@ def test_an_incomplete_checkpoint_is_not_published(tmp_path: Path) -> None:
     for files in ({"a": file.record, "b": file.record}, {"a": file.record | {"bytes": 8}}):
         with pytest.raises(CheckpointError, match=r"/[ab]: "):
             publish(written, "step_2", {"files": files})
-    assert good_checkpoints(tmp_path) == ["step_1"] and open_checkpoint(tmp_path)[0] == tmp_path / "step_1"
+    assert (
+        complete_checkpoints(tmp_path) == ["step_1"] and open_checkpoint(tmp_path)[0] == tmp_path / "step_1"
+    )
 
 
 def test_only_files_of_killed_writers_are_removed(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ds_ext.launch.failure import ended_or_stopped
+from ds_ext.launch import failure
+from ds_ext.launch.failure import describe_lost_neighbours
 
 ROOT = Path(__file__).parents[3]
 VARIABLES = {
@@ -149,8 +150,15 @@ def test_a_deepspeed_command_that_exits_while_ranks_import(tmp_path: Path) -> No
         assert process.stdout.read() == "stopped: the launcher exited.\n"
 
 
+@pytest.mark.parametrize(("state", "cause"), [("T", "signal"), ("t", "debugger"), ("Z", "exited")])
+def test_the_cause_of_a_lost_rank(state: str, cause: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(failure, "process_state", lambda process: (state, 1))
+    assert cause in describe_lost_neighbours({1: 2**22})
+
+
 def test_a_rank_does_not_report_its_own_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
-    assert [report.split(" exited")[0] for report in ended_or_stopped({0: 2**22, 1: 2**22}).split(";")] == [
-        "rank 1"
-    ]
+    assert [
+        report.split(" exited")[0] for report in describe_lost_neighbours({0: 2**22, 1: 2**22}).split(";")
+    ] == ["rank 1"]

@@ -153,6 +153,17 @@ def test_a_missing_input_is_reported_before_the_deadlock_that_it_causes() -> Non
         check(with_instructions(program, 0, list(program.instructions[0][1:])))
 
 
+@pytest.mark.parametrize(("kind", "device"), [("F", 0), ("R", 1), ("B", 1)])
+def test_an_op_that_is_missing_is_reported_on_its_device(kind: str, device: int) -> None:
+    """The devices of a stage differ with forward devices: device 0 computes F, device 1 the others."""
+    made = timetable("fbd", 2, 2)
+    order = [op for op in made.orders[device] if op != Op(kind, 1, 0)]
+    with pytest.raises(ScheduleError, match=rf"1 at stage 0 \(device {device}\)") as caught:
+        check_timetable(with_order(made, device, order))
+    marked = [line for line in str(caught.value).splitlines() if line.endswith(ARROW)]
+    assert [line.split()[:2] for line in marked] == [["device", str(device)]]
+
+
 def test_the_arrow_of_a_missing_op_is_at_the_previous_one() -> None:
     orders = ((Op("F", 0, 0), Op("I", 0, 0)), (Op("F", 0, 1), Op("I", 0, 1), Op("W", 0, 1)))
     with pytest.raises(ScheduleError, match=r"\(got F, I\)") as caught:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ds_ext.errors import ScheduleError
-from ds_ext.pipe_schedules import get_schedule, timetable
+from ds_ext.pipe_schedules import Op, Placement, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.files import read_timetable, schedule_of_file
 from ds_ext.pipe_schedules.lowering import dump, lower
@@ -28,6 +28,14 @@ def test_a_dump_is_a_timetable_file(placement: str, tmp_path: Path) -> None:
         schedule_of_file(path).timetable(4, 8, {"policy": "depth"})
 
 
+def test_a_device_of_a_dump_may_have_no_chunk(tmp_path: Path) -> None:
+    rows = [(Op("F", 0, 0), Op("B", 0, 0)), (), (Op("F", 0, 1), Op("B", 0, 1))]
+    idle = Timetable("mine", Placement(((0, 2),)), 1, tuple(rows))
+    path = tmp_path / "order.json"
+    path.write_text(json.dumps(dump(lower(idle))))
+    assert read_timetable(path) == idle
+
+
 def test_a_dump_numbers_its_devices() -> None:
     dumped: Any = dump(lower(timetable("fbd", 4, 8)))
     assert (dumped["stages"], dumped["devices"]) == (4, 8)
@@ -40,9 +48,14 @@ def test_a_dump_numbers_its_devices() -> None:
     [
         (lambda d: d.pop("chunks"), "'chunks'"),
         (lambda d: d.update(micro_batches="4"), "micro_batches '4'"),
-        (lambda d: d["chunks"].pop(), "1 chunks .* 1 pipes of 1 stages|must have 1"),
+        (lambda d: d["chunks"].pop(), r"chunks .* 0\.\.0, stages is 2"),
         (lambda d: d["ranks"].pop(), "ranks .*2 .*got 1"),
-        (lambda d: d["chunks"][0].update(rank=7), "rank .*0 and 1"),
+        (lambda d: d["chunks"][0].update(rank=7), r"chunks .* 1\.\.7, stages is 2"),
+        (lambda d: d["chunks"][0].update(rank=-1), r"chunks .* -1\.\.1, stages is 2"),
+        (lambda d: d["chunks"][0].update(rank=0.9), "float"),
+        (lambda d: d["chunks"][0].update(stage=2), "2 chunks .* 1 pipes of 3 stages"),
+        (lambda d: d.update(stages=8), r"chunks .* 0\.\.1, stages is 8"),
+        (lambda d: d["ranks"][0][1].update(stage=0.5), "float"),
         (lambda d: d["ranks"][0][1].pop("stage"), "'stage'"),
     ],
 )

@@ -99,6 +99,7 @@ def test_simulate_prints_the_step_of_1024_devices_within_seconds(capsys: pytest.
         ("--hosts 3x1 --model gpt-10b", "--hosts"),
         ("--hosts 2x4 --model gpt-10b --between 200Gb,10us", "--between"),
         ("--hosts 2x4 --model gpt-10b --inside=", "--inside"),
+        ("--hosts 2x4 --model gpt-10b --inside=25GB,1.5.2us", "--inside"),
         ("--hosts 2x4 --model gpt-10b --tflops inf", "--tflops"),
         ("--hosts 2x4 --model gpt-10b --tflops 1e300", "--tflops"),
     ],
@@ -109,6 +110,12 @@ def test_simulate_refuses_flags_that_do_not_fit(
     assert main(["simulate", "1f1b", "--num-devices", "4", "--micro-batches", "8", *words.split()]) == 2
     printed = capsys.readouterr().err
     assert f"{flag}: " in printed and printed.count("\n") == 1
+
+
+def test_a_rate_in_bits_is_refused_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "simulate 1f1b --num-devices 4 --micro-batches 8 --hosts 2x4 --model gpt-10b --between 200Gb,10us"
+    assert main(words.split()) == 2
+    assert "bits" in capsys.readouterr().err
 
 
 def test_simulate_refuses_forward_ranks_on_hosts(capsys: pytest.CaptureFixture[str]) -> None:
