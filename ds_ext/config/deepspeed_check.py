@@ -128,7 +128,9 @@ def _convert(
         value = first["input"]
         places = [str(place) for place in first["loc"]]
         section_has_key = isinstance(values.get(key), Mapping) and key in values[key]
-        path = places if places and (not key or (places[0] == key and not section_has_key)) else [key, *places]
+        path = (
+            places if places and (not key or (places[0] == key and not section_has_key)) else [key, *places]
+        )
         if first["type"] == "extra_forbidden":
             problem = "unknown key"
             fix = _suggestion(places[-1], _known_fields(error.title if len(places) == 1 else None))
