@@ -20,8 +20,8 @@ from ...pipe_schedules.registry import import_modules
 from ..models.config import SIZES, TransformerConfig
 from ..models.field_flags import flag_name, flags_of
 from .hf_model import take_sizes
-from .megatron_flags import JSON_KEYS, Harmless, Refused, row_of
-from .script_flags import SCRIPTS, UNSET, Model, Parser, SetKeys, build_parser, choice
+from .megatron_flags import JSON_KEYS, Harmless, Refused, TrainKeys, row_of
+from .script_flags import SCRIPTS, UNSET, Model, Parser, build_parser, choice
 from .section_flags import SECTIONS, require_at_most_one, steps_of_samples, value_at
 
 # Flags whose values are in the JSON after parsing.
@@ -46,9 +46,10 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
         argv: words of the command line.
         model: model that the script trains.
     """
-    problems: list[str] = []
+    parser = build_parser(prog, model)
+    problems = parser.problems
     try:
-        args, job = _parse(prog, argv, model, problems)
+        args, job = _parse(parser, argv)
     except ConfigError as error:
         if not problems:
             raise
@@ -68,13 +69,11 @@ def _collected(problems: list[str]) -> Iterator[None]:
         problems.append(str(error))
 
 
-def _parse(
-    prog: str, argv: Sequence[str], model: Model, problems: list[str]
-) -> tuple[argparse.Namespace, JobConfig]:
-    """Do the work of :func:`parse`, with problems that do not prevent later checks in ``problems``."""
-    parser = build_parser(prog, model)
-    values = {**flag_defaults(build_parser(prog)), **flag_defaults(parser)}  # a BERT has GPT's defaults
-    flags = _flags_in(parser, argv, problems)
+def _parse(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, JobConfig]:
+    """Do the work of :func:`parse`. Problems that do not prevent later checks are added to those of the parser."""
+    problems = parser.problems
+    values = {**flag_defaults(build_parser("")), **flag_defaults(parser)}  # a BERT has GPT's defaults
+    flags = _flags_in(parser, argv)
     ignored = flags.pop("ignored", [])
     args = argparse.Namespace(**{**values, **flags})
     path = args.deepspeed_config
@@ -107,16 +106,16 @@ def flag_defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
     return {action.dest: action.default for action in actions}
 
 
-def _flags_in(parser: Parser, argv: Sequence[str], problems: list[str]) -> dict[str, Any]:
-    """Return the values of the flags in ``argv``, without defaults; "ignored" has flags without effect."""
+def _flags_in(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
+    """Return the values of the flags in ``argv``, without defaults; "ignored" has flags without effect.
+
+    Unknown flags are added to the problems of the parser.
+    """
     # --import appends to its default.
     blank = {key: UNSET for key in flag_defaults(parser) if key != "modules"}
-    args, unknown_words = argparse.Namespace(), []
     parser.add_harmless(argv)
-    with _collected(problems):
-        args, unknown_words = parser.parse_known_args(argv, argparse.Namespace(**blank))
-    problems += parser.problems
-    problems += _unknown_flags(parser, unknown_words)
+    args, unknown_words = parser.parse_known_args(argv, argparse.Namespace(**blank))
+    parser.problems += _unknown_flags(parser, unknown_words)
     return {key: value for key, value in vars(args).items() if value is not UNSET and value != []}
 
 
@@ -200,10 +199,10 @@ def finished_json(
         prog, argv, model: arguments of :func:`parse`.
         args, job: its result.
     """
-    parser, problems = build_parser(prog, model), []
+    parser = build_parser(prog, model)
     keys = {
         *(_train_values(parser, load_config(job.path).ds_ext.train)[0] if job.path else ()),
-        *_flags_in(parser, argv, problems),
+        *_flags_in(parser, argv),
     }
     if "train_samples" in keys:
         keys = keys - _STEPS | {"train_iters"}
@@ -227,8 +226,8 @@ def _train_values(
     ignored: list[tuple[str, list[str]]] = []
     for key, value in train.items():
         action, row = actions.get(key), row_of(key)[1]
-        if isinstance(action, SetKeys):
-            values |= action.row.values(_typed(action, key, value)) if value is not False else {}
+        if action is not None and isinstance(row, TrainKeys):
+            values |= row.values(_typed(action, key, value)) if value is not False else {}
         elif action is not None:
             values[key] = _typed(action, key, value)
         elif isinstance(row, Harmless):

@@ -233,14 +233,13 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
         # Harmless switches: kernels, overlap, communication, files and logs.
         **_rows(
             Harmless(0),
-            "apply_query_key_layer_scaling no_query_key_layer_scaling attention_softmax_in_fp32 use_flash_attn* "
-            "no_*_fusion *_to_tensorboard *_tp_comm_* tp_comm_overlap tp_comm_overlap_rs_dgrad "
-            "cross_entropy_loss_fusion no_persist_layer_norm disable_mem_efficient_ln disable_jit_fuser "
-            "fused_residual_rmsnorm use_mcore_models use_te_activation_func use_transformer_engine_op_fuser "
-            "te_rng_tracker ds_fused_adam optimizer_cuda_graph enable_cuda_graph external_cuda_graph "
-            "use_cpu_initialization init_model_with_meta_device overlap_grad_reduce overlap_p2p_communication* "
-            "overlap_param_gather overlap_param_gather_with_optimizer_step no_overlap_p2p_communication no_align_* "
-            "disable_align_grad_reduce no_async_tensor_model_parallel_allreduce no_contiguous_buffers_in_local_ddp "
+            "*_query_key_layer_scaling attention_softmax_in_fp32 use_flash_attn* no_*_fusion *_to_tensorboard "
+            "*_tp_comm_* tp_comm_overlap tp_comm_overlap_rs_dgrad cross_entropy_loss_fusion no_persist_layer_norm "
+            "disable_mem_efficient_ln disable_jit_fuser fused_residual_rmsnorm use_mcore_models use_te_activation_func "
+            "use_transformer_engine_op_fuser te_rng_tracker ds_fused_adam optimizer_cuda_graph enable_cuda_graph "
+            "external_cuda_graph use_cpu_initialization init_model_with_meta_device overlap_grad_reduce "
+            "*overlap_p2p_communication* overlap_param_gather* no_align_* disable_align_grad_reduce "
+            "no_async_tensor_model_parallel_allreduce no_contiguous_buffers_in_local_ddp "
             "no_scatter_gather_tensors_in_pipeline no_use_layer_wise_param_layout *_clone_scatter_output_in_embedding "
             "ddp_average_in_collective ddp_pad_buckets_for_high_nccl_busbw defer_embedding_wgrad_compute "
             "delay_wgrad_compute use_ring_exchange_p2p use_nccl_ub use_sharp create_all_gather_group "
@@ -254,29 +253,27 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
             "ckpt_assume_constant_structure ckpt_drop_redundant_extra_state ckpt_pg_tensors_cache_create "
             "*_ckpt_load_validate_sharding_integrity dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014 "
             "distrib_optim_fully_reshardable_mem_efficient verify_integrity no_save_rng no_load_rng "
-            "*_save_tokenizer_assets *_use_tokenizer_model_from_checkpoint_args override_opt_param_scheduler "
-            "manual_gc *_manual_gc_eval no_check_for_nan_in_loss_and_grad no_barrier_with_level_1_timing "
-            "log_device_memory_used log_energy log_max_attention_logit log_num_zeros_in_grad log_params_norm "
-            "log_progress log_straggler log_throughput disable_straggler_on_startup no_one_logger one_logger_async "
-            "otel_enabled run_workload_inspector_server record_memory_history record_shapes nvtx_ranges "
-            "use_pytorch_profiler profile_backward pytorch_profiler_collect_* *_flight_recorder_* "
-            "flight_recorder_include_stack_trace",
+            "*_save_tokenizer_assets *_use_tokenizer_model_from_checkpoint_args override_opt_param_scheduler manual_gc "
+            "*_manual_gc_eval no_check_for_nan_in_loss_and_grad no_barrier_with_level_1_timing log_device_memory_used "
+            "log_energy log_max_attention_logit log_num_zeros_in_grad log_params_norm log_progress log_straggler "
+            "log_throughput disable_straggler_on_startup no_one_logger one_logger_async otel_enabled "
+            "run_workload_inspector_server record_memory_history record_shapes nvtx_ranges use_pytorch_profiler "
+            "profile_backward pytorch_profiler_collect_* *_flight_recorder_* flight_recorder_include_stack_trace",
         ),
         **_rows(
             Harmless(1),
             "attention_backend flash_attention_version cross_entropy_fusion_impl tp_comm_bootstrap_backend "
             "tp_comm_overlap_cfg cuda_graph_impl cuda_graph_warmup_steps ddp_bucket_size ddp_num_buckets "
             "wgrad_deferral_limit zero_allgather_bucket_size zero_reduce_bucket_size "
-            "pipeline_model_parallel_comm_backend microbatch_group_size_per_virtual_pipeline_stage "
-            "sharp_enabled_group nccl_communicator_config_path distributed_timeout_seconds_after_init data_cache_path "
-            "num_workers num_dataset_builder_threads mid_level_dataset_surplus async_ckpt_*_priority async_strategy "
-            "ckpt_format dist_ckpt_format dist_ckpt_strictness dist_ckpt_workers ckpt_fully_parallel_* "
-            "ckpt_pg_tensors_cache_path check_weight_hash_across_dp_* manual_gc_interval empty_unused_memory_level "
-            "gpu_sniff_test_interval train_sync_interval rerun_mode log_memory_interval logging_level timing_log_* "
-            "tensorboard_log_interval tensorboard_queue_size straggler_* one_logger_project one_logger_run_name "
-            "app_tag_run_* otel_service_name otel_span_groups wandb_exp_name wandb_save_dir config_logger_dir "
-            "memory_snapshot_path flight_recorder_dump_path flight_recorder_trace_buffer_size profile_step_* "
-            "profile_steps",
+            "pipeline_model_parallel_comm_backend microbatch_group_size_per_virtual_pipeline_stage sharp_enabled_group "
+            "nccl_communicator_config_path distributed_timeout_seconds_after_init data_cache_path num_workers "
+            "num_dataset_builder_threads mid_level_dataset_surplus async_ckpt_*_priority async_strategy ckpt_format "
+            "dist_ckpt_format dist_ckpt_strictness dist_ckpt_workers ckpt_fully_parallel_* ckpt_pg_tensors_cache_path "
+            "check_weight_hash_across_dp_* manual_gc_interval empty_unused_memory_level gpu_sniff_test_interval "
+            "train_sync_interval rerun_mode log_memory_interval logging_level timing_log_* tensorboard_log_interval "
+            "tensorboard_queue_size straggler_* one_logger_project one_logger_run_name app_tag_run_* otel_service_name "
+            "otel_span_groups wandb_exp_name wandb_save_dir config_logger_dir memory_snapshot_path "
+            "flight_recorder_dump_path flight_recorder_trace_buffer_size profile_step_* profile_steps",
         ),
         **_rows(
             Harmless("+"),
@@ -340,22 +337,20 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
         "deterministic_mode": Refused(reason="it depends on torch's kernels. Use torch's settings"),
         **_rows(
             Refused(reason=_EXPERTS),
-            "moe_* num_experts num_experts_switch expert_interval topk mlp_type use_tutel create_moe_param_group "
-            "disable_moe_* enable_expert_tensor_parallelism expert_tensor_parallel_num_weight_shards ep_* "
-            "overlap_moe_* overlap_dispatch_* use_grouped_gemm_* use_fused_weighted_squared_relu",
+            "*moe* *expert* topk mlp_type use_tutel ep_overlap_* use_grouped_gemm_for_dense_mlp "
+            "use_fused_weighted_squared_relu",
         ),
         **_rows(
             Refused(reason=_MODEL),
             "apply_layernorm_1p apply_residual_connection_post_layernorm openai_gelu squared_relu quick_geglu "
             "onnx_safe activation_func_clamp_value attention_output_gate glu_linear_offset softmax_type decoder_* "
             "qk_clip* qk_l2_norm init_method_xavier_uniform embedding_init_method_std data_parallel_random_init "
-            "no_initialization multi_latent_attention *_lora_rank *_head_dim mla_* cache_mla_* mscale* yarn_* "
-            "no_yarn_* mrope_* rope_type no_rope_freq rotary_interleaved rotary_seq_len_interpolation_factor "
-            "relative_attention_* window_attn_skip_freq mtp_* mamba_* disable_mamba_* is_hybrid_model "
-            "hybrid_*_pattern heterogeneous_* experimental_* enable_experimental linear_* gdp_* dsa_* *_dsa_* "
-            "enable_mhc_* mhc_* use_mup mup_* spec yaml_cfg retro_* scattered_embeddings split_transformers "
-            "memory_centric_tiled_linear freeze_all_layers random_ltd pipeline_model_parallel_split_rank "
-            "tensor_parallel_num_weight_shards",
+            "no_initialization multi_latent_attention *_lora_rank *_head_dim *mla_* mscale* *yarn_* mrope_* rope_type "
+            "no_rope_freq rotary_interleaved rotary_seq_len_interpolation_factor relative_attention_* "
+            "window_attn_skip_freq mtp_* *mamba_* is_hybrid_model hybrid_*_pattern heterogeneous_* experimental_* "
+            "enable_experimental linear_* gdp_* *dsa_* *mhc_* use_mup mup_* spec yaml_cfg retro_* scattered_embeddings "
+            "split_transformers memory_centric_tiled_linear freeze_all_layers random_ltd "
+            "pipeline_model_parallel_split_rank tensor_parallel_num_weight_shards",
         ),
         **_rows(
             Refused(reason=_PRECISION),
@@ -390,7 +385,7 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
         ),
         **_rows(
             Refused(reason=_SAVED),
-            "no_save_optim save_*s_interval save_retain_interval save_tokens_* non_persistent_* replication*",
+            "no_save_optim save_*s_interval save_retain_interval non_persistent_* replication*",
         ),
         **_rows(
             Refused(reason=_END), "exit_interval exit_duration_in_mins exit_signal* kill_switch_file adlr_*"

@@ -103,16 +103,18 @@ def require_optimizer(config: Mapping[str, Any]) -> None:
 
 
 def _check_load(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a folder without a complete checkpoint; a missing or empty one starts a new run."""
-    try:
-        is_new = not any(os.scandir(args.load))
-    except OSError:
-        is_new = not os.path.lexists(args.load)
+    """Raise ConfigError for a folder without a complete checkpoint; a missing or empty one starts a new run.
+
+    Folders in it are ignored, because another rank may have created them for this run.
+    """
+    folder = args.load
+    is_empty = os.access(folder, os.R_OK | os.X_OK) and not any(files for *_, files in os.walk(folder))
+    is_new = not os.path.lexists(folder) or (os.path.isdir(folder) and is_empty)
     if is_new and not args.exit_on_missing_checkpoint:
-        args.notes.append(f"load      {args.load}: no checkpoint yet, the run starts at step 0")
+        args.notes.append(f"load      {folder}: no checkpoint yet, the run starts at step 0")
         args.load = None
     else:
-        require_checkpoint(args.load)
+        require_checkpoint(folder)
 
 
 def require_checkpoint(folder: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
@@ -12,7 +12,7 @@ from ...environment import package_version
 from ...errors import ConfigError
 from ..models.config import GPT_FIELDS, TransformerConfig
 from ..models.field_flags import add_flags, flag_name, flags_of
-from .megatron_flags import JSON_KEYS, TOKENIZER_TYPES, TRAIN_KEYS, Harmless, TrainKeys, row_of
+from .megatron_flags import JSON_KEYS, TOKENIZER_TYPES, TRAIN_KEYS, Harmless, row_of
 
 Model = Literal["gpt", "bert"]
 SCRIPTS: Mapping[Model, str] = MappingProxyType({"gpt": "train_gpt.py", "bert": "train_bert.py"})
@@ -42,7 +42,8 @@ class Parser(argparse.ArgumentParser):
         for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
             row = row_of(flag)[1]
             if flag not in self._option_string_actions and isinstance(row, Harmless):
-                self.add_argument(flag, nargs=row.nargs if row.nargs != 1 else None, action=_Ignore)
+                nargs = None if row.nargs == 1 else row.nargs
+                self.add_argument(flag, nargs=nargs, action=_Ignore, default=argparse.SUPPRESS)
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         try:
@@ -70,9 +71,6 @@ class Parser(argparse.ArgumentParser):
 class _Ignore(argparse.Action):
     """Flag without effect, which is added to ``ignored``: (flag, values)."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
-        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **settings)
-
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
@@ -80,17 +78,13 @@ class _Ignore(argparse.Action):
         namespace.ignored = [*getattr(namespace, "ignored", ()), (option_string, words)]
 
 
-class SetKeys(argparse.Action):
+class _SetKeys(argparse.Action):
     """Flag of Megatron for keys of "train" with other names."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, row: TrainKeys, **settings: Any) -> None:
-        super().__init__(option_strings, dest, default=argparse.SUPPRESS, **settings)
-        self.row = row
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
-        for key, value in self.row.values(values).items():
+        for key, value in TRAIN_KEYS[self.dest].values(values).items():
             setattr(namespace, key, value)
 
 
@@ -297,5 +291,6 @@ def _add_other_names(group: Any, known: Collection[str]) -> None:
     """Add Megatron's flags for keys of "train" with other names; ``known`` are the keys of this script."""
     for key, row in TRAIN_KEYS.items():
         if row.keys.keys() <= {*known}:
-            nargs = {"nargs": 0} if row.kind is None else {"type": row.kind, "metavar": "N"}
-            group.add_argument(flag_name(key), action=SetKeys, row=row, help=row.help, **nargs)
+            settings = {"nargs": 0} if row.kind is None else {"type": row.kind, "metavar": "N"}
+            settings |= {"action": _SetKeys, "default": argparse.SUPPRESS, "help": row.help}
+            group.add_argument(flag_name(key), **settings)
