@@ -149,9 +149,10 @@ _MODEL = f"the models have no such part. {_OTHER}"
 _EXPERTS = f"there are no mixture-of-experts layers. {_OTHER}"
 _PRECISION = "the precisions are fp32, bf16 and fp16. A job without it rounds differently"
 _DATA = "the data loader has no such option. A job without it trains on other samples"
-_OPTIMIZER = "the optimizers are DeepSpeed's and torch's. Choose one in \"optimizer\" of the JSON"
+_OPTIMIZER = 'the optimizer is that of "optimizer" in the JSON. A job without it trains differently'
 _BATCH = "all steps of a run have the same batch size. Start a job for each size, with --load"
 _LOADED = "a checkpoint is loaded as a whole. Initial weights come from --hf-model"
+_RESUMED = "a resumed run has the schedule of its flags or JSON, at the step of the checkpoint. Remove it"
 _SAVED = "a checkpoint is saved as a whole, at --save-interval. Remove it"
 _END = "a run ends at --train-iters. Choose its steps so that it fits, and continue with --load"
 _RESTARTS = 'failed ranks are restarted by the launcher. See "recovery" in the "ds_ext" section'
@@ -362,7 +363,7 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
         **_rows(
             Refused(reason=_OPTIMIZER),
             "muon_* lion_* decoupled_* start_weight_decay end_weight_decay apply_wd_* no_weight_decay_cond_type "
-            "lr_wsd_* use_checkpoint_opt_param_scheduler no_load_lr_state dump_param_to_param_group_map",
+            "lr_wsd_* dump_param_to_param_group_map",
         ),
         **_rows(
             Refused(reason=_DATA),
@@ -377,6 +378,7 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
         **_rows(
             Refused(reason=_BATCH), "rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed"
         ),
+        **_rows(Refused(reason=_RESUMED), "use_checkpoint_opt_param_scheduler no_load_lr_state"),
         **_rows(
             Refused(reason=_LOADED),
             "no_load_optim finetune pretrained_checkpoint load_main_params_from_ckpt reset_iteration load_tag "

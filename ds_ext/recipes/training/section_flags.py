@@ -70,9 +70,20 @@ def _scheduler(args: argparse.Namespace, config: Mapping[str, Any], base: Mappin
     yield ("scheduler", "params"), params, " ".join(words)
 
 
-def _loss_scale(
-    args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]
-) -> Iterator[Key]:
+def _others(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
+    """Yield the keys of monitors, of the time limit and of the loss scale."""
+    if args.tensorboard_dir is not None:
+        flag = f"--tensorboard-dir {args.tensorboard_dir}"
+        yield ("tensorboard", "enabled"), True, flag
+        yield ("tensorboard", "output_path"), args.tensorboard_dir, flag
+        yield ("tensorboard", "job_name"), "", flag
+    if args.wandb_project:  # as in Megatron, "" is off
+        flag = f"--wandb-project {args.wandb_project}"
+        yield ("wandb", "enabled"), True, flag
+        yield ("wandb", "project"), args.wandb_project, flag
+    if args.distributed_timeout_minutes is not None:
+        flag = f"--distributed-timeout-minutes {args.distributed_timeout_minutes:g}"
+        yield ("ds_ext", "transport_options", "timeout_s"), 60 * args.distributed_timeout_minutes, flag
     if args.initial_loss_scale is not None:
         power = math.log2(args.initial_loss_scale) if args.initial_loss_scale > 0 else math.nan
         if not power.is_integer():
@@ -80,27 +91,6 @@ def _loss_scale(
                 f"--initial-loss-scale: must be a power of 2 (got {args.initial_loss_scale:g}). Use for example 65536."
             )
         yield ("fp16", "initial_scale_power"), int(power), f"--initial-loss-scale {args.initial_loss_scale:g}"
-
-
-def _monitors(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
-    if args.tensorboard_dir is not None:
-        flag = f"--tensorboard-dir {args.tensorboard_dir}"
-        yield ("tensorboard", "enabled"), True, flag
-        yield ("tensorboard", "output_path"), args.tensorboard_dir, flag
-        yield ("tensorboard", "job_name"), "", flag
-    if args.wandb_project:  # as in Megatron, "" is off
-        yield ("wandb", "enabled"), True, f"--wandb-project {args.wandb_project}"
-        yield ("wandb", "project"), args.wandb_project, f"--wandb-project {args.wandb_project}"
-
-
-def _timeout(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
-    minutes = args.distributed_timeout_minutes
-    if minutes is not None:
-        yield (
-            ("ds_ext", "transport_options", "timeout_s"),
-            60 * minutes,
-            f"--distributed-timeout-minutes {minutes:g}",
-        )
 
 
 def _optimizer(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
@@ -122,7 +112,7 @@ def _optimizer(args: argparse.Namespace, config: Mapping[str, Any], base: Mappin
 
 
 # Functions that yield keys for the flags, the JSON with the keys of all other flags, and the JSON without flags.
-SECTIONS = (_betas, _scheduler, _loss_scale, _monitors, _timeout, _optimizer)
+SECTIONS = (_betas, _scheduler, _others, _optimizer)
 
 
 def require_at_most_one(args: argparse.Namespace, *dests: str) -> None:
