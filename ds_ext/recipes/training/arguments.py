@@ -61,7 +61,7 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
 
 
 @contextmanager
-def _collected(problems: list[str]) -> Iterator[None]:
+def _collect(problems: list[str]) -> Iterator[None]:
     """Add the text of a ConfigError to ``problems``."""
     try:
         yield
@@ -74,7 +74,7 @@ def _parse(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Job
     problems = parser.problems
     values = {**flag_defaults(build_parser("")), **flag_defaults(parser)}  # a BERT has GPT's defaults
     flags = _flags_in(parser, argv)
-    ignored = flags.pop("ignored", [])
+    ignored_flags = flags.pop("ignored_flags", [])
     args = argparse.Namespace(**{**values, **flags})
     path = args.deepspeed_config
     job = load_config(_json_without_file(args, problems) if path is None else path)
@@ -91,11 +91,11 @@ def _parse(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Job
     except ScheduleError as error:
         raise ConfigError(str(error)) from error.__cause__
     steps = flags.keys() & _STEPS or train.keys() & _STEPS
-    with _collected(problems):
+    with _collect(problems):
         if len(steps) > 1:
             require_at_most_one(args, *sorted(steps))
     config, set_by = _merge_json_flags(job.deepspeed, args, steps == {"train_samples"}, problems)
-    args.notes = _ignored([*ignored_keys, *ignored], config, args, problems)
+    args.notes = _ignored_note([*ignored_keys, *ignored_flags], config, args, problems)
     _set_train_for_auto(config, args)
     return args, JobConfig(config, load_config(config).ds_ext, path, set_by)
 
@@ -107,7 +107,7 @@ def flag_defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
 
 
 def _flags_in(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values of the flags in ``argv``, without defaults; "ignored" has flags without effect.
+    """Return the values of the flags in ``argv``, without defaults; "ignored_flags" are flags without effect.
 
     Unknown flags are added to the problems of the parser.
     """
@@ -141,7 +141,7 @@ def _unknown_flag(parser: Parser, flag: str) -> str:
     return f"{flag}: unknown flag." + (f" Did you mean {similar[0]}?" if similar else "")
 
 
-def _ignored(
+def _ignored_note(
     flags: Sequence[tuple[str, Sequence[str]]],
     config: Mapping[str, Any],
     args: argparse.Namespace,
@@ -206,7 +206,7 @@ def finished_json(
     }
     if "train_samples" in keys:
         keys = keys - _STEPS | {"train_iters"}
-    run_flags = FLAGS_OF_THE_JSON.union(_FLAGS_OF_A_RUN, ("ignored",))
+    run_flags = FLAGS_OF_THE_JSON.union(_FLAGS_OF_A_RUN, ("ignored_flags",))
     train = {key: value for key, value in vars(args).items() if key in keys - run_flags}
     section = {key: value for key, value in job.deepspeed.get("ds_ext", {}).items() if key != "train"}
     return copy.deepcopy({**job.deepspeed, "ds_ext": {**section, **({"train": train} if train else {})}})
@@ -223,7 +223,7 @@ def _train_values(
     for dest in (*_FLAGS_OF_A_RUN, *FLAGS_OF_THE_JSON):
         del actions[dest]
     values: dict[str, Any] = {}
-    ignored: list[tuple[str, list[str]]] = []
+    ignored_keys: list[tuple[str, list[str]]] = []
     for key, value in train.items():
         action, row = actions.get(key), row_of(key)[1]
         if action is not None and isinstance(row, TrainKeys):
@@ -233,14 +233,14 @@ def _train_values(
         elif isinstance(row, Harmless):
             if value is not False:
                 words = [] if value is True else value if isinstance(value, list) else [value]
-                ignored.append((flag_name(key), [str(word) for word in words]))
+                ignored_keys.append((flag_name(key), [str(word) for word in words]))
         elif isinstance(row, Refused):
             raise ConfigError(f"train.{key}: {row.error(flag_name(key))}")
         else:
             similar = difflib.get_close_matches(key, actions, n=1)
             fix = f"Did you mean {similar[0]!r}?" if similar else f"Known: {', '.join(sorted(actions))}."
             raise ConfigError(f"train.{key}: unknown key (got {value!r}). {fix}")
-    return values, ignored
+    return values, ignored_keys
 
 
 def _typed(action: argparse.Action, key: str, value: Any) -> Any:
@@ -293,16 +293,18 @@ def _merge_json_flags(
             value = row.value
         else:
             flag = f"{flag} {value}"
-        with _collected(problems):
+        with _collect(problems):
             _set_key(merged, row.path.split("."), value, flag, set_by, args.deepspeed_config)
-    with _collected(problems):
+    with _collect(problems):
         if counts_samples:
             args.train_iters = int(steps_of_samples("--train-samples", args.train_samples, merged))
     args.train_samples = None
     for section in SECTIONS:
-        with _collected(problems):
+        with _collect(problems):
             for path, value, flag in section(args, merged, config):
                 _set_key(merged, path, value, flag, set_by, args.deepspeed_config)
+    if args.lr is not None and "optimizer" not in config:
+        merged.setdefault("ds_ext", {})  # a JSON of Megatron-DeepSpeed
     if args.modules:
         section = _section(merged, ("ds_ext", "import"), args.deepspeed_config)
         section["import"] = [*dict.fromkeys((*section.get("import", ()), *args.modules))]

@@ -175,6 +175,7 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
         "calculate_per_token_loss": JsonKey("ds_ext.loss_weighting", value="tokens", note=", the default"),
         "enable_bitpipe_schedule": JsonKey("ds_ext.schedule", value="bitpipe"),
         "use_dpp": JsonKey("ds_ext.schedule", value="dpp"),
+        "enable_zbh1_pipeline": JsonKey("ds_ext.schedule", value="zb_h1"),
         "forward_backward_disaggregating": JsonKey("ds_ext.schedule", value="fbd"),
         "ignore_forward_tensor_parallel": JsonKey("ds_ext.fbd.merge_forward_tensor_parallel"),
         "node_ips": JsonKey("ds_ext.transport_options.node_ips", str, metavar="IP,IP"),
@@ -281,7 +282,10 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
             "cuda_graph_modules cuda_graph_scope cp_comm_type high_priority_stream_groups profile_ranks",
         ),
         "profile": Harmless("?"),
-        "accumulate_allreduce_grads_in_fp32": Harmless(0, needs={"fp16.enabled": (None, False)}),
+        "enable_zbh1_exact_semantics": Harmless(0),
+        "accumulate_allreduce_grads_in_fp32": Harmless(
+            0, needs={"fp16.enabled": (None, False), "data_types.grad_accum_dtype": (None, "fp32")}
+        ),
         "no_pipeline_parallel": Harmless(0, needs={"ds_ext.pipeline_parallel_size": (None, 1)}),
         "no_position_embedding": Harmless(0, needs={"ds_ext.train.position_embedding_type": ("rope",)}),
         "data_impl": Harmless(1, ("mmap", "infer")),
@@ -319,7 +323,6 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
             Refused("--data-path and --split"),
             "train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path",
         ),
-        **_rows(Refused("--schedule zb_h1"), "enable_zbh1_*"),
         **_rows(Refused("--deepspeed and --deepspeed_config"), "deepscale deepscale_config"),
         "warmup": Refused("--lr-warmup-fraction"),
         "batch_size": Refused("--micro-batch-size"),

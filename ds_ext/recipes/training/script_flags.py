@@ -69,13 +69,13 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Ignore(argparse.Action):
-    """Flag without effect, which is added to ``ignored``: (flag, values)."""
+    """Flag without effect, which is added to ``ignored_flags``: (flag, values)."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
         words = values if isinstance(values, list) else [] if values in (None, UNSET) else [values]
-        namespace.ignored = [*getattr(namespace, "ignored", ()), (option_string, words)]
+        namespace.ignored_flags = [*getattr(namespace, "ignored_flags", ()), (option_string, words)]
 
 
 class _SetKeys(argparse.Action):

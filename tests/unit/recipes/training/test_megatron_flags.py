@@ -86,11 +86,7 @@ def test_harmless_flags_are_listed_and_change_nothing() -> None:
     assert re.fullmatch(r"ignored +(.*) \(.*\)", line)[1] == ", ".join(flags)  # type: ignore[index]
     plain_args, plain_job = parse("train_gpt.py", ENOUGH)
     assert job.deepspeed == plain_job.deepspeed and plain_args.notes == []
-    assert {**vars(args), "ignored": None, "notes": None} == {
-        **vars(plain_args),
-        "ignored": None,
-        "notes": None,
-    }
+    assert {**vars(args), "notes": None} == {**vars(plain_args), "notes": None}
     assert "train" not in finished_json("train_gpt.py", words, "gpt", args, job)["ds_ext"]
 
 
@@ -228,6 +224,9 @@ def test_train_samples(tmp_path: Path) -> None:
 def test_sections() -> None:
     assert json_of("--zero-stage", "0")["zero_optimization"] == {"stage": 0}
     assert json_of("--zero-stage", "1")["zero_optimization"] == {"stage": 1}
+    assert json_of("--enable-zbh1-pipeline", "--enable-zbh1-exact-semantics")["ds_ext"] == {
+        "schedule": "zb_h1"
+    }
     assert problems(*ENOUGH, "--zero-stage", "2") == ["--zero-stage"]
     assert json_of("--distributed-timeout-minutes", "30")["ds_ext"]["transport_options"] == {
         "timeout_s": 1800
@@ -254,7 +253,9 @@ def test_optimizer_of_the_flags(tmp_path: Path) -> None:
     words = [*ENOUGH, "--adam-beta2", "0.95", "--zero-stage", "0", "--clip-grad", "1.0"]
     config = parse("train_gpt.py", [*job, *words])[1].deepspeed
     adam = {"type": "AdamW", "params": {"lr": 6e-4, "torch_adam": True, "betas": [0.9, 0.95]}}
-    assert config["optimizer"] == adam and config["scheduler"]["type"] == "MegatronLR"
+    assert (
+        config["ds_ext"] == {} and config["optimizer"] == adam and config["scheduler"]["type"] == "MegatronLR"
+    )
 
 
 def test_a_rate_of_the_json_is_constant(tmp_path: Path) -> None:
