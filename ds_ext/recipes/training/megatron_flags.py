@@ -154,7 +154,9 @@ _BATCH = "all steps of a run have the same batch size. Start a job for each size
 _LOADED = "a checkpoint is loaded as a whole. Initial weights come from --hf-model"
 _RESUMED = "a resumed run has the schedule of its flags or JSON, at the step of the checkpoint. Remove it"
 _SAVED = "a checkpoint is saved as a whole, at --save-interval. Remove it"
-_END = "a run ends at --train-iters. Choose its steps so that it fits, and continue with --load"
+_END = "a run ends at --train-iters. Set it to the last step of the run, and --lr-decay-iters to that of all runs"
+_SIGNAL = "a signal ends a run without a checkpoint. Use --save-interval"
+_SPLIT = "training, validation and test samples are shares of the same data. Use --data-path and --split"
 _RESTARTS = 'failed ranks are restarted by the launcher. See "recovery" in the "ds_ext" section'
 _CONTEXT = "there is no context parallelism. Use --tensor-model-parallel-size with --sequence-parallel"
 _OFFLOAD = "nothing is offloaded to the CPU. Use --recompute-granularity and --use-distributed-optimizer"
@@ -319,10 +321,7 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
         ),
         **_rows(Refused(_LAUNCHER), "num_gpus nproc_per_node"),
         **_rows(Refused(_TRACE), "trace trace_dir trace_interval trace_granularity"),
-        **_rows(
-            Refused("--data-path and --split"),
-            "train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path",
-        ),
+        "data_args_path": Refused("--data-path with the words in the file"),
         **_rows(Refused("--deepspeed and --deepspeed_config"), "deepscale deepscale_config"),
         "warmup": Refused("--lr-warmup-fraction"),
         "batch_size": Refused("--micro-batch-size"),
@@ -392,8 +391,10 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
             Refused(reason=_SAVED),
             "no_save_optim save_*s_interval save_retain_interval non_persistent_* replication*",
         ),
+        **_rows(Refused(reason=_END), "exit_interval exit_duration_in_mins kill_switch_file adlr_*"),
+        **_rows(Refused(reason=_SIGNAL), "exit_signal*"),
         **_rows(
-            Refused(reason=_END), "exit_interval exit_duration_in_mins exit_signal* kill_switch_file adlr_*"
+            Refused(reason=_SPLIT), "train_data_path valid_data_path test_data_path per_split_data_args_path"
         ),
         **_rows(Refused(reason=_RESTARTS), "inprocess_* enable_ft_package ft_* calc_ft_timeouts"),
         **_rows(
