@@ -145,27 +145,98 @@ _TRACE = '"trace": {"dir": DIR} in the "ds_ext" section'
 _STAGES = "--stage-layers 2,3,3,2 for the layers of every stage"
 _LAUNCHER = "the flag of the launcher, deepspeed or torchrun, for the number of ranks"
 _OTHER = "A job without it trains another model"
-_MODEL = f"the models have no such part. {_OTHER}"
-_EXPERTS = f"there are no mixture-of-experts layers. {_OTHER}"
-_PRECISION = "the precisions are fp32, bf16 and fp16. A job without it rounds differently"
-_DATA = "the data loader has no such option. A job without it trains on other samples"
-_OPTIMIZER = 'the optimizer is that of "optimizer" in the JSON. A job without it trains differently'
-_BATCH = "all steps of a run have the same batch size. Start a job for each size, with --load"
-_LOADED = "a checkpoint is loaded as a whole. Initial weights come from --hf-model"
-_RESUMED = "a resumed run has the schedule of its flags or JSON, at the step of the checkpoint. Remove it"
-_SAVED = "a checkpoint is saved as a whole, at --save-interval. Remove it"
-_END = "a run ends at --train-iters. Set it to the last step of the run, and --lr-decay-iters to that of all runs"
-_SIGNAL = "a signal ends a run without a checkpoint. Use --save-interval"
-_SPLIT = "training, validation and test samples are shares of the same data. Use --data-path and --split"
-_RESTARTS = 'failed ranks are restarted by the launcher. See "recovery" in the "ds_ext" section'
-_CONTEXT = "there is no context parallelism. Use --tensor-model-parallel-size with --sequence-parallel"
-_OFFLOAD = "nothing is offloaded to the CPU. Use --recompute-granularity and --use-distributed-optimizer"
-_FSDP = "weights and gradients are not sharded over replicas. Use --use-distributed-optimizer"
-_TASK = "the scripts pretrain GPTs and BERTs only. Use Megatron for other tasks"
-_TESTING = "it is for tests of Megatron. Remove it"
 _STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 _SAMPLES, _LINEAR = ", in samples", " (linear)"
 _TOTAL, _WARMUP = "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps"
+# Reason for flags without a replacement, and the remedy -> their keys.
+_REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "messages are not cut into slices of a fixed size. Remove it": "workload",
+        "the encoder and the decoder are one pipeline. Remove it": "transformer_pipeline_model_parallel_size",
+        "it depends on torch's kernels. Use torch's settings": "deterministic_mode",
+        f"there are no mixture-of-experts layers. {_OTHER}": (
+            "*moe* *expert* topk mlp_type use_tutel ep_overlap_* use_grouped_gemm_for_dense_mlp "
+            "use_fused_weighted_squared_relu"
+        ),
+        f"the models have no such part. {_OTHER}": (
+            "apply_layernorm_1p apply_residual_connection_post_layernorm openai_gelu squared_relu quick_geglu "
+            "onnx_safe activation_func_clamp_value attention_output_gate glu_linear_offset softmax_type decoder_* "
+            "qk_clip* qk_l2_norm init_method_xavier_uniform embedding_init_method_std data_parallel_random_init "
+            "no_initialization multi_latent_attention *_lora_rank *_head_dim *mla_* mscale* *yarn_* mrope_* rope_type "
+            "no_rope_freq rotary_interleaved rotary_seq_len_interpolation_factor relative_attention_* "
+            "window_attn_skip_freq mtp_* *mamba_* is_hybrid_model hybrid_*_pattern heterogeneous_* experimental_* "
+            "enable_experimental linear_* gdp_* *dsa_* *mhc_* use_mup mup_* spec yaml_cfg retro_* scattered_embeddings "
+            "split_transformers memory_centric_tiled_linear freeze_all_layers random_ltd "
+            "pipeline_model_parallel_split_rank tensor_parallel_num_weight_shards"
+        ),
+        "the precisions are fp32, bf16 and fp16. A job without it rounds differently": (
+            "*fp8* *fp4* fp16_lm_cross_entropy fp32_residual_connection embedding_weights_in_fp32 grad_reduce_in_bf16 "
+            "ddp_reduce_scatter_* ddp_param_name_* gtp_* disable_bf16_* batch_invariant_* first_last_layers_bf16 "
+            "num_layers_at_* use_precision_aware_optimizer output_logit_dtype te_precision_config_file *kitchen* "
+            "symmetric_ar_type"
+        ),
+        'the optimizer is that of "optimizer" in the JSON. A job without it trains differently': (
+            "muon_* lion_* decoupled_* start_weight_decay end_weight_decay apply_wd_* no_weight_decay_cond_type "
+            "lr_wsd_* dump_param_to_param_group_map"
+        ),
+        "the data loader has no such option. A job without it trains on other samples": (
+            "mock_data sft* fim_* *_idx_path train_desc_path train_data_exact_num_epochs aml_data_download_path "
+            "data_efficiency_curriculum_learning repeated_dataloader return_data_index use_dataset_only "
+            "full_validation multiple_validation_sets validation_set_names start_eval_at_iter eval_*_batch_size "
+            "skip_train iterations_to_skip phase_transition_iterations object_storage_cache_path enable_msc "
+            "per_dataset_sequences_path tokenizer_hf_* tokenizer_metadata tokenizer_special_tokens "
+            "*tokenizer_sentencepiece_* tiktoken_* null_tokenizer_* use_gigatoken chat_template "
+            "allow_ambiguous_pad_tokens max_seqlen_per_dp_cp_rank"
+        ),
+        "all steps of a run have the same batch size. Start a job for each size, with --load": (
+            "rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed"
+        ),
+        "a resumed run has the schedule of its flags or JSON, at the step of the checkpoint. Remove it": (
+            "use_checkpoint_opt_param_scheduler no_load_lr_state"
+        ),
+        "a checkpoint is loaded as a whole. Initial weights come from --hf-model": (
+            "no_load_optim finetune pretrained_checkpoint load_main_params_from_ckpt reset_iteration load_tag "
+            "ckpt_step override_ckpt_iteration use_checkpoint_args use_mp_args_from_checkpoint_args "
+            "universal_checkpoint ckpt_convert_*"
+        ),
+        "a checkpoint is saved as a whole, at --save-interval. Remove it": (
+            "no_save_optim save_*s_interval save_retain_interval non_persistent_* replication*"
+        ),
+        "a run ends at --train-iters. Set it to the last step of the run, and --lr-decay-iters to that of all runs": (
+            "exit_interval exit_duration_in_mins kill_switch_file adlr_*"
+        ),
+        "a signal ends a run without a checkpoint. Use --save-interval": "exit_signal*",
+        "training, validation and test samples are shares of the same data. Use --data-path and --split": (
+            "train_data_path valid_data_path test_data_path per_split_data_args_path"
+        ),
+        'failed ranks are restarted by the launcher. See "recovery" in the "ds_ext" section': (
+            "inprocess_* enable_ft_package ft_* calc_ft_timeouts"
+        ),
+        "there is no context parallelism. Use --tensor-model-parallel-size with --sequence-parallel": (
+            "ds_sequence_parallel_* force_ds_sequence_parallel hierarchical_context_* hybrid_context_parallel"
+        ),
+        "nothing is offloaded to the CPU. Use --recompute-granularity and --use-distributed-optimizer": (
+            "cpu_* fine_grained_* optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_* "
+            "use_pin_memory use_torch_optimizer_for_* *offload_* min_offloaded_tensor_size"
+        ),
+        "weights and gradients are not sharded over replicas. Use --use-distributed-optimizer": (
+            "*fsdp* *_sharding_strategy suggested_communication_unit_size enable_full_sharding_in_hsdp"
+        ),
+        "the scripts pretrain GPTs and BERTs only. Use Megatron for other tasks": (
+            "*inference* rl_* no_rl_* grpo_* langrl_* refit_method perform_rl_step dino_* vision_* swin_* img_* "
+            "patch_dim num_channels num_classes mask_factor mask_type classes_fraction *_per_class_fraction "
+            "iter_per_epoch biencoder_* retriever_* indexer_* ict_* bert_load bert_embedder_type block_data_path "
+            "embedding_path evidence_data_path titles_data_path query_in_block_prob use_one_sent_docs sample_rate "
+            "output_bert_embeddings kd kd_* mos *_teacher logits_* max_tokens_to_oom num_speculative_tokens "
+            "flash_decode enable_chunked_prefill *_for_prefill mlp_chunks_for_* decode_only_cuda_graphs "
+            "use_legacy_static_engine use_same_sampling_*"
+        ),
+        "it is for tests of Megatron. Remove it": (
+            "check_for_* lazy_mpu_init error_injection_* fault_injector_* result_rejected_* test_mode "
+            "fake_process_group"
+        ),
+    }
+)
 # Flag with underscores, or a pattern of flags -> what becomes of it.
 MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
     {
@@ -332,99 +403,7 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
         "lr_warmup_tokens": Refused("--lr-warmup-samples, the number of tokens / --seq-length"),
         "rank_order": Refused('"rank_order" in the "ds_ext" section, or --use-tp-pp-dp-mapping'),
         "dataloader_inter_document_masking": Refused("--reset-attention-mask"),
-        # Flags without one.
-        "workload": Refused(reason="messages are not cut into slices of a fixed size. Remove it"),
-        "transformer_pipeline_model_parallel_size": Refused(
-            reason="the encoder and the decoder are one pipeline. Remove it"
-        ),
-        "deterministic_mode": Refused(reason="it depends on torch's kernels. Use torch's settings"),
-        **_rows(
-            Refused(reason=_EXPERTS),
-            "*moe* *expert* topk mlp_type use_tutel ep_overlap_* use_grouped_gemm_for_dense_mlp "
-            "use_fused_weighted_squared_relu",
-        ),
-        **_rows(
-            Refused(reason=_MODEL),
-            "apply_layernorm_1p apply_residual_connection_post_layernorm openai_gelu squared_relu quick_geglu "
-            "onnx_safe activation_func_clamp_value attention_output_gate glu_linear_offset softmax_type decoder_* "
-            "qk_clip* qk_l2_norm init_method_xavier_uniform embedding_init_method_std data_parallel_random_init "
-            "no_initialization multi_latent_attention *_lora_rank *_head_dim *mla_* mscale* *yarn_* mrope_* rope_type "
-            "no_rope_freq rotary_interleaved rotary_seq_len_interpolation_factor relative_attention_* "
-            "window_attn_skip_freq mtp_* *mamba_* is_hybrid_model hybrid_*_pattern heterogeneous_* experimental_* "
-            "enable_experimental linear_* gdp_* *dsa_* *mhc_* use_mup mup_* spec yaml_cfg retro_* scattered_embeddings "
-            "split_transformers memory_centric_tiled_linear freeze_all_layers random_ltd "
-            "pipeline_model_parallel_split_rank tensor_parallel_num_weight_shards",
-        ),
-        **_rows(
-            Refused(reason=_PRECISION),
-            "*fp8* *fp4* fp16_lm_cross_entropy fp32_residual_connection embedding_weights_in_fp32 grad_reduce_in_bf16 "
-            "ddp_reduce_scatter_* ddp_param_name_* gtp_* disable_bf16_* batch_invariant_* first_last_layers_bf16 "
-            "num_layers_at_* use_precision_aware_optimizer output_logit_dtype te_precision_config_file *kitchen* "
-            "symmetric_ar_type",
-        ),
-        **_rows(
-            Refused(reason=_OPTIMIZER),
-            "muon_* lion_* decoupled_* start_weight_decay end_weight_decay apply_wd_* no_weight_decay_cond_type "
-            "lr_wsd_* dump_param_to_param_group_map",
-        ),
-        **_rows(
-            Refused(reason=_DATA),
-            "mock_data sft* fim_* *_idx_path train_desc_path train_data_exact_num_epochs aml_data_download_path "
-            "data_efficiency_curriculum_learning repeated_dataloader return_data_index use_dataset_only "
-            "full_validation multiple_validation_sets validation_set_names start_eval_at_iter eval_*_batch_size "
-            "skip_train iterations_to_skip phase_transition_iterations object_storage_cache_path enable_msc "
-            "per_dataset_sequences_path tokenizer_hf_* tokenizer_metadata tokenizer_special_tokens "
-            "*tokenizer_sentencepiece_* tiktoken_* null_tokenizer_* use_gigatoken chat_template "
-            "allow_ambiguous_pad_tokens max_seqlen_per_dp_cp_rank",
-        ),
-        **_rows(
-            Refused(reason=_BATCH), "rampup_batch_size step_batch_size_schedule decrease_batch_size_if_needed"
-        ),
-        **_rows(Refused(reason=_RESUMED), "use_checkpoint_opt_param_scheduler no_load_lr_state"),
-        **_rows(
-            Refused(reason=_LOADED),
-            "no_load_optim finetune pretrained_checkpoint load_main_params_from_ckpt reset_iteration load_tag "
-            "ckpt_step override_ckpt_iteration use_checkpoint_args use_mp_args_from_checkpoint_args "
-            "universal_checkpoint ckpt_convert_*",
-        ),
-        **_rows(
-            Refused(reason=_SAVED),
-            "no_save_optim save_*s_interval save_retain_interval non_persistent_* replication*",
-        ),
-        **_rows(Refused(reason=_END), "exit_interval exit_duration_in_mins kill_switch_file adlr_*"),
-        **_rows(Refused(reason=_SIGNAL), "exit_signal*"),
-        **_rows(
-            Refused(reason=_SPLIT), "train_data_path valid_data_path test_data_path per_split_data_args_path"
-        ),
-        **_rows(Refused(reason=_RESTARTS), "inprocess_* enable_ft_package ft_* calc_ft_timeouts"),
-        **_rows(
-            Refused(reason=_CONTEXT),
-            "ds_sequence_parallel_* force_ds_sequence_parallel hierarchical_context_* hybrid_context_parallel",
-        ),
-        **_rows(
-            Refused(reason=_OFFLOAD),
-            "cpu_* fine_grained_* optimizer_cpu_offload optimizer_offload_fraction overlap_cpu_optimizer_* "
-            "use_pin_memory use_torch_optimizer_for_* *offload_* min_offloaded_tensor_size",
-        ),
-        **_rows(
-            Refused(reason=_FSDP),
-            "*fsdp* *_sharding_strategy suggested_communication_unit_size enable_full_sharding_in_hsdp",
-        ),
-        **_rows(
-            Refused(reason=_TASK),
-            "*inference* rl_* no_rl_* grpo_* langrl_* refit_method perform_rl_step dino_* vision_* swin_* img_* "
-            "patch_dim num_channels num_classes mask_factor mask_type classes_fraction *_per_class_fraction "
-            "iter_per_epoch biencoder_* retriever_* indexer_* ict_* bert_load bert_embedder_type block_data_path "
-            "embedding_path evidence_data_path titles_data_path query_in_block_prob use_one_sent_docs sample_rate "
-            "output_bert_embeddings kd kd_* mos *_teacher logits_* max_tokens_to_oom num_speculative_tokens "
-            "flash_decode enable_chunked_prefill *_for_prefill mlp_chunks_for_* decode_only_cuda_graphs "
-            "use_legacy_static_engine use_same_sampling_*",
-        ),
-        **_rows(
-            Refused(reason=_TESTING),
-            "check_for_* lazy_mpu_init error_injection_* fault_injector_* result_rejected_* test_mode "
-            "fake_process_group",
-        ),
+        **{key: Refused(reason=reason) for reason, keys in _REFUSED.items() for key in keys.split()},
     }
 )
 JSON_KEYS = {flag: row for flag, row in MEGATRON_FLAGS.items() if isinstance(row, JsonKey)}
