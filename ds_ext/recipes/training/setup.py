@@ -244,8 +244,9 @@ def describe_job(
         grid=plan.sizes.micro_batches <= GRID_MICRO_BATCHES,
         defers=args.transformer_impl == "local",
         hosts=None if hosts is None else [hosts.host(rank) for rank in range(hosts.world_size)],
+        settings=[f"rate      {_rate(plan.job.deepspeed)}", *args.notes],
     )
-    return "\n".join([*args.notes, f"rate      {_rate(plan.job.deepspeed)}", text, *host_lines])
+    return "\n".join([text, *host_lines])
 
 
 def _rate(config: Mapping[str, Any]) -> str:
