@@ -38,6 +38,7 @@ def describe(
     grid: bool = True,
     defers: bool = True,
     hosts: Sequence[int] | None = None,
+    settings: Sequence[str] = (),
 ) -> str:
     """Return the plan as text: groups, stages with their layers, costs, and the timetable.
 
@@ -52,6 +53,7 @@ def describe(
         grid: include the timetable.
         defers: False if the layers compute all weight gradients with the input gradients.
         hosts: number of every rank's host; None: unknown.
+        settings: further lines, on the settings of the script.
     """
     sizes = plan.sizes
     simulation = plan.simulation
@@ -63,6 +65,7 @@ def describe(
         f"schedule  {plan.timetable.schedule}, {counted(sizes.micro_batches, 'micro-batch')} of "
         f"{sizes.micro_batch_size} per pipeline group, {counted(sizes.train_batch_size, 'sample')} per step",
         *_describe_batch(plan),
+        *settings,
         *_describe_groups(plan.layout, plan.job.ds_ext.fbd.forward_hosts),
         "stages",
         *_describe_stages(plan, boundaries, layer_names),

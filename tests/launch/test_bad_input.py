@@ -130,7 +130,11 @@ FLAG_FAULTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
         ("--global-batch-size", "(got 12)", "8", "gradient_accumulation_steps to 3"),
     ),
     "not a number": (["--num-layers", "four"], ("four",)),
-    "no checkpoint": (["--load", "nowhere"], ("--load nowhere", "no checkpoint")),
+    "no checkpoint": (["--load", "."], ("--load .", "no checkpoint")),
+    "missing checkpoint": (
+        ["--load", "nowhere", "--exit-on-missing-checkpoint"],
+        ("--load nowhere", "no checkpoint"),
+    ),
     "unwritable": (["--save", "bitpipe.json/here"], ("--save", "bitpipe.json is a file")),
     "half a tokenizer": (["--vocab-file", "vocab.json"], ("--merge-file",)),
     "kind of tokenizer": (

@@ -74,9 +74,12 @@ def build_datasets(
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Return the shares of train, valid and test, which sum to 1. Raises ConfigError for an invalid ``split``."""
+    """Return the shares of train, valid and test, which sum to 1. Quotes around them are ignored, as in Megatron.
+
+    Raises ConfigError for an invalid ``split``.
+    """
     try:
-        shares = [float(word) for word in split.replace("/", ",").split(",")]
+        shares = [float(word) for word in split.strip("'\"").replace("/", ",").split(",")]
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"):

@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from ...config.job import AUTO, JobConfig, import_own_schedules, load_config, named_schedule
@@ -18,9 +20,9 @@ from ...pipe_schedules.registry import import_modules
 from ..models.config import SIZES, TransformerConfig
 from ..models.field_flags import flag_name, flags_of
 from .hf_model import take_sizes
-from .megatron_flags import JSON_KEYS, refusal
-from .script_flags import Model, build_parser
-from .section_flags import keys_of_flags
+from .megatron_flags import JSON_KEYS, Harmless, Refused, TrainKeys, row_of
+from .script_flags import SCRIPTS, UNSET, Model, Parser, build_parser, choice
+from .section_flags import SECTIONS, require_at_most_one, steps_of_samples, value_at
 
 # Flags whose values are in the JSON after parsing.
 FLAGS_OF_THE_JSON = frozenset({*JSON_KEYS, "modules"})
@@ -28,29 +30,55 @@ FLAGS_OF_THE_JSON = frozenset({*JSON_KEYS, "modules"})
 _FLAGS_OF_A_RUN = (
     *("deepspeed_config", "deepspeed", "local_rank", "dry_run", "write_config", "hosts", "help", "version"),
 )
-# JSON of a job without --deepspeed_config. The rest of Megatron's defaults are those of torch's AdamW.
-_WITHOUT_JSON: dict[str, Any] = {
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"torch_adam": True}},
-    "steps_per_print": 10**9,
-    "ds_ext": {},
-}
+# JSON of a job without --deepspeed_config.
+_WITHOUT_JSON: dict[str, Any] = {"steps_per_print": 10**9, "ds_ext": {}}
+# Flags for the number of steps, which exclude each other.
+_STEPS = frozenset({"train_iters", "train_samples"})
 
 
 def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argparse.Namespace, JobConfig]:
-    """Return the flags and the JSON with all keys that flags set. Raises ConfigError.
+    """Return the flags and the JSON with all keys that flags set. Raises ConfigError with a line for every problem.
+
+    ``notes`` of the flags are lines for the plan.
 
     Args:
         prog: name of the script.
+        argv: words of the command line.
         model: model that the script trains.
     """
     parser = build_parser(prog, model)
-    values = {**flag_defaults(build_parser(prog)), **flag_defaults(parser)}  # a BERT has GPT's defaults
+    problems = parser.problems
+    try:
+        args, job = _parse(parser, argv)
+    except ConfigError as error:
+        if not problems:
+            raise
+        problems.append(str(error))
+    else:
+        if not problems:
+            return args, job
+    raise ConfigError("\n".join(problems))
+
+
+@contextmanager
+def _collect(problems: list[str]) -> Iterator[None]:
+    """Add the text of a ConfigError to ``problems``."""
+    try:
+        yield
+    except ConfigError as error:
+        problems.append(str(error))
+
+
+def _parse(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, JobConfig]:
+    """Do the work of :func:`parse`. Problems that do not prevent later checks are added to those of the parser."""
+    problems = parser.problems
+    values = {**flag_defaults(build_parser("")), **flag_defaults(parser)}  # a BERT has GPT's defaults
     flags = _flags_in(parser, argv)
+    ignored_flags = flags.pop("ignored_flags", [])
     args = argparse.Namespace(**{**values, **flags})
     path = args.deepspeed_config
-    job = load_config(_json_without_file(args) if path is None else path)
-    train = _train_values(parser, job.ds_ext.train)
+    job = load_config(_json_without_file(args, problems) if path is None else path)
+    train, ignored_keys = _train_values(parser, job.ds_ext.train)
     args = argparse.Namespace(**{**values, **train, **flags})
     if args.hf_model:
         # Without "hf_model" in "train", the flag overrides the sizes in "train", as every flag overrides it.
@@ -62,7 +90,12 @@ def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argpars
         import_modules(args.modules, "--import")
     except ScheduleError as error:
         raise ConfigError(str(error)) from error.__cause__
-    config, set_by = _merge_json_flags(job.deepspeed, args)
+    steps = flags.keys() & _STEPS or train.keys() & _STEPS
+    with _collect(problems):
+        if len(steps) > 1:
+            require_at_most_one(args, *sorted(steps))
+    config, set_by = _merge_json_flags(job.deepspeed, args, steps == {"train_samples"}, problems)
+    args.notes = _ignored_note([*ignored_keys, *ignored_flags], config, args, problems)
     _set_train_for_auto(config, args)
     return args, JobConfig(config, load_config(config).ds_ext, path, set_by)
 
@@ -73,39 +106,76 @@ def flag_defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
     return {action.dest: action.default for action in actions}
 
 
-def _flags_in(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values of the flags in ``argv``, without defaults.
+def _flags_in(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
+    """Return the values of the flags in ``argv``, without defaults; "ignored_flags" are flags without effect.
 
-    Raises ConfigError for unknown flags.
+    Unknown flags are added to the problems of the parser.
     """
-    unset = object()
     # --import appends to its default.
-    blank = {key: unset for key in flag_defaults(parser) if key != "modules"}
+    blank = {key: UNSET for key in flag_defaults(parser) if key != "modules"}
+    parser.add_harmless(argv)
     args, unknown_words = parser.parse_known_args(argv, argparse.Namespace(**blank))
-    if unknown_words:
-        raise _unknown_flags(parser, unknown_words)
-    return {key: value for key, value in vars(args).items() if value is not unset and value != []}
+    parser.problems += _unknown_flags(parser, unknown_words)
+    return {key: value for key, value in vars(args).items() if value is not UNSET and value != []}
 
 
-def _unknown_flags(parser: argparse.ArgumentParser, words: list[str]) -> ConfigError:
-    """Return the error that lists all unknown flags, each with its replacement or the most similar flag."""
+def _unknown_flags(parser: Parser, words: list[str]) -> list[str]:
+    """Return a line for each unknown flag, with its replacement or the most similar flag."""
     flags = [word.partition("=")[0] for word in words if word.startswith("--")] or words[:1]
-    lines = []
-    for flag in dict.fromkeys(flags):
-        similar = difflib.get_close_matches(flag, list(parser._option_string_actions), n=1)
-        hint = f" Did you mean {similar[0]}?" if similar else ""
-        lines.append(refusal(flag) or f"{flag}: unknown flag.{hint}")
-    if all(refusal(flag) is None for flag in flags):
+    lines = [_unknown_flag(parser, flag) for flag in dict.fromkeys(flags)]
+    if lines and all(row_of(flag)[1] is None for flag in flags):
         lines[-1] += f" `python {parser.prog} --help` lists the flags."
-    return ConfigError("\n".join(lines))
+    return lines
 
 
-def _json_without_file(args: argparse.Namespace) -> dict[str, Any]:
+def _unknown_flag(parser: Parser, flag: str) -> str:
+    row = row_of(flag)[1]
+    if isinstance(row, Refused):
+        return row.error(flag)
+    for model, script in SCRIPTS.items():
+        if flag in build_parser(script, model)._option_string_actions:
+            return (
+                f"{flag}: unknown flag of {parser.prog}, because its model has no such option. Use {script}."
+            )
+    similar = difflib.get_close_matches(flag, list(parser._option_string_actions), n=1)
+    return f"{flag}: unknown flag." + (f" Did you mean {similar[0]}?" if similar else "")
+
+
+def _ignored_note(
+    flags: Sequence[tuple[str, Sequence[str]]],
+    config: Mapping[str, Any],
+    args: argparse.Namespace,
+    problems: list[str],
+) -> list[str]:
+    """Return the line of the plan with Megatron's flags that have no effect here; empty without such flags.
+
+    Args:
+        flags: flags and their values.
+        config: the JSON with all keys of other flags.
+        args: values of the keys of "train".
+        problems: errors, to which flags that are not harmless for this job are added.
+    """
+    job = {**config, "ds_ext": {**config.get("ds_ext", {}), "train": vars(args)}}
+    for flag, words in flags:
+        row = row_of(flag)[1]
+        assert isinstance(row, Harmless)
+        errors = [row.error(flag, words)]
+        for path, values in row.needs.items():
+            value = value_at(job, path)
+            if value not in values:
+                allowed = " or ".join(json.dumps(value) for value in values if value is not None)
+                errors.append(f"{flag}: needs {path} {allowed} (got {value!r}).")
+        problems += filter(None, errors)
+    texts = dict.fromkeys(" ".join([flag, *words]) for flag, words in flags)
+    return [f"ignored   {', '.join(texts)} (without effect here)"] if texts else []
+
+
+def _json_without_file(args: argparse.Namespace, problems: Sequence[str]) -> dict[str, Any]:
     """Return the JSON that flags complete. Raises ConfigError if a flag is missing that they need."""
     missing = [
         flag
         for flag, value in (("--lr", args.lr), ("--micro-batch-size", args.micro_batch_size))
-        if not value
+        if not value and not any(problem.startswith(f"{flag}:") for problem in problems)
     ]
     if missing:
         raise ConfigError(
@@ -113,6 +183,8 @@ def _json_without_file(args: argparse.Namespace) -> dict[str, Any]:
             f"--deepspeed_config JSON (configs/ has examples), or {' and '.join(missing)}."
         )
     config = copy.deepcopy(_WITHOUT_JSON)
+    if args.clip_grad is None:
+        config["gradient_clipping"] = 1.0  # as in Megatron
     if args.global_batch_size is None:
         config["gradient_accumulation_steps"] = 1  # as in Megatron
     return config
@@ -127,31 +199,48 @@ def finished_json(
         prog, argv, model: arguments of :func:`parse`.
         args, job: its result.
     """
-    config = copy.deepcopy(job.deepspeed)
-    run_flags = FLAGS_OF_THE_JSON.union(_FLAGS_OF_A_RUN)
-    keys = _flags_in(build_parser(prog, model), argv)
-    flags = {key: getattr(args, key) for key in keys if key not in run_flags}
-    section = config.setdefault("ds_ext", {})
-    train = {**job.deepspeed.get("ds_ext", {}).get("train", {}), **flags}
-    return {**config, "ds_ext": {**section, **({"train": train} if train else {})}}
+    parser = build_parser(prog, model)
+    keys = {
+        *(_train_values(parser, load_config(job.path).ds_ext.train)[0] if job.path else ()),
+        *_flags_in(parser, argv),
+    }
+    if "train_samples" in keys:
+        keys = keys - _STEPS | {"train_iters"}
+    run_flags = FLAGS_OF_THE_JSON.union(_FLAGS_OF_A_RUN, ("ignored_flags",))
+    train = {key: value for key, value in vars(args).items() if key in keys - run_flags}
+    section = {key: value for key, value in job.deepspeed.get("ds_ext", {}).items() if key != "train"}
+    return copy.deepcopy({**job.deepspeed, "ds_ext": {**section, **({"train": train} if train else {})}})
 
 
-def _train_values(parser: argparse.ArgumentParser, train: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the "train" object of the JSON; its keys are flag names with underscores. Raises ConfigError."""
+def _train_values(
+    parser: Parser, train: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[tuple[str, list[str]]]]:
+    """Return the "train" object of the JSON, and the flags for its keys that have no effect. Raises ConfigError.
+
+    Its keys are flag names with underscores.
+    """
     actions = {action.dest: action for action in parser._actions}
     for dest in (*_FLAGS_OF_A_RUN, *FLAGS_OF_THE_JSON):
         del actions[dest]
     values: dict[str, Any] = {}
+    ignored_keys: list[tuple[str, list[str]]] = []
     for key, value in train.items():
-        if key not in actions:
-            sentence = refusal("--" + key.replace("_", "-"))
-            if sentence is not None:
-                raise ConfigError(f"train.{key}: {sentence}")
+        action, row = actions.get(key), row_of(key)[1]
+        if action is not None and isinstance(row, TrainKeys):
+            values |= row.values(_typed(action, key, value)) if value is not False else {}
+        elif action is not None:
+            values[key] = _typed(action, key, value)
+        elif isinstance(row, Harmless):
+            if value is not False:
+                words = [] if value is True else value if isinstance(value, list) else [value]
+                ignored_keys.append((flag_name(key), [str(word) for word in words]))
+        elif isinstance(row, Refused):
+            raise ConfigError(f"train.{key}: {row.error(flag_name(key))}")
+        else:
             similar = difflib.get_close_matches(key, actions, n=1)
             fix = f"Did you mean {similar[0]!r}?" if similar else f"Known: {', '.join(sorted(actions))}."
             raise ConfigError(f"train.{key}: unknown key (got {value!r}). {fix}")
-        values[key] = _typed(actions[key], key, value)
-    return values
+    return values, ignored_keys
 
 
 def _typed(action: argparse.Action, key: str, value: Any) -> Any:
@@ -160,6 +249,7 @@ def _typed(action: argparse.Action, key: str, value: Any) -> Any:
         return value.split() if isinstance(value, str) else [str(word) for word in value]
     choices = tuple(action.choices or ())
     if choices:
+        value = choice(value, choices)
         expected = f"one of {', '.join(map(str, choices))}"
         is_valid = value in choices
     else:
@@ -183,9 +273,16 @@ def _check_type(action: argparse.Action, value: Any) -> tuple[str, bool]:
 
 
 def _merge_json_flags(
-    config: Mapping[str, Any], args: argparse.Namespace
+    config: Mapping[str, Any], args: argparse.Namespace, counts_samples: bool, problems: list[str]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the JSON with the keys that flags set, and the flag of each key. Raises ConfigError."""
+    """Return the JSON with the keys that flags set, and the flag of each key.
+
+    Args:
+        config: the JSON without flags.
+        args: parsed flags; ``train_iters`` is set if ``counts_samples``.
+        counts_samples: the number of steps is that of ``--train-samples``.
+        problems: errors, to which contradictions are added.
+    """
     merged = copy.deepcopy(dict(config))
     set_by: dict[str, str] = {}
     for dest, row in JSON_KEYS.items():
@@ -196,9 +293,18 @@ def _merge_json_flags(
             value = row.value
         else:
             flag = f"{flag} {value}"
-        _set_key(merged, row.path.split("."), value, flag, set_by, args.deepspeed_config)
-    for path, value, flag in keys_of_flags(args, merged):
-        _set_key(merged, path, value, flag, set_by, args.deepspeed_config)
+        with _collect(problems):
+            _set_key(merged, row.path.split("."), value, flag, set_by, args.deepspeed_config)
+    with _collect(problems):
+        if counts_samples:
+            args.train_iters = int(steps_of_samples("--train-samples", args.train_samples, merged))
+    args.train_samples = None
+    for section in SECTIONS:
+        with _collect(problems):
+            for path, value, flag in section(args, merged, config):
+                _set_key(merged, path, value, flag, set_by, args.deepspeed_config)
+    if args.lr is not None and "optimizer" not in config:
+        merged.setdefault("ds_ext", {})  # a JSON of Megatron-DeepSpeed
     if args.modules:
         section = _section(merged, ("ds_ext", "import"), args.deepspeed_config)
         section["import"] = [*dict.fromkeys((*section.get("import", ()), *args.modules))]

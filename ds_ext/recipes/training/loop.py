@@ -321,7 +321,7 @@ def changed_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
 
 def resume_command(argv: Sequence[str], args: argparse.Namespace) -> tuple[str, str]:
     """Return the command that continues from ``args.save`` for the same number of steps, and a note on its use."""
-    replaced_flags = ("--load", "--train-iters", "--local_rank", "--local-rank")
+    replaced_flags = ("--load", "--train-iters", "--train-samples", "--local_rank", "--local-rank")
     command: list[str] = []
     words = iter(argv)
     for word in words:

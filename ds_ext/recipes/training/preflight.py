@@ -21,7 +21,9 @@ _LOWEST = {"train_iters": 1, "eval_iters": 0, "log_interval": 1, "eval_interval"
 
 
 def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a wrong optimizer, tokenizer, interval, checkpoint or output path."""
+    """Raise ConfigError for a wrong optimizer, tokenizer, interval, checkpoint or output path.
+
+    Without a checkpoint in its folder, ``load`` becomes None."""
     require_optimizer(config)
     if rank() == 0:
         require_monitors(config)
@@ -37,7 +39,7 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
             f"--save-interval: needs --save (got {args.save_interval}). Add --save DIR, or remove --save-interval."
         )
     if args.load:
-        require_checkpoint(args.load)
+        _check_load(args)
     if args.metrics_file and rank() == 0 and os.path.isdir(args.metrics_file):
         file = Path(args.metrics_file, "metrics.jsonl")
         raise ConfigError(
@@ -119,6 +121,21 @@ def require_optimizer(config: Mapping[str, Any]) -> None:
             f"optimizer.type: this model has no tagged parameters (got {optimizer['type']!r}). Use "
             f"AdamW, or tag the parameters in your own script."
         )
+
+
+def _check_load(args: argparse.Namespace) -> None:
+    """Raise ConfigError for a folder without a complete checkpoint; a missing or empty one starts a new run.
+
+    Folders in it are ignored, because another rank may have created them for this run.
+    """
+    folder = args.load
+    is_empty = os.access(folder, os.R_OK | os.X_OK) and not any(files for *_, files in os.walk(folder))
+    is_new = not os.path.lexists(folder) or (os.path.isdir(folder) and is_empty)
+    if is_new and not args.exit_on_missing_checkpoint:
+        args.notes.append(f"load      {folder}: no checkpoint yet, the run starts at step 0")
+        args.load = None
+    else:
+        require_checkpoint(folder)
 
 
 def require_checkpoint(folder: str) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 from ... import __version__
@@ -10,18 +12,80 @@ from ...environment import package_version
 from ...errors import ConfigError
 from ..models.config import GPT_FIELDS, TransformerConfig
 from ..models.field_flags import add_flags, flag_name, flags_of
-from .megatron_flags import JSON_KEYS, TOKENIZER_TYPES
+from .megatron_flags import JSON_KEYS, TOKENIZER_TYPES, TRAIN_KEYS, Harmless, row_of
 
 Model = Literal["gpt", "bert"]
+SCRIPTS: Mapping[Model, str] = MappingProxyType({"gpt": "train_gpt.py", "bert": "train_bert.py"})
+UNSET = object()  # value of a flag that is missing or wrong
 # Fields whose flags only train_gpt.py has.
 _OF_GPT = ("vocab_size", "layernorm_epsilon", *GPT_FIELDS)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Parser that raises ConfigError instead of printing in every rank."""
+def choice(value: Any, choices: Iterable[Any]) -> Any:
+    """Return the choice that equals a value except for upper and lower case; the value if there is none."""
+    return next((c for c in choices if isinstance(c, str) and c.lower() == str(value).lower()), value)
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser that collects wrong values in ``problems`` and sets their flags to UNSET."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.problems: list[str] = []
 
     def error(self, message: str) -> NoReturn:
+        """Raise ConfigError instead of printing in every rank."""
         raise ConfigError(f"{message}. `python {self.prog} --help` lists the flags.")
+
+    def add_harmless(self, words: Iterable[str]) -> None:
+        """Accept Megatron's harmless flags among the words of a command line."""
+        for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
+            row = row_of(flag)[1]
+            if flag not in self._option_string_actions and isinstance(row, Harmless):
+                nargs = None if row.nargs == 1 else row.nargs
+                self.add_argument(flag, nargs=nargs, action=_Ignore, default=argparse.SUPPRESS)
+
+    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
+        try:
+            return super()._match_argument(action, arg_strings_pattern)
+        except argparse.ArgumentError as error:
+            self._add_problem(action, error)
+            return 0
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        if not arg_strings and action.nargs is None:
+            return UNSET
+        try:
+            return super()._get_values(action, arg_strings)
+        except argparse.ArgumentError as error:
+            self._add_problem(action, error)
+            return UNSET
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        return choice(super()._get_value(action, arg_string), action.choices or ())
+
+    def _add_problem(self, action: argparse.Action, error: argparse.ArgumentError) -> None:
+        self.problems.append(f"{action.option_strings[0]}: {error.message}.")
+
+
+class _Ignore(argparse.Action):
+    """Flag without effect, which is added to ``ignored_flags``: (flag, values)."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        words = values if isinstance(values, list) else [] if values in (None, UNSET) else [values]
+        namespace.ignored_flags = [*getattr(namespace, "ignored_flags", ()), (option_string, words)]
+
+
+class _SetKeys(argparse.Action):
+    """Flag of Megatron for keys of "train" with other names."""
+
+    def __call__(
+        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
+    ) -> None:
+        for key, value in TRAIN_KEYS[self.dest].values(values).items():
+            setattr(namespace, key, value)
 
 
 class _WithDefaults(argparse.HelpFormatter):
@@ -33,9 +97,9 @@ class _WithDefaults(argparse.HelpFormatter):
         return f"{text} (%(default)s)" if shown else text
 
 
-def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
+def build_parser(prog: str, model: Model = "gpt") -> Parser:
     """Return the parser of ``train_gpt.py``, or of ``train_bert.py`` for "bert"."""
-    parser = _Parser(
+    parser = Parser(
         prog=prog,
         description=f"Pretrain a {model.upper()} with a pipeline schedule of ds_ext.",
         allow_abbrev=False,
@@ -88,6 +152,7 @@ def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
     _add_json_flags(
         parser.add_argument_group("keys of the JSON (an error if the JSON has a different value)")
     )
+    _add_other_names(parser.add_argument_group("other names"), {action.dest for action in parser._actions})
     return parser
 
 
@@ -184,6 +249,9 @@ def _add_training(group: Any) -> None:
     group.add_argument(
         "--train-iters", type=int, default=100, help="optimizer steps, including those before a resume"
     )
+    group.add_argument(
+        "--train-samples", type=int, metavar="N", help="samples of all steps, instead of --train-iters"
+    )
     group.add_argument("--eval-interval", type=int, default=0, metavar="STEPS", help="0: at the end only")
     group.add_argument("--eval-iters", type=int, default=2, help="steps per evaluation; 0: no evaluation")
     group.add_argument("--save", metavar="DIR", help="folder for checkpoints")
@@ -194,6 +262,9 @@ def _add_training(group: Any) -> None:
         help="end the job if a checkpoint cannot be written; else go on",
     )
     group.add_argument("--load", metavar="DIR", help="folder of the checkpoint to resume from")
+    group.add_argument(
+        "--exit-on-missing-checkpoint", action="store_true", help="refuse a --load folder without checkpoints"
+    )
     group.add_argument(
         "--log-interval",
         type=int,
@@ -214,3 +285,12 @@ def _add_json_flags(group: Any) -> None:
     )
     for key, row in JSON_KEYS.items():
         group.add_argument(flag_name(key), **row.arguments)
+
+
+def _add_other_names(group: Any, known: Collection[str]) -> None:
+    """Add Megatron's flags for keys of "train" with other names; ``known`` are the keys of this script."""
+    for key, row in TRAIN_KEYS.items():
+        if row.keys.keys() <= {*known}:
+            settings = {"nargs": 0} if row.kind is None else {"type": row.kind, "metavar": "N"}
+            settings |= {"action": _SetKeys, "default": argparse.SUPPRESS, "help": row.help}
+            group.add_argument(flag_name(key), **settings)

@@ -18,45 +18,19 @@ _SCHEDULE = {"lr_decay_style": "decay_style", "min_lr": "min_lr", "lr_warmup_ini
 _STEPS = ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples", "lr_decay_iters", "lr_decay_samples")
 
 
-def keys_of_flags(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[Key]:
-    """Yield the keys that the flags set.
-
-    Args:
-        args: parsed flags.
-        config: the JSON with the keys of all other flags.
-
-    Raises:
-        ConfigError: flags contradict each other, a flag needs another one, or a value is out of range.
-    """
-    yield from _betas(args, config)
-    if any(getattr(args, dest) is not None for dest in (*_SCHEDULE, *_STEPS)):
-        yield from _scheduler(args, config)
-    if args.initial_loss_scale is not None:
-        power = math.log2(args.initial_loss_scale) if args.initial_loss_scale > 0 else math.nan
-        if not power.is_integer():
-            raise ConfigError(
-                f"--initial-loss-scale: must be a power of 2 (got {args.initial_loss_scale:g}). Use for example 65536."
-            )
-        yield ("fp16", "initial_scale_power"), int(power), f"--initial-loss-scale {args.initial_loss_scale:g}"
-    if args.tensorboard_dir is not None:
-        flag = f"--tensorboard-dir {args.tensorboard_dir}"
-        yield ("tensorboard", "enabled"), True, flag
-        yield ("tensorboard", "output_path"), args.tensorboard_dir, flag
-        yield ("tensorboard", "job_name"), "", flag
-    if args.optimizer is not None:
-        name = {"adam": "AdamW", "sgd": "SGD"}[args.optimizer]  # Megatron's adam decouples the weight decay
-        yield ("optimizer", "type"), name, f"--optimizer {args.optimizer}"
+def value_at(config: Any, path: str) -> Any:
+    """Return the value of a key, with dots between the keys of objects; None if it is missing."""
+    for key in path.split("."):
+        config = config.get(key) if isinstance(config, Mapping) else None
+    return config
 
 
-def _betas(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[Key]:
+def _betas(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
     """Yield "betas"; a single flag keeps the other element."""
     by_flag = {dest: getattr(args, dest) for dest in _BETAS if getattr(args, dest) is not None}
     if not by_flag:
         return
-    section: Any = config
-    for key in ("optimizer", "params"):
-        section = section.get(key) if isinstance(section, Mapping) else None
-    betas = section.get("betas") if isinstance(section, Mapping) else None
+    betas = value_at(config, "optimizer.params.betas")
     if not isinstance(betas, list) or len(betas) != len(_BETAS):
         betas = _DEFAULT_BETAS
     new = [by_flag.get(dest, beta) for dest, beta in zip(_BETAS, betas, strict=True)]
@@ -64,29 +38,81 @@ def _betas(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[Key]
     yield ("optimizer", "params", "betas"), new, flags
 
 
-def _scheduler(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[Key]:
-    """Yield the keys of the scheduler MegatronLR, with Megatron's defaults."""
+def _scheduler(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
+    """Yield the keys of the scheduler MegatronLR, with Megatron's defaults.
+
+    As in Megatron, ``--lr`` alone selects it, unless the JSON has a scheduler or its own learning rate.
+    """
+    words = [
+        f"--{dest.replace('_', '-')} {getattr(args, dest)}"
+        for dest in (*_SCHEDULE, *_STEPS)
+        if getattr(args, dest) is not None
+    ]
+    if not words:
+        if args.lr is None or "scheduler" in base or value_at(base, "optimizer.params.lr") is not None:
+            return
+        words = [f"--lr {args.lr}"]
     require_at_most_one(args, "lr_decay_iters", "lr_decay_samples")
     require_at_most_one(args, "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples")
     total = args.train_iters if args.lr_decay_iters is None else args.lr_decay_iters
     if args.lr_decay_samples is not None:
-        total = _steps("--lr-decay-samples", args.lr_decay_samples, config)
+        total = steps_of_samples("--lr-decay-samples", args.lr_decay_samples, config)
     warmup = args.lr_warmup_iters or 0
     if args.lr_warmup_fraction is not None:
         if not 0 <= args.lr_warmup_fraction < 1:
             raise ConfigError(f"--lr-warmup-fraction: must be from 0 to 1 (got {args.lr_warmup_fraction:g}).")
         warmup = args.lr_warmup_fraction * total
     if args.lr_warmup_samples is not None:
-        warmup = _steps("--lr-warmup-samples", args.lr_warmup_samples, config)
+        warmup = steps_of_samples("--lr-warmup-samples", args.lr_warmup_samples, config)
     params = {key: getattr(args, dest) for dest, key in _SCHEDULE.items() if getattr(args, dest) is not None}
     params |= {"total_num_steps": total, "warmup_num_steps": warmup}
-    flags = " ".join(
-        f"--{dest.replace('_', '-')} {getattr(args, dest)}"
-        for dest in (*_SCHEDULE, *_STEPS)
-        if getattr(args, dest) is not None
-    )
-    yield ("scheduler", "type"), "MegatronLR", flags
-    yield ("scheduler", "params"), params, flags
+    yield ("scheduler", "type"), "MegatronLR", " ".join(words)
+    yield ("scheduler", "params"), params, " ".join(words)
+
+
+def _others(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
+    """Yield the keys of monitors, of the time limit and of the loss scale."""
+    if args.tensorboard_dir is not None:
+        flag = f"--tensorboard-dir {args.tensorboard_dir}"
+        yield ("tensorboard", "enabled"), True, flag
+        yield ("tensorboard", "output_path"), args.tensorboard_dir, flag
+        yield ("tensorboard", "job_name"), "", flag
+    if args.wandb_project:  # as in Megatron, "" is off
+        flag = f"--wandb-project {args.wandb_project}"
+        yield ("wandb", "enabled"), True, flag
+        yield ("wandb", "project"), args.wandb_project, flag
+    if args.distributed_timeout_minutes is not None:
+        flag = f"--distributed-timeout-minutes {args.distributed_timeout_minutes:g}"
+        yield ("ds_ext", "transport_options", "timeout_s"), 60 * args.distributed_timeout_minutes, flag
+    if args.initial_loss_scale is not None:
+        power = math.log2(args.initial_loss_scale) if args.initial_loss_scale > 0 else math.nan
+        if not power.is_integer():
+            raise ConfigError(
+                f"--initial-loss-scale: must be a power of 2 (got {args.initial_loss_scale:g}). Use for example 65536."
+            )
+        yield ("fp16", "initial_scale_power"), int(power), f"--initial-loss-scale {args.initial_loss_scale:g}"
+
+
+def _optimizer(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
+    """Yield the type and Megatron's defaults; ``--lr`` selects adam for a JSON without an optimizer."""
+    name = args.optimizer or ("adam" if args.lr is not None and "optimizer" not in base else None)
+    flag = f"--optimizer {args.optimizer}" if args.optimizer else f"--lr {args.lr}"
+    if name is not None:
+        # Megatron's adam decouples the weight decay.
+        yield ("optimizer", "type"), {"adam": "AdamW", "sgd": "SGD"}[name], flag
+    is_sgd = value_at(config, "optimizer.type") == "SGD"
+    if is_sgd and args.sgd_momentum is not None:
+        yield ("optimizer", "params", "momentum"), args.sgd_momentum, f"--sgd-momentum {args.sgd_momentum}"
+    if name is not None and "optimizer" not in base:
+        # The other defaults of Megatron are those of torch.
+        defaults = {"momentum": 0.9, "weight_decay": 0.01} if is_sgd else {"torch_adam": True}
+        for key, value in defaults.items():
+            if value_at(config, f"optimizer.params.{key}") is None:
+                yield ("optimizer", "params", key), value, flag
+
+
+# Functions that yield keys for the flags, the JSON with the keys of all other flags, and the JSON without flags.
+SECTIONS = (_betas, _scheduler, _others, _optimizer)
 
 
 def require_at_most_one(args: argparse.Namespace, *dests: str) -> None:
@@ -97,7 +123,8 @@ def require_at_most_one(args: argparse.Namespace, *dests: str) -> None:
         raise ConfigError(f"{names}: exclude each other (got {[*values.values()]}). Use one of them.")
 
 
-def _steps(flag: str, samples: int, config: Mapping[str, Any]) -> float:
+def steps_of_samples(flag: str, samples: int, config: Mapping[str, Any]) -> float:
+    """Return the number of steps with as many samples. Raises ConfigError without a batch size."""
     batch = config.get("train_batch_size")
     if not isinstance(batch, int) or batch < 1:
         raise ConfigError(

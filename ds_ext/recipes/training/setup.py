@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +34,7 @@ from .arguments import FLAGS_OF_THE_JSON, finished_json, parse
 from .hosts import describe_hosts, hosts_of_flags, is_placed, layout_on
 from .preflight import check_forward_hosts, check_job, create_folders
 from .script_flags import Model
+from .section_flags import value_at
 
 if TYPE_CHECKING:
     from ...engine.batches import MapDataset, MicroBatches
@@ -41,7 +42,16 @@ if TYPE_CHECKING:
 # Flags that may differ between hosts: only rank 0 reads them, or the content of their files is compared.
 _PER_HOST = frozenset(
     {
-        *("local_rank", "deepspeed", "deepspeed_config", "metrics_file", "dry_run", "write_config", "hosts"),
+        *(
+            "local_rank",
+            "deepspeed",
+            "deepspeed_config",
+            "metrics_file",
+            "dry_run",
+            "write_config",
+            "hosts",
+            "notes",
+        ),
         *("data_path", "hf_model", "tokenizer", "tokenizer_type", "vocab_file", "merge_file"),
     }
 )
@@ -236,8 +246,19 @@ def describe_job(
         grid=plan.sizes.micro_batches <= GRID_MICRO_BATCHES,
         defers=args.transformer_impl == "local",
         hosts=None if hosts is None else [hosts.host(rank) for rank in range(hosts.world_size)],
+        settings=[f"rate      {_rate(plan.job.deepspeed)}", *args.notes],
     )
     return "\n".join([text, *host_lines])
+
+
+def _rate(config: Mapping[str, Any]) -> str:
+    """Return the learning rate and its schedule, as far as the JSON sets them."""
+    params = value_at(config, "scheduler.params") or {}
+    text = f"{value_at(config, 'optimizer.params.lr') or 'the default of the optimizer'}, "
+    if value_at(config, "scheduler.type") != "MegatronLR":
+        return text + (value_at(config, "scheduler.type") or "constant")
+    text += f"{params.get('decay_style', 'linear')} to {params.get('min_lr', 0)}"
+    return f"{text} in {params.get('total_num_steps')} steps, warm-up {params.get('warmup_num_steps', 0):g}"
 
 
 def _host_lines(

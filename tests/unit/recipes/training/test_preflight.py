@@ -172,3 +172,49 @@ def test_sequence_parallelism_slices_only_the_activation_of_a_message(
     text = describe_job(args, plan, [0, 2, 4, 6, 8], ["a", "b"], ["c", "d"], model, token_bytes=8)
     # Two samples of 16 tokens: fp32 activations of size 16, and 8 bytes per token that every rank sends.
     assert f" {2 * 16 * 16 * 4 // slices + 2 * 16 * 8:,} bytes" in text
+
+
+def test_a_folder_to_load_without_a_checkpoint(planned: Any, tmp_path: Path) -> None:
+    """As in Megatron, the first run of a script with --save and --load starts anew."""
+    (tmp_path / "logs" / "empty").mkdir(parents=True)
+    for folder in ("missing", "logs"):
+        words = ["--deepspeed_config", "job.json", "--dry-run", "--data-path", "x"]
+        planned("dpp", {})
+        args, _ = plan_job("train_gpt.py", [*words, "--load", folder, "--save", folder], "gpt")
+        (note,) = args.notes
+        assert args.load is None and note.startswith("load ") and folder in note
+        with pytest.raises(ConfigError, match=f"^--load {folder}: "):
+            planned("dpp", {}, "--load", folder, "--exit-on-missing-checkpoint")
+    (tmp_path / "logs" / "empty" / "events").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    for folder in ("logs", "job.json", "link"):
+        with pytest.raises(ConfigError, match=f"^--load {folder}: "):
+            planned("dpp", {}, "--load", folder)
+
+
+def test_the_plan_has_the_learning_rate(tmp_path: Path) -> None:
+    words = [
+        "--lr",
+        "6e-4",
+        "--micro-batch-size",
+        "1",
+        "--data-path",
+        "x",
+        "--dry-run",
+        "--train-iters",
+        "50",
+    ]
+
+    def rate(*flags: str) -> str:
+        args, plan = plan_job("train_gpt.py", flags, "gpt")
+        config = TransformerConfig(**model_fields(args, plan), vocab_size=64)
+        text = describe_job(args, plan, [0, args.num_layers + 4], ["a", "b"], ["c", "d"], config)
+        return next(line for line in text.splitlines() if line.startswith("rate "))
+
+    assert {"0.0006", "linear", "50"} <= {word.strip(",") for word in rate(*words).split()}
+    assert {"cosine", "1e-05"} <= {*rate(*words, "--lr-decay-style", "cosine", "--min-lr", "1e-5").split()}
+    optimizer = {"type": "AdamW", "params": {"lr": 2e-3, "torch_adam": True}}
+    job = {"train_batch_size": 1, "optimizer": optimizer, "ds_ext": {}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    words = ["--deepspeed_config", str(tmp_path / "job.json"), "--data-path", "x", "--dry-run"]
+    assert {"0.002", "constant"} <= {word.strip(",") for word in rate(*words).split()}
