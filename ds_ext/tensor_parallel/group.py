@@ -86,6 +86,7 @@ def create_tensor_parallel(groups: Sequence[Sequence[int]]) -> TensorParallel:
     for ranks in groups:
         group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
         if rank in ranks:
+            assert group is None or isinstance(group, dist.ProcessGroup)
             # A layer with merged shards draws the random numbers of all of them, so its rank must have no group.
             merged = largest if group is None else 1
             tp = TensorParallel(list(ranks).index(rank), len(ranks), group, merged)
