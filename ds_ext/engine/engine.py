@@ -384,8 +384,7 @@ class PipelineEngine(AdaptedEngine):
             ranks of the last stage, and None on the others.
 
         Raises:
-            ConfigError: ``reduce_output`` is neither "avg" nor None, or None and ``bcast_loss`` is set; there are fewer
-                micro-batches than 1, or wrong data; a script's handler does not accept its instruction's arguments.
+            ConfigError: an argument, the data or a handler of the script is wrong.
             RuntimeError: an earlier step or evaluation failed after it began.
         """
         evaluation = Evaluation.from_arguments(compute_loss, return_logits, reduce_output, bcast_loss)
