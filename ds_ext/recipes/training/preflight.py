@@ -23,7 +23,8 @@ _LOWEST = {"train_iters": 1, "eval_iters": 0, "log_interval": 1, "eval_interval"
 def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
     """Raise ConfigError for a wrong optimizer, tokenizer, interval, checkpoint or output path.
 
-    Without a checkpoint in its folder, ``load`` becomes None."""
+    If the folder of ``load`` is missing or empty, ``load`` becomes None.
+    """
     require_optimizer(config)
     if rank() == 0:
         require_monitors(config)

@@ -22,7 +22,7 @@ _OF_GPT = ("vocab_size", "layernorm_epsilon", *GPT_FIELDS)
 
 
 def choice(value: Any, choices: Iterable[Any]) -> Any:
-    """Return the choice that equals a value except for upper and lower case; the value if there is none."""
+    """Return the choice that equals ``value`` if upper and lower case are ignored; without one, ``value`` itself."""
     return next((c for c in choices if isinstance(c, str) and c.lower() == str(value).lower()), value)
 
 

@@ -175,7 +175,7 @@ def test_sequence_parallelism_slices_only_the_activation_of_a_message(
 
 
 def test_a_folder_to_load_without_a_checkpoint(planned: Any, tmp_path: Path) -> None:
-    """As in Megatron, the first run of a script with --save and --load starts anew."""
+    """A script with --save and --load of the same folder starts at step 0 in its first run, as in Megatron."""
     (tmp_path / "logs" / "empty").mkdir(parents=True)
     for folder in ("missing", "logs"):
         words = ["--deepspeed_config", "job.json", "--dry-run", "--data-path", "x"]
