@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ..comm.transport import Transport, create_transport
 from ..errors import ConfigError
+from ..launch.stop import CALL, StopRequests
 from ..pipe_schedules.bridge import TimetableSchedule
 from .activity import Activity
 from .batches import (
@@ -59,7 +60,7 @@ from .recovery.recovery import Recovered, Recovery
 from .role import Role
 from .schedules import Schedules
 from .stage import StageForward
-from .step_report import Gathered, StepReport, gather_step, measurement
+from .step_report import Gathered, Measured, StepReport, gather_step
 from .together import collective_device
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
@@ -68,7 +69,7 @@ from .weight_update import WeightUpdate
 logger = logging.getLogger(__name__)
 
 
-class PipelineEngine(AdaptedEngine):
+class PipelineEngine(Measured, AdaptedEngine):
     """Engine of a :class:`ds_ext.PipelineModule`, created by :func:`ds_ext.initialize`.
 
     Args:
@@ -88,9 +89,8 @@ class PipelineEngine(AdaptedEngine):
         handlers: instruction class -> handler, with those that a script replaced.
         tracer: recorder of the timeline; None without tracing.
         activity: current activity, its time limit, and the failure of a step.
+        stops: requests of this rank to end the run.
         report: measurements of the last training step; None before the first one.
-        step_s, step_lr, bubble_measured, peak_memory_of_ranks, peak_memory_bytes: values of the report; the last one is
-            that of the rank that needs the most.
         agg_additional_losses, eval_additional_losses: means of the loss's terms and of the module's additional losses
             in the last training step and in the last evaluation, by name.
         tokens: counted labels of the last training step; None if the loss function returns means.
@@ -105,11 +105,6 @@ class PipelineEngine(AdaptedEngine):
 
     module: PipelineModule
     role = Role()  # the parent's constructor reads it
-    step_s = measurement(lambda report: report.seconds)
-    step_lr = measurement(lambda report: report.lr)
-    bubble_measured = measurement(lambda report: report.of_ranks.bubble)
-    peak_memory_of_ranks = measurement(lambda report: report.of_ranks.peak_memory_of_ranks, ())
-    peak_memory_bytes = measurement(lambda report: max(report.of_ranks.peak_memory_of_ranks))
 
     # --- construction ---
 
@@ -159,6 +154,7 @@ class PipelineEngine(AdaptedEngine):
         self.use_transport(transport)
         replicas = self.mpu.get_data_parallel_group()
         self._replica_buffers = ReplicaBuffers(self.module, replicas, collective_device(self.device))
+        self.stops = StopRequests()
         self.report: StepReport | None = None
         self._gathered: Gathered | None = None  # of the current step
         self.tokens: int | None = None
@@ -196,16 +192,24 @@ class PipelineEngine(AdaptedEngine):
         return self.executor.schedule
 
     @property
-    def bubble_simulated(self) -> float:
-        """Share of the simulated step in which an average device does not compute."""
-        return self.plan.simulation.bubble
-
-    @property
     def random_seed(self) -> int:
         """Seed of the keys from which layers draw; see :func:`ds_ext.tensor_parallel.layer_key`."""
         return self.module.random_seed
 
     # --- changes between steps ---
+
+    def should_stop(self) -> bool:
+        """Return whether the run should end now: the same answer on all ranks, after every step and evaluation.
+
+        True after a rank received SIGTERM or SIGUSR1, lost its launcher, or called :meth:`request_stop`. The first call
+        takes these signals, unless the script handles them. Save a checkpoint then, and exit with 0.
+        """
+        self.stops.listen()
+        return self.stops.agreed is not None
+
+    def request_stop(self) -> None:
+        """Request the end of the run. After the next step or evaluation, :meth:`should_stop` is True on all ranks."""
+        self.stops.request(CALL)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches between steps, with a new timetable.
@@ -345,9 +349,11 @@ class PipelineEngine(AdaptedEngine):
             self.role.wait_for_step(self.running)
             weights_set, self._weights_set = int(self._weights_set), 0
             step = self.global_steps + 1
+            data, cause = self.executor.data, self.stops.cause
             self._gathered = gather_step(
-                self.executor.data, self.step_losses, self.busy, weights_set, step, self.device
+                data, self.step_losses, self.busy, weights_set, step, self.device, cause
             )
+            self.stops.agree(self._gathered.stop_causes)
             if self.running.program.timetable.trains:
                 losses = self._gathered.losses
                 self.agg_additional_losses, self.tokens = losses.parts, losses.tokens

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..planner.job_plan import JobPlan
 from .batches import StepData, require_same_samples
 from .deepspeed_api.device import peak_memory_bytes
 from .losses.step import StepLoss, StepLosses
@@ -27,11 +28,13 @@ class Gathered:
         losses: losses.
         bubble: share of the time so far in which an average rank did not compute.
         peak_memory_of_ranks: peak memory of every rank so far, in bytes.
+        stop_causes: cause of every rank's request to end the run; 0 without one. See :mod:`..launch.stop`.
     """
 
     losses: StepLoss
     bubble: float
     peak_memory_of_ranks: tuple[int, ...]
+    stop_causes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,41 @@ class StepReport:
         ]
 
 
-def measurement(read: Callable[[StepReport], Any], before_the_first: Any = None) -> property:
+def _of_report(read: Callable[[StepReport], Any], before_the_first: Any = None) -> property:
     """Return a property of an engine that reads the report of its last training step."""
     return property(lambda engine: before_the_first if engine.report is None else read(engine.report))
 
 
+class Measured:
+    """Measurements of an engine: values of its last report, None before the first step, and of its simulation.
+
+    Attributes:
+        report: measurements of the last training step; None before the first one.
+        plan: job plan.
+    """
+
+    report: StepReport | None
+    plan: JobPlan
+    step_s = _of_report(lambda report: report.seconds)
+    step_lr = _of_report(lambda report: report.lr)
+    bubble_measured = _of_report(lambda report: report.of_ranks.bubble)
+    peak_memory_of_ranks = _of_report(lambda report: report.of_ranks.peak_memory_of_ranks, ())
+    peak_memory_bytes = _of_report(lambda report: max(report.of_ranks.peak_memory_of_ranks))
+
+    @property
+    def bubble_simulated(self) -> float:
+        """Share of the simulated step in which an average device does not compute."""
+        return self.plan.simulation.bubble
+
+
 def gather_step(
-    data: StepData, losses: StepLosses, busy: BusyClock, weights_set: int, step: int, device: torch.device
+    data: StepData,
+    losses: StepLosses,
+    busy: BusyClock,
+    weights_set: int,
+    step: int,
+    device: torch.device,
+    stop_cause: int,
 ) -> Gathered:
     """Gather losses and measurements of all ranks, compare their samples, and warn of weights that the script set.
 
@@ -84,21 +115,23 @@ def gather_step(
         weights_set: number of elements of the weights that the script set before the step.
         step: number of the step, from 1, for this warning.
         device: device of this rank's tensors.
+        stop_cause: cause of this rank's request to end the run; 0 without one.
 
     Raises:
         ConfigError: ranks read different samples, or the losses are not of one form.
     """
-    measured = [*busy.read(), float(peak_memory_bytes(device)), float(weights_set)]
+    measured = [*busy.read(), float(peak_memory_bytes(device)), float(weights_set), float(stop_cause)]
     samples = data.checksums()
     rows = rows_of_ranks([*measured, *samples, *losses.numbers()], device)
     first_loss = len(measured) + len(samples)
     require_same_samples([row[len(measured) : first_loss] for row in rows])
-    seconds, spans, peaks, weights, *_ = zip(*rows, strict=True)
+    seconds, spans, peaks, weights, causes, *_ = zip(*rows, strict=True)
     if torch.distributed.get_rank() == 0 and any(weights):
         text = "step %d: the script set %d elements of the weights; the fp32 master weights have their values"
         logger.warning(text, step, int(sum(weights)))
     bubble = 1 - sum(seconds) / len(seconds) / max(*spans, 1e-9)
-    return Gathered(losses.result([row[first_loss:] for row in rows]), bubble, tuple(map(int, peaks)))
+    result = losses.result([row[first_loss:] for row in rows])
+    return Gathered(result, bubble, tuple(map(int, peaks)), tuple(map(int, causes)))
 
 
 def vote(

@@ -35,7 +35,7 @@ from ..environment import (
     world_size,
 )
 from ..errors import ConfigError
-from . import slurm
+from . import slurm, stop
 from .failure import Ending, report, report_loss_at_once, say
 from .launcher import DEEPSPEED, NODE_LAUNCHER
 
@@ -43,6 +43,7 @@ __all__ = [
     "EXIT_CONFIG",
     "EXIT_FAILED",
     "EXIT_INTERRUPTED",
+    "STARTED",
     "has_logging",
     "print_stacks_on_signal",
     "rank",
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+STARTED = time.monotonic()  # of this process
 _TO_ALL = (signal.SIGINT, signal.SIGHUP)  # from a terminal, to every rank
 
 _LAUNCHER_CHECK_S = 0.5
@@ -119,8 +121,9 @@ def run(main: Callable[[], int | None]) -> NoReturn:
     """Run ``main`` as the main function of a rank and exit: 0 for success, 2 for a ConfigError, 1 for a failure.
 
     SIGINT, SIGTERM and SIGHUP end the rank immediately, even in a blocked collective, unless ``main`` installs other
-    handlers. SIGUSR1 prints the stacks of all threads, unless the script handles it. Under Slurm's ``srun``, the rank
-    comes from Slurm (``launch/slurm.py``). Call this function in the main thread.
+    handlers or takes them as requests to stop (``launch/stop.py``). SIGUSR1 prints the stacks of all threads, unless
+    the script handles it. Under Slurm's ``srun``, the rank comes from Slurm (``launch/slurm.py``). Call this function
+    in the main thread.
     """
     # Stop torch from printing pages of C++ frames for a lost connection. Our report names the lost rank.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -169,6 +172,7 @@ def _watch(ending: Ending) -> None:
     writer.setblocking(False)
     # Python runs handlers between bytecodes of the main thread. The C-level handler writes a byte immediately.
     signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    stop.replaceable.append(_handled_by_thread)
     for number in (*_TO_ALL, signal.SIGTERM):
         # A shell starts background jobs with SIGINT ignored, so that Ctrl-C does not stop them; nohup ignores SIGHUP.
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -191,12 +195,16 @@ def _run_watch(ending: Ending, reader: socket.socket, launchers: list[tuple[int,
 
     The order matters. Lost ranks are found first, because a launcher that sends SIGTERM soon ends the others. A second
     read finds the signal that ended the launcher. A launcher may end a wrapper first, which looks like its own end.
+    If the script takes signals as requests to stop and no rank is lost, the main thread ends the run instead.
     """
     while True:
         received = _signals(reader, _LAUNCHER_CHECK_S)
         lost = ending.find_lost() if signal.SIGTERM in received else ""
         if signal.SIGTERM in received or _is_orphaned(launchers):
             received |= _signals(reader, _SAME_CAUSE_S)
+        requests = stop.listening
+        if requests is not None and _ends_between_steps(requests, received, _is_orphaned(launchers), ending):
+            received, launchers = received - requests.signals, []
         _end_by_terminal_signal(received)
         launcher_runs = all(is_running(parent) for _, parent in launchers)
         if _is_orphaned(launchers) and not (signal.SIGTERM in received and launcher_runs):
@@ -207,16 +215,28 @@ def _run_watch(ending: Ending, reader: socket.socket, launchers: list[tuple[int,
             ending.neighbours.update(_neighbours(ending.launcher))
 
 
+def _ends_between_steps(
+    requests: stop.StopRequests, received: set[int], is_orphan: bool, ending: Ending
+) -> bool:
+    """Return whether the main thread ends the run after its step, because of a signal or the end of the launcher."""
+    causes = received & requests.signals
+    if not (causes or is_orphan) or (requests.agreed is None and ending.find_lost()):
+        return False
+    for cause in (*causes, stop.LAUNCHER_EXITED):
+        requests.request(cause)
+    return True
+
+
 def _is_orphaned(launchers: list[tuple[int, int]]) -> bool:
     """Return whether one of the pairs (process, parent) has changed."""
     return any(parent_of(child) != parent for child, parent in launchers)
 
 
 def _signals(reader: socket.socket, timeout_s: float) -> set[int]:
-    """Return the signals received within ``timeout_s`` for which the script has no handler."""
+    """Return the signals received within ``timeout_s`` for which the script has no handler of its own."""
     readable, _, _ = select.select([reader], [], [], timeout_s)
     received = set(reader.recv(64)) if readable else set()
-    return {number for number in received if signal.getsignal(number) is _handled_by_thread}
+    return {n for n in received if signal.getsignal(n) in (_handled_by_thread, stop.handle)}
 
 
 def _end_orphan(ending: Ending, launcher_runs: bool = False) -> NoReturn:

@@ -7,6 +7,7 @@ import gc
 import math
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,8 +21,8 @@ from ...engine import PipelineEngine
 from ...engine.batches import MicroBatches
 from ...environment import rank
 from ...errors import CheckpointError
+from ...launch import process
 from ...launch.launcher import launch_again
-from ...launch.process import EXIT_FAILED
 from ...observe.metrics import Metrics, additional_losses_text, print_line
 from ...pipe_schedules.files import is_timetable_file
 from ...planner.job_plan import JobPlan
@@ -80,15 +81,17 @@ class Trainer:
     floor: tuple[str, float] | None = None
     tokenizer: str | None = None
     validation_loss: float | None = None
+    stopped: str = ""  # why the run ended before its last step
     not_saved: list[int] = field(default_factory=list)
 
     def run(self) -> int:
-        """Train to the last step; evaluate and save at intervals and at the end.
+        """Train to the last step or a request to stop; evaluate and save at intervals and at the end.
 
         Returns:
             The exit code: 0, EXIT_NOT_SAVED if a checkpoint could not be written, 1 if the last loss is not finite.
         """
         args = self.args
+        self._watch_for_stops()
         step = self.recover()
         if args.save:
             steps = [n for n in range(step + 1, args.train_iters) if _is_due(n, args.save_interval)]
@@ -101,22 +104,42 @@ class Trainer:
         gc.freeze()
         loss = math.nan
         metrics = self._metrics()
-        while step < args.train_iters:
+        while step < args.train_iters and not self.stopped:
             step += 1
             loss = float(self.engine.train_batch(self.train))
             is_last = step == args.train_iters
-            if self.valid is not None and (is_last or _is_due(step, args.eval_interval)):
-                valid_loss, parts = self.evaluate(self.valid)
+            evaluates = is_last or (_is_due(step, args.eval_interval) and self.engine.stops.agreed is None)
+            validation = self.evaluate(self.valid) if self.valid is not None and evaluates else None
+            if validation is None:
+                metrics.log(loss)
+            else:
+                valid_loss, parts = validation
                 metrics.log(loss, validation_loss=valid_loss, validation_losses=parts)
                 perplexity = _perplexity(parts.get(MASKED_WORDS, valid_loss))
                 text = f"{valid_loss:.4f}{additional_losses_text(parts)}, perplexity {perplexity}"
                 say(f"step {step}: validation loss {text}")
-            else:
-                metrics.log(loss)
-            if args.save and (is_last or _is_due(step, args.save_interval)):
+            self.stopped = "" if is_last else self._stop_cause(step)
+            if args.save and (is_last or self.stopped or _is_due(step, args.save_interval)):
                 self.save(step, loss)
-        self.report_result(loss)
+        self.report_result(step, loss)
         return self.exit_code(loss)
+
+    def _watch_for_stops(self) -> None:
+        """Take the signals and the deadline of the flags as requests to stop."""
+        args, stops = self.args, self.engine.stops
+        if args.exit_signal is not None:
+            stops.listen([signal.Signals[args.exit_signal]])
+        elif args.exit_signal_handler:
+            stops.listen()
+        if args.exit_duration_in_mins is not None:
+            stops.deadline = process.STARTED + 60 * args.exit_duration_in_mins
+
+    def _stop_cause(self, step: int) -> str:
+        """Return why the run ends after this step; empty if it goes on. The same on all ranks."""
+        if _is_due(step, self.args.exit_interval):
+            return f"--exit-interval {self.args.exit_interval}"
+        stop = self.engine.stops.agreed
+        return "" if stop is None else str(stop)
 
     def _metrics(self) -> Metrics:
         """Return the metrics with the settings of the flags, which open the metrics file."""
@@ -131,16 +154,26 @@ class Trainer:
             model=asdict(self.model),
         )
 
-    def evaluate(self, valid: MicroBatches) -> tuple[float, dict[str, float]]:
+    def evaluate(self, valid: MicroBatches) -> tuple[float, dict[str, float]] | None:
         """Return the mean loss of ``--eval-iters`` validation steps, and its parts if the model reports any.
 
-        Every evaluation uses the same samples.
+        Every evaluation uses the same samples. If the run may be stopped, each validation step is an evaluation of its
+        own, and a request ends them: the result is None.
         """
         valid.consumed_samples = 0
-        micro_batches = self.args.eval_iters * self.engine.micro_batches
-        loss = self.validation_loss = float(self.engine.eval_batch(valid, num_micro_batches=micro_batches))
-        parts = self.engine.eval_additional_losses or {}
-        return loss, {name: float(value) for name, value in parts.items()}
+        stops, steps = self.engine.stops, self.args.eval_iters
+        pieces = steps if stops.signals or stops.deadline is not None else 1
+        losses: list[float] = []
+        parts: dict[str, float] = {}
+        for _ in range(pieces):
+            size = steps // pieces * self.engine.micro_batches
+            losses.append(float(self.engine.eval_batch(valid, num_micro_batches=size)))
+            for name, value in (self.engine.eval_additional_losses or {}).items():
+                parts[name] = parts.get(name, 0.0) + float(value) / pieces
+            if stops.agreed is not None and len(losses) < pieces:
+                return None
+        self.validation_loss = math.fsum(losses) / pieces
+        return self.validation_loss, parts
 
     def save(self, step: int, loss: float) -> None:
         """Write a checkpoint with the position in the data, unless the last step left a non-finite loss.
@@ -224,8 +257,11 @@ class Trainer:
         sizes = f"PP {layout.placement.devices_per_pipe} x TP {layout.tensor_parallel_size}"
         return f"{self.plan.timetable.schedule}, {sizes} x DP {layout.data_parallel_size}"
 
-    def report_result(self, loss: float) -> None:
-        """Print the loss and the commands to run next."""
+    def report_result(self, step: int, loss: float) -> None:
+        """Print why the run ended early, the loss, and the commands to run next."""
+        if self.stopped:
+            lost = "" if self.args.save else " Nothing is saved: --save DIR is missing."
+            say(f"step {step}: stopped, because {self.stopped}.{lost}")
         if self.floor is not None:
             name, floor = self.floor
             kind = "final"
@@ -235,7 +271,8 @@ class Trainer:
             say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {floor:.4f} nats")
         lines = []
         if self.args.save:
-            command, note = resume_command(sys.argv, self.args)
+            total = self.args.train_iters * (1 if self.stopped else 2)
+            command, note = resume_command(sys.argv, self.args.save, total)
             lines.append(f"continue training   {command}")
             if note:
                 lines.append(f"{'':20}({note})")
@@ -249,8 +286,8 @@ class Trainer:
     def exit_code(self, loss: float) -> int:
         """Return 0 if the last loss is finite and every checkpoint was saved; else report the failure."""
         if not math.isfinite(loss):
-            say_error(f"last loss {loss} (exit code {EXIT_FAILED})")
-            return EXIT_FAILED
+            say_error(f"last loss {loss} (exit code {process.EXIT_FAILED})")
+            return process.EXIT_FAILED
         if self.not_saved:
             steps = ", ".join(map(str, self.not_saved))
             say_error(f"checkpoints not saved: step {steps} (exit code {EXIT_NOT_SAVED})")
@@ -319,8 +356,8 @@ def changed_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
     ]
 
 
-def resume_command(argv: Sequence[str], args: argparse.Namespace) -> tuple[str, str]:
-    """Return the command that continues from ``args.save`` for the same number of steps, and a note on its use."""
+def resume_command(argv: Sequence[str], save: str, total: int) -> tuple[str, str]:
+    """Return the command that continues from the folder ``save`` up to step ``total``, and a note on its use."""
     replaced_flags = ("--load", "--train-iters", "--train-samples", "--local_rank", "--local-rank")
     command: list[str] = []
     words = iter(argv)
@@ -329,7 +366,7 @@ def resume_command(argv: Sequence[str], args: argparse.Namespace) -> tuple[str, 
             next(words, None)  # its value
         elif word.partition("=")[0] not in replaced_flags:
             command.append(word)
-    return launch_again([*command, "--load", args.save, "--train-iters", str(2 * args.train_iters)])
+    return launch_again([*command, "--load", save, "--train-iters", str(total)])
 
 
 def shut_down(engine: PipelineEngine) -> None:

@@ -203,9 +203,8 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
             "no_save_optim save_*s_interval save_retain_interval non_persistent_* replication*"
         ),
         "a run ends at --train-iters. Set it to the last step of the run, and --lr-decay-iters to that of all runs": (
-            "exit_interval exit_duration_in_mins kill_switch_file adlr_*"
+            "kill_switch_file adlr_*"
         ),
-        "a signal ends a run without a checkpoint. Use --save-interval": "exit_signal*",
         "training, validation and test samples are shares of the same data. Use --data-path and --split": (
             "train_data_path valid_data_path test_data_path per_split_data_args_path"
         ),
@@ -323,6 +322,7 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
             "contigious_checkpointing synchronize_each_layer zero_contigious_gradients zero_reduce_scatter "
             "no_create_attention_mask_in_dataloader no_data_sharding no_mmap_bin_files mmap_warmup disable_msc "
             "dataloader_defer_npy_index_mmap dataloader_fast_cache_load trust_remote_code async_save "
+            "exit_signal_handler_for_* "
             "async_ckpt_use_cpu_shm use_persistent_ckpt_worker use_dist_ckpt auto_detect_ckpt_format "
             "*ckpt_fully_parallel_save ckpt_fully_parallel_load ckpt_fully_parallel_load_per_rank_objects "
             "ckpt_assume_constant_structure ckpt_drop_redundant_extra_state ckpt_pg_tensors_cache_create "

@@ -261,6 +261,29 @@ def _add_training(group: Any) -> None:
         action="store_true",
         help="end the job if a checkpoint cannot be written; else go on",
     )
+    group.add_argument(
+        "--exit-signal-handler",
+        action="store_true",
+        help="after SIGTERM or SIGUSR1 to the launcher or a rank, end the step, save, and exit with 0",
+    )
+    group.add_argument(
+        "--exit-signal",
+        choices=["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"],
+        help="the only signal of --exit-signal-handler, which this flag includes",
+    )
+    group.add_argument(
+        "--exit-duration-in-mins",
+        type=float,
+        metavar="M",
+        help="save and exit with 0 after the step in which the ranks have run for M minutes",
+    )
+    group.add_argument(
+        "--exit-interval",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="save and exit with 0 after a step that is divisible by it; 0: never",
+    )
     group.add_argument("--load", metavar="DIR", help="folder of the checkpoint to resume from")
     group.add_argument(
         "--exit-on-missing-checkpoint", action="store_true", help="refuse a --load folder without checkpoints"

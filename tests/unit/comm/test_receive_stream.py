@@ -52,8 +52,10 @@ def test_a_receive_does_not_wait_for_computations(tmp_path: Path, skip: str) -> 
 @pytest.mark.parametrize("skip", ["", "keep for main"], ids=["", "without record_stream"])
 def test_memory_is_kept_until_the_computations_have_used_it(tmp_path: Path, skip: str) -> None:
     device, link = LateDevice(tmp_path, 0, skip=skip), LateStream("link", 0, 0.0)
-    go_on = threading.Event()
+    go_on, arrived = threading.Event(), threading.Event()
     receives, body, work = receive(device, link, 7)
+    link.put(arrived.set)
+    assert arrived.wait(LONG_S)
     receives.hand_over(body, work, LONG_S)
     device.current().put(lambda: go_on.wait())
     read = device.read(body)

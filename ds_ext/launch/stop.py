@@ -1,0 +1,120 @@
+"""Requests to end a run between two steps: a signal, the end of the launcher, a deadline, or a call.
+
+A request is a number that a rank adds to those that all ranks gather in every step and evaluation. All ranks thus get
+the same answer from ``engine.should_stop()``, without another message.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_NO_REQUEST = 0
+# Causes besides numbers of signals, which are below 65.
+LAUNCHER_EXITED, DEADLINE, CALL = 100, 101, 102
+_TEXTS = {
+    LAUNCHER_EXITED: "lost its launcher",
+    DEADLINE: "passed the deadline",
+    CALL: "called request_stop()",
+}
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """First request to end a run.
+
+    Attributes:
+        rank: rank that made it; the lowest one of several.
+        cause: number of a signal, LAUNCHER_EXITED, DEADLINE or CALL.
+    """
+
+    rank: int
+    cause: int
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {_TEXTS.get(self.cause) or f'received {signal.Signals(self.cause).name}'}"
+
+
+class StopRequests:
+    """Requests of this rank.
+
+    Attributes:
+        deadline: reading of :func:`time.monotonic` from which on this rank requests the end; None: no deadline.
+        signals: signals that are requests.
+        agreed: request that all ranks know; None: none yet.
+    """
+
+    def __init__(self) -> None:
+        self.deadline: float | None = None
+        self.signals: frozenset[int] = frozenset()
+        self.agreed: Stop | None = None
+        self._cause = _NO_REQUEST
+
+    @property
+    def cause(self) -> int:
+        """Number to gather: the cause of the first request; 0 without one."""
+        if self._cause == _NO_REQUEST and self.deadline is not None and time.monotonic() >= self.deadline:
+            self._cause = DEADLINE
+        return self._cause
+
+    def request(self, cause: int) -> None:
+        """Request the end of the run, unless this rank has requested it before. Any thread may call this."""
+        self._cause = self._cause or cause
+
+    def agree(self, causes: Sequence[float]) -> None:
+        """Take the causes of all ranks, in their order, after a step or an evaluation."""
+        stops = (Stop(rank, int(cause)) for rank, cause in enumerate(causes) if cause)
+        self.agreed = self.agreed or next(stops, None)
+
+    def listen(self, signals: Iterable[int] = DEFAULT_SIGNALS) -> None:
+        """Take signals as requests from now on; the first call decides, and must be in the main thread.
+
+        A signal that the script handles itself is left to it. SIGUSR1 no longer prints stacks.
+        """
+        global listening
+        if listening is self:
+            return
+        unhandled = {number for number in signals if signal.getsignal(number) in [*replaceable, handle]}
+        if signal.SIGUSR1 in unhandled:
+            faulthandler.unregister(signal.SIGUSR1)
+        listening, self.signals = self, frozenset(unhandled)
+        for number in unhandled:
+            signal.signal(number, handle)
+        os.register_at_fork(after_in_child=self._guard_child)
+
+    def _guard_child(self) -> None:
+        """Let only its parent end a forked child, such as a worker of a data loader.
+
+        DeepSpeed's launcher sends SIGTERM to all descendants, and a rank whose workers are gone cannot finish its step.
+        """
+        if listening is not self:
+            return
+        for number in self.signals:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+        threading.Thread(target=_end_with_parent, args=(self.signals, os.getppid()), daemon=True).start()
+
+
+listening: StopRequests | None = None  # that signals of this process go to
+replaceable: list[Any] = [signal.SIG_DFL]  # handlers that are not the script's own
+
+
+def handle(number: int, frame: Any) -> None:
+    """Take a signal as a request: the handler of :meth:`StopRequests.listen`."""
+    if listening is not None:
+        listening.request(number)
+
+
+def _end_with_parent(signals: frozenset[int], parent: int) -> None:
+    """Wait for a signal from the parent process, and let it end this process."""
+    while (received := signal.sigwaitinfo(signals)).si_pid != parent:
+        pass
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    os.kill(os.getpid(), received.si_signo)

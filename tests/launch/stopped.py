@@ -1,0 +1,55 @@
+"""Run a training script, and send a rank a signal at a chosen moment.
+
+stopped.py MOMENT SIGNAL RANK STEP SCRIPT FLAGS...: in the forwards and backwards of the STEP-th "step", in the STEP-th
+"evaluation", or in the STEP-th "save" of this rank. "dataloader" is a step in which the rank also has a worker process.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ds_ext.engine.engine import PipelineEngine
+from ds_ext.environment import rank
+
+
+def main() -> None:
+    moment, name, chosen, step = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    sys.argv = sys.argv[5:]
+    count = 0
+
+    def signalling(method: Callable[..., Any]) -> Callable[..., Any]:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if rank() == chosen and count == step:
+                worker = None
+                if moment == "dataloader":
+                    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+                    worker.start()
+                    os.kill(worker.pid or 0, signal.SIGTERM)
+                os.kill(os.getpid(), signal.Signals[name])
+                result = method(*args, **kwargs)
+                if worker is not None:
+                    assert worker.exitcode is None, worker.exitcode
+                    worker.terminate()
+                    worker.join(30)
+                    assert worker.exitcode == -signal.SIGTERM, worker.exitcode
+                return result
+            return method(*args, **kwargs)
+
+        return replacement
+
+    attribute = {"evaluation": "eval_batch", "save": "save_checkpoint"}.get(moment, "_exec_schedule")
+    setattr(PipelineEngine, attribute, signalling(getattr(PipelineEngine, attribute)))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
