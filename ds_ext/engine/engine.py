@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..comm.transport import Transport, create_transport
 from ..errors import ConfigError
-from ..launch.stop import CALL, StopRequests
+from ..launch.stop import StopRequests
 from ..pipe_schedules.bridge import TimetableSchedule
 from .activity import Activity
 from .batches import (
@@ -38,13 +38,13 @@ from .batches import (
     as_batches,
     check_first_batch,
 )
+from .checkpoint.background import BackgroundSave
 from .checkpoint.buffers import ReplicaBuffers
 from .checkpoint.events import CheckpointEvents
 from .checkpoint.load import choose, load_checkpoint
 from .checkpoint.run import this_run
 from .checkpoint.save import save_checkpoint
-from .checkpoint.trial import require_states, try_folder
-from .deepspeed_api.base import AdaptedEngine
+from .checkpoint.trial import require_states
 from .deepspeed_api.names import loss_scaler, require_built
 from .deferral import DeferralReport
 from .dynamic import messages as dynamic
@@ -56,8 +56,9 @@ from .losses.step import StepLosses
 from .messages import StageMessages
 from .module import PipelineModule
 from .recovery.audit import Audit
-from .recovery.recovery import Recovered, Recovery
+from .recovery.recovery import Recovery
 from .role import Role
+from .run_control import RunControl
 from .schedules import Schedules
 from .stage import StageForward
 from .step_report import Gathered, Measured, StepReport, gather_step
@@ -69,7 +70,7 @@ from .weight_update import WeightUpdate
 logger = logging.getLogger(__name__)
 
 
-class PipelineEngine(Measured, AdaptedEngine):
+class PipelineEngine(Measured, RunControl):
     """Engine of a :class:`ds_ext.PipelineModule`, created by :func:`ds_ext.initialize`.
 
     Args:
@@ -96,6 +97,7 @@ class PipelineEngine(Measured, AdaptedEngine):
         tokens: counted labels of the last training step; None if the loss function returns means.
         run_facts: what runs and where, from :func:`.facts.run_facts`.
         checkpoint_events: checkpoints saved, loaded and recovered so far.
+        saving: last save in the background; None after :meth:`wait_for_save`.
         run: identity of this run, which its checkpoints and its record contain.
         recovery: snapshots in host memory; None without the section "recovery".
         audit: audits of the steps; None without ``audit_interval``.
@@ -163,6 +165,7 @@ class PipelineEngine(Measured, AdaptedEngine):
         self.run = this_run()
         self.run_facts: dict[str, Any] = {}
         self.checkpoint_events = CheckpointEvents()
+        self.saving: BackgroundSave | None = None
         require_states(self.optimizer, settings.recovery is not None)
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
         self._snapshot_s: float | None = None
@@ -197,19 +200,6 @@ class PipelineEngine(Measured, AdaptedEngine):
         return self.module.random_seed
 
     # --- changes between steps ---
-
-    def should_stop(self) -> bool:
-        """Return whether the run should end now: the same answer on all ranks, after every step and evaluation.
-
-        True after a rank received SIGTERM or SIGUSR1, lost its launcher, or called :meth:`request_stop`. The first call
-        takes these signals, unless the script handles them. Save a checkpoint then, and exit with 0.
-        """
-        self.stops.listen()
-        return self.stops.agreed is not None
-
-    def request_stop(self) -> None:
-        """Request the end of the run. After the next step or evaluation, :meth:`should_stop` is True on all ranks."""
-        self.stops.request(CALL)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the number of micro-batches between steps, with a new timetable.
@@ -445,21 +435,6 @@ class PipelineEngine(Measured, AdaptedEngine):
 
     # --- checkpoints ---
 
-    def try_checkpoint_folder(
-        self, save_dir: str | os.PathLike[str], tags: Sequence[str] | None = None
-    ) -> None:
-        """Check that checkpoints can be saved to ``save_dir``. All ranks must call this together.
-
-        Every rank writes a small file. Rank 0 reads the files and compares the free space with a checkpoint's size.
-        From now on, no other job can save to the folder. A warning names checkpoints that another run has left there.
-        Raises the same ConfigError on all ranks.
-
-        Args:
-            tags: names of this run's checkpoints, to warn only of those that it will replace; None: any name.
-        """
-        with self.activity.during(f"checking the folder {save_dir}"):
-            try_folder(self, Path(save_dir), tags)
-
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],
@@ -467,28 +442,32 @@ class PipelineEngine(Measured, AdaptedEngine):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        keep: int = 0,
+        background: bool = False,
     ) -> bool:
-        """Write ``save_dir/tag`` (None: ``global_step<N>``). Arguments and result are the same as DeepSpeed's.
+        """Write ``save_dir/tag`` (None: ``global_step<N>``). Arguments and result are DeepSpeed's, with two more.
 
         The checkpoint gets its name when it is complete on disk, so a killed run keeps the last complete one.
-        Raises the errors of :func:`.checkpoint.save.save_checkpoint`.
+        Raises the errors of :func:`.checkpoint.save.save_checkpoint`, and those of :meth:`wait_for_save`.
+
+        Args:
+            keep: then remove complete checkpoints of training runs except the newest ones; 0: keep all.
+            background: return when the state is copied, and write it beside the next steps; see :meth:`wait_for_save`.
         """
+        self.wait_for_save()
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self.run.begin(self.global_steps)
         with (
-            self.checkpoint_events.saving(Path(save_dir, tag), self.global_steps),
+            self.checkpoint_events.saving(Path(save_dir, tag), self.global_steps, background),
             self.activity.during(f"saving the checkpoint {tag}"),
             self.activity.longer_limit(),
         ):
             self.average_buffers()
             with self.update.masters.with_changes():
-                save_checkpoint(
-                    self,
-                    Path(save_dir),
-                    tag,
-                    client_state or {},
-                    save_latest,
-                    not exclude_frozen_parameters,
+                state, with_frozen = client_state or {}, not exclude_frozen_parameters
+                self.saving = save_checkpoint(
+                    self, Path(save_dir), tag, state, save_latest, with_frozen, keep, background
                 )
         return True
 
@@ -528,29 +507,3 @@ class PipelineEngine(Measured, AdaptedEngine):
             self.role.weights_loaded()
             self.checkpoint_events.loaded(path, self.global_steps, begin)
         return str(path), client_state
-
-    def recover(
-        self, data_iter: Batches | None = None, save_dir: str | os.PathLike[str] | None = None
-    ) -> Recovered | None:
-        """Continue from the newest snapshots in host memory after the launcher has restarted the ranks.
-
-        Call it before the first step, on all ranks; then train from ``engine.global_steps``. Returns None without the
-        section "recovery", at the first start, if a snapshot of some rank was lost, and if the snapshots are older than
-        the loaded step or the last checkpoint of this run in ``save_dir``, which the script can load then.
-
-        Args:
-            data_iter: source of the micro-batches; None: ``training_data``.
-            save_dir: folder of this run's checkpoints; None: snapshots are compared with the loaded step only.
-        """
-        if data_iter is not None:
-            self.set_dataiterator(data_iter)
-        if self.recovery is None:
-            return None
-        with self.activity.during("loading snapshots"), self.activity.longer_limit():
-            self.update.masters.take_changes()
-            recovered = self.recovery.recover(None if save_dir is None else Path(save_dir))
-            if recovered is not None:
-                self._recovered_from = recovered.step
-                self.role.weights_loaded()
-                self.checkpoint_events.recovered(recovered)
-        return recovered

@@ -44,6 +44,7 @@ __all__ = [
     "EXIT_FAILED",
     "EXIT_INTERRUPTED",
     "STARTED",
+    "before_failed_exit",
     "has_logging",
     "print_stacks_on_signal",
     "rank",
@@ -54,6 +55,9 @@ __all__ = [
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
 STARTED = time.monotonic()  # of this process
+before_failed_exit: list[
+    Callable[[], None]
+] = []  # what a rank does before it exits, except after Ctrl-C or SIGHUP
 _TO_ALL = (signal.SIGINT, signal.SIGHUP)  # from a terminal, to every rank
 
 _LAUNCHER_CHECK_S = 0.5
@@ -160,10 +164,17 @@ def _leave(code: int) -> NoReturn:
     """Exit without running destructors, because those of process groups would wait for dead peers."""
     if code == 0:
         atexit._run_exitfuncs()
+    else:
+        _prepare_failed_exit()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _prepare_failed_exit() -> None:
+    for function in before_failed_exit:
+        function()
 
 
 def _watch(ending: Ending) -> None:
@@ -252,6 +263,7 @@ def _end_orphan(ending: Ending, launcher_runs: bool = False) -> NoReturn:
         others = [process for number, process in ending.neighbours.items() if number != 0]
         while any(map(is_running, others)) and time.monotonic() < deadline:
             time.sleep(0.01)
+    _prepare_failed_exit()
     os._exit(EXIT_FAILED)
 
 
@@ -270,6 +282,7 @@ def _end_by_sigterm(ending: Ending, lost: str) -> NoReturn:
         report_loss_at_once(ending, lost)
     elif ending.code is None:
         _say_once("stopped by SIGTERM.")
+    _prepare_failed_exit()
     os._exit(ending.code or 128 + signal.SIGTERM)
 
 

@@ -27,14 +27,19 @@ class CheckpointEvents:
         self.on_event: Callable[[], None] | None = None
 
     @contextmanager
-    def saving(self, path: Path, step: int) -> Iterator[None]:
-        """Context of a save. It adds "saved", or "failed" if an exception leaves it."""
+    def saving(self, path: Path, step: int, in_background: bool = False) -> Iterator[None]:
+        """Context of a save. It adds "failed" if an exception leaves it, else "saved" if the save is complete."""
         begin, event = time.perf_counter(), "failed"
         try:
             yield
-            event = "saved"
+            event = "" if in_background else "saved"
         finally:
-            self._add(event, path, step, time.perf_counter() - begin)
+            if event:
+                self._add(event, path, step, time.perf_counter() - begin)
+
+    def written(self, path: Path, step: int, seconds: float, error: str) -> None:
+        """Add the result of a save in the background: "failed" if there is an error, else "saved"."""
+        self._add("failed" if error else "saved", path, step, seconds)
 
     def loaded(self, path: Path, step: int, begin: float) -> None:
         """Add "loaded". ``begin`` is a reading of :func:`time.perf_counter`."""

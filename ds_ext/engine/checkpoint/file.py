@@ -17,6 +17,7 @@ from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -49,15 +50,45 @@ _LEVELS = 100  # of lists and dictionaries; at most 4 calls each, of the 1,000 t
 _DTYPES = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Write a safetensors file. Returns its size and checksum.
+class MemoryFile:
+    """New anonymous file that is written like a :class:`.folder.CheckedFile`. Its record is its descriptor."""
+
+    def __init__(self, path: Path) -> None:
+        self.record = {"descriptor": os.memfd_create(path.name)}
+
+    def __enter__(self) -> MemoryFile:
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write data."""
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self.record["descriptor"], view) :]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            os.close(self.record["descriptor"])
+
+
+NewFile = type[CheckedFile] | type[MemoryFile]
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], new_file: NewFile = CheckedFile
+) -> dict[str, int]:
+    """Write a safetensors file. Returns its record: size and checksum.
+
+    Args:
+        new_file: type of the file.
 
     Raises:
         CheckpointError: the format has no name for a tensor's dtype; nothing is written.
         OSError: the file cannot be written; contains the file's name.
     """
     header = header_of(tensors)
-    with CheckedFile(path) as file:
+    with new_file(path) as file:
         file.write(header)
         for tensor in tensors.values():
             file.write(_bytes(tensor.detach().cpu().contiguous()))
@@ -145,15 +176,18 @@ class TensorFile:
         return elements
 
 
-def write_plain(path: Path, value: Mapping[str, Any]) -> dict[str, int]:
-    """Write a file for ``torch.load(weights_only=True)``. Returns its size and checksum.
+def write_plain(path: Path, value: Mapping[str, Any], new_file: NewFile = CheckedFile) -> dict[str, int]:
+    """Write a file for ``torch.load(weights_only=True)``. Returns its record: size and checksum.
+
+    Args:
+        new_file: type of the file.
 
     Raises:
         ConfigError: an entry cannot be converted; see :func:`pickle_plain`.
         OSError: the file cannot be written; contains the file's name.
     """
     data = pickle_plain(value)
-    with CheckedFile(path) as file:
+    with new_file(path) as file:
         file.write(data)
     return file.record
 

@@ -324,6 +324,21 @@ def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: 
     return checkpoint
 
 
+def remove_older(folder: Path, keep: int) -> None:
+    """Remove the complete checkpoints of training runs except the newest ``keep`` and the current one; 0: none.
+
+    Raises OSError if one cannot be removed.
+    """
+    if keep == 0:
+        return
+    trained = [name for name in complete_checkpoints(folder) if "run" in read_manifest(folder / name)["job"]]
+    for name in trained[:-keep]:
+        if name != current_tag(folder):
+            scratch = folder / _scratch_name(name, "tmp")
+            (folder / name).rename(scratch)
+            shutil.rmtree(scratch)
+
+
 def _scratch(folder: Path, kind: str) -> Iterator[tuple[Path, str]]:
     """Yield path and tag of the temporary files and folders of this module in ``folder``, if it exists."""
     if not folder.is_dir():

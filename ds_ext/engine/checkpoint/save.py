@@ -14,6 +14,9 @@ files, and a loading rank reads only the elements that it needs (reader.py).
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import shutil
 import time
 from collections.abc import Iterator, Mapping
@@ -35,8 +38,11 @@ from ...launch.roll_call import Facts
 from ..module import PipelineModule
 from ..state import VALUES, RankState, random_states
 from ..together import by_rank_0, error_text, together
-from .file import is_plain, layer_file, write_plain, write_tensors
-from .folder import complete_checkpoints, publish, start_writing
+from .background import BackgroundSave, memory_needs, memory_problem
+from .background_process import Task
+from .events import CheckpointEvents
+from .file import MemoryFile, NewFile, is_plain, layer_file, write_plain, write_tensors
+from .folder import CheckedFile, complete_checkpoints, publish, remove_older, start_writing
 from .states import (
     MASTER,
     Checkpointed,
@@ -44,9 +50,13 @@ from .states import (
     OptimizerStates,
     layers_of,
     numbers_of,
+    parameters_of,
 )
 
+logger = logging.getLogger(__name__)
+
 STATE_FILE = "mp_rank_00_model_states.pt"
+_MASTER_BYTES, _STATE_BYTES = 4, 4  # master weights and optimizer states are fp32
 # Keys of the file that a script's client state must not have.
 RESERVED_KEYS = (
     *(value.key for value in VALUES),
@@ -63,7 +73,9 @@ def save_checkpoint(
     client_state: Mapping[str, Any],
     make_current: bool,
     with_frozen: bool,
-) -> None:
+    keep: int = 0,
+    background: bool = False,
+) -> BackgroundSave | None:
     """Write a checkpoint. All ranks must call this together.
 
     Args:
@@ -73,13 +85,21 @@ def save_checkpoint(
             dictionaries of them.
         make_current: write the tag to ``folder/latest``.
         with_frozen: also write parameters that are not trained.
+        keep: number of complete checkpoints of training runs to keep in the folder; 0: all.
+        background: copy the state, and let processes write it. With too little memory, a warning has the numbers, and
+            the checkpoint is written before this returns.
+
+    Returns:
+        The save of this rank in the background, for :func:`finish`; None: the checkpoint is complete.
 
     Raises:
         ConfigError: the tag or the client state cannot be saved.
         CheckpointError: on all ranks, if one of them could not write, or another job saves to the folder. The last
             complete checkpoint is unchanged.
     """
-    folder = folder.absolute()
+    folder, began = folder.absolute(), time.time()
+    new_file = MemoryFile if background and _has_memory(engine) else CheckedFile
+    files: dict[str, dict[str, int]] = {}  # of this rank
 
     def start() -> Path:
         with _describe_failure(folder, tag):
@@ -88,20 +108,65 @@ def save_checkpoint(
 
     def write_part() -> dict[str, Any]:
         with _describe_failure(folder, tag):
-            return _write_part(engine, written, client_state, with_frozen)
+            return _write_part(engine, written, client_state, with_frozen, new_file, files)
 
     def finish() -> None:
         with _describe_failure(folder, tag):
             publish(written, tag, _manifest(engine, parts), make_current)
+            remove_older(folder, keep)
 
     written: Path = by_rank_0(start, CheckpointError)
     try:
         parts = together(write_part, CheckpointError)
-        by_rank_0(finish, CheckpointError)
+        if new_file is CheckedFile:
+            by_rank_0(finish, CheckpointError)
+            return None
+        rank = dist.get_rank()
+        task = Task(
+            rank=rank,
+            parent=os.getpid(),
+            written=str(written),
+            files={name: files.pop(name)["descriptor"] for name in [*files]},
+            ranks=dist.get_world_size() if rank == 0 else 0,
+            tag=tag,
+            manifest=_manifest(engine, parts) if rank == 0 else {},
+            make_current=make_current,
+            keep=keep,
+            limit_s=engine.transport.timeout_s,
+        )
+        saves: list[BackgroundSave] = []
+        together(lambda: saves.append(BackgroundSave(task, engine.global_steps, began)), CheckpointError)
+        return saves[0]
     except Exception:
+        for record in files.values():
+            with contextlib.suppress(KeyError, OSError):
+                os.close(record["descriptor"])
         if dist.get_rank() == 0:
             shutil.rmtree(written, ignore_errors=True)
         raise
+
+
+def finish_save(save: BackgroundSave, events: CheckpointEvents) -> None:
+    """Wait for a save in the background, and add its result to ``events``. All ranks must call this together.
+
+    Raises CheckpointError on all ranks if the checkpoint is not complete.
+    """
+
+    def wait() -> None:
+        error = save.wait()
+        events.written(save.path, save.step, save.seconds, error)
+        if error:
+            raise CheckpointError(_not_saved(save.path.parent, save.path.name, error))
+
+    together(wait, CheckpointError)
+
+
+def _has_memory(engine: Checkpointed) -> bool:
+    """Return whether the hosts have memory for a copy of their ranks' states, else warn. All ranks call it together."""
+    problem = memory_problem(together(lambda: memory_needs(checkpoint_bytes(engine))))
+    if problem and dist.get_rank() == 0:
+        logger.warning("background: %s. The checkpoint is written before training continues.", problem)
+    return not problem
 
 
 @contextmanager
@@ -110,39 +175,49 @@ def _describe_failure(folder: Path, tag: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        complete = complete_checkpoints(folder)
-        last = (
-            f"The last complete one is {complete[-1]}."
-            if complete
-            else "The folder contains no other checkpoint."
-        )
-        raise CheckpointError(f"the checkpoint {tag!r} was not saved: {error_text(error)}. {last}") from None
+        raise CheckpointError(_not_saved(folder, tag, error_text(error))) from None
+
+
+def _not_saved(folder: Path, tag: str, error: str) -> str:
+    """Return the text of an error, with the last complete checkpoint."""
+    complete = complete_checkpoints(folder)
+    last = (
+        f"The last complete one is {complete[-1]}."
+        if complete
+        else "The folder contains no other checkpoint."
+    )
+    return f"the checkpoint {tag!r} was not saved: {error}. {last}"
 
 
 def _write_part(
-    engine: Checkpointed, written: Path, client_state: Mapping[str, Any], with_frozen: bool
+    engine: Checkpointed,
+    written: Path,
+    client_state: Mapping[str, Any],
+    with_frozen: bool,
+    new_file: NewFile,
+    files: dict[str, dict[str, int]],
 ) -> dict[str, Any]:
-    """Write the files of this rank. Returns its part of the manifest."""
+    """Write the files of this rank, and add their records to ``files``. Returns its part of the manifest."""
     if not written.is_dir():
         raise CheckpointError(
             f"{written}: created by rank 0, but rank {dist.get_rank()} cannot see it. Use a file system that all hosts "
             f"share."
         )
     name = random_file(dist.get_rank())
-    files = {name: write_plain(written / name, random_states())}
+    files[name] = write_plain(written / name, random_states(), new_file)
     if not engine.role.in_checkpoints:
         return {"files": files, "fragments": {}, "parameters": {}, "job": None}
     if dist.get_rank() == engine.role.first_in_checkpoints:
-        files[STATE_FILE] = write_plain(written / STATE_FILE, state_of(engine, client_state))
+        files[STATE_FILE] = write_plain(written / STATE_FILE, state_of(engine, client_state), new_file)
     state = RankState(engine)
     require_plain_extra_states(state)
     parameters = state.parameters if with_frozen else state.trained
     if engine.mpu.get_data_parallel_rank() == 0:
-        files |= _write_layers(engine, written, parameters)
+        _write_layers(engine, written, parameters, new_file, files)
     name = f"optimizer_rank_{dist.get_rank():02d}.safetensors"
     tensors, fragments = _optimizer_part(engine, state, parameters, name)
     if tensors:
-        files[name] = write_tensors(written / name, tensors)
+        files[name] = write_tensors(written / name, tensors, new_file)
     job = {
         **describe_job(engine),
         "run": engine.run.id,
@@ -176,10 +251,13 @@ def _describe_parameters(
 
 
 def _write_layers(
-    engine: Checkpointed, written: Path, parameters: Mapping[str, LocalParameter]
-) -> dict[str, dict[str, int]]:
+    engine: Checkpointed,
+    written: Path,
+    parameters: Mapping[str, LocalParameter],
+    new_file: NewFile,
+    files: dict[str, dict[str, int]],
+) -> None:
     """Write the weights and buffers of each layer of this rank, in DeepSpeed's files."""
-    files = {}
     written_ids = {id(local.parameter) for local in parameters.values()}
     for index, (_, layer) in layers_of(engine.module).items():
         if not _holds_first_place(engine.module, index):
@@ -191,8 +269,7 @@ def _write_layers(
             for key, value in layer.state_dict(keep_vars=True).items()
             if not isinstance(value, torch.nn.Parameter) or id(value) in written_ids
         }
-        files[name] = write_plain(written / name, state)
-    return files
+        files[name] = write_plain(written / name, state, new_file)
 
 
 def require_plain_extra_states(state: RankState) -> None:
@@ -237,6 +314,42 @@ def _optimizer_part(
             "values": values,
         }
     return tensors, fragments
+
+
+def checkpoint_bytes(engine: Checkpointed) -> int:
+    """Return the bytes of the weights and optimizer states that this rank counts toward a checkpoint.
+
+    Replicas count once. The number of states follows from the optimizer: two for Adam, one for Lion and for momentum.
+    """
+    if not engine.role.in_checkpoints or engine.mpu.get_data_parallel_rank() != 0:
+        return 0
+    optimizer = OptimizerStates(engine.optimizer)
+    num_states = {
+        id(parameter): _num_states(optimizer.name or "", group)
+        for group, parameters in optimizer.groups()
+        for parameter in parameters
+    }
+    is_first_shard = engine.mpu.get_slice_parallel_rank() == 0
+    total = 0
+    for local in parameters_of(engine.module, engine.layout.tensor_parallel_size).values():
+        parameter = local.parameter
+        if getattr(parameter, PIPE_REPLICATED, False):
+            continue
+        bytes_per_element = parameter.element_size()
+        is_sharded = local.shape.dim is not None
+        if (is_first_shard or is_sharded) and id(parameter) in num_states:
+            bytes_per_element += num_states[id(parameter)] * _STATE_BYTES
+            if parameter.element_size() < _MASTER_BYTES:
+                bytes_per_element += _MASTER_BYTES
+        total += parameter.numel() * bytes_per_element
+    return total
+
+
+def _num_states(optimizer: str, group: Mapping[str, Any]) -> int:
+    """Return the minimum number of states of an optimizer per element of a parameter group."""
+    if any(name in optimizer.lower() for name in ("lion", "adagrad", "rmsprop")):
+        return 1
+    return 2 if "betas" in group else int(bool(group.get("momentum")))
 
 
 def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -5,25 +5,23 @@ from __future__ import annotations
 import logging
 import shutil
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from deepspeed.runtime.constants import PIPE_REPLICATED
 
 from ...errors import CheckpointError, ConfigError
 from ..state import RankState
 from ..together import by_rank_0, together
 from .file import pickle_plain
 from .folder import require_tag, start_writing
-from .save import require_plain_extra_states, state_of
-from .states import Checkpointed, OptimizerStates, parameters_of
+from .save import checkpoint_bytes, require_plain_extra_states, state_of
+from .states import Checkpointed, OptimizerStates
 
 logger = logging.getLogger(__name__)
 
 _TAG = "trial"
-_MASTER_BYTES, _STATE_BYTES = 4, 4  # master weights and optimizer states are fp32
 
 
 def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -> None:
@@ -70,42 +68,6 @@ def require_states(optimizer: Any, recovers: bool) -> None:
             raise ConfigError(problem)
         if dist.get_rank() == 0:
             logger.warning("no checkpoint can be saved: %s", problem)
-
-
-def checkpoint_bytes(engine: Checkpointed) -> int:
-    """Return the bytes of the weights and optimizer states that this rank counts toward a checkpoint.
-
-    Replicas count once. The number of states follows from the optimizer: two for Adam, one for Lion and for momentum.
-    """
-    if not engine.role.in_checkpoints or engine.mpu.get_data_parallel_rank() != 0:
-        return 0
-    optimizer = OptimizerStates(engine.optimizer)
-    num_states = {
-        id(parameter): _num_states(optimizer.name or "", group)
-        for group, parameters in optimizer.groups()
-        for parameter in parameters
-    }
-    is_first_shard = engine.mpu.get_slice_parallel_rank() == 0
-    total = 0
-    for local in parameters_of(engine.module, engine.layout.tensor_parallel_size).values():
-        parameter = local.parameter
-        if getattr(parameter, PIPE_REPLICATED, False):
-            continue
-        bytes_per_element = parameter.element_size()
-        is_sharded = local.shape.dim is not None
-        if (is_first_shard or is_sharded) and id(parameter) in num_states:
-            bytes_per_element += num_states[id(parameter)] * _STATE_BYTES
-            if parameter.element_size() < _MASTER_BYTES:
-                bytes_per_element += _MASTER_BYTES
-        total += parameter.numel() * bytes_per_element
-    return total
-
-
-def _num_states(optimizer: str, group: Mapping[str, Any]) -> int:
-    """Return the minimum number of states of an optimizer per element of a parameter group."""
-    if any(name in optimizer.lower() for name in ("lion", "adagrad", "rmsprop")):
-        return 1
-    return 2 if "betas" in group else int(bool(group.get("momentum")))
 
 
 def _write(written: Path, engine: Checkpointed) -> int:

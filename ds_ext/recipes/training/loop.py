@@ -9,7 +9,8 @@ import os
 import shlex
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,7 @@ class Trainer:
     validation_loss: float | None = None
     stopped: str = ""  # why the run ended before its last step
     not_saved: list[int] = field(default_factory=list)
+    _saving: int | None = None  # step of the last save, until its result is known
 
     def run(self) -> int:
         """Train to the last step or a request to stop; evaluate and save at intervals and at the end.
@@ -121,6 +123,7 @@ class Trainer:
             self.stopped = "" if is_last else self._stop_cause(step)
             if args.save and (is_last or self.stopped or _is_due(step, args.save_interval)):
                 self.save(step, loss)
+        self.finish_save()
         self.report_result(step, loss)
         return self.exit_code(loss)
 
@@ -181,6 +184,7 @@ class Trainer:
         A failed or refused save adds ``step`` to ``not_saved``, and training continues. Raises CheckpointError if the
         write failed, with ``--stop-if-not-saved``.
         """
+        self.finish_save()
         # The watch does not count steps that fp16 skips to lower its scale: they leave the weights as they are.
         if not math.isfinite(loss) and self.engine.update.loss_watch.in_a_row:
             self.not_saved.append(step)
@@ -195,15 +199,31 @@ class Trainer:
             "sizes": self._sizes(),
             **self.train.state_dict(),
         }
+        settings = {"keep": self.args.keep_checkpoints, "background": self.args.async_save}
+        with self._reporting_failure(step):
+            self.engine.save_checkpoint(self.args.save, tag=f"step_{step}", client_state=state, **settings)
+            self._saving = step
+            if self.engine.saving is None:
+                self.finish_save()
+
+    def finish_save(self) -> None:
+        """Wait until the last save is complete, and print its result."""
+        step, self._saving = self._saving, None
+        if step is not None:
+            with self._reporting_failure(step):
+                self.engine.wait_for_save()
+                say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
+
+    @contextmanager
+    def _reporting_failure(self, step: int) -> Iterator[None]:
+        """Context of a save, whose failure is reported and ends the run only with ``--stop-if-not-saved``."""
         try:
-            self.engine.save_checkpoint(self.args.save, tag=f"step_{step}", client_state=state)
+            yield
         except CheckpointError as error:  # on every rank
             if self.args.stop_if_not_saved:
                 raise
             self.not_saved.append(step)
             say_error(f"step {step}: {error} Training continues.")
-        else:
-            say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
 
     def recover(self) -> int:
         """Load what the job continues from, and return its step; 0 at the beginning.

@@ -321,7 +321,7 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
             "deepspeed_activation_checkpointing distribute_*_activations partition_activations checkpoint_in_cpu "
             "contigious_checkpointing synchronize_each_layer zero_contigious_gradients zero_reduce_scatter "
             "no_create_attention_mask_in_dataloader no_data_sharding no_mmap_bin_files mmap_warmup disable_msc "
-            "dataloader_defer_npy_index_mmap dataloader_fast_cache_load trust_remote_code async_save "
+            "dataloader_defer_npy_index_mmap dataloader_fast_cache_load trust_remote_code "
             "exit_signal_handler_for_* "
             "async_ckpt_use_cpu_shm use_persistent_ckpt_worker use_dist_ckpt auto_detect_ckpt_format "
             "*ckpt_fully_parallel_save ckpt_fully_parallel_load ckpt_fully_parallel_load_per_rank_objects "

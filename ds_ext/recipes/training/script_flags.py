@@ -257,6 +257,18 @@ def _add_training(group: Any) -> None:
     group.add_argument("--save", metavar="DIR", help="folder for checkpoints")
     group.add_argument("--save-interval", type=int, default=0, metavar="STEPS", help="0: at the end only")
     group.add_argument(
+        "--async-save",
+        action="store_true",
+        help="copy the state to memory, and write checkpoints beside the next steps",
+    )
+    group.add_argument(
+        "--keep-checkpoints",
+        type=int,
+        default=0,
+        metavar="N",
+        help="after a save, remove the older complete checkpoints of --save except N in all; 0: keep all",
+    )
+    group.add_argument(
         "--stop-if-not-saved",
         action="store_true",
         help="end the job if a checkpoint cannot be written; else go on",

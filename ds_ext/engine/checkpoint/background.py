@@ -1,0 +1,118 @@
+"""Save of a checkpoint in the background: the process that writes a rank's files, and the memory for them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from ...launch import process
+from ..recovery.keeper_process import free_bytes
+from . import background_process
+from .background_process import Task
+
+_ROOT = Path(__file__).parents[3]  # of the package ds_ext
+_FAILED_EXIT_S = 20.0  # launchers end the ranks 30 s after a failure
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class BackgroundSave:
+    """Process that writes this rank's files.
+
+    Args:
+        task: what it writes; its descriptors are closed here.
+        step: step of the checkpoint.
+        began: start of the save, in seconds since 1970.
+
+    Attributes:
+        path: folder of the checkpoint.
+        step: step of the checkpoint.
+        seconds: time from the start of the save to its end; known after :meth:`wait`.
+    """
+
+    def __init__(self, task: Task, step: int, began: float) -> None:
+        self.path, self.step, self.seconds = Path(task.written).parent / task.tag, step, 0.0
+        self._began, self._error = began, ""
+        environ = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+        # The process inherits the blocked signals: launchers signal all descendants of a rank.
+        earlier = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-S", "-P", str(Path(background_process.__file__))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=list(task.files.values()),
+                env={**environ, "PYTHONPATH": str(_ROOT)},
+                text=True,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
+            for descriptor in task.files.values():
+                os.close(descriptor)
+        assert self._process.stdin is not None
+        with self._process.stdin as stream, contextlib.suppress(BrokenPipeError):
+            json.dump(task._asdict(), stream)
+        _running.append(self)
+
+    def is_done(self) -> bool:
+        """Return whether the files are on disk, or could not be written."""
+        return self._process.poll() is not None
+
+    def wait(self, timeout_s: float | None = None) -> str:
+        """Wait for the process, and return its error; empty for a complete checkpoint.
+
+        Raises TimeoutExpired of subprocess after ``timeout_s``.
+        """
+        if self in _running:
+            output, _ = self._process.communicate(timeout=timeout_s)
+            _running.remove(self)
+            try:
+                result = json.loads(output)
+            except ValueError:
+                text = output.strip().splitlines() or [f"exit code {self._process.returncode}"]
+                result = {"error": f"its writer ended ({text[-1]})", "at": time.time()}
+            self._error, self.seconds = result["error"], result["at"] - self._began
+        return self._error
+
+
+_running: list[BackgroundSave] = []
+
+
+def _finish(timeout_s: float | None = None) -> None:
+    """Wait for the saves of this process, because their writers end with it."""
+    for save in [*_running]:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            if error := save.wait(timeout_s):
+                print(f"error: the checkpoint {save.path.name!r} was not saved: {error}", file=sys.stderr)
+
+
+atexit.register(_finish)
+process.before_failed_exit.append(lambda: _finish(_FAILED_EXIT_S))
+
+
+def memory_problem(answers: list[tuple[str, int, int]]) -> str:
+    """Return why the state of the ranks does not fit into memory a second time; empty if it does.
+
+    Args:
+        answers: :func:`memory_needs` of all ranks.
+    """
+    for host in dict.fromkeys(host for host, _, _ in answers):
+        needed = sum(size for of_host, size, _ in answers if of_host == host)
+        free = min(free for of_host, _, free in answers if of_host == host)
+        if needed > free:
+            return f"host {host} needs {needed:,} bytes of memory for a copy of the state (got {free:,} free bytes)"
+    return ""
+
+
+def memory_needs(size: int) -> tuple[str, int, int]:
+    """Return this host's name, the bytes that this rank copies, and the bytes that are free."""
+    return socket.gethostname(), size, free_bytes()

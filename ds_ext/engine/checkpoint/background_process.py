@@ -1,0 +1,147 @@
+"""Process that writes a rank's files of a checkpoint to disk while the rank trains. Imports the standard library only.
+
+The files are anonymous ones (memfd_create(2)) that the rank has filled. The process of every rank writes and syncs its
+files, and then leaves a note with their sizes and checksums, or with its error. The one that publishes waits for all
+notes, completes the manifest with them, and renames the folder. It ends with its rank, if that is killed.
+
+This file is run as a script. Its input is a JSON object with the fields of :class:`Task`, its output one with the
+``error`` ("": none) and the time ``at`` which it ended, in seconds since 1970.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any, NamedTuple
+
+for _name, _path in (
+    ("ds_ext.engine", Path(__file__).parents[1]),
+    ("ds_ext.engine.checkpoint", Path(__file__).parent),
+):
+    if _name not in sys.modules:  # without the package's __init__.py, which imports torch
+        sys.modules[_name] = types.ModuleType(_name)
+        sys.modules[_name].__path__ = [str(_path)]
+
+from ds_ext.engine.checkpoint.folder import CheckedFile, publish, remove_older  # noqa: E402
+from ds_ext.errors import CheckpointError  # noqa: E402
+
+_CHUNK = 16 << 20
+_POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+class Task(NamedTuple):
+    """What to write.
+
+    Attributes:
+        rank: number of the rank.
+        parent: process id of the rank.
+        written: folder for the files, with a temporary name.
+        files: name -> descriptor of the anonymous file.
+        ranks: number of ranks that leave a note, for the process that publishes; 0 for the others.
+        tag: name of the checkpoint.
+        manifest: manifest of the checkpoint without the records of the files.
+        make_current: write the tag to ``latest``.
+        keep: number of complete checkpoints of this run to keep; 0: all.
+        limit_s: time in which another rank must write something.
+    """
+
+    rank: int
+    parent: int
+    written: str
+    files: dict[str, int]
+    ranks: int
+    tag: str
+    manifest: dict[str, Any]
+    make_current: bool
+    keep: int
+    limit_s: float
+
+
+def main() -> None:
+    """Do the task, and print its result."""
+    task = Task(**json.load(sys.stdin))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != task.parent:
+        return
+    os.nice(10)  # the steps have precedence
+    error = _write(task)
+    if task.ranks and not error:
+        error = _publish(task)
+    if task.ranks and error:
+        shutil.rmtree(task.written, ignore_errors=True)
+    json.dump({"error": error, "at": time.time()}, sys.stdout)
+
+
+def _write(task: Task) -> str:
+    """Write and sync the files, and leave the note. Returns the error."""
+    folder, records, error = Path(task.written), {}, ""
+    try:
+        for name, descriptor in task.files.items():
+            with CheckedFile(folder / name) as file, open(descriptor, "rb", buffering=0) as memory:
+                memory.seek(0)
+                while block := memory.read(_CHUNK):
+                    file.write(block)
+            records[name] = file.record
+    except OSError as failure:
+        error = f"rank {task.rank}: {failure.strerror}: {failure.filename}"
+    try:
+        scratch = folder / f".note_{task.rank}.tmp"
+        scratch.write_text(json.dumps({"files": records, "error": error}))
+        scratch.rename(_note(folder, task.rank))
+    except OSError as failure:
+        error = error or f"rank {task.rank}: {failure.strerror}: {failure.filename}"
+    return error
+
+
+def _note(folder: Path, rank: int) -> Path:
+    return folder / f".note_{rank}.json"
+
+
+def _publish(task: Task) -> str:
+    """Wait for the notes of all ranks, and publish the checkpoint. Returns the error."""
+    folder, files = Path(task.written), {}
+    deadline, written = time.monotonic() + task.limit_s, -1
+    for rank in range(task.ranks):
+        while not (note := _note(folder, rank)).exists():
+            if (now := _bytes_in(folder)) != written:
+                deadline, written = time.monotonic() + task.limit_s, now
+            if time.monotonic() > deadline:
+                return f"rank {rank}: has written nothing for {task.limit_s:g} s"
+            time.sleep(_POLL_S)
+        content = json.loads(note.read_text())
+        if content["error"]:
+            return content["error"]
+        files |= content["files"]
+    try:
+        for rank in range(task.ranks):
+            _note(folder, rank).unlink()
+        publish(folder, task.tag, {**task.manifest, "files": files}, task.make_current)
+        remove_older(folder.parent, task.keep)
+    except OSError as failure:
+        return f"rank {task.rank}: {failure.strerror}: {failure.filename}"
+    except CheckpointError as failure:
+        return str(failure)
+    return ""
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the bytes of all files that are being written."""
+    total = 0
+    for entry in os.scandir(folder):
+        try:
+            total += 1 + entry.stat().st_size
+        except OSError:  # it was just renamed
+            continue
+    return total
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""Methods of the engine for the life of a run that DeepSpeed's engine does not have: end, saves, recovery."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..launch.stop import CALL, StopRequests
+from .activity import Activity
+from .batches import Batches
+from .checkpoint.background import BackgroundSave
+from .checkpoint.events import CheckpointEvents
+from .checkpoint.save import finish_save
+from .checkpoint.trial import try_folder
+from .deepspeed_api.base import AdaptedEngine
+from .recovery.recovery import Recovered, Recovery
+from .role import Role
+
+
+class RunControl(AdaptedEngine):
+    """Part of :class:`.engine.PipelineEngine`, whose constructor sets the attributes.
+
+    Attributes:
+        stops: requests of this rank to end the run.
+        saving: last save in the background; None after :meth:`wait_for_save`.
+    """
+
+    activity: Activity
+    checkpoint_events: CheckpointEvents
+    recovery: Recovery | None
+    role: Role
+    saving: BackgroundSave | None
+    stops: StopRequests
+    _recovered_from: int | None
+
+    def should_stop(self) -> bool:
+        """Return whether the run should end now: the same answer on all ranks, after every step and evaluation.
+
+        True after a rank received SIGTERM or SIGUSR1, lost its launcher, or called :meth:`request_stop`. The first call
+        takes these signals, unless the script handles them. Save a checkpoint then, and exit with 0.
+        """
+        self.stops.listen()
+        return self.stops.agreed is not None
+
+    def request_stop(self) -> None:
+        """Request the end of the run. After the next step or evaluation, :meth:`should_stop` is True on all ranks."""
+        self.stops.request(CALL)
+
+    def try_checkpoint_folder(
+        self, save_dir: str | os.PathLike[str], tags: Sequence[str] | None = None
+    ) -> None:
+        """Check that checkpoints can be saved to ``save_dir``. All ranks must call this together.
+
+        Every rank writes a small file. Rank 0 reads the files and compares the free space with a checkpoint's size.
+        From now on, no other job can save to the folder. A warning names checkpoints that another run has left there.
+        Raises the same ConfigError on all ranks.
+
+        Args:
+            tags: names of this run's checkpoints, to warn only of those that it will replace; None: any name.
+        """
+        with self.activity.during(f"checking the folder {save_dir}"):
+            try_folder(self, Path(save_dir), tags)
+
+    def wait_for_save(self) -> None:
+        """Wait until the last save in the background is complete. All ranks must call this together.
+
+        The next save does so first, and the exit of a rank waits for its files. Raises CheckpointError if it failed.
+        """
+        save, self.saving = self.saving, None
+        if save is not None:
+            with (
+                self.activity.during(f"saving the checkpoint {save.path.name}"),
+                self.activity.longer_limit(),
+            ):
+                finish_save(save, self.checkpoint_events)
+
+    def recover(
+        self, data_iter: Batches | None = None, save_dir: str | os.PathLike[str] | None = None
+    ) -> Recovered | None:
+        """Continue from the newest snapshots in host memory after the launcher has restarted the ranks.
+
+        Call it before the first step, on all ranks; then train from ``engine.global_steps``. Returns None without the
+        section "recovery", at the first start, if a snapshot of some rank was lost, and if the snapshots are older than
+        the loaded step or the last checkpoint of this run in ``save_dir``, which the script can load then.
+
+        Args:
+            data_iter: source of the micro-batches; None: ``training_data``.
+            save_dir: folder of this run's checkpoints; None: snapshots are compared with the loaded step only.
+        """
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        if self.recovery is None:
+            return None
+        with self.activity.during("loading snapshots"), self.activity.longer_limit():
+            self.update.masters.take_changes()
+            recovered = self.recovery.recover(None if save_dir is None else Path(save_dir))
+            if recovered is not None:
+                self._recovered_from = recovered.step
+                self.role.weights_loaded()
+                self.checkpoint_events.recovered(recovered)
+        return recovered
