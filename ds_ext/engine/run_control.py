@@ -70,10 +70,11 @@ class RunControl(AdaptedEngine):
         save, self.saving = self.saving, None
         if save is not None:
             with (
+                self.checkpoint_events.finishing(save),
                 self.activity.during(f"saving the checkpoint {save.path.name}"),
                 self.activity.longer_limit(),
             ):
-                finish_save(save, self.checkpoint_events)
+                finish_save(save)
 
     def recover(
         self, data_iter: Batches | None = None, save_dir: str | os.PathLike[str] | None = None

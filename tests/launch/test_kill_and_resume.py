@@ -19,15 +19,20 @@ import pytest
 from ds_ext.engine.checkpoint.folder import check_contents, open_checkpoint
 from tests.launch.forked import ForkedJob
 from tests.launch.jobs import ROOT
-from tests.selection import EVERYTHING
+from tests.selection import EVERYTHING, select
 
 KILLS = int(os.environ.get("DS_EXT_TEST_KILLS", "20" if EVERYTHING else "2"))
 STEPS = "3000"  # more than are reached; the order of the samples depends on it
 LIMIT_S = 60.0  # on one core; an idle host needs 2
 
 
+@pytest.mark.parametrize("flags", select([[], ["--async-save"]], [["--async-save"]]))
 def test_a_rank_killed_at_random_moments(
-    config: Path, tmp_path: Path, free_port: Callable[[], int], capsys: pytest.CaptureFixture[str]
+    config: Path,
+    tmp_path: Path,
+    free_port: Callable[[], int],
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
 ) -> None:
     saved, metrics, moments = tmp_path / "saved", tmp_path / "metrics.jsonl", random.Random(KILLS)
 
@@ -35,7 +40,7 @@ def test_a_rank_killed_at_random_moments(
         script = [str(ROOT / "train_gpt.py"), "--deepspeed_config", config.name, "--train-iters", STEPS]
         return ForkedJob([[*script, "--eval-iters", "0", *flags]] * 2, tmp_path, port=free_port())
 
-    keep = ("--save", str(saved), "--save-interval", "1", "--metrics-file", str(metrics))
+    keep = (*flags, "--save", str(saved), "--save-interval", "1", "--metrics-file", str(metrics))
     resumed_from, in_a_save = None, 0
     for number in range(KILLS):
         with launch(*keep, *(("--load", str(saved)) if resumed_from else ())) as job:

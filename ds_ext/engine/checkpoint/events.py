@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..recovery.recovery import Recovered
+from .background import BackgroundSave
 
 
 class CheckpointEvents:
@@ -37,9 +38,15 @@ class CheckpointEvents:
             if event:
                 self._add(event, path, step, time.perf_counter() - begin)
 
-    def written(self, path: Path, step: int, seconds: float, error: str) -> None:
-        """Add the result of a save in the background: "failed" if there is an error, else "saved"."""
-        self._add("failed" if error else "saved", path, step, seconds)
+    @contextmanager
+    def finishing(self, save: BackgroundSave) -> Iterator[None]:
+        """Context that waits for a save in the background. It adds "saved", or "failed" if an exception leaves it."""
+        event = "failed"
+        try:
+            yield
+            event = "saved"
+        finally:
+            self._add(event, save.path, save.step, save.seconds)
 
     def loaded(self, path: Path, step: int, begin: float) -> None:
         """Add "loaded". ``begin`` is a reading of :func:`time.perf_counter`."""

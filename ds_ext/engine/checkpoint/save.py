@@ -30,6 +30,7 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from torch import Tensor
 
+from ...comm.groups import first_step_limit_s
 from ...config.deepspeed_json import precision, zero_stage
 from ...config.schedulers import MegatronLR
 from ...errors import CheckpointError, ConfigError
@@ -40,7 +41,6 @@ from ..state import VALUES, RankState, random_states
 from ..together import by_rank_0, error_text, together
 from .background import BackgroundSave, memory_needs, memory_problem
 from .background_process import Task
-from .events import CheckpointEvents
 from .file import MemoryFile, NewFile, is_plain, layer_file, write_plain, write_tensors
 from .folder import CheckedFile, complete_checkpoints, publish, remove_older, start_writing
 from .states import (
@@ -132,7 +132,7 @@ def save_checkpoint(
             manifest=_manifest(engine, parts) if rank == 0 else {},
             make_current=make_current,
             keep=keep,
-            limit_s=engine.transport.timeout_s,
+            limit_s=first_step_limit_s(engine.plan.settings.transport_options.timeout_s),
         )
         saves: list[BackgroundSave] = []
         together(lambda: saves.append(BackgroundSave(task, engine.global_steps, began)), CheckpointError)
@@ -146,16 +146,14 @@ def save_checkpoint(
         raise
 
 
-def finish_save(save: BackgroundSave, events: CheckpointEvents) -> None:
-    """Wait for a save in the background, and add its result to ``events``. All ranks must call this together.
+def finish_save(save: BackgroundSave) -> None:
+    """Wait for a save in the background. All ranks must call this together.
 
     Raises CheckpointError on all ranks if the checkpoint is not complete.
     """
 
     def wait() -> None:
-        error = save.wait()
-        events.written(save.path, save.step, save.seconds, error)
-        if error:
+        if error := save.wait():
             raise CheckpointError(_not_saved(save.path.parent, save.path.name, error))
 
     together(wait, CheckpointError)

@@ -175,8 +175,8 @@ class Trainer:
                 parts[name] = parts.get(name, 0.0) + float(value) / pieces
             if stops.agreed is not None and len(losses) < pieces:
                 return None
-        self.validation_loss = math.fsum(losses) / pieces
-        return self.validation_loss, parts
+        loss = self.validation_loss = math.fsum(losses) / pieces
+        return loss, parts
 
     def save(self, step: int, loss: float) -> None:
         """Write a checkpoint with the position in the data, unless the last step left a non-finite loss.
