@@ -9,7 +9,7 @@ from typing import Any
 from ..comm.groups import first_step_limit_s, limit_waits
 from ..comm.host_watch import require_hosts
 from ..comm.transport import Transport
-from ..launch.failure import first_line, lost_peer
+from ..launch.failure import first_line, lost_peer, publish_activity
 
 
 class Activity:
@@ -55,15 +55,20 @@ class Activity:
 
     @contextmanager
     def longer_limit(self, applies: bool = True) -> Iterator[None]:
-        """Context with a longer time limit of waits, for compilations and for disks of different speeds."""
+        """Context with a longer time limit of waits, for compilations and for disks of different speeds.
+
+        Ranks that do something else reach their limit first, so they can report what this rank does.
+        """
         if not applies:
             yield
             return
         self._limit_waits(first_step_limit_s(self._limit_s))
+        publish_activity(self.name)
         try:
             yield
         finally:
             self._limit_waits(self._limit_s)
+            publish_activity("")
 
     def _limit_waits(self, limit_s: float) -> None:
         self.transport.timeout_s = limit_s

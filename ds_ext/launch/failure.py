@@ -46,6 +46,7 @@ REPORTER_S = 3.0  # wait for another rank to report this rank's error
 FIRST_REPORT_S = 1.0  # wait for the first failed rank to report before other failed ranks do
 
 FIRST, _REPORTED, LOST = FIRST_FAILURE, "ds_ext/first_failure_reported", "ds_ext/lost_peer_of_rank_"
+_ACTIVITY = "ds_ext/activity_of_rank_"
 _LOST_SIGNS = ("connection", "broken pipe", "timed out", "timeout", "got 0 bytes", "remote process exited")
 _LOST_SIGNS += ("no route to host", "unreachable", "host is down")
 _TIMEOUT_SIGNS = ("timed out", "timeout", "no progress")
@@ -217,10 +218,19 @@ def _is_timeout(error: BaseException, headline: str) -> bool:
 
 
 def _silence(ranks: list[int], is_timeout: bool) -> str:
-    """Return a report of silent ranks, such as ``ranks 1, 2 are gone``."""
+    """Return a report of silent ranks, such as ``ranks 1, 2 are gone``, and what they do outside of steps."""
     many = len(ranks) > 1
     problem = "did not answer" if is_timeout else "are gone" if many else "is gone"
-    return f"rank{'s' * many} {', '.join(map(str, ranks))} {problem}"
+    text = f"rank{'s' * many} {', '.join(map(str, ranks))} {problem}"
+    keys = {number: f"{_ACTIVITY}{number}" for number in ranks}
+    activities = ask_store(lambda s: {r: s.get(key).decode() for r, key in keys.items() if s.check([key])})
+    known = {} if activities is _NO_ANSWER else {r: name for r, name in activities.items() if name}
+    return text + "".join(f"; rank {number} waits in: {name}" for number, name in known.items())
+
+
+def publish_activity(name: str) -> None:
+    """Publish what this rank does outside of steps ("": nothing), for the reports of ranks that wait for it."""
+    ask_store(lambda store: store.set(f"{_ACTIVITY}{rank()}", name))
 
 
 def report_loss_at_once(ending: Ending, lost: str) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_ext.engine.checkpoint.folder import open_checkpoint
 from tests.launch.jobs import ROOT, Job, processes, tiny_config, write_json
 from tests.selection import extensive
 
@@ -59,21 +60,32 @@ def batch(folder: Path, command: str, nodes: int = 2, tasks: int = 1) -> str:
     return str(path)
 
 
-def test_example_trains_and_continues(corpus: Path, tmp_path: Path) -> None:
+def test_example_saves_before_its_time_limit_and_continues(corpus: Path, tmp_path: Path) -> None:
     config = write_json(tmp_path / "bitpipe.json", tiny_config(corpus))
-    env = {"CONFIG": str(config), "SAVE": str(tmp_path / "saved"), "PYTHON": sys.executable}
     script = str(ROOT / "examples" / "slurm" / "train.sbatch")
-    sizes = ["--nodes=2", "--ntasks-per-node=1"]
-    for steps in (2, 4):
-        with SlurmJob(
-            ROOT, *sizes, script, "--save-interval", "2", "--train-iters", str(steps), **env
-        ) as job:
-            assert job.wait(300) == 0, job.text
-        trained = re.findall(r"^step (\d+)/", job.text, re.MULTILINE)
-        assert list(map(int, trained)) == [steps - 1, steps], job.text
-        command = next(line for line in job.lines if line.startswith("next:")).split("  ")[-1].split()
-        assert command[:5] == ["srun", "--nodes", "2", "--ntasks-per-node", "1"]
-        assert command[command.index("--load") + 1] == env["SAVE"]
+    sizes, saved = ["--nodes=2", "--ntasks-per-node=1"], tmp_path / "saved"
+
+    def submit(iters: int) -> SlurmJob:
+        env = {"CONFIG": str(config), "SAVE": str(saved), "PYTHON": sys.executable, "ITERS": str(iters)}
+        return SlurmJob(ROOT, *sizes, script, "--log-interval", "1", **env)
+
+    with submit(1_000_000) as job:
+        job.wait_for("step    2/")
+        for process in job.ranks().values():  # as --signal does
+            os.kill(process, signal.SIGUSR1)
+        assert job.wait(60) == 0, job.text
+    assert f"scontrol requeue {os.getpid()}" in job.lines
+    step = int(open_checkpoint(saved)[0].name.removeprefix("step_"))
+    assert 2 <= step == int(re.findall(r"^step (\d+): stopped", job.text, re.MULTILINE)[0])
+
+    with submit(step + 2) as job:
+        assert job.wait(300) == 0, job.text
+    trained = re.findall(r"^step +(\d+)/", job.text, re.MULTILINE)
+    assert list(map(int, trained)) == [step + 1, step + 2], job.text
+    assert "scontrol" not in job.text
+    command = next(line for line in job.lines if line.startswith("next:")).split("  ")[-1].split()
+    assert command[:5] == ["srun", "--nodes", "2", "--ntasks-per-node", "1"]
+    assert command[command.index("--load") + 1] == str(saved)
 
 
 @extensive

@@ -223,3 +223,33 @@ def test_an_own_script(tmp_path: Path, free_port: Callable[[], int]) -> None:
         (0, ["steps", "4"])
     ] * 2
     assert open_checkpoint(tmp_path / "own")[0].name == "global_step4"
+
+
+def test_a_save_that_one_rank_begins_alone_is_named(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """A handler of the script that saves: the other ranks are in the next step, and wait for this one."""
+    (tmp_path / "own.py").write_text(
+        "import torch, ds_ext\n"
+        "from torch import nn\n"
+        "from deepspeed.pipe import LayerSpec\n"
+        "from ds_ext.launch import process\n"
+        "config = {'train_micro_batch_size_per_gpu': 2, 'gradient_accumulation_steps': 2, 'steps_per_print': 10**9,\n"
+        "  'optimizer': {'type': 'SGD', 'params': {'lr': 1e-3}},\n"
+        "  'ds_ext': {'pipeline_parallel_size': 3, 'transport_options': {'timeout_s': 4}}}\n"
+        "def main():\n"
+        "    ds_ext.init_distributed(60)\n"
+        "    model = ds_ext.PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 3, config, loss_fn=nn.MSELoss())\n"
+        "    data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 4))\n"
+        "    engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), training_data=data,\n"
+        "      config=config)\n"
+        "    engine.train_batch()\n"
+        "    if process.rank() == 1:\n"
+        "        engine.save_checkpoint('own', tag='alone')\n"
+        "    engine.train_batch()\n"
+        "process.run(main)\n"
+    )
+    begin = time.monotonic()
+    results = run_forked([[str(tmp_path / "own.py")]] * 3, tmp_path, port=free_port())
+    assert all(result.returncode for result in results)
+    text = "".join(result.stderr for result in results)
+    assert "rank 1 waits in: saving the checkpoint alone" in text, text
+    assert time.monotonic() - begin < 60

@@ -58,8 +58,22 @@ ENDINGS = {
     "SIGTERM (from a batch system or the launcher)": [
         "unit/launch/test_process.py::test_signals_end_a_rank_with_a_blocked_main_thread"
     ],
+    "SIGTERM, SIGUSR1 or the end of the launcher with `--exit-signal-handler`": [
+        "launch/test_stops.py::test_a_signal_in_a_rank",
+        "launch/test_stops.py::test_a_signal_to_the_launcher",
+    ],
+    "`--exit-duration-in-mins` or `--exit-interval`": ["launch/test_stops.py::test_limits"],
 }
 SURVIVALS = {
+    "all ranks, after SIGTERM or SIGUSR1 with `--exit-signal-handler` "
+    "([how](troubleshooting.md#end-a-run-with-its-work-saved))": [
+        "launch/test_stops.py::test_a_signal_in_a_rank"
+    ],
+    "all ranks, at a deadline or after `--exit-interval` steps": ["launch/test_stops.py::test_limits"],
+    "all ranks, while a checkpoint is written, also with `--async-save`": [
+        "launch/test_kill_and_resume.py::test_a_rank_killed_at_random_moments",
+        "launch/test_background_save.py::test_a_rank_that_is_killed_takes_its_writer_along",
+    ],
     "one or more ranks, at any moment": [
         "launch/test_recovery.py::test_every_kill_ends_with_the_same_weights",
         "launch/test_recovery.py::test_kills_at_random_moments",
