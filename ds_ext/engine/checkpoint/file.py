@@ -186,9 +186,14 @@ def write_plain(path: Path, value: Mapping[str, Any], new_file: NewFile = Checke
         ConfigError: an entry cannot be converted; see :func:`pickle_plain`.
         OSError: the file cannot be written; contains the file's name.
     """
-    data = pickle_plain(value)
+    plain = _as_plain(value)
+    # torch's writer crashes on a full disk.
+    data = None if new_file is MemoryFile else _saved(plain)
     with new_file(path) as file:
-        file.write(data)
+        if data is None:
+            torch.save(plain, file)  # pyright: ignore[reportArgumentType]
+        else:
+            file.write(data)
     return file.record
 
 
@@ -202,8 +207,15 @@ def pickle_plain(value: Mapping[str, Any]) -> memoryview:
 
     Raises ConfigError for a value that is not plain, see :func:`is_plain`, contains itself, or is nested too deep.
     """
+    return _saved(_as_plain(value))
+
+
+def _as_plain(value: Mapping[str, Any]) -> Any:
+    """Return the result of :func:`to_plain`, which ``torch.load`` can read. Raises ConfigError."""
     try:
-        return _pickle(to_plain(value))
+        plain = to_plain(value)
+        _try(plain)
+        return plain
     except Exception:
         for key, entry in value.items():
             _require_plain(f"{key}", entry, (value,))
@@ -270,7 +282,7 @@ def layer_file(layer: int, shard: int, tensor_ranks: int) -> str:
 def is_plain(value: Any) -> bool:
     """Return whether a value consists of numbers, strings, tensors, and lists and dictionaries of them."""
     try:
-        _pickle(value)
+        _try(value)
     except Exception:
         return False
     return True
@@ -290,7 +302,7 @@ def _require_plain(path: str, value: Any, containers: tuple[Any, ...]) -> None:
             f"{len(containers)}). Save a flat list instead."
         )
     try:
-        _pickle(to_plain(value, len(containers)))
+        _try(to_plain(value, len(containers)))
         return
     except Exception as error:
         failure = error
@@ -314,12 +326,20 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
-def _pickle(value: Any) -> memoryview:
-    """Return a value as bytes. Raises an exception of pickle or torch if it is not plain."""
-    # Write to memory first: torch's writer crashes on a full disk.
+def _try(value: Any) -> None:
+    """Save a value without the data of its tensors, and load it. Raises an exception of torch if it is not plain."""
+    torch.load(io.BytesIO(_saved(_without_data(value))), weights_only=True, map_location="meta")
+
+
+def _without_data(value: Any) -> Any:
+    if type(value) is Tensor and value.layout == torch.strided and not value.is_quantized:
+        return torch.empty(0, dtype=value.dtype)
+    return _map_entries(_without_data, value)
+
+
+def _saved(value: Any) -> memoryview:
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True, map_location="meta")
     return buffer.getbuffer()
 
 

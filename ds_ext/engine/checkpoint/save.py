@@ -262,8 +262,7 @@ def _write_layers(
             continue
         name = layer_file(index, engine.mpu.get_slice_parallel_rank(), engine.layout.tensor_parallel_size)
         state = {
-            # Clone: a view would be saved with its whole flat partition.
-            key: value.detach().cpu().clone() if isinstance(value, Tensor) else value
+            key: value.detach().cpu() if isinstance(value, Tensor) else value
             for key, value in layer.state_dict(keep_vars=True).items()
             if not isinstance(value, torch.nn.Parameter) or id(value) in written_ids
         }
