@@ -459,7 +459,9 @@ class PipelineEngine(Measured, RunControl):
         tag = f"global_step{self.global_steps}" if tag is None else str(tag)
         self.run.begin(self.global_steps)
         with (
-            self.checkpoint_events.saving(Path(save_dir, tag), self.global_steps, background),
+            self.checkpoint_events.saving(
+                Path(save_dir, tag), self.global_steps, lambda: self.saving is not None
+            ),
             self.activity.during(f"saving the checkpoint {tag}"),
             self.activity.longer_limit(),
         ):

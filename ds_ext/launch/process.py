@@ -174,7 +174,8 @@ def _leave(code: int) -> NoReturn:
 
 def _prepare_failed_exit() -> None:
     for function in before_failed_exit:
-        function()
+        with contextlib.suppress(Exception):  # another thread may be doing the same
+            function()
 
 
 def _watch(ending: Ending) -> None:

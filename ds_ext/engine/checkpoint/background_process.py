@@ -108,21 +108,12 @@ def _note(folder: Path, rank: int) -> Path:
 def _publish(task: Task) -> str:
     """Wait for the notes of all ranks, and publish the checkpoint. Returns the error."""
     folder, files = Path(task.written), {}
-    deadline, written = time.monotonic() + task.limit_s, -1
-    for rank in range(task.ranks):
-        while not (note := _note(folder, rank)).exists():
-            if (now := _bytes_in(folder)) != written:
-                deadline, written = time.monotonic() + task.limit_s, now
-            if time.monotonic() > deadline:
-                return f"rank {rank}: has written nothing for {task.limit_s:g} s"
-            time.sleep(_POLL_S)
-        content = json.loads(note.read_text())
-        if content["error"]:
-            return content["error"]
-        files |= content["files"]
     try:
         for rank in range(task.ranks):
-            _note(folder, rank).unlink()
+            note = _wait_for_note(folder, rank, task.limit_s)
+            if note["error"]:
+                return note["error"]
+            files |= note["files"]
         publish(folder, task.tag, {**task.manifest, "files": files}, task.make_current)
         remove_older(folder.parent, task.keep)
     except OSError as failure:
@@ -130,6 +121,20 @@ def _publish(task: Task) -> str:
     except CheckpointError as failure:
         return str(failure)
     return ""
+
+
+def _wait_for_note(folder: Path, rank: int, limit_s: float) -> dict[str, Any]:
+    """Return the note of a rank, and remove it. Raises CheckpointError if no rank has written for ``limit_s``."""
+    path, deadline, written = _note(folder, rank), time.monotonic() + limit_s, -1
+    while not path.exists():
+        if (now := _bytes_in(folder)) != written:
+            deadline, written = time.monotonic() + limit_s, now
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"rank {rank} has written nothing for {limit_s:g} s")
+        time.sleep(_POLL_S)
+    note = json.loads(path.read_text())
+    path.unlink()
+    return note
 
 
 def _bytes_in(folder: Path) -> int:

@@ -28,14 +28,14 @@ class CheckpointEvents:
         self.on_event: Callable[[], None] | None = None
 
     @contextmanager
-    def saving(self, path: Path, step: int, in_background: bool = False) -> Iterator[None]:
-        """Context of a save. It adds "failed" if an exception leaves it, else "saved" if the save is complete."""
+    def saving(self, path: Path, step: int, goes_on: Callable[[], bool]) -> Iterator[None]:
+        """Context of a save. It adds "failed" if an exception leaves it, else "saved" unless the save ``goes_on``."""
         begin, event = time.perf_counter(), "failed"
         try:
             yield
-            event = "" if in_background else "saved"
+            event = "saved"
         finally:
-            if event:
+            if event == "failed" or not goes_on():
                 self._add(event, path, step, time.perf_counter() - begin)
 
     @contextmanager

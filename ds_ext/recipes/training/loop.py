@@ -84,7 +84,8 @@ class Trainer:
     validation_loss: float | None = None
     stopped: str = ""  # why the run ended before its last step
     not_saved: list[int] = field(default_factory=list)
-    _saving: int | None = None  # step of the last save, until its result is known
+    _saving: int | None = None  # step of the last save, until all ranks know its result
+    _announced: int | None = None  # step of the last save whose end rank 0 has printed early
 
     def run(self) -> int:
         """Train to the last step or a request to stop; evaluate and save at intervals and at the end.
@@ -121,6 +122,7 @@ class Trainer:
                 text = f"{valid_loss:.4f}{additional_losses_text(parts)}, perplexity {perplexity}"
                 say(f"step {step}: validation loss {text}")
             self.stopped = "" if is_last else self._stop_cause(step)
+            self._announce_save()
             if args.save and (is_last or self.stopped or _is_due(step, args.save_interval)):
                 self.save(step, loss)
         self.finish_save()
@@ -211,8 +213,26 @@ class Trainer:
         step, self._saving = self._saving, None
         if step is not None:
             with self._reporting_failure(step):
+                is_announced = self._announced == step
                 self.engine.wait_for_save()
-                say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
+                if not is_announced:
+                    self._say_saved(step)
+
+    def _announce_save(self) -> None:
+        """Print on rank 0 that a save in the background is complete, as soon as it is."""
+        save, step = self.engine.saving, self._saving
+        if (
+            step not in (None, self._announced)
+            and rank() == 0
+            and save
+            and save.is_done()
+            and not save.wait()
+        ):
+            self._announced = step
+            self._say_saved(step)
+
+    def _say_saved(self, step: int) -> None:
+        say(f"step {step}: saved {Path(self.args.save) / f'step_{step}'}")
 
     @contextmanager
     def _reporting_failure(self, step: int) -> Iterator[None]:
