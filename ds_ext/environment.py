@@ -246,6 +246,12 @@ def namespace(kind: str) -> str:
     return os.readlink(_PROC / "self/ns" / kind)
 
 
+def process_age_s() -> float:
+    """Return the seconds since this process started; 0 if unknown."""
+    start = start_ticks(os.getpid())
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start / os.sysconf("SC_CLK_TCK") if start else 0.0
+
+
 def available_bytes() -> int:
     """Return the memory of this host that processes can still allocate."""
     return 1024 * int(_value_in("meminfo", "MemAvailable:") or "0")

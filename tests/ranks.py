@@ -29,14 +29,17 @@ from ds_ext.comm.spin import usable_cores
 START_LIMIT_S = 180.0
 BUSY = 2.0  # times as long as on a host that does nothing else
 # Each engine leaves some ten gloo groups behind, with three threads each, which DeepSpeed keeps in its own tables:
-# after a hundred calls the ranks would be busy with their threads alone.
-CALLS_PER_START = 8
+# after twenty calls they take as much time as an engine, after a hundred all of it.
+CALLS_PER_START = 12
 
 
 def fork_server() -> ForkServerContext:
     """Return the context whose processes are forked from a server that has imported torch and DeepSpeed."""
     # Optimizers import torch's compiler in part, and models of transformers peft: 2 s of CPU time on every rank each.
-    return base.fork_server(["torch", "torch._dynamo", "deepspeed", "peft", "pytest", "hypothesis"])
+    libraries = ["torch", "torch._dynamo", "deepspeed", "peft", "pytest", "hypothesis"]
+    return base.fork_server(
+        [*libraries, "ds_ext.engine", "ds_ext.observe.metrics", "ds_ext.recipes.models.gpt"]
+    )
 
 
 class RankPool(base.RankPool):

@@ -43,7 +43,6 @@ __all__ = [
     "EXIT_CONFIG",
     "EXIT_FAILED",
     "EXIT_INTERRUPTED",
-    "STARTED",
     "before_failed_exit",
     "has_logging",
     "print_stacks_on_signal",
@@ -54,7 +53,6 @@ __all__ = [
 ]
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
-STARTED = time.monotonic()  # of this process
 before_failed_exit: list[
     Callable[[], None]
 ] = []  # what a rank does before it exits, except after Ctrl-C or SIGHUP

@@ -61,6 +61,7 @@ class BackgroundSave:
         assert self._process.stdin is not None
         with self._process.stdin as stream, contextlib.suppress(BrokenPipeError):
             json.dump(task._asdict(), stream)
+        self._process.stdin = None  # communicate() would flush it
         _running.append(self)
 
     def is_done(self) -> bool:

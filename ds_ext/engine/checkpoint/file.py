@@ -65,6 +65,9 @@ class MemoryFile:
         while view:
             view = view[os.write(self.record["descriptor"], view) :]
 
+    def flush(self) -> None:
+        """Do nothing; ``torch.save`` calls this."""
+
     def __exit__(
         self, kind: type[BaseException] | None, error: object, traceback: TracebackType | None
     ) -> None:

@@ -9,6 +9,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from ...config.job import AUTO
 from ...engine import PipelineEngine
 from ...engine.batches import MicroBatches
-from ...environment import rank
+from ...environment import process_age_s, rank
 from ...errors import CheckpointError
 from ...launch import process
 from ...launch.launcher import launch_again
@@ -137,7 +138,7 @@ class Trainer:
         elif args.exit_signal_handler:
             stops.listen()
         if args.exit_duration_in_mins is not None:
-            stops.deadline = process.STARTED + 60 * args.exit_duration_in_mins
+            stops.deadline = time.monotonic() - process_age_s() + 60 * args.exit_duration_in_mins
 
     def _stop_cause(self, step: int) -> str:
         """Return why the run ends after this step; empty if it goes on. The same on all ranks."""
