@@ -28,7 +28,11 @@ def checksums(folder: Path, tag: str) -> dict[str, Any]:
     """Return the checksums of the files of a checkpoint, except those that differ from run to run."""
     checkpoint, manifest = open_checkpoint(folder, tag)
     check_contents(checkpoint, manifest)
-    return {name: record for name, record in manifest["files"].items() if not name.startswith(("mp_rank", "random"))}
+    return {
+        name: record
+        for name, record in manifest["files"].items()
+        if not name.startswith(("mp_rank", "random"))
+    }
 
 
 def test_the_files_are_those_of_the_foreground(

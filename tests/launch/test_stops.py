@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -63,21 +64,21 @@ def run(ranks: int, script: Sequence[str], folder: Path, port: int) -> str:
     ("schedule", "moment", "number", "chosen", "at", "last"),
     select(
         [
-            ("bitpipe", "step", "SIGTERM", 0, 3, 2),
-            ("bitpipe", "step", "SIGUSR1", 1, 4, 3),
+            ("bitpipe", "step", "SIGTERM", 0, 3, 3),
+            ("bitpipe", "step", "SIGUSR1", 1, 4, 4),
             ("bitpipe", "evaluation", "SIGTERM", 1, 2, 2),
             ("bitpipe", "save", "SIGTERM", 0, 1, 3),
-            ("bitpipe", "dataloader", "SIGTERM", 1, 3, 2),
-            ("bitpipe_3d", "step", "SIGTERM", 3, 3, 2),
-            ("fbd", "step", "SIGTERM", 0, 3, 2),
-            ("fbd", "step", "SIGUSR1", 3, 3, 2),
+            ("bitpipe", "dataloader", "SIGTERM", 1, 3, 3),
+            ("bitpipe_3d", "step", "SIGTERM", 3, 3, 3),
+            ("fbd", "step", "SIGTERM", 0, 3, 3),
+            ("fbd", "step", "SIGUSR1", 3, 3, 3),
             ("fbd", "evaluation", "SIGUSR1", 2, 2, 2),
             ("fbd", "save", "SIGTERM", 1, 1, 3),
         ],
         [
             ("bitpipe", "evaluation", "SIGTERM", 1, 2, 2),
-            ("bitpipe", "dataloader", "SIGTERM", 1, 3, 2),
-            ("fbd", "step", "SIGUSR1", 3, 3, 2),
+            ("bitpipe", "dataloader", "SIGTERM", 1, 3, 3),
+            ("fbd", "step", "SIGUSR1", 3, 3, 3),
         ],
     ),
 )
@@ -144,7 +145,7 @@ def test_limits(
             ("torchrun", "launcher", "SIGUSR1"),
             ("torchrun", "rank", "SIGTERM"),
         ],
-        [("deepspeed", "launcher", "SIGTERM"), ("torchrun", "launcher", "SIGTERM")],
+        [("torchrun", "launcher", "SIGTERM")],
     ),
 )
 def test_a_signal_to_the_launcher(
@@ -159,7 +160,7 @@ def test_a_signal_to_the_launcher(
     saved = tmp_path / "saved"
     flags = ["--exit-signal-handler", "--save", str(saved), "--train-iters", "1000000"]
     with Job(command(launcher, 2, free_port(), *words("bitpipe", *flags)), tmp_path) as job:
-        job.wait_for("step    2/")
+        job.wait_for(" 2/1000000")
         processes = {"launcher": job.process.pid, "rank": job.ranks()[1]}
         if target == "host":
             parent = Path(f"/proc/{job.ranks()[1]}/stat").read_text().rpartition(")")[2].split()[1]
@@ -170,11 +171,7 @@ def test_a_signal_to_the_launcher(
         assert time.monotonic() - begin < 60
         code = job.wait(5)
         assert "stopped, because rank" in job.text, job.text
-        step = max(
-            int(line.split()[1].split("/")[0])
-            for line in job.lines
-            if line.startswith("step ") and "/" in line
-        )
+        step = re.findall(r"^step (\d+): stopped", job.text, re.MULTILINE)[0]
         assert open_checkpoint(saved)[0].name == f"step_{step}"
         # The launchers turn a SIGTERM of their own into a failure, and torchrun has no handler for SIGUSR1.
         assert (code == 0) == (target == "rank")
@@ -189,7 +186,7 @@ def test_a_lost_rank_is_no_request(
     saved = tmp_path / "saved"
     flags = ["--exit-signal-handler", "--save", str(saved), "--train-iters", "1000000"]
     with Job(command("torchrun", 2, free_port(), *words("bitpipe", *flags)), tmp_path) as job:
-        job.wait_for("step    2/")
+        job.wait_for(" 2/1000000")
         time.sleep(1)  # the ranks learn their neighbours' process ids
         os.kill(job.ranks()[1], signal.SIGKILL)
         job.seconds_until_gone(60)
@@ -201,12 +198,13 @@ def test_a_lost_rank_is_no_request(
 def test_an_own_script(tmp_path: Path, free_port: Callable[[], int]) -> None:
     """``while not engine.should_stop()``: a request of one rank ends all of them after the same step."""
     (tmp_path / "own.py").write_text(
-        "import sys, torch, ds_ext\n"
+        "import torch, ds_ext\n"
+        "from deepspeed.pipe import LayerSpec\n"
         "from torch import nn\n"
         "config = {'train_micro_batch_size_per_gpu': 2, 'gradient_accumulation_steps': 2, 'steps_per_print': 10**9,\n"
         "  'optimizer': {'type': 'SGD', 'params': {'lr': 1e-3}}, 'ds_ext': {'pipeline_parallel_size': 2}}\n"
         "ds_ext.init_distributed()\n"
-        "model = ds_ext.PipelineModule([ds_ext.LayerSpec(nn.Linear, 4, 4)] * 2, config, loss_fn=nn.MSELoss())\n"
+        "model = ds_ext.PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, config, loss_fn=nn.MSELoss())\n"
         "data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 4))\n"
         "engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), training_data=data,\n"
         "  config=config)\n"
