@@ -65,15 +65,6 @@ ENDINGS = {
     "`--exit-duration-in-mins` or `--exit-interval`": ["launch/test_stops.py::test_limits"],
 }
 SURVIVALS = {
-    "all ranks, after SIGTERM or SIGUSR1 with `--exit-signal-handler` "
-    "([how](troubleshooting.md#end-a-run-with-its-work-saved))": [
-        "launch/test_stops.py::test_a_signal_in_a_rank"
-    ],
-    "all ranks, at a deadline or after `--exit-interval` steps": ["launch/test_stops.py::test_limits"],
-    "all ranks, while a checkpoint is written, also with `--async-save`": [
-        "launch/test_kill_and_resume.py::test_a_rank_killed_at_random_moments",
-        "launch/test_background_save.py::test_a_rank_that_is_killed_takes_its_writer_along",
-    ],
     "one or more ranks, at any moment": [
         "launch/test_recovery.py::test_every_kill_ends_with_the_same_weights",
         "launch/test_recovery.py::test_kills_at_random_moments",
@@ -91,6 +82,15 @@ SURVIVALS = {
     "all snapshots of a rank": [
         "launch/test_runs.py::test_a_restart_continues_only_from_checkpoints_of_its_run",
         "launch/test_recovery.py::test_an_own_script_below_a_wrapper_recovers_or_says_what_it_lost",
+    ],
+    "all ranks, after SIGTERM or SIGUSR1 with `--exit-signal-handler` "
+    "([how](troubleshooting.md#end-a-run-with-its-work-saved))": [
+        "launch/test_stops.py::test_a_signal_in_a_rank"
+    ],
+    "all ranks, at a deadline or after `--exit-interval` steps": ["launch/test_stops.py::test_limits"],
+    "all ranks, while a checkpoint is written, also with `--async-save`": [
+        "launch/test_kill_and_resume.py::test_a_rank_killed_at_random_moments",
+        "launch/test_background_save.py::test_a_rank_that_is_killed_takes_its_writer_along",
     ],
     "the host of the rendezvous, or all hosts": [
         "hosts/test_recovery.py::test_the_lost_host_of_the_rendezvous",

@@ -174,7 +174,6 @@ def test_tokenizer_flags(run: Any) -> None:
     [
         ("--recompute-num-layers 2", "--recompute-interval"),
         ("--warmup=0.1", "--lr-warmup-fraction"),
-        ("--exit-interval 100", "--train-iters"),
         ("--num-gpus 8", "launcher"),
         ("--workload 1024", "slices"),
         ("--trace", '"trace"'),
@@ -191,7 +190,7 @@ def test_all_unknown_flags_are_in_one_error(run: Any) -> None:
         run(
             {},
             *[
-                "--exit-interval",
+                "--kill-switch-file",
                 "1",
                 "--seqlength",
                 "8",
@@ -204,7 +203,7 @@ def test_all_unknown_flags_are_in_one_error(run: Any) -> None:
             ],
         )
     flags = [line.partition(":")[0] for line in str(caught.value).splitlines()]
-    assert flags == ["--exit-interval", "--seqlength", "--num-gpus", "--workload"]
+    assert flags == ["--kill-switch-file", "--seqlength", "--num-gpus", "--workload"]
     assert "--seq-length" in str(caught.value)
 
 

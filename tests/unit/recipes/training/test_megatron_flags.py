@@ -130,7 +130,7 @@ def test_the_value_decides(harmless: str, other: str) -> None:
 def test_no_advice_changes_the_job() -> None:
     """difflib proposes similar flags only for words that are no flag of Megatron."""
     names = (
-        "rampup-batch-size exit-interval exit-duration-in-mins apply-layernorm-1p num-experts train-tokens "
+        "rampup-batch-size kill-switch-file apply-layernorm-1p num-experts train-tokens "
     )
     names += "lr-decay-tokens zero-stages finetune"
     with pytest.raises(ConfigError) as error:
@@ -383,7 +383,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "steps": 5000,
         "model": (28, 1024, 16, 4096, "full"),
         "rate": (1e-5, "cosine", 1e-6, 5000, 100),
-        "ignored": 16,
+        "ignored": 15,
     },
 }
 
