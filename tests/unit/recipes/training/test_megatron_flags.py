@@ -129,9 +129,7 @@ def test_the_value_decides(harmless: str, other: str) -> None:
 
 def test_no_advice_changes_the_job() -> None:
     """difflib proposes similar flags only for words that are no flag of Megatron."""
-    names = (
-        "rampup-batch-size kill-switch-file apply-layernorm-1p num-experts train-tokens "
-    )
+    names = "rampup-batch-size kill-switch-file apply-layernorm-1p num-experts train-tokens "
     names += "lr-decay-tokens zero-stages finetune"
     with pytest.raises(ConfigError) as error:
         parse("train_gpt.py", [*ENOUGH, *(word for name in names.split() for word in (f"--{name}", "1"))])
