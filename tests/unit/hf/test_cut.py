@@ -206,6 +206,23 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
         ds_ext.from_transformers(folder)
 
 
+@pytest.mark.parametrize("changes", [{}, {"auto_map": {"AutoConfig": "own.Config"}}])
+def test_a_config_that_transformers_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """The error is ours, and no code of the folder runs."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question to the user"))
+    folder = Path(save_decoder("Llama", tmp_path / "model"))
+    (folder / "own.py").write_text("raise SystemExit(7)")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"model_type": "own_model"} | changes))
+    with pytest.raises(ConfigError, match="own_model.*" + "".join(changes)):
+        ds_ext.from_transformers(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="JSON"):
+        ds_ext.from_transformers(folder)
+
+
 def test_unsupported_adapters_are_refused() -> None:
     for config in (
         peft.LoraConfig(target_modules=["lm_head"]),
