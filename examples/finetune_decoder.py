@@ -3,8 +3,11 @@
     torchrun --nproc_per_node 2 examples/finetune_decoder.py --create --lora 8
     deepspeed --num_gpus 2 examples/finetune_decoder.py --create --lora 8
 
-``--create`` writes a small random Llama to ``--model`` if that folder does not exist. The samples are random tokens.
-Replace them by your dataset.
+``--create`` writes a small random Llama to ``--model`` if that folder does not exist. The samples are random tokens, or
+the conversations of ``--data``:
+
+    python -m ds_ext prepare --format chat --source chat.jsonl --tokenizer MODEL --output data/chat
+    torchrun --nproc_per_node 2 examples/finetune_decoder.py --model MODEL --data data/chat --seq-length 1024 --lora 8
 """
 
 import argparse
@@ -16,16 +19,21 @@ from torch import Tensor
 
 import ds_ext
 from ds_ext.launch import process
+from ds_ext.recipes.data.chat.unpacked import ConversationDataset, pad_conversations
 
 
 class RandomTokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """Samples of the form (inputs, labels). The model's loss shifts the labels itself."""
 
+    def __init__(self, seq_length: int) -> None:
+        self.mean_tokens = seq_length
+
     def __len__(self) -> int:
         return 256
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        ids_S = torch.randint(3, 512, (64,), generator=torch.Generator().manual_seed(index % 8))
+        generator = torch.Generator().manual_seed(index % 8)
+        ids_S = torch.randint(3, 512, (self.mean_tokens,), generator=generator)
         return ids_S, ids_S
 
 
@@ -45,6 +53,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, default=Path("tiny_llama"), help="folder with config.json")
     parser.add_argument("--create", action="store_true", help="create the folder with a random model")
+    parser.add_argument("--data", help="folder of prepare --format chat; default: random tokens")
+    parser.add_argument("--seq-length", type=int, default=64, help="largest number of tokens of a sample")
     parser.add_argument("--lora", type=int, default=0, help="rank of the adapters; 0: train all weights")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--save", type=Path, default=Path("finetuned"))
@@ -63,10 +73,19 @@ def main() -> None:
         lora = peft.LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear")
     layers, loss_fn = ds_ext.from_transformers(args.model, lora=lora)
     model = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn)
+    if args.data:
+        data, collate_fn = ConversationDataset(args.data, args.seq_length, args.model), pad_conversations
+    else:
+        data, collate_fn = RandomTokens(args.seq_length), None
     engine, *_ = ds_ext.initialize(
-        model=model, model_parameters=model.parameters(), training_data=RandomTokens(), config=config
+        model=model,
+        model_parameters=model.parameters(),
+        training_data=data,
+        collate_fn=collate_fn,
+        config=config,
     )
-    metrics = ds_ext.Metrics(engine, total_steps=args.steps, tokens_per_sample=64, log_interval=5)
+    tokens = round(data.mean_tokens)
+    metrics = ds_ext.Metrics(engine, total_steps=args.steps, tokens_per_sample=tokens, log_interval=5)
     for _ in range(args.steps):
         metrics.log(engine.train_batch())
     engine.save_checkpoint(args.save, exclude_frozen_parameters=bool(args.lora))

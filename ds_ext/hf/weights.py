@@ -12,7 +12,7 @@ from torch import nn
 
 from ..engine.deepspeed_api.names import require_names
 from ..errors import ConfigError
-from .folder import CONFIG, ModelFolder
+from .folder import CONFIG, ModelFolder, read_config
 
 _NEEDS = "Install them with: pip install 'transformers>=5,<5.24' safetensors"
 
@@ -200,7 +200,7 @@ class FolderSource:
 
 
 def _read_config(folder: Path) -> Any:
-    """Return the config of transformers. Raises ConfigError if it is missing, or for quantized weights."""
+    """Return the config of transformers. Raises ConfigError if it is missing or unknown, or for quantized weights."""
     import transformers
 
     if not (folder / CONFIG).is_file():
@@ -208,7 +208,20 @@ def _read_config(folder: Path) -> Any:
             f"model_or_folder: needs a folder with {CONFIG} (got {folder}). Download it first: huggingface-cli "
             f"download NAME --local-dir {folder}"
         )
-    config = transformers.AutoConfig.from_pretrained(folder)
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the library raises several types
+        values = read_config(folder)
+        fix = "Use a newer transformers, or a model that it knows."
+        if "auto_map" in values:
+            fix = (
+                "Python code of the folder (auto_map) is not run: load the model with trust_remote_code=True and pass "
+                "it to from_transformers."
+            )
+        raise ConfigError(
+            f"{folder / CONFIG}: transformers {transformers.__version__} cannot read it (got model_type "
+            f"{values.get('model_type')!r}: {str(error).partition(chr(10))[0]}). {fix}"
+        ) from error
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
             f"{folder}: quantized weights cannot be trained in a pipeline (got quantization_config). Use a folder "

@@ -127,6 +127,30 @@ def test_finetune_decoder(run: Callable[..., str], tmp_path: Path, rank: int) ->
     assert (tmp_path / "finetuned" / "adapter" / "adapter_model.safetensors").exists() == bool(rank)
 
 
+def test_finetune_decoder_on_chat_data(run: Callable[..., str], tmp_path: Path) -> None:
+    """`prepare --format chat` with the tokenizer of a model, then LoRA on that model."""
+    pytest.importorskip("peft")
+    transformers: Any = pytest.importorskip("transformers")
+    from tests.chat_folders import TEMPLATES, write_tokenizer
+
+    folder = write_tokenizer(tmp_path / "model", TEMPLATES["chatml"])
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=400, **sizes)).save_pretrained(folder)
+    rows = [
+        {"instruction": f"what is {i % 5}?", "input": "", "output": "it is the number" + " 7" * (i % 4)}
+        for i in range(40)
+    ]
+    (tmp_path / "chat.json").write_text(json.dumps(rows))
+    data = str(tmp_path / "chat")
+    words = ["--format", "chat", "--source", str(tmp_path / "chat.json"), "--tokenizer", str(folder)]
+    text = command(sys.executable, "-m", "ds_ext", "prepare", *words, "--output", data, cwd=tmp_path)
+    assert f"examples/finetune_decoder.py --lora 8 --seq-length 1024 --model {folder} --data {data}" in text
+    flags = ["--model", str(folder), "--data", data, "--seq-length", "64", "--lora", "4", "--steps", "10"]
+    text = run("finetune_decoder.py", *flags, ranks=2)
+    assert losses(text)[-1] < losses(text)[0]
+    assert (tmp_path / "finetuned" / "adapter" / "adapter_model.safetensors").exists()
+
+
 @extensive
 def test_finetune_a_llama(tmp_path: Path, corpus: Path, free_port: Callable[[], int]) -> None:
     transformers: Any = pytest.importorskip("transformers")

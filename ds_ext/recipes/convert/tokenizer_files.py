@@ -11,7 +11,6 @@ from ...errors import ConfigError
 from ..data.blend import parse_data_path
 from ..data.tokenizer import load_tokenizer
 from ..data.tokenizer_base import Tokenizer
-from ..data.wordpiece import VOCAB_NAME
 
 _ONLY_TRANSFORMERS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -69,9 +68,7 @@ def save_tokenizer(tokenizer: Tokenizer | None, folder: Path, source: Path | Non
 
 def find_hf_tokenizer(folder: Path) -> tuple[Path, Tokenizer] | None:
     """Return (path for --tokenizer, tokenizer) of a Hugging Face folder; None if it has no usable tokenizer."""
-    for path in (folder, folder / VOCAB_NAME):
-        try:
-            return path, load_tokenizer(path)
-        except ConfigError:
-            continue
-    return None
+    try:
+        return folder, load_tokenizer(folder)
+    except ConfigError:
+        return None

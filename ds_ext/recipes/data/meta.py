@@ -20,8 +20,9 @@ def read_meta(data_path: str | Sequence[str]) -> dict[str, Any] | None:
     """Return ``meta.json`` of the data; for a blend, the entries common to all parts. None if a part has no such file.
 
     Keys: format, arguments, source, documents, sentences (BERT only), tokens, bytes, max_token_id,
-    unigram_entropy_nats, vocab_size, eod_id, tokenizer (file name), tokenizer_fingerprint, versions; for chat also
-    without_assistant, assistant_tokens, longer_than, loss_mask (file name).
+    unigram_entropy_nats, vocab_size, eod_id, tokenizer (file name), tokenizer_fingerprint, versions; for text also
+    special_tokens (those in the text, with counts); for chat also without_assistant, assistant_tokens, longer_than,
+    loss_mask (file name).
 
     Raises:
         ConfigError: a data file is missing, or ``meta.json`` is damaged.

@@ -12,10 +12,12 @@ import contextlib
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ...environment import package_version
 from ...errors import ConfigError
 from .layout import DATA_NAME, LOSS_MASK_NAME, META_NAME, TOKENIZER_NAMES
-from .sources import JSONL_SUFFIXES, Source, open_source, source_details
+from .sources import Source, open_source, row_files, source_details
 from .tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
 from .tokenizer_base import Tokenizer
 from .wordpiece import VOCAB_NAME, WordPieceTokenizer, train_wordpiece
@@ -48,6 +50,7 @@ MEGATRON_TYPES = {
     "Llama2Tokenizer": "--tokenizer-model FILE",
 }
 NEXT_GPT = "train_gpt.py --deepspeed_config configs/bitpipe.json"
+NEXT_LORA = "torchrun --nproc_per_node 2 examples/finetune_decoder.py --lora 8 --seq-length 1024"
 NEXT_BERT = "train_bert.py --deepspeed_config configs/bert_bitpipe.json"
 VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "megatron-core", "numpy", "torch")
 
@@ -59,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--input",
         default="stdlib",
         metavar="stdlib|PATH",
-        help="the Python standard library, a text file, a .jsonl file or a folder (default: stdlib)",
+        help="the Python standard library, a text file, a .jsonl file or a folder of these (default: stdlib)",
     )
     parser.add_argument(
         "--output",
@@ -72,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=["text", "chat"],
         default="text",
-        help="text, or chat: a .jsonl file with messages, rendered by the chat template of --tokenizer FOLDER "
-        "(default: text)",
+        help="text, or chat: conversations (messages, ShareGPT or Alpaca), rendered by the chat template of "
+        "--tokenizer FOLDER (default: text)",
     )
     parser.add_argument(
         "--json-key",
@@ -104,6 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--vocab-file", help="GPT-2's vocab.json, or BERT's vocab.txt, to use instead of training"
     )
     parser.add_argument("--merge-file", help="GPT-2's merges.txt for --vocab-file")
+    parser.add_argument(
+        "--parse-special-tokens",
+        action="store_true",
+        help="encode special tokens in the text, such as <|im_end|>, as their ids and not as plain text; chat: always",
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="threads that tokenize (default: all cores)")
     for name, always in (
         ("--append-eod", "documents of GPT end with a token"),
@@ -141,8 +149,11 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{output} is already prepared (--force prepares it again)")
     _print_summary(meta)
-    command = NEXT_BERT if is_bert else NEXT_GPT + _model_flag(args.tokenizer)
+    model_flag = _model_flag(args.tokenizer)
+    command = NEXT_BERT if is_bert else NEXT_GPT + model_flag
     print(f"next: deepspeed --num_gpus 4 {command} --data-path {output} --save checkpoints/{output.name}")
+    if template is not None and model_flag:
+        print(f"or with LoRA: {NEXT_LORA} --model {args.tokenizer} --data {output}")
     return 0
 
 
@@ -169,6 +180,11 @@ def _print_summary(meta: dict[str, Any]) -> None:
             f"{meta['bytes'] / meta['tokens']:.2f}, vocabulary {meta['vocab_size']}, unigram entropy "
             f"{meta['unigram_entropy_nats']:.3f} nats"
         )
+    if special_tokens := meta.get("special_tokens"):
+        is_parsed = "parse_special_tokens" in meta["arguments"]
+        encoding = "encoded as their ids" if is_parsed else "encoded as plain text; --parse-special-tokens"
+        counts = ", ".join(f"{token} {count}" for token, count in special_tokens.items())
+        print(f"special tokens in the text ({encoding}): {counts}")
 
 
 def _take_megatrons_flags(args: argparse.Namespace) -> None:
@@ -213,11 +229,10 @@ def _load_template(args: argparse.Namespace, tokenizer: Tokenizer | None) -> Cha
     """Load the chat template of ``--format chat``; None for text. Raises ConfigError."""
     if args.format != "chat":
         return None
-    path = Path(args.source)
-    if path.suffix not in JSONL_SUFFIXES or not path.is_file():
+    if not row_files(Path(args.source)):
         raise ConfigError(
-            f"--format chat: needs a .jsonl file (got --source {args.source}). Use one JSON object with messages per "
-            "line."
+            f"--format chat: needs a .jsonl file or a folder with some (got --source {args.source}). Use one JSON "
+            "object with messages per line."
         )
     if tokenizer is None or not args.tokenizer or not Path(args.tokenizer).is_dir():
         raise ConfigError(
@@ -248,6 +263,7 @@ def _recorded_arguments(
         ),
         "source_details": source_details(args.source),
         **({} if template is None else {"chat_template": template.fingerprint}),
+        **({"parse_special_tokens": True} if args.parse_special_tokens else {}),
     }
 
 
@@ -303,6 +319,8 @@ def _prepare(
         partial = Path(folder.name)
         if source is not None:
             tokenizer = tokenizer or _train_tokenizer(args, source)
+            if args.parse_special_tokens:
+                tokenizer.parse_special_tokens()
             counts = _write_tokens(source, tokenizer, partial / DATA_NAME, builder)
             source_meta = {"name": source.name, **source.details}
         else:
@@ -331,9 +349,10 @@ def _write_chat(
     path: Path, template: ChatTemplate, vocab_size: int, builder: Any, folder: Path
 ) -> dict[str, Any]:
     """Write the tokens and the loss mask of chat data into ``folder``. Return the counts for meta.json."""
-    from .chat.files import read_conversations, write_conversations
+    from .chat.files import write_conversations
+    from .chat.rows import read_conversations
 
-    with _progress(path.stat().st_size) as advance:
+    with _progress(source_details(str(path))["bytes"]) as advance:
         return write_conversations(read_conversations(path), template, vocab_size, builder, folder, advance)
 
 
@@ -371,6 +390,9 @@ def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path, builder_cl
     dtype = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
     builder = builder_class(f"{prefix}.bin", dtype=dtype)
     frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    longest_first = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
+    special_tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+    special_counts: Counter[str] = Counter()
     documents = sequences = num_bytes = 0
     with _progress(source.num_bytes) as advance:
         for batch in _batches(source.documents(), ENCODE_BATCH_CHARACTERS):
@@ -380,6 +402,7 @@ def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path, builder_cl
                 frequencies += np.bincount(tokens, minlength=len(frequencies))
                 documents += 1
                 sequences += len(document)
+            special_counts.update(token for text in batch for token in special_tokens.findall(text))
             batch_bytes = sum(len(text.encode()) for text in batch)
             num_bytes += batch_bytes
             advance(batch_bytes)
@@ -391,6 +414,7 @@ def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path, builder_cl
         "bytes": num_bytes,
         "max_token_id": int(np.flatnonzero(frequencies).max()),
         "unigram_entropy_nats": unigram_entropy(frequencies),
+        "special_tokens": dict(special_counts.most_common()),
     }
 
 

@@ -23,7 +23,9 @@ STDLIB_BYTES = 10_000_000
 MIN_STDLIB_BYTES = 5_000_000
 CHECKED_BYTES = 8192  # a null byte among these marks a binary file
 MIN_DOCUMENT_CHARACTERS = 16_384
-JSONL_SUFFIXES = (".jsonl", ".ndjson", ".json")
+# Files with rows. In a folder with other files, .json is text, such as settings among source code.
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+ROW_SUFFIXES = (*JSONL_SUFFIXES, ".json")
 
 T = TypeVar("T")
 
@@ -57,12 +59,12 @@ def open_source(name: str, json_key: str = "text") -> Source:
         return _standard_library()
     path = Path(name)
     if path.is_dir():
-        return _folder(path)
+        return _folder(path, json_key)
     if not path.is_file():
         raise ConfigError(
             f"--source: no such file or folder (got {name}). Use a text file, a .jsonl file, a folder or {STDLIB}."
         )
-    return _jsonl(path, json_key) if path.suffix in JSONL_SUFFIXES else _text_file(path)
+    return _jsonl(path, json_key) if path.suffix in ROW_SUFFIXES else _text_file(path)
 
 
 def source_details(name: str) -> dict[str, Any]:
@@ -132,12 +134,17 @@ def _divided(text: str) -> Iterator[str]:
         start = stop
 
 
-def _folder(folder: Path) -> Source:
-    """Return the text files under ``folder``, one document per file, excluding hidden and binary files."""
-    files = hash_order(_files_below(folder), lambda path: path.relative_to(folder).as_posix())
+def _folder(folder: Path, key: str) -> Source:
+    """Return the text files under ``folder``, one document per file or row, excluding hidden and binary files."""
+    files = _ordered_files(folder)
+    has_rows_only = all(path.suffix in ROW_SUFFIXES for path in files)
+    suffixes = ROW_SUFFIXES if has_rows_only else JSONL_SUFFIXES
 
     def documents() -> Iterator[str]:
         for path in files:
+            if path.suffix in suffixes:
+                yield from _row_texts(path, key)
+                continue
             text = read_text(path)
             if text is None:
                 logger.info("skipped, not UTF-8 text: %s", path)
@@ -153,6 +160,16 @@ def _folder(folder: Path) -> Source:
     return Source(str(folder), documents, details["bytes"], details)
 
 
+def row_files(path: Path) -> list[Path]:
+    """Return the file ``path``, or the files with rows under the folder ``path`` in the order of their hashes."""
+    files = [path] if path.is_file() else _ordered_files(path)
+    return [file for file in files if file.suffix in ROW_SUFFIXES]
+
+
+def _ordered_files(folder: Path) -> list[Path]:
+    return hash_order(_files_below(folder), lambda path: path.relative_to(folder).as_posix())
+
+
 def _files_below(folder: Path) -> Iterator[Path]:
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -161,21 +178,36 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 def _jsonl(path: Path, key: str) -> Source:
     """Return the texts under ``key`` in a file with one JSON object per line, in file order."""
-
-    def documents() -> Iterator[str]:
-        for position, record in read_jsonl(path):
-            yield _jsonl_text(record, key, position)
-
-    if next(documents(), None) is None:
+    if next(_row_texts(path, key), None) is None:
         raise ConfigError(
             f"--source: the file is empty (got {path}). Use a file with one JSON object per line."
         )
-    return Source(str(path), documents, path.stat().st_size, source_details(str(path)))
+    size_bytes = path.stat().st_size
+    return Source(str(path), lambda: _row_texts(path, key), size_bytes, source_details(str(path)))
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (file and line for errors, value) of every line that is not empty. Raises ConfigError for invalid JSON."""
-    with path.open(encoding="utf-8") as lines:
+def _row_texts(path: Path, key: str) -> Iterator[str]:
+    return (_row_text(row, key, position) for position, row in read_rows(path))
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (file and line for errors, value) of every line that is not empty, or of every element of one array.
+
+    Raises:
+        ConfigError: a line, or the array, is not JSON.
+    """
+    with path.open(encoding="utf-8-sig") as lines:
+        is_array = lines.read(CHECKED_BYTES).lstrip().startswith("[")
+        lines.seek(0)
+        if is_array:
+            try:
+                rows = json.load(lines)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{path}: not a JSON array ({error}). Write one JSON object per line."
+                ) from None
+            yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+            return
         for number, line in enumerate(lines, 1):
             if line.strip():
                 position = f"{path}, line {number}"
@@ -187,7 +219,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 yield position, value
 
 
-def _jsonl_text(record: Any, key: str, position: str) -> str:
+def _row_text(record: Any, key: str, position: str) -> str:
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         keys = f"the keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__

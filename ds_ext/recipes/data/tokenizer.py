@@ -1,7 +1,8 @@
 """Tokenizers trained on the user's text or loaded from files; nothing is downloaded.
 
 The default is byte-level BPE (Radford et al. 2019, section 2.2) from the ``tokenizers`` library; the alternative is a
-sentencepiece unigram model (Kudo 2018). Both are lossless. BERT's WordPiece is in wordpiece.py.
+sentencepiece unigram model (Kudo 2018). Both are lossless. BERT's WordPiece is in wordpiece.py. transformers loads the
+folders whose JSON files change what the vocabulary alone would give.
 """
 
 import io
@@ -17,25 +18,28 @@ from .wordpiece import VOCAB_NAME, WordPieceTokenizer, is_word_piece, load_vocab
 END_OF_DOCUMENT = "<|endoftext|>"
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eod|>", "[EOD]")
 TOKENIZER_CONFIG = "tokenizer_config.json"
+# Vocabularies in a folder, the first of which counts, and files of transformers that add to all but tokenizer.json.
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", VOCAB_NAME)
+DECLARATIONS = (TOKENIZER_CONFIG, "added_tokens.json", "special_tokens_map.json")
 BYTE_VALUES = 256
 
 
 class BpeTokenizer(HuggingFaceTokenizer):
     """Tokenizer with an end-of-document token; byte-level BPE if trained here."""
 
-    def __init__(self, backend: Any, origin: str, folder: Path | None = None) -> None:
+    def __init__(self, backend: Any, origin: str, end_of_document: str | None = None) -> None:
         """Wrap a ``tokenizers.Tokenizer``.
 
         Args:
             backend: tokenizer of the library.
             origin: name in errors.
-            folder: folder whose JSON files may declare the end-of-document token; None: use a well-known name.
+            end_of_document: declared end-of-document token; None: use a well-known name.
 
         Raises:
             ConfigError: there is no end-of-document token.
         """
         super().__init__(backend)
-        self._end_of_document = None if folder is None else declared_end_of_document(folder, self.vocab)
+        self._end_of_document = end_of_document
         names = [name for name in (self._end_of_document, *END_OF_DOCUMENT_NAMES) if name in self.vocab]
         if not names:
             raise ConfigError(
@@ -59,7 +63,11 @@ class BpeTokenizer(HuggingFaceTokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Tokenizer with a sentencepiece model, as used by Llama."""
+    """Tokenizer with a sentencepiece model, as used by Llama.
+
+    Attributes:
+        pieces: text of every token.
+    """
 
     def __init__(self, model_proto: bytes, origin: str) -> None:
         """Load the content of a ``.model`` file. ``origin`` is its name in errors.
@@ -78,7 +86,20 @@ class SentencePieceTokenizer(Tokenizer):
             )
         self._model_proto = model_proto
         self.vocab_size = self._backend.vocab_size()
-        self.fingerprint = fingerprint_of([[self._backend.id_to_piece(i), i] for i in range(self.vocab_size)])
+        self.pieces: list[str] = [self._backend.id_to_piece(i) for i in range(self.vocab_size)]
+        self.special_tokens = tuple(
+            piece
+            for i, piece in enumerate(self.pieces)
+            if self._backend.is_control(i) or self._backend.is_unknown(i)
+        )
+        self.fingerprint = fingerprint_of([[piece, i] for i, piece in enumerate(self.pieces)])
+
+    def parse_special_tokens(self) -> None:
+        """Raise ConfigError."""
+        raise ConfigError(
+            "--parse-special-tokens: sentencepiece encodes control tokens in a text as plain text (got a .model file). "
+            "Use a folder with tokenizer.json, which save_pretrained() of transformers writes."
+        )
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of every text."""
@@ -176,8 +197,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a file or folder.
 
     Args:
-        path: a ``tokenizer.json``, a sentencepiece ``.model``, BERT's ``vocab.txt``, or a folder that contains a
-            ``tokenizer.json``, a ``tokenizer.model`` or GPT-2's pair of files.
+        path: a ``tokenizer.json``, a sentencepiece ``.model``, BERT's ``vocab.txt``, or a folder that contains one of
+            these or GPT-2's pair of files. transformers loads a folder without ``tokenizer.json`` if other files
+            of the folder, such as ``tokenizer_config.json`` and ``added_tokens.json``, add to its vocabulary.
 
     Raises:
         ConfigError: there is no tokenizer, or it cannot be read.
@@ -200,19 +222,79 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         ) from error
     if is_word_piece(backend):
         return WordPieceTokenizer(backend, str(path))
-    return BpeTokenizer(backend, str(path), path.parent)
+    return BpeTokenizer(backend, str(path), declared_end_of_document(path.parent, _vocab(backend)))
 
 
 def _load_from_folder(folder: Path) -> Tokenizer:
-    for name in ("tokenizer.json", "tokenizer.model"):
-        if (folder / name).exists():
-            return load_tokenizer(folder / name)
-    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
-        return load_gpt2_files(folder / "vocab.json", folder / "merges.txt")
-    raise ConfigError(
-        f"tokenizer: no tokenizer in the folder (got {folder}). Use a folder with tokenizer.json, tokenizer.model, "
-        "or vocab.json and merges.txt."
+    path = next((folder / name for name in VOCABULARIES if (folder / name).is_file()), None)
+    if path is None or (path.name == "vocab.json" and not (folder / "merges.txt").is_file()):
+        raise ConfigError(
+            f"tokenizer: no tokenizer in the folder (got {folder}). Use a folder with tokenizer.json, tokenizer.model, "
+            "vocab.json and merges.txt, or vocab.txt."
+        )
+    needs_transformers = path.name != "tokenizer.json" and any(
+        (folder / name).is_file() for name in DECLARATIONS
     )
+    if path.name == "tokenizer.model":
+        needs_transformers = needs_transformers and _has_other_tokens(folder, path)
+    elif path.name == "vocab.json":
+        # Other models with this pair of files, such as Qwen2 and RoBERTa, split words or end documents differently.
+        needs_transformers |= _read_object(folder / "config.json").get("model_type", "gpt2") != "gpt2"
+    if needs_transformers:
+        return _load_with_transformers(folder)
+    return load_gpt2_files(path, folder / "merges.txt") if path.name == "vocab.json" else load_tokenizer(path)
+
+
+def _has_other_tokens(folder: Path, path: Path) -> bool:
+    """Return whether a folder declares tokens that its sentencepiece model lacks, or another end-of-document token."""
+    model = SentencePieceTokenizer(path.read_bytes(), str(path))
+    config = _read_object(folder / TOKENIZER_CONFIG)
+    added_tokens = {token["content"] for token in config.get("added_tokens_decoder", {}).values()}
+    added_tokens.update(_read_object(folder / "added_tokens.json"))
+    end = _token_name(config.get("eos_token"))
+    return not added_tokens.issubset(model.pieces) or end not in (None, model.pieces[model.eod_id])
+
+
+def _load_with_transformers(folder: Path) -> Tokenizer:
+    tokenizer = transformers_tokenizer(folder)
+    backend = tokenizer.backend_tokenizer
+    if is_word_piece(backend):
+        return WordPieceTokenizer(backend, str(folder))
+    end = tokenizer.eos_token or declared_end_of_document(folder, _vocab(backend))
+    return BpeTokenizer(backend, str(folder), end)
+
+
+def transformers_tokenizer(folder: str | Path) -> Any:
+    """Return the fast tokenizer that transformers loads from a folder, without running code in it.
+
+    Raises:
+        ConfigError: transformers is not installed, cannot load the folder, or has no fast tokenizer for it.
+    """
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"tokenizer: transformers is needed for {folder} (got {error}). Run `pip install 'ds_ext[hf]'`."
+        ) from error
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the library raises several types
+        raise ConfigError(
+            f"tokenizer: transformers cannot load the folder (got {folder}: {str(error).partition(chr(10))[0]}). Use a "
+            "folder with tokenizer.json, which save_pretrained() writes, or a tokenizer_class in tokenizer_config.json."
+        ) from error
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"tokenizer: transformers has only a Python tokenizer for the folder (got {folder} with "
+            f"{type(tokenizer).__name__}). Use a folder with tokenizer.json."
+        )
+    return tokenizer
+
+
+def _vocab(backend: Any) -> dict[str, int]:
+    return backend.get_vocab(with_added_tokens=True)
 
 
 def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | None:
@@ -224,8 +306,7 @@ def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | No
     Raises:
         ConfigError: a file is damaged, or the name is not in the vocabulary.
     """
-    name = _read_object(folder / TOKENIZER_CONFIG).get("eos_token")
-    name = name.get("content") if isinstance(name, dict) else name
+    name = _token_name(_read_object(folder / TOKENIZER_CONFIG).get("eos_token"))
     if name is not None:
         if name not in vocab:
             raise ConfigError(
@@ -241,6 +322,11 @@ def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | No
         if token_id in names:
             return names[token_id]
     return None
+
+
+def _token_name(value: Any) -> str | None:
+    """Return the text of a token in tokenizer_config.json, which is a string or an object."""
+    return value.get("content") if isinstance(value, dict) else value
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -15,15 +15,24 @@ class Tokenizer(ABC):
         vocab_size: largest token id + 1.
         eod_id: id of the end-of-document token.
         fingerprint: 16 hex digits of the sha256 of vocabulary and merges; equal if all ids have the same meaning.
+        special_tokens: texts of the special tokens, such as <|im_end|>.
     """
 
     vocab_size: int
     eod_id: int
     fingerprint: str
+    special_tokens: tuple[str, ...]
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of ``text``, without an end-of-document token. Special tokens count as plain text."""
+        """Return the token ids of ``text``, without an end-of-document token.
+
+        Special tokens in it are plain text, unless :meth:`parse_special_tokens` was called.
+        """
         return self.encode_batch([text])[0]
+
+    @abstractmethod
+    def parse_special_tokens(self) -> None:
+        """Encode special tokens in texts as their ids from now on. Raises ConfigError if the library cannot."""
 
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -51,10 +60,16 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def __init__(self, backend: Any) -> None:
         """Wrap a ``tokenizers.Tokenizer``."""
-        backend.encode_special_tokens = True
+        backend.encode_special_tokens = True  # that is, as plain text
         self._backend = backend
+        added_tokens = backend.get_added_tokens_decoder().values()
+        self.special_tokens = tuple(token.content for token in added_tokens if token.special)
         self.vocab: dict[str, int] = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(self.vocab.values(), default=-1) + 1
+
+    def parse_special_tokens(self) -> None:
+        """Encode special tokens in texts as their ids from now on."""
+        self._backend.encode_special_tokens = False
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of every text, computed on all cores."""

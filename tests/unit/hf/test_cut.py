@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import ds_ext
 from ds_ext.errors import ConfigError
 from ds_ext.hf.folder import ModelFolder
+from ds_ext.recipes.data.chat.unpacked import pad_conversations
+from ds_ext.recipes.data.packing import IGNORE_INDEX
 from tests.decoder_models import GROUPED, SIZES, WORDS, micro_batch, random_decoder, save_decoder
 from tests.losses import mean
 
@@ -58,6 +60,21 @@ def test_a_model_in_memory_is_used_and_not_copied(name: str, attention: str) -> 
     torch.testing.assert_close(loss, expected)
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[key], msg=key)
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Mixtral"])
+def test_padded_conversations_have_the_losses_of_each(name: str) -> None:
+    layers, loss_fn = ds_ext.from_transformers(random_decoder(name))
+    run = chain(layers)
+    samples = []
+    for length in (4, 9):
+        ids_S = torch.randint(3, WORDS, (length,), generator=torch.Generator().manual_seed(length))
+        samples.append((ids_S, ids_S.where(torch.arange(length) > 1, IGNORE_INDEX)))
+    alone = [loss_fn(run(ids_S[None]), labels_S[None]) for ids_S, labels_S in samples]
+    ids_BS, labels_BS = pad_conversations(samples)
+    total, count = loss_fn(run(ids_BS), labels_BS)
+    assert count == sum(count for _, count in alone) == 2 + 7
+    torch.testing.assert_close(total, alone[0][0] + alone[1][0])
 
 
 def test_two_builds_from_a_folder_share_nothing(tmp_path: Path) -> None:
@@ -203,6 +220,23 @@ def test_folders_that_cannot_be_read(tmp_path: Path) -> None:
         layers[3].build()
     index.unlink()
     with pytest.raises(ConfigError):
+        ds_ext.from_transformers(folder)
+
+
+@pytest.mark.parametrize("changes", [{}, {"auto_map": {"AutoConfig": "own.Config"}}])
+def test_a_config_that_transformers_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    """The error is ours, and no code of the folder runs."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("a question to the user"))
+    folder = Path(save_decoder("Llama", tmp_path / "model"))
+    (folder / "own.py").write_text("raise SystemExit(7)")
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"model_type": "own_model"} | changes))
+    with pytest.raises(ConfigError, match="own_model.*" + "".join(changes)):
+        ds_ext.from_transformers(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="JSON"):
         ds_ext.from_transformers(folder)
 
 

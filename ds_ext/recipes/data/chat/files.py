@@ -1,6 +1,6 @@
-"""Chat files: jsonl lines with ``messages``, and the prepared tokens with their loss mask."""
+"""Prepared chat files: tokens of conversations, and their loss mask."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -10,41 +10,10 @@ from numpy.typing import NDArray
 
 from ....errors import ConfigError
 from ..layout import DATA_NAME, LOSS_MASK_NAME
-from ..sources import read_jsonl
 from .template import ChatTemplate, Conversation, EncodedConversation
 
 BATCH_CONVERSATIONS = 1000
 COMMON_LENGTHS = tuple(2**power for power in range(9, 18))
-
-
-def read_conversations(path: Path) -> Iterator[Conversation]:
-    """Return the conversations of a file with one JSON object per line, in file order. Iterating raises ConfigError."""
-    return (_conversation(record, position) for position, record in read_jsonl(path))
-
-
-def _conversation(record: Any, position: str) -> Conversation:
-    """Return the conversation of a line. ``position`` is its file and line, for errors. Raises ConfigError."""
-    messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(messages, list) or not messages:
-        content = f"the keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
-        raise ConfigError(
-            f"{position}: no list of messages under 'messages' (got {content}). Write "
-            '{"messages": [{"role": "user", "content": ...}, ...]}.'
-        )
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise ConfigError(
-                f"{position}: a message without a role (got {message!r}). Write "
-                '{"role": "user" or "assistant", "content": ...}.'
-            )
-        if message.get("weight", 1) != 1:
-            raise ConfigError(
-                f"{position}: weights of messages are not supported (got {message['weight']!r}). Remove the key."
-            )
-    tools = record.get("tools") or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ConfigError(f"{position}: 'tools' must be a list of objects (got {tools!r}). Remove the key.")
-    return Conversation(messages, tools, position)
 
 
 def write_conversations(
@@ -60,7 +29,7 @@ def write_conversations(
     Conversations without a token of the assistant are dropped and counted.
 
     Args:
-        conversations: from :func:`read_conversations`.
+        conversations: from :func:`.rows.read_conversations`.
         template: tokenizer with its chat template.
         vocab_size: largest token id + 1.
         builder: megatron-core's IndexedDatasetBuilder.
@@ -112,7 +81,7 @@ class _Writer:
         vocab_size = len(self._frequencies)
         if tokens.max() >= vocab_size:
             raise ConfigError(
-                f"{position}: token id {tokens.max()} is outside the vocabulary of tokenizer.json "
+                f"{position}: token id {tokens.max()} is outside the vocabulary of the tokenizer "
                 f"(got {vocab_size} tokens). Save the tokenizer again with save_pretrained()."
             )
         self._tokens_file.add_document(tokens, [len(tokens)])

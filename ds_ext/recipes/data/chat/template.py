@@ -12,7 +12,7 @@ The rendered text is tokenized once. Offsets into the text map characters to tok
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....errors import ConfigError
+from ..tokenizer import transformers_tokenizer
 
 ASSISTANT = "assistant"
 CONTENT_KEYS = {"role", "content"}
@@ -81,7 +82,13 @@ class ChatTemplate:
         Raises:
             ConfigError: transformers is not installed, the folder has no fast tokenizer, or no chat template.
         """
-        self._backend = _load_backend(folder)
+        self._backend = transformers_tokenizer(folder)
+        if not self._backend.chat_template:
+            raise ConfigError(
+                f"--tokenizer: no chat template (got {folder}). Add chat_template.jinja to the folder, or "
+                '"chat_template" to its tokenizer_config.json.'
+            )
+        self._complete_shapes: set[object] = set()
         # Conversations are truncated to seq_length when training starts.
         self._backend.model_max_length = 10**12
         added_tokens = self._backend.added_tokens_decoder.values()
@@ -111,6 +118,7 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the start and end of the assistant's parts of it."""
+        self._require_complete(conversation)
         template = self._backend.get_chat_template(None, conversation.tools)
         if GENERATION.search(template):
             return self._render_marked(conversation, template)
@@ -121,6 +129,33 @@ class ChatTemplate:
             if message["role"] == ASSISTANT
         ]
         return text, spans
+
+    def _require_complete(self, conversation: Conversation) -> None:
+        """Raise ConfigError if the template drops the tools, or the text or a function call of a message.
+
+        Roles, keys and their order decide what a template writes. Conversations that agree in these are tested once.
+        """
+        marked = [_with_markers(message, index) for index, message in enumerate(conversation.messages)]
+        shape = (
+            bool(conversation.tools),
+            *((message["role"], *message, *markers) for message, markers in marked),
+        )
+        if shape in self._complete_shapes:
+            return
+        messages = [message for message, _ in marked]
+        text = self._text(conversation, messages)
+        for index, (message, markers) in enumerate(marked):
+            if not all(marker in text for marker in markers):
+                raise ConfigError(
+                    f"{conversation.position}: the chat template drops text or a function call of message {index} (got "
+                    f"role {message['role']!r}, keys {', '.join(message)}). Change it, or use another template."
+                )
+        if conversation.tools and text == self._text(replace(conversation, tools=None), messages):
+            raise ConfigError(
+                f"{conversation.position}: the chat template drops the tools (got {len(conversation.tools)}). Remove "
+                "them, or use another template."
+            )
+        self._complete_shapes.add(shape)
 
     def _render_marked(self, conversation: Conversation, template: str) -> tuple[str, list[Span]]:
         """Return text and spans of a template with ``{% generation %}``, whose blocks become calls of a macro."""
@@ -227,32 +262,25 @@ class ChatTemplate:
         return EncodedConversation(ids, counted, len(text.encode()))
 
 
-def _load_backend(folder: str | Path) -> Any:
-    """Return the fast tokenizer of transformers in a folder, with a chat template. Raises ConfigError."""
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"--format chat: transformers is needed (got {error}). Run `pip install 'ds_ext[hf]'`."
-        ) from error
-    try:
-        backend: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except Exception as error:  # the library raises several types
-        raise ConfigError(
-            f"--tokenizer: transformers cannot load the folder (got {folder}: {error}). Use a folder that "
-            "save_pretrained() of a tokenizer wrote."
-        ) from error
-    if not backend.is_fast:
-        raise ConfigError(
-            f"--tokenizer: chat data needs offsets of tokens in the text (got {folder} with a Python tokenizer). "
-            "Use a folder with a tokenizer.json."
-        )
-    if not backend.chat_template:
-        raise ConfigError(
-            f"--tokenizer: no chat template (got {folder}). Add chat_template.jinja to the folder, or "
-            '"chat_template" to its tokenizer_config.json.'
-        )
-    return backend
+def _with_markers(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list[str]]:
+    """Return message ``index`` with markers instead of its texts and the names of its functions, and the markers."""
+    markers: list[str] = []
+
+    def mark(node: dict[str, Any], key: str) -> dict[str, Any]:
+        if not node.get(key):
+            return node
+        markers.append(f"{MARKER}{index}.{len(markers)}{MARKER}")
+        return {**node, key: markers[-1]}
+
+    if isinstance(message.get("content"), list):
+        parts = [mark(part, "text") if isinstance(part, dict) else part for part in message["content"]]
+        message = {**message, "content": parts}
+    else:
+        message = mark(message, "content")
+    if message.get("tool_calls"):
+        calls = [{**call, "function": mark(call["function"], "name")} for call in message["tool_calls"]]
+        message = {**message, "tool_calls": calls}
+    return message, markers
 
 
 def counted_tokens(offsets_N2: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.uint8]:

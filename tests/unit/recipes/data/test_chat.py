@@ -153,6 +153,42 @@ def test_conversations_without_a_prompt_or_against_the_template_are_refused(
         encode(templates["chatml"], [{"role": "user"}])
 
 
+def test_what_a_template_drops_is_refused(tmp_path: Path, templates: dict[str, ChatTemplate]) -> None:
+    two_roles = (
+        "{%- for m in messages %}{%- if m.role == 'user' %}{{- 'Q' + m.content + '<|im_end|>' }}"
+        "{%- elif m.role == 'assistant' %}{{- 'A' + m.content + '<|im_end|>' }}{%- endif %}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- 'A' }}{%- endif %}"
+    )
+    template = ChatTemplate(write_tokenizer(tmp_path / "two", two_roles), 0)
+    encode(template, TWO_TURNS)
+    call = {"function": {"name": "number", "arguments": {}}}
+    calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+    for index, message in (
+        (0, {"role": "system", "content": "7"}),
+        (2, {"role": "tool", "content": "7"}),
+        (2, calls),
+    ):
+        with pytest.raises(ConfigError, match=rf"line 3.*\b{index}\b.*{message['role']}"):
+            encode(template, [*TWO_TURNS[:index], message, *TWO_TURNS[index:]])
+    with pytest.raises(ConfigError, match=r"line 3.*tools"):
+        encode(template, TWO_TURNS, tools=[{"type": "function", "function": {"name": "number"}}])
+    with pytest.raises(ConfigError, match=r"line 3.*\b2\b"):
+        encode(templates["llama3"], [*TWO_TURNS[:2], {**calls, "content": "x"}, *TWO_TURNS[2:]])
+
+
+def test_tool_calls_count(tmp_path: Path) -> None:
+    chatml = TEMPLATES["chatml"].replace(
+        "{{- m.content + '<|im_end|>\\n' }}",
+        "{{- m.content or '' }}{%- for c in m.tool_calls or [] %}{{- c.function | tojson }}{%- endfor %}"
+        "{{- '<|im_end|>\\n' }}",
+    )
+    template = ChatTemplate(write_tokenizer(tmp_path / "calls", chatml), 0)
+    call = {"type": "function", "function": {"name": "number", "arguments": {"of": 7}}}
+    messages = [TWO_TURNS[0], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    runs = parts(template, encode(template, messages))
+    assert [text for counts, text in runs if counts] == [json.dumps(call["function"]) + "<|im_end|>"]
+
+
 def test_generation_block_in_a_macro(tmp_path: Path) -> None:
     block = "{%- generation -%}  {{- m.content + '<|im_end|>' }}{%- endgeneration %}"
     turn = (
@@ -245,6 +281,7 @@ def test_text_replaces_chat(source: Path, tmp_path: Path) -> None:
         ("not json", "line 2"),
         ('{"text": "x"}', r"line 2.*text"),
         ('{"messages": []}', "line 2"),
+        ('{"messages": [{"role": "user", "content": "x"}], "label": false}', r"line 2.*label"),
         ('{"messages": ["x"]}', "line 2"),
         ('{"messages": [{"content": "x"}]}', "line 2"),
         ('{"messages": [{"role": "assistant", "content": "x", "weight": 0}]}', r"line 2.*\b0\b"),

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from ds_ext.errors import ConfigError
 from ds_ext.recipes.data.chat.dataset import ChatDataset
+from ds_ext.recipes.data.chat.unpacked import ConversationDataset, pad_conversations
 from ds_ext.recipes.data.gpt import build_gpt_datasets
 from ds_ext.recipes.data.indexed import IndexedTokens
 from ds_ext.recipes.data.meta import fingerprint, has_chat
 from ds_ext.recipes.data.packing import IGNORE_INDEX, DocumentOptions
+from ds_ext.recipes.data.tokenizer import train_bpe
 from tests.unit.recipes.data.test_gpt import write_documents
 
 Mask = Sequence[bool]
@@ -155,6 +157,31 @@ def test_splits_and_blends(tmp_path: Path) -> None:
     for path in (str(folder), blend):
         with pytest.raises(ConfigError, match="starts"):
             build_gpt_datasets(path, "1", 8, (20, 0, 0), 1)
+
+
+def test_conversations_one_by_one(tmp_path: Path) -> None:
+    """Ids and labels of whole conversations, which are not shifted; padding is no label."""
+    tokenizer = train_bpe(["a few words"], vocab_size=300)
+    folder = write_chat(tmp_path, [[False, True, False], [True, False, False], [False] * 4 + [True] * 3])
+    tokenizer.save(tmp_path)
+    meta = {"loss_mask": "loss_mask", "tokenizer_fingerprint": tokenizer.fingerprint, "vocab_size": 300}
+    meta |= {"tokenizer": "tokenizer.json"}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    data = ConversationDataset(str(folder), 6, tmp_path)
+    assert len(data) == 2 and data.mean_tokens == 4.5
+    ids, labels = pad_conversations([data[0], data[1]])
+    assert ids.tolist() == [[1, 2, 3, 0, 0, 0], [7, 8, 9, 10, 11, 12]]
+    ignored = IGNORE_INDEX
+    assert labels.tolist() == [[ignored, 2, *[ignored] * 4], [*[ignored] * 4, 11, 12]]
+    assert len(ConversationDataset(str(folder), 4, tmp_path)) == 1
+    with pytest.raises(ConfigError):
+        ConversationDataset(str(folder), 1, tmp_path)
+    train_bpe(["other words"], vocab_size=301).save(tmp_path)
+    with pytest.raises(ConfigError, match="fingerprint"):
+        ConversationDataset(str(folder), 6, tmp_path)
+    (tmp_path / "meta.json").unlink()
+    with pytest.raises(ConfigError, match="--format chat"):
+        ConversationDataset(str(folder), 6, tmp_path)
 
 
 def test_mask_of_other_conversations_is_refused(tmp_path: Path) -> None:

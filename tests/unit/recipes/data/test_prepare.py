@@ -83,6 +83,23 @@ def test_the_next_command_trains_the_model_of_the_tokenizer(
     assert f"--hf-model {model} --data-path {tmp_path / 'with_model'}" in capsys.readouterr().out
 
 
+def test_special_tokens_in_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are counted and named, and tokens only with the flag."""
+    source, output = tmp_path / "texts.jsonl", tmp_path / "out"
+    texts = ["one<|endoftext|>two<|endoftext|>", "three", "<|endoftext"]
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ("--source", source, "--output", output, "--vocab-size", 257)
+    for flags, count in (((), 3), (("--parse-special-tokens", "--force"), 5)):
+        run(*words, *flags)
+        tokens, meta = IndexedTokens(output / "text_document").tokens, read_meta(str(output))
+        assert meta is not None
+        assert np.count_nonzero(tokens == meta["eod_id"]) == count
+        assert meta["special_tokens"] == {"<|endoftext|>": 2}
+        assert "<|endoftext|> 2" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="parse_special_tokens"):
+        run(*words)
+
+
 def test_second_run_does_nothing_and_other_arguments_are_refused(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,31 @@ def test_jsonl_reads_the_key_in_file_order(tmp_path: Path) -> None:
         list(open_source(str(path)).documents())
 
 
+def test_rows_of_a_folder(tmp_path: Path) -> None:
+    """One document per row of a shard, in the order of the names' hashes; a file with one array has rows too."""
+    names = ("b.jsonl", "sub/a.ndjson", "c.json")
+    rows = {name: [{"text": f"{name} {i}"} for i in range(3)] for name in names}
+    (tmp_path / "sub").mkdir()
+    for name in names[:2]:
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
+    (tmp_path / "c.json").write_text(json.dumps(rows["c.json"], indent=1), encoding="utf-8-sig")
+    expected = {name: [row["text"] for row in rows[name]] for name in names}
+    assert list(open_source(str(tmp_path / "c.json")).documents()) == expected["c.json"]
+    documents = list(open_source(str(tmp_path)).documents())
+    assert documents == [text for name in hash_order(names, str) for text in expected[name]]
+    with pytest.raises(ConfigError, match=r"'body'.*text"):
+        open_source(str(tmp_path), "body")
+
+    # Beside other files, .json is text.
+    (tmp_path / "README.md").write_text("read me")
+    expected |= {"c.json": [(tmp_path / "c.json").read_text(encoding="utf-8")], "README.md": ["read me"]}
+    documents = list(open_source(str(tmp_path)).documents())
+    assert documents == [text for name in hash_order((*names, "README.md"), str) for text in expected[name]]
+    (tmp_path / "c.json").write_text("[1,")
+    with pytest.raises(ConfigError, match=r"c\.json"):
+        open_source(str(tmp_path / "c.json"))
+
+
 @pytest.mark.parametrize(("name", "content"), [("a.txt", b" \n"), ("a.jsonl", b""), ("b.txt", b"\0\1")])
 def test_files_without_text_are_refused(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)

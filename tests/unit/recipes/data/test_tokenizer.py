@@ -24,6 +24,16 @@ def bpe() -> Tokenizer:
     return train_bpe(CORPUS, vocab_size=400)
 
 
+def without_tokenizer_json(tokenizer: Tokenizer, folder: Path, **files: Any) -> Path:
+    """Save the vocabulary of a tokenizer, and JSON files with these names and values beside it."""
+    folder.mkdir()
+    tokenizer.save(folder)
+    (folder / "tokenizer.json").unlink(missing_ok=True)
+    for name, values in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    return folder
+
+
 def test_bpe_has_the_requested_size(bpe: Tokenizer) -> None:
     assert bpe.vocab_size == 400
     assert bpe.eod_id == 0
@@ -156,3 +166,105 @@ def test_files_of_a_folder_declare_the_end_of_document(bpe: Tokenizer, tmp_path:
     assert (loaded.eod_id, loaded.fingerprint) == (11, bpe.fingerprint)
     with pytest.raises(ConfigError, match="nowhere"):
         eod_with("tokenizer_config.json", {"eos_token": "<nowhere>"})
+
+
+END = "<|im_end|>"
+QWEN = {
+    "tokenizer_class": "Qwen2Tokenizer",
+    "eos_token": END,
+    "added_tokens_decoder": {"400": {"content": END, "special": True}},
+}
+# Name of a case -> files beside vocab.json and merges.txt, and the end-of-document token.
+FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
+    "tokenizer_config": ({"tokenizer_config": QWEN}, END),
+    "added_tokens": (
+        {
+            "tokenizer_config": {"tokenizer_class": "GPT2Tokenizer", "eos_token": END},
+            "added_tokens": {END: 400},
+        },
+        END,
+    ),
+    "model_type": ({"config": {"model_type": "qwen2"}}, "<|endoftext|>"),
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_declarations_of_a_folder_without_tokenizer_json(bpe: Tokenizer, tmp_path: Path, name: str) -> None:
+    """Ids are those of transformers, and so are added tokens and the end of documents."""
+    transformers: Any = pytest.importorskip("transformers")
+    files, end = FOLDERS[name]
+    folder = without_tokenizer_json(bpe, tmp_path / "hf", **files)
+    tokenizer = load_tokenizer(folder)
+    expected = transformers.AutoTokenizer.from_pretrained(str(folder))
+    text = "stage 149 sends 1043 to its\u2003peer\nAND waits"
+    assert tokenizer.encode(text) == expected(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.vocab_size == len(expected) == (400 if name == "model_type" else 401)
+    assert tokenizer.eod_id == expected.convert_tokens_to_ids(end)
+    if name != "added_tokens":  # Qwen2 splits numbers into digits
+        assert tokenizer.encode(text) != bpe.encode(text)
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    tokenizer.save(copy)
+    loaded = load_tokenizer(copy)
+    assert (loaded.eod_id, loaded.fingerprint) == (tokenizer.eod_id, tokenizer.fingerprint)
+    assert loaded.encode(text) == tokenizer.encode(text)
+
+
+def test_declarations_beside_a_sentencepiece_model(tmp_path: Path) -> None:
+    """transformers loads the folder only if it has other tokens than the model."""
+    pytest.importorskip("sentencepiece")
+    transformers: Any = pytest.importorskip("transformers")
+    trained = train_sentencepiece(CORPUS, vocab_size=350)
+    tokens = {str(i): {"content": name, "special": True} for i, name in enumerate(trained.pieces[:3])}
+    config = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>", "added_tokens_decoder": tokens}
+    folder = without_tokenizer_json(trained, tmp_path / "same", tokenizer_config=config)
+    assert load_tokenizer(folder).fingerprint == trained.fingerprint
+
+    files = {"tokenizer_config": {**config, "eos_token": END}, "added_tokens": {END: 350}}
+    folder = without_tokenizer_json(trained, tmp_path / "more", **files)
+    try:
+        expected = transformers.AutoTokenizer.from_pretrained(str(folder))
+    except ValueError:  # protobuf does not fit sentencepiece
+        with pytest.raises(ConfigError, match=str(folder)):
+            load_tokenizer(folder)
+        return
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.encode(CORPUS[3]) == expected(CORPUS[3], add_special_tokens=False)["input_ids"]
+    assert tokenizer.eod_id == expected.eos_token_id != trained.eod_id
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_declarations_beside_a_vocab_txt(tmp_path: Path, lower: bool) -> None:
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "two"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    assert load_tokenizer(tmp_path).encode("two TWO") == [5, 5]
+    pytest.importorskip("transformers")
+    values = {"tokenizer_class": "BertTokenizer", "do_lower_case": lower}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    assert load_tokenizer(tmp_path).encode("two TWO") == [5, 5 if lower else 1]
+
+
+def test_code_of_a_tokenizer_folder_is_not_run(
+    bpe: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(builtins, "input", lambda *_: pytest.fail("a question to the user"))
+    values = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    folder = without_tokenizer_json(bpe, tmp_path / "hf", tokenizer_config=values)
+    (folder / "own.py").write_text("raise SystemExit(7)")
+    with pytest.raises(ConfigError, match=str(folder)):
+        load_tokenizer(folder)
+
+
+def test_special_tokens_are_parsed_on_request(tmp_path: Path) -> None:
+    tokenizer = train_bpe(CORPUS, vocab_size=300)
+    assert tokenizer.special_tokens == ("<|endoftext|>",)
+    text = "a<|endoftext|>b"
+    assert tokenizer.eod_id not in tokenizer.encode(text)
+    tokenizer.parse_special_tokens()
+    assert tokenizer.encode(text) == [*tokenizer.encode("a"), tokenizer.eod_id, *tokenizer.encode("b")]
+    pytest.importorskip("sentencepiece")
+    model = train_sentencepiece(CORPUS, vocab_size=350)
+    assert set(model.special_tokens) == {"<unk>", "<s>", "</s>"}
+    with pytest.raises(ConfigError, match="--parse-special-tokens"):
+        model.parse_special_tokens()

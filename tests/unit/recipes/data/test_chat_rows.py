@@ -1,0 +1,119 @@
+"""Rows of chat files: formats that become the same conversations, and rows that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ext.errors import ConfigError
+from ds_ext.recipes.data.chat.rows import read_conversations
+from ds_ext.recipes.data.chat.template import Conversation
+from ds_ext.recipes.data.sources import hash_order
+
+TURNS = [{"role": "user", "content": "what is 7?"}, {"role": "assistant", "content": "it is 7."}]
+SYSTEM = {"role": "system", "content": "be brief"}
+TOOLS = [{"type": "function", "function": {"name": "number"}}]
+CALL = {"type": "function", "function": {"name": "number", "arguments": {"of": 7}}}
+
+
+def read(folder: Path, *rows: Any) -> list[Conversation]:
+    path = folder / "chat.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return list(read_conversations(path))
+
+
+def sharegpt(*turns: tuple[str, str]) -> list[dict[str, str]]:
+    return [{"from": sender, "value": value} for sender, value in turns]
+
+
+@pytest.mark.parametrize(
+    ("row", "messages"),
+    [
+        ({"messages": TURNS, "label": True, "rejected": None}, TURNS),
+        ({"conversations": TURNS}, TURNS),
+        ({"messages": TURNS, "system": "be brief"}, [SYSTEM, *TURNS]),
+        ({"messages": [{**TURNS[0], "tool_calls": None, "name": None}, {**TURNS[1], "weight": 1}]}, None),
+        ({"conversations": sharegpt(("human", "what is 7?"), ("gpt", "it is 7."))}, TURNS),
+        (
+            {
+                "system": "be brief",
+                "conversations": sharegpt(("user", "what is 7?"), ("assistant", "it is 7.")),
+            },
+            [SYSTEM, *TURNS],
+        ),
+        ({"instruction": "what is 7?", "input": "", "output": "it is 7."}, TURNS),
+        (
+            {"instruction": "what is", "input": "8?", "output": "8", "history": [["what is 7?", "it is 7."]]},
+            [*TURNS, {"role": "user", "content": "what is\n8?"}, {"role": "assistant", "content": "8"}],
+        ),
+    ],
+)
+def test_formats(tmp_path: Path, row: Any, messages: Any) -> None:
+    (conversation,) = read(tmp_path, row)
+    expected = messages or [TURNS[0], {**TURNS[1], "weight": 1}]
+    assert (conversation.messages, conversation.tools) == (expected, None)
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
+def test_tool_calls(tmp_path: Path, tools: Any) -> None:
+    """Arguments become objects, in all three spellings of a call."""
+    as_string = {"name": "number", "arguments": json.dumps({"of": 7})}
+    result = {"role": "tool", "content": "7"}
+    messages = [
+        TURNS[0],
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "a", "function": as_string}]},
+        result,
+        {"role": "assistant", "content": "", "function_call": as_string},
+        result,
+        TURNS[1],
+    ]
+    calls = sharegpt(("function_call", json.dumps(as_string)), ("observation", "7"))
+    ends = [sharegpt(("human", "what is 7?")), sharegpt(("gpt", "it is 7."))]
+    rows = [{"messages": messages}, {"conversations": [*ends[0], *calls, *calls, *ends[1]]}]
+    conversations = read(tmp_path, *({**row, "tools": tools} for row in rows))
+    for conversation in conversations:
+        assert conversation.tools == TOOLS
+        assert [message["role"] for message in conversation.messages] == [m["role"] for m in messages]
+        tool_calls = [call for message in conversation.messages for call in message.get("tool_calls", [])]
+        assert [{key: call[key] for key in CALL} for call in tool_calls] == [CALL, CALL]
+        assert not any("function_call" in message for message in conversation.messages)
+        assert conversation.messages[2] == result
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": TURNS, "label": False}, "label"),
+        ({"conversations": TURNS, "kto_tag": False}, "kto_tag"),
+        ({"messages": TURNS, "rejected_response": "7"}, "rejected_response"),
+        ({"chosen": TURNS, "rejected": TURNS}, "chosen"),
+        ({"instruction": "a", "output": "b", "rejected": "c"}, "rejected"),
+        ({"instruction": "a", "output": ["b", "c"]}, "'b'"),
+        ({"instruction": "a", "output": "b", "history": [["c"]]}, "'c'"),
+        ({"messages": [TURNS[0], {**TURNS[1], "loss": False}]}, "loss"),
+        ({"messages": [{"role": "user", "content": None}, TURNS[1]]}, "user"),
+        ({"messages": [SYSTEM, *TURNS], "system": "be long"}, "system"),
+        ({"conversations": sharegpt(("judge", "7"))}, "judge"),
+        ({"conversations": sharegpt(("function_call", "number(7)"))}, "function_call"),
+        ({"messages": [{"role": "assistant", "content": "", "tool_calls": ["x"]}]}, "'x'"),
+        ({"messages": TURNS, "tools": "number"}, "tools"),
+        ({"prompt": "a", "completion": "b"}, "prompt, completion"),
+        (["what is 7?"], "list"),
+    ],
+)
+def test_refused_rows(tmp_path: Path, row: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"line 2: .*{words}"):
+        read(tmp_path, {"messages": TURNS}, row)
+
+
+def test_a_folder_of_shards(tmp_path: Path) -> None:
+    names = ("b.jsonl", "a.jsonl", "c.json")
+    for name in names:
+        row = {"messages": [{"role": "user", "content": name}]}
+        (tmp_path / name).write_text(json.dumps([row]) if name == "c.json" else json.dumps(row) + "\n")
+    (tmp_path / "README.md").write_text("not rows")
+    contents = [conversation.messages[0]["content"] for conversation in read_conversations(tmp_path)]
+    assert contents == hash_order(names, str)
