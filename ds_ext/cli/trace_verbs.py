@@ -128,6 +128,8 @@ def summary_lines(summary: Summary) -> list[str]:
             f"slowest link   rank {link.sender} to {link.receiver}: {link.ms:.3f} ms for {link.bytes:,} bytes "
             f"(median of {link.messages} awaited messages)"
         )
+    if summary.causes is not None:
+        lines += [*summary.causes.slow_rank_lines(), "", summary.causes.sentence()]
     return lines
 
 

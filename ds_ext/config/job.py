@@ -41,7 +41,7 @@ class DsExtConfig(Section):
     loss_weighting: Literal["tokens", "micro_batches"] = "tokens"
     eager_gradient_sync: bool = True
     keyed_random: bool = True
-    print_plan: bool = True
+    print_plan: Literal[True, False, "all"] = True
     max_nonfinite_losses: int = Field(default=10, ge=0)
     audit_interval: int = Field(default=0, ge=0)
     transport: Literal["auto", "shm", "rdma", "tcp", "torch"] = "auto"

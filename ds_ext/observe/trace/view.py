@@ -298,6 +298,8 @@ def notes(traces: Traces, summary: Summary, step: int | None = None) -> list[str
         notes.append(
             f"Slowest link: rank {link.sender} to {link.receiver}, {link.ms:.3f} ms for {link.bytes:,} bytes."
         )
+    if summary.causes is not None:
+        notes += [*summary.causes.slow_rank_lines(), summary.causes.sentence()]
     return [*notes, *summary.notes]
 
 

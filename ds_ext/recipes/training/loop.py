@@ -81,6 +81,7 @@ class Trainer:
     tokenizer: str | None = None
     validation_loss: float | None = None
     not_saved: list[int] = field(default_factory=list)
+    metrics: Metrics = field(init=False)
 
     def run(self) -> int:
         """Train to the last step; evaluate and save at intervals and at the end.
@@ -120,7 +121,7 @@ class Trainer:
 
     def _metrics(self) -> Metrics:
         """Return the metrics with the settings of the flags, which open the metrics file."""
-        return Metrics(
+        self.metrics = Metrics(
             self.engine,
             total_steps=self.args.train_iters,
             file=self.args.metrics_file,
@@ -130,6 +131,7 @@ class Trainer:
             log_interval=self.args.log_interval,
             model=asdict(self.model),
         )
+        return self.metrics
 
     def evaluate(self, valid: MicroBatches) -> tuple[float, dict[str, float]]:
         """Return the mean loss of ``--eval-iters`` validation steps, and its parts if the model reports any.
@@ -233,6 +235,7 @@ class Trainer:
                 kind, loss = "validation", self.validation_loss
             verdict = "below" if loss < floor else "not below"
             say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {floor:.4f} nats")
+        self.metrics.print_summary()
         lines = []
         if self.args.save:
             command, note = resume_command(sys.argv, self.args)
@@ -240,10 +243,6 @@ class Trainer:
             if note:
                 lines.append(f"{'':20}({note})")
         lines.append(f"show the timetable  {_verb('show', *self._show_arguments())}")
-        if self.args.metrics_file:
-            lines.append(
-                f"report of the run   {_verb('report', self.args.metrics_file, '-o', 'report.html')}"
-            )
         say("next: " + "\n      ".join(lines))
 
     def exit_code(self, loss: float) -> int:
