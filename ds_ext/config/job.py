@@ -103,6 +103,10 @@ class JobConfig:
             notes.append(
                 "ds_ext.sequence_parallel: no effect with tensor_parallel_size 1, because each rank has all tokens"
             )
+        if self.deepspeed.get("wall_clock_breakdown"):
+            notes.append(
+                'wall_clock_breakdown: ignored. Set "trace" in the "ds_ext" section for the time of every op'
+            )
         return notes
 
 

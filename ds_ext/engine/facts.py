@@ -167,7 +167,7 @@ def _rank_facts(model: PipelineModule) -> dict[str, Any]:
 
 
 def _share(model: PipelineModule) -> tuple[int, int]:
-    """Return the parameters, and the trained ones, that this rank counts, so that no replica, shard or tie counts twice."""
+    """Return the parameters, and the trained ones, that this rank counts. No replica, shard or tie counts twice."""
     layout = model.layout
     device, data, tensor = layout.coordinates(model.global_rank)
     counts = [0, 0]

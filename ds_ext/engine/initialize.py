@@ -215,6 +215,7 @@ def initialize(
         train_micro_batch_size_per_gpu=sizes.micro_batch_size,
         gradient_accumulation_steps=sizes.gradient_accumulation_steps,
         train_batch_size=sizes.train_batch_size,
+        wall_clock_breakdown=False,  # its timers synchronize the device around calls that this engine does not make
     )
     scheduler = config_dict.get("scheduler") or {}
     if lr_scheduler is None and scheduler.get("type") == "MegatronLR":

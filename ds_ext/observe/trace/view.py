@@ -46,7 +46,8 @@ def page(traces: Traces, step: int | None = None) -> str:
     summary = summarize(traces)
     step = _choose_step(traces, summary, step)
     drawing = draw_steps(traces, summary, [step])[step]
-    title = f"{drawing.schedule} on {traces.run['world_size']} ranks: step {step}, planned and measured"
+    world = traces.run["world_size"]
+    title = f"{drawing.schedule} on {world} rank{'s' * (world != 1)}: step {step}, planned and measured"
     return html(
         drawing.pictures,
         waiting_table(traces, summary),
