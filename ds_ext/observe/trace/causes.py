@@ -96,7 +96,7 @@ class Causes:
         texts = [
             f"{value:.{decimals}f} {'are ' if name.startswith('the') else ''}{name}"
             for value, (_, name) in zip(points, parts, strict=True)
-            if value > 0
+            if value > 0 or name.startswith("the")
         ]
         return f"Of {100 * self.bubble:.{decimals}f} points of bubble, {', '.join(texts)}."
 

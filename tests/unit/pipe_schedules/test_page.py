@@ -146,9 +146,11 @@ def test_the_page_says_what_it_costs() -> None:
         peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
         assert f"<dt>makespan</dt><dd>{simulation.makespan:g}</dd>" in page
         assert f"<dt>bubble</dt><dd>{simulation.bubble:.1%}</dd>" in page
-        assert f"<dt>peak activations</dt><dd>{peaks}</dd>" in page
+        assert f"<dt>peak activations</dt><dd>{peaks} of 1/4 model</dd>" in page
     assert page.count("<canvas ") == 2
-    assert "<dt>peak activations</dt><dd>1 to 20</dd>" in html([simulate(timetable("1f1b", 20, 40))])
+    assert "<dt>peak activations</dt><dd>1 to 20 of 1/20 model</dd>" in html(
+        [simulate(timetable("1f1b", 20, 40))]
+    )
 
 
 def test_the_legend_has_what_occurs() -> None:
@@ -223,11 +225,16 @@ def test_ticks_are_at_round_numbers(least: float) -> None:
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
 def test_colors_can_be_read_and_told_apart(theme: Theme) -> None:
-    """WCAG contrast of text at least 4.5, and the kinds differ in lightness alone, for every pipe."""
+    """WCAG contrast of text at least 4.5, and the kinds differ in lightness alone, for every pipe.
+
+    Forward and weight gradient have texts of one color, so they differ more.
+    """
     for colors in theme.kinds:
         for kind, fill in zip(KINDS, colors, strict=True):
             assert contrast(theme.inverse if kind in ON_DARK else theme.text, fill) >= 4.5, fill
         assert all(contrast(a, b) >= 1.35 for a, b in itertools.combinations(colors, 2)), colors
+        forward, _, _, weight = colors
+        assert theme is LIGHT or contrast(forward, weight) >= 2.2, colors
     assert contrast(theme.muted, theme.paper) >= 4.5
 
 
