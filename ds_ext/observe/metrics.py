@@ -90,7 +90,7 @@ def progress_line(
 ) -> str:
     """Return a line of at most 100 columns on consecutive steps; cells that do not fit are only in the metrics file.
 
-    Loss, gradient norm, times and bubble are means over the steps; learning rate and memory are those of the last one.
+    Loss, gradient norm and times are means over the steps; learning rate and memory are those of the last one.
 
     Args:
         steps: metrics of the steps, at least one.
@@ -116,10 +116,9 @@ def progress_line(
         (0, f"{seconds / len(steps):.3g} s/step"),
         (1, _cell("", rate, ",.0f" if rate is not None and rate >= 100 else ".3g", f" {unit}")),
         (4, f"{memory} {last.peak_memory_bytes / _MIB:,.0f} MiB"),
-        (5, _cell("bubble ", _mean(steps, "bubble_measured"), ".0%")),
         (0, "" if left_s is None else f"{duration_text(left_s)} left"),
     ]
-    for least in range(6, 0, -1):
+    for least in range(5, 0, -1):
         line = " | ".join(text for order, text in cells if text and order < least)
         if len(line) <= _COLUMNS:
             break
@@ -202,8 +201,8 @@ class Metrics:
             self._record.note_memory(self._engine.report.of_ranks.peak_memory_of_ranks)
         is_first, total = self._steps == 0, self._total_steps
         left_s = self._count(metrics)
-        self._since_line.append(metrics)
         if self._engine.global_rank == 0 and self._log_interval > 0:
+            self._since_line.append(metrics)
             is_last = total is not None and metrics.step >= total
             is_due = metrics.step % self._log_interval == 0 or validation_loss is not None
             line = progress_line(self._since_line, total, None if is_last else left_s, self._memory)
@@ -232,14 +231,20 @@ class Metrics:
         peaks = report.of_ranks.peak_memory_of_ranks
         amounts = [f"{self._samples:,} samples"]
         rate, unit = self._samples / self._seconds, "samples/s"
+        tflops = self._tflops(rate)
         if tokens is not None:
             amounts.append(f"{self._samples * tokens:,} tokens")
             rate, unit = rate * tokens, "tokens/s"
+        rates = [
+            f"{rate:{',.0f' if rate >= 100 else '.3g'}} {unit}",
+            _cell("", tflops, ".3g", " TFLOP/s per device"),
+            _cell("MFU ", self._mfu(tflops), ".1%"),
+        ]
         elapsed, in_steps = (duration_text(s) for s in (time.monotonic() - self._began_s, self._seconds))
         steps = f"{self._steps:,} step{'s' * (self._steps != 1)}"
         lines = [
             f"trained   {steps} in {elapsed}, {in_steps} of it in steps ({self._seconds / self._steps:.3g} s/step)",
-            f"          {', '.join(amounts)}, {rate:{',.0f' if rate >= 100 else '.3g'}} {unit}",
+            f"          {', '.join(filter(None, [*amounts, *rates]))}",
             f"memory    {self._memory} {max(peaks) / _MIB:,.0f} MiB at the peak, on rank {peaks.index(max(peaks))}",
             f"bubble    {self._bubbles / self._steps:.0%}, of ideal devices "
             f"{self._engine.plan.simulation.bubble:.0%}",
@@ -250,6 +255,15 @@ class Metrics:
             words = ["python", "-m", "ds_ext", "report", str(self._file.path), "-o", "report.html"]
             lines.append(f"report    {shlex.join(words)}")
         print_line("\n".join(lines))
+
+    def _tflops(self, samples_per_s: float) -> float | None:
+        """Return the model's TFLOP/s of a device; None if unknown."""
+        if self._flops_per_sample is None:
+            return None
+        return samples_per_s * self._flops_per_sample / dist.get_world_size() / 1e12
+
+    def _mfu(self, tflops: float | None) -> float | None:
+        return None if tflops is None or self._peak_tflops is None else tflops / self._peak_tflops
 
     def _measure(
         self,
@@ -263,9 +277,7 @@ class Metrics:
         norm = engine.get_global_grad_norm()
         samples_per_s = engine.train_batch_size() / report.seconds
         tokens = self._tokens_per_sample
-        tflops = None
-        if self._flops_per_sample is not None:
-            tflops = samples_per_s * self._flops_per_sample / dist.get_world_size() / 1e12
+        tflops = self._tflops(samples_per_s)
         return StepMetrics(
             step=engine.global_steps,
             loss=loss,
@@ -275,7 +287,7 @@ class Metrics:
             samples_per_s=samples_per_s,
             tokens_per_s=None if tokens is None else samples_per_s * tokens,
             tflops_per_device=tflops,
-            mfu=None if tflops is None or self._peak_tflops is None else tflops / self._peak_tflops,
+            mfu=self._mfu(tflops),
             consumed_samples=engine.global_samples,
             schedule=engine.plan.timetable.schedule,
             transport=engine.transport.name,

@@ -46,8 +46,8 @@ def numbers(line: str) -> str:
 
 
 def test_progress_line() -> None:
-    assert numbers(progress_line([METRICS], 100)) == "7/100 2.3457 1.00e-03 0.500 0.25 12,346 1 25%"
-    unknown = replace(METRICS, grad_norm=None, bubble_measured=None, tokens_per_s=None)
+    assert numbers(progress_line([METRICS], 100)) == "7/100 2.3457 1.00e-03 0.500 0.25 12,346 1"
+    unknown = replace(METRICS, grad_norm=None, tokens_per_s=None)
     assert numbers(progress_line([unknown], 7)) == "7/7 2.3457 1.00e-03 0.25 12.3 1"
     assert progress_line([unknown]).startswith("step 7 | loss ")
     parts = {"masked_words": 5.25, "sentence_order": 0.75}
@@ -57,13 +57,11 @@ def test_progress_line() -> None:
 
 def test_a_progress_line_has_means_and_rates_of_its_steps() -> None:
     steps = [
-        replace(
-            METRICS, step=8, loss=2.0, grad_norm=1.0, iter_time_s=1.0, tokens_per_s=100.0, bubble_measured=0.5
-        ),
+        replace(METRICS, step=8, loss=2.0, grad_norm=1.0, iter_time_s=1.0, tokens_per_s=100.0),
         replace(METRICS, step=9, loss=4.0, grad_norm=2.0, iter_time_s=3.0, tokens_per_s=300.0, lr=5e-4),
     ]
     # 1,000 tokens in 4 s; learning rate and memory of the last step.
-    assert numbers(progress_line(steps, 10)) == "9/10 3.0000 5.00e-04 1.500 2 250 1 38%"
+    assert numbers(progress_line(steps, 10)) == "9/10 3.0000 5.00e-04 1.500 2 250 1"
 
 
 def test_a_progress_line_has_at_most_100_columns() -> None:
