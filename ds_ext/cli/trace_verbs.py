@@ -58,9 +58,9 @@ def run_merge(args: argparse.Namespace) -> int:
     except OSError as error:
         raise _cannot_write(args.output, error) from None
     _print_notes(traces.notes)
-    worst = max(clock["error_us"] for clock in clocks(traces))
+    worst, world = max(clock["error_us"] for clock in clocks(traces)), traces.run["world_size"]
     print(
-        f"wrote {args.output}: {len(traces.ranks)} of {traces.run['world_size']} ranks, {result.events} events, "
+        f"wrote {args.output}: {len(traces.ranks)} of {world} rank{'s' * (world != 1)}, {result.events} events, "
         f"{result.messages} messages, {os.path.getsize(args.output):,} bytes; clock error {worst:.0f} us"
     )
     if result.early_us > max(worst, _EARLY_US):

@@ -209,6 +209,20 @@ def test_the_picture_is_to_scale(name: str) -> None:
     assert len(tops) == 4
 
 
+def test_marks_and_peaks_have_names_and_units() -> None:
+    simulation = simulate(timetable("bitpipe", 4, 4))
+    texts = [element.text for element in ElementTree.fromstring(svg(simulation)).iter(f"{SVG}text")]
+    assert {"ideal 12", "makespan 14", "peak activations", "of 1/4 model"} <= set(texts)
+    texts = [
+        element.text for element in ElementTree.fromstring(svg(simulation, unit="ms")).iter(f"{SVG}text")
+    ]
+    assert {"ideal 12 ms", "makespan 14 ms"} <= set(texts)
+    (plot,) = data_of(html([simulation], unit="ms"))
+    assert (plot["unit"], plot["peak_unit"]) == (" ms", "of 1/4 model")
+    (plot,) = data_of(html([simulate(timetable("gpipe", 1, 1))]))
+    assert (plot["unit"], plot["peak_unit"]) == ("", "of the model")
+
+
 def test_the_axis_is_in_forwards() -> None:
     made = timetable("bitpipe", 4, 4)
     assert axis_title(simulate(made)) == "time, in forwards of 1/4 of the model"
