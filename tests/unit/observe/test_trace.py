@@ -209,8 +209,9 @@ def test_a_rank_that_is_slow_in_few_steps_is_not_named() -> None:
 @pytest.mark.parametrize("bubble", [0.0, 0.034, 0.366, 0.5])
 @pytest.mark.parametrize("cores", [None, (4, 2.0)])
 def test_the_points_of_the_sentence_add_up(bubble: float, cores: tuple[int, float] | None) -> None:
-    shares = [bubble * share for share in (0.234, 0.333, 0.111, 0.222)]
-    causes = Causes(bubble, *shares, bubble - sum(shares), (5, 1.3), [], cores, 8)
+    schedule, uneven, varying, messages = (bubble * share for share in (0.234, 0.333, 0.111, 0.222))
+    between = bubble - schedule - uneven - varying - messages
+    causes = Causes(bubble, schedule, uneven, varying, messages, between, (5, 1.3), [], cores, 8)
     total, *points = re.findall(
         r"[\d.]+(?= points| are the| uneven| messages| ranks that| ops of| work)", causes.sentence()
     )
