@@ -100,7 +100,7 @@ def numbers(simulation: Simulation, unit: str = "") -> list[tuple[str, str]]:
         ("makespan", f"{simulation.makespan:.4g} {unit}" if unit else f"{simulation.makespan:g}"),
         ("ideal", f"{simulation.ideal:.4g} {unit}" if unit else f"{simulation.ideal:g}"),
         ("bubble", f"{simulation.bubble:.1%}"),
-        ("peak activations", f"{' '.join(peaks)} {peak_unit(simulation.timetable)}"),
+        ("peak activations", " ".join(peaks)),
     ]
 
 
