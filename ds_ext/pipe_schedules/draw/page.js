@@ -226,9 +226,13 @@ function drawMarks(plot, write, color) {
     if (time < view.from || time > view.to * (1 + 1e-9)) return;
     const x = Math.round(toX(plot, time)) + 0.5;
     pen.strokeStyle = color("muted");
-    pen.setLineDash(dash);
     pen.beginPath();
     pen.moveTo(x, y - 6);
+    pen.lineTo(x, TOP - 5);
+    pen.stroke();
+    pen.setLineDash(dash);
+    pen.beginPath();
+    pen.moveTo(x, TOP - 5);
     pen.lineTo(x, TOP + rows.length * height + 5);
     pen.stroke();
     pen.setLineDash([]);
