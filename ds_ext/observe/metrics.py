@@ -118,6 +118,7 @@ def progress_line(
         (4, f"{memory} {last.peak_memory_bytes / _MIB:,.0f} MiB"),
         (0, "" if left_s is None else f"{duration_text(left_s)} left"),
     ]
+    line = ""
     for least in range(5, 0, -1):
         line = " | ".join(text for order, text in cells if text and order < least)
         if len(line) <= _COLUMNS:

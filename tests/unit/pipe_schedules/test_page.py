@@ -148,9 +148,7 @@ def test_the_page_says_what_it_costs() -> None:
         assert f"<dt>bubble</dt><dd>{simulation.bubble:.1%}</dd>" in page
         assert f"<dt>peak activations</dt><dd>{peaks}</dd>" in page
     assert page.count("<canvas ") == 2
-    assert "<dt>peak activations</dt><dd>1 to 20</dd>" in html(
-        [simulate(timetable("1f1b", 20, 40))]
-    )
+    assert "<dt>peak activations</dt><dd>1 to 20</dd>" in html([simulate(timetable("1f1b", 20, 40))])
 
 
 def test_the_legend_has_what_occurs() -> None:
