@@ -13,6 +13,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from ds_ext.environment import restart_count
 from ds_ext.errors import ConfigError
 from ds_ext.launch import process
 from ds_ext.parallel.hosts import Hosts
@@ -81,7 +82,7 @@ def main() -> int:
     check_precision(plan.job)
     init_distributed(settings.transport_options.timeout_s, job_facts(args, plan, config.vocab_size))
     plan = replace(plan, layout=on_hosts(plan.layout, settings.fbd.forward_hosts))
-    if settings.print_plan:
+    if settings.print_plan and restart_count() == 0:
         say(describe(plan, hosts_of_job()))
     tp = create_tensor_parallel(plan.layout.groups()["tensor"])
     clock = DropoutClock()

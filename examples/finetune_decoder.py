@@ -89,6 +89,7 @@ def main() -> None:
     for _ in range(args.steps):
         metrics.log(engine.train_batch())
     engine.save_checkpoint(args.save, exclude_frozen_parameters=bool(args.lora))
+    metrics.print_summary()
     if lora is not None:
         ds_ext.save_adapter(engine, lora, args.save / "adapter")
 

@@ -61,6 +61,7 @@ def main() -> None:
     metrics = ds_ext.Metrics(engine, total_steps=STEPS)
     for _ in range(STEPS):
         metrics.log(engine.train_batch())
+    metrics.print_summary()
 
 
 if __name__ == "__main__":

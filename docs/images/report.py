@@ -3,7 +3,7 @@
     python -m ds_ext report . -o report.html
     python docs/images/report.py report.html docs/images/report.png
 
-The picture leaves out the sections between the first charts and the timetable of a step, and what is folded.
+The picture leaves out all charts but the first two, some tables, and what is folded.
 """
 
 import base64
@@ -17,7 +17,7 @@ from selenium.webdriver.chrome.service import Service
 
 WIDTH = 1200
 LEFT_OUT = """
-for (const id of ["memory", "waits", "checkpoints", "starts", "notes"])
+for (const id of ["memory", "checkpoints", "starts", "notes"])
   document.getElementById(id)?.closest("section").remove();
 document.querySelectorAll("figure").forEach((chart, at) => { if (chart.closest(".charts") && at > 1) chart.remove(); });
 document.querySelectorAll("details, footer").forEach(folded => folded.remove());

@@ -58,9 +58,9 @@ def run_merge(args: argparse.Namespace) -> int:
     except OSError as error:
         raise _cannot_write(args.output, error) from None
     _print_notes(traces.notes)
-    worst = max(clock["error_us"] for clock in clocks(traces))
+    worst, world = max(clock["error_us"] for clock in clocks(traces)), traces.run["world_size"]
     print(
-        f"wrote {args.output}: {len(traces.ranks)} of {traces.run['world_size']} ranks, {result.events} events, "
+        f"wrote {args.output}: {len(traces.ranks)} of {world} rank{'s' * (world != 1)}, {result.events} events, "
         f"{result.messages} messages, {os.path.getsize(args.output):,} bytes; clock error {worst:.0f} us"
     )
     if result.early_us > max(worst, _EARLY_US):
@@ -128,6 +128,8 @@ def summary_lines(summary: Summary) -> list[str]:
             f"slowest link   rank {link.sender} to {link.receiver}: {link.ms:.3f} ms for {link.bytes:,} bytes "
             f"(median of {link.messages} awaited messages)"
         )
+    if summary.causes is not None:
+        lines += [*summary.causes.slow_rank_lines(), "", summary.causes.sentence()]
     return lines
 
 

@@ -38,7 +38,6 @@ UNAPPLIED: dict[str, tuple[tuple[Any, ...], str]] = {
         "torch.profiler shows every computation under its name in the timetable",
     ),
     "data_efficiency.enabled": (_OFF, "Order or shorten the samples in the dataset"),
-    "wall_clock_breakdown": (_OFF, 'Set "trace" in the "ds_ext" section'),
     "autotuning.enabled": (_OFF, 'Set "schedule": "auto" in the "ds_ext" section'),
     "hybrid_engine.enabled": (_OFF, "Generate with the model that `python -m ds_ext convert --to hf` writes"),
     "compile.deepcompile": (_OFF, "Call engine.compile()"),

@@ -41,7 +41,7 @@ class DsExtConfig(Section):
     loss_weighting: Literal["tokens", "micro_batches"] = "tokens"
     eager_gradient_sync: bool = True
     keyed_random: bool = True
-    print_plan: bool = True
+    print_plan: Literal[True, False, "all"] = True
     max_nonfinite_losses: int = Field(default=10, ge=0)
     audit_interval: int = Field(default=0, ge=0)
     transport: Literal["auto", "shm", "rdma", "tcp", "torch"] = "auto"
@@ -102,6 +102,10 @@ class JobConfig:
         if self.ds_ext.sequence_parallel and self.ds_ext.tensor_parallel_size == 1:
             notes.append(
                 "ds_ext.sequence_parallel: no effect with tensor_parallel_size 1, because each rank has all tokens"
+            )
+        if self.deepspeed.get("wall_clock_breakdown"):
+            notes.append(
+                'wall_clock_breakdown: ignored. Set "trace" in the "ds_ext" section for the time of every op'
             )
         return notes
 

@@ -6,7 +6,8 @@ import contextlib
 import os
 import platform
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,9 @@ from ..config.deepspeed_json import precision, zero_stage
 from ..environment import package_version
 from ..launch.job_facts import as_text, checksum, setting_facts
 from ..launch.roll_call import Facts
-from ..planner.job_text import GRID_MICRO_BATCHES, describe
+from ..planner.job_text import describe
+from ..tensor_parallel import shard_dim
+from .checkpoint.states import parameters_of
 from .module import PipelineModule
 from .together import together
 
@@ -119,11 +122,15 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
     Args:
         data: facts of the data that this rank reads, from :func:`data_facts`.
     """
-    ranks, rates, data_of_ranks = zip(
-        *together(lambda: (_rank_facts(model), _dropout_rates(model), data)), strict=True
+    ranks, rates, data_of_ranks, shares, empty = zip(
+        *together(
+            lambda: (_rank_facts(model), _dropout_rates(model), data, _share(model), _empty_stages(model))
+        ),
+        strict=True,
     )
+    total, trained = (sum(counts) for counts in zip(*shares, strict=True))
     plan, layout, trace_dir = model.plan, model.layout, model.plan.settings.trace.dir
-    return {
+    facts = {
         "schedule": plan.timetable.schedule,
         "world_size": layout.world_size,
         "pipeline_parallel_size": layout.placement.devices_per_pipe,
@@ -137,14 +144,17 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
         "dropout": sorted(set().union(*rates)),
         "data": {key: fact for facts in data_of_ranks for key, fact in facts.items()},
         "ranks": list(ranks),
+        "parameters": total,
+        "trained_parameters": trained,
+        "empty_stages": sorted(set().union(*empty)),
         "versions": {
             "python": platform.python_version(),
             **{name: package_version(name) or "not installed" for name in _PACKAGES},
         },
         "trace_dir": trace_dir and os.path.abspath(trace_dir),
-        "plan": plan_text(model, ranks) if model.global_rank == 0 else "",
         "config": plan.job.deepspeed,
     }
+    return {**facts, "plan": plan_text(model, facts) if model.global_rank == 0 else ""}
 
 
 def _rank_facts(model: PipelineModule) -> dict[str, Any]:
@@ -156,24 +166,65 @@ def _rank_facts(model: PipelineModule) -> dict[str, Any]:
     return {"host": platform.node(), "name": name, "device": model.device_index, "parameters": parameters}
 
 
+def _share(model: PipelineModule) -> tuple[int, int]:
+    """Return the parameters, and the trained ones, that this rank counts. No replica, shard or tie counts twice."""
+    layout = model.layout
+    device, data, tensor = layout.coordinates(model.global_rank)
+    counts = [0, 0]
+    for local in parameters_of(model, 1).values():
+        owner = layout.placement.pipes[0][bisect_right(model.parts, local.layer) - 1]
+        if data or tensor or owner != device:
+            continue
+        is_sharded = shard_dim(local.parameter) is not None or getattr(
+            local.parameter, "model_parallel", False
+        )
+        size = local.parameter.numel() * (layout.tensor_parallel_size if is_sharded else 1)
+        counts[0] += size
+        counts[1] += size * local.parameter.requires_grad
+    return counts[0], counts[1]
+
+
+def _empty_stages(model: PipelineModule) -> list[int]:
+    """Return the stages of this rank without parameters."""
+    return [
+        stage
+        for stage in model.stages
+        if not any(
+            next(layer.parameters(), None) is not None for layer in model.stage_modules(stage).values()
+        )
+    ]
+
+
 def _dropout_rates(model: PipelineModule) -> set[float]:
     """Return the attributes ``p`` of this rank's dropout layers, of any class with "dropout" in its name."""
     layers = (layer for layer in model.modules() if "dropout" in type(layer).__name__.lower())
     return {float(p) for layer in layers if isinstance(p := getattr(layer, "p", None), int | float)}
 
 
-def plan_text(model: PipelineModule, ranks: Sequence[dict[str, Any]]) -> str:
-    """Return the text of the plan, with the largest number of parameters on a rank of every device."""
+def plan_text(model: PipelineModule, facts: Mapping[str, Any], *, verbose: bool = True) -> str:
+    """Return the text of the plan, with the largest number of parameters on a rank of every device.
+
+    Args:
+        facts: the other facts of the run.
+    """
     max_parameters: dict[int, int] = {}  # by device
-    for rank in ranks:
+    for rank in facts["ranks"]:
         device = rank["device"]
         max_parameters[device] = max(rank["parameters"], max_parameters.get(device, 0))
-    hosts = [rank["host"] for rank in ranks]
+    hosts = [rank["host"] for rank in facts["ranks"]]
     return describe(
         model.plan,
         boundaries=model.parts,
         layer_names=model.layer_names,
+        model=_model_text(facts["parameters"], facts["trained_parameters"]),
         parameters=[max_parameters[device] for device in sorted(max_parameters)],
-        grid=model.plan.sizes.micro_batches <= GRID_MICRO_BATCHES,
+        empty_stages=facts["empty_stages"],
         hosts=[hosts.index(host) for host in hosts],
+        verbose=verbose,
+        gpus=get_accelerator().device_name() == "cuda",
     )
+
+
+def _model_text(total: int, trained: int) -> str:
+    share = f", {trained:,} of them trained ({trained / total:.2%})" if trained < total else ""
+    return f"{total:,} parameters{share}"

@@ -38,6 +38,7 @@ from ..environment import (
     local_world_size,
     master_port,
     rank,
+    restart_count,
     world_size,
 )
 from ..errors import ConfigError
@@ -51,7 +52,7 @@ from .deepspeed_api.device import select_device
 from .deepspeed_api.muon import import_muon
 from .deepspeed_api.names import require_names
 from .engine import PipelineEngine
-from .facts import data_facts, optimizer_facts, run_facts, stage_facts
+from .facts import data_facts, optimizer_facts, plan_text, run_facts, stage_facts
 from .fbd.backward import BackwardRole
 from .fbd.forward import ForwardRole
 from .module import PipelineModule
@@ -214,6 +215,7 @@ def initialize(
         train_micro_batch_size_per_gpu=sizes.micro_batch_size,
         gradient_accumulation_steps=sizes.gradient_accumulation_steps,
         train_batch_size=sizes.train_batch_size,
+        wall_clock_breakdown=False,  # its timers synchronize the device around calls that this engine does not make
     )
     scheduler = config_dict.get("scheduler") or {}
     if lr_scheduler is None and scheduler.get("type") == "MegatronLR":
@@ -244,8 +246,9 @@ def initialize(
     if zero_stage(half_through_zero(job.deepspeed)):
         _require_weights_of_zero(model, is_half=precision(job.deepspeed) != "fp32")
     facts = run_facts(model, data)
-    if rank() == 0 and job.ds_ext.print_plan and not model.plan_is_given:
-        print(f"{facts['plan']}\n", end="", flush=True)
+    if rank() == 0 and job.ds_ext.print_plan and not (model.plan_is_given or restart_count()):
+        text = plan_text(model, facts, verbose=job.ds_ext.print_plan == "all")
+        print(f"{text}\n", end="", flush=True)
     engine = _make_engine(
         model,
         config_dict,

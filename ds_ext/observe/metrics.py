@@ -6,12 +6,16 @@ import errno
 import json
 import logging
 import math
+import operator
 import os
+import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +28,7 @@ from .run_record import RunRecord
 logger = logging.getLogger(__name__)
 
 _ERASE = "\x1b[2K"  # erase the line that the terminal's cursor is on
+_COLUMNS = 100  # most columns of a progress line
 _MIB = 1 << 20
 
 
@@ -76,34 +81,57 @@ class StepMetrics:
     recovered_from_step: int | None = None
     tokens: int | None = None
 
-    def line(self, total_steps: int | None = None) -> str:
-        """Return the progress line."""
-        step = f"{self.step}"
-        if total_steps is not None:
-            step = f"{self.step:>{len(str(total_steps))}}/{total_steps}"
-        rate_format = ",.0f" if self.samples_per_s >= 100 else ".3g"
-        bubble = _cell("bubble ", self.bubble_measured, ".0%") or "bubble -"
-        cells = [
-            f"step {step}",
-            f"loss {self.loss:.4f}{additional_losses_text(self.losses)}",
-            _cell("validation loss ", self.validation_loss, ".4f"),
-            f"lr {self.lr:.2e}",
-            _cell("grad norm ", self.grad_norm, ".3f") or "grad norm -",
-            f"{self.samples_per_s:{rate_format}} samples/s",
-            _cell("", self.tokens_per_s, ",.0f", " tokens/s"),
-            _cell("", self.tflops_per_device, ".3g", " TFLOP/s per device"),
-            _cell("MFU ", self.mfu, ".1%"),
-            f"memory {self.peak_memory_bytes / _MIB:,.0f} MiB",
-            f"{bubble} (ideal devices {self.bubble_simulated:.0%})",
-        ]
-        return " | ".join(filter(None, cells))
+
+def progress_line(
+    steps: Sequence[StepMetrics],
+    total_steps: int | None = None,
+    left_s: float | None = None,
+    memory: str = "RSS",
+) -> str:
+    """Return a line of at most 100 columns on consecutive steps; cells that do not fit are only in the metrics file.
+
+    Loss, gradient norm and times are means over the steps; learning rate and memory are those of the last one.
+
+    Args:
+        steps: metrics of the steps, at least one.
+        total_steps: last step of the run, if known.
+        left_s: estimated seconds until then; None: unknown.
+        memory: what ``peak_memory_bytes`` measures.
+    """
+    last, seconds = steps[-1], math.fsum(step.iter_time_s for step in steps)
+    number = f"{last.step}"
+    if total_steps is not None:
+        number = f"{last.step:>{len(str(total_steps))}}/{total_steps}"
+    rate, unit = _rate(steps, "tokens_per_s"), "tokens/s"
+    if rate is None:
+        rate, unit = _rate(steps, "samples_per_s"), "samples/s"
+    losses = {name: fmean(step.losses[name] for step in steps if name in step.losses) for name in last.losses}
+    # Cells in their order, with the order in which they are left out: the largest number first.
+    cells = [
+        (0, f"step {number}"),
+        (0, f"loss {fmean(step.loss for step in steps):.4f}{additional_losses_text(losses)}"),
+        (0, _cell("validation loss ", last.validation_loss, ".4f")),
+        (2, f"lr {last.lr:.2e}"),
+        (3, _cell("norm ", _mean(steps, "grad_norm"), ".3f") or "norm -"),
+        (0, f"{seconds / len(steps):.3g} s/step"),
+        (1, _cell("", rate, ",.0f" if rate is not None and rate >= 100 else ".3g", f" {unit}")),
+        (4, f"{memory} {last.peak_memory_bytes / _MIB:,.0f} MiB"),
+        (0, "" if left_s is None else f"{duration_text(left_s)} left"),
+    ]
+    line = ""
+    for least in range(5, 0, -1):
+        line = " | ".join(text for order, text in cells if text and order < least)
+        if len(line) <= _COLUMNS:
+            break
+    return line
 
 
 class Metrics:
     """Progress line and metrics file of a training loop. Call :meth:`log` on every rank after each step.
 
-    Rank 0 prints a line for the first step, every ``log_interval`` steps and the last step. If standard output is a
-    terminal, the steps between are shown in place. With ``file``, rank 0 appends one JSON object per step, and writes
+    Rank 0 prints a line for the first step, every ``log_interval`` steps and the last step, with means over the steps
+    since the line before. If standard output is a terminal, the steps between are shown in place. Call
+    :meth:`print_summary` at the end. With ``file``, rank 0 appends one JSON object per step, and writes
     a record of the run beside it; ``python -m ds_ext report FOLDER`` makes a page of both.
 
     Args:
@@ -147,7 +175,11 @@ class Metrics:
             facts = {"total_steps": total_steps, "model": dict(model or {}), **engine.run_facts}
             self._record = RunRecord(Path(file), facts, engine.checkpoint_events.all)
             engine.checkpoint_events.on_event = self._record.write
-        self._is_first = True
+        self._memory = "GPU" if engine.device.type == "cuda" else "RSS"
+        self._since_line: list[StepMetrics] = []
+        self._began_s = time.monotonic()
+        self._first_logged_s: float | None = None
+        self._steps, self._seconds, self._samples, self._bubbles = 0, 0.0, 0, 0.0
 
     def log(
         self,
@@ -168,12 +200,71 @@ class Metrics:
             self._file.write(metrics)
         if self._record is not None:
             self._record.note_memory(self._engine.report.of_ranks.peak_memory_of_ranks)
+        is_first, total = self._steps == 0, self._total_steps
+        left_s = self._count(metrics)
         if self._engine.global_rank == 0 and self._log_interval > 0:
-            is_last = self._total_steps is not None and metrics.step >= self._total_steps
+            self._since_line.append(metrics)
+            is_last = total is not None and metrics.step >= total
             is_due = metrics.step % self._log_interval == 0 or validation_loss is not None
-            print_line(metrics.line(self._total_steps), keep=self._is_first or is_last or is_due)
-        self._is_first = False
+            line = progress_line(self._since_line, total, None if is_last else left_s, self._memory)
+            print_line(line, keep=is_first or is_last or is_due)
+            if is_first or is_last or is_due:
+                self._since_line.clear()
         return metrics
+
+    def _count(self, metrics: StepMetrics) -> float | None:
+        """Count a step, and return the seconds until the last one, from the time since the first; None if unknown."""
+        now, before = time.monotonic(), self._steps
+        self._first_logged_s = self._first_logged_s or now
+        self._steps += 1
+        self._seconds += metrics.iter_time_s
+        self._samples += self._engine.train_batch_size()
+        self._bubbles += metrics.bubble_measured or 0.0
+        if not before or self._total_steps is None:
+            return None
+        return (now - self._first_logged_s) / before * max(0, self._total_steps - metrics.step)
+
+    def print_summary(self) -> None:
+        """Print steps, time, rates, memory and the last checkpoint of this start, on rank 0. Call it on every rank."""
+        if self._engine.global_rank != 0 or self._log_interval <= 0 or not self._steps:
+            return
+        report, tokens = self._engine.report, self._tokens_per_sample
+        peaks = report.of_ranks.peak_memory_of_ranks
+        amounts = [f"{self._samples:,} samples"]
+        rate, unit = self._samples / self._seconds, "samples/s"
+        tflops = self._tflops(rate)
+        if tokens is not None:
+            amounts.append(f"{self._samples * tokens:,} tokens")
+            rate, unit = rate * tokens, "tokens/s"
+        rates = [
+            f"{rate:{',.0f' if rate >= 100 else '.3g'}} {unit}",
+            _cell("", tflops, ".3g", " TFLOP/s per device"),
+            _cell("MFU ", self._mfu(tflops), ".1%"),
+        ]
+        elapsed, in_steps = (duration_text(s) for s in (time.monotonic() - self._began_s, self._seconds))
+        steps = f"{self._steps:,} step{'s' * (self._steps != 1)}"
+        lines = [
+            f"trained   {steps} in {elapsed}, {in_steps} of it in steps ({self._seconds / self._steps:.3g} s/step)",
+            f"          {', '.join(filter(None, [*amounts, *rates]))}",
+            f"memory    {self._memory} {max(peaks) / _MIB:,.0f} MiB at the peak, on rank {peaks.index(max(peaks))}",
+            f"bubble    {self._bubbles / self._steps:.0%}, of ideal devices "
+            f"{self._engine.plan.simulation.bubble:.0%}",
+        ]
+        saved = [event["path"] for event in self._engine.checkpoint_events.all if event["event"] == "saved"]
+        lines += [f"saved     {path}" for path in saved[-1:]]
+        if self._file is not None:
+            words = ["python", "-m", "ds_ext", "report", str(self._file.path), "-o", "report.html"]
+            lines.append(f"report    {shlex.join(words)}")
+        print_line("\n".join(lines))
+
+    def _tflops(self, samples_per_s: float) -> float | None:
+        """Return the model's TFLOP/s of a device; None if unknown."""
+        if self._flops_per_sample is None:
+            return None
+        return samples_per_s * self._flops_per_sample / dist.get_world_size() / 1e12
+
+    def _mfu(self, tflops: float | None) -> float | None:
+        return None if tflops is None or self._peak_tflops is None else tflops / self._peak_tflops
 
     def _measure(
         self,
@@ -187,9 +278,7 @@ class Metrics:
         norm = engine.get_global_grad_norm()
         samples_per_s = engine.train_batch_size() / report.seconds
         tokens = self._tokens_per_sample
-        tflops = None
-        if self._flops_per_sample is not None:
-            tflops = samples_per_s * self._flops_per_sample / dist.get_world_size() / 1e12
+        tflops = self._tflops(samples_per_s)
         return StepMetrics(
             step=engine.global_steps,
             loss=loss,
@@ -199,7 +288,7 @@ class Metrics:
             samples_per_s=samples_per_s,
             tokens_per_s=None if tokens is None else samples_per_s * tokens,
             tflops_per_device=tflops,
-            mfu=None if tflops is None or self._peak_tflops is None else tflops / self._peak_tflops,
+            mfu=self._mfu(tflops),
             consumed_samples=engine.global_samples,
             schedule=engine.plan.timetable.schedule,
             transport=engine.transport.name,
@@ -226,14 +315,14 @@ class MetricsFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = Path(path)
+        self.path = Path(path)
         self._failing = False
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.open("ab").close()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.open("ab").close()
         except OSError as error:
             raise ConfigError(
-                f"metrics file: cannot be opened (got {self._path}: {error.strerror}). Use another path."
+                f"metrics file: cannot be opened (got {self.path}: {error.strerror}). Use another path."
             ) from None
 
     def write(self, metrics: StepMetrics) -> None:
@@ -246,7 +335,7 @@ class MetricsFile:
                 logger.warning(
                     "metrics file: cannot write step %d to %s (got %s). Training continues without a record of this "
                     "and later steps until a write succeeds.",
-                    *(metrics.step, self._path, error.strerror),
+                    *(metrics.step, self.path, error.strerror),
                 )
             self._failing = True
         else:
@@ -254,7 +343,7 @@ class MetricsFile:
 
     def _append(self, line: bytes) -> None:
         """Append the whole line or nothing. Raises OSError."""
-        with self._path.open("ab", buffering=0) as file:
+        with self.path.open("ab", buffering=0) as file:
             end = os.fstat(file.fileno()).st_size
             if (file.write(line) or 0) < len(line):
                 os.ftruncate(file.fileno(), end)  # remove the partial line
@@ -283,6 +372,31 @@ def print_line(line: str, keep: bool = True) -> None:
         line = line[: shutil.get_terminal_size().columns - 1]
     end = "\n" if keep else "\r"
     print(f"{_ERASE}{line}{end}", end="", flush=True)
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration such as ``0:45``, ``2:15``, ``1:23:45`` or ``3 d 04:05:06``."""
+    minutes, rest_s = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours:02}:{minutes:02}:{rest_s:02}"
+    return f"{hours}:{minutes:02}:{rest_s:02}" if hours else f"{minutes}:{rest_s:02}"
+
+
+def _mean(steps: Sequence[StepMetrics], key: str) -> float | None:
+    """Return the mean of a value over the steps that have it; None if no step has it."""
+    values = [value for step in steps if (value := getattr(step, key)) is not None]
+    return fmean(values) if values else None
+
+
+def _rate(steps: Sequence[StepMetrics], key: str) -> float | None:
+    """Return a rate over all steps, from the rate of every step; None if unknown."""
+    rates = [getattr(step, key) for step in steps]
+    if None in rates:
+        return None
+    seconds = [step.iter_time_s for step in steps]
+    return math.fsum(map(operator.mul, rates, seconds)) / math.fsum(seconds)
 
 
 def _floats(values: Mapping[str, torch.Tensor | float] | None) -> dict[str, float]:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 VERSION = 1
 SUFFIX = ".run.json"
 _GIT_S = 5.0
-_GROWTH = 1.01  # of a rank's peak memory before the file is written again
+_GROWTH = 1.01  # of a rank's peak memory before the file is written again, unless it is the largest peak
 
 
 def record_file(metrics_file: Path) -> Path:
@@ -68,9 +68,13 @@ class RunRecord:
         self.write()
 
     def note_memory(self, peaks: Sequence[int]) -> None:
-        """Note the peak memory of every rank, in bytes. The file is written if one of them has grown by over 1%."""
+        """Note the peak memory of every rank, in bytes. The file is written if the largest has grown, or one by 1%."""
         noted_peaks = self._start["peak_memory_bytes"]
-        if not noted_peaks or any(p > _GROWTH * noted for p, noted in zip(peaks, noted_peaks, strict=True)):
+        if (
+            not noted_peaks
+            or max(peaks) > max(noted_peaks)
+            or any(peak > _GROWTH * noted for peak, noted in zip(peaks, noted_peaks, strict=True))
+        ):
             self._start["peak_memory_bytes"] = list(peaks)
             self.write()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 
 from ..comm.rounds import divide_into_rounds, links_per_rank
 from ..config.batch_sizes import counted
@@ -22,7 +23,10 @@ _CANDIDATES_SHOWN = 5
 _DEVICES_SHOWN = 16
 _PAIRS_SHOWN = 8
 _CHECKPOINT = "the last checkpoint on disk"
-GRID_MICRO_BATCHES = 32  # most micro-batches of a timetable that fits the screen
+_GRID_MICRO_BATCHES = 32  # most micro-batches of a timetable that fits the screen
+_MORE = (
+    'more      --verbose or "print_plan": "all" prints groups, stages, messages, devices and the timetable'
+)
 
 
 def describe(
@@ -31,52 +35,67 @@ def describe(
     boundaries: list[int],
     layer_names: list[str],
     message_bytes: int | None = None,
+    model: str = "",
     parameters: Sequence[int] = (),
+    empty_stages: Sequence[int] = (),
     memory: Sequence[DeviceMemory] = (),
     weights: tuple[float, ...] | None = None,
     with_head: bool = False,
-    grid: bool = True,
     defers: bool = True,
     hosts: Sequence[int] | None = None,
     settings: Sequence[str] = (),
+    verbose: bool = True,
+    gpus: bool = True,
 ) -> str:
-    """Return the plan as text: groups, stages with their layers, costs, and the timetable.
+    """Return the plan as text: about ten lines, or all with ``verbose``.
 
     Args:
         boundaries: stage s holds layers ``boundaries[s]`` to ``boundaries[s + 1]``.
         layer_names: one name per layer; consecutive numbers ("layer 3") are merged into ranges.
         message_bytes: size of an activation or gradient between stages; None: unknown.
+        model: text on the parameters of the whole model; empty: unknown.
         parameters: parameters on each rank of every device; empty: unknown.
+        empty_stages: stages without parameters.
         memory: memory of every device; empty: unknown.
         weights: relative work of the stages, from :func:`ds_ext.parallel.partition.stage_weights`; None: equal.
         with_head: True if ``weights`` include the head.
-        grid: include the timetable.
         defers: False if the layers compute all weight gradients with the input gradients.
         hosts: number of every rank's host; None: unknown.
         settings: further lines, on the settings of the script.
+        verbose: add groups, stages with their layers, messages, memory of every device, candidates and the timetable.
+        gpus: True if the job runs on GPUs, or might.
     """
     sizes = plan.sizes
     simulation = plan.simulation
     if weights is not None and plan.costs.stages is None:
         simulation = simulate(plan.timetable, replace(plan.costs, stages=weights))
     priced = "equal stages" if weights is None else "layers and head" if with_head else "layers only"
+    groups, rows = _describe_groups(plan.layout, plan.job.ds_ext.fbd.forward_hosts)
+    auto, candidates = _describe_candidates(plan)
+    recovery, failures = _describe_recovery(plan, memory, hosts)
     lines = [
         *(f"note: {note}" for note in plan.job.notes),
         f"schedule  {plan.timetable.schedule}, {counted(sizes.micro_batches, 'micro-batch')} of "
         f"{sizes.micro_batch_size} per pipeline group, {counted(sizes.train_batch_size, 'sample')} per step",
         *_describe_batch(plan),
         *settings,
-        *_describe_groups(plan.layout, plan.job.ds_ext.fbd.forward_hosts),
-        "stages",
-        *_describe_stages(plan, boundaries, layer_names),
-        *_describe_costs(plan, simulation, message_bytes, priced),
-        *_describe_devices(parameters, memory),
-        *_describe_recovery(plan, memory, hosts),
+        groups,
+        *(rows if verbose else []),
+        _describe_partition(plan, boundaries, empty_stages),
+        *(_describe_stages(plan, boundaries, layer_names) if verbose else []),
+        *([f"model     {model}"] if model else []),
+        *_describe_bubble(plan, simulation, priced),
+        *(_describe_costs(plan, simulation, message_bytes) if verbose else []),
+        *_describe_memory(memory),
+        *(_describe_devices(parameters, memory) if verbose else []),
+        *recovery,
+        *(failures if verbose else []),
         *([] if defers else _describe_whole_backwards(plan, simulation.costs)),
-        *_describe_communicators(plan),
-        *_describe_candidates(plan),
+        *(_describe_communicators(plan) if verbose and gpus else []),
+        *auto,
+        *(candidates if verbose else [_MORE]),
     ]
-    if grid:
+    if verbose and sizes.micro_batches <= _GRID_MICRO_BATCHES:
         lines += ["", time_grid(simulation), f"        {_legend(plan)}"]
     return "\n".join(lines)
 
@@ -98,8 +117,8 @@ def _describe_batch(plan: JobPlan) -> list[str]:
     ]
 
 
-def _describe_groups(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> list[str]:
-    """Return a table of the process groups."""
+def _describe_groups(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> tuple[str, list[str]]:
+    """Return a line with the parallel sizes, and a table of the process groups."""
     placement, tensor = layout.placement, layout.tensor_parallel_size
     sizes = f"{placement.num_devices} pipeline x {tensor} tensor"
     if placement.forward_devices:
@@ -115,7 +134,19 @@ def _describe_groups(layout: ParallelLayout, forward_hosts: Sequence[str] | None
         rows.append(
             f"  forward ranks are those of {', '.join(forward_hosts)}; the numbers count each role in rank order"
         )
-    return [f"world {layout.world_size} = {sizes} x {layout.data_parallel_size} data", *rows]
+    return f"world {layout.world_size} = {sizes} x {layout.data_parallel_size} data", rows
+
+
+def _describe_partition(plan: JobPlan, boundaries: list[int], empty_stages: Sequence[int]) -> str:
+    """Return the number of stages, their layers and those without parameters."""
+    layers = [stop - start for start, stop in pairwise(boundaries)]
+    low, high = min(layers), max(layers)
+    span = f"{low}" if low == high else f"{low} to {high}"
+    text = f"stages    {plan.layout.placement.stages}, {span} layer{'s' * (high > 1)} each"
+    if not empty_stages:
+        return text
+    names = f"stage{'s' * (len(empty_stages) > 1)} {_ranges([f' {stage}' for stage in empty_stages])}"
+    return f"{text}; without parameters: {names}"
 
 
 def _describe_stages(plan: JobPlan, boundaries: list[int], layer_names: list[str]) -> list[str]:
@@ -130,20 +161,21 @@ def _describe_stages(plan: JobPlan, boundaries: list[int], layer_names: list[str
     return lines
 
 
-def _describe_costs(
-    plan: JobPlan, simulation: Simulation, message_bytes: int | None, priced: str
-) -> list[str]:
+def _describe_bubble(plan: JobPlan, simulation: Simulation, priced: str) -> list[str]:
+    costs = f"{priced}, forward : backward = 1 : 2, free messages"
+    if plan.costs != Costs():
+        costs = describe_costs(simulation.costs)
+    return [f"bubble    {simulation.bubble:.1%} (simulated: {costs})"]
+
+
+def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int | None) -> list[str]:
     placement, report = plan.layout.placement, plan.report
     peaks = ", ".join(f"{peak:g}" for peak in simulation.peak_activations)
     copies = "1 copy" if placement.copies == 1 else f"{placement.copies} copies"
     credits = counted(report.link_credits, "message")
     losses = ", ".join(map(str, report.loss_devices))
     size = "" if message_bytes is None else f", {message_bytes:,} bytes each"
-    costs = f"{priced}, forward : backward = 1 : 2, free messages"
-    if plan.costs != Costs():
-        costs = describe_costs(simulation.costs)
     return [
-        f"bubble    {simulation.bubble:.1%} (simulated: {costs})",
         f"peak      {peaks} live activations per device, in units of 1/{placement.devices_per_pipe} of the model for "
         f"one micro-batch",
         f"messages  {simulation.messages} per step and pipeline group{size}",
@@ -153,17 +185,20 @@ def _describe_costs(
     ]
 
 
+def _describe_memory(memory: Sequence[DeviceMemory]) -> list[str]:
+    """Return the memory of the device that needs the most."""
+    if not memory:
+        return []
+    largest = max(memory, key=lambda device: device.total)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(largest).items())
+    size = format_bytes(largest.total)
+    return [f"memory    {size} of tensors on device {memory.index(largest)} (estimated: {parts})"]
+
+
 def _describe_devices(parameters: Sequence[int], memory: Sequence[DeviceMemory]) -> list[str]:
-    """Return the memory of the device that needs the most, and a table of all devices."""
-    lines = []
-    if memory:
-        largest = max(memory, key=lambda device: device.total)
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(largest).items())
-        lines.append(
-            f"memory    {format_bytes(largest.total)} on device {memory.index(largest)} (estimated: {parts})"
-        )
+    """Return a table of the parameters and the memory of all devices; empty without ``parameters``."""
     if not parameters:
-        return lines
+        return []
     sizes = [format_bytes(device.total) for device in memory] or [""] * len(parameters)
     devices_by_row: dict[tuple[str, str], list[int]] = {}
     for device, row in enumerate(zip([f"{count:,}" for count in parameters], sizes, strict=True)):
@@ -171,7 +206,7 @@ def _describe_devices(parameters: Sequence[int], memory: Sequence[DeviceMemory])
     cells = [("device", "parameters", "memory" if memory else "")]
     for row, devices in [*devices_by_row.items()][:_DEVICES_SHOWN]:
         cells.append((_ranges([f" {device}" for device in devices]), *row))
-    lines += ["each rank", *(f"  {line}" for line in aligned(cells, left=(0,)))]
+    lines = ["each rank", *(f"  {line}" for line in aligned(cells, left=(0,)))]
     if len(devices_by_row) > _DEVICES_SHOWN:
         lines.append(f"  and {len(devices_by_row) - _DEVICES_SHOWN} more")
     return lines
@@ -179,11 +214,11 @@ def _describe_devices(parameters: Sequence[int], memory: Sequence[DeviceMemory])
 
 def _describe_recovery(
     plan: JobPlan, memory: Sequence[DeviceMemory], hosts: Sequence[int] | None
-) -> list[str]:
-    """Return which failures the snapshots survive, and their memory."""
+) -> tuple[list[str], list[str]]:
+    """Return a line with the memory of the snapshots, and which failures they survive; both empty without recovery."""
     options = plan.job.ds_ext.recovery
     if options is None:
-        return []
+        return [], []
     interval = "step" if options.every == 1 else f"{options.every} steps"
     has_copies = options.second_copy == "mirror"
     copies = copy_hosts(plan.layout, hosts) if hosts is not None and has_copies else None
@@ -200,10 +235,10 @@ def _describe_recovery(
     else:
         on_several = "; in a job on several hosts, from the copies" if has_copies and hosts is None else ""
         results["a host is lost"] = f"continues from {_CHECKPOINT}{on_several}"
-    return [
-        f"recovery  a snapshot every {interval} in host memory{size}",
-        *(f"          {failure}: {result}" for failure, result in results.items()),
-    ]
+    return (
+        [f"recovery  a snapshot every {interval} in host memory{size}"],
+        [f"          {failure}: {result}" for failure, result in results.items()],
+    )
 
 
 def _describe_pairs(hosts: Sequence[int], copies: Sequence[int]) -> str:
@@ -239,22 +274,22 @@ def _describe_communicators(plan: JobPlan) -> list[str]:
     ]
 
 
-def _describe_candidates(plan: JobPlan) -> list[str]:
-    """Return the reason for the choice of "auto", its best candidates and the size of the vocabulary."""
+def _describe_candidates(plan: JobPlan) -> tuple[list[str], list[str]]:
+    """Return the reason for the choice of "auto", and its best candidates and the size of the vocabulary."""
     if plan.candidates is None or plan.candidates.best is None:
-        return []
+        return [], []
     cells = [("schedule", "recompute", "time", "bubble", "memory")]
     for candidate in plan.candidates.usable[:_CANDIDATES_SHOWN]:
         assert candidate.time is not None and candidate.bubble is not None, "usable candidates are simulated"
         size = "-" if candidate.memory_bytes is None else format_bytes(candidate.memory_bytes)
         times = f"{candidate.time:.4g}", f"{candidate.bubble:.1%}"
         cells.append((candidate.label, candidate.recompute, *times, size))
-    lines = [f"auto      {plan.candidates.reason()}", *(f"  {line}" for line in aligned(cells, left=(0, 1)))]
+    lines = [f"  {line}" for line in aligned(cells, left=(0, 1))]
     if plan.candidates.best.memory_bytes is not None:
         settings = plan.job.ds_ext
         entries, source = vocabulary(settings.schedule_options.get("vocab_size", 0), settings.train)
         lines.append(f"  vocabulary {entries:,} ({source})")
-    return lines
+    return [f"auto      {plan.candidates.reason()}"], lines
 
 
 def _legend(plan: JobPlan) -> str:

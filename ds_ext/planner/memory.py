@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from ..errors import ScheduleError
 from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
-from ..pipe_schedules.placement import Placement
+from ..pipe_schedules.placement import Placement, linear
 from ..pipe_schedules.timetables import Timetable
 from ..recipes.models.config import TransformerConfig
 from ..recipes.models.field_flags import NO_FLAG, flag
@@ -198,6 +198,12 @@ class TrainingSizes(TransformerConfig):
             # A tied head is the embedding: one tensor.
             total += last * (2 * self.hidden_size + (0 if first and not untied else embedding))
         return total
+
+
+def model_parameters(sizes: TrainingSizes) -> float:
+    """Return the parameters of the model, each counted once."""
+    whole = replace(sizes, tensor_parallel=1, stage_layers=(sizes.num_layers,))
+    return whole.device_parameters(linear(1), 0)
 
 
 def rank_parameters(sizes: TrainingSizes, placement: Placement) -> list[float]:

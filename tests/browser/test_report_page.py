@@ -98,6 +98,25 @@ def test_the_picker_shows_the_timetables_of_a_step(window: Window) -> None:
     assert window.run("return view.end") == pytest.approx(PRICED.makespan * UNIT_US / 1e3, rel=0.01)
 
 
+# Heights of the labels on the screen: those of charts are scaled with them.
+_LABEL_SIZES = """
+return [...document.querySelectorAll('figure text')].map((text) =>
+  parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a);
+"""
+# Numbers that are broken into lines, and toolbars whose buttons are not on one line.
+_WRAPPED = """
+const visible = (part) => part.offsetParent;
+const numbers = [...document.querySelectorAll('dd')].filter(visible)
+  .filter((dd) => dd.getBoundingClientRect().height > 1.9 * parseFloat(getComputedStyle(dd).fontSize));
+const bars = [...document.querySelectorAll('.tools, .title dl, .picker')].filter(visible)
+  .filter((bar) => new Set([...bar.children].map((child) => {
+    const box = child.getBoundingClientRect();
+    return Math.round((box.top + box.bottom) / 8);
+  })).size > 1);
+return [...numbers, ...bars].map((part) => part.textContent);
+"""
+
+
 @pytest.mark.parametrize(("scheme", "theme"), [("light", LIGHT), ("dark", DARK)])
 @pytest.mark.parametrize("width", [1400, 700])
 def test_every_width_and_theme(window: Window, scheme: str, theme: Any, width: int) -> None:
@@ -117,6 +136,8 @@ def test_every_width_and_theme(window: Window, scheme: str, theme: Any, width: i
             "})"
         )
         assert outside == []
+        assert min(window.run(_LABEL_SIZES)) >= 11
+        assert window.run(_WRAPPED) == []
         colors = window.run(
             "const of = (s, p) => getComputedStyle(document.querySelector(s))[p];"
             "return [of('body', 'backgroundColor'), of('.curve', 'stroke'), of('select', 'color')]"

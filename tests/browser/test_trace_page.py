@@ -107,7 +107,7 @@ def test_heading_units_and_table(window: Window) -> None:
     figures = window.run("return [...document.querySelectorAll('dl')].map((dl) => dl.innerText)")[1].split(
         "\n"
     )
-    assert figures[1] == f"{RUN.makespan * MS:.5g} ms" and figures[3] == f"{RUN.ideal * MS:.5g} ms"
+    assert figures[1] == f"{RUN.makespan * MS:.4g} ms" and figures[3] == f"{RUN.ideal * MS:.4g} ms"
     assert figures[5] == f"{RUN.bubble:.1%}"
     notes = window.run("return document.querySelector('main > p').innerText")
     assert f"over 4 ranks: {RUN.bubble:.1%}" in notes
@@ -131,7 +131,7 @@ def test_pointing_tells_computations_waits_and_reductions(window: Window) -> Non
     first, start, _ = RUN.spans[1][0]
     said = point(window, 1, 1, start / 2 * MS)
     assert said[0] == f"waits for rank 0: RecvActivation {first.micro_batch}@{first.stage}"
-    assert said[2].startswith("start 0, end ")
+    assert said[2].startswith("start 0 ms, end ")
     assert point(window, 1, 2, RUN.makespan * MS - 1, below=True)[0].startswith("ReduceGrads @")
     assert point(window, 0, 1, PLAN.spans[1][0][1] / 2 * MS) == [
         ""

@@ -117,6 +117,29 @@ def test_adapters_train_as_in_pefts_model(
         torch.testing.assert_close(final[key], tensor, rtol=1e-4, atol=1e-6, msg=key)
 
 
+def counts(rank: int, folder: str, jobs: list[tuple[str, int]]) -> list[tuple[int, int, str]]:
+    """Return the parameters and the trained parameters of the model, and the plan, of every job."""
+    found = []
+    for schedule, pp in jobs:
+        run = Run(folder, schedule, pp)
+        facts = run.engine.run_facts
+        found.append((facts["parameters"], facts["trained_parameters"], facts["plan"]))
+        run.engine.transport.close()
+    return found
+
+
+def test_the_plan_counts_every_parameter_once(ranks2: RankPool, tmp_path: Path) -> None:
+    """With adapters, two replicas of the model, and an embedding that is also the head."""
+    folder = save_decoder(TIED, tmp_path)
+    model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), lora())
+    trained, total = model.get_nb_trainable_parameters()
+    first, second = ranks2.run(counts, folder, [("1f1b", 2), ("bitpipe", 2), ("1f1b", 1)], timeout_s=240)
+    for one, other in zip(first, second, strict=True):
+        assert one[:2] == other[:2] == (total, trained)
+        (line,) = (line for line in one[2].splitlines() if line.startswith("model "))
+        assert f"{total:,} " in line and f" {trained:,} " in line
+
+
 def initial_adapters(rank: int, folder: str, schedule: str) -> dict[str, Tensor]:
     torch.manual_seed(rank)
     return Run(folder, schedule, 2).trained()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ds_ext.planner.memory import TrainingSizes, model_parameters
 from ds_ext.recipes.models.gpt import GPTConfig, gpt_loss
 from ds_ext.recipes.models.layers import TransformerLayer
 from ds_ext.tensor_parallel import (
@@ -28,6 +29,7 @@ from ds_ext.tensor_parallel import (
     shard_dim,
     vocab_parallel_cross_entropy,
 )
+from tests.engine_runs import MODEL, Job, build
 from tests.losses import mean
 from tests.ranks import Ranks
 from tests.reference import Chain, assert_close_gradients, gather_shards, random_batches, train_reference
@@ -249,3 +251,15 @@ def test_dropout_masks(ranks: Ranks, size: int) -> None:
 def test_recomputation_with_dropout(ranks: Ranks) -> None:
     first, second = ranks(2).run(training_with_dropout_is_reproducible)
     assert first == second
+
+
+def counted_parameters(rank: int, job: Job) -> tuple[int, int]:
+    engine, _ = build(job)
+    engine.transport.close()
+    return engine.run_facts["parameters"], engine.run_facts["trained_parameters"]
+
+
+def test_facts_count_shards_replicas_and_ties_once(ranks: Ranks) -> None:
+    """As the planner does, which knows the sizes only."""
+    total = model_parameters(TrainingSizes.of_model(MODEL))
+    assert ranks(4).run(counted_parameters, Job("bitpipe", 2, 2, 1, 4, MODEL, 1)) == [(total, total)] * 4

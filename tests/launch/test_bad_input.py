@@ -252,7 +252,7 @@ def test_own_script_with_a_precision_that_the_device_lacks(
 
 
 def test_dry_run_prints_the_plan(config: Path) -> None:
-    words = [sys.executable, SCRIPT, "--deepspeed_config", str(config), "--dry-run"]
+    words = [sys.executable, SCRIPT, "--deepspeed_config", str(config), "--dry-run", "--verbose"]
     result = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=900)
     assert result.returncode == 0 and result.stderr == ""
     assert "stage 3   device 0, 1" in result.stdout and "bubble" in result.stdout

@@ -71,9 +71,12 @@ def test_own_schedule_is_compared_with_1f1b(tmp_path: Path) -> None:
 
 
 @extensive
-def test_uneven_model(run: Callable[..., str]) -> None:
+def test_uneven_model(run: Callable[..., str], tmp_path: Path) -> None:
     """The first stages, with cheap layers, get more of them than the last."""
-    text = run("uneven_model.py", "--deepspeed_config", str(EXAMPLES / "own_model.json"))
+    config = json.loads((EXAMPLES / "own_model.json").read_text())
+    config["ds_ext"]["print_plan"] = "all"
+    (tmp_path / "job.json").write_text(json.dumps(config))
+    text = run("uneven_model.py", "--deepspeed_config", "job.json")
     assert losses(text)[-1] < losses(text)[0] / 2
     ranges = re.findall(r"^  stage \d+ .* (\d+)(?:-(\d+))?$", text, re.MULTILINE)
     counts = [int(last or first) - int(first) + 1 for first, last in ranges]

@@ -16,7 +16,17 @@ FOLDER = ROOT / "examples" / "from_megatron"
 def plan(script: str, data: Path, *flags: str) -> str:
     """Return the output of a dry run."""
     # The test data are too small to be split.
-    words = ["bash", str(FOLDER / script), "--dry-run", "--split", "1,0,0", "--eval-iters", "0", *flags]
+    words = [
+        "bash",
+        str(FOLDER / script),
+        "--dry-run",
+        "--verbose",
+        "--split",
+        "1,0,0",
+        "--eval-iters",
+        "0",
+        *flags,
+    ]
     env = environment(DATA=str(data))
     done = subprocess.run(words, cwd=data, env=env, text=True, capture_output=True, timeout=300)
     assert done.returncode == 0, done

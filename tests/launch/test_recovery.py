@@ -118,6 +118,7 @@ def test_every_kill_ends_with_the_same_weights(
         if step and (restart == len(kills) or kills[restart][0][2] != "recover")
     }
     assert recovered == list(steps.values()), killed.text
+    assert len(re.findall("^schedule  ", killed.text, re.MULTILINE)) == 1  # not again after a recovery
     lost = re.findall(r"\(restart (\d)\): (\d+) steps? lost", killed.text)
     assert lost == [(str(restart), "0") for restart in steps]
     assert keepers_of(launcher) == []

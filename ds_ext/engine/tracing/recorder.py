@@ -14,11 +14,12 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from ...comm.spin import usable_cores
 from ...config.sections import TraceOptions
 from ...errors import ConfigError
 from ...observe.trace.event import EventText, reduction_lanes
@@ -62,6 +64,7 @@ class Tracer(Observer):
         transport: name of the transport.
         eager: reductions overlap with computation.
         timeout_s: limit on every wait for another rank, in seconds.
+        stage_parameters: stage -> number of parameters on this rank, for the description of the run.
 
     Attributes:
         folder: folder of the trace files.
@@ -81,6 +84,7 @@ class Tracer(Observer):
         transport: str,
         eager: bool,
         timeout_s: float,
+        stage_parameters: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         assert options.dir is not None
         self.folder = Path(options.dir)
@@ -89,6 +93,7 @@ class Tracer(Observer):
         self.active = False
         self.times: Times | None = None
         self._transport, self._timeout_s = transport, timeout_s
+        self._stage_parameters = stage_parameters
         self._text = EventText(rank, functools.partial(layout.peers, rank), eager=eager)
         self._file: TraceFile | None = None  # opened by the first traced step, and closed after the last one
         self._clocks: Clocks | None = None
@@ -116,6 +121,7 @@ class Tracer(Observer):
             transport=transport,
             eager=eager,
             timeout_s=settings.transport_options.timeout_s,
+            stage_parameters={stage: _parameters(engine.module, stage) for stage in engine.module.stages},
         )
 
     # --- called by the engine ---
@@ -268,6 +274,8 @@ class Tracer(Observer):
             "first_step": step,
             "host": platform.node(),
             "pid": os.getpid(),
+            "cores": None if self.busy.on_cuda else usable_cores(),
+            "stage_parameters": dict(self._stage_parameters),
         }
 
     def _write_timetable(self, timetable: Timetable) -> None:
@@ -314,3 +322,9 @@ class Tracer(Observer):
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
+
+
+def _parameters(module: Any, stage: int) -> int:
+    """Return the number of parameters of a stage on this rank."""
+    layers = module.stage_modules(stage).values()
+    return sum(parameter.numel() for layer in layers for parameter in layer.parameters())

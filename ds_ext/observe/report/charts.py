@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ...pipe_schedules.draw.svg import nice_step
 
 _WIDTH, _HEIGHT = 560, 196
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 10, 24
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 14, 22, 26
 _COLORS = ("I0", "I1")  # of the page's theme
 _BUCKETS = (
     400  # horizontal resolution of a curve; each bucket keeps its first, last, lowest and highest point
@@ -21,16 +21,21 @@ _USUAL_SHARE = 0.95  # of the values are usual
 _OUTLIER_FACTOR = 2.0  # an outlier is so much higher above the axis' low end than the usual values
 _HEADROOM = 0.2  # above the usual values, where outliers are cut
 _MARGIN = 0.05
+_START_SHARE = 0.2  # of the steps may be a high start
+_START_FACTOR = 4.0  # an axis that shows it is so much longer than one that does not
+_EQUAL = 1.01  # largest ratio of values that one number describes
+_LETTER = 7.5  # mean width
+LINE, DOTS, STEPS = "line", "dots", "steps"
 
 Point = tuple[int, float]
 
 
 class Curve(NamedTuple):
-    """Values over the steps; ``dots`` draws points instead of a line."""
+    """Values over the steps, drawn as a LINE, as DOTS, or as STEPS that keep a value until the next one."""
 
     name: str
     points: Sequence[Point]
-    dots: bool = False
+    form: str = LINE
 
 
 class Scale(NamedTuple):
@@ -48,12 +53,19 @@ class Scale(NamedTuple):
 
 
 def chart(
-    title: str, curves: Sequence[Curve], steps: tuple[int, int], *, unit: str = "", from_zero: bool = True
+    title: str,
+    curves: Sequence[Curve],
+    steps: tuple[int, int],
+    marks: Sequence[tuple[int, str]] = (),
+    *,
+    unit: str = "",
+    from_zero: bool = True,
 ) -> str:
     """Return curves over one range of steps; an empty text without points.
 
     Args:
         steps: first and last step of the horizontal axis.
+        marks: (step, label) of vertical lines.
         unit: unit of the values.
         from_zero: the vertical axis starts at 0.
     """
@@ -61,13 +73,15 @@ def chart(
     if not curves:
         return ""
     values = [value for curve in curves for _, value in curve.points]
-    low, high = value_range(values, from_zero, cut_outliers=True)
+    later_from = steps[0] + _START_SHARE * (steps[1] - steps[0])
+    later = [value for curve in curves for step, value in curve.points if step >= later_from]
+    low, high = value_range(values, from_zero, cut_outliers=True, later=later)
     x = Scale(*_apart(*steps), _LEFT, _WIDTH - _RIGHT)
     y = Scale(low, high, _HEIGHT - _BOTTOM, _TOP)
     lines = [_curve(curve, x, y, color) for curve, color in zip(curves, _COLORS, strict=False)]
     is_named = len(curves) > 1
     last_values = ", ".join(
-        f"{f'{curve.name} ' if is_named else ''}{number(curve.points[-1][1])}{unit}" for curve in curves
+        f"{f'{curve.name} ' if is_named else ''}{number(curve.points[-1][1], unit)}{unit}" for curve in curves
     )
     data = {
         "unit": unit,
@@ -77,10 +91,10 @@ def chart(
     return _figure(
         title,
         _legend(curves) if is_named else "",
-        last_values,
+        f"last: {last_values}",
         _outlier_note(curves, high, unit),
-        f"{_grid(y, unit)}{_axis(x, 'step')}{''.join(lines)}",
-        f"{title}, {last_values} at the end; lowest {number(min(values))}, highest {number(max(values))}",
+        f"{_grid(y, unit)}{_axis(x, 'step')}{_marks(marks, x)}{''.join(lines)}",
+        f"{title}, {last_values} at the end; lowest {number(min(values), unit)}, highest {number(max(values), unit)}",
         f" data-curves='{escape(json.dumps(data, separators=(',', ':')))}'",
     )
 
@@ -99,11 +113,13 @@ def _outlier_note(curves: Sequence[Curve], high: float, unit: str) -> str:
         return ""
     step, value = max(outliers, key=lambda point: point[1])
     count = f"{len(outliers)} value{'s' * (len(outliers) != 1)}"
-    return f"<small>{count} above the scale, up to {number(value)}{unit} at step {step}</small>"
+    return f"<small>{count} above the scale, up to {number(value, unit)}{unit} at step {step}</small>"
 
 
 def bars(title: str, values: Sequence[float], *, unit: str, summary: str) -> str:
-    """Return one bar per rank; ``summary`` stands beside the title."""
+    """Return one bar per rank with ``summary`` beside the title, which is all if the values are about equal."""
+    if max(values) <= _EQUAL * min(values):
+        return f"<figure><figcaption><b>{escape(title)}</b><output>{escape(summary)}</output></figcaption></figure>"
     x = Scale(-0.5, len(values) - 0.5, _LEFT, _WIDTH - _RIGHT)
     y = Scale(0.0, value_range(values, True, cut_outliers=False)[1], _HEIGHT - _BOTTOM, _TOP)
     width = x(1) - x(0) if len(values) > 1 else 40.0
@@ -117,11 +133,13 @@ def bars(title: str, values: Sequence[float], *, unit: str, summary: str) -> str
     return _figure(title, "", summary, "", f"{_grid(y, unit)}{_axis(x, 'rank')}{rectangles}", label, "")
 
 
-def number(value: float, digits: int = 4) -> str:
-    """Return a value with that many significant digits, and with a separator of thousands."""
+def number(value: float, unit: str = "") -> str:
+    """Return a value with four significant digits and a separator of thousands; percentages with one decimal."""
+    if unit == "%":
+        return f"{value:.1f}"
     if value and abs(value) < 1e-3:
         return f"{value:.3g}"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
+    decimals = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -140,12 +158,15 @@ def thin(points: Sequence[Point]) -> list[Point]:
     return extremes
 
 
-def value_range(values: Sequence[float], from_zero: bool, *, cut_outliers: bool) -> tuple[float, float]:
+def value_range(
+    values: Sequence[float], from_zero: bool, *, cut_outliers: bool, later: Sequence[float] = ()
+) -> tuple[float, float]:
     """Return the ends of the vertical axis.
 
     Args:
         from_zero: the axis contains 0.
         cut_outliers: a few high values, such as a slow first step, are above the axis. The caller notes them.
+        later: values after the start, to which the axis is scaled if those before are much higher.
     """
     low, high = min(values), max(values)
     if from_zero:
@@ -154,6 +175,8 @@ def value_range(values: Sequence[float], from_zero: bool, *, cut_outliers: bool)
         usual = sorted(values)[int(_USUAL_SHARE * (len(values) - 1))]
         if usual > low and high - low > _OUTLIER_FACTOR * (usual - low):
             high = usual + _HEADROOM * (usual - low)
+        if later and max(later) > low and high - low > _START_FACTOR * (max(later) - low):
+            high = max(later) + _HEADROOM * (max(later) - low)
     if high == low:
         return (low, low + 1.0) if from_zero else (low - 0.5, low + 0.5)
     margin = _MARGIN * (high - low)
@@ -166,13 +189,29 @@ def _apart(first: float, last: float) -> tuple[float, float]:
 
 def _curve(curve: Curve, x: Scale, y: Scale, color: str) -> str:
     places = [f"{x(step):.2f} {y(value):.2f}" for step, value in curve.points]
-    if curve.dots or len(places) == 1:
+    if curve.form == DOTS or len(places) == 1:
         circles = (
             '<circle cx="{}" cy="{}" r="3.2" fill="var(--{})"/>'.format(*place.split(), color)
             for place in places
         )
         return "".join(circles)
-    return f'<path class="curve" d="M{"L".join(places)}" stroke="var(--{color})"/>'
+    path = f"M{'L'.join(places)}"
+    if curve.form == STEPS:
+        path = f"M{places[0]}" + "".join("H{}V{}".format(*place.split()) for place in places[1:])
+    return f'<path class="curve" d="{path}" stroke="var(--{color})"/>'
+
+
+def _marks(marks: Sequence[tuple[int, str]], x: Scale) -> str:
+    """Return vertical lines with labels above the curves; a label without room beside the one before is left out."""
+    texts, free = [], 0.0
+    for step, label in marks:
+        texts.append(f'<path class="start" d="M{x(step):.2f} {_TOP - 4}V{_HEIGHT - _BOTTOM}"/>')
+        width = _LETTER * len(label)
+        left = min(x(step), _WIDTH - width)
+        if left >= free:
+            texts.append(f'<text x="{left:.2f}" y="{_TOP - 8}">{escape(label)}</text>')
+            free = left + width + _LETTER
+    return "".join(texts)
 
 
 def _grid(y: Scale, unit: str) -> str:

@@ -53,9 +53,19 @@ class Run:
         return [last[step] for step in sorted(last)]
 
     @property
+    def number(self) -> int:
+        """Number of the last start with steps, from 1, or of the last start if none has any; 0 without starts."""
+        return next((i for i in range(len(self.starts), 0, -1) if self.starts[i - 1].rows), len(self.starts))
+
+    @property
+    def start(self) -> Start:
+        """The start with that number, which all figures of the page belong to."""
+        return self.starts[self.number - 1] if self.starts else Start({}, [])
+
+    @property
     def facts(self) -> dict[str, Any]:
-        """Facts of the last start; empty without a run record."""
-        return self.starts[-1].facts if self.starts else {}
+        """Facts of :attr:`start`; empty without a run record."""
+        return self.start.facts
 
 
 def read_run(path: Path) -> Run:

@@ -16,13 +16,15 @@ from ...pipe_schedules.draw.page import Plot, document, plots, sections, table_h
 from ..trace.read import Traces
 from ..trace.summary import Summary, summarize
 from ..trace.view import AXIS, DrawnStep, draw_steps, median_step, notes, notes_on_drawings, waiting_table
-from .charts import Curve, bars, chart, number
+from .charts import DOTS, STEPS, Curve, bars, chart, number
 from .folder import Row, Run, Start
 
 _MOST_STEPS = 60
 _MOST_INTERVALS = 40_000  # computations and waits of all embedded steps, about 3 MB
 _SAME_BUBBLE = 1e-3
 _MIB = 1 << 20
+_MEMORY = " MiB"
+_FACTORS = {"%": 100.0, _MEMORY: 1 / _MIB}
 _HASH_DIGITS = 12
 _SIZES = {
     "num_layers": "layers",
@@ -47,15 +49,15 @@ def report(run: Run) -> str:
     body = [
         f"<header><h1>{escape(title)}</h1></header><p>{escape(_subtitle(run))}</p>",
         "<main>",
-        *_figures(rows),
-        *_facts(run.facts),
-        *_curves(rows),
-        *_memory(run.facts),
+        *_figures(run),
+        *_curves(run),
+        *_timetables(steps, run.traces, summary),
         *_waits(run.traces, summary),
+        *_memory(run.facts),
+        *_facts(run.facts),
         *_starts(run.starts),
         *_recoveries(run.starts),
         *_checkpoints(run.starts),
-        *_timetables(steps, run.traces, summary),
         *_notes(notes),
         *_details(run.facts),
         "</main>",
@@ -69,8 +71,8 @@ def _file(name: str) -> str:
 
 
 def _title(run: Run, summary: Summary | None) -> str:
-    """Return "<schedule> on N ranks". Metrics and traces name the schedule that ran, facts that of the last start."""
-    rows, schedule = run.rows, run.facts.get("schedule")
+    """Return "<schedule> on N ranks". Metrics and traces name the schedule that ran, facts that of the start."""
+    rows, schedule = run.start.rows, run.facts.get("schedule")
     ranks = run.facts.get("world_size") or (summary and summary.world_size)
     if rows:
         schedule = rows[-1].get("schedule", schedule)
@@ -91,24 +93,28 @@ def _count_text(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
-def _figures(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield the most important numbers. Rates are medians, which a slow first step does not change."""
+def _figures(run: Run) -> Iterator[str]:
+    """Yield the most important numbers of one start. Rates are medians, which a slow first step does not change."""
+    rows = run.start.rows
     if not rows:
         return
     last = rows[-1]
     figures = [
         ("last step", f"{last['step']:,}", ""),
-        ("loss", _last(rows, "loss", digits=5), ""),
-        ("validation loss", _last(rows, "validation_loss", digits=5), ""),
-        ("time per step", _median(rows, "iter_time_s"), "s"),
-        ("tokens per second", _median(rows, "tokens_per_s"), ""),
-        ("samples per second", _median(rows, "samples_per_s"), ""),
-        ("TFLOP/s per device", _median(rows, "tflops_per_device"), ""),
-        ("MFU", _median(rows, "mfu", 100), "%"),
-        ("bubble, measured", _median(rows, "bubble_measured", 100), "%"),
-        ("bubble, ideal devices", _last(rows, "bubble_simulated", 100), "%"),
-        ("memory of the worst rank", _last(rows, "peak_memory_bytes", 1 / _MIB), "MiB"),
+        ("loss, last", _last(rows, "loss"), ""),
+        ("validation loss, last", _last(rows, "validation_loss"), ""),
+        ("time per step, median", _median(rows, "iter_time_s"), "s"),
+        ("tokens per second, median", _median(rows, "tokens_per_s"), ""),
+        ("samples per second, median", _median(rows, "samples_per_s"), ""),
+        ("TFLOP/s per device, median", _median(rows, "tflops_per_device"), ""),
+        ("MFU, median", _median(rows, "mfu", "%"), "%"),
+        ("bubble, median", _median(rows, "bubble_measured", "%"), "%"),
+        ("bubble of ideal devices", _last(rows, "bubble_simulated", "%"), "%"),
+        ("peak memory of the worst rank", _last(rows, "peak_memory_bytes", _MEMORY), "MiB"),
     ]
+    if len(run.starts) > 1:
+        span = f"steps {rows[0]['step']:,} to {last['step']:,}, {last.get('schedule', '?')}"
+        yield f"<p>Figures of start {run.number} of {len(run.starts)}: {escape(span)}</p>"
     yield '<dl class="figures">'
     for name, value, unit in figures:
         if value:
@@ -116,8 +122,9 @@ def _figures(rows: Sequence[Row]) -> Iterator[str]:
     yield "</dl>"
 
 
-def _values(rows: Sequence[Row], key: str, factor: float = 1.0) -> list[tuple[int, float]]:
-    """Return (step, value) of the steps with a finite number."""
+def _values(rows: Sequence[Row], key: str, unit: str = "") -> list[tuple[int, float]]:
+    """Return (step, value) of the steps with a finite number, in the unit."""
+    factor = _FACTORS.get(unit, 1.0)
     return [
         (row["step"], factor * row[key])
         for row in rows
@@ -125,18 +132,18 @@ def _values(rows: Sequence[Row], key: str, factor: float = 1.0) -> list[tuple[in
     ]
 
 
-def _last(rows: Sequence[Row], key: str, factor: float = 1.0, digits: int = 4) -> str:
-    values = _values(rows, key, factor)
-    return number(values[-1][1], digits) if values else ""
+def _last(rows: Sequence[Row], key: str, unit: str = "") -> str:
+    values = _values(rows, key, unit)
+    return number(values[-1][1], unit) if values else ""
 
 
-def _median(rows: Sequence[Row], key: str, factor: float = 1.0) -> str:
-    values = [value for _, value in _values(rows, key, factor)]
-    return number(statistics.median(values)) if values else ""
+def _median(rows: Sequence[Row], key: str, unit: str = "") -> str:
+    values = [value for _, value in _values(rows, key, unit)]
+    return number(statistics.median(values), unit) if values else ""
 
 
 def _facts(facts: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of what ran, in its last start."""
+    """Yield the table of what ran."""
     if not facts:
         return
     ranks: list[dict[str, Any]] = facts.get("ranks", [])
@@ -147,7 +154,7 @@ def _facts(facts: dict[str, Any]) -> Iterator[str]:
         "batch": f"{facts.get('train_batch_size', '?')} samples per step: {facts.get('micro_batches', '?')} "
         f"micro-batches of {facts.get('micro_batch_size', '?')} per pipeline group",
         "model": _model_text(facts.get("model", {})),
-        "parameters": _range_text([rank["parameters"] for rank in ranks], "per rank"),
+        "parameters": _parameters_text(facts, ranks),
         "precision": f"{facts.get('precision', '?')}, ZeRO stage {facts.get('zero_stage', '?')}",
         "devices": ", ".join(sorted({str(rank["name"]) for rank in ranks})),
         "hosts": _hosts(ranks),
@@ -161,6 +168,15 @@ def _facts(facts: dict[str, Any]) -> Iterator[str]:
         if text
     ]
     yield from _section("ran", "What ran", ['<table class="facts"><tbody>', *rows, "</tbody></table>"])
+
+
+def _parameters_text(facts: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> str:
+    """Return the parameters of the model, those that are trained if some are frozen, and those per rank."""
+    total, trained = facts.get("parameters"), facts.get("trained_parameters")
+    parts = [] if total is None else [f"{total:,}"]
+    if total is not None and trained is not None and trained < total:
+        parts.append(f"{trained:,} of them trained")
+    return ", ".join(filter(None, [*parts, _range_text([rank["parameters"] for rank in ranks], "per rank")]))
 
 
 def _model_text(model: dict[str, Any]) -> str:
@@ -200,31 +216,39 @@ def _hosts(ranks: Sequence[dict[str, Any]]) -> str:
     return ", ".join(texts)
 
 
-def _curves(rows: Sequence[Row]) -> Iterator[str]:
+def _curves(run: Run) -> Iterator[str]:
+    rows = run.rows
     if not rows:
         return
     ends = rows[0]["step"], rows[-1]["step"]
+    starts = [
+        (start.rows[0]["step"], f"{i}: {start.rows[0].get('schedule', '?')}")
+        for i, start in enumerate(run.starts, 1)
+        if start.rows
+    ]
     validation = _values(rows, "validation_loss")
     rate = ("Tokens per second", "tokens_per_s")
     if not _values(rows, rate[1]):
         rate = ("Samples per second", "samples_per_s")
-    loss = [Curve("training", _values(rows, "loss")), Curve("validation", validation, dots=True)]
+    loss = [Curve("training", _values(rows, "loss")), Curve("validation", validation, DOTS)]
     bubble = [
-        Curve("measured", _values(rows, "bubble_measured", 100)),
-        Curve("ideal devices", _values(rows, "bubble_simulated", 100)),
+        Curve("measured", _values(rows, "bubble_measured", "%")),
+        Curve("ideal devices", _values(rows, "bubble_simulated", "%"), STEPS),
     ]
-    memory = [Curve("worst rank", _values(rows, "peak_memory_bytes", 1 / _MIB))]
+    memory = [Curve("worst rank", _values(rows, "peak_memory_bytes", _MEMORY))]
+    marks = starts if len(starts) > 1 else []
     curves = [
-        chart("Loss", loss, ends, from_zero=False),
-        chart("Learning rate", [Curve("", _values(rows, "lr"))], ends),
-        chart("Gradient norm", [Curve("", _values(rows, "grad_norm"))], ends),
-        chart(rate[0], [Curve("", _values(rows, rate[1]))], ends),
-        chart("Time per step", [Curve("", _values(rows, "iter_time_s"))], ends, unit=" s"),
-        chart("Bubble", bubble, ends, unit="%"),
-        chart("TFLOP/s per device", [Curve("", _values(rows, "tflops_per_device"))], ends),
-        chart("Peak memory of the worst rank", memory, ends, unit=" MiB"),
+        chart("Loss", loss, ends, marks, from_zero=False),
+        chart("Learning rate", [Curve("", _values(rows, "lr"))], ends, marks),
+        chart("Gradient norm", [Curve("", _values(rows, "grad_norm"))], ends, marks),
+        chart(rate[0], [Curve("", _values(rows, rate[1]))], ends, marks),
+        chart("Time per step", [Curve("", _values(rows, "iter_time_s"))], ends, marks, unit=" s"),
+        chart("Bubble", bubble, ends, marks, unit="%"),
+        chart("TFLOP/s per device", [Curve("", _values(rows, "tflops_per_device"))], ends, marks),
+        chart("Peak memory of the worst rank", memory, ends, marks, unit=_MEMORY),
     ]
-    yield from _section("steps", "Steps", curves, box="charts")
+    note = ["<p>Vertical lines mark the starts of the job, with their schedules.</p>"] if marks else []
+    yield from _section("steps", "Steps", [*note, '<div class="charts">', *curves, "</div>"])
 
 
 def _memory(facts: dict[str, Any]) -> Iterator[str]:
@@ -232,16 +256,15 @@ def _memory(facts: dict[str, Any]) -> Iterator[str]:
     if not peaks:
         return
     low, high = min(peaks), max(peaks)
-    summary = f"{number(high)} MiB each"
-    if low != high:
-        worst_rank, best_rank = peaks.index(high), peaks.index(low)
-        summary = f"rank {worst_rank} needs {number(high)} MiB, rank {best_rank} {number(low)} MiB"
+    summary = f"rank {peaks.index(high)} needs {number(high)} MiB, rank {peaks.index(low)} {number(low)} MiB"
+    if number(low) == number(high):
+        summary = f"{number(high)} MiB" + " on every rank" * (len(peaks) > 1)
     ranks: list[dict[str, Any]] = facts.get("ranks", [])
     kind = "torch's allocations" if any(rank["name"] != "cpu" for rank in ranks) else "resident memory"
     charts = [bars(f"Peak: {kind}", peaks, unit=" MiB", summary=summary)]
     parameters = [rank["parameters"] for rank in ranks]
     if parameters:
-        charts.append(bars("Parameters", parameters, unit="", summary=_range_text(parameters, "")))
+        charts.append(bars("Parameters", parameters, unit="", summary=_range_text(parameters, "per rank")))
     yield from _section("memory", "Memory of every rank", charts, box="charts")
 
 
@@ -260,7 +283,7 @@ def _starts(starts: Sequence[Start]) -> Iterator[str]:
     """Yield the table of starts, if the job has started more than once."""
     if len(starts) < 2:
         return
-    table: Cells = [("start", "at", "from", "ranks", "steps", "steps that ran again")]
+    table: Cells = [("start", "at", "schedule", "ranks", "steps", "steps that ran again", "from")]
     last_step: int | None = None  # of the earlier starts
     for index, start in enumerate(starts, 1):
         steps = [row["step"] for row in start.rows]
@@ -270,10 +293,11 @@ def _starts(starts: Sequence[Start]) -> Iterator[str]:
             (
                 f"{index}",
                 _time(start.facts.get("at")),
-                loads[-1]["path"] if loads else "the beginning",
+                str(start.facts.get("schedule", "?")),
                 str(start.facts.get("world_size", "?")),
                 f"{steps[0]:,} to {steps[-1]:,}" if steps else "none",
                 f"{repeats:,}" if steps and index > 1 else "",
+                loads[-1]["path"] if loads else "the beginning",
             )
         )
         last_step = steps[-1] if steps else last_step
@@ -394,7 +418,7 @@ def _timetables(steps: dict[int, DrawnStep], traces: Traces | None, summary: Sum
 
 
 def _plots(step: DrawnStep) -> list[Plot]:
-    return plots(step.pictures, AXIS, step.marks, step.rows)
+    return plots(step.pictures, AXIS, step.marks, step.rows, "ms")
 
 
 def _contradictions(rows: Sequence[Row], summary: Summary) -> list[str]:

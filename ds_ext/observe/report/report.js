@@ -25,11 +25,12 @@ function pointAt(step) {
   for (const { output, line, unit, x: [low, high, left, right], curves } of figures) {
     const texts = curves.map(([name, points]) => {
       const [at, value] = nearest(points, step);
-      return `${name}${name && " "}${Number(value.toPrecision(5)).toLocaleString("en", { maximumSignificantDigits: 5 })}${unit} at step ${at}`;
+      const digits = unit === "%" ? { minimumFractionDigits: 1, maximumFractionDigits: 1 } : { maximumSignificantDigits: 4 };
+      return `${name}${name && " "}${value.toLocaleString("en", digits)}${unit} at step ${at}`;
     });
     output.textContent = texts.join(", ");
     const at = left + ((nearest(curves[0][1], step)[0] - low) * (right - left)) / (high - low);
-    line.setAttribute("d", `M${at} 10V172`);
+    line.setAttribute("d", `M${at} 22V170`);
   }
 }
 

@@ -1,4 +1,4 @@
-"""Summary of a run's traces: time of every rank by kind of work, slowest stage and slowest link.
+"""Summary of a run's traces: time of every rank by kind of work, causes of the bubble, slowest stage and slowest link.
 
 Shares are relative to the makespan of a step: the time from its start to the last computation of the slowest rank, as
 for the measured bubble. Exposed reductions and the optimizer step follow the makespan and are also given relative to
@@ -8,11 +8,14 @@ it.
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ...errors import DsExtError
+from ...pipe_schedules import Op
+from .causes import Causes, Row, RowSteps, find_causes
 from .event import REDUCTIONS
 from .merge import UnpairedEnds, list_messages, order_ends
 from .read import Event, RankTrace, Traces
@@ -21,6 +24,8 @@ from .read import Event, RankTrace, Traces
 # have arrived before.
 _MIN_WAIT_US = 20.0
 _MIN_WAIT_SHARE = 0.1
+_REPLAYED_STEPS = 8  # at most; for the causes of the bubble
+_FREE_LINK = 0.1  # quantile of the times of a link's messages that did not wait for a core
 
 # (stage, rank) -> kind of op -> durations in microseconds
 Durations = dict[tuple[int, int], dict[str, list[float]]]
@@ -83,13 +88,17 @@ class StageSummary:
 
 @dataclass(frozen=True)
 class LinkSummary:
-    """Median time from send to arrival of the messages for which the receiver waited."""
+    """Median time from send to arrival of the messages for which the receiver waited.
+
+    ``fast_ms`` is the time that a tenth of them do not exceed.
+    """
 
     sender: int
     receiver: int
     ms: float
     bytes: int
     messages: int
+    fast_ms: float
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,7 @@ class Summary:
     stages: list[StageSummary]
     links: list[LinkSummary]
     notes: list[str]
+    causes: Causes | None = None
 
     @property
     def slowest_stage(self) -> StageSummary | None:
@@ -134,8 +144,16 @@ def summarize(traces: Traces) -> Summary:
     times: dict[int, dict[int, StepTimes]] = {}  # rank -> step -> times
     durations: Durations = defaultdict(lambda: defaultdict(list))
     links = _Links()
+    rows: dict[Row, RowSteps] = {}
+    replayed: list[int] | None = None
     for rank, trace in traces.ranks.items():
-        times[rank] = _RankSteps(trace, durations, links).read()
+        reader = _RankSteps(trace, durations, links)
+        times[rank] = reader.read()
+        if replayed is None:
+            replayed = _spread(sorted(times[rank]), _REPLAYED_STEPS)
+        row = trace.run["data_parallel_rank"], trace.run["device"]
+        if row not in rows:
+            rows[row] = RowSteps(rank, reader.ops(replayed))
     makespans = _makespans(times.values())
     bubbles = {
         step: 1 - statistics.fmean(rank_times[step].busy for rank_times in times.values()) / makespan
@@ -145,18 +163,57 @@ def summarize(traces: Traces) -> Summary:
     notes = list(traces.notes)
     if not makespans:
         notes.append("steps: no step is complete on every rank")
+    bubble = statistics.fmean(bubbles.values()) if bubbles else 0.0
     return Summary(
         schedule=traces.run["schedule"],
         world_size=traces.run["world_size"],
         steps=len(makespans),
         step_s=statistics.fmean(step_us) / 1e6 if step_us else 0.0,
-        bubble=statistics.fmean(bubbles.values()) if bubbles else 0.0,
+        bubble=bubble,
         bubble_by_step=bubbles,
         makespan_by_step=makespans,
         ranks=[_rank(rank, times[rank], makespans) for rank in times] if makespans else [],
         stages=_summarize_stages(durations),
         links=links.summaries(),
         notes=notes,
+        causes=_causes(traces, rows, links.summaries(), bubble) if makespans else None,
+    )
+
+
+def _spread(steps: list[int], count: int) -> list[int]:
+    """Return at most ``count`` of the steps, at equal distances."""
+    count = min(count, len(steps))
+    return [steps[i * len(steps) // count] for i in range(count)]
+
+
+def _causes(
+    traces: Traces, rows: dict[Row, RowSteps], links: list[LinkSummary], bubble: float
+) -> Causes | None:
+    """Return the causes of the bubble; None if the folder has no timetable of the steps."""
+    try:
+        timetable = traces.timetable(traces.run["micro_batches"])
+    except DsExtError:
+        return None
+    if timetable is None:
+        return None
+    stage_parameters: dict[int, int] = {}
+    ranks_of_hosts: Counter[str] = Counter()
+    shared = None
+    for trace in traces.ranks.values():
+        stage_parameters |= {
+            int(stage): size for stage, size in trace.run.get("stage_parameters", {}).items()
+        }
+        host, cores = trace.run.get("host"), trace.run.get("cores")
+        ranks_of_hosts[str(host)] += 1
+        if cores and ranks_of_hosts[str(host)] > cores:
+            shared = ranks_of_hosts[str(host)], float(cores)
+    return find_causes(
+        timetable,
+        rows,
+        {(link.sender, link.receiver): 1e3 * (link.fast_ms if shared else link.ms) for link in links},
+        bubble,
+        stage_parameters=stage_parameters,
+        ranks_per_core=shared,
     )
 
 
@@ -222,6 +279,17 @@ class _RankSteps:
             if step is not None:
                 self._add(event, step)
         return {step: self._step_times(step, event) for step, event in self._whole.items()}
+
+    def ops(self, steps: Collection[int]) -> dict[int, list[tuple[Op, float]]]:
+        """Return (op, microseconds) of the complete ones among the steps, in order."""
+        return {
+            step: [
+                (Op(e["name"][0], e["args"]["micro_batch"], e["args"]["stage"]), e["dur"])
+                for e in self._computations[step]
+            ]
+            for step in steps
+            if step in self._whole
+        }
 
     def _add(self, event: Event, step: int) -> None:
         is_reduction = event["tid"].startswith("reduce")
@@ -340,6 +408,7 @@ class _Links:
                 ms=statistics.median(duration for duration, _ in messages) / 1e3,
                 bytes=round(statistics.median(size for _, size in messages)),
                 messages=len(messages),
+                fast_ms=sorted(duration for duration, _ in messages)[int(_FREE_LINK * len(messages))] / 1e3,
             )
             for (sender, receiver), messages in sorted(self._messages.items())
         ]

@@ -46,7 +46,8 @@ def page(traces: Traces, step: int | None = None) -> str:
     summary = summarize(traces)
     step = _choose_step(traces, summary, step)
     drawing = draw_steps(traces, summary, [step])[step]
-    title = f"{drawing.schedule} on {traces.run['world_size']} ranks: step {step}, planned and measured"
+    world = traces.run["world_size"]
+    title = f"{drawing.schedule} on {world} rank{'s' * (world != 1)}: step {step}, planned and measured"
     return html(
         drawing.pictures,
         waiting_table(traces, summary),
@@ -298,6 +299,8 @@ def notes(traces: Traces, summary: Summary, step: int | None = None) -> list[str
         notes.append(
             f"Slowest link: rank {link.sender} to {link.receiver}, {link.ms:.3f} ms for {link.bytes:,} bytes."
         )
+    if summary.causes is not None:
+        notes += [*summary.causes.slow_rank_lines(), summary.causes.sentence()]
     return [*notes, *summary.notes]
 
 

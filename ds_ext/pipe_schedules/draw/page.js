@@ -1,7 +1,7 @@
 "use strict";
 const KINDS = "FBIWR";
 const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient", R: "repeated forward" };
-const LEFT = 116, RIGHT = 104, TOP = 24, BOTTOM = 42;
+const LEFT = 116, RIGHT = 118, TOP = 38, BOTTOM = 42;
 const plots = [];
 const view = { from: 0, to: 1, end: 1, least: 0.01 };
 const tip = document.getElementById("tip");
@@ -91,8 +91,8 @@ function draw(plot, color) {
   canvas.height = Math.round(canvas.clientHeight * ratio);
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   const font = getComputedStyle(document.body).fontFamily;
-  const write = (text, x, y, align, key, size = 11, weight = 400) => {
-    pen.font = `${weight} ${size}px ${font}`;
+  const write = (text, x, y, align, key) => {
+    pen.font = `11px ${font}`;
     pen.textAlign = align;
     pen.fillStyle = color(key);
     pen.fillText(text, x, y);
@@ -133,16 +133,16 @@ function hatch(color, ratio) {
 function drawMargins(plot, write, color) {
   const { pen, rows, held, names, height, data, width } = plot;
   const most = Math.max(...data.most, 1e-9);
-  const small = height < 15 ? 9 : 11;
-  write("peak act.", width - 4, TOP - 11, "right", "muted", 10);
+  write("peak activations", width - 4, TOP - 25, "right", "muted");
+  write(data.peak_unit, width - 4, TOP - 11, "right", "muted");
   rows.forEach((_, r) => {
     const y = TOP + r * height + height / 2;
     const two = height >= 30 && held[r].length <= 16;
-    write(names[r], LEFT - 12, two ? y - 6 : y, "right", "ink", small);
-    if (two) write(`stage${/\d\D+\d/.test(held[r]) ? "s" : ""} ${held[r]}`, LEFT - 12, y + 7, "right", "muted", 9);
+    write(names[r], LEFT - 12, two ? y - 6 : y, "right", "ink");
+    if (two) write(`stage${/\d\D+\d/.test(held[r]) ? "s" : ""} ${held[r]}`, LEFT - 12, y + 7, "right", "muted");
     pen.fillStyle = color("bar");
     pen.fillRect(width - RIGHT + 22, y - 4, (40 * data.peaks[r]) / most, 8);
-    write(String(Number(data.peaks[r].toPrecision(3))), width - 4, y, "right", "ink", small);
+    write(String(Number(data.peaks[r].toPrecision(3))), width - 4, y, "right", "ink");
   });
 }
 
@@ -163,9 +163,9 @@ function drawAxis(plot, write, color) {
     pen.moveTo(x, TOP);
     pen.lineTo(x, bottom + 5);
     pen.stroke();
-    write(short(i * step), x, bottom + 13, "center", "muted", 10.5);
+    write(short(i * step), x, bottom + 13, "center", "muted");
   }
-  write(data.axis, LEFT + inner(plot) / 2, bottom + 32, "center", "muted", 10.5);
+  write(data.axis, LEFT + inner(plot) / 2, bottom + 32, "center", "muted");
 }
 
 function drawRow(plot, ops, y, color, font) {
@@ -197,7 +197,7 @@ function drawRow(plot, ops, y, color, font) {
       pen.fillRect(x + 3, y + height - 6, (width - 6) * op.visit, 2);
       pen.globalAlpha = faint ? 0.22 : 1;
     }
-    const size = [12, 11, 10, 9].find((s) => width >= digits * s * 0.6 + 2.5 && height >= s + 3);
+    const size = [12, 11].find((s) => width >= digits * s * 0.6 + 2.5 && height >= s + 3);
     if (size) {
       pen.font = `${size}px ${font}`;
       pen.textAlign = "center";
@@ -222,20 +222,25 @@ function drawMarksOf(plot, marks, bottom, color) {
 /** Lines at the ideal and at the end: what lies between them is the bubble. */
 function drawMarks(plot, write, color) {
   const { pen, rows, height, data } = plot;
-  const line = (time, dash, label, align, dx) => {
+  const line = (time, dash, label, align, dx, y) => {
     if (time < view.from || time > view.to * (1 + 1e-9)) return;
     const x = Math.round(toX(plot, time)) + 0.5;
     pen.strokeStyle = color("muted");
+    pen.beginPath();
+    pen.moveTo(x, y - 6);
+    pen.lineTo(x, TOP - 5);
+    pen.stroke();
     pen.setLineDash(dash);
     pen.beginPath();
     pen.moveTo(x, TOP - 5);
     pen.lineTo(x, TOP + rows.length * height + 5);
     pen.stroke();
     pen.setLineDash([]);
-    write(label, x + dx, TOP - 11, align, "muted", 10.5);
+    write(label, x + dx, y, align, "muted");
   };
-  line(data.ideal, [3, 3], `ideal ${short(data.ideal)}`, "right", -4);
-  line(data.makespan, [], short(data.makespan), "left", 4);
+  const text = (time) => (data.unit ? `${Number(time.toPrecision(4))}${data.unit}` : short(time));
+  line(data.ideal, [3, 3], `ideal ${text(data.ideal)}`, "right", -4, TOP - 25);
+  line(data.makespan, [], `makespan ${text(data.makespan)}`, "right", -4, TOP - 11);
 }
 
 /** The path of the chosen micro-batch through the devices, and a frame around the chosen op. */

@@ -13,7 +13,21 @@ from typing import NamedTuple
 from ...errors import ScheduleError
 from ..ops import Op
 from ..simulation import Simulation
-from .svg import DARK, DRAWN, LATER, LIGHT, Theme, axis_title, heading, kinds_of, legend, numbers, paints, svg
+from .svg import (
+    DARK,
+    DRAWN,
+    LATER,
+    LIGHT,
+    Theme,
+    axis_title,
+    heading,
+    kinds_of,
+    legend,
+    numbers,
+    paints,
+    peak_unit,
+    svg,
+)
 
 __all__ = ["html", "svg"]
 
@@ -71,7 +85,7 @@ def html(
     window = f"{names}: {heading(simulations[0].timetable)}" if len(simulations) == 1 else names
     header = f"<header>\n{'' if title is None else f'<h1>{escape(title)}</h1>'}{tools(simulations, marks)}\n</header>"
     main = [header, "<main>", *table_html(table, notes), *sections(simulations, unit), "</main>"]
-    return document(title or window, main, plots(simulations, axis, marks, rows))
+    return document(title or window, main, plots(simulations, axis, marks, rows, unit))
 
 
 def document(
@@ -126,9 +140,10 @@ def plots(
     axis: str | None = None,
     marks: Sequence[Sequence[Sequence[Mark]]] = (),
     rows: Sequence[Sequence[str]] = (),
+    unit: str = "",
 ) -> list[Plot]:
     """Return the data of the timetables that page.js reads; see :func:`_plot`. Arguments as for :func:`html`."""
-    drawn = [_plot(simulation, axis) for simulation in simulations]
+    drawn = [_plot(simulation, axis, unit) for simulation in simulations]
     for plot, plot_marks in zip(drawn, marks, strict=False):
         plot["marks"] = [
             [(_number(m.start), _number(m.end), m.below, m.text) for m in row] for row in plot_marks
@@ -208,7 +223,7 @@ def table_html(table: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> Ite
     yield from (f"<p>{escape(note)}</p>" for note in notes)
 
 
-def _plot(simulation: Simulation, axis: str | None) -> Plot:
+def _plot(simulation: Simulation, axis: str | None, unit: str) -> Plot:
     """Return the data of one timetable. ``rows`` has one string per device: the packed numbers of its words.
 
     A word is the time of a wait, or an op: its kind, the difference in stage and micro-batch from the previous op of
@@ -225,6 +240,8 @@ def _plot(simulation: Simulation, axis: str | None) -> Plot:
         "ideal": _number(simulation.ideal),
         "peaks": [_number(peak) for peak in simulation.peak_activations],
         "axis": axis or axis_title(simulation),
+        "unit": unit and f" {unit}",
+        "peak_unit": peak_unit(timetable),
         "pipes": timetable.placement.pipes,
         "forward": timetable.placement.forward_devices,
         "pipe": [timetable.pipe(m) for m in range(timetable.micro_batches)],

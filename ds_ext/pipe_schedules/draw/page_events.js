@@ -7,7 +7,8 @@ function choose(at, aloud) {
   tip.hidden = !at;
   if (at) {
     const op = at.mark ?? opOf(at), box = at.plot.canvas.getBoundingClientRect();
-    const times = `start ${short(op.start)}, end ${short(op.end)}, duration ${short(op.end - op.start)}`;
+    const { unit } = at.plot.data, length = short(op.end - op.start);
+    const times = `start ${short(op.start)}${unit}, end ${short(op.end)}${unit}, duration ${length}${unit}`;
     const lines = at.mark ? [at.plot.names[at.row], times] : [
       `${WORDS[op.kind]} of micro-batch ${op.m} at stage ${op.stage}`,
       `pipe ${op.pipe}, ${at.plot.names[at.row]}`,

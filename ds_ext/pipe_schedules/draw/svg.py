@@ -62,13 +62,13 @@ DARK = Theme(
     line="#2b323a",
     hatch="#2a3139",
     bar="#55606c",
-    text="#eef2f6",
+    text="#ffffff",
     inverse="#10151a",
     kinds=(
-        ("#22496b", "#a9d3f4", "#6aabdc", "#3a6f9f"),
-        ("#633d1b", "#facd9f", "#e59a54", "#935d29"),
-        ("#1b5041", "#a3e2cd", "#56bb9b", "#2b7660"),
-        ("#5a3453", "#e9c5e1", "#c78abb", "#885180"),
+        ("#1d3f5c", "#a9d3f4", "#6aabdc", "#3f79ad"),
+        ("#563517", "#facd9f", "#e59a54", "#a3672e"),
+        ("#174437", "#a3e2cd", "#56bb9b", "#30826a"),
+        ("#54314e", "#e9c5e1", "#c78abb", "#9f5f96"),
     ),
 )
 _MAX_LISTED = 16
@@ -97,11 +97,17 @@ def numbers(simulation: Simulation, unit: str = "") -> list[tuple[str, str]]:
     if len(peaks) > _MAX_LISTED:
         peaks = [f"{min(simulation.peak_activations):g} to {max(simulation.peak_activations):g}"]
     return [
-        ("makespan", f"{simulation.makespan:.5g} {unit}" if unit else f"{simulation.makespan:g}"),
-        ("ideal", f"{simulation.ideal:.5g} {unit}" if unit else f"{simulation.ideal:g}"),
+        ("makespan", f"{simulation.makespan:.4g} {unit}" if unit else f"{simulation.makespan:g}"),
+        ("ideal", f"{simulation.ideal:.4g} {unit}" if unit else f"{simulation.ideal:g}"),
         ("bubble", f"{simulation.bubble:.1%}"),
         ("peak activations", " ".join(peaks)),
     ]
+
+
+def peak_unit(timetable: Timetable) -> str:
+    """Return the unit of peak activations: what 1/D of the model keeps for one micro-batch."""
+    devices = timetable.placement.devices_per_pipe
+    return "of the model" if devices == 1 else f"of 1/{devices} model"
 
 
 def axis_title(simulation: Simulation) -> str:
@@ -134,7 +140,7 @@ def paints(colors: Sequence[str]) -> Iterator[tuple[str, str]]:
     yield RECOMPUTE, colors[KINDS.index(FORWARD)]
 
 
-_ROW, _LEFT, _RIGHT, _TOP = 26, 64, 96, 74
+_ROW, _LEFT, _RIGHT, _TOP = 26, 64, 96, 90
 _FONT = "system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
 
 
@@ -216,7 +222,8 @@ def _rows(simulation: Simulation, scale: float) -> Iterator[str]:
     timetable, placement = simulation.timetable, simulation.timetable.placement
     most = max(simulation.peak_activations, default=0) or 1
     end_x = _LEFT + simulation.end * scale
-    yield f'<text x="{_n(end_x + 86)}" y="{_TOP - 7}" class="muted e">peak</text>'
+    for text, y in (("peak activations", _TOP - 22), (peak_unit(timetable), _TOP - 7)):
+        yield f'<text x="{_n(end_x + 86)}" y="{y}" class="muted e">{text}</text>'
     for device, spans in enumerate(simulation.spans):
         y, peak = _TOP + device * _ROW, simulation.peak_activations[device]
         yield f'<text x="{_LEFT - 10}" y="{y + 17}" class="e">device {device}</text>'
@@ -256,12 +263,15 @@ def _box(
 
 def _marks(simulation: Simulation, scale: float, bottom: float, unit: str) -> Iterator[str]:
     """Yield lines at the ideal and at the makespan; the bubble is between them."""
-    for name, time, dash in (("ideal ", simulation.ideal, "3 3"), ("", simulation.makespan, "none")):
-        label = f"{name}{time:.4g} {unit}" if unit else f"{name}{time:g}"
+    marks = (
+        ("ideal", simulation.ideal, "3 3", _TOP - 22),
+        ("makespan", simulation.makespan, "none", _TOP - 7),
+    )
+    for name, time, dash, y in marks:
+        label = f"{name} {time:.4g} {unit}" if unit else f"{name} {time:g}"
         x = _n(_LEFT + time * scale)
-        yield f'<path class="mark" d="M{x} {_TOP - 5}V{bottom + 4}" stroke-dasharray="{dash}"/>'
-        anchor, dx = ("e", -4) if dash != "none" else ("", 4)
-        yield f'<text class="muted {anchor}" x="{x}" dx="{dx}" y="{_TOP - 7}">{label}</text>'
+        yield f'<path class="mark" d="M{x} {y - 8}V{bottom + 4}" stroke-dasharray="{dash}"/>'
+        yield f'<text class="muted e" x="{x}" dx="-4" y="{y}">{label}</text>'
 
 
 def _axis(simulation: Simulation, scale: float, bottom: float, title: str | None) -> Iterator[str]:

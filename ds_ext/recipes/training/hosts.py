@@ -55,13 +55,14 @@ def layout_on(layout: ParallelLayout, hosts: Hosts, forward_hosts: list[str] | N
 
 
 def describe_hosts(
-    layout: ParallelLayout, hosts: Hosts | None, traffic: Traffic, micro_batches: int
+    layout: ParallelLayout, hosts: Hosts | None, traffic: Traffic, micro_batches: int, verbose: bool = True
 ) -> list[str]:
-    """Return the groups that cross hosts, the bytes between hosts, and a better rank order; empty for one host.
+    """Return the bytes between hosts, the groups that cross hosts, and a better rank order; empty for one host.
 
     Args:
         hosts: hosts of the job; None: unknown.
         micro_batches: N per pipeline group.
+        verbose: add the table of the groups.
 
     Raises:
         ConfigError: the hosts have more or fewer slots than the layout has ranks.
@@ -71,10 +72,10 @@ def describe_hosts(
     here = traffic_between_hosts(layout, hosts, traffic, micro_batches)
     rows = [_row(kind, here) for kind in here.kinds]
     total = ("total", "", "", "", f"{format_bytes(here.bytes)} per step")
-    lines = [
-        f"hosts     {hosts}, ranks numbered {layout.rank_order} (innermost first)",
-        *(f"  {line}" for line in aligned([_COLUMNS, *rows, total], left=(0,))),
-    ]
+    sent = "" if verbose else f"; {format_bytes(here.bytes)} between hosts per step"
+    lines = [f"hosts     {hosts}, ranks numbered {layout.rank_order} (innermost first){sent}"]
+    if verbose:
+        lines += [f"  {line}" for line in aligned([_COLUMNS, *rows, total], left=(0,))]
     tensor = here.kind("tensor")
     if tensor is not None and tensor.crossing:
         lines.append(

@@ -85,6 +85,7 @@ class Trainer:
     validation_loss: float | None = None
     stopped: str = ""  # why the run ended before its last step
     not_saved: list[int] = field(default_factory=list)
+    metrics: Metrics = field(init=False)
     _saving: int | None = None  # step of the last save, until all ranks know its result
     _announced: int | None = None  # step of the last save whose end rank 0 has printed early
 
@@ -149,7 +150,7 @@ class Trainer:
 
     def _metrics(self) -> Metrics:
         """Return the metrics with the settings of the flags, which open the metrics file."""
-        return Metrics(
+        self.metrics = Metrics(
             self.engine,
             total_steps=self.args.train_iters,
             file=self.args.metrics_file,
@@ -159,6 +160,7 @@ class Trainer:
             log_interval=self.args.log_interval,
             model=asdict(self.model),
         )
+        return self.metrics
 
     def evaluate(self, valid: MicroBatches) -> tuple[float, dict[str, float]] | None:
         """Return the mean loss of ``--eval-iters`` validation steps, and its parts if the model reports any.
@@ -310,6 +312,7 @@ class Trainer:
                 kind, loss = "validation", self.validation_loss
             verdict = "below" if loss < floor else "not below"
             say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {floor:.4f} nats")
+        self.metrics.print_summary()
         lines = []
         if self.args.save:
             total = self.args.train_iters * (1 if self.stopped else 2)
@@ -318,10 +321,6 @@ class Trainer:
             if note:
                 lines.append(f"{'':20}({note})")
         lines.append(f"show the timetable  {_verb('show', *self._show_arguments())}")
-        if self.args.metrics_file:
-            lines.append(
-                f"report of the run   {_verb('report', self.args.metrics_file, '-o', 'report.html')}"
-            )
         say("next: " + "\n      ".join(lines))
 
     def exit_code(self, loss: float) -> int:

@@ -126,6 +126,9 @@ def build_parser(prog: str, model: Model = "gpt") -> Parser:
         "--dry-run", action="store_true", help="print the job plan and exit, without other ranks"
     )
     parser.add_argument(
+        "--verbose", action="store_true", help='print the whole plan, as "print_plan": "all" does'
+    )
+    parser.add_argument(
         "--hosts",
         metavar="HOSTS",
         help="with --dry-run: hosts as 4x8 (4 hosts, 8 ranks each), 8,8,4 (ranks of each host) or a hostfile",

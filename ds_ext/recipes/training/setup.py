@@ -25,8 +25,8 @@ from ...parallel.hosts import Hosts
 from ...parallel.partition import BALANCED, layer_boundaries, stage_weights
 from ...planner.auto import training_sizes
 from ...planner.job_plan import JobPlan, make_job_plan
-from ...planner.job_text import GRID_MICRO_BATCHES, describe
-from ...planner.memory import TrainingSizes, memory, rank_parameters
+from ...planner.job_text import describe
+from ...planner.memory import TrainingSizes, memory, model_parameters, rank_parameters
 from ...planner.traffic import traffic
 from ..models.config import TransformerConfig
 from ..models.field_flags import fields_of
@@ -48,6 +48,7 @@ _PER_HOST = frozenset(
             "deepspeed_config",
             "metrics_file",
             "dry_run",
+            "verbose",
             "write_config",
             "hosts",
             "notes",
@@ -233,22 +234,31 @@ def describe_job(
     end_work = _end_work(args, model)
     message_bytes = _message_bytes(args, plan, token_bytes)
     sizes = _model_sizes(plan, boundaries, len(before), len(after), model)
-    host_lines = _host_lines(args, plan, hosts, sizes, message_bytes)
+    verbose = args.verbose or plan.job.ds_ext.print_plan == "all"
+    host_lines = _host_lines(args, plan, hosts, sizes, message_bytes, verbose)
     text = describe(
         plan,
         boundaries=boundaries,
         layer_names=layer_names,
         message_bytes=message_bytes,
+        model=f"{round(model_parameters(sizes)):,} parameters (estimated)",
         parameters=[round(count) for count in rank_parameters(sizes, plan.layout.placement)],
         memory=memory(plan.timetable, sizes),
         weights=stage_weights(boundaries, len(before), len(after), end_work or (0.0, 0.0)),
         with_head=end_work is not None,
-        grid=plan.sizes.micro_batches <= GRID_MICRO_BATCHES,
         defers=args.transformer_impl == "local",
         hosts=None if hosts is None else [hosts.host(rank) for rank in range(hosts.world_size)],
         settings=[f"rate      {_rate(plan.job.deepspeed)}", *args.notes],
+        verbose=verbose,
+        gpus=args.dry_run or _has_gpus(),
     )
     return "\n".join([text, *host_lines])
+
+
+def _has_gpus() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _rate(config: Mapping[str, Any]) -> str:
@@ -262,7 +272,12 @@ def _rate(config: Mapping[str, Any]) -> str:
 
 
 def _host_lines(
-    args: argparse.Namespace, plan: JobPlan, hosts: Hosts | None, sizes: TrainingSizes, message_bytes: int
+    args: argparse.Namespace,
+    plan: JobPlan,
+    hosts: Hosts | None,
+    sizes: TrainingSizes,
+    message_bytes: int,
+    verbose: bool,
 ) -> list[str]:
     """Return the lines on the traffic between hosts; empty for one host, unknown hosts or unknown ranks of hosts."""
     forward_hosts = plan.job.ds_ext.fbd.forward_hosts
@@ -270,7 +285,7 @@ def _host_lines(
         return []
     volumes = traffic(sizes, plan.layout.placement, plan.sizes.micro_batches)
     volumes = replace(volumes, message=message_bytes)
-    lines = describe_hosts(plan.layout, hosts, volumes, plan.sizes.micro_batches)
+    lines = describe_hosts(plan.layout, hosts, volumes, plan.sizes.micro_batches, verbose)
     if args.dry_run and args.hosts is None:
         lines.append("note: --hosts: every host is assumed to have as many ranks as the first")
     return lines

@@ -325,7 +325,6 @@ def test_alternative_forms_of_sections() -> None:
 @pytest.mark.parametrize(
     ("section", "key"),
     [
-        ({"wall_clock_breakdown": True}, "wall_clock_breakdown"),
         ({"flops_profiler": {"enabled": True}}, "flops_profiler.enabled"),
         ({"fp16": {"auto_cast": True}}, "fp16.auto_cast"),
     ],
@@ -336,4 +335,4 @@ def test_keys_without_effect_are_refused(section: dict, key: str) -> None:
 
 
 def test_keys_without_effect_may_be_off() -> None:
-    load_config({"train_batch_size": 4, "wall_clock_breakdown": False, "flops_profiler": {"enabled": False}})
+    load_config({"train_batch_size": 4, "flops_profiler": {"enabled": False}})

@@ -73,6 +73,7 @@ HARMLESS = {
     "memory_breakdown": "printed in the constructor only, as by DeepSpeed's pipelines",
     "tensor_parallel.*": SWITCHED,
     "timers.throughput": "DeepSpeed's pipelines do not read it",
+    "wall_clock_breakdown": "the plan has a note; DeepSpeed gets false",
     "torch_autocast.*": SWITCHED,
     "vocabulary_size": "a warning of DeepSpeed",
     **{f"weight_quantization.{key}": SWITCHED for key in ("enabled", "num_bits", "q_type", "q_groups")},

@@ -13,11 +13,15 @@ import sys
 import termios
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from ds_ext.errors import ConfigError
-from ds_ext.observe.metrics import MetricsFile, StepMetrics, print_line
+from ds_ext.observe.metrics import Metrics, MetricsFile, StepMetrics, duration_text, print_line, progress_line
+from ds_ext.observe.run_record import read_starts, record_file
 
 METRICS = StepMetrics(
     step=7,
@@ -38,18 +42,127 @@ METRICS = StepMetrics(
 )
 
 
-def test_progress_line() -> None:
-    def numbers(line: str) -> str:
-        return " ".join(re.findall(r"[\d.,/e-]*\d%?", line))
+def numbers(line: str) -> str:
+    return " ".join(re.findall(r"[\d.,/e-]*\d%?", line))
 
-    assert numbers(METRICS.line(100)) == "7/100 2.3457 1.00e-03 0.500 12.3 12,346 98.8 31.6% 1 25% 12%"
-    unknown = {"grad_norm": None, "bubble_measured": None, "tokens_per_s": None}
-    bare = replace(METRICS, tflops_per_device=None, mfu=None, **unknown)
-    assert numbers(bare.line(7)) == "7/7 2.3457 1.00e-03 12.3 1 12%"
-    assert bare.line().startswith("step 7 ")
+
+def test_progress_line() -> None:
+    assert numbers(progress_line([METRICS], 100)) == "7/100 2.3457 1.00e-03 0.500 0.25 12,346 1"
+    unknown = replace(METRICS, grad_norm=None, tokens_per_s=None)
+    assert numbers(progress_line([unknown], 7)) == "7/7 2.3457 1.00e-03 0.25 12.3 1"
+    assert progress_line([unknown]).startswith("step 7 | loss ")
     parts = {"masked_words": 5.25, "sentence_order": 0.75}
-    full = replace(bare, losses=parts, validation_loss=6.5, samples_per_s=1234.5)
-    assert numbers(full.line(7)) == "7/7 2.3457 5.2500 0.7500 6.5000 1.00e-03 1,234 1 12%"
+    full = replace(unknown, losses=parts, validation_loss=6.5, samples_per_s=1234.5)
+    assert numbers(progress_line([full], 7)) == "7/7 2.3457 5.2500 0.7500 6.5000 0.25"
+
+
+def test_a_progress_line_has_means_and_rates_of_its_steps() -> None:
+    steps = [
+        replace(METRICS, step=8, loss=2.0, grad_norm=1.0, iter_time_s=1.0, tokens_per_s=100.0),
+        replace(METRICS, step=9, loss=4.0, grad_norm=2.0, iter_time_s=3.0, tokens_per_s=300.0, lr=5e-4),
+    ]
+    # 1,000 tokens in 4 s; learning rate and memory of the last step.
+    assert numbers(progress_line(steps, 10)) == "9/10 3.0000 5.00e-04 1.500 2 250 1"
+
+
+def test_a_progress_line_has_at_most_100_columns() -> None:
+    long = replace(
+        METRICS,
+        step=99_999,
+        grad_norm=1234.567,
+        iter_time_s=123.4,
+        tokens_per_s=1.2e7,
+        peak_memory_bytes=80_000 << 20,
+        validation_loss=2.5,
+    )
+    line = progress_line([long], 100_000, 90_061.0, "GPU")
+    assert len(line) <= 100 and "1 d 01:01:01 left" in line and "validation loss 2.5000" in line
+    line = progress_line([replace(long, validation_loss=None)], 100_000, 90_061.0, "GPU")
+    assert len(line) <= 100 and "12,000,000 tokens/s" in line and "norm" not in line
+    short = progress_line([METRICS], 200)
+    assert len(short) <= 100 and "norm 0.500" in short and "RSS 1 MiB" in short
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00"), (90_061, "1 d 01:01:01")],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
+
+
+class Engine(SimpleNamespace):
+    """Measurements of an engine with two ranks, whose steps take 2 s."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            plan=SimpleNamespace(
+                timetable=SimpleNamespace(schedule="1f1b"), simulation=SimpleNamespace(bubble=0.125)
+            ),
+            transport=SimpleNamespace(name="shm"),
+            device=torch.device("cpu"),
+            global_rank=0,
+            global_steps=0,
+            global_samples=0,
+            run_facts={"world_size": 2},
+            checkpoint_events=SimpleNamespace(all=[], on_event=None),
+            agg_additional_losses=None,
+        )
+
+    def train_batch_size(self) -> int:
+        return 8
+
+    def get_global_grad_norm(self) -> float:
+        return 1.0
+
+    def step(self) -> float:
+        self.global_steps += 1
+        self.global_samples += 8
+        ranks = SimpleNamespace(
+            peak_memory_of_ranks=(100 << 20, (300 + self.global_steps) << 20),
+            bubble=0.25,
+            losses=SimpleNamespace(tokens=None),
+        )
+        self.report = SimpleNamespace(
+            seconds=2.0, lr=1e-3, of_ranks=ranks, snapshot_s=None, recovered_from=None
+        )
+        return float(self.global_steps)
+
+
+def test_lines_cover_all_steps_and_a_summary_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("ds_ext.observe.metrics.time.monotonic", lambda: clock[0])
+    engine = Engine()
+    file = tmp_path / "metrics.jsonl"
+    metrics = Metrics(cast(Any, engine), total_steps=7, file=file, tokens_per_sample=16, log_interval=3)
+    for _ in range(7):
+        clock[0] += 10.0  # with what the script does between the steps
+        metrics.log(engine.step())
+    lines = capsys.readouterr().out.splitlines()
+    assert [numbers(line.partition(" | lr")[0]) for line in lines] == [
+        "1/7 1.0000",
+        "3/7 2.5000",
+        "6/7 5.0000",
+        "7/7 7.0000",
+    ]
+    assert [re.findall(r"(\S+) left", line) for line in lines] == [[], ["0:40"], ["0:10"], []]
+    assert all("2 s/step" in line and "64 tokens/s" in line and "RSS" in line for line in lines)
+
+    engine.checkpoint_events.all += [
+        {"event": "saved", "path": "a/step_7"},
+        {"event": "failed", "path": "a/step_8"},
+    ]
+    metrics.print_summary()
+    trained, amounts, memory, bubble, saved, report = capsys.readouterr().out.splitlines()
+    assert re.findall(r"[\d:.]+", trained) == ["7", "1:10", "0:14", "2"]
+    assert numbers(amounts) == "56 896 64" and numbers(memory) == "307 1" and numbers(bubble) == "25% 12%"
+    assert saved.split() == ["saved", "a/step_7"] and f"report {file} -o report.html" in report
+    # The record has the memory of the last row, although it has grown by less than 1 %.
+    (start,) = read_starts(record_file(file))
+    row = json.loads(file.read_text().splitlines()[-1])
+    assert max(start["peak_memory_bytes"]) == row["peak_memory_bytes"] == 307 << 20
 
 
 def test_only_the_last_line_in_place_stays_on_a_terminal(

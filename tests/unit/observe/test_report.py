@@ -17,8 +17,10 @@ from ds_ext.errors import ConfigError
 from ds_ext.observe.report.charts import Curve, bars, chart, number, thin, value_range
 from ds_ext.observe.report.folder import read_run
 from ds_ext.observe.report.page import report
-from ds_ext.observe.run_record import record_file
-from tests.report_runs import MIB, metrics_row, write_rows, write_run
+from ds_ext.observe.run_record import RunRecord, record_file
+from ds_ext.observe.trace.read import read_traces
+from ds_ext.observe.trace.summary import summarize
+from tests.report_runs import FACTS, MIB, metrics_row, write_rows, write_run
 from tests.trace_folders import PRICED, write_traces
 
 
@@ -49,19 +51,21 @@ def test_steps_that_ran_again_count_once(tmp_path: Path) -> None:
 def test_the_page_has_the_numbers_of_the_run(tmp_path: Path) -> None:
     page = report(read_run(write_run(tmp_path)))
     shown = figures(page)
-    assert shown["last step"] == "20" and shown["loss"] == "0.2" and shown["validation loss"] == "0.5"
-    assert (
-        shown["tokens per second"] == "640" and shown["bubble, measured"] == f"{number(100 * PRICED.bubble)}%"
-    )
-    assert shown["bubble, ideal devices"] == "12.5%" and shown["memory of the worst rank"] == "300MiB"
-    assert "MFU" not in shown
+    assert shown["last step"] == "20"
+    assert shown["loss, last"] == "0.2" and shown["validation loss, last"] == "0.5"
+    assert shown["tokens per second, median"] == "640"
+    assert shown["bubble, median"] == f"{100 * PRICED.bubble:.1f}%"
+    assert shown["bubble of ideal devices"] == "12.5%"
+    assert shown["peak memory of the worst rank"] == "300MiB"
+    assert not any(name.startswith("MFU") for name in shown)
     ran = dict(cells(page, "What ran"))
     assert ran["ranks"].startswith("4 = 4 ") and "16 samples" in ran["batch"]
     assert "8" in ran["model"] and "32" in ran["model"] and ran["parameters"].startswith("1,000 to 1,003")
     assert re.findall(r"node\d|\d to \d", ran["hosts"]) == ["node0", "0 to 1", "node1", "2 to 3"]
     head, *starts = cells(page, "Starts")
     assert [(row[4], row[5]) for row in starts] == [("1 to 12", ""), ("11 to 20", "2")]
-    assert starts[1][2] == "/saved/step_10" and head[0] == "start"
+    assert [row[2] for row in starts] == ["bitpipe"] * 2
+    assert starts[1][6] == "/saved/step_10" and head[0] == "start"
     assert [row[:2] for row in cells(page, "Checkpoints")[1:]] == [["saved", "10"], ["loaded", "10"]]
     waits = cells(page, "Who waited for whom")
     assert [row[0] for row in waits[1:]] == [f"rank {rank}" for rank in range(4)]
@@ -70,6 +74,62 @@ def test_the_page_has_the_numbers_of_the_run(tmp_path: Path) -> None:
     ]
     assert re.findall(r'data-step="(\d+)"( hidden)?', page) == [("1", " hidden"), ("2", ""), ("3", " hidden")]
     assert "world 4 &lt;&amp;&gt;" in page and "http" not in page.replace("http://www.w3.org/2000/svg", "")
+
+
+def test_figures_belong_to_one_start(tmp_path: Path) -> None:
+    """The first start has another schedule and is slower; a third one has no step."""
+    metrics = tmp_path / "metrics.jsonl"
+    for schedule, steps, seconds in (
+        ("1f1b", range(1, 31), 0.7),
+        ("bitpipe", range(25, 31), 0.25),
+        ("zb_v", (), 0),
+    ):
+        RunRecord(metrics, {**FACTS, "schedule": schedule}, [])
+        times = {"iter_time_s": seconds, "schedule": schedule, "bubble_simulated": 0.1 * len(schedule)}
+        write_rows(metrics, [metrics_row(step, **times) for step in steps])
+    page = report(read_run(metrics))
+    shown = figures(page)
+    assert (shown["time per step, median"], shown["last step"]) == ("0.25s", "30")
+    assert "<h1>bitpipe on 4 ranks</h1>" in page
+    assert re.findall(r"<p>Figures of start (\d) of (\d): steps (\d+) to (\d+), (\w+)</p>", page) == [
+        ("2", "3", "25", "30", "bitpipe")
+    ]
+    assert dict(cells(page, "What ran"))["schedule"] == "bitpipe"
+    # Both starts are marked in each of the seven charts, and the bubble of ideal devices changes in a step.
+    assert len(re.findall('<path class="start"', page)) == 7 * 2
+    assert len(re.findall(">1: 1f1b</text>", page)) == len(re.findall(">2: bitpipe</text>", page)) == 7
+    bubble = page.split("<b>Bubble</b>")[1].split("</figure>")[0]
+    paths = re.findall(r'<path class="curve" d="M([^"]+)"', bubble)
+    assert len(paths) == 2 and "H" in paths[1] and "L" not in paths[1]
+
+
+def test_curves_and_timetables_come_before_the_tables(tmp_path: Path) -> None:
+    page = report(read_run(write_run(tmp_path)))
+    headings = re.findall(r'<h2 id="[a-z-]+">([^<]+)</h2>', page)
+    assert headings == [
+        *("Steps", "A step, planned and measured", "Who waited for whom", "Memory of every rank", "What ran"),
+        *("Starts", "Checkpoints"),
+    ]
+    causes = summarize(read_traces(tmp_path / "traces")).causes
+    assert causes is not None and causes.sentence().replace("'", "&#x27;") in page
+
+
+def test_equal_bars_are_a_number(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    record = RunRecord(metrics, FACTS, [])
+    write_rows(metrics, [metrics_row(1)])
+    record.note_memory([300 * MIB] * 4)
+    memory = report(read_run(metrics)).split(">Memory of every rank</h2>")[1].split("</section>")[0]
+    assert "<rect" not in memory and "300 MiB on every rank" in memory and "1,000 to 1,003 per rank" in memory
+
+
+def test_the_page_of_one_rank(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    RunRecord(metrics, {**FACTS, "world_size": 1, "parameters": 1000, "trained_parameters": 10}, [])
+    write_rows(metrics, [metrics_row(1)])
+    page = report(read_run(metrics))
+    assert "<h1>bitpipe on 1 rank</h1>" in page and "1 ranks" not in page
+    assert dict(cells(page, "What ran"))["parameters"].startswith("1,000, 10 of them trained")
 
 
 @pytest.mark.parametrize("parts", ["metrics", "traces", "record"])
@@ -193,6 +253,17 @@ def test_the_bar_of_one_rank_is_drawn_to_scale() -> None:
     assert float(heights[-1]) == pytest.approx(3 * float(heights[0]), rel=1e-3)
 
 
+def test_the_axis_shows_the_curve_after_a_high_start() -> None:
+    points = [(step, 700.0 / step if step < 20 else 2.0 + 1 / step) for step in range(1, 201)]
+    values, later = [value for _, value in points], [value for step, value in points if step > 40]
+    low, high = value_range(values, from_zero=False, cut_outliers=True, later=later)
+    assert low < 2.01 and high < 2.2
+    drawn = chart("Loss", [Curve("", points)], (1, 200), from_zero=False)
+    assert re.findall(r"\d+", drawn.split("<small>")[1].split("</small>")[0])[1] == "700"
+    steady = [10 - step / 25 for step in range(201)]  # a usual decline is shown as a whole
+    assert value_range(steady, from_zero=False, cut_outliers=True, later=steady[40:])[1] > 10
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -207,12 +278,15 @@ def test_the_bar_of_one_rank_is_drawn_to_scale() -> None:
 )
 def test_numbers(value: float, text: str) -> None:
     assert number(value) == text
+    assert number(value, "%") == f"{value:.1f}"
 
 
 def test_charts_without_values_and_with_one(tmp_path: Path) -> None:
     assert chart("Loss", [Curve("a", [])], (1, 1)) == ""
     drawn = chart("Loss", [Curve("a", [(1, 2.0)])], (1, 1))
     assert drawn.count("<circle") == 1 and "NaN" not in drawn and "nan" not in drawn
-    assert bars("Memory", [1.0], unit=" MiB", summary="").count("<rect") == 1
-    positions: list[Any] = re.findall(r'<rect x="([\d.]+)"', bars("Memory", [0.0] * 512, unit="", summary=""))
+    assert bars("Memory", [1.0], unit=" MiB", summary="1 MiB").count("<rect") == 0
+    positions: list[Any] = re.findall(
+        r'<rect x="([\d.]+)"', bars("Memory", [0.0] * 511 + [1.0], unit="", summary="")
+    )
     assert len(positions) == 512 and [float(x) for x in positions] == sorted(map(float, positions))

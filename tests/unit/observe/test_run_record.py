@@ -42,10 +42,10 @@ def test_files_have_separate_records() -> None:
 def test_memory_is_written_again_only_if_it_has_grown(tmp_path: Path) -> None:
     record = RunRecord(tmp_path / "metrics.jsonl", {}, [])
     path, seen = record_file(tmp_path / "metrics.jsonl"), []
-    for peaks in ([1000, 1000], [1005, 1000], [1000, 1011], [900, 900]):
+    for peaks in ([1000, 2000], [1005, 2000], [1000, 2001], [1011, 2001], [900, 900]):
         record.note_memory(peaks)
         seen.append(read_starts(path)[0]["peak_memory_bytes"])
-    assert seen == [[1000, 1000], [1000, 1000], [1000, 1011], [1000, 1011]]
+    assert seen == [[1000, 2000], [1000, 2000], [1000, 2001], [1011, 2001], [1011, 2001]]
 
 
 def test_starts_are_kept_while_the_metrics_file_has_their_steps(tmp_path: Path) -> None:

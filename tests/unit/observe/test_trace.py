@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -14,6 +15,7 @@ import pytest
 from ds_ext.__main__ import main
 from ds_ext.cli.trace_verbs import run_view
 from ds_ext.errors import ConfigError
+from ds_ext.observe.trace.causes import Causes, Row, RowSteps, find_causes
 from ds_ext.observe.trace.file import rank_file
 from ds_ext.observe.trace.merge import merge
 from ds_ext.observe.trace.read import read_traces
@@ -21,7 +23,7 @@ from ds_ext.observe.trace.summary import summarize
 from ds_ext.observe.trace.view import AXIS, page, picture
 from ds_ext.pipe_schedules import timetable
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.simulation import simulate
+from ds_ext.pipe_schedules.simulation import Simulation, simulate
 from tests.trace_folders import BYTES, PRICED, SEND_US, UNIT_US, write_traces
 
 # --- merge ---
@@ -118,6 +120,129 @@ def test_a_step_incomplete_on_one_rank_does_not_count(folder: Path) -> None:
     path.write_text("".join(lines[:30]))
     summary = summarize(read_traces(folder))
     assert summary.steps == 0 and summary.notes[-1].startswith("steps: ")
+
+
+# --- causes of the bubble ---
+
+
+def rows_of(
+    simulations: Sequence[Simulation], *, slow: int | None = None, steps: int = 4
+) -> dict[Row, RowSteps]:
+    """Return the ops of a simulation per pipeline group, on ranks group * D + device. Rank ``slow`` takes 1.5 times."""
+    rows = {}
+    for group, simulation in enumerate(simulations):
+        for device, spans in enumerate(simulation.spans):
+            rank = group * len(simulation.spans) + device
+            ops = [(op, (end - start) * (1.5 if rank == slow else 1.0)) for op, start, end in spans]
+            rows[group, device] = RowSteps(rank, dict.fromkeys(range(1, steps + 1), ops))
+    return rows
+
+
+def causes_of(simulations: Sequence[Simulation], bubble: float, **options: Any) -> Causes:
+    links_us, parameters = options.pop("links_us", {}), options.pop("stage_parameters", {})
+    causes = find_causes(
+        simulations[0].timetable,
+        rows_of(simulations, **options),
+        links_us,
+        bubble,
+        stage_parameters=parameters,
+        ranks_per_core=None,
+    )
+    assert causes is not None
+    parts = (causes.schedule, causes.uneven, causes.varying, causes.messages, causes.between)
+    assert sum(parts) == pytest.approx(causes.bubble) and min(parts) >= 0
+    return causes
+
+
+def test_the_causes_of_a_bubble_equal_simulations_without_them() -> None:
+    """Stage 2 is slow, and every message takes half a forward: three simulations differ by one cause each."""
+    made, stages = timetable("1f1b", 4, 8), (1, 1, 1.6, 1)
+    equal = simulate(made, Costs(1, 2, 0))
+    uneven = simulate(made, Costs(1, 2, 0, stages=stages))
+    links = {(device, other): 0.5 for device in range(4) for other in range(4)}
+    whole = simulate(made, Costs(1, 2, 0, comm=0.5, stages=stages))
+    causes = causes_of([whole], whole.bubble + 0.05, links_us=links)
+    assert causes.schedule == pytest.approx(equal.bubble)
+    assert causes.schedule + causes.uneven == pytest.approx(uneven.bubble)
+    assert causes.messages == pytest.approx(whole.bubble - uneven.bubble)
+    assert (causes.varying, causes.between) == (0.0, pytest.approx(0.05))
+    assert causes.slowest_stage == (2, pytest.approx(1.6 / 1.15)) and causes.slow_ranks == []
+
+
+def test_ops_of_varying_length_are_a_cause() -> None:
+    made = timetable("1f1b", 4, 8)
+    jittered = simulate(made, Costs(1, 2, 0, jitter=0.5, seed=3))
+    causes = causes_of([jittered], jittered.bubble)
+    assert causes.varying > 0.02 and causes.between == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "groups", "parameters", "others"),
+    [
+        ("1f1b", 2, {}, [6]),  # the same device of the other pipeline group
+        ("bitpipe", 1, {}, [1]),  # its mirror
+        ("1f1b", 1, {0: 9, 1: 5, 2: 5, 3: 5}, [1, 3]),  # stages with as many parameters
+        ("1f1b", 1, {}, None),  # nothing to compare with
+    ],
+)
+def test_a_slow_rank_is_found_by_its_peers(
+    name: str, groups: int, parameters: dict[int, int], others: list[int] | None
+) -> None:
+    simulations = [simulate(timetable(name, 4, 8), Costs(1, 2, 0))] * groups
+    causes = causes_of(simulations, 0.6, slow=2, stage_parameters=parameters)
+    found = [(rank.rank, rank.others, rank.steps) for rank in causes.slow_ranks]
+    assert found == ([] if others is None else [(2, others, 4)])
+    if found:
+        assert causes.slow_ranks[0].ratio == pytest.approx(1.5) and causes.uneven > 0.05
+        assert "rank 2 takes 1.5 times" in causes.sentence() and "Rank 2 " in causes.slow_rank_lines()[0]
+
+
+def test_a_rank_that_is_slow_in_few_steps_is_not_named() -> None:
+    simulations = [simulate(timetable("1f1b", 4, 8), Costs(1, 2, 0))] * 2
+    rows, slow = rows_of(simulations), rows_of(simulations, slow=2)
+    for step in (1, 2):
+        rows[0, 2].steps[step] = slow[0, 2].steps[step]
+    found = find_causes(simulations[0].timetable, rows, {}, 0.5, stage_parameters={}, ranks_per_core=None)
+    assert found is not None and found.slow_ranks == []
+
+
+@pytest.mark.parametrize("bubble", [0.0, 0.034, 0.366, 0.5])
+@pytest.mark.parametrize("cores", [None, (4, 2.0)])
+def test_the_points_of_the_sentence_add_up(bubble: float, cores: tuple[int, float] | None) -> None:
+    schedule, uneven, varying, messages = (bubble * share for share in (0.234, 0.333, 0.111, 0.222))
+    between = bubble - schedule - uneven - varying - messages
+    causes = Causes(bubble, schedule, uneven, varying, messages, between, (5, 1.3), [], cores, 8)
+    total, *points = re.findall(
+        r"[\d.]+(?= points| are the| uneven| messages| ranks that| ops of| work)", causes.sentence()
+    )
+    assert sum(map(float, points)) == pytest.approx(float(total), abs=1e-9)
+    assert float(total) == pytest.approx(100 * bubble, abs=0.5)
+    assert ("4 ranks, 2 cores" in causes.sentence()) == (cores is not None and bubble > 0)
+
+
+def test_the_summary_ends_with_the_causes(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    causes = summarize(read_traces(whole)).causes
+    free = simulate(PRICED.timetable, Costs(1, 1.2, 0.8))
+    assert causes is not None and causes.bubble == pytest.approx(PRICED.bubble, abs=1e-6)
+    assert causes.schedule == pytest.approx(free.bubble, abs=1e-3) and causes.slow_ranks == []
+    assert causes.messages > 0 and causes.uneven == pytest.approx(0, abs=1e-3)
+    assert main(["trace", "summary", str(whole)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == causes.sentence()
+    assert main(["trace", "summary", str(whole), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["causes"]["schedule"] == causes.schedule
+
+
+def test_ranks_that_share_cores_are_known_from_the_traces(folder: Path) -> None:
+    for rank in range(4):
+        path = rank_file(folder, rank)
+        path.write_text(path.read_text().replace('"device": ', '"host": "a", "cores": 2, "device": ', 1))
+    causes = summarize(read_traces(folder)).causes
+    assert causes is not None and causes.ranks_per_core == (4, 2.0)
+
+
+def test_without_a_timetable_the_causes_are_unknown(folder: Path) -> None:
+    (folder / "timetable.txt").unlink()
+    assert summarize(read_traces(folder)).causes is None
 
 
 # --- page ---

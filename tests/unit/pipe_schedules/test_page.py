@@ -207,6 +207,20 @@ def test_the_picture_is_to_scale(name: str) -> None:
     assert len(tops) == 4
 
 
+def test_marks_and_peaks_have_names_and_units() -> None:
+    simulation = simulate(timetable("bitpipe", 4, 4))
+    texts = [element.text for element in ElementTree.fromstring(svg(simulation)).iter(f"{SVG}text")]
+    assert {"ideal 12", "makespan 14", "peak activations", "of 1/4 model"} <= set(texts)
+    texts = [
+        element.text for element in ElementTree.fromstring(svg(simulation, unit="ms")).iter(f"{SVG}text")
+    ]
+    assert {"ideal 12 ms", "makespan 14 ms"} <= set(texts)
+    (plot,) = data_of(html([simulation], unit="ms"))
+    assert (plot["unit"], plot["peak_unit"]) == (" ms", "of 1/4 model")
+    (plot,) = data_of(html([simulate(timetable("gpipe", 1, 1))]))
+    assert (plot["unit"], plot["peak_unit"]) == ("", "of the model")
+
+
 def test_the_axis_is_in_forwards() -> None:
     made = timetable("bitpipe", 4, 4)
     assert axis_title(simulate(made)) == "time, in forwards of 1/4 of the model"
@@ -223,11 +237,16 @@ def test_ticks_are_at_round_numbers(least: float) -> None:
 
 @pytest.mark.parametrize("theme", [LIGHT, DARK])
 def test_colors_can_be_read_and_told_apart(theme: Theme) -> None:
-    """WCAG contrast of text at least 4.5, and the kinds differ in lightness alone, for every pipe."""
+    """WCAG contrast of text at least 4.5, and the kinds differ in lightness alone, for every pipe.
+
+    Forward and weight gradient have texts of one color, so they differ more.
+    """
     for colors in theme.kinds:
         for kind, fill in zip(KINDS, colors, strict=True):
             assert contrast(theme.inverse if kind in ON_DARK else theme.text, fill) >= 4.5, fill
         assert all(contrast(a, b) >= 1.35 for a, b in itertools.combinations(colors, 2)), colors
+        forward, _, _, weight = colors
+        assert theme is LIGHT or contrast(forward, weight) >= 2.2, colors
     assert contrast(theme.muted, theme.paper) >= 4.5
 
 

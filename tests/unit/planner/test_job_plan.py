@@ -18,6 +18,7 @@ from ds_ext.pipe_schedules.draw.grid import time_grid
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.job_plan import JobPlan, make_job_plan, make_stage_plan
 from ds_ext.planner.job_text import describe
+from ds_ext.planner.memory import DeviceMemory
 
 ROOT = Path(__file__).parents[3]
 JSON: dict[str, Any] = {
@@ -158,7 +159,7 @@ def test_text_of_a_plan() -> None:
         "  pipeline  [0,4,8,12] [1,5,9,13] [2,6,10,14] [3,7,11,15]",
         "  data      [0,2] [1,3] [4,6] [5,7] [8,10] [9,11] [12,14] [13,15]",
         "  mirror    [0,12] [1,13] [2,14] [3,15] [4,8] [5,9] [6,10] [7,11]",
-        "stages",
+        "stages    8, 2 to 4 layers each",
         "  stage 0   device 0, 3    embedding, positions, layer 0-1",
         "  stage 1   device 1, 2    layer 2-3",
         "  stage 2   device 2, 1    layer 4-5",
@@ -180,7 +181,29 @@ def test_text_of_a_plan() -> None:
     }.items():
         assert re.findall(r"\d[\d.,/]*%?(?<!,)", figures[label]) == numbers.split()
     assert re.search(r"^\w+ 3  4 5 \. 0 0 1", text, re.MULTILINE)
-    assert text.startswith(describe(planned, **layers, grid=False) + "\n\n")
+    assert "nccl" not in describe(planned, **layers, gpus=False)
+
+
+def test_the_plan_has_ten_lines() -> None:
+    """Without the lines that only some jobs have, on flags, recovery, hosts and the choice of "auto"."""
+    planned = plan(16, tensor_parallel_size=2)
+    layers = {"boundaries": [*range(9)], "layer_names": ["layer"] * 8, "model": "123 parameters"}
+    memory = [DeviceMemory(1, 2, 3, 4)] * 4
+    options = {**layers, "memory": memory, "parameters": [1, 2, 3, 4], "settings": ["rate      0.1"]}
+    short, whole = (describe(planned, **options, verbose=verbose).splitlines() for verbose in (False, True))
+    assert [line.split()[0] for line in short] == [
+        *("schedule", "batch", "rate", "world", "stages", "model", "bubble", "memory", "more"),
+    ]
+    assert set(short[:-1]) <= set(whole) and len(whole) > 30
+    assert all(len(line) <= 180 for line in short)
+
+
+def test_the_plan_names_stages_without_parameters() -> None:
+    lines = text_of(plan(), empty_stages=[2, 3, 6]).splitlines()
+    (line,) = (line for line in lines if line.startswith("stages "))
+    assert line.endswith("stages 2-3, 6") and re.findall(r"\d+", line) == ["8", "1", "2", "3", "6"]
+    (line,) = (line for line in text_of(plan(), empty_stages=[2]).splitlines() if line.startswith("stages "))
+    assert line.endswith("stage 2")
 
 
 def test_singular_forms() -> None:

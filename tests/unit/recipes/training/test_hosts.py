@@ -26,11 +26,11 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
 
-    def run(name: str, *flags: str, dry_run: bool = True, **section: Any) -> str:
+    def run(name: str, *flags: str, dry_run: bool = True, verbose: bool = True, **section: Any) -> str:
         job = json.loads((ROOT / "configs" / f"{name}.json").read_text())
         job["ds_ext"] |= section
         (tmp_path / "job.json").write_text(json.dumps(job))
-        words = ["--deepspeed_config", "job.json", *["--dry-run"] * dry_run, *flags]
+        words = ["--deepspeed_config", "job.json", *["--dry-run"] * dry_run, *["--verbose"] * verbose, *flags]
         args, plan = plan_job("train_gpt.py", words, "gpt")
         model = TransformerConfig(**model_fields(args, plan), vocab_size=1000)
         boundaries = stage_boundaries(args, plan, BEFORE, AFTER, model)
@@ -45,6 +45,18 @@ def table(text: str) -> dict[str, list[int]]:
         r"^  (tensor|neighbors|mirror|data|gradients|weights) +(\d+) +(\d+) +(\d+)(?: |$)", text, re.M
     )
     return {name: [int(number) for number in numbers] for name, *numbers in rows}
+
+
+def test_the_short_plan_has_the_bytes_and_the_notes(described: Any) -> None:
+    whole, short = (
+        described("bitpipe_3d", "--hosts", "2x4", verbose=False, print_plan=value) for value in ("all", True)
+    )
+    assert table(whole) and not table(short)
+    lines = short.splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("hosts "))
+    assert [line.split()[0] for line in lines[start:]] == ["hosts", "note:"]
+    (total,) = re.findall(r"^  total +(.*) per step$", whole, re.M)
+    assert total in lines[start]
 
 
 def test_groups_of_bitpipe_3d_on_two_hosts(described: Any) -> None:

@@ -106,12 +106,15 @@ def test_optimizers_that_need_tagged_parameters(planned: Any, name: str) -> None
 
 def test_settings_without_effect_have_a_note(planned: Any) -> None:
     def notes(plan: JobPlan) -> list[str]:
-        options = {"boundaries": [0] * 9, "layer_names": [], "message_bytes": 4, "grid": False}
+        options = {"boundaries": [0] * 9, "layer_names": [], "message_bytes": 4, "verbose": False}
         return [line for line in describe(plan, **options).splitlines() if line.startswith("note: ")]
 
     [note] = notes(planned("dpp", {"sequence_parallel": True}))
     assert "sequence_parallel" in note and "tensor_parallel_size 1" in note
     assert not notes(planned("dpp", {"sequence_parallel": True, "tensor_parallel_size": 2}))
+    [note] = notes(planned("dpp", {}, wall_clock_breakdown=True))
+    assert note.startswith("note: wall_clock_breakdown: ") and '"trace"' in note
+    assert not notes(planned("dpp", {}, wall_clock_breakdown=False))
 
 
 def test_a_missing_section_is_refused_first(planned: Any) -> None:
@@ -167,7 +170,7 @@ def test_sequence_parallelism_slices_only_the_activation_of_a_message(
 ) -> None:
     section = {"tensor_parallel_size": 2, "sequence_parallel": sequence_parallel}
     file = write_json(tmp_path / "job.json", tiny_config(tmp_path, **section))
-    args, plan = plan_job("train_gpt.py", ["--deepspeed_config", str(file), "--dry-run"], "gpt")
+    args, plan = plan_job("train_gpt.py", ["--deepspeed_config", str(file), "--dry-run", "--verbose"], "gpt")
     model = TransformerConfig(**model_fields(args, plan), vocab_size=100)
     text = describe_job(args, plan, [0, 2, 4, 6, 8], ["a", "b"], ["c", "d"], model, token_bytes=8)
     # Two samples of 16 tokens: fp32 activations of size 16, and 8 bytes per token that every rank sends.
