@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..errors import ConfigError
+from .batches import MicroBatches
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,29 @@ class Evaluation:
         by_id = self.losses if self.computes_loss else self.outputs
         values = [by_id[number] for number in sorted(by_id)] if by_id else None
         return mean_over_ranks(values, group) if values and self.averages else values
+
+
+def source_of(data: Any, num_micro_batches: int | str | None, engine: Any) -> tuple[Any, int]:
+    """Return the source of the micro-batches of an evaluation, and their number per data-parallel rank.
+
+    Args:
+        data, num_micro_batches: arguments of ``eval_batch``.
+        engine: the engine.
+
+    Raises:
+        ConfigError: "all" of data that is no dataset.
+    """
+    whole, size = num_micro_batches == "all", engine.micro_batch_size
+    if all(hasattr(type(data), name) for name in ("__len__", "__getitem__")):
+        data = MicroBatches(data, size, collate=engine.collate_fn, whole=whole)
+    elif whole:
+        raise ConfigError(
+            f'num_micro_batches: "all" needs a dataset with __len__ and __getitem__ (got {type(data).__name__}). Pass '
+            f"the dataset, or a number."
+        )
+    if whole:
+        return data, -(-len(data.dataset) // (size * engine.dp_world_size * engine.role.pipelines))
+    return data, engine.micro_batches if num_micro_batches is None else num_micro_batches
 
 
 def mean_over_ranks(outputs: Sequence[Any], group: ProcessGroup | None) -> Any:
