@@ -111,7 +111,7 @@ def trained(engine: PipelineEngine) -> list[float]:
 
 
 def config_of_an_engine(rank: int, config: dict[str, Any]) -> Any:
-    engine = engine_of(config, schedule="bitpipe", num_stages=None)
+    engine = engine_of(config, schedule="bitpipe")
     deepspeed.checkpointing.configure(None, deepspeed_config=engine.config)
     return engine.config
 
