@@ -16,7 +16,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ds_ext.engine import LayerSpec, PipelineModule, TiedLayerSpec, init_distributed, initialize
+    from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
+    from ds_ext.engine import PipelineModule, init_distributed, initialize
     from ds_ext.hf import from_transformers, save_adapter
     from ds_ext.observe.metrics import Metrics
 

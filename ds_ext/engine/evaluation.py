@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class Evaluation:
         return mean_over_ranks(values, group) if values and self.averages else values
 
 
-def source_of(data: Any, num_micro_batches: int | str | None, engine: Any) -> tuple[Any, int]:
+def source_of(data: Any, num_micro_batches: int | Literal["all"] | None, engine: Any) -> tuple[Any, int]:
     """Return the source of the micro-batches of an evaluation, and their number per data-parallel rank.
 
     Args:
@@ -78,16 +78,17 @@ def source_of(data: Any, num_micro_batches: int | str | None, engine: Any) -> tu
     Raises:
         ConfigError: "all" of data that is no dataset.
     """
-    whole, size = num_micro_batches == "all", engine.micro_batch_size
+    whole = num_micro_batches == "all"
     if all(hasattr(type(data), name) for name in ("__len__", "__getitem__")):
-        data = MicroBatches(data, size, collate=engine.collate_fn, whole=whole)
+        data = MicroBatches(data, engine.micro_batch_size, collate=engine.collate_fn, whole=whole)
     elif whole:
         raise ConfigError(
             f'num_micro_batches: "all" needs a dataset with __len__ and __getitem__ (got {type(data).__name__}). Pass '
             f"the dataset, or a number."
         )
-    if whole:
-        return data, -(-len(data.dataset) // (size * engine.dp_world_size * engine.role.pipelines))
+    if num_micro_batches == "all":
+        per_row = engine.micro_batch_size * engine.dp_world_size * engine.role.pipelines
+        return data, -(-len(data.dataset) // per_row)
     return data, engine.micro_batches if num_micro_batches is None else num_micro_batches
 
 

@@ -29,5 +29,5 @@ def test_every_name_exists() -> None:
 
 
 def test_the_help_of_the_module_is_ours() -> None:
-    text = pydoc.render_doc(ds_ext.PipelineModule, renderer=pydoc.plaintext)
+    text = pydoc.plain(pydoc.render_doc(ds_ext.PipelineModule))
     assert "schedule_options" in text and "Initialize internal Module state" not in text
