@@ -6,7 +6,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from .cli.model_flags import add_model_flags
 from .cli.network_flags import add_network_flags
 from .cli.plan_verb import add_plan_flags, run_plan
-from .cli.schedule_flags import add_schedule_flags, list_schedules
+from .cli.schedule_flags import add_schedule_flags, list_schedules, name_flags
 from .cli.schedule_verbs import (
     EXIT_OK,
     EXIT_PIPE,
@@ -37,9 +37,12 @@ Verbs = argparse._SubParsersAction  # pyright: ignore[reportPrivateUsage]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns the exit status: 0, 1 for a refused timetable, 2 for an error in the flags."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    args = argparse.Namespace()
     try:
-        parser = build_parser(argv[0] if argv else "")
-        args = parser.parse_args(argv)
+        parser, verbs = build_parser(argv[0] if argv else "")
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            verbs.get(args.verb, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
         if args.verb is None:
             parser.print_help()
             return EXIT_OK
@@ -52,12 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     except DsExtError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {name_flags(str(error), args)}", file=sys.stderr)
         return EXIT_USAGE
 
 
-def build_parser(verb: str) -> argparse.ArgumentParser:
-    """Return the parser of all subcommands. Flags that need imports are added only for ``verb``."""
+def build_parser(verb: str) -> tuple[argparse.ArgumentParser, Mapping[str, argparse.ArgumentParser]]:
+    """Return the parser of all subcommands, and that of each. Flags that need imports are added only for ``verb``."""
     parser = argparse.ArgumentParser(prog="python -m ds_ext", description="Pipeline schedules for DeepSpeed.")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
 
@@ -106,6 +109,7 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
     for name, text, module in (
         ("prepare", "turn text into training data", "recipes.data.prepare"),
         ("convert", "convert checkpoints to and from Hugging Face (needs ds_ext[hf])", "recipes.convert"),
+        ("export", "write the weights of a checkpoint as safetensors", "recipes.convert.export"),
         ("report", "make a page of a run: curves, memory, waits, timetables", "cli.report_verb"),
         ("trace", "merge, summarize or draw the traces of a run", "cli.trace_verbs"),
         ("doctor", "check the transports on this host, or the hosts of a job", "cli.doctor_verb"),
@@ -116,7 +120,7 @@ def build_parser(verb: str) -> argparse.ArgumentParser:
             loaded = importlib.import_module(f"{__package__}.{module}") if module else _benchmarks()
             loaded.add_arguments(other)
             other.set_defaults(run=loaded.run)
-    return parser
+    return parser, verbs.choices
 
 
 def _benchmarks() -> ModuleType:

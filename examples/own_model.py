@@ -5,7 +5,6 @@ deepspeed --num_gpus 4 examples/own_model.py --deepspeed_config examples/own_mod
 """
 
 import torch
-from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import ds_ext
@@ -31,8 +30,8 @@ def main() -> None:
     ds_ext.init_distributed()
     points = torch.rand(4096, 2, generator=torch.Generator().manual_seed(0)) * 4 - 2
     data = torch.utils.data.TensorDataset(points, torch.sin(points[:, :1] * points[:, 1:]))
-    blocks = [LayerSpec(Block, 64) for _ in range(14)]
-    layers = [LayerSpec(nn.Linear, 2, 64), *blocks, LayerSpec(nn.Linear, 64, 1)]
+    blocks = [ds_ext.LayerSpec(Block, 64) for _ in range(14)]
+    layers = [ds_ext.LayerSpec(nn.Linear, 2, 64), *blocks, ds_ext.LayerSpec(nn.Linear, 64, 1)]
     model = ds_ext.PipelineModule(layers, loss_fn=nn.functional.mse_loss)  # reads --deepspeed_config
     engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), training_data=data)
     metrics = ds_ext.Metrics(engine, total_steps=STEPS)

@@ -10,7 +10,6 @@ import time
 
 import torch
 import torch.distributed as dist
-from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
@@ -36,7 +35,7 @@ class Repeated(nn.Module):
         return hidden_BD
 
 
-def seconds(layer: LayerSpec) -> float:
+def seconds(layer: ds_ext.LayerSpec) -> float:
     """Return the shortest of several forwards and backwards of one micro-batch."""
     module, times = layer.build(), []
     for _ in range(5):
@@ -49,7 +48,7 @@ def seconds(layer: LayerSpec) -> float:
 def main() -> None:
     """Measure the layers, divide them and train."""
     ds_ext.init_distributed()
-    layers = [LayerSpec(Repeated, repeats) for repeats in REPEATS]
+    layers = [ds_ext.LayerSpec(Repeated, repeats) for repeats in REPEATS]
     # Ranks measure different times, so all of them use those of rank 0.
     measured = [[seconds(layer) for layer in layers] if dist.get_rank() == 0 else []]
     dist.broadcast_object_list(measured)

@@ -23,6 +23,16 @@ from .model_flags import model_of
 
 _DEFAULT_COSTS = "f=1,b=1,w=1,comm=0"
 _WITH_OPTIONS = re.compile(r"[\w-]+:\w+=")
+# In errors: keys of the JSON whose flags have other names; words that may be flags, which are the first one and those
+# with an underscore, except options behind the name of their schedule; and a number that only jobs have.
+_DESTS = {
+    "pipeline_parallel_size": "num_devices",
+    "micro_batches": "micro_batches",
+    "schedule_options": "option",
+}
+_WORDS = re.compile(rf"^\w+|\b(?:{'|'.join(_DESTS)})\b|(?<!: )\b[a-z]+_[a-z_]+\b")
+_ACCUMULATION = re.compile(r", i\.e\. gradient_accumulation_steps [\d or]*\d")
+_NO_FLAGS = ("modules", "run", "schedule", "schedules", "verb")
 
 # --- flags -----------------------------------------------------------------------------------------------------------
 
@@ -72,6 +82,17 @@ def list_schedules() -> str:
         options = [f"--option {key}={o.default_text} ({o.description})" for key, o in known]
         lines += [f"  {name:<{width}}  {schedule.summary}", *(f"  {'':<{width}}  {o}" for o in options)]
     return "\n".join(lines)
+
+
+def name_flags(error: str, args: argparse.Namespace) -> str:
+    """Return an error with the flags of a verb for schedules in the place of keys and arguments of functions."""
+
+    def flag(match: re.Match[str]) -> str:
+        dest = _DESTS.get(match[0], match[0])
+        is_flag = dest in vars(args) and dest not in _NO_FLAGS
+        return "--" + dest.replace("_", "-") if is_flag else match[0]
+
+    return _WORDS.sub(flag, _ACCUMULATION.sub("", error)) if "costs" in args else error
 
 
 # --- requests: NAME[:KEY=VALUE...], or the path of a timetable file ---------------------------------------------------
@@ -267,7 +288,8 @@ def comparison_of(args: argparse.Namespace) -> Comparison:
             simulation = _simulate(name, all_options, args)
         except ScheduleError as error:
             first_error = first_error or error
-            refused[index] = (text, str(error).splitlines()[0].removeprefix(f"{name}: "))
+            reason = name_flags(str(error).splitlines()[0], args)
+            refused[index] = (text, reason.removeprefix(f"{name}: "))
             continue
         if request_options or is_file(name):
             simulation = replace(simulation, timetable=replace(simulation.timetable, schedule=text))

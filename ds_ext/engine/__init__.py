@@ -10,6 +10,7 @@ if not torch.accelerator.is_available():
 
 import deepspeed.ops
 from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
 from ..config.deepspeed_check import check_deepspeed
 from .batches import MicroBatches
@@ -24,9 +25,11 @@ if get_accelerator().device_name() == "cpu":
 
 __all__ = [
     "FoldedTopology",
+    "LayerSpec",
     "MicroBatches",
     "PipelineEngine",
     "PipelineModule",
+    "TiedLayerSpec",
     "check_deepspeed",
     "check_precision",
     "hosts_of_job",

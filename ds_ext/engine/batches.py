@@ -1,34 +1,27 @@
 """Sources of micro-batches, and checks of their format.
 
 A rank fetches a micro-batch by its global id when its schedule needs it. With a dataset (:class:`MicroBatches`), step t
-takes samples t*G .. t*G+G-1 of the dataset's seeded, shuffled order. Micro-batch j of the step holds the consecutive
-samples j*b .. j*b+b-1 of the step. G is the global batch size, b the micro-batch size. A user's iterator yields the
-micro-batches of one data-parallel rank (:class:`IteratorBatches`).
+takes samples t*G .. t*G+G-1 in the order of the dataset or a shuffled one. Micro-batch j of the step holds the
+consecutive samples j*b .. j*b+b-1 of the step. G is the global batch size, b the micro-batch size. A user's iterator
+yields the micro-batches of one data-parallel rank (:class:`IteratorBatches`).
 """
 
 from __future__ import annotations
 
-import logging
+import functools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..errors import ConfigError
-from ..launch.job_facts import checksum
 from ..pipe_schedules.bridge import TimetableSchedule
 from ..tensor_parallel import mix_key
 
-logger = logging.getLogger(__name__)
-
-_Answer = tuple[
-    str | None, tuple[int, str] | None
-]  # problem, data-parallel rank and checksum of its first samples
 _MAX_SHOWN = 6  # keys or types in an error
 _NOT_READ = -1.0  # instead of a checksum, if a rank does not read this part of a micro-batch
 _MAX_COMPARED = 1 << 16  # elements of a tensor in a checksum
@@ -149,7 +142,7 @@ class MapDataset(Protocol):
 def stack_samples(samples: Sequence[Any]) -> Any:
     """Stack tensors, including those in tuples, lists and dictionaries, along a new first dimension.
 
-    Numbers become tensors. Raises ConfigError for samples of different shapes or other types.
+    Numbers become tensors, and other values lists. Raises ConfigError for samples of different shapes.
     """
     first = samples[0]
     if isinstance(first, torch.Tensor):
@@ -169,10 +162,7 @@ def stack_samples(samples: Sequence[Any]) -> Any:
     try:
         return torch.as_tensor(samples)
     except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(
-            f"training_data: samples must contain tensors or numbers (got {type(first).__name__}). Pass initialize() a "
-            f"collate_fn that returns (inputs, labels) as tensors."
-        ) from None
+        return list(samples)
 
 
 class MicroBatches:
@@ -184,6 +174,8 @@ class MicroBatches:
         consumed_samples: number of samples in all completed steps.
         collate: function from a list of samples to a batch; None: :func:`stack_samples`.
         repeat: continue at sample 0 after the last sample instead of raising an error.
+        whole: the last micro-batch may be smaller, for an evaluation of all samples. Micro-batches behind it have the
+            last sample, and the weight 0.
 
     A sample that draws from torch's default generator draws the same numbers on every rank, because the generator is
     seeded with ``seed`` and the number of the sample in training; likewise ``collate``. The generator is then restored.
@@ -191,6 +183,8 @@ class MicroBatches:
     Attributes:
         seed: seed of the samples' random numbers; the engine sets it to its ``random_seed``. None: the samples draw as
             they are read.
+        shuffle_seed: function that returns the seed from which the order of every pass over the dataset is drawn; None:
+            the order of the dataset.
 
     Raises:
         ConfigError: a number is out of range.
@@ -203,6 +197,7 @@ class MicroBatches:
         consumed_samples: int = 0,
         collate: Callable[[Sequence[Any]], Any] | None = None,
         repeat: bool = False,
+        whole: bool = False,
     ) -> None:
         if micro_batch_size < 1 or consumed_samples < 0:
             raise ConfigError(
@@ -212,20 +207,23 @@ class MicroBatches:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.consumed_samples = consumed_samples
-        self.repeat = repeat
+        self.repeat, self._whole = repeat, whole
         self.seed: int | None = None
+        self.shuffle_seed: Callable[[], int] | None = None
         self._collate = collate or stack_samples
 
     def require(self, micro_batches: int, trains: bool) -> None:
         """Raise ConfigError if the dataset has too few samples for the next step or evaluation of all groups."""
         needed = micro_batches * self.micro_batch_size
         available = len(self.dataset) - self.consumed_samples
-        if available < needed and not self.repeat:
+        if available < needed and not (self.repeat or self._whole):
             step, smaller = ("training step", "batch") if trains else ("evaluation", "num_micro_batches")
-            raise ConfigError(
-                f"dataset: the first {step} needs {needed} samples, {micro_batches} micro-batches of "
+            error = ConfigError(
+                f"dataset: the next {step} needs {needed} samples, {micro_batches} micro-batches of "
                 f"{self.micro_batch_size} (got {available}). Use more data, or a smaller {smaller}."
             )
+            error.reported_by = 0
+            raise error
 
     def get(self, micro_batch: int) -> Any:
         """Return a collated micro-batch of the current step by its global id.
@@ -236,6 +234,8 @@ class MicroBatches:
         first = self.consumed_samples + micro_batch * self.micro_batch_size
         indices = range(first, first + self.micro_batch_size)
         length = len(self.dataset)
+        if self._whole:
+            indices = range(min(first, length - 1), min(indices.stop, length))
         if (not self.repeat and indices.stop > length) or length == 0:
             raise ConfigError(
                 f"dataset: micro-batch {micro_batch} of this step needs samples {first} to {indices[-1]}, after "
@@ -243,8 +243,22 @@ class MicroBatches:
                 f"batch, or use more data."
             )
         if self.seed is None:
-            return self._collate([self.dataset[index % length] for index in indices])
+            return self._collate([self.dataset[self._index(number)] for number in indices])
         return self._read_seeded(indices, self.seed)
+
+    def weight(self, micro_batch: int) -> float:
+        """Return the weight of a micro-batch in the mean of a step: its samples if their number differs."""
+        if not self._whole:
+            return 1.0
+        rest = len(self.dataset) - self.consumed_samples - micro_batch * self.micro_batch_size
+        return min(max(rest, 0), self.micro_batch_size)
+
+    def _index(self, number: int) -> int:
+        """Return the index in the dataset of a sample, whose number counts on in the next pass."""
+        epoch, index = divmod(number, len(self.dataset))
+        if self.shuffle_seed is None:
+            return index
+        return int(_shuffled(self.shuffle_seed(), epoch, len(self.dataset))[index])
 
     def _read_seeded(self, indices: range, seed: int) -> Any:
         """Return the collated samples ``indices``, each read with its own random numbers."""
@@ -254,7 +268,7 @@ class MicroBatches:
         try:
             for index in indices:
                 generator.manual_seed(mix_key("sample", seed, index))
-                samples.append(self.dataset[index % len(self.dataset)])
+                samples.append(self.dataset[self._index(index)])
             generator.manual_seed(mix_key("collate", seed, indices.start))
             return self._collate(samples)
         finally:
@@ -281,6 +295,12 @@ class MicroBatches:
         self.consumed_samples = consumed_samples
 
 
+@functools.lru_cache(2)  # a micro-batch may have samples of two passes
+def _shuffled(seed: int, epoch: int, length: int) -> Tensor:
+    """Return the order of the samples in one pass over a dataset."""
+    return torch.randperm(length, generator=torch.Generator().manual_seed(mix_key("order", seed, epoch)))
+
+
 # --- format: a pair (inputs, labels), each a tensor or a tuple of tensors; labels may be None ---
 
 
@@ -301,7 +321,14 @@ def require_pair(batch: Any, source: Batches) -> tuple[Any, Any]:
     )
 
 
-def _require_tensors(value: Any, part: str, source: Batches) -> None:
+def require_tensors(value: Any, part: str, source: Batches) -> None:
+    """Raise ConfigError for a part of a micro-batch that is neither a tensor nor a tuple of tensors.
+
+    Args:
+        value: the part.
+        part: its name, inputs or labels.
+        source: source of the batch, named in the error.
+    """
     parts = value if isinstance(value, tuple | list) else (value,)
     if not parts or not all(map(torch.is_tensor, parts)):
         raise ConfigError(
@@ -334,6 +361,7 @@ class StepData:
         schedule: schedule of the step on this rank.
         step: number of the step. It selects one micro-batch of every pipe, whose samples the ranks compare.
         batch_fn: function of a batch that returns (inputs, labels), as in DeepSpeed's ``set_batch_fn``; None: identity.
+        uses_labels: whether a loss uses the labels; otherwise they are None, whatever the batch has.
     """
 
     def __init__(
@@ -343,8 +371,10 @@ class StepData:
         schedule: TimetableSchedule,
         step: int,
         batch_fn: Callable[[Any], Any] | None = None,
+        uses_labels: bool = True,
     ) -> None:
         self.source, self.first_id, self._batch_fn = source, first_id, batch_fn
+        self._uses_labels = uses_labels
         self.loads, timetable = schedule.loads, schedule.program.timetable
         self.last_stage = timetable.placement.stages - 1
         self._uses = Counter(micro_batch for _, micro_batch in self.loads)
@@ -358,7 +388,9 @@ class StepData:
             batch = self.source.get(self.first_id + micro_batch)
             if self._batch_fn is not None:
                 batch = self._batch_fn(batch)
-            inputs, labels = self._batches[micro_batch] = require_pair(batch, self.source)
+            inputs, labels = require_pair(batch, self.source)
+            labels = labels if self._uses_labels else None
+            self._batches[micro_batch] = inputs, labels
             if micro_batch in self._checksums:  # now: layers may change the inputs in place
                 self._checksums[micro_batch] = _sampled_checksum(inputs), _sampled_checksum(labels)
         return self._batches[micro_batch]
@@ -370,6 +402,12 @@ class StepData:
         if self._uses[micro_batch] == 0:
             del self._batches[micro_batch]
         return batch
+
+    def weight(self, micro_batch: int) -> float:
+        """Return the weight of a micro-batch in the mean loss."""
+        if isinstance(self.source, MicroBatches):
+            return self.source.weight(self.first_id + micro_batch)
+        return 1.0
 
     def labels(self) -> Iterator[Any]:
         """Yield the labels of all micro-batches whose loss this rank computes, as the loss function gets them."""
@@ -413,7 +451,7 @@ def require_same_samples(checksums: Sequence[Sequence[float]]) -> None:
 
 def _sampled_checksum(value: Any) -> float:
     """Return a checksum of at most ``_MAX_COMPARED`` elements of every dense tensor; ``_NOT_READ`` without any."""
-    parts = _dense_parts(value, _MAX_COMPARED)
+    parts = dense_parts(value, _MAX_COMPARED)
     if not parts:
         return _NOT_READ
     crc = 0
@@ -422,69 +460,7 @@ def _sampled_checksum(value: Any) -> float:
     return float(crc)
 
 
-def check_first_batch(
-    data: StepData, trains: bool, micro_batches: int, abort: Callable[[Exception], None]
-) -> None:
-    """Fetch and check the first micro-batch for every stage of this rank. All ranks must call this together.
-
-    Logs a warning if the iterators of two data-parallel ranks begin with the same samples.
-
-    Args:
-        data: micro-batches of the next step.
-        trains: whether this is a training step, and no evaluation.
-        micro_batches: micro-batches of all pipeline groups in a step.
-        abort: function that reports an exception of the dataset to the peers.
-
-    Raises:
-        ConfigError: on all ranks, if data is missing, too small for a step or has the wrong format on one of them.
-    """
-    loads: dict[int, int] = {}
-    for stage, micro_batch in data.loads:
-        loads.setdefault(stage, micro_batch)
-    answer: _Answer = None, None
-    failure: Exception | None = None
-    try:
-        if loads and isinstance(data.source, MicroBatches):
-            data.source.require(micro_batches, trains)
-        for stage, micro_batch in loads.items():
-            inputs, labels = data.get(micro_batch)
-            if stage == 0:
-                _require_tensors(inputs, "inputs", data.source)
-                answer = None, _first_samples(data.source, inputs, labels)
-            if stage == data.last_stage and labels is not None:
-                _require_tensors(labels, "labels", data.source)
-    except ConfigError as error:
-        answer = str(error), None
-    except Exception as error:  # from the dataset; this rank prints the traceback
-        failure = error
-    answers: list[_Answer] = [answer] * dist.get_world_size()
-    dist.all_gather_object(answers, answer)
-    if failure is not None:
-        abort(failure)
-        raise failure
-    for problem, _ in answers:
-        if problem is not None:
-            error = ConfigError(problem)
-            error.reported_by = 0
-            raise error
-    _warn_of_equal_inputs([samples for _, samples in answers if samples is not None])
-
-
-def _first_samples(source: Batches, inputs: Any, labels: Any) -> tuple[int, str] | None:
-    """Return the data-parallel rank of an iterator and a checksum of its first samples.
-
-    None for other sources, and for inputs whose elements are all equal, such as zeros for a benchmark.
-    """
-    if not isinstance(source, IteratorBatches):
-        return None
-    dense = _dense_parts(inputs)
-    if all(bool((part == part[:1]).all()) for part in dense):
-        return None
-    parts = [*dense, *_dense_parts(labels)]
-    return source.rank, checksum(part.view(torch.uint8).numpy().tobytes() for part in parts)
-
-
-def _dense_parts(value: Any, limit: int | None = None) -> list[Tensor]:
+def dense_parts(value: Any, limit: int | None = None) -> list[Tensor]:
     """Return the dense tensors of inputs or labels, flattened and in CPU memory, with at most ``limit`` elements."""
     parts = value if isinstance(value, tuple | list) else (value,)
     dense = [
@@ -494,21 +470,6 @@ def _dense_parts(value: Any, limit: int | None = None) -> list[Tensor]:
     ]
     steps = [1 if limit is None else max(1, -(-len(part) // limit)) for part in dense]
     return [part[::step].cpu().contiguous() for part, step in zip(dense, steps, strict=True)]
-
-
-def _warn_of_equal_inputs(first_samples: Sequence[tuple[int, str]]) -> None:
-    """Log a warning on rank 0 for two data-parallel ranks with the same checksum."""
-    first_ranks: dict[str, int] = {}
-    for rank, inputs in first_samples:
-        first_rank = first_ranks.setdefault(inputs, rank)
-        if first_rank != rank and dist.get_rank() == 0:
-            logger.warning(
-                "data_iter: data-parallel ranks %d and %d begin with the same samples. Select each rank's samples by "
-                "engine.grid.get_data_parallel_rank(). The two pipes of bitpipe are two data-parallel ranks.",
-                first_rank,
-                rank,
-            )
-            return
 
 
 def describe(value: Any) -> str:

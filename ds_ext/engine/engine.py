@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from deepspeed.runtime.pipe import schedule as ds
@@ -36,7 +36,6 @@ from .batches import (
     NoBatches,
     StepData,
     as_batches,
-    check_first_batch,
 )
 from .checkpoint.background import BackgroundSave
 from .checkpoint.buffers import ReplicaBuffers
@@ -49,8 +48,9 @@ from .deepspeed_api.names import loss_scaler, require_built
 from .deferral import DeferralReport
 from .dynamic import messages as dynamic
 from .dynamic.order import DynamicSchedule
-from .evaluation import Evaluation, evaluating
+from .evaluation import Evaluation, evaluating, source_of
 from .executor import Executor
+from .first_batch import check_first_batch
 from .grad_sync import let_parameters_differ
 from .losses.step import StepLosses
 from .messages import StageMessages
@@ -243,18 +243,21 @@ class PipelineEngine(Measured, RunControl):
     def _as_batches(self, source: Iterator[Any] | Batches | None, micro_batches: int) -> Batches | None:
         return as_batches(source, self.mpu.get_data_parallel_rank(), micro_batches * self.role.pipelines)
 
-    def _start_step(self, schedule: TimetableSchedule) -> StepData:
+    def _start_step(self, schedule: TimetableSchedule, computes_loss: bool) -> StepData:
         """Start a step or an evaluation, and return its micro-batches, which the first of each mode checks."""
         trains = schedule.program.timetable.trains
         batches = NoBatches(self.batch_fn is not None) if self.batches is None else self.batches
         if isinstance(batches, MicroBatches) and self.plan.settings.keyed_random:
             batches.seed = self.random_seed
         first_id = self.module.data_index * schedule.micro_batches
-        data = StepData(batches, first_id, schedule, self.global_steps, self.batch_fn)
+        uses_labels = computes_loss and self.module.loss_fn is not None
+        data = StepData(batches, first_id, schedule, self.global_steps, self.batch_fn, uses_labels)
+        total = schedule.micro_batches * self.layout.data_parallel_size
         if trains not in self._checked_modes:
-            total = schedule.micro_batches * self.layout.data_parallel_size
             check_first_batch(data, trains, total, self.activity.abort)
             self._checked_modes.add(trains)
+        elif isinstance(batches, MicroBatches):
+            batches.require(total, trains)
         self._gathered = None
         with self.activity.reported():
             self.step_losses.start_step(trains, data.labels() if trains else ())
@@ -319,7 +322,7 @@ class PipelineEngine(Measured, RunControl):
         is_dynamic = isinstance(pipe_schedule, DynamicSchedule)
         self.executor.messages = self._dynamic_messages if is_dynamic else self._messages
         with self.role.running(pipe_schedule):
-            data = self._start_step(pipe_schedule)
+            data = self._start_step(pipe_schedule, evaluation is None or evaluation.computes_loss)
             self.busy.start_step()
             self._auditing = self.audit.start_step(self.global_steps + 1) if trains and self.audit else None
             tracer = self.tracer if self.tracer and self.tracer.active else None
@@ -362,7 +365,7 @@ class PipelineEngine(Measured, RunControl):
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
         bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
+        num_micro_batches: int | Literal["all"] | None = None,
     ) -> Any:
         """Run forwards only, without dropout, and average the buffers of replicas first. All ranks call it together.
 
@@ -373,7 +376,7 @@ class PipelineEngine(Measured, RunControl):
             compute_loss: compute the loss; False: the result is made of the outputs of the last stage.
             reduce_output: "avg": mean over all micro-batches; None: list with one element per micro-batch of this rank.
             bcast_loss: must be False with ``reduce_output`` None; otherwise all ranks get the loss.
-            num_micro_batches: micro-batches per data-parallel rank; None: ``engine.micro_batches``.
+            num_micro_batches: micro-batches per data-parallel rank; None: ``micro_batches``; "all": a whole dataset.
 
         Returns:
             The mean loss, on every rank. Without ``compute_loss`` or with ``reduce_output`` None: the result on the
@@ -384,12 +387,9 @@ class PipelineEngine(Measured, RunControl):
             RuntimeError: an earlier step or evaluation failed after it began.
         """
         evaluation = Evaluation.from_arguments(compute_loss, return_logits, reduce_output, bcast_loss)
-        num_micro_batches = self.micro_batches if num_micro_batches is None else num_micro_batches
-        source: Any = data_iter
-        if all(hasattr(type(source), name) for name in ("__len__", "__getitem__")):
-            source = MicroBatches(source, self.micro_batch_size, collate=self.collate_fn)
+        source, count = source_of(data_iter, num_micro_batches, self)
         self._take_handlers()
-        train_batches, self.batches = self.batches, self._as_batches(source, num_micro_batches)
+        train_batches, self.batches = self.batches, self._as_batches(source, count)
         try:
             with (
                 evaluating(self.module),
@@ -400,7 +400,7 @@ class PipelineEngine(Measured, RunControl):
                 self.activity.whole_step(self.timers(TRAIN_BATCH_TIMER).reset),
             ):
                 self.average_buffers()
-                self._exec_schedule(self._schedules.inference(num_micro_batches), evaluation)
+                self._exec_schedule(self._schedules.inference(count), evaluation)
                 loss = None
                 if compute_loss:
                     losses = self.gather().losses
@@ -430,7 +430,7 @@ class PipelineEngine(Measured, RunControl):
         """Return the timetable with an arrow at the computation that ``instruction`` belongs to."""
         return (
             f"rank {self.global_rank} (device {self.module.device_index} of its pipeline) {verb} in "
-            f"{self.activity.name}:\n{self.running.picture(instruction)}"
+            f"{self.activity.name}{self.module.layers_of(instruction)}:\n{self.running.picture(instruction)}"
         )
 
     # --- checkpoints ---

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..errors import ConfigError
+from .batches import MicroBatches
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,30 @@ class Evaluation:
         by_id = self.losses if self.computes_loss else self.outputs
         values = [by_id[number] for number in sorted(by_id)] if by_id else None
         return mean_over_ranks(values, group) if values and self.averages else values
+
+
+def source_of(data: Any, num_micro_batches: int | Literal["all"] | None, engine: Any) -> tuple[Any, int]:
+    """Return the source of the micro-batches of an evaluation, and their number per data-parallel rank.
+
+    Args:
+        data, num_micro_batches: arguments of ``eval_batch``.
+        engine: the engine.
+
+    Raises:
+        ConfigError: "all" of data that is no dataset.
+    """
+    whole = num_micro_batches == "all"
+    if all(hasattr(type(data), name) for name in ("__len__", "__getitem__")):
+        data = MicroBatches(data, engine.micro_batch_size, collate=engine.collate_fn, whole=whole)
+    elif whole:
+        raise ConfigError(
+            f'num_micro_batches: "all" needs a dataset with __len__ and __getitem__ (got {type(data).__name__}). Pass '
+            f"the dataset, or a number."
+        )
+    if num_micro_batches == "all":
+        per_row = engine.micro_batch_size * engine.dp_world_size * engine.role.pipelines
+        return data, -(-len(data.dataset) // per_row)
+    return data, engine.micro_batches if num_micro_batches is None else num_micro_batches
 
 
 def mean_over_ranks(outputs: Sequence[Any], group: ProcessGroup | None) -> Any:

@@ -71,7 +71,7 @@ class Losses(Protocol):
         """Return the loss of a micro-batch."""
         ...
 
-    def add(self, loss: Loss) -> None:
+    def add(self, loss: Loss, weight: float) -> None:
         """Add the loss of a micro-batch to those of the step."""
         ...
 
@@ -255,13 +255,13 @@ class Executor:
     def _store_loss(self, buffer: Buffer, micro_batch: int, outputs: Any) -> None:
         """Store the loss of a micro-batch, and what an evaluation keeps."""
         labels, buffer.labels = buffer.labels, None
-        evaluation = self._evaluation
-        if evaluation.outputs is not None:
+        evaluation, weight = self._evaluation, self.data.weight(micro_batch)
+        if evaluation.outputs is not None and weight:
             evaluation.outputs[micro_batch] = outputs
         if evaluation.computes_loss:
             loss = self.losses.compute(outputs, labels)
-            self.losses.add(loss)
-            if evaluation.losses is not None:
+            self.losses.add(loss, weight)
+            if evaluation.losses is not None and weight:
                 evaluation.losses[micro_batch] = mean_of(loss)
             if torch.is_grad_enabled():
                 buffer.loss = loss

@@ -48,6 +48,7 @@ from ..launch.launcher import require_restarts, set_single_rank
 from ..launch.process import has_logging, print_stacks_on_signal, set_up_logging
 from ..launch.roll_call import Facts, RollCall, compare, make_early_roll_call, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
+from .batches import MicroBatches
 from .deepspeed_api.device import select_device
 from .deepspeed_api.muon import import_muon
 from .deepspeed_api.names import require_names
@@ -177,6 +178,9 @@ def initialize(
     config: str | Mapping[str, Any] | None = None,
     mesh_param: Any = None,
     config_params: str | Mapping[str, Any] | None = None,
+    *,
+    shuffle: bool = False,
+    repeat: bool = True,
 ) -> tuple[PipelineEngine, Any, Any, Any]:
     """Build the engine for a :class:`ds_ext.PipelineModule`.
 
@@ -187,6 +191,10 @@ def initialize(
     Args:
         config: DeepSpeed JSON (path or dict). A key that the PipelineModule's JSON or arguments also set must have the
             same value; None: use the module's JSON.
+        shuffle: read ``training_data`` in a random order, a new one in every pass, which depends on ``random_seed`` of
+            the engine only. False: in the order of the dataset, as in DeepSpeed.
+        repeat: start ``training_data`` again at its end, as in DeepSpeed. False: a step for which too few samples are
+            left raises ConfigError before it begins.
 
     Raises:
         ConfigError: the model is not a ds_ext.PipelineModule, ``config`` contradicts it, no batch size is set,
@@ -234,6 +242,7 @@ def initialize(
             **setting_facts({k: v for k, v in job.deepspeed.items() if k != "ds_ext"}),
             **setting_facts(job.ds_ext.model_dump(exclude={"train"}), "ds_ext."),
             **optimizer_facts(optimizer),
+            **setting_facts({"shuffle": shuffle, "repeat": repeat}, "initialize."),
         },
         replica_facts={
             **stage_facts(model, getattr(optimizer, "param_groups", model_parameters) or []),
@@ -261,6 +270,10 @@ def initialize(
         dist_init_required=dist_init_required,
         collate_fn=collate_fn,
     )
+    engine.config = job.deepspeed  # as the user wrote it
+    if isinstance(engine.batches, MicroBatches):
+        engine.batches.repeat = repeat
+        engine.batches.shuffle_seed = (lambda: model.random_seed) if shuffle else None
     engine.run_facts = {**facts, "run": engine.run.id}
     engine._configure_python_gc()
     limit_waits(job.ds_ext.transport_options.timeout_s)

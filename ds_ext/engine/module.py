@@ -115,6 +115,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         activation_checkpoint_func: CheckpointFunction | None = None,
         **kwargs: Any,
     ) -> None:
+        """Build the stages of this rank; see the class for the arguments."""
         require_names("deepspeed", "torch")
         select_device()
         arguments: list[tuple[str, str, Any]] = [
@@ -350,6 +351,12 @@ class PipelineModule(DeepSpeedPipelineModule):
         The default is the attribute ``additional_losses`` of ``loss_fn``. All ranks must use the same names.
         """
         return getattr(self.loss_fn, "additional_losses", None)
+
+    def layers_of(self, instruction: Any) -> str:
+        """Return the layers of an instruction's stage for an error, such as " (Block 3 to Block 5)"; "" without one."""
+        stage = getattr(instruction, "stage", None)
+        names = [] if stage is None else self.layer_names[self.parts[stage] : self.parts[stage + 1]]
+        return f" ({' to '.join(dict.fromkeys([names[0], names[-1]]))})" if names else ""
 
     def stage_parameters(self, stage: int) -> list[torch.nn.Parameter]:
         """Return the trainable parameters of one stage. A shared parameter belongs to every stage that uses it."""

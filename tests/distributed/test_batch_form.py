@@ -157,6 +157,62 @@ def test_a_later_batch_of_another_form_is_an_error(ranks: Ranks) -> None:
     assert all(kind in ("ConfigError", "PeerGone", TransportError.__name__) for kind, _ in found)
 
 
+class Total(nn.Module):
+    """Last layer that returns the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.square().mean()
+
+
+class Labelled(Samples):
+    """Samples with a label of one kind."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((WIDTH,), 1.0 + index), LABELS[self.form]
+
+
+LABELS: dict[str, Any] = {
+    "number": 0, "text": "cat", "none": None, "dict": {"name": "cat"}, "nested": (torch.ones(2), "cat"),
+}  # fmt: skip
+
+
+def train_with_unused_labels(rank: int, form: str, schedule: str) -> list[float]:
+    """Losses of a step by a dataset and by an iterator, and of an evaluation by each, all of the same samples."""
+    settings, losses = config(schedule), []
+    for data in (Labelled(form), None):
+        layers = [LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(3)] + [Total()]
+        model = ds_ext.PipelineModule(layers, settings, partition_method="uniform")
+        engine, *_ = ds_ext.initialize(
+            model=model, config=settings, model_parameters=model.parameters(), training_data=data
+        )
+        count, samples = engine.micro_batches, Labelled(form)
+        first = 2 * count * engine.grid.get_data_parallel_rank()
+        inputs = [
+            torch.stack([samples[first + 2 * n][0], samples[first + 2 * n + 1][0]]) for n in range(count)
+        ]
+        pairs = [(x, LABELS[form]) for x in inputs]
+        losses.append(float(engine.eval_batch(iter(pairs) if data is None else data)))
+        losses.append(float(engine.train_batch() if data is not None else engine.train_batch(iter(pairs))))
+        engine.transport.close()
+    return losses
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "bitpipe"])
+@pytest.mark.parametrize("form", LABELS)
+def test_labels_that_no_loss_uses_may_be_anything(ranks2: RankPool, form: str, schedule: str) -> None:
+    for losses in ranks2.run(train_with_unused_labels, form, schedule):
+        assert len(set(losses)) == 1 and losses[0] > 0
+
+
+def outputs_without_labels(rank: int) -> Any:
+    return build().eval_batch(Labelled("text"), compute_loss=False)
+
+
+def test_an_evaluation_without_a_loss_uses_no_labels(ranks2: RankPool) -> None:
+    first, last = ranks2.run(outputs_without_labels)
+    assert first is None and last.shape == (2, WIDTH)
+
+
 class Stream(torch.utils.data.IterableDataset[Any]):
     """Samples in order only."""
 

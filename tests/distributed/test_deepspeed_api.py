@@ -29,6 +29,7 @@ from ds_ext.config.job import load_config
 from ds_ext.engine import PipelineEngine
 from ds_ext.errors import ConfigError, DsExtError
 from ds_ext.planner.job_plan import make_job_plan
+from tests.precisions import needs
 from tests.ranks import RankPool
 from tests.selection import select
 
@@ -107,6 +108,21 @@ def engine_of(config: dict[str, Any] | None = None, **arguments: Any) -> Pipelin
 def trained(engine: PipelineEngine) -> list[float]:
     batches = Steps()
     return [float(engine.train_batch(batches)) for _ in range(STEPS)]
+
+
+def config_of_an_engine(rank: int, config: dict[str, Any]) -> Any:
+    engine = engine_of(config, schedule="bitpipe")
+    deepspeed.checkpointing.configure(None, deepspeed_config=engine.config)
+    return engine.config
+
+
+@needs("bf16")
+def test_the_config_of_an_engine_is_the_json_of_the_user(ranks4: RankPool) -> None:
+    """Two data-parallel ranks have 4 micro-batches each, of which DeepSpeed on four ranks would have 2."""
+    sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 2}
+    section = {"ds_ext": {"pipeline_parallel_size": 4, "schedule": "bitpipe"}}
+    config = sizes | {"optimizer": ADAMW, "bf16": {"enabled": True}} | section
+    assert ranks4.run(config_of_an_engine, config) == [config] * 4
 
 
 # --- the JSON is optional, and both sides must agree ---
@@ -508,7 +524,9 @@ def warnings_of(rank: int, kind: str) -> list[tuple[int, int]]:
     found: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            logging.getLogger("ds_ext.engine.batches"), "warning", lambda *values: found.append(values[1:])
+            logging.getLogger("ds_ext.engine.first_batch"),
+            "warning",
+            lambda *values: found.append(values[1:]),
         )
         engine.train_batch(iter([batch(number) for number in range(4)]))
     return found

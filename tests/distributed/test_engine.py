@@ -294,7 +294,7 @@ def test_a_failed_step_shows_the_grid_with_an_arrow(ranks: Ranks) -> None:
     (waiting, waiting_at), (broken, broken_at) = pool.run(fail_in_a_layer)
     pool.close()  # its messages are left half-way
     assert broken == "the layer broke"
-    assert "rank 1 (device 1 of its pipeline) failed in F2@1, step 1" in broken_at
+    assert "rank 1 (device 1 of its pipeline) failed in F2@1, step 1 (Tripwire 1):" in broken_at
     row, arrow = broken_at.splitlines()[-2:]
     assert row.startswith("device 1") and row.endswith("<-- ERROR HERE")
     assert row[arrow.index("^") :].startswith("F2@1")

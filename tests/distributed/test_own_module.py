@@ -124,6 +124,24 @@ def test_the_lines_of_the_docs(ranks2: RankPool, tmp_path: Path) -> None:
     assert losses[0] < 1
 
 
+def rates(rank: int, scheduler: dict[str, Any]) -> list[float]:
+    config = job("1f1b", 2) | scheduler
+    model = ds_ext.PipelineModule([nn.Linear(4, 4) for _ in range(2)], config, loss_fn=nn.functional.mse_loss)
+    engine, *_ = ds_ext.initialize(model=model, config=config, training_data=Squares())
+    found = []
+    for _ in range(4):
+        engine.train_batch()
+        found.append(engine.step_lr)
+    return found
+
+
+def test_the_warmup_of_the_docs(ranks2: RankPool) -> None:
+    block = re.search(r"```json\n(\s*\"scheduler\".*?)```", OWN_SCRIPTS.read_text(), re.DOTALL)
+    assert block is not None
+    for found in ranks2.run(rates, json.loads(f"{{{block[1]}}}")):
+        assert found == pytest.approx([0.0, 0.0, 0.001, 0.002])  # of a rate of 0.1
+
+
 def build_wrongly(rank: int, what: str) -> str:
     config = job("bitpipe", 2)
     layers = [nn.Linear(4, 4) for _ in range(3 if what == "few layers" else 4)]

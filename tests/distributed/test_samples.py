@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,16 +47,24 @@ def masked(samples: Any) -> tuple[Tensor, Tensor]:
     return inputs + drawn, labels + drawn
 
 
-def build(schedule: str, pairs: list[Tensor], data: Any = None) -> Any:
+def chain_of() -> nn.Sequential:
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    layers = nn.Sequential(*[Carried(4, 4) for _ in range(4)])
+    torch.set_rng_state(state)
+    return layers
+
+
+def build(schedule: str, pairs: list[Tensor], data: Any = None, loss_fn: Any = None, **arguments: Any) -> Any:
     """Build an engine whose loss function appends the (input, label) pairs of its samples to ``pairs``."""
 
-    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+    def with_pairs(outputs: Tensor, labels: Tensor) -> Tensor:
         pairs.append(torch.stack([outputs[:, 0], labels[:, 0]], 1).detach())
         return (outputs - labels).square().mean()
 
     config = {
         "train_batch_size": SAMPLES,
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": 1 if loss_fn is None else 2,
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
         "steps_per_print": 10**9,
         "ds_ext": {
@@ -64,9 +73,11 @@ def build(schedule: str, pairs: list[Tensor], data: Any = None) -> Any:
             "print_plan": False,
         },
     }
-    layers = [Carried(4, 4) for _ in range(4)]
-    model = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn, partition_method="uniform")
-    engine, *_ = ds_ext.initialize(model=model, config=config, training_data=data, collate_fn=data and masked)
+    layers = list(chain_of())
+    model = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn or with_pairs, partition_method="uniform")
+    if data is not None and not arguments:
+        arguments = {"collate_fn": masked}
+    engine, *_ = ds_ext.initialize(model=model, config=config, training_data=data, **arguments)
     return engine
 
 
@@ -160,3 +171,78 @@ def test_samples_draw_by_their_number() -> None:
 
     assert numbers(1, 3) == numbers(2, 3) == numbers(4, 3)
     assert numbers(1, 3) != numbers(1, 4)
+
+
+def epochs(rank: int, schedule: str, folder: str) -> tuple[list[list[float]], str]:
+    """Train one and a half passes over shuffled samples, go on from the checkpoint of the first step, and then without
+    repeating. Returns the sorted samples of every step here, and the key of the error at the end of the samples."""
+    torch.manual_seed(3 + rank)
+    steps: list[list[float]] = []
+
+    def train(engine: Any, pairs: list[Tensor]) -> None:
+        del pairs[:]
+        engine.train_batch()
+        steps.append(torch.cat(pairs)[:, 0].tolist() if pairs else [])
+
+    pairs: list[Tensor] = []
+    engine = build(schedule, pairs, Numbered(), shuffle=True)
+    for step in range(3):
+        train(engine, pairs)
+        if step == 0:
+            engine.save_checkpoint(folder)
+    engine.transport.close()
+    torch.manual_seed(99)
+    engine = build(schedule, pairs, Numbered(), shuffle=True)
+    engine.load_checkpoint(folder)
+    train(engine, pairs)
+    engine.transport.close()
+    engine = build(schedule, pairs, Numbered(), repeat=False)
+    engine.train_batch()
+    try:
+        engine.train_batch()
+    except ConfigError as error:
+        key = str(error).partition(":")[0]
+    else:
+        key = ""
+    engine.eval_batch(Numbered())  # nothing had begun
+    engine.transport.close()
+    return steps, key
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "bitpipe"])
+def test_shuffled_and_unrepeated_samples(ranks: Ranks, schedule: str, tmp_path: Path) -> None:
+    results = ranks(2).run(epochs, schedule, str(tmp_path))
+    assert {key for _, key in results} == {"dataset"}
+    by_step = [sorted(number for steps, _ in results for number in steps[step]) for step in range(4)]
+    assert by_step == [[float(number) for number in range(SAMPLES)]] * 4  # a step is a pass
+    orders = [tuple(tuple(steps[step]) for steps, _ in results) for step in range(4)]
+    assert len(set(orders[:3])) == 3 and orders[3] == orders[1]
+
+
+def evaluate_all(rank: int, schedule: str, samples: int) -> list[float]:
+    """Evaluations of a whole set with a mean, a sum and a count, and their means over the samples in one process."""
+    found = []
+    for loss_fn in (nn.functional.mse_loss, summed):
+        engine = build(schedule, [], loss_fn=loss_fn)
+        data = torch.utils.data.Subset(Numbered(), range(samples))
+        found.append(float(engine.eval_batch(data, num_micro_batches="all")))
+        losses = engine.eval_batch(data, num_micro_batches="all", reduce_output=None, bcast_loss=False)
+        assert losses is None or len(losses) <= -(-samples // 2)
+        with pytest.raises(ConfigError, match=r"^num_micro_batches: "):
+            engine.eval_batch(iter([]), num_micro_batches="all")
+        engine.transport.close()
+    layers, (inputs, labels) = chain_of(), zip(*[Numbered()[n] for n in range(samples)], strict=True)
+    outputs = layers(torch.stack(inputs))
+    found.append(float(nn.functional.mse_loss(outputs, torch.stack(labels))))
+    return found
+
+
+def summed(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    return (outputs - labels).square().sum(), labels.numel()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "bitpipe"])
+@pytest.mark.parametrize("samples", [1, 7, 8])
+def test_an_evaluation_of_a_whole_set(ranks: Ranks, schedule: str, samples: int) -> None:
+    for mean, total, expected in ranks(2).run(evaluate_all, schedule, samples):
+        assert mean == pytest.approx(expected) and total == pytest.approx(expected)

@@ -31,7 +31,7 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from torch import Tensor
 
 from ...comm.groups import first_step_limit_s
-from ...config.deepspeed_json import precision, zero_stage
+from ...config.deepspeed_json import half_through_zero, precision, zero_stage
 from ...config.schedulers import MegatronLR
 from ...errors import CheckpointError, ConfigError
 from ...launch.job_facts import setting_facts
@@ -376,7 +376,7 @@ def describe_job(engine: Checkpointed) -> dict[str, Any]:
         "pipeline_parallel_size": layout.placement.devices_per_pipe,
         "tensor_parallel_size": layout.tensor_parallel_size,
         "data_parallel_size": layout.data_parallel_size,
-        "zero_stage": zero_stage(engine.config),
+        "zero_stage": zero_stage(half_through_zero(engine.config)),
         "precision": precision(engine.config),
         "optimizer": OptimizerStates(engine.optimizer).name,
         "layers": engine.module._num_layers,

@@ -105,7 +105,7 @@ class StepLosses:
         # Name of a term -> (sum, count) of every micro-batch, and total count that its gradients were divided by.
         self._terms: dict[str, list[tuple[_Number, _Number]]] = {}
         self._divisors: dict[str, Tensor] = {}
-        self._num_losses = 0  # micro-batches of this step whose loss this rank has computed
+        self._weight = 0.0  # of the micro-batches of this step whose loss this rank has computed
         # Name -> "mean", "count" or "additional": on this rank in this step; and agreed by all ranks in the first step
         # and in the first evaluation, by whether it trains.
         self._local_kinds: dict[str, str] = {}
@@ -133,7 +133,7 @@ class StepLosses:
                 data-parallel ranks of the last stage must pass theirs.
         """
         self._trains = trains
-        self._num_losses = 0
+        self._weight = 0.0
         self._declared_counts = None
         self._terms.clear()
         self._divisors.clear()
@@ -215,19 +215,26 @@ class StepLosses:
             self._divisors[name] = _positive(counts[name].to(self._device))
         return self._divisors[name]
 
-    def add(self, loss: Loss) -> None:
-        """Add the loss of a micro-batch, and the additional losses that the module reports for it."""
+    def add(self, loss: Loss, weight: float = 1.0) -> None:
+        """Add the loss of a micro-batch, and the additional losses that the module reports for it.
+
+        Args:
+            loss: loss of the micro-batch.
+            weight: weight in the means; counts are weights already, except that 0 omits the micro-batch.
+        """
         # On all tensor-parallel ranks: the module may communicate.
         additional = self._module.get_additional_losses() or {}
-        if not self._counts_here:
+        if not self._counts_here or not weight:
             return
-        self._num_losses += 1
+        self._weight += weight
         for name, term in loss.items():
-            kind = "mean" if term.count is None else "count"
-            self._add(name, kind, term.sum, 1.0 if term.count is None else term.count)
+            if term.count is None:
+                self._add(name, "mean", _weighted(term.sum, weight), weight)
+            else:
+                self._add(name, "count", term.sum, term.count)
         for name, value in additional.items():
             if name not in loss:
-                self._add(name, "additional", value, 0.0)
+                self._add(name, "additional", _weighted(value, weight), 0.0)
 
     def _add(self, name: str, kind: str, value: _Number, count: _Number) -> None:
         """Store a value of a micro-batch. Raises ConfigError if its form has changed within the step."""
@@ -247,7 +254,7 @@ class StepLosses:
         numbers: list[_Number] = []
         for name, kind in self._agreed_kinds().items():
             values, counts = zip(*self._terms.get(name, [(0.0, 0.0)]), strict=True)
-            counts = [float(self._num_losses)] if kind == "additional" else counts
+            counts = [self._weight] if kind == "additional" else counts
             numbers += [_sum(values), _sum(counts), self._divisors.get(name, 0.0)]
         tensors = [number.to(self._device) for number in numbers if isinstance(number, Tensor)]
         floats = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU
@@ -359,6 +366,13 @@ def _sum(numbers: Sequence[_Number]) -> _Number:
     tensors = [number for number in numbers if isinstance(number, Tensor)]
     sum_of_floats = float(sum(number for number in numbers if not isinstance(number, Tensor)))
     return torch.stack(tensors).double().sum() + sum_of_floats if tensors else sum_of_floats
+
+
+def _weighted(value: _Number, weight: float) -> _Number:
+    """Return the weighted value of a micro-batch, in float64 unless the weight is 1."""
+    if weight == 1:
+        return value
+    return (value.double() if isinstance(value, Tensor) else value) * weight
 
 
 def _positive(count: Tensor) -> Tensor:

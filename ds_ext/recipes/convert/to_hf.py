@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import math
-import secrets
-import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...engine.checkpoint.file import read_plain
-from ...engine.checkpoint.folder import LATEST, MANIFEST, check_contents, has_checkpoint, open_checkpoint
-from ...engine.checkpoint.reader import CheckpointReader
+from ...engine.checkpoint.folder import check_contents
 from ...engine.checkpoint.save import STATE_FILE
-from ...engine.checkpoint.states import LocalParameter, Shape
 from ...errors import ConfigError
-from ...hf.folder import CONFIG, INDEX, safetensors, shape_text, shard_name, write_weights
+from ...hf.folder import CONFIG, safetensors, shape_text, write_weights
 from ..models.bert import BertConfig
 from ..models.config import TransformerConfig
 from ..models.gpt import GPTConfig
 from ..models.hf import Counterpart, counterparts
 from ..models.hf_config import saved_fields, to_json
+from .checkpoint_weights import CheckpointWeights, new_folder, open_source, write_json, write_shards
 from .tokenizer_files import find_tokenizer, save_tokenizer
 
 
@@ -56,81 +50,47 @@ def write_hf_folder(
         CheckpointError: if the checkpoint is damaged.
     """
     safetensors()  # report a missing package first
-    checkpoint, manifest = _open(source)
+    checkpoint, manifest = open_source(source)
     state = read_plain(checkpoint / STATE_FILE)
-    weights = _CheckpointWeights(checkpoint, manifest)
-    config = _make_config(checkpoint, weights.shapes, state, heads)
-    model_weights = counterparts(config)
-    _check_shapes(checkpoint, model_weights, weights.shapes)
+    weights = CheckpointWeights(checkpoint, manifest)
+    config, model_weights = find_model(checkpoint, weights.shapes, state, heads)
     model_tokenizer = find_tokenizer(tokenizer, state)
     config_json = to_json(config, None if model_tokenizer is None else model_tokenizer.eod_id, dtype)
     check_contents(checkpoint, manifest)
     torch_dtype: torch.dtype = getattr(torch, dtype)
-    shards = _shards(model_weights, shard_bytes, torch_dtype.itemsize)
-    with _new_folder(output) as folder:
-        index: dict[str, str] = {}  # name of a weight -> its file
-        for number, shard in enumerate(shards, start=1):
-            tensors: dict[str, Tensor] = {}
-            for weight in shard:
-                tensors |= _hf_tensors(weight, weights.read(weight), config, torch_dtype)
-            name = shard_name(number, len(shards))
-            write_weights(folder / name, tensors)
-            index |= dict.fromkeys(tensors, name)
-        elements = sum(math.prod(weight.shape) for weight in model_weights)
-        if len(shards) > 1:
-            sizes = {"total_size": torch_dtype.itemsize * elements}
-            _write_json(folder / INDEX, {"metadata": sizes, "weight_map": index})
+    by_name = {weight.name: weight for weight in model_weights}
+    elements = sum(math.prod(weight.shape) for weight in model_weights)
+
+    def read(name: str) -> dict[str, Tensor]:
+        return _hf_tensors(by_name[name], weights.read(name), config, torch_dtype)
+
+    with new_folder(output) as folder:
+        sizes = {name: torch_dtype.itemsize * math.prod(weight.shape) for name, weight in by_name.items()}
+        files = write_shards(folder, sizes, read, shard_bytes, write_weights)
         tokenizer_line = save_tokenizer(model_tokenizer, folder, tokenizer)
-        _write_json(folder / CONFIG, config_json)
+        write_json(folder / CONFIG, config_json)
     precision = "fp32" if dtype == "float32" else "bf16"
     return (
         f"wrote {output} from {checkpoint}: {config_json['architectures'][0]}, {elements:,} parameters in {precision}, "
-        f"{len(shards)} file{'s' if len(shards) > 1 else ''} of weights\n{tokenizer_line}"
+        f"{files} file{'s' if files > 1 else ''} of weights\n{tokenizer_line}"
     )
 
 
-class _CheckpointWeights:
-    """Weights of a checkpoint, read one at a time.
+def find_model(
+    checkpoint: Path, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], heads: int | None
+) -> tuple[TransformerConfig, list[Counterpart]]:
+    """Return the config and the weights of the GPT or BERT in a checkpoint. Raises ConfigError for another model.
 
-    Attributes:
+    Args:
+        checkpoint: folder of the checkpoint, named in errors.
         shapes: name in ds_ext -> shape of the full weight.
+        state: state that the training script saved.
+        heads: number of attention heads, for a checkpoint that does not contain it.
     """
-
-    def __init__(self, checkpoint: Path, manifest: dict[str, Any]) -> None:
-        self._checkpoint = checkpoint
-        self._manifest = manifest
-        self._engine_names: dict[str, str] = {}  # name in ds_ext -> name in the engine
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        for engine_name, record in manifest["parameters"].items():
-            name = f"{record['layer']}.{record['key']}"
-            self._engine_names[name] = engine_name
-            self.shapes[name] = tuple(record["shape"])
-
-    @cached_property
-    def _reader(self) -> CheckpointReader:
-        # Opened after the checks: manifests of other models may lack what it needs.
-        return CheckpointReader(self._checkpoint, self._manifest, tensor_rank=0)
-
-    def read(self, weight: Counterpart) -> Tensor:
-        """Return a full weight, joined from the shards of all ranks. Raises CheckpointError."""
-        # A shape without shards makes the reader join all shards and omit padding.
-        shape = Shape(weight.shape, weight.shape, None)
-        empty = nn.Parameter(torch.empty(0))
-        parameter = LocalParameter(self._engine_names[weight.name], empty, weight.layer, weight.key, shape)
-        elements = math.prod(self.shapes[weight.name])
-        return self._reader.weight(parameter, 0, elements).view(weight.shape)
-
-
-def _open(source: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint to convert and its manifest. Raises ConfigError without a checkpoint."""
-    if (source / MANIFEST).is_file():
-        return open_checkpoint(source.absolute().parent, source.absolute().name)
-    if not has_checkpoint(source):
-        raise ConfigError(
-            f"SOURCE: must be a folder of checkpoints, with a file {LATEST}, or a checkpoint, with a file {MANIFEST} "
-            f"(got {source})."
-        )
-    return open_checkpoint(source)
+    config = _make_config(checkpoint, shapes, state, heads)
+    weights = counterparts(config)
+    _check_shapes(checkpoint, weights, shapes)
+    return config, weights
 
 
 def _make_config(
@@ -201,37 +161,3 @@ def _hf_tensors(
         name: hf_tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
         for name, hf_tensor in zip(weight.hf_names, hf_tensors, strict=True)
     }
-
-
-def _shards(weights: Sequence[Counterpart], limit_bytes: int, element_bytes: int) -> list[list[Counterpart]]:
-    """Group the weights, in order, into files of at most ``limit_bytes``, or of one larger weight."""
-    shards: list[list[Counterpart]] = [[]]
-    shard_bytes = 0
-    for weight in weights:
-        weight_bytes = element_bytes * math.prod(weight.shape)
-        if shards[-1] and shard_bytes + weight_bytes > limit_bytes:
-            shards.append([])
-            shard_bytes = 0
-        shards[-1].append(weight)
-        shard_bytes += weight_bytes
-    return shards
-
-
-@contextmanager
-def _new_folder(output: Path) -> Iterator[Path]:
-    """Create a temporary folder, renamed to ``output`` on success. Raises ConfigError."""
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise ConfigError(f"OUTPUT: already exists (got {output}). Use a new folder.")
-    folder = output.absolute().parent / f".{output.absolute().name}.tmp-{secrets.token_hex(4)}"
-    try:
-        folder.mkdir(parents=True)
-        yield folder
-        folder.replace(output)
-    except OSError as error:
-        raise ConfigError(f"OUTPUT: cannot be written (got {output}): {error.strerror or error}.") from None
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

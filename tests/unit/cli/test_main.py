@@ -59,12 +59,16 @@ def test_benchmarks_need_a_checkout(tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         ("bitpip --num-devices 4 --micro-batches 8", r"'bitpip'.*'bitpipe'.*1f1b"),
-        ("bitpipe --num-devices 3 --micro-batches 8", r"bitpipe.*got 3"),
-        ("bitpipe --stages 4 --micro-batches 6", r"got 6.* 4 or 8.* 2 or 4"),
+        ("bitpipe --num-devices 3 --micro-batches 8", r"bitpipe: --num-devices .*got 3"),
+        (
+            "bitpipe --stages 4 --micro-batches 6",
+            r"bitpipe: --micro-batches (?!.*gradient).*got 6\).* 4 or 8\.",
+        ),
+        ("dpp --num-devices 4 --micro-batches 4 --option max_in_flight=-1", r"dpp: .*max_in_flight.*got -1"),
         ("bitpipe", r"--num-devices D and --micro-batches N"),
         ("interleaved --num-devices 2 --micro-batches 2 --option chunks", r"got 'chunks'.*chunks=3"),
         ("interleaved --num-devices 2 --micro-batches 2 --option chunks=x", r"got 'x'"),
-        ("gpipe --num-devices 2 --micro-batches 2 --costs f=-1", r"costs.* f .*got -1"),
+        ("gpipe --num-devices 2 --micro-batches 2 --costs f=-1", r"error: --costs.* f .*got -1"),
         ("1f1b --num-devices 99999999999 --micro-batches 1", "16,?384"),
         ("nowhere/none.txt", "none.txt.*No such file"),
     ],
@@ -74,6 +78,21 @@ def test_wrong_requests(verb: str, arguments: str, words: str, capsys: pytest.Ca
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("error: ") and re.search(words, captured.err)
+
+
+@pytest.mark.parametrize("verb", ["show", "plan", "trace", "export"])
+def test_unknown_flags_come_with_those_of_the_verb(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = {
+        "show": ["1f1b"],
+        "plan": ["--devices", "8", "--memory", "80GB", "--global-batch-size", "8"],
+        "trace": ["summary", "traces"],
+        "export": ["checkpoints", "weights"],
+    }
+    with pytest.raises(SystemExit, match="2"):
+        main([verb, *words[verb], "--pp", "4"])
+    usage, _, error = capsys.readouterr().err.rpartition(f"python -m ds_ext {verb}: error: ")
+    assert usage.startswith(f"usage: python -m ds_ext {verb} ") and "--pp" in error
+    assert verb != "show" or "--num-devices" in usage
 
 
 def test_verbs_for_schedules_are_fast_and_import_no_torch() -> None:

@@ -217,8 +217,11 @@ def test_sizes_change_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--zero", "1"], "--zero: .*--model"),
         (["--num-layers", "4"], "--hidden-size, --num-attention-heads, --seq-length, --vocab-size"),
-        (["--model", "gpt-5"], "model: .*'gpt-5'.*gpt-124m"),
-        (["--model", "gpt-1.3b", "--tensor-parallel", "3"], r"tensor_parallel: .*16.*got 3"),
+        (["--model", "gpt-5"], "error: --model: .*'gpt-5'.*gpt-124m"),
+        (
+            ["--model", "gpt-1.3b", "--tensor-parallel", "3"],
+            r"--tensor-parallel: .*--num-attention-heads 16.*got 3",
+        ),
     ],
 )
 def test_wrong_models(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,10 +101,44 @@ def test_collate_can_be_replaced() -> None:
     assert batches.get(1) == [2, 3]
 
 
-@pytest.mark.parametrize("sample", ["text", None, (torch.zeros(2), "label")])
-def test_samples_that_cannot_be_stacked(sample: object) -> None:
-    with pytest.raises(ConfigError, match=r"training_data: .* collate_fn"):
-        stack_samples([sample, sample])
+def test_other_values_become_lists() -> None:
+    assert stack_samples(["a", "b"]) == ["a", "b"]
+    inputs, labels = stack_samples([(torch.zeros(2), None), (torch.zeros(2), None)])
+    assert inputs.shape == (2, 2) and labels == [None, None]
+
+
+def test_every_pass_has_another_order_of_all_samples() -> None:
+    seeds = [7]
+    batches = MicroBatches(Numbers(5), 3, repeat=True)
+    batches.shuffle_seed = lambda: seeds[0]
+    orders = [[number for j in range(5) for number in first(batches.get(j))]]
+    assert [sorted(orders[0][start : start + 5]) for start in (0, 5, 10)] == [[0, 1, 2, 3, 4]] * 3
+    assert len({tuple(orders[0][start : start + 5]) for start in (0, 5, 10)}) > 1
+    assert [number for j in reversed(range(5)) for number in reversed(first(batches.get(j)))] == orders[0][
+        ::-1
+    ]
+    batches.advance(2)  # the position, not the order of access, decides
+    assert first(batches.get(0)) == orders[0][6:9]
+    seeds[0], batches.consumed_samples = 8, 0
+    assert [number for j in range(5) for number in first(batches.get(j))] != orders[0]
+
+
+def test_a_whole_set_ends_with_a_smaller_micro_batch_and_empty_ones() -> None:
+    batches = MicroBatches(Numbers(8), 3, whole=True)
+    batches.require(4, trains=False)
+    assert [first(batches.get(j)) for j in range(4)] == [[0, 1, 2], [3, 4, 5], [6, 7], [7]]
+    assert [batches.weight(j) for j in range(4)] == [3, 3, 2, 0]
+    assert MicroBatches(Numbers(8), 3).weight(0) == 1
+
+
+def test_too_few_samples_are_left() -> None:
+    batches = MicroBatches(Numbers(20), 2)
+    batches.require(10, trains=True)
+    batches.advance(8)
+    with pytest.raises(ConfigError, match=r"needs 6 samples, .*got 4\)"):
+        batches.require(3, trains=True)
+    batches.repeat = True
+    batches.require(3, trains=True)
 
 
 def test_samples_of_different_shapes() -> None:

@@ -55,7 +55,8 @@ class Losses:
     def compute(self, outputs: Any, labels: Any) -> dict[str, Term]:
         return {"": Term((outputs - labels[0]).square().mean(), None)}
 
-    def add(self, loss: dict[str, Term]) -> None:
+    def add(self, loss: dict[str, Term], weight: float) -> None:
+        assert weight == 1
         self.seen.append(float(loss[""].sum.detach()))
 
 

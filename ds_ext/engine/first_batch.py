@@ -1,0 +1,97 @@
+"""Check of the first micro-batch of training and of evaluation: present, of the right form, and different by rank."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import ConfigError
+from ..launch.job_facts import checksum
+from .batches import Batches, IteratorBatches, MicroBatches, StepData, dense_parts, require_tensors
+
+logger = logging.getLogger(__name__)
+
+_Answer = tuple[
+    str | None, tuple[int, str] | None
+]  # problem, data-parallel rank and checksum of its first samples
+
+
+def check_first_batch(
+    data: StepData, trains: bool, micro_batches: int, abort: Callable[[Exception], None]
+) -> None:
+    """Fetch and check the first micro-batch for every stage of this rank. All ranks must call this together.
+
+    Logs a warning if the iterators of two data-parallel ranks begin with the same samples.
+
+    Args:
+        data: micro-batches of the next step.
+        trains: whether this is a training step, and no evaluation.
+        micro_batches: micro-batches of all pipeline groups in a step.
+        abort: function that reports an exception of the dataset to the peers.
+
+    Raises:
+        ConfigError: on all ranks, if data is missing, too small for a step or has the wrong format on one of them.
+    """
+    loads: dict[int, int] = {}
+    for stage, micro_batch in data.loads:
+        loads.setdefault(stage, micro_batch)
+    answer: _Answer = None, None
+    failure: Exception | None = None
+    try:
+        if loads and isinstance(data.source, MicroBatches):
+            data.source.require(micro_batches, trains)
+        for stage, micro_batch in loads.items():
+            inputs, labels = data.get(micro_batch)
+            if stage == 0:
+                require_tensors(inputs, "inputs", data.source)
+                answer = None, _first_samples(data.source, inputs, labels)
+            if stage == data.last_stage and labels is not None:
+                require_tensors(labels, "labels", data.source)
+    except ConfigError as error:
+        answer = str(error), None
+    except Exception as error:  # from the dataset; this rank prints the traceback
+        failure = error
+    answers: list[_Answer] = [answer] * dist.get_world_size()
+    dist.all_gather_object(answers, answer)
+    if failure is not None:
+        abort(failure)
+        raise failure
+    for problem, _ in answers:
+        if problem is not None:
+            error = ConfigError(problem)
+            error.reported_by = 0
+            raise error
+    _warn_of_equal_inputs([samples for _, samples in answers if samples is not None])
+
+
+def _first_samples(source: Batches, inputs: Any, labels: Any) -> tuple[int, str] | None:
+    """Return the data-parallel rank of an iterator and a checksum of its first samples.
+
+    None for other sources, and for inputs whose elements are all equal, such as zeros for a benchmark.
+    """
+    if not isinstance(source, IteratorBatches):
+        return None
+    dense = dense_parts(inputs)
+    if all(bool((part == part[:1]).all()) for part in dense):
+        return None
+    parts = [*dense, *dense_parts(labels)]
+    return source.rank, checksum(part.view(torch.uint8).numpy().tobytes() for part in parts)
+
+
+def _warn_of_equal_inputs(first_samples: Sequence[tuple[int, str]]) -> None:
+    """Log a warning on rank 0 for two data-parallel ranks with the same checksum."""
+    first_ranks: dict[str, int] = {}
+    for rank, inputs in first_samples:
+        first_rank = first_ranks.setdefault(inputs, rank)
+        if first_rank != rank and dist.get_rank() == 0:
+            logger.warning(
+                "data_iter: data-parallel ranks %d and %d begin with the same samples. Select each rank's samples by "
+                "engine.grid.get_data_parallel_rank(). The two pipes of bitpipe are two data-parallel ranks.",
+                first_rank,
+                rank,
+            )
+            return

@@ -1,0 +1,101 @@
+"""Command ``python -m ds_ext export``: the weights of a checkpoint as safetensors, under the names of its module.
+
+It runs in one process without a process group. It reads one weight at a time, so the model need not fit in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ...engine.checkpoint.file import read_plain, write_tensors
+from ...engine.checkpoint.folder import check_contents
+from ...engine.checkpoint.save import STATE_FILE
+from ...errors import ConfigError
+from . import SHARD_GB
+from .checkpoint_weights import CheckpointWeights, new_folder, open_source, write_shards
+from .to_hf import find_model
+
+_LAYER_FILE = re.compile(r"layer_(\d+)(-model_00)?-model_states\.pt")  # the first shard
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the subcommand ``export``."""
+    source = "folder of checkpoints, of which the latest is exported, or one checkpoint"
+    parser.add_argument("source", type=Path, metavar="SOURCE", help=source)
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return the exit code 0. Raises the errors of :func:`export`."""
+    print(export(args.source, args.output))
+    return 0
+
+
+def export(source: Path, output: Path, shard_bytes: int = round(SHARD_GB * 1e9)) -> str:
+    """Write the parameters and buffers of a checkpoint, in fp32 if it has fp32 master weights.
+
+    Args:
+        source: folder of checkpoints, of which the latest is exported, or one checkpoint.
+        output: new folder.
+        shard_bytes: maximum size of a file, unless a single weight is larger.
+
+    Returns:
+        Summary for the user.
+
+    Raises:
+        ConfigError: if there is no checkpoint, or ``output`` exists or cannot be written.
+        CheckpointError: if the checkpoint is damaged.
+    """
+    checkpoint, manifest = open_source(source)
+    check_contents(checkpoint, manifest)
+    weights = CheckpointWeights(checkpoint, manifest)
+    layers = _read_layers(checkpoint, manifest)
+    tensors = {name: value for name, value in layers.items() if isinstance(value, Tensor)}
+    prefixes: dict[str, str] = {}  # index of a layer -> prefix of its names in the module
+    for name, engine_name in weights.engine_names.items():
+        layer, _, key = name.partition(".")
+        prefixes[layer] = engine_name.removesuffix(key)
+
+    def read(name: str) -> dict[str, Tensor]:
+        layer, _, key = name.partition(".")
+        module_name = prefixes.get(layer, f"{layer}.") + key
+        return {module_name: weights.read(name) if name in weights.shapes else tensors[name]}
+
+    sizes = {name: 4 * math.prod(weights.shapes.get(name, t.shape)) for name, t in tensors.items()}
+    with new_folder(output) as folder:
+        files = write_shards(folder, sizes, read, shard_bytes, write_tensors)
+    elements = sum(map(math.prod, weights.shapes.values()))
+    lines = [
+        f"wrote {output} from {checkpoint}: {elements:,} parameters, {files} file{'s' if files > 1 else ''} of weights"
+    ]
+    if len(tensors) < len(layers):
+        lines.append(f"not exported: extra states of {', '.join(sorted(layers.keys() - tensors.keys()))}")
+    if _is_known(checkpoint, weights):
+        lines.append(f"for transformers: python -m ds_ext convert {source} --to hf FOLDER")
+    return "\n".join(lines)
+
+
+def _read_layers(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``LAYER.KEY`` -> value of the state of every layer, in order. Of shards, only the first is read."""
+    matches = [match for name in manifest["files"] if (match := _LAYER_FILE.fullmatch(name))]
+    return {
+        f"{int(match[1])}.{key}": value
+        for match in sorted(matches, key=lambda match: int(match[1]))
+        for key, value in read_plain(checkpoint / match[0]).items()
+    }
+
+
+def _is_known(checkpoint: Path, weights: CheckpointWeights) -> bool:
+    """Return whether ``convert`` converts the model of a checkpoint."""
+    try:
+        find_model(checkpoint, weights.shapes, read_plain(checkpoint / STATE_FILE), None)
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,113 @@
+"""Weights of checkpoints load in torch: ``python -m ds_ext export``, and the lines of docs/checkpoints.md."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ds_ext
+from ds_ext.__main__ import main
+from ds_ext.engine.checkpoint.file import TensorFile
+from ds_ext.recipes.convert.export import export
+from tests.distributed import test_checkpoint
+from tests.distributed.test_convert import GPT, HALF, train_and_save
+from tests.engine_runs import Job
+from tests.precisions import needs
+from tests.ranks import RankPool, Ranks
+
+PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+WIDTH = 6
+
+
+class Normed(nn.Module):
+    """Linear layer with a buffer."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(1))
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.scale * torch.tanh(self.linear(x))
+
+
+def built() -> list[nn.Module]:
+    return [nn.Linear(2, WIDTH), *(Normed() for _ in range(6)), nn.Linear(WIDTH, 1)]
+
+
+def train_own(rank: int, folder: str) -> dict[str, Tensor]:
+    """Save a checkpoint after some steps in bf16. Returns the state of this rank's module."""
+    config = HALF | {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": 10**9,
+        "ds_ext": {"schedule": "bitpipe", "pipeline_parallel_size": 2},
+    }
+    x = torch.rand(64, 2, generator=torch.Generator().manual_seed(0)).bfloat16()
+    data = torch.utils.data.TensorDataset(x, x[:, :1] * x[:, 1:])
+    specs = [ds_ext.LayerSpec(type(layer)) if isinstance(layer, Normed) else layer for layer in built()]
+    model = ds_ext.PipelineModule(specs, config, loss_fn=nn.functional.mse_loss)
+    engine, *_ = ds_ext.initialize(
+        model=model, config=config, model_parameters=model.parameters(), training_data=data
+    )
+    for _ in range(3):
+        engine.train_batch()
+    engine.save_checkpoint(folder)
+    engine.transport.close()
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+@needs("bf16")
+def test_own_layers_load_in_torch(
+    ranks2: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("safetensors")
+    trained = {
+        name: value for state in ranks2.run(train_own, str(tmp_path / "own")) for name, value in state.items()
+    }
+    assert main(["export", str(tmp_path / "own"), str(tmp_path / "weights")]) == 0
+    assert "convert" not in capsys.readouterr().out
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    scope: dict[str, Any] = {"torch": torch, "layers": built()}
+    exec(next(block for block in blocks if "load_file" in block), scope)
+    loaded = scope["model"].state_dict()
+    masters = test_checkpoint.contents(tmp_path / "own" / "global_step3")
+    assert loaded.keys() == trained.keys()
+    for name, value in loaded.items():
+        expected = masters.get(f"{name} fp32", trained[name])
+        assert torch.equal(value, expected.to(value.dtype)), name
+    assert loaded["1.count"] > 0
+    assert not torch.equal(loaded["0.weight"], loaded["0.weight"].bfloat16().float())
+
+
+@needs("bf16")
+def test_shards_and_ties(ranks: Ranks, tmp_path: Path) -> None:
+    """A GPT of four ranks: tensor-parallel shards are joined, a tie is named as in the module."""
+    ranks(4).run(
+        train_and_save, Job("1f1b", 2, 2, 1, 4, GPT, deepspeed=HALF), str(tmp_path / "gpt"), timeout_s=120
+    )
+    said = export(tmp_path / "gpt", tmp_path / "weights", shard_bytes=20_000)
+    assert "python -m ds_ext convert" in said
+    found = test_checkpoint.contents(tmp_path / "gpt" / "global_step3")
+    index = json.loads((tmp_path / "weights" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 1
+    names = [name for name in found if " " not in name]
+    assert sorted(index) == sorted(names) and "tied_modules.embed.word_embeddings.weight" in names
+    for name in names:
+        exported = TensorFile(tmp_path / "weights" / index[name]).read_all(name)
+        assert torch.equal(exported, found.get(f"{name} fp32", found[name])), name
+
+
+def test_wrong_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path), str(tmp_path / "weights")]) == 2
+    assert capsys.readouterr().err.startswith("error: SOURCE: ")

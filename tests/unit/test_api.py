@@ -1,0 +1,33 @@
+"""Names of ``ds_ext`` and their documentation."""
+
+from __future__ import annotations
+
+import pydoc
+import subprocess
+import sys
+
+import deepspeed.pipe
+import pytest
+
+import ds_ext
+from ds_ext.engine.module import PipelineModule
+
+
+def test_dir_lists_the_api_and_imports_nothing() -> None:
+    code = "import sys, ds_ext; print(*dir(ds_ext), *{'torch', 'deepspeed'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == sorted(ds_ext.__all__)
+
+
+def test_every_name_exists() -> None:
+    assert all(getattr(ds_ext, name) is not None for name in ds_ext.__all__)
+    assert ds_ext.PipelineModule is PipelineModule
+    assert ds_ext.LayerSpec is deepspeed.pipe.LayerSpec
+    assert ds_ext.TiedLayerSpec is deepspeed.pipe.TiedLayerSpec
+    with pytest.raises(AttributeError, match="PipelineModul'"):
+        ds_ext.PipelineModul  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_the_help_of_the_module_is_ours() -> None:
+    text = pydoc.plain(pydoc.render_doc(ds_ext.PipelineModule))
+    assert "schedule_options" in text and "Initialize internal Module state" not in text
