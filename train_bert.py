@@ -17,7 +17,7 @@ from ds_ext.parallel.hosts import Hosts
 from ds_ext.planner.job_plan import JobPlan
 from ds_ext.recipes.training.hosts import hosts_of_flags
 from ds_ext.recipes.training.setup import (
-    describe_job,
+    describe_plan,
     job_facts,
     micro_batches,
     model_fields,
@@ -50,7 +50,7 @@ def main() -> int:
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, tokenizer, options))
 
     def describe(plan: JobPlan, hosts: Hosts | None) -> str:
-        return describe_job(args, plan, boundaries, BEFORE, AFTER, config, PADDING_MASK_BYTES, hosts)
+        return describe_plan(args, plan, boundaries, BEFORE, AFTER, config, PADDING_MASK_BYTES, hosts)
 
     if args.dry_run:
         return show(describe(plan, hosts_of_flags(args)))

@@ -20,7 +20,7 @@ from ds_ext.parallel.hosts import Hosts
 from ds_ext.planner.job_plan import JobPlan
 from ds_ext.recipes.training.hosts import hosts_of_flags
 from ds_ext.recipes.training.setup import (
-    describe_job,
+    describe_plan,
     job_facts,
     micro_batches,
     model_fields,
@@ -59,7 +59,7 @@ def main() -> int:
     lines += describe_chat(train.dataset)
 
     def describe(plan: JobPlan, hosts: Hosts | None) -> str:
-        text = describe_job(args, plan, boundaries, BEFORE, AFTER, config, token_bytes, hosts)
+        text = describe_plan(args, plan, boundaries, BEFORE, AFTER, config, token_bytes, hosts)
         return "\n".join([*lines, text])
 
     if args.dry_run:

@@ -14,11 +14,13 @@ _INSIDE, _BETWEEN = "300GB,2us", "25GB,10us"
 TFLOPS = 150.0
 _TFLOPS_RANGE = 1e-3, 1e6
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-_ONLY_WITH_HOSTS = ("inside", "between", "ports", "collectives", "rank_order")
 
 
 def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
-    """Add the flags; ``sizes`` includes the rank order, which ``plan`` chooses, and the rate, which it also has."""
+    """Add the flags; ``sizes`` includes the rank order, which ``plan`` chooses, and the rate.
+
+    ``plan`` has a flag for the rate that does not need hosts.
+    """
     group = verb.add_argument_group("hosts, for the step time with reductions")
     group.add_argument(
         "--hosts", metavar="4x8", help="hosts x ranks per host; or slots, such as 8,8,4; or a hostfile"
@@ -35,6 +37,10 @@ def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
         group.add_argument(
             "--rank-order", metavar="tp-dp-pp", help="same as a job's rank_order key (tp-dp-pp)"
         )
+    only_with_hosts = ("inside", "between", "ports", "collectives")
+    verb.set_defaults(
+        only_with_hosts=(*only_with_hosts, "rank_order", "tflops") if sizes else only_with_hosts
+    )
 
 
 def network_of(args: argparse.Namespace) -> Network | None:
@@ -44,10 +50,10 @@ def network_of(args: argparse.Namespace) -> Network | None:
         ConfigError, ScheduleError: a flag is wrong, or needs ``--hosts``.
     """
     if args.hosts is None:
-        for dest in _ONLY_WITH_HOSTS:
-            if (value := getattr(args, dest, None)) is not None:
+        for dest in args.only_with_hosts:
+            if (value := getattr(args, dest)) is not None:
                 flag = "--" + dest.replace("_", "-")
-                raise ScheduleError(f"{flag}: needs --hosts (got {value}, no hosts). Add --hosts 4x8.")
+                raise ScheduleError(f"{flag}: needs --hosts (got {value!r} without hosts). Add --hosts 4x8.")
         return None
     inside = _parse_link("--inside", _INSIDE if args.inside is None else args.inside)
     between = _parse_link("--between", _BETWEEN if args.between is None else args.between)

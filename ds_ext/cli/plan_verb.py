@@ -246,7 +246,7 @@ def _remedies(model: TrainingSizes) -> str:
 
 
 def _config(sizes: ParallelSizes, cluster: Cluster, model: TrainingSizes) -> dict[str, Any]:
-    """Return the keys of a DeepSpeed JSON that the plan decides."""
+    """Return a DeepSpeed JSON for the sizes, with usual values of AdamW. The sizes must have a candidate."""
     assert sizes.candidate is not None
     copies = sizes.data * sizes.candidate.replicas
     return {

@@ -218,10 +218,13 @@ class _Attempt:
     def _connect(
         self, selection: LinkSelection, ranks: Sequence[RankOffers], timeout_s: float, endpoints: Endpoints
     ) -> tuple[str, str] | None:
-        """Connect all selected kinds, add their endpoints, and close the port's descriptor. Returns as _prepare()."""
+        """Connect all selected kinds, add their endpoints, and close the port's descriptor.
+
+        Return the kind that failed on this rank and the reason, or None.
+        """
         assert self._port is not None
         for kind in sorted(set(selection.kinds.values())):
-            offers = {r: entry.offers[kind] for r, entry in enumerate(ranks) if kind in entry.offers}
+            offers = {rank: entry.offers[kind] for rank, entry in enumerate(ranks) if kind in entry.offers}
             try:
                 pairs = selection.pairs(kind, self._pairs)
                 endpoints.add(self._setups[kind].connect(offers, pairs, min(timeout_s, HANDSHAKE_S)))

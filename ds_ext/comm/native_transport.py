@@ -192,7 +192,7 @@ class NativeTransport:
         try:
             messages = self._port.take()
         except (_native.DescriptorError, _native.LinkError) as error:
-            raise self._state.failure(f"damaged message: {error}", ProtocolError) from error
+            raise self._protocol_error(f"damaged message: {error}") from error
         for message in messages:
             peer, tag = message.source, message.tag
             self._arrived[message] = peer, tag
@@ -220,7 +220,7 @@ class NativeTransport:
             return copies(message)
         except _native.DescriptorError as error:
             what = f"recv from rank {ticket.peer} of {describe_tag(ticket.tag)}: {error}"
-            raise self._state.failure(what, ProtocolError) from error
+            raise self._protocol_error(what) from error
 
     def _channel(self, peer: int, tag: int) -> _Channel:
         key = peer, tag >> ITEM_BITS
@@ -278,10 +278,14 @@ class NativeTransport:
         if isinstance(error, _native.DescriptorError):
             return TransportError(f"rank {self.rank}: {what}.")
         if isinstance(error, _native.LinkError):
-            return self._state.failure(what, ProtocolError)
+            return self._protocol_error(what)
         return self._state.failure(
             f'{what}. Give the host or the container more memory, or use "transport": "torch".'
         )
+
+    def _protocol_error(self, what: str) -> TransportError:
+        """Return the error for malformed data from a peer."""
+        return self._state.failure(f"{what}. Install the same ds_ext on all hosts.", ProtocolError)
 
     def _await_credit(
         self,

@@ -336,12 +336,14 @@ class EagerReduction(Observer):
         _copy_parts(average, gradients)
 
     def _reduce(self, stage: int | None) -> None:
-        """Start the reduction of a stage; None: of the parameters that are tied to other ranks."""
+        """Start the reduction of a stage; None: of the parameters that are tied to other ranks.
+
+        Where gradients may be missing, flags of the used parameters are reduced with them.
+        """
         parameters = self._parameters[stage]
         used = self._gradients.fill_missing(parameters)
         gradients = [as_real(g) for g in map(self._gradients.get, parameters) if g is not None]
         if self._gradients.may_be_missing and gradients:
-            # The flags travel with the gradients.
             flags = torch.tensor(used, dtype=gradients[0].dtype, device=gradients[0].device)
             gradients.append(flags)
             self._used.append((parameters, flags))
@@ -349,11 +351,11 @@ class EagerReduction(Observer):
             same_dtype = [g for g in gradients if g.dtype == dtype]
             flat = flatten(same_dtype).to(dtype if dtype == torch.float64 else self._dtype)
             flat.div_(self._gradients.replicas)
-            begin = None if self._tracer is None else self._tracer.now()
+            begin = 0.0 if self._tracer is None else self._tracer.now()
             work = dist.all_reduce(flat, group=self._gradients.group, async_op=True)
             assert work is not None
             self._pending.append((work, flat, same_dtype))
-            if self._tracer is not None and begin is not None:
+            if self._tracer is not None:
                 self._tracer.reducing(stage, flat, begin, work)
 
 

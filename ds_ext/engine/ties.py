@@ -253,11 +253,10 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
         module: module with built layers, before ties are indexed.
 
     Raises:
-        ConfigError: on all ranks, if the sharing would depend on the schedule.
+        ConfigError: on all ranks, if the sharing would depend on the schedule, or the ranks have different layers.
     """
-    entries: dict[
-        int, tuple[Tensor, set[int]]
-    ] = {}  # id -> tensor, layers in whose entries of the list it occurs
+    # id -> tensor, and the layers in whose entries of the list it occurs
+    entries: dict[int, tuple[Tensor, set[int]]] = {}
     for index, spec in enumerate(module._layer_specs):
         for tensor in _entry_tensors(spec):
             entries.setdefault(id(tensor), (tensor, set()))[1].add(index)

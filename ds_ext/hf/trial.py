@@ -103,10 +103,11 @@ class Trial:
     def check_tail(self, before: Sequence[str]) -> None:
         """Raise ConfigError if the final hidden states depend on anything before the decoder layers.
 
-        This run has NaN in the word embeddings and in all weights of the modules ``before``.
+        This run has NaN in the word embeddings and in all weights of the modules ``before``. Call it last: the weights
+        stay NaN.
         """
         self._forget_run()
-        self._checks_arguments = False
+        self._checks_arguments = False  # masks and positions may be NaN too; run() has checked the arguments
         for path in before:
             for parameter in self.model.get_submodule(path).parameters():
                 parameter.data = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)

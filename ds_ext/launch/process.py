@@ -57,6 +57,8 @@ before_failed_exit: list[
     Callable[[], None]
 ] = []  # what a rank does before it exits, except after Ctrl-C or SIGHUP
 _TO_ALL = (signal.SIGINT, signal.SIGHUP)  # from a terminal, to every rank
+# DeepSpeed passes --node_rank among the first arguments of the node launcher. Later ones may be those of the script.
+_FIRST_ARGUMENTS = 4
 
 _LAUNCHER_CHECK_S = 0.5
 _SAME_CAUSE_S = 0.2
@@ -305,7 +307,11 @@ def _unwatch() -> None:
 
 
 def _launchers() -> list[tuple[int, int]]:
-    """Return pairs (process, parent) that stay the same while the launcher is running; empty if it has exited."""
+    """Return pairs (process, parent) up to the launcher; a pair changes when its parent exits. Empty if it has exited.
+
+    The ``deepspeed`` command starts a node launcher, which starts the ranks. The node launcher survives the command, so
+    both are watched.
+    """
     pair = find_launcher()
     if pair is None:
         return []
@@ -314,11 +320,19 @@ def _launchers() -> list[tuple[int, int]]:
     if NODE_LAUNCHER not in words:
         return [pair]
     command = parent_of(launcher)
-    if any(Path(word).name in DEEPSPEED for word in words_of(command)[:3]):
+    if _is_deepspeed_command(command):
         return [pair, (launcher, command)]
-    # On one host the command starts the launcher, in its own process group.
-    of_command = not any(word.startswith("--node_rank") for word in words[: words.index(NODE_LAUNCHER) + 5])
-    return [] if of_command and not is_running(group_of(launcher)) else [pair]
+    start = words.index(NODE_LAUNCHER) + 1
+    if any(word.startswith("--node_rank") for word in words[start : start + _FIRST_ARGUMENTS]):
+        return [pair]  # usually started over ssh by a command on another host
+    # On one host, either the command has exited or a script started the node launcher. The command usually led the
+    # process group that the node launcher inherits, which then has no running leader. A waiting script is running.
+    return [pair] if is_running(group_of(launcher)) else []
+
+
+def _is_deepspeed_command(process: int) -> bool:
+    """Return whether a process is the ``deepspeed`` command, possibly after its interpreter and an option of that."""
+    return any(Path(word).name in DEEPSPEED for word in words_of(process)[:3])
 
 
 def _neighbours(launcher: int) -> dict[int, int]:

@@ -49,7 +49,6 @@ class RollCall:
         self.store = store
         self.rank, self.world_size = rank, world_size
         # All ranks make the same roll calls in the same order, so that the n-th calls belong together.
-        self._shared = store
         number = store.add(f"ds_ext/roll_calls/{rank}", 1)
         self._store = PrefixStore(f"ds_ext/roll_call/{number}", store)
 
@@ -109,8 +108,8 @@ class RollCall:
         deadline = time.monotonic() + timeout_s
         names = [f"answer/{rank}" for rank in range(self.world_size)]
         while not self._store.check([_VERDICT]):
-            if self._shared.check([FIRST_FAILURE]):
-                self._publish_verdict({"kind": FAILED, "text": self._shared.get(FIRST_FAILURE).decode()})
+            if self.store.check([FIRST_FAILURE]):
+                self._publish_verdict({"kind": FAILED, "text": self.store.get(FIRST_FAILURE).decode()})
             elif self._store.add(_ARRIVED, 0) >= self.world_size:
                 answers = [json.loads(text) for text in self._store.multi_get(names)]
                 self._publish_verdict(_verdict(answers))

@@ -204,13 +204,13 @@ def _ties(layout: ParallelLayout, traffic: Traffic) -> Iterable[tuple[list[int],
 
 def _reductions(layout: ParallelLayout, traffic: Traffic) -> Iterable[tuple[list[int], float]]:
     """Yield the ranks that average gradients, and the bytes per connection of their ring."""
-    placement = layout.placement
-    for devices in placement.replica_groups:
+    groups = range(layout.data_parallel_size)
+    for devices in layout.placement.replica_groups:
         for tensor in range(layout.tensor_parallel_size):
-            data = range(layout.data_parallel_size)
-            ranks = [layout.rank(device, d, tensor) for d in data for device in devices]
+            ranks = [layout.rank(device, group, tensor) for group in groups for device in devices]
             size = _all_reduce(len(ranks), traffic.gradients[devices[0]])
             if traffic.zero_stage:
+                # The all-gather of the weights.
                 size += _all_reduce(len(ranks), traffic.weights[devices[0]]) / 2
             yield ranks, size
 

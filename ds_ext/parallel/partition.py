@@ -106,10 +106,12 @@ def _too_few_layers(num_layers: int, placement: Placement, schedule: str) -> str
     stages, devices = placement.stages, placement.devices_per_pipe
     fix = f"at least {stages} layers"
     most = num_layers // (stages // devices)
+    limit = f"{most} or less"
     if placement.replicas == 2 and placement.pipes[1] == tuple(devices - 1 - d for d in placement.pipes[0]):
         most -= most % 2  # mirrored pairs need an even number of devices
+        limit = f"an even number up to {most}"
     if most:
-        fix += f", or set pipeline_parallel_size to {most} or less (now {devices})"
+        fix += f", or set pipeline_parallel_size to {limit} (now {devices})"
     return (
         f"num_layers: {_describe_stages(placement, schedule)} needs at least 1 transformer layer per stage (got "
         f"{num_layers}). Use {fix}."

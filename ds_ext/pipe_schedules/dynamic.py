@@ -36,8 +36,9 @@ class DynamicRules:
         placement: device of every stage.
         micro_batches: N, summed over the pipes.
         split: True to split backwards.
-        policy: choice among ready ops. ``breadth`` runs all admitted micro-batches through the first chunk of a device
-            before the second. ``depth`` prefers the chunk visited last. ``group`` is breadth-first within groups of D
+        policy: choice among ready forwards, and among ready backwards. ``breadth`` runs all admitted micro-batches
+            through the chunk of a device that they visit first, before the next one. ``depth`` prefers forwards of the
+            chunk visited last, and backwards of the oldest micro-batch. ``group`` is breadth-first within groups of D
             micro-batches, summed over the pipes.
         credits: maximum number of micro-batches in flight, per pipe.
         max_live: maximum number of (stage, micro-batch) pairs with live activations, per device.
@@ -72,16 +73,19 @@ class DynamicRules:
         return sum(stages[pipe] for pipe in self.pipes) * (3 if self.split else 2)
 
     def priority(self, op: Op) -> tuple[int, ...]:
-        """Return the sort key of a ready op among the ready forwards or backwards; the smallest goes first."""
-        kind, m, stage = op
-        pipe, k = self.pipes[m], self.positions[m]
+        """Return the sort key of a ready op; the smallest goes first. Forwards and backwards have separate keys."""
+        pipe, position = self.pipes[op.micro_batch], self.positions[op.micro_batch]
+        is_forward = op.kind == FORWARD
         # Backwards visit the chunks in reverse order.
-        visit = self.placement.visits[stage, pipe] * (1 if kind == FORWARD else -1)
-        if self.policy == "depth":
-            return (-visit, k, pipe) if kind == FORWARD else (k, visit, pipe)
+        visit = self.placement.visits[op.stage, pipe] * (1 if is_forward else -1)
         if self.policy == "breadth":
-            return visit, k, pipe
-        return k // max(1, self.placement.num_devices // self.placement.replicas), visit, k, pipe
+            return visit, position, pipe
+        if self.policy == "group":
+            group_size = max(1, self.placement.num_devices // self.placement.replicas)
+            return position // group_size, visit, position, pipe
+        if is_forward:
+            return -visit, position, pipe
+        return position, visit, pipe  # the oldest micro-batch frees its activations first
 
     def device(self, device: int) -> Greedy:
         """Return the policy of a device for one step."""

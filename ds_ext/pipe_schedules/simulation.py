@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .checks.timetable import check_timetable, error_at
+from .checks.timetable import check_timetable, deadlock_at
 from .costs import Costs
 from .events import FixedOrder, NoAdmission, Run, Workload, run
 from .ops import BACKWARD_INPUT, FORWARD, RECOMPUTE, Op
 from .timetables import Timetable
-
-_MAX_LISTED = 64  # deadlocked devices in an error
 
 
 @dataclass(frozen=True)
@@ -109,14 +107,12 @@ def _check_complete(timetable: Timetable, result: Run) -> None:
         return
     ended = {op for order in result.orders for op in order}
     waits = []
-    for device in stuck[:_MAX_LISTED]:
+    for device in stuck:
         op = timetable.orders[device][steps[device]]
         missing = [str(need) for need, _ in timetable.dependencies.needs(op) if need not in ended]
         waits.append(f"device {device}: {op} waits for {' and '.join(missing)}")
-    if len(stuck) > _MAX_LISTED:
-        waits.append(f"{len(stuck) - _MAX_LISTED} more")
     first = stuck[0]
-    raise error_at(timetable, f"deadlock ({'; '.join(waits)}).", first, timetable.orders[first][steps[first]])
+    raise deadlock_at(timetable, waits, first, timetable.orders[first][steps[first]])
 
 
 def peak_stages(order: Sequence[Op], trains: bool = True) -> int:

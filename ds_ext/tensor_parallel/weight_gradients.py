@@ -357,15 +357,16 @@ class Deferral:
 
 
 def let_defer(module: nn.Module) -> None:
-    """Make every nn.Linear and nn.Embedding in ``module`` able to defer its weight gradients.
+    """Replace the forwards of nn.Linear and nn.Embedding in ``module`` by ones that can defer weight gradients.
 
-    Subclasses and layers with a replaced forward are skipped, because they may compute something else.
+    Subclasses and layers with a replaced forward are skipped, because they may compute something else. Embeddings with
+    ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` are skipped too. A second call changes nothing.
     """
     for layer in module.modules():
         if "forward" not in vars(layer):
             if type(layer) is nn.Linear:
                 _replace_forward(layer, _forward_linear)
-            elif type(layer) is nn.Embedding and not _is_special(layer):
+            elif type(layer) is nn.Embedding and not _has_special_gradient(layer):
                 _replace_forward(layer, _forward_embedding)
 
 
@@ -373,7 +374,7 @@ def _replace_forward(layer: Any, forward: Callable[..., Tensor]) -> None:
     layer.forward = functools.partial(forward, layer)
 
 
-def _is_special(layer: nn.Embedding) -> bool:
+def _has_special_gradient(layer: nn.Embedding) -> bool:
     return layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
 
 

@@ -354,9 +354,10 @@ class Audit(Observer):
         return checksums
 
     def _repeat(self, evidence: Evidence) -> Result:
-        """Return the checksums of the same computation on this rank. It changes neither gradients nor buffers.
+        """Repeat the forward and backward of ``evidence`` on this rank, and return their checksums.
 
-        A backward that cannot be repeated is logged once, and has the original checksum.
+        Gradients of weights and buffers stay unchanged. The backward of a reentrant checkpoint cannot be repeated: a
+        warning is logged once, and its original checksum is returned.
         """
         engine, stage = self._engine, evidence.op.stage
         inputs = tuple(

@@ -12,7 +12,7 @@ from ...errors import ScheduleError
 from ..ops import Instruction
 from ..timetables import Program
 from .device import SEND, TRANSFERS, Content, DeviceMessages, Item, error_op
-from .timetable import error_at
+from .timetable import deadlock_at, error_at
 
 _UNLIMITED = 1 << 60
 
@@ -115,13 +115,13 @@ class Links:
             for device, messages in enumerate(self.traffic)
             if run.num_done[device] < len(messages.instructions)
         ]
-        limit = "" if credits is None else f" with link_credits {credits}"
-        waits = "; ".join(f"device {device} waits in {instruction}" for device, instruction in stuck)
+        condition = "" if credits is None else f" with link_credits {credits}"
+        waits = [f"device {device} waits in {instruction}" for device, instruction in stuck]
         device, first = stuck[0]
         assert first.stage is not None and first.micro_batch is not None, "only messages wait"
-        kind = TRANSFERS[first.name].content
-        op = error_op(self.program, Item(kind, first.stage, first.micro_batch))
-        return error_at(self.program.timetable, f"deadlock{limit} ({waits}).", device, op)
+        content = TRANSFERS[first.name].content
+        op = error_op(self.program, Item(content, first.stage, first.micro_batch))
+        return deadlock_at(self.program.timetable, waits, device, op, condition)
 
     def _check_all_received(self) -> None:
         """Raise ScheduleError if a message is never received."""

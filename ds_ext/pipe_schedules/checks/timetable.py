@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ...errors import ScheduleError
 from ..draw.order import order_grid
 from ..ops import ALL_KINDS, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, Op
 from ..timetables import Timetable
 
+_MAX_LISTED = 64  # deadlocked devices in an error
 _BIT = {kind: 1 << i for i, kind in enumerate(ALL_KINDS)}
 
 
@@ -57,6 +60,22 @@ def error_at(timetable: Timetable, sentence: str, device: int, op: Op | None) ->
     return ScheduleError(
         f"{timetable.schedule}: {sentence}\n{order_grid(timetable, device=device, step=step)}"
     )
+
+
+def deadlock_at(
+    timetable: Timetable, waits: Sequence[str], device: int, op: Op | None, condition: str = ""
+) -> ScheduleError:
+    """Return the error for devices that wait for each other.
+
+    Args:
+        waits: what each waiting device waits for; at most 64 are listed.
+        device: first of these devices.
+        op: op in which it waits.
+        condition: text after the word "deadlock", such as " with link_credits 1".
+    """
+    more = [f"{len(waits) - _MAX_LISTED} more"] if len(waits) > _MAX_LISTED else []
+    text = "; ".join([*waits[:_MAX_LISTED], *more])
+    return error_at(timetable, f"deadlock{condition} ({text}).", device, op)
 
 
 def _unknown_op_error(timetable: Timetable, device: int, op: Op) -> ScheduleError:

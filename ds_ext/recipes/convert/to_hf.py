@@ -96,20 +96,30 @@ def find_model(
 def _make_config(
     checkpoint: Path, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], heads: int | None
 ) -> TransformerConfig:
-    """Return the config of the model, from the shapes of its weights and the state that the training script saved."""
+    """Return the config of the model, from the shapes of its weights and the state that the training script saved.
+
+    Raises:
+        ConfigError: it is not a GPT or BERT of ds_ext, or a field that the shapes do not show is missing or invalid.
+    """
     is_bert = "1.position_embeddings" in shapes
     model = state.get("model")
     fields = saved_fields(model) if isinstance(model, dict) else {}
     try:
         vocab_size, hidden_size = shapes["0.word_embeddings.weight"]
         ffn_size, _ = shapes["2.mlp.linear_fc1.weight"]
-        table = "1.position_embeddings" if is_bert else "1.weight"
-        positions = shapes[table][0] if table in shapes else fields["max_position_embeddings"]
     except (KeyError, ValueError):
         raise ConfigError(
             f"{checkpoint}: only ds_ext's GPT and BERT without Transformer Engine can be converted (got the weights "
             f"{', '.join(sorted(shapes)[:4])}, ...)."
         ) from None
+    table = "1.position_embeddings" if is_bert else "1.weight"
+    positions = shapes[table][0] if table in shapes else fields.get("max_position_embeddings")
+    if positions is None:
+        raise ConfigError(
+            f'{checkpoint}: "model" in the client state must contain max_position_embeddings, because the model has no '
+            f"position table (got {model!r:.100}). Save the checkpoint with "
+            'client_state={"model": unseen_in_weights(config), ...}.'
+        )
     sizes: dict[str, Any] = {
         **fields,
         "num_attention_heads": _num_heads(checkpoint, fields.get("num_attention_heads"), heads),

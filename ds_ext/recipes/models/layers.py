@@ -152,8 +152,10 @@ class SelfAttention(nn.Module):
     def _attend_shard(
         self, shard: int, q_BNSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Tensor | None
     ) -> Tensor:
+        """Return context_BNSH of the heads of one tensor-parallel rank, with the dropout mask of its ``shard``."""
         p = self.dropout.p if self.training else 0.0
-        with keyed_rng(self.dropout.key(shard), q_BNSH.device) if p else nullcontext():
+        rng = keyed_rng(self.dropout.key(shard), q_BNSH.device) if p else nullcontext()
+        with rng:
             return F.scaled_dot_product_attention(
                 q_BNSH,
                 k_BGSH,

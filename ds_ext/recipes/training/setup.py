@@ -207,7 +207,7 @@ def micro_batches(
     return MicroBatches(train, size), MicroBatches(valid, size) if args.eval_iters else None
 
 
-def describe_job(
+def describe_plan(
     args: argparse.Namespace,
     plan: JobPlan,
     boundaries: list[int],
@@ -228,7 +228,7 @@ def describe_job(
         hosts: hosts of the job; None: unknown.
 
     Raises:
-        ConfigError: the hosts have more or fewer slots than the job has ranks.
+        ConfigError: there are several hosts, with more or fewer slots than the job has ranks.
     """
     layer_names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
     end_work = _end_work(args, model)
@@ -247,7 +247,7 @@ def describe_job(
         weights=stage_weights(boundaries, len(before), len(after), end_work or (0.0, 0.0)),
         with_head=end_work is not None,
         defers=args.transformer_impl == "local",
-        hosts=None if hosts is None else [hosts.host(rank) for rank in range(hosts.world_size)],
+        hosts=None if hosts is None else list(map(hosts.host, range(hosts.world_size))),
         settings=[f"rate      {_rate(plan.job.deepspeed)}", *args.notes],
         verbose=verbose,
         gpus=args.dry_run or _has_gpus(),

@@ -168,8 +168,20 @@ def test_wrong_descriptor_with_a_valid_checksum_is_refused(fields: dict[str, int
     with Raw() as raw:
         tensors = [torch.ones(4)] if "body_bytes" in fields else [torch.ones(4), torch.zeros(3)]
         raw.send(frame(*tensors, **fields))
-        with pytest.raises(ProtocolError, match=problem):
+        with pytest.raises(ProtocolError, match=rf"{problem}.*\. .*\.$"):
             raw.rank.recv(0, 5).wait()
+
+
+def test_errors_of_links_that_send() -> None:
+    for error, kind in [
+        (_native.LinkError("wrong slot count"), ProtocolError),
+        (_native.DescriptorError("too many dimensions"), TransportError),
+        (MemoryError(), TransportError),
+    ]:
+        with Raw() as raw:
+            refusal = raw.rank._send_error(0, 5, error)
+            assert type(refusal) is kind and str(refusal).endswith(".")
+            assert (raw.rank._state.reason is None) == isinstance(error, _native.DescriptorError)
 
 
 def control(kind: int, text: bytes = b"") -> bytes:

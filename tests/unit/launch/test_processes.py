@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_ext.launch import failure
+from ds_ext.launch import failure, process
 from ds_ext.launch.failure import describe_lost_neighbours
 
 ROOT = Path(__file__).parents[3]
@@ -148,6 +148,39 @@ def test_a_deepspeed_command_that_exits_while_ranks_import(tmp_path: Path) -> No
         process.kill()
         assert process.stdout is not None
         assert process.stdout.read() == "stopped: the launcher exited.\n"
+
+
+NODE = ["python", "-u", "-m", "deepspeed.launcher.launch", "--world_info=x"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "parent", "leader_runs", "expected"),
+    [
+        (["torchrun"], ["deepspeed"], False, [(3, 2)]),
+        (NODE, ["python", "-u", "/bin/deepspeed", "train.py"], True, [(3, 2), (2, 1)]),
+        (NODE, ["bash", "job.sh", "-c", "deepspeed"], True, [(3, 2)]),
+        (NODE, ["init"], True, [(3, 2)]),
+        (NODE, ["init"], False, []),
+        ([*NODE, "--node_rank=1"], ["sshd"], False, [(3, 2)]),
+        ([*NODE, "a", "--node_rank", "1"], ["sshd"], False, [(3, 2)]),
+        ([*NODE, "a", "b", "train.py", "--node_rank=1"], ["init"], False, []),
+    ],
+)
+def test_pairs_of_launchers(
+    launcher: list[str],
+    parent: list[str],
+    leader_runs: bool,
+    expected: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 3 is a child of process 2, whose parent is 1 and whose group is led by 9."""
+    words = {2: launcher, 1: parent}
+    monkeypatch.setattr(process, "find_launcher", lambda: (3, 2))
+    monkeypatch.setattr(process, "words_of", words.__getitem__)
+    monkeypatch.setattr(process, "parent_of", lambda number: number - 1)
+    monkeypatch.setattr(process, "group_of", lambda number: 9)
+    monkeypatch.setattr(process, "is_running", lambda number: leader_runs)
+    assert process._launchers() == expected
 
 
 @pytest.mark.parametrize(("state", "cause"), [("T", "signal"), ("t", "debugger"), ("Z", "exited")])

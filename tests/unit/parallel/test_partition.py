@@ -68,7 +68,8 @@ def test_devices_differ_by_little(layers: int, placement: Placement) -> None:
     [
         (3, linear(4), r"4 stages .*3\).* 4 layers.*pipeline_parallel_size .*3 .*4"),
         (7, v(4), r"8 stages \(2 .*7\).* 8 layers.*pipeline_parallel_size .*3 .*4"),
-        (7, bidirectional_v(4), r"8 stages \(2 .*7\).* 8 layers.*pipeline_parallel_size .*2 .*4"),
+        (7, bidirectional_v(4), r"8 stages \(2 .*7\).* 8 layers.*pipeline_parallel_size .* even .*2 .*4"),
+        (15, bidirectional_v(8), r"16 stages \(2 .*15\).* 16 layers.*pipeline_parallel_size .* even .*6 .*8"),
         (3, bidirectional_v(4), r"8 stages \(2 .*3\).* 8 layers\.$"),
     ],
 )

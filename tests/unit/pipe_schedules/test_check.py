@@ -45,6 +45,13 @@ def test_too_few_link_credits_deadlock() -> None:
     assert check(program, link_credits=2).link_credits == check(program).link_credits == 2
 
 
+def test_many_devices_that_wait_for_messages_are_not_all_listed() -> None:
+    *orders, last = timetable("1f1b", 80, 1).orders
+    program = lower(Timetable("mine", linear(80), 1, (*(order[::-1] for order in orders), last)))
+    with pytest.raises(ScheduleError, match=r"device 63 [^;]*; 16 more\)"):
+        check(program)
+
+
 @pytest.mark.parametrize(
     ("orders", "expected"),
     [

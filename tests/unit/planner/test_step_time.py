@@ -94,6 +94,8 @@ def test_simulate_prints_the_step_of_1024_devices_within_seconds(capsys: pytest.
     ("words", "flag"),
     [
         ("--between 1GB,1us", "--between"),
+        ("--tflops 300", "--tflops"),
+        ("--rank-order tp-dp-pp", "--rank-order"),
         ("--hosts 2x4", "--hosts"),
         ("--hosts 2x4 --model gpt-10b --costs f=1,comm=1", "--costs"),
         ("--hosts 3x1 --model gpt-10b", "--hosts"),

@@ -19,9 +19,11 @@ from ds_ext.__main__ import main
 from ds_ext.engine.checkpoint.file import read_plain, write_plain
 from ds_ext.engine.checkpoint.folder import check_contents, open_checkpoint
 from ds_ext.engine.checkpoint.lock import FolderLock
+from ds_ext.engine.checkpoint.save import STATE_FILE
 from ds_ext.errors import ConfigError
 from ds_ext.hf.folder import ModelFolder
 from ds_ext.recipes.convert.hf_model import HuggingFaceModel
+from ds_ext.recipes.convert.to_hf import _make_config
 from ds_ext.recipes.data.tokenizer import load_tokenizer, train_bpe
 from ds_ext.recipes.data.tokenizer_base import Tokenizer
 from ds_ext.recipes.data.wordpiece import train_wordpiece
@@ -479,3 +481,18 @@ def test_checkpoints_of_other_models_are_refused(tmp_path: Path, capsys: pytest.
     assert main(["convert", str(tmp_path), "--to", "hf", str(tmp_path / "hf")]) == 2
     error = capsys.readouterr().err
     assert "own: " in error and "0.linear.weight" in error
+
+
+@pytest.mark.parametrize("name", ["llama2", "llama3"])
+def test_rope_needs_the_settings_that_weights_do_not_show(name: str, tmp_path: Path) -> None:
+    source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
+    random_llama(name).save_pretrained(source)
+    convert(source, "--from", "hf", checkpoint)
+    folder, manifest = open_checkpoint(checkpoint)
+    shapes = {f"{r['layer']}.{r['key']}": tuple(r["shape"]) for r in manifest["parameters"].values()}
+    state = read_plain(folder / STATE_FILE)
+    assert _make_config(folder, shapes, state, None).position_embedding_type == "rope"
+    del state["model"]
+    with pytest.raises(ConfigError, match='"model"') as caught:
+        _make_config(folder, shapes, state, 4)
+    assert str(folder) in str(caught.value) and "0.word_embeddings.weight" not in str(caught.value)

@@ -17,7 +17,7 @@ from ds_ext.errors import ConfigError
 from ds_ext.planner.job_plan import JobPlan
 from ds_ext.planner.job_text import describe
 from ds_ext.recipes.models.config import TransformerConfig
-from ds_ext.recipes.training.setup import describe_job, model_fields, plan_job
+from ds_ext.recipes.training.setup import describe_plan, model_fields, plan_job
 from tests.launch.jobs import tiny_config, write_json
 
 ROOT = Path(__file__).parents[4]
@@ -172,7 +172,7 @@ def test_sequence_parallelism_slices_only_the_activation_of_a_message(
     file = write_json(tmp_path / "job.json", tiny_config(tmp_path, **section))
     args, plan = plan_job("train_gpt.py", ["--deepspeed_config", str(file), "--dry-run", "--verbose"], "gpt")
     model = TransformerConfig(**model_fields(args, plan), vocab_size=100)
-    text = describe_job(args, plan, [0, 2, 4, 6, 8], ["a", "b"], ["c", "d"], model, token_bytes=8)
+    text = describe_plan(args, plan, [0, 2, 4, 6, 8], ["a", "b"], ["c", "d"], model, token_bytes=8)
     # Two samples of 16 tokens: fp32 activations of size 16, and 8 bytes per token that every rank sends.
     assert f" {2 * 16 * 16 * 4 // slices + 2 * 16 * 8:,} bytes" in text
 
@@ -211,7 +211,7 @@ def test_the_plan_has_the_learning_rate(tmp_path: Path) -> None:
     def rate(*flags: str) -> str:
         args, plan = plan_job("train_gpt.py", flags, "gpt")
         config = TransformerConfig(**model_fields(args, plan), vocab_size=64)
-        text = describe_job(args, plan, [0, args.num_layers + 4], ["a", "b"], ["c", "d"], config)
+        text = describe_plan(args, plan, [0, args.num_layers + 4], ["a", "b"], ["c", "d"], config)
         return next(line for line in text.splitlines() if line.startswith("rate "))
 
     assert {"0.0006", "linear", "50"} <= {word.strip(",") for word in rate(*words).split()}
