@@ -245,7 +245,7 @@ def _is_orphaned(launchers: list[tuple[int, int]]) -> bool:
 
 
 def _signals(reader: socket.socket, timeout_s: float) -> set[int]:
-    """Return the signals received within ``timeout_s`` for which the script has no handler of its own."""
+    """Return the signals received within ``timeout_s`` that the script does not handle itself."""
     readable, _, _ = select.select([reader], [], [], timeout_s)
     received = set(reader.recv(64)) if readable else set()
     return {n for n in received if signal.getsignal(n) in (_handled_by_thread, stop.handle)}

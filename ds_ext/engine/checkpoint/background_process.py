@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class Task(NamedTuple):
-    """What to write.
+    """Files and checkpoint to write.
 
     Attributes:
         rank: number of the rank.
