@@ -174,7 +174,7 @@ def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> BpeTokeni
     """Load GPT-2's vocabulary and merges (Megatron's ``--vocab-file`` and ``--merge-file``).
 
     Raises:
-        ConfigError: a file is missing or cannot be read.
+        ConfigError: a file is missing or cannot be read, or the vocabulary has no end-of-document token.
     """
     import tokenizers
 
@@ -189,7 +189,9 @@ def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> BpeTokeni
             f"--vocab-file and --merge-file: not GPT-2's files (got {vocab_path} and {merge_path}: {error}). Use "
             "vocab.json and merges.txt."
         ) from error
-    backend.add_special_tokens([END_OF_DOCUMENT])
+    # The library would give a token that is not in the vocabulary a new id.
+    known = [name for name in END_OF_DOCUMENT_NAMES if backend.token_to_id(name) is not None]
+    backend.add_special_tokens(known[:1])
     return BpeTokenizer(backend, str(vocab_path))
 
 

@@ -81,6 +81,22 @@ def test_saved_bpe_loads_from_folder_file_and_gpt2_pair(bpe: Tokenizer, tmp_path
     assert load_tokenizer(tmp_path).fingerprint == bpe.fingerprint
 
 
+@pytest.mark.parametrize("name", ["</s>", "<other>"])
+def test_a_pair_of_files_gets_no_new_token(bpe: Tokenizer, tmp_path: Path, name: str) -> None:
+    """A vocabulary with another end-of-document token keeps its size, and one without any is refused."""
+    bpe.save(tmp_path)
+    vocab = json.loads((tmp_path / "vocab.json").read_text())
+    vocab[name] = vocab.pop("<|endoftext|>")
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    files = tmp_path / "vocab.json", tmp_path / "merges.txt"
+    if name == "<other>":
+        with pytest.raises(ConfigError, match=r"vocab\.json"):
+            load_gpt2_files(*files)
+    else:
+        pair = load_gpt2_files(*files)
+        assert (pair.eod_id, pair.vocab_size) == (vocab["</s>"], len(vocab))
+
+
 def test_vocabulary_below_the_bytes_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--vocab-size.*\b257\b.*\b100\b"):
         train_bpe(CORPUS, vocab_size=100)
