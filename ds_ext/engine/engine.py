@@ -304,7 +304,7 @@ class PipelineEngine(Measured, RunControl):
         self._recovered_from = None
         if self.global_rank == 0 and self.monitor.enabled:
             norm, losses = self.get_global_grad_norm(), self.agg_additional_losses
-            self.monitor.write_events(self.report.events(norm, losses, self.global_samples))
+            self.monitor.write_events(self.report.monitor_events(norm, losses, self.global_samples))
         self.role.end_step()
         return loss
 
@@ -335,7 +335,8 @@ class PipelineEngine(Measured, RunControl):
     def gather(self) -> Gathered:
         """Gather the losses and measurements of all ranks, once per step or evaluation. All ranks call it together.
 
-        In training, this comes before the optimizer step; see :func:`.step_report.gather_step`.
+        In training, this comes before the optimizer step; see :func:`.step_report.gather_step`. It also sets
+        ``agg_additional_losses``, ``tokens`` and DeepSpeed's ``total_loss``, a sum over micro-batches.
         """
         if self._gathered is None:
             self.transport.settle()

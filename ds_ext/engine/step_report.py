@@ -55,10 +55,16 @@ class StepReport:
     snapshot_s: float | None
     recovered_from: int | None
 
-    def events(
+    def monitor_events(
         self, grad_norm: Any, additional_losses: Mapping[str, torch.Tensor] | None, samples: int
     ) -> list[tuple[str, float, int]]:
-        """Return name, value and ``samples`` of what DeepSpeed does not write to its monitors."""
+        """Return (name, value, samples) of what DeepSpeed does not write to its monitors.
+
+        Args:
+            grad_norm: global norm; None: not measured.
+            additional_losses: means by name.
+            samples: samples so far, the position on the monitors' axis.
+        """
         values = {"grad_norm": grad_norm, "bubble": self.of_ranks.bubble, **(additional_losses or {})}
         return [
             (f"Train/Samples/{key}", float(value), samples)

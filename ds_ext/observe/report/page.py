@@ -309,7 +309,7 @@ def _events(start: Start, kinds: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _recoveries(starts: Sequence[Start]) -> Iterator[str]:
-    """Yield the table of recoveries from host memory; times are seconds."""
+    """Yield the table of recoveries from host memory; durations are in seconds."""
     events = [event for start in starts for event in _events(start, ("recovered",))]
     if not events:
         return
@@ -322,7 +322,7 @@ def _recoveries(starts: Sequence[Start]) -> Iterator[str]:
             (
                 f"{event['restart']}",
                 _time(event["at"]),
-                f"rank {ranks}" if ranks else "?",
+                f"rank{'s' * (len(event['exited']) > 1)} {ranks}" if ranks else "?",
                 f"{event['step']:,}",
                 f"{event['lost_steps']:,}",
                 "" if noticed_s is None else f"{number(noticed_s)} s",
@@ -422,7 +422,7 @@ def _plots(step: DrawnStep) -> list[Plot]:
 
 
 def _contradictions(rows: Sequence[Row], summary: Summary) -> list[str]:
-    """Return a note if the traces are not of the run with these metrics: a step's bubble is the same in both."""
+    """Return a note if a step has different bubbles in traces and metrics, which then are of other runs or ranks."""
     bubbles = {row["step"]: row.get("bubble_measured") for row in rows}
     for step, trace_bubble in sorted(summary.bubble_by_step.items()):
         bubble = bubbles.get(step)

@@ -238,14 +238,22 @@ class _MeasuredCosts(Costs):
 
 
 def _costs(timetable: Timetable, rows: Sequence[Spans]) -> Costs:
-    """Return the mean time of every kind of op at every stage."""
+    """Return the mean time of every kind of op at every stage, in milliseconds.
+
+    A stage that no trace contains gets the mean of the other stages.
+    """
     times: dict[tuple[str, int], list[float]] = defaultdict(list)
     for spans in rows:
         for op, begin, end in spans:
             times[op.kind, op.stage].append(end - begin)
-    stages = range(timetable.placement.stages)
-    table = {kind: tuple(statistics.fmean(times.get((kind, s), [0.0])) for s in stages) for kind in ALL_KINDS}
-    return _MeasuredCosts(table=table)
+    means = {key: statistics.fmean(values) for key, values in times.items()}
+
+    def of_stages(kind: str) -> tuple[float, ...]:
+        known = [mean for (other, _), mean in means.items() if other == kind]
+        default = statistics.fmean(known) if known else 0.0
+        return tuple(means.get((kind, stage), default) for stage in range(timetable.placement.stages))
+
+    return _MeasuredCosts(table={kind: of_stages(kind) for kind in ALL_KINDS})
 
 
 def _rename(simulation: Simulation, suffix: str) -> Simulation:

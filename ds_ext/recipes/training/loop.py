@@ -249,19 +249,19 @@ class Trainer:
             say_error(f"step {step}: {error} Training continues.")
 
     def recover(self) -> int:
-        """Load what the job continues from, and return its step; 0 at the beginning.
+        """Load the state to continue from, and return its step; 0 for a new run.
 
-        After a restart by the launcher these are the snapshots in host memory, or the last checkpoint that this run has
-        written to ``--save`` if it is newer. Otherwise it is the checkpoint of ``--load``, which is also read before
-        snapshots: they have no frozen weights.
+        ``--load`` is read first, because snapshots have no frozen weights. After a restart by the launcher, the
+        snapshots in host memory replace it, or the last checkpoint of this run in ``--save`` if it is newer or there
+        are none.
         """
         step = self.resume(self.args.load)
         recovered = self.engine.recover(self.train, self.args.save)
         if recovered is not None:
             return recovered.step
         load, save = self.args.load, self.args.save
-        loaded = load and save and os.path.realpath(load) == os.path.realpath(save)
-        return self.resume(save, step) if self.engine.run.continues and not loaded else step
+        is_same_folder = load and save and os.path.realpath(load) == os.path.realpath(save)
+        return self.resume(save, step) if self.engine.run.continues and not is_same_folder else step
 
     def resume(self, folder: str | None, default: int | None = None) -> int:
         """Load the current checkpoint of a folder, print what was resumed, and return its step; 0 without a folder.

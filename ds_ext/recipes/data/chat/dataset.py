@@ -80,7 +80,7 @@ class ChatDataset(Dataset[Sample]):
             )
         if not np.array_equal(indexed.document_starts, mask.document_starts):
             raise ConfigError(
-                f"{mask.prefix}: the loss mask does not match the tokens (got {mask.num_documents} conversations with "
+                f"{mask.prefix}: the loss mask has other conversations than the tokens (got {mask.num_documents} with "
                 f"{len(mask.tokens)} tokens, expected {indexed.num_documents} with {len(indexed.tokens)}). Prepare the "
                 "data again with --force."
             )

@@ -102,8 +102,9 @@ class ChatTemplate:
     def encode(self, conversations: Sequence[Conversation]) -> list[EncodedConversation]:
         """Render and tokenize conversations.
 
-        The end-of-turn token after the assistant's text counts as the assistant's. A text that does not end with a
-        special token gets the end-of-sequence token, so that the model learns to stop.
+        The end-of-turn token after the assistant's text counts as the assistant's, except behind a ``{% generation %}``
+        block that ends before it. A text that does not end with a special token gets the end-of-sequence token, so that
+        the model learns to stop.
 
         Raises:
             ConfigError: the template rejects a conversation, or its assistant's tokens cannot be identified.
