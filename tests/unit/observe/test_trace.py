@@ -303,7 +303,7 @@ def test_a_page_of_a_missing_step_or_timetable(whole: Path, folder: Path) -> Non
 
 
 def test_a_missing_rank_has_an_empty_row(folder: Path) -> None:
-    whole_plan, whole = drawn(page(read_traces(folder)))
+    whole = drawn(page(read_traces(folder)))[1]
     rank_file(folder, 2).unlink()
     text = page(read_traces(folder))
     assert "rank2.json: " in text and "over 3 ranks: " in text
