@@ -50,7 +50,7 @@ UNAPPLIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "managed_gradient_accumulation": ((True,), "train_batch() runs all micro-batches of a step"),
     "pipeline.stages": (("auto",), 'Set "pipeline_parallel_size" in the "ds_ext" section'),
     "pipeline.partition": (("best",), "Pass partition_method to PipelineModule"),
-    "pipeline.seed_layers": (_OFF, "Pass seed_layers to PipelineModule"),
+    "pipeline.seed_layers": ((*_OFF, True), "Pass seed_layers to PipelineModule"),  # True by default
     "pipeline.pipe_partitioned": (_OFF, "Each tensor-parallel rank sends whole activations"),
     "pipeline.grad_partitioned": (_OFF, "Each tensor-parallel rank sends whole gradients"),
     "checkpoint.load_universal": (_OFF, "Every checkpoint loads with any schedule and sizes"),
