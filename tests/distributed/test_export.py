@@ -108,6 +108,40 @@ def test_shards_and_ties(ranks: Ranks, tmp_path: Path) -> None:
         assert torch.equal(exported, found.get(f"{name} fp32", found[name])), name
 
 
+def train_shared(rank: int, folder: str) -> None:
+    """Save a checkpoint of two layers that share a weight by identity, after some steps in bf16."""
+    config = HALF | {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": 10**9,
+        "ds_ext": {"schedule": "1f1b", "pipeline_parallel_size": 2},
+    }
+    torch.manual_seed(1)
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    second.weight = first.weight
+    x = torch.rand(64, 2).bfloat16()
+    model = ds_ext.PipelineModule([first, nn.Linear(2, 2), second], config, loss_fn=nn.functional.mse_loss)
+    data = torch.utils.data.TensorDataset(x, x)
+    engine, *_ = ds_ext.initialize(
+        model=model, config=config, model_parameters=model.parameters(), training_data=data
+    )
+    for _ in range(3):
+        engine.train_batch()
+    engine.save_checkpoint(folder)
+    engine.transport.close()
+
+
+@needs("bf16")
+def test_a_shared_weight_has_all_its_names(ranks2: RankPool, tmp_path: Path) -> None:
+    """The second name has the fp32 master weight too, and not the weight of the layer in half precision."""
+    ranks2.run(train_shared, str(tmp_path / "shared"))
+    export(tmp_path / "shared", tmp_path / "weights")
+    file = TensorFile(tmp_path / "weights" / "model.safetensors")
+    first, second = file.read_all("0.weight"), file.read_all("2.weight")
+    assert torch.equal(first, second)
+    assert not torch.equal(second, second.bfloat16().float())
+
+
 def test_wrong_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path), str(tmp_path / "weights")]) == 2
     assert capsys.readouterr().err.startswith("error: SOURCE: ")

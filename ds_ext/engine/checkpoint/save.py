@@ -204,14 +204,15 @@ def _write_part(
     name = random_file(dist.get_rank())
     files[name] = write_plain(written / name, random_states(), new_file)
     if not engine.role.in_checkpoints:
-        return {"files": files, "fragments": {}, "parameters": {}, "job": None}
+        return {"files": files, "fragments": {}, "parameters": {}, "aliases": {}, "job": None}
     if dist.get_rank() == engine.role.first_in_checkpoints:
         files[STATE_FILE] = write_plain(written / STATE_FILE, state_of(engine, client_state), new_file)
     state = RankState(engine)
     require_plain_extra_states(state)
     parameters = state.parameters if with_frozen else state.trained
+    aliases: dict[str, str] = {}
     if engine.mpu.get_data_parallel_rank() == 0:
-        _write_layers(engine, written, parameters, new_file, files)
+        aliases = _write_layers(engine, written, parameters, new_file, files)
     name = f"optimizer_rank_{dist.get_rank():02d}.safetensors"
     tensors, fragments = _optimizer_part(engine, state, parameters, name)
     if tensors:
@@ -225,7 +226,13 @@ def _write_part(
         "settings": settings_of(engine),
     }
     descriptions = _describe_parameters(state.optimizer, parameters)
-    return {"files": files, "fragments": fragments, "parameters": descriptions, "job": job}
+    return {
+        "files": files,
+        "fragments": fragments,
+        "parameters": descriptions,
+        "aliases": aliases,
+        "job": job,
+    }
 
 
 def _describe_parameters(
@@ -254,19 +261,30 @@ def _write_layers(
     parameters: Mapping[str, LocalParameter],
     new_file: NewFile,
     files: dict[str, dict[str, int]],
-) -> None:
-    """Write the weights and buffers of each layer of this rank, in DeepSpeed's files."""
-    written_ids = {id(local.parameter) for local in parameters.values()}
+) -> dict[str, str]:
+    """Write the weights and buffers of each layer of this rank, in DeepSpeed's files.
+
+    Returns ``LAYER.KEY`` -> name of the parameter, for the further places of shared parameters.
+    """
+    names = {id(local.parameter): (name, local) for name, local in parameters.items()}
+    aliases: dict[str, str] = {}
     for index, (_, layer) in layers_of(engine.module).items():
         if not _holds_first_place(engine.module, index):
             continue
         name = layer_file(index, engine.mpu.get_slice_parallel_rank(), engine.layout.tensor_parallel_size)
         state = {
-            key: value.detach().cpu() if isinstance(value, Tensor) else value
+            key: value
             for key, value in layer.state_dict(keep_vars=True).items()
-            if not isinstance(value, torch.nn.Parameter) or id(value) in written_ids
+            if not isinstance(value, torch.nn.Parameter) or id(value) in names
         }
-        files[name] = write_plain(written / name, state, new_file)
+        for key, value in state.items():
+            if isinstance(value, torch.nn.Parameter):
+                parameter, local = names[id(value)]
+                if (local.layer, local.key) != (index, key):
+                    aliases[f"{index}.{key}"] = parameter
+        plain = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+        files[name] = write_plain(written / name, plain, new_file)
+    return aliases
 
 
 def require_plain_extra_states(state: RankState) -> None:
@@ -364,8 +382,9 @@ def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, An
             if fragment["states"]:
                 parameter["fragments"][str(fragment["shard"])].append([fragment["file"], *fragment["range"]])
     files = {name: record for part in parts for name, record in part["files"].items()}
+    aliases = {place: name for part in parts for place, name in part["aliases"].items()}
     job = next(part["job"] for part in parts if part["job"] is not None)
-    return {"job": job, "files": files, "parameters": parameters}
+    return {"job": job, "files": files, "parameters": parameters, "aliases": aliases}
 
 
 def describe_job(engine: Checkpointed) -> dict[str, Any]:

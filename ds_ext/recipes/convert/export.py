@@ -58,6 +58,10 @@ def export(source: Path, output: Path, shard_bytes: int = round(SHARD_GB * 1e9))
     weights = CheckpointWeights(checkpoint, manifest)
     layers = _read_layers(checkpoint, manifest)
     tensors = {name: value for name, value in layers.items() if isinstance(value, Tensor)}
+    places = {engine_name: name for name, engine_name in weights.engine_names.items()}
+    # Name of a tensor -> name of the weight that it is; a shared parameter has several names.
+    owners = {name: name for name in weights.shapes}
+    owners |= {alias: places[engine_name] for alias, engine_name in manifest.get("aliases", {}).items()}
     prefixes: dict[str, str] = {}  # index of a layer -> prefix of its names in the module
     for name, engine_name in weights.engine_names.items():
         layer, _, key = name.partition(".")
@@ -66,9 +70,12 @@ def export(source: Path, output: Path, shard_bytes: int = round(SHARD_GB * 1e9))
     def read(name: str) -> dict[str, Tensor]:
         layer, _, key = name.partition(".")
         module_name = prefixes.get(layer, f"{layer}.") + key
-        return {module_name: weights.read(name) if name in weights.shapes else tensors[name]}
+        return {module_name: weights.read(owners[name]) if name in owners else tensors[name]}
 
-    sizes = {name: 4 * math.prod(weights.shapes.get(name, t.shape)) for name, t in tensors.items()}
+    shapes = {
+        name: weights.shapes[owners[name]] if name in owners else t.shape for name, t in tensors.items()
+    }
+    sizes = {name: 4 * math.prod(shape) for name, shape in shapes.items()}
     with new_folder(output) as folder:
         files = write_shards(folder, sizes, read, shard_bytes, write_tensors)
     elements = sum(map(math.prod, weights.shapes.values()))
