@@ -27,7 +27,15 @@ def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
     config = tiny_config(data)
     config["ds_ext"]["train"] |= {"seq_length": 24, "train_iters": 4, "bert_no_binary_head": False}
     write_json(tmp_path / "bert.json", config)
-    flags = ["--deepspeed_config", "bert.json", "--metrics-file", str(metrics), "--save", str(saved)]
+    flags = [
+        "--deepspeed_config",
+        "bert.json",
+        "--metrics-file",
+        str(metrics),
+        "--save",
+        str(saved),
+        "--verbose",
+    ]
     with ForkedJob([[str(ROOT / "train_bert.py"), *flags]] * 2, tmp_path, port=free_port()) as job:
         assert [rank.returncode for rank in job.wait()] == [0, 0], job.text
         text = job.text
