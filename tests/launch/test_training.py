@@ -286,6 +286,7 @@ def test_an_own_script_has_plan_lines_metrics_and_monitors(
     job = json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
     job["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "own"}
     job["steps_per_print"] = 10**9
+    job["ds_ext"]["print_plan"] = "all"
     (tmp_path / "job.json").write_text("// as DeepSpeed reads it\n" + json.dumps(job)[:-1] + ",}")
     code = code.replace(
         "total_steps=10)", "total_steps=10, file='steps.jsonl', tokens_per_sample=5, **known)"
