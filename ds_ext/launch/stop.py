@@ -9,9 +9,10 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,8 @@ class StopRequests:
     def listen(self, signals: Iterable[int] = DEFAULT_SIGNALS) -> None:
         """Take signals as requests from now on; the first call decides, and must be in the main thread.
 
-        A signal that the script handles itself is left to it. SIGUSR1 no longer prints stacks.
+        A signal that the script handles itself is left to it. SIGUSR1 no longer prints stacks. If nobody reads the
+        output any more, as after the end of pdsh, that is a request too, and no error.
         """
         global listening
         if listening is self:
@@ -87,6 +89,7 @@ class StopRequests:
         listening, self.signals = self, frozenset(unhandled)
         for number in unhandled:
             signal.signal(number, handle)
+        sys.stdout, sys.stderr = _LastingStream(sys.stdout), _LastingStream(sys.stderr)
         os.register_at_fork(after_in_child=self._guard_child)
 
     def _guard_child(self) -> None:
@@ -100,6 +103,30 @@ class StopRequests:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         threading.Thread(target=_end_with_parent, args=(self.signals, os.getppid()), daemon=True).start()
+
+
+class _LastingStream:
+    """Output stream whose reader may exit."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        return self._until_reader_exits(lambda: self._stream.write(text)) or 0
+
+    def flush(self) -> None:
+        """Flush the stream."""
+        self._until_reader_exits(self._stream.flush)
+
+    def _until_reader_exits(self, function: Callable[[], Any]) -> Any:
+        try:
+            return function()
+        except BrokenPipeError:
+            handle(LAUNCHER_EXITED, None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 listening: StopRequests | None = None  # that signals of this process go to

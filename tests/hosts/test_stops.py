@@ -12,10 +12,16 @@ import pytest
 from ds_ext.engine.checkpoint.folder import open_checkpoint
 from tests.hosts.cluster import Cluster
 from tests.hosts.jobs import SCRIPT, HostsJob, deepspeed, records, torchrun
-from tests.launch.jobs import tiny_config, write_json
+from tests.launch.jobs import BIN, tiny_config, write_json
 from tests.selection import select
 
 STEPS = 200
+
+
+def launcher_of(hosts: Cluster, launcher: str) -> int:
+    """Return the process of the launcher on the first host."""
+    processes = hosts[0].processes()
+    return min(process for process, words in processes.items() if str(BIN / launcher) in words)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +72,7 @@ def test_a_signal_on_one_host(
         assert set(job.wait()) == {0}, job.text
     with start("parts") as job:
         job.wait_for("schedule  ")
-        process = job.ranks()[3] if target == "rank" else job.launches[0].process.pid
+        process = job.ranks()[3] if target == "rank" else launcher_of(two, launcher)
         job.wait_for(f" 1/{STEPS} ")
         os.kill(process, signal.Signals[number])
         job.seconds_until_gone(60)
