@@ -19,7 +19,7 @@ from . import background_process
 from .background_process import Task
 
 _ROOT = Path(__file__).parents[3]  # of the package ds_ext
-_FAILED_EXIT_S = 20.0  # launchers end the ranks 30 s after a failure
+_FAILED_EXIT_S = 3.0  # a failed rank waits for its writer, which waits for those of other ranks
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -61,12 +61,18 @@ class BackgroundSave:
         assert self._process.stdin is not None
         with self._process.stdin as stream, contextlib.suppress(BrokenPipeError):
             json.dump(task._asdict(), stream)
-        self._process.stdin = None  # communicate() would flush it
         _running.append(self)
 
     def is_done(self) -> bool:
         """Return whether the files are on disk, or could not be written."""
         return self._process.poll() is not None
+
+    def wait_for_files(self) -> str:
+        """Wait until the files of this rank are on disk, and return the error; empty without one."""
+        if self in _running:
+            assert self._process.stdout is not None
+            self._take(self._process.stdout.readline())
+        return self._error
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Wait for the process, and return its error; empty for a complete checkpoint.
@@ -74,15 +80,23 @@ class BackgroundSave:
         Raises TimeoutExpired of subprocess after ``timeout_s``.
         """
         if self in _running:
-            output, _ = self._process.communicate(timeout=timeout_s)
+            assert self._process.stdout is not None
+            self._process.wait(timeout_s)
             _running.remove(self)
-            try:
-                result = json.loads(output)
-            except ValueError:
-                text = output.strip().splitlines() or [f"exit code {self._process.returncode}"]
-                result = {"error": f"its writer ended ({text[-1]})", "at": time.time()}
-            self._error, self.seconds = result["error"], result["at"] - self._began
+            # Not communicate(), which would miss what readline() has left in the buffer.
+            output = self._process.stdout.read()
+            if output or not self.seconds or self._process.returncode:
+                self._take(output)
         return self._error
+
+    def _take(self, output: str) -> None:
+        """Take the last result of the process."""
+        last = (output.strip().splitlines() or [f"exit code {self._process.poll()}"])[-1]
+        try:
+            result = json.loads(last)
+        except ValueError:
+            result = {"error": f"its writer ended ({last})", "at": time.time()}
+        self._error, self.seconds = result["error"], result["at"] - self._began
 
 
 _running: list[BackgroundSave] = []

@@ -4,8 +4,9 @@ The files are anonymous ones (memfd_create(2)) that the rank has filled. The pro
 files, and then leaves a note with their sizes and checksums, or with its error. The one that publishes waits for all
 notes, completes the manifest with them, and renames the folder. It ends with its rank, if that is killed.
 
-This file is run as a script. Its input is a JSON object with the fields of :class:`Task`, its output one with the
-``error`` ("": none) and the time ``at`` which it ended, in seconds since 1970.
+This file is run as a script. Its input is a JSON object with the fields of :class:`Task`, its output a line with a JSON
+object when the files are on disk, and another one after publishing: the ``error`` ("": none) so far and the time ``at``
+which this was, in seconds since 1970.
 """
 
 from __future__ import annotations
@@ -66,18 +67,23 @@ class Task(NamedTuple):
 
 
 def main() -> None:
-    """Do the task, and print its result."""
+    """Do the task, and print its results."""
     task = Task(**json.load(sys.stdin))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != task.parent:
         return
     os.nice(10)  # the steps have precedence
     error = _write(task)
-    if task.ranks and not error:
-        error = _publish(task)
-    if task.ranks and error:
-        shutil.rmtree(task.written, ignore_errors=True)
-    json.dump({"error": error, "at": time.time()}, sys.stdout)
+    _report(error)
+    if task.ranks:
+        error = error or _publish(task)
+        if error:
+            shutil.rmtree(task.written, ignore_errors=True)
+        _report(error)
+
+
+def _report(error: str) -> None:
+    print(json.dumps({"error": error, "at": time.time()}), flush=True)
 
 
 def _write(task: Task) -> str:

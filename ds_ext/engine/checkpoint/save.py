@@ -152,11 +152,17 @@ def finish_save(save: BackgroundSave) -> None:
     Raises CheckpointError on all ranks if the checkpoint is not complete.
     """
 
-    def wait() -> None:
-        if error := save.wait():
+    def require(error: str) -> None:
+        if error:
             raise CheckpointError(_not_saved(save.path.parent, save.path.name, error))
 
-    together(wait, CheckpointError)
+    try:
+        # First the files of all ranks, because the process that publishes would wait for those of a lost rank.
+        together(lambda: require(save.wait_for_files()), CheckpointError)
+        together(lambda: require(save.wait()), CheckpointError)
+    except CheckpointError:
+        save.wait()
+        raise
 
 
 def _has_memory(engine: Checkpointed) -> bool:
