@@ -57,6 +57,7 @@ class StopRequests:
         self.signals: frozenset[int] = frozenset()
         self.agreed: Stop | None = None
         self._cause = _NO_REQUEST
+        self._before_fork = threading.local()
 
     @property
     def cause(self) -> int:
@@ -77,8 +78,8 @@ class StopRequests:
     def listen(self, signals: Iterable[int] = DEFAULT_SIGNALS) -> None:
         """Take signals as requests from now on; the first call decides, and must be in the main thread.
 
-        A signal that the script handles itself is left to it. SIGUSR1 no longer prints stacks. If nobody reads the
-        output any more, as after the end of pdsh, that is a request too, and no error.
+        A signal that the script handles itself is left to it. SIGUSR1 no longer prints stacks. If the reader of
+        the output has exited, such as pdsh, that is a request too, and no error.
         """
         global listening
         if listening is self:
@@ -90,7 +91,16 @@ class StopRequests:
         for number in unhandled:
             signal.signal(number, handle)
         sys.stdout, sys.stderr = _LastingStream(sys.stdout), _LastingStream(sys.stderr)
-        os.register_at_fork(after_in_child=self._guard_child)
+        # Blocked during the fork, so that no signal reaches the child before it is guarded.
+        os.register_at_fork(
+            before=self._block, after_in_parent=self._unblock, after_in_child=self._guard_child
+        )
+
+    def _block(self) -> None:
+        self._before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
+
+    def _unblock(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._before_fork.mask)
 
     def _guard_child(self) -> None:
         """Let only its parent end a forked child, such as a worker of a data loader.
@@ -98,10 +108,10 @@ class StopRequests:
         DeepSpeed's launcher sends SIGTERM to all descendants, and a rank whose workers are gone cannot finish its step.
         """
         if listening is not self:
+            self._unblock()
             return
         for number in self.signals:
             signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
         threading.Thread(target=_end_with_parent, args=(self.signals, os.getppid()), daemon=True).start()
 
 

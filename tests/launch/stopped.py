@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,7 +36,8 @@ def main() -> None:
                 if moment == "dataloader":
                     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
                     worker.start()
-                    os.kill(worker.pid or 0, signal.SIGTERM)
+                    # From another process than its parent, as by a launcher.
+                    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
                 os.kill(os.getpid(), signal.Signals[name])
                 result = method(*args, **kwargs)
                 if worker is not None:
