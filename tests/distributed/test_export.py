@@ -44,18 +44,15 @@ def built() -> list[nn.Module]:
     return [nn.Linear(2, WIDTH), *(Normed() for _ in range(6)), nn.Linear(WIDTH, 1)]
 
 
-def train_own(rank: int, folder: str) -> dict[str, Tensor]:
+def save(schedule: str, layers: list[Any], data: Any, folder: str) -> dict[str, Tensor]:
     """Save a checkpoint after some steps in bf16. Returns the state of this rank's module."""
     config = HALF | {
         "train_batch_size": 16,
         "train_micro_batch_size_per_gpu": 4,
         "steps_per_print": 10**9,
-        "ds_ext": {"schedule": "bitpipe", "pipeline_parallel_size": 2},
+        "ds_ext": {"schedule": schedule, "pipeline_parallel_size": 2},
     }
-    x = torch.rand(64, 2, generator=torch.Generator().manual_seed(0)).bfloat16()
-    data = torch.utils.data.TensorDataset(x, x[:, :1] * x[:, 1:])
-    specs = [ds_ext.LayerSpec(type(layer)) if isinstance(layer, Normed) else layer for layer in built()]
-    model = ds_ext.PipelineModule(specs, config, loss_fn=nn.functional.mse_loss)
+    model = ds_ext.PipelineModule(layers, config, loss_fn=nn.functional.mse_loss)
     engine, *_ = ds_ext.initialize(
         model=model, config=config, model_parameters=model.parameters(), training_data=data
     )
@@ -64,6 +61,14 @@ def train_own(rank: int, folder: str) -> dict[str, Tensor]:
     engine.save_checkpoint(folder)
     engine.transport.close()
     return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+def train_own(rank: int, folder: str) -> dict[str, Tensor]:
+    """Train layers of a user; see :func:`save`."""
+    x = torch.rand(64, 2, generator=torch.Generator().manual_seed(0)).bfloat16()
+    data = torch.utils.data.TensorDataset(x, x[:, :1] * x[:, 1:])
+    specs = [ds_ext.LayerSpec(type(layer)) if isinstance(layer, Normed) else layer for layer in built()]
+    return save("bitpipe", specs, data, folder)
 
 
 @needs("bf16")
@@ -109,26 +114,13 @@ def test_shards_and_ties(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def train_shared(rank: int, folder: str) -> None:
-    """Save a checkpoint of two layers that share a weight by identity, after some steps in bf16."""
-    config = HALF | {
-        "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 4,
-        "steps_per_print": 10**9,
-        "ds_ext": {"schedule": "1f1b", "pipeline_parallel_size": 2},
-    }
+    """Train two layers that share a weight by identity; see :func:`save`."""
     torch.manual_seed(1)
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     second.weight = first.weight
     x = torch.rand(64, 2).bfloat16()
-    model = ds_ext.PipelineModule([first, nn.Linear(2, 2), second], config, loss_fn=nn.functional.mse_loss)
     data = torch.utils.data.TensorDataset(x, x)
-    engine, *_ = ds_ext.initialize(
-        model=model, config=config, model_parameters=model.parameters(), training_data=data
-    )
-    for _ in range(3):
-        engine.train_batch()
-    engine.save_checkpoint(folder)
-    engine.transport.close()
+    save("1f1b", [first, nn.Linear(2, 2), second], data, folder)
 
 
 @needs("bf16")

@@ -260,6 +260,6 @@ def counted_parameters(rank: int, job: Job) -> tuple[int, int]:
 
 
 def test_facts_count_shards_replicas_and_ties_once(ranks: Ranks) -> None:
-    """As the planner does, which knows the sizes only."""
+    """The planner computes the same numbers from the sizes alone."""
     total = model_parameters(TrainingSizes.of_model(MODEL))
     assert ranks(4).run(counted_parameters, Job("bitpipe", 2, 2, 1, 4, MODEL, 1)) == [(total, total)] * 4

@@ -1,4 +1,4 @@
-"""A run over two hosts that is told to end saves its work, and continues as if nothing had happened."""
+"""Requests to end a run over two hosts: it saves a checkpoint, and a resumed run has the same losses and weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that is told to end saves its work: signals, deadline and interval, in steps, evaluations and saves."""
+"""Requests to end a run: signals, deadline and interval, in steps, evaluations and saves."""
 
 from __future__ import annotations
 

@@ -15,10 +15,18 @@ from pathlib import Path
 
 from ...launch import process
 from ..recovery.keeper_process import free_bytes
-from . import background_process
 from .background_process import Task
 
 _ROOT = Path(__file__).parents[3]  # of the package ds_ext
+# Program of the process. Empty packages stand for those whose __init__.py imports torch.
+_PROGRAM = """
+import sys, types
+for name in ("ds_ext.engine", "ds_ext.engine.checkpoint"):
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [sys.argv[1] + "/" + name.replace(".", "/")]
+from ds_ext.engine.checkpoint.background_process import main
+main()
+"""
 _FAILED_EXIT_S = 3.0  # a failed rank waits for its writer, which waits for those of other ranks
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -45,7 +53,7 @@ class BackgroundSave:
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-S", "-P", str(Path(background_process.__file__))],
+                [sys.executable, "-S", "-P", "-c", _PROGRAM, str(_ROOT)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -4,9 +4,9 @@ The files are anonymous ones (memfd_create(2)) that the rank has filled. The pro
 files, and then leaves a note with their sizes and checksums, or with its error. The one that publishes waits for all
 notes, completes the manifest with them, and renames the folder. It ends with its rank, if that is killed.
 
-This file is run as a script. Its input is a JSON object with the fields of :class:`Task`, its output a line with a JSON
-object when the files are on disk, and another one after publishing: the ``error`` ("": none) so far and the time ``at``
-which this was, in seconds since 1970.
+Its input is a JSON object with the fields of :class:`Task`. Its output is a line with a JSON object when the files are
+on disk, and another one after publishing: the ``error`` so far ("": none), and the time ``at`` which this was, in
+seconds since 1970.
 """
 
 from __future__ import annotations
@@ -18,20 +18,11 @@ import shutil
 import signal
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
-for _name, _path in (
-    ("ds_ext.engine", Path(__file__).parents[1]),
-    ("ds_ext.engine.checkpoint", Path(__file__).parent),
-):
-    if _name not in sys.modules:  # without the package's __init__.py, which imports torch
-        sys.modules[_name] = types.ModuleType(_name)
-        sys.modules[_name].__path__ = [str(_path)]
-
-from ds_ext.engine.checkpoint.folder import CheckedFile, publish, remove_older  # noqa: E402
-from ds_ext.errors import CheckpointError  # noqa: E402
+from ...errors import CheckpointError
+from .folder import CheckedFile, publish, remove_older
 
 _CHUNK = 16 << 20
 _POLL_S = 0.05
@@ -152,7 +143,3 @@ def _bytes_in(folder: Path) -> int:
         except OSError:  # it was just renamed
             continue
     return total
-
-
-if __name__ == "__main__":
-    main()

@@ -60,7 +60,7 @@ class Causes:
         between: the rest.
         slowest_stage: stage with the longest time, and its time relative to the mean; None if all are about equal.
         slow_ranks: slow ranks, the slowest first.
-        ranks_per_core: (ranks, cores) of a host with fewer cores than ranks; None: there is none, or it is unknown.
+        ranks_per_core: (ranks, cores) of a host with fewer cores than ranks; None: no such host, or unknown.
         steps: number of replayed steps.
     """
 

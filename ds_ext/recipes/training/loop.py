@@ -252,8 +252,8 @@ class Trainer:
         """Load the state to continue from, and return its step; 0 for a new run.
 
         ``--load`` is read first, because snapshots have no frozen weights. After a restart by the launcher, the
-        snapshots in host memory replace it, or the last checkpoint of this run in ``--save`` if it is newer or there
-        are none.
+        snapshots in host memory replace it, or the last checkpoint of this run in ``--save`` if it is newer or no
+        snapshot is left.
         """
         step = self.resume(self.args.load)
         recovered = self.engine.recover(self.train, self.args.save)
