@@ -8,10 +8,12 @@ import re
 from ..errors import ScheduleError
 from ..parallel.hosts import parse_hosts
 from ..parallel.network import GLOO, HOST_PORTS, NCCL, RANK_PORTS, Link, Network
+from ..planner.parallel_sizes import default_hosts
 from ..planner.text import format_bytes, parse_bytes
 
 _INSIDE, _BETWEEN = "300GB,2us", "25GB,10us"
 TFLOPS = 150.0
+_ONLY_WITH_HOSTS = ("inside", "between", "ports", "collectives", "rank_order", "tflops")
 _TFLOPS_RANGE = 1e-3, 1e6
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
@@ -19,12 +21,12 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
     """Add the flags; ``sizes`` includes the rank order, which ``plan`` chooses, and the rate.
 
-    ``plan`` has a flag for the rate that does not need hosts.
+    ``plan`` has a flag for the rate, and hosts of 8 devices by default.
     """
     group = verb.add_argument_group("hosts, for the step time with reductions")
-    group.add_argument(
-        "--hosts", metavar="4x8", help="hosts x ranks per host; or slots, such as 8,8,4; or a hostfile"
-    )
+    hosts = "hosts x ranks per host; or slots, such as 8,8,4; or a hostfile"
+    default = "" if sizes else " (8 devices per host)"
+    group.add_argument("--hosts", metavar="4x8", help=f"{hosts}{default}")
     link = "bytes per second and latency of a link"
     group.add_argument("--inside", metavar=_INSIDE, help=f"{link} inside a host ({_INSIDE})")
     group.add_argument("--between", metavar=_BETWEEN, help=f"{link} between hosts ({_BETWEEN})")
@@ -37,29 +39,25 @@ def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
         group.add_argument(
             "--rank-order", metavar="tp-dp-pp", help="same as a job's rank_order key (tp-dp-pp)"
         )
-    only_with_hosts = ("inside", "between", "ports", "collectives")
-    verb.set_defaults(
-        only_with_hosts=(*only_with_hosts, "rank_order", "tflops") if sizes else only_with_hosts
-    )
 
 
 def network_of(args: argparse.Namespace) -> Network | None:
-    """Return the network that the flags describe; None without ``--hosts``.
+    """Return the network that the flags describe; None without ``--hosts``, except for ``plan``.
 
     Raises:
         ConfigError, ScheduleError: a flag is wrong, or needs ``--hosts``.
     """
-    if args.hosts is None:
-        for dest in args.only_with_hosts:
+    devices = getattr(args, "devices", None)
+    if args.hosts is None and devices is None:
+        for dest in _ONLY_WITH_HOSTS:
             if (value := getattr(args, dest)) is not None:
                 flag = "--" + dest.replace("_", "-")
                 raise ScheduleError(f"{flag}: needs --hosts (got {value!r} without hosts). Add --hosts 4x8.")
         return None
     inside = _parse_link("--inside", _INSIDE if args.inside is None else args.inside)
     between = _parse_link("--between", _BETWEEN if args.between is None else args.between)
-    return Network(
-        parse_hosts(args.hosts), inside, between, args.ports or RANK_PORTS, args.collectives or NCCL
-    )
+    hosts = default_hosts(devices or 1) if args.hosts is None else parse_hosts(args.hosts)
+    return Network(hosts, inside, between, args.ports or RANK_PORTS, args.collectives or NCCL)
 
 
 def flops_of(args: argparse.Namespace) -> float:

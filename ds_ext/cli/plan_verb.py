@@ -24,7 +24,6 @@ from .schedule_flags import add_import_flag
 from .schedule_verbs import EXIT_INVALID, EXIT_OK
 
 _SHOWN = 10  # rows of the table
-_BANDWIDTH = "25GB"
 _PATIENCE_S = 2.0  # before the progress is shown
 # Usual values for GPT; replace them for a real run. torch's fused Adam needs no compiler and no temporary tensors.
 _ADAM = {
@@ -45,13 +44,15 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--global-batch-size", type=int, required=True, metavar="G", help=samples)
     rate = "10^12 operations per second of a device in training (%(default)g)"
     verb.add_argument("--tflops", type=float, default=TFLOPS, metavar="T", help=rate)
-    bandwidth = f"message bandwidth in bytes per second, without --hosts ({_BANDWIDTH})"
-    verb.add_argument("--bandwidth", metavar=_BANDWIDTH, help=bandwidth)
     costs = (
         "times of backward_input and backward_weight relative to the forward (%(default)s), or a JSON file"
     )
     verb.add_argument("--costs", default="f=1,b=1,w=1", metavar="f=1,b=1,w=1", help=costs)
     verb.add_argument("--tensor-parallel", type=int, metavar="T", help="only this size (all up to 8)")
+    slices = "sequence parallelism (with tensor parallelism, if it divides the tokens)"
+    verb.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, help=slices)
+    interval = "only this interval of full recomputation: every n-th layer (1 to 4)"
+    verb.add_argument("--recompute-interval", type=int, metavar="K", help=interval)
     extra = 'extra devices for forwards only: report whether "fbd" pays'
     verb.add_argument("--forward-devices", type=int, metavar="F", help=extra)
     slowdown = "relative time of the same work on a forward device (1)"
@@ -72,7 +73,8 @@ def run_plan(args: argparse.Namespace) -> int:
         ScheduleError: a flag is wrong, or no sizes are possible.
     """
     cluster = _cluster(args)
-    args.tensor_parallel = None  # a limit on the search, not a size of the model
+    # Limits on the search, not sizes of the model.
+    args.tensor_parallel = args.sequence_parallel = args.micro_batch_size = None
     model = model_of(args)
     if model is None:
         raise ScheduleError("--model: missing. Add --model gpt-10b, or the sizes of the model.")
@@ -88,7 +90,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_dict(plan, config) | ({"fbd": fbd} if fbd else {})))
     else:
-        print("\n".join([*_header(args, cluster, model), "", *_result_lines(plan, model)]))
+        print("\n".join([*_header(args, cluster, model), "", *_result_lines(plan, cluster, model)]))
         if fbd:
             print(fbd["reason"])
         if config is not None and plan.best.fits:
@@ -99,12 +101,12 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def _cluster(args: argparse.Namespace) -> Cluster:
     """Return the cluster that the flags describe. Raises ScheduleError for a wrong flag."""
-    network = network_of(args)
-    if network is not None:
-        for flag, value in (("bandwidth", args.bandwidth), ("forward-devices", args.forward_devices)):
-            if value is not None:
-                raise ScheduleError(f"--{flag}: not supported with --hosts (got {value}). Remove one.")
-    for dest in ("devices", "global_batch_size", "tensor_parallel"):
+    if args.hosts is not None and args.forward_devices is not None:
+        raise ScheduleError(
+            f"--forward-devices: not supported with --hosts (got {args.forward_devices}). Remove one."
+        )
+    sizes = ("devices", "global_batch_size", "tensor_parallel", "micro_batch_size", "recompute_interval")
+    for dest in sizes:
         value = getattr(args, dest)
         if value is not None and value < 1:
             raise ScheduleError(f"--{dest.replace('_', '-')}: must be at least 1 (got {value}).")
@@ -113,9 +115,11 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         parse_bytes(args.memory, "--memory"),
         args.global_batch_size,
         flops_of(args),
-        parse_bytes(_BANDWIDTH if args.bandwidth is None else args.bandwidth, "--bandwidth"),
         args.tensor_parallel,
-        network,
+        network_of(args),
+        args.micro_batch_size,
+        args.recompute_interval,
+        args.sequence_parallel,
     )
 
 
@@ -132,9 +136,7 @@ def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | No
             raise ScheduleError(f"{flag}: must be greater than 0 (got {value:g}).")
     memory = args.memory if args.forward_memory is None else args.forward_memory
     memory_bytes = parse_bytes(memory, "--forward-memory")
-    return replace(
-        cluster, devices=args.forward_devices, memory_bytes=memory_bytes, flops=cluster.flops / slowdown
-    )
+    return cluster.resized(args.forward_devices, memory_bytes, cluster.flops / slowdown)
 
 
 @contextlib.contextmanager
@@ -162,55 +164,53 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes) -> list[str]:
     parameters = model.device_parameters(linear(1), 0) / 1e9
     zero = "1 with several copies of the weights" if model.bytes.sharded else "0"
-    if cluster.network is None:
-        messages = [f"messages    {format_bytes(cluster.bandwidth)}/s"]
-        omissions = "tensor-parallel communication, gradient reduction, optimizer step, savings below 1%"
-    else:
-        hosts, links = describe_network(cluster.network)
-        messages = [f"hosts       {hosts}", f"links       {links}"]
-        omissions = (
-            "messages waiting for other messages or collectives, optimizer step, loss and norm; schedules that could "
-            "not save 1% even with free communication"
-        )
+    hosts, links = describe_network(cluster.links)
+    default = "" if args.hosts else " (default: 8 devices per host)"
+    batch = "" if cluster.micro_batch is None else f", micro-batches of {cluster.micro_batch}"
     return [
         f"model       {args.model or 'custom'}, {parameters:.3g} billion parameters, {model.precision}, "
         f"ZeRO stage {zero}",
         f"devices     {cluster.devices} x {format_bytes(cluster.memory_bytes)}, {args.tflops:g} TFLOP/s each",
-        *messages,
-        f"batch       {cluster.batch} samples per step, micro-batches of {model.micro_batch}",
-        f"not modeled {omissions}",
+        f"hosts       {hosts}{default}",
+        f"links       {links}",
+        f"batch       {cluster.batch} samples per step{batch}",
+        "not modeled messages waiting for other messages or collectives, optimizer step, loss and norm, savings below "
+        "1%",
     ]
 
 
 def _table(ranked: Sequence[ParallelSizes]) -> list[str]:
     cells: list[tuple[str, ...]] = [
-        ("TP", "PP", "DP", "N", "schedule", "recompute", "step", "bubble", "memory", "")
+        ("TP", "SP", "PP", "DP", "b", "N", "schedule", "recompute", "step", "bubble", "memory")
     ]
     for sizes in ranked:
         candidate = sizes.candidate
-        if candidate is None:
-            row = ("-", "-", "-", "-", "-", sizes.candidates.reason())
-        else:
+        parallel, row = "-", ("-", "-", "not planned", "-", f">= {sizes.least_s:.4g} s", "-", "-")
+        if candidate is not None and candidate.sizes is not None:
+            parallel = "yes" if candidate.sizes.sequence_parallel else "no"
             row = (
+                str(candidate.sizes.micro_batch),
+                str(candidate.micro_batches),
                 candidate.label,
-                candidate.recompute,
+                candidate.recompute_text,
                 f"{sizes.step_s:.4g} s",
                 f"{candidate.bubble or 0:.1%}",
                 format_bytes(candidate.memory_bytes or 0),
-                "" if sizes.fits else "too large",
             )
-        numbers = map(str, (sizes.tensor, sizes.pipeline, sizes.data, sizes.micro_batches))
-        cells.append((*numbers, *row))
-    return aligned(cells, left=(4, 5, 9))
+        cells.append((str(sizes.tensor), parallel, str(sizes.pipeline), str(sizes.data), *row))
+    return aligned(cells, left=(1, 6, 7))
 
 
-def _result_lines(plan: ClusterPlan, model: TrainingSizes) -> Iterator[str]:
+def _result_lines(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes) -> Iterator[str]:
     """Yield the table of the best sizes, the reason for the first, and the sizes that are not possible."""
-    yield from _table(plan.ranked[:_SHOWN])
+    yield from _table(plan.shown[:_SHOWN])
+    large = len(plan.ranked) - len(plan.shown)
+    if large:
+        yield f"too large: {large} other sizes"
     yield ""
     yield _reason(plan)
     if not plan.best.fits and plan.best.candidate is not None:
-        yield f"  Use {_remedies(model)}."
+        yield f"  Use {_remedies(cluster, model)}."
     if plan.refused:
         yield f"not possible: {'; '.join(join_reasons(reason for _, reason in plan.refused))}"
 
@@ -219,24 +219,30 @@ def _reason(plan: ClusterPlan) -> str:
     """Return the best sizes, how much longer the next ones take, and the reason for the schedule."""
     best = plan.best
     second = next((sizes for sizes in plan.ranked[1:] if sizes.fits and sizes.step_s is not None), None)
-    order = "" if best.rank_order is None else f"\n  rank order {best.rank_order}"
-    if best.step is not None:
-        order += f": reductions {best.step.reductions_s:.3g} s exposed, all-gather {best.step.gather_s:.3g} s"
+    row, order = best.candidate, ""
+    if row is not None and row.rank_order is not None:
+        order = (
+            f"\n  rank order {row.rank_order}: reductions {row.reductions_s:.3g} s exposed, all-gather "
+            f"{row.gather_s:.3g} s"
+        )
     if not best.fits:
         verdict = f"smallest: {best}"
     elif second is None:
-        verdict = f"best: {best}, the only sizes that fit"
+        others = "no others fit or come near" if len(plan.shown) > 1 else "the only sizes that fit"
+        verdict = f"best: {best}, {others}"
     else:
         excess = (second.step_s or 0.0) / (best.step_s or 1.0) - 1
-        comparison = f"{excess:.1%} longer" if excess > 5e-4 else "as fast, not smaller"
+        comparison = f"{excess:.1%} longer" if excess > 5e-4 else "as fast, not simpler"
+        if excess < -5e-4:
+            comparison = f"{-excess:.1%} shorter, not simpler"
         verdict = f"best: {best}; next: {second}, {comparison}"
     return f"{verdict}\n  {best.candidates.reason()}{order}"
 
 
-def _remedies(model: TrainingSizes) -> str:
+def _remedies(cluster: Cluster, model: TrainingSizes) -> str:
     """Return settings outside the search that reduce the memory of a device."""
     remedies = ["more devices", "devices with more memory"]
-    if model.micro_batch > 1:
+    if cluster.micro_batch is not None and cluster.micro_batch > 1:
         remedies.append("a smaller --micro-batch-size")
     if not model.bytes.sharded:
         remedies.append("--zero 1")
@@ -247,16 +253,16 @@ def _remedies(model: TrainingSizes) -> str:
 
 def _config(sizes: ParallelSizes, cluster: Cluster, model: TrainingSizes) -> dict[str, Any]:
     """Return a DeepSpeed JSON for the sizes, with usual values of AdamW. The sizes must have a candidate."""
-    assert sizes.candidate is not None
+    assert sizes.candidate is not None and sizes.candidate.sizes is not None
     copies = sizes.data * sizes.candidate.replicas
     return {
         "train_batch_size": cluster.batch,
-        "train_micro_batch_size_per_gpu": model.micro_batch,
+        "train_micro_batch_size_per_gpu": sizes.candidate.sizes.micro_batch,
         **({} if model.precision == "fp32" else {model.precision: {"enabled": True}}),
         # A single copy of the weights has nothing to shard.
         "zero_optimization": {"stage": model.zero_stage if copies > 1 else 0},
         "optimizer": {"type": "AdamW", "params": _ADAM},
-        "ds_ext": sizes.section(model),
+        "ds_ext": sizes.section(),
     }
 
 
@@ -277,7 +283,7 @@ def _text(config: dict[str, Any]) -> str:
 
 def _as_dict(plan: ClusterPlan, config: dict[str, Any] | None) -> dict[str, Any]:
     return {
-        "best": [_sizes_as_dict(sizes) for sizes in plan.ranked[:_SHOWN]],
+        "best": [_sizes_as_dict(sizes) for sizes in plan.shown[:_SHOWN]],
         "reason": _reason(plan),
         "fits": plan.best.fits,
         "refused": [{"sizes": sizes, "reason": reason} for sizes, reason in plan.refused],
@@ -291,23 +297,25 @@ def _sizes_as_dict(sizes: ParallelSizes) -> dict[str, Any]:
         "tensor_parallel_size": sizes.tensor,
         "pipeline_parallel_size": sizes.pipeline,
         "data_parallel_size": sizes.data,
-        "micro_batches": sizes.micro_batches,
         "fits": sizes.fits,
         "reason": sizes.candidates.reason(),
     }
-    if candidate is not None:
+    if candidate is None or candidate.sizes is None:
+        result["least_step_s"] = sizes.least_s
+    else:
         result |= {
+            "sequence_parallel": candidate.sizes.sequence_parallel,
+            "micro_batch_size": candidate.sizes.micro_batch,
+            "micro_batches": candidate.micro_batches,
             "schedule": candidate.schedule,
             "schedule_options": candidate.settings,
             "recompute": candidate.recompute,
+            "recompute_interval": candidate.sizes.recompute_interval,
             "step_s": sizes.step_s,
             "bubble": candidate.bubble,
             "memory_bytes": candidate.memory_bytes,
-        }
-    if sizes.step is not None:
-        result |= {
-            "rank_order": str(sizes.rank_order),
-            "exposed_reduction_s": sizes.step.reductions_s,
-            "gather_s": sizes.step.gather_s,
+            "rank_order": str(candidate.rank_order),
+            "exposed_reduction_s": candidate.reductions_s,
+            "gather_s": candidate.gather_s,
         }
     return result

@@ -19,8 +19,10 @@ from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.simulation import Simulation, simulate
 from .memory import TrainingSizes, memory
 from .parallel_sizes import MOST_TENSOR_PARALLEL, TRAINED, Cluster, ClusterPlan, plan_cluster, unit_costs
-from .stage_costs import split_layers, stage_costs
+from .stage_costs import message_bytes, split_layers, stage_costs
+from .step_time import with_tensor_parallel
 from .text import format_bytes
+from .traffic import traffic
 
 _FBD, _PLAIN = "fbd", "1f1b"
 
@@ -91,6 +93,7 @@ class FbdCandidate:
 def fbd_candidates(cluster: Cluster, forward: Cluster, sizes: TrainingSizes) -> Iterator[FbdCandidate]:
     """Yield the sizes that use all devices of ``cluster`` for backwards and all of ``forward`` for forwards."""
     assert sizes.stage_layers is None, "layers per stage would fix the number of stages"
+    sizes = replace(sizes, micro_batch=cluster.micro_batch or 1)
     tensor_sizes = range(1, MOST_TENSOR_PARALLEL + 1)
     if cluster.tensor_parallel is not None:
         tensor_sizes = (cluster.tensor_parallel,)
@@ -111,11 +114,28 @@ def fbd_candidates(cluster: Cluster, forward: Cluster, sizes: TrainingSizes) -> 
 
 
 def step_seconds(candidate: FbdCandidate, cluster: Cluster, forward: Cluster, ratios: Costs) -> float:
-    """Return the step time in seconds, including the transfer of new weights to the forward devices at its end."""
-    costs, unit_s = unit_costs(cluster, candidate.sizes, ratios, candidate.pipeline)
+    """Return the step time in seconds, with the transfer of new weights to the forward devices at its end.
+
+    Messages and weights pass between hosts. The reduction of the first stage follows the last op.
+    """
+    sizes, network = candidate.sizes, cluster.links
+    costs, unit_s = unit_costs(cluster, sizes, ratios, candidate.pipeline)
+    message_s = network.between.latency + message_bytes(sizes) / network.between.bandwidth
+    costs = with_tensor_parallel(
+        replace(stage_costs(costs, sizes), comm=message_s / unit_s),
+        sizes,
+        network,
+        candidate.pipeline,
+        unit_s,
+    )
     order = candidate.timetable(candidate.micro_batches, cluster.flops / forward.flops)
-    makespan = simulate(order, stage_costs(costs, candidate.sizes)).makespan
-    return makespan * unit_s + candidate.memory()[1] / cluster.bandwidth  # forward devices hold weights only
+    reduced = traffic(sizes, order.placement, candidate.micro_batches).stages[0]
+    copies = range(0, cluster.devices, sizes.tensor_parallel * candidate.pipeline)
+    return (
+        simulate(order, costs).makespan * unit_s
+        + network.all_reduce_time(reduced, copies)
+        + candidate.memory()[1] / network.between.bandwidth  # forward devices hold weights only
+    )
 
 
 def compare_with_fbd(
@@ -203,18 +223,17 @@ def _rivals(
 ) -> list[tuple[float, str]]:
     """Return (seconds, text) of the plans without forward devices that fit."""
     plans = {f"{cluster.devices} devices": alone.best}
-    all_devices = replace(
-        cluster,
-        devices=cluster.devices + forward.devices,
-        memory_bytes=min(cluster.memory_bytes, forward.memory_bytes),
-        flops=min(cluster.flops, forward.flops),
+    all_devices = cluster.resized(
+        cluster.devices + forward.devices,
+        min(cluster.memory_bytes, forward.memory_bytes),
+        min(cluster.flops, forward.flops),
     )
     with contextlib.suppress(ScheduleError):  # this number of devices may not be divisible
         plans[f"{all_devices.devices} devices"] = plan_cluster(all_devices, sizes, ratios).best
     return [
         (
             plan.step_s,
-            f"{name}: {plan.step_s:.4g} s ({plan.candidate.label}, recompute {plan.candidate.recompute})",
+            f"{name}: {plan.step_s:.4g} s ({plan.candidate.label}, recompute {plan.candidate.recompute_text})",
         )
         for name, plan in plans.items()
         if plan.fits and plan.candidate is not None and plan.step_s is not None

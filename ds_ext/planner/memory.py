@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from typing import Any, Self
 
 from ..errors import ScheduleError
@@ -110,12 +111,16 @@ class TrainingSizes(TransformerConfig):
         inner = self.ffn_size * (2 if self.swiglu else 1)
         return self.num_attention_heads * self.head_size, self.query_groups * self.head_size, inner
 
-    def layer_activations(self) -> float:
-        """Return the bytes that a rank keeps for one transformer layer and one micro-batch."""
+    def layer_activations(self, recompute: str | None = None) -> float:
+        """Return the bytes that a rank keeps for one transformer layer and one micro-batch.
+
+        ``recompute`` is that of the layer; None: that of the layers that recompute.
+        """
         sb, h, t = self.tokens_of_16_bits, self.hidden_size, self.tensor_parallel
-        if self.recompute == "full":
+        recompute = recompute or self.recompute
+        if recompute == "full":
             return 2 * sb * h
-        stored = self.recompute == "none" and self.attention_scores
+        stored = recompute == "none" and self.attention_scores
         scores = 5 * self.num_attention_heads * self.seq_length / t if stored else 0
         between, inside = 10 * h, 4 * sum(self._widths)
         kept = (between + inside) / t if self.sequence_parallel else between + inside / t
@@ -137,13 +142,21 @@ class TrainingSizes(TransformerConfig):
             )
         return (per_stage,) * stages
 
+    def recomputing_layers(self, stages: int) -> tuple[int, ...]:
+        """Return the layers of every stage that recompute: every ``recompute_interval``-th of the model."""
+        counts, every = self.stage_layer_counts(stages), self.recompute_interval
+        ends = (-(-end // every) for end in accumulate(counts))
+        return tuple(end - start for start, end in pairwise([0, *ends]))
+
     def stage_activations(self, stages: int) -> tuple[float, ...]:
         """Return the bytes that a rank keeps at every stage for one micro-batch.
 
         The first stage also keeps the dropout mask of the embedding, sbh. The last stage also keeps the inputs of its
         norm and head, 4sbh, and the 32-bit logits, 4sb * vocab / t (section 4.3 of the paper).
         """
-        kept = [layers * self.layer_activations() for layers in self.stage_layer_counts(stages)]
+        inner, plain = self.layer_activations(), self.layer_activations("none")
+        counts = zip(self.stage_layer_counts(stages), self.recomputing_layers(stages), strict=True)
+        kept = [repeated * inner + (layers - repeated) * plain for layers, repeated in counts]
         t, sbh = self.tensor_parallel, self.tokens_of_16_bits * self.hidden_size
         between = sbh / t if self.sequence_parallel else sbh
         kept[0] += between

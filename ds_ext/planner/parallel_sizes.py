@@ -1,41 +1,40 @@
 """Tensor-, pipeline- and data-parallel sizes of a job for a cluster, each with its best schedule.
 
-A device computes at a given rate, and messages have a given bandwidth. The forward of a transformer layer takes
-24bsh² + 4bs²h operations, and that of the head 2bshV (arXiv 2104.04473, appendix; micro-batch size b, sequence length
-s, hidden size h, vocabulary size V). Layers are assigned to balance the work of the devices, with the head on the last
-stage (:mod:`.stage_costs`). A message has 2bsh bytes.
+A device computes at a given rate. The forward of a transformer layer takes 24bsh² + 4bs²h operations, and that of the
+head 2bshV (arXiv 2104.04473, appendix; micro-batch size b, sequence length s, hidden size h, vocabulary size V). Layers
+are assigned to balance the work of the devices, with the head on the last stage (:mod:`.stage_costs`).
 
-With hosts, every candidate is simulated again for each rank order, with links, reductions and tensor-parallel
-all-reduces (:mod:`.step_time`). Not modeled: without hosts, these; in both cases, the optimizer step.
+Every candidate is simulated for each rank order, with links, reductions and tensor-parallel all-reduces
+(:mod:`.step_time`). Without hosts, the devices are on hosts of 8. Not modeled: the optimizer step, and the higher
+efficiency of larger micro-batches. Therefore the largest micro-batch wins among those that take as long.
+
+With tensor parallelism, sequence parallelism keeps less and sends smaller messages between stages, and its collectives
+send as many bytes. So sizes that allow it are not planned without it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ScheduleError
-from ..parallel.crossing import rank_orders
-from ..parallel.layout import ParallelLayout
-from ..parallel.network import Network
-from ..parallel.rank_order import RankOrder
+from ..parallel.hosts import Hosts
+from ..parallel.network import Link, Network
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.reductions import eager_reductions
-from ..pipe_schedules.simulation import simulate
 from ..recipes.models.config import TransformerConfig
 from ..recipes.models.field_flags import keys_of
 from .memory import TrainingSizes
-from .search import Candidate, Candidates, Request, choose
-from .stage_costs import message_bytes
-from .step_time import StepTime, step_times, with_tensor_parallel
+from .search import Candidate, Candidates, Request, choose_each
 from .text import join_reasons, join_words
-from .traffic import traffic
 
 MOST_TENSOR_PARALLEL = 8
 TRAINED = ("none", "full")  # kinds of recomputation that `plan` considers
+INSIDE, BETWEEN = Link(300e9, 2e-6), Link(25e9, 10e-6)  # links inside a host and between hosts by default
+_INTERVALS = (1, 2, 3, 4)  # of full recomputation
 _MARGIN = 0.01  # schedules that save less are not evaluated
-_SIMULATED = 4  # candidates of the same sizes that are simulated on hosts
+_RANKS_PER_HOST = 8
 _SEARCHED = 100  # distance within which an error looks for sizes that fit
 
 
@@ -48,9 +47,11 @@ class Cluster:
         memory_bytes: memory of a device.
         batch: samples per step, over all devices.
         flops: operations per second of a device in training, which is less than its peak.
-        bandwidth: bytes per second of a message between two devices.
         tensor_parallel: the only tensor-parallel size to consider; None: all up to 8.
-        network: hosts and links; replaces ``bandwidth``.
+        network: hosts and links; None: hosts of 8 devices with default links.
+        micro_batch: the only micro-batch size to consider; None: all powers of two.
+        interval: the only interval of full recomputation to consider; None: 1 to 4.
+        sequence_parallel: use sequence parallelism; None: with tensor parallelism, if it divides the tokens.
 
     Raises:
         ScheduleError: a value is not positive, or the hosts do not have one slot per device.
@@ -60,47 +61,72 @@ class Cluster:
     memory_bytes: int
     batch: int
     flops: float = 150e12
-    bandwidth: float = 25e9
     tensor_parallel: int | None = None
     network: Network | None = None
+    micro_batch: int | None = None
+    interval: int | None = None
+    sequence_parallel: bool | None = None
 
     def __post_init__(self) -> None:
+        for name in (
+            "devices",
+            "memory_bytes",
+            "batch",
+            "flops",
+            "tensor_parallel",
+            "micro_batch",
+            "interval",
+        ):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ScheduleError(f"{name}: must be greater than 0 (got {value}).")
         if self.network is not None and self.network.hosts.world_size != self.devices:
             hosts = self.network.hosts
             raise ScheduleError(
                 f"--hosts: must have one slot per device (got {hosts}, {hosts.world_size} slots, and {self.devices} "
                 f"devices). Use --devices {hosts.world_size}, or other hosts."
             )
-        for name in ("devices", "memory_bytes", "batch", "flops", "bandwidth", "tensor_parallel"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ScheduleError(f"{name}: must be greater than 0 (got {value}).")
+
+    @property
+    def links(self) -> Network:
+        """Hosts and links, those by default included."""
+        return self.network or Network(default_hosts(self.devices), INSIDE, BETWEEN)
+
+    def resized(self, devices: int, memory_bytes: int, flops: float) -> Cluster:
+        """Return a cluster with other devices, on hosts of 8 with the same links."""
+        network = replace(self.links, hosts=default_hosts(devices))
+        return replace(self, devices=devices, memory_bytes=memory_bytes, flops=flops, network=network)
+
+    def micro_batches(self, data: int) -> Iterator[tuple[int, int]]:
+        """Yield every (micro-batch size, N) to consider for DP pipeline groups."""
+        size, samples = self.micro_batch or 1, self.batch // data
+        while samples % size == 0:
+            yield size, samples // size
+            size *= 2
+            if self.micro_batch is not None:
+                return
+
+
+def default_hosts(devices: int) -> Hosts:
+    """Return hosts of 8 devices; the last one has the remaining devices."""
+    full, rest = divmod(devices, _RANKS_PER_HOST)
+    return Hosts((_RANKS_PER_HOST,) * full + (rest,) * bool(rest))
 
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """TP x PP x DP, with the ranked schedules for them.
-
-    Attributes:
-        micro_batches: N, micro-batches per pipeline group and step.
-        forward_s: time of a forward of 1/D of the model in seconds, the unit of the candidates' times.
-        rank_order: order with the shortest step; None without hosts.
-        step: parts of the step of the best candidate; None without hosts, or if nothing fits.
-    """
+    """TP x PP x DP, with the ranked schedules for them."""
 
     tensor: int
     pipeline: int
     data: int
-    micro_batches: int
-    forward_s: float
     candidates: Candidates
-    rank_order: RankOrder | None = None
-    step: StepTime | None = None
 
     @property
     def candidate(self) -> Candidate | None:
-        """Best candidate, or the smallest if none fits; None if no schedule is possible."""
-        return self.candidates.best or self.candidates.smallest
+        """Best candidate, or the smallest if none fits; None if no schedule is possible, or not all are evaluated."""
+        smallest = None if self.least_s < math.inf else self.candidates.smallest
+        return self.candidates.best or smallest
 
     @property
     def fits(self) -> bool:
@@ -110,26 +136,32 @@ class ParallelSizes:
     @property
     def step_s(self) -> float | None:
         """Step time in seconds."""
-        time = None if self.candidate is None else self.candidate.time
-        return None if time is None else time * self.forward_s
+        return None if self.candidate is None else self.candidate.time
+
+    @property
+    def least_s(self) -> float:
+        """Lower bound on the step time of what is not evaluated, in seconds; infinite if all is."""
+        return self.candidates.least
 
     def __str__(self) -> str:
         return f"TP {self.tensor} x PP {self.pipeline} x DP {self.data}"
 
-    def section(self, sizes: TrainingSizes) -> dict[str, Any]:
+    def section(self) -> dict[str, Any]:
         """Return the ``"ds_ext"`` section of the job. Raises ScheduleError if no schedule is possible."""
         candidate = self.candidate
-        if candidate is None:
+        if candidate is None or candidate.sizes is None:
             raise ScheduleError(self.candidates.reason())
+        sizes, layers = candidate.sizes, candidate.layers
         train = {**keys_of(TransformerConfig, sizes), "recompute_granularity": candidate.recompute}
         del train["vocab_size"]  # that of the data
-        if candidate.layers is not None and len(set(candidate.layers)) > 1:
-            train["stage_layers"] = ",".join(map(str, candidate.layers))
+        if layers is not None and len(set(layers)) > 1:
+            train["stage_layers"] = ",".join(map(str, layers))
         return {
             "schedule": candidate.schedule,
             "pipeline_parallel_size": self.pipeline,
             "tensor_parallel_size": self.tensor,
-            **({} if self.rank_order is None else {"rank_order": str(self.rank_order)}),
+            **({"sequence_parallel": True} if sizes.sequence_parallel else {}),
+            "rank_order": str(candidate.rank_order),
             "schedule_options": candidate.settings,
             "train": train,
         }
@@ -137,14 +169,25 @@ class ParallelSizes:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """All possible sizes, best first, and (sizes, reason) of the impossible ones."""
+    """All possible sizes, best first, and (sizes, reason) of the impossible ones.
+
+    The best sizes are the simplest of those within 1 % of the shortest step. Others follow by time, then those that
+    are not evaluated, by their bounds, then those that do not fit.
+    """
 
     ranked: tuple[ParallelSizes, ...]
     refused: tuple[tuple[str, str], ...]
 
     @property
+    def shown(self) -> tuple[ParallelSizes, ...]:
+        """Sizes that fit or are not evaluated; all that have a candidate if none fits."""
+        if self.best.fits:
+            return tuple(row for row in self.ranked if row.fits or row.least_s < math.inf)
+        return tuple(row for row in self.ranked if row.candidate is not None) or self.ranked[:1]
+
+    @property
     def best(self) -> ParallelSizes:
-        """Sizes with the shortest step that fits; the smallest if none fits."""
+        """Sizes to use; the smallest if none fits."""
         return self.ranked[0]
 
 
@@ -156,12 +199,13 @@ def plan_cluster(
 ) -> ClusterPlan:
     """Choose a schedule for every TP x PP x DP that uses all devices.
 
-    A schedule that saves less than 1 % compared with another one for the same sizes is not evaluated.
+    A schedule that saves less than 1 % compared with another one for the same sizes is not evaluated, nor are sizes
+    that take longer than the second best ones.
 
     Args:
-        sizes: the model and its micro-batch size; its parallel sizes are ignored.
+        sizes: the model; its parallel sizes and its micro-batch size are ignored.
         ratios: times of backward_input and backward_weight relative to the forward, and jitter.
-        progress: called with (done, total) before each of the sizes.
+        progress: called with (done, total) sizes.
 
     Raises:
         ScheduleError: no sizes fit the devices, heads, layers and batch; or ``ratios`` contain message times.
@@ -176,21 +220,29 @@ def plan_cluster(
         factors = list(_factors(cluster))
     except _Undivided as error:
         raise ScheduleError(f"{error}{_suggestions(cluster, sizes)}") from None
-    ranked: list[ParallelSizes] = []
+    possible: list[tuple[int, int, int]] = []
     refused: list[tuple[str, str]] = []
-    for done, (tensor, pipeline, data) in enumerate(factors):
-        progress(done, len(factors))
+    for tensor, pipeline, data in factors:
         reason = _refusal(cluster, sizes, tensor, pipeline, data)
         if reason:
             refused.append((f"TP {tensor} PP {pipeline} DP {data}", reason))
         else:
-            ranked.append(_price(cluster, sizes, ratios, tensor, pipeline, data))
-    if not ranked:
+            possible.append((tensor, pipeline, data))
+    if not possible:
         reasons = "; ".join(join_reasons(reason for _, reason in refused))
         raise ScheduleError(
             f"devices: no parallel sizes fit: {reasons} (got {cluster.devices}).{_suggestions(cluster, sizes)}"
         )
-    return ClusterPlan(tuple(sorted(ranked, key=_sort_key)), tuple(refused))
+    possible.sort(key=lambda factors: (factors[1], factors[0]))
+    requests = [list(_requests(cluster, sizes, ratios, *factors)) for factors in possible]
+    candidates = choose_each(requests, progress)
+    ranked = [ParallelSizes(*factors, choices) for factors, choices in zip(possible, candidates, strict=True)]
+    shortest = min((c.time or 0.0 for row in ranked for c in row.candidates.usable), default=0.0)
+    near = (row for row in ranked if row.fits and (row.step_s or 0.0) <= shortest * (1 + _MARGIN))
+    best = next(near, None)
+    return ClusterPlan(
+        tuple(sorted(ranked, key=lambda row: (row is not best, _sort_key(row)))), tuple(refused)
+    )
 
 
 def unit_costs(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, pipeline: int) -> tuple[Costs, float]:
@@ -201,73 +253,52 @@ def unit_costs(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, pipeline: 
         forward=1.0,
         backward_input=ratios.backward_input / ratios.forward,
         backward_weight=ratios.backward_weight / ratios.forward,
-        # Rounded so that the job's JSON can contain the exact value.
-        comm=round(message_bytes(sizes) / cluster.bandwidth / forward_s, 6),
     )
     return costs, forward_s
 
 
-def _price(
+def _requests(
     cluster: Cluster, sizes: TrainingSizes, ratios: Costs, tensor: int, pipeline: int, data: int
-) -> ParallelSizes:
-    sizes = replace(sizes, tensor_parallel=tensor, data_parallel=data)
-    costs, forward_s = unit_costs(cluster, sizes, ratios, pipeline)
-    if cluster.network is not None:
-        costs = replace(costs, comm=0.0)
-    micro_batches = cluster.batch // (data * sizes.micro_batch)
-    request = Request(
-        pipeline, micro_batches, costs, sizes, cluster.memory_bytes, TRAINED, cheap_ops=0, margin=_MARGIN
-    )
-    parallel = ParallelSizes(tensor, pipeline, data, micro_batches, forward_s, choose(request))
-    return parallel if cluster.network is None else _price_on_hosts(parallel, cluster.network, sizes)
+) -> Iterator[Request]:
+    """Yield one request for every micro-batch size, the largest first."""
+    for micro_batch, micro_batches in reversed(list(cluster.micro_batches(data))):
+        split = replace(
+            sizes,
+            micro_batch=micro_batch,
+            tensor_parallel=tensor,
+            data_parallel=data,
+            sequence_parallel=cluster.sequence_parallel is not False and _shares_tokens(sizes, tensor),
+        )
+        costs, forward_s = unit_costs(cluster, split, ratios, pipeline)
+        yield Request(
+            pipeline,
+            micro_batches,
+            costs,
+            split,
+            cluster.memory_bytes,
+            TRAINED,
+            cheap_ops=0,
+            margin=_MARGIN,
+            intervals=_INTERVALS if cluster.interval is None else (cluster.interval,),
+            network=cluster.links,
+            unit_s=forward_s,
+        )
 
 
-def _price_on_hosts(parallel: ParallelSizes, network: Network, sizes: TrainingSizes) -> ParallelSizes:
-    """Return the sizes with the candidates' times on the hosts, each with its best rank order."""
-    usable, refused = parallel.candidates.usable, [c for c in parallel.candidates.ranked if c.refusal]
-    priced: list[tuple[float, int, Candidate, RankOrder, StepTime]] = []
-    for index, candidate in enumerate(usable[:_SIMULATED]):
-        step, order = _best_order(parallel, candidate, network, sizes)
-        units = step.step_s / parallel.forward_s
-        on_hosts = replace(candidate, time=units, bubble=step.simulation.bubble)
-        priced.append((units, index, on_hosts, order, step))
-    if not priced:
-        return parallel
-    priced.sort(key=lambda row: row[:2])
-    _, _, _, order, step = priced[0]
-    skipped = [replace(c, refusal="Not simulated on the hosts.", unpriced=True) for c in usable[_SIMULATED:]]
-    ranked = (*(row[2] for row in priced), *refused, *skipped)
-    candidates = replace(parallel.candidates, ranked=ranked)
-    return replace(parallel, candidates=candidates, rank_order=order, step=step)
-
-
-def _best_order(
-    parallel: ParallelSizes, candidate: Candidate, network: Network, sizes: TrainingSizes
-) -> tuple[StepTime, RankOrder]:
-    """Return the shortest step over all rank orders, and its order."""
-    timetable = candidate.timetable
-    assert timetable is not None, "usable candidates are simulated"
-    placement = timetable.placement
-    sizes = replace(sizes, stage_layers=candidate.layers, recompute=candidate.recompute)
-    layout = ParallelLayout(placement, parallel.tensor, parallel.data)
-    costs = with_tensor_parallel(candidate.costs, sizes, network, parallel.pipeline, parallel.forward_s)
-    reductions = eager_reductions(simulate(timetable, candidate.costs))
-    volumes = traffic(sizes, placement, timetable.micro_batches)
-    orders = rank_orders(layout)
-    layouts = [replace(layout, rank_order=order) for order in orders]
-    steps = step_times(timetable, costs, layouts, network, volumes, parallel.forward_s, reductions)
-    # Sums of the same times in a different order differ by rounding.
-    best = min(range(len(steps)), key=lambda index: (float(f"{steps[index].step_s:.7g}"), index))
-    return steps[best], orders[best]
+def _shares_tokens(sizes: TrainingSizes, tensor: int) -> bool:
+    """Return whether sequence parallelism is possible."""
+    return tensor > 1 and sizes.seq_length % tensor == 0
 
 
 def _sort_key(sizes: ParallelSizes) -> tuple[float, ...]:
-    """Return the sort key: by time, then bytes; then sizes that do not fit, by bytes; then sizes without a schedule."""
-    if sizes.candidate is None:
-        return (2,)
-    need = sizes.candidate.memory_bytes or 0
-    # Sums of the same times in a different order differ by rounding.
-    return (0, float(f"{sizes.step_s:.7g}"), need) if sizes.fits else (1, need)
+    """Return the sort key: by time, then bytes; by bound; then sizes that do not fit, by bytes."""
+    need = 0 if sizes.candidate is None else sizes.candidate.memory_bytes or 0
+    if sizes.fits:
+        # Sums of the same times in a different order differ by rounding.
+        return (0, float(f"{sizes.step_s:.7g}"), need)
+    if sizes.least_s < math.inf:
+        return (1, sizes.least_s)
+    return (3,) if sizes.candidate is None else (2, need)
 
 
 class _Undivided(ScheduleError):
@@ -295,12 +326,13 @@ def _refusal(cluster: Cluster, sizes: TrainingSizes, tensor: int, pipeline: int,
         return f"{sizes.ffn_size} channels of the MLP are not divisible by TP {tensor}"
     if not sizes.shares_groups(tensor):
         return f"{sizes.query_groups} query groups are not divisible by TP {tensor}"
+    if cluster.sequence_parallel and tensor > 1 and not _shares_tokens(sizes, tensor):
+        return f"{sizes.seq_length} tokens are not divisible by TP {tensor}"
     if sizes.num_layers < pipeline:
         return f"{sizes.num_layers} layers are fewer than PP {pipeline}"
-    if cluster.batch % (data * sizes.micro_batch):
-        return (
-            f"{cluster.batch} samples in micro-batches of {sizes.micro_batch} are not divisible by DP {data}"
-        )
+    micro_batch = cluster.micro_batch or 1
+    if cluster.batch % (data * micro_batch):
+        return f"{cluster.batch} samples in micro-batches of {micro_batch} are not divisible by DP {data}"
     return ""
 
 
@@ -308,7 +340,7 @@ def _suggestions(cluster: Cluster, sizes: TrainingSizes) -> str:
     """Return flags with the nearest values that fit, each with all other flags unchanged; "" without candidates."""
 
     def fits(**changed: int) -> bool:
-        variant = replace(cluster, **changed)
+        variant = replace(cluster, network=None, **changed)
         try:
             return any(not _refusal(variant, sizes, *factors) for factors in _factors(variant))
         except _Undivided:

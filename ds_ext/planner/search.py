@@ -9,28 +9,41 @@ The search does not depend on the names of schedules. Each schedule declares whi
 from __future__ import annotations
 
 import math
-from bisect import bisect_right, insort
-from collections.abc import Iterable, Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 from ..errors import ScheduleError
+from ..parallel.crossing import rank_orders
+from ..parallel.layout import ParallelLayout
+from ..parallel.network import Network
+from ..parallel.rank_order import RankOrder
 from ..pipe_schedules import SCHEDULES, Op, Placement, Schedule, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.events import Workload
 from ..pipe_schedules.list_scheduling.search import lower_bound
 from ..pipe_schedules.ops import BACKWARD, FORWARD, KINDS
-from ..pipe_schedules.simulation import simulate
-from .memory import RECOMPUTATIONS, TrainingSizes, memory
+from ..pipe_schedules.reductions import eager_reductions
+from ..pipe_schedules.simulation import Simulation, simulate
+from .memory import RECOMPUTATIONS, DeviceMemory, TrainingSizes, memory
 from .stage_costs import split_layers, stage_costs
+from .step_time import Reductions, least_collectives_s, step_times, with_tensor_parallel
 from .text import costs_text, format_bytes, format_number, join_reasons
+from .traffic import traffic
 
 SAME = 1e-7  # relative difference up to which times count as equal; stage factors are rounded to 1e-8
 _REASONS_SHOWN = 3
 _ORDERS = 12  # approximate number of orders that a planned schedule simulates
 _SEARCHED_OPS = 60_000  # minimum over all orders of a search that does not reach its bound
+_NEAR = 0.25  # groups that take this much longer than the best one are not evaluated
+_ORDERS_KEPT = 16
 _MOST_OPS = 500_000  # maximum per candidate; planning takes about 5 microseconds per op, for up to a million
+
+_Options = tuple[tuple[str, Any], ...]
 
 
 @dataclass(frozen=True)
@@ -46,9 +59,11 @@ class Candidate:
         replicas: copies of the weights.
         activations: largest peak of live activations on a device, in units of 1/D of the model.
         stages: stages of the model.
-        layers: transformer layers of every stage.
+        sizes: the model with the layers of every stage; None without a model or a simulation.
+        micro_batches: N.
         unpriced: True if a lower bound on its time ruled out the candidate.
-        timetable: simulated timetable; None if not simulated.
+        rank_order: order with the shortest step; None without a network.
+        reductions_s, gather_s: parts of the step after the last op, in seconds.
     """
 
     schedule: str
@@ -63,14 +78,28 @@ class Candidate:
     replicas: int = 1
     activations: float = 0.0
     stages: int = 0
-    layers: tuple[int, ...] | None = None
+    sizes: TrainingSizes | None = None
+    micro_batches: int = 0
     unpriced: bool = False
-    timetable: Timetable | None = field(default=None, compare=False, repr=False)
+    rank_order: RankOrder | None = None
+    reductions_s: float = 0.0
+    gather_s: float = 0.0
 
     @property
     def label(self) -> str:
         """Name and options, such as ``interleaved chunks=3``."""
         return " ".join([self.schedule, *(f"{key}={format_number(v)}" for key, v in self.options.items())])
+
+    @property
+    def layers(self) -> tuple[int, ...] | None:
+        """Transformer layers of every stage."""
+        return None if self.sizes is None else self.sizes.stage_layers
+
+    @property
+    def recompute_text(self) -> str:
+        """Kind of recomputation, with its interval, such as ``full/2``."""
+        every = 1 if self.sizes is None else self.sizes.recompute_interval
+        return self.recompute if every == 1 else f"{self.recompute}/{every}"
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -91,6 +120,12 @@ class Candidate:
         """Key that sorts candidates of equal time: least memory, then fewest stages, then name."""
         return (*self.size, self.stages, self.schedule)
 
+    @property
+    def complexity(self) -> tuple[object, ...]:
+        """Key that sorts candidates of about equal time: least recomputation, fewest stages and micro-batches."""
+        repeated = self.sizes.repeated_share if self.sizes is not None else 0.0
+        return (repeated, self.stages * self.replicas, self.micro_batches, self.planned)
+
 
 @dataclass(frozen=True)
 class Candidates:
@@ -99,11 +134,13 @@ class Candidates:
     Attributes:
         memory_bytes: memory limit of a device; None: no limit.
         margin: relative saving below which a candidate was not evaluated.
+        least: lower bound on the time of the candidates that are not listed; infinite if all are.
     """
 
     ranked: tuple[Candidate, ...]
     memory_bytes: int | None = None
     margin: float = 0.0
+    least: float = math.inf
 
     @property
     def best(self) -> Candidate | None:
@@ -131,6 +168,8 @@ class Candidates:
             return f"{best.label}: {self._why_only()}."
         second = min(others, key=lambda c: (c.time, c.tie_order))
         time, longer = best.time or 0.0, second.time or 0.0
+        if longer < time * (1 - SAME):
+            return f"{best.label}: simplest within {self.margin:.0%} of the shortest step, that of {second.label}."
         if longer <= time * (1 + SAME):
             return f"{best.label}: same step time as {second.label}, with no more memory."
         ratio = (
@@ -175,6 +214,10 @@ class Request:
         margin: relative saving below which a candidate is not evaluated.
         stage_layers: layers of every stage, in the format of the scripts' flag; None: balanced by work.
         max_stages: number of pipeline layers of the model, one per stage at least; None: unknown.
+        intervals: intervals of full recomputation to evaluate.
+        network: hosts for the parallel sizes in ``sizes``. Candidates are simulated with its messages and collectives.
+            Their orders are planned for free messages, so that candidates share them.
+        unit_s: unit of the costs in seconds. With a network, times of candidates are in seconds.
 
     Raises:
         ScheduleError: a size is not positive, or there is a memory limit without a model.
@@ -190,6 +233,9 @@ class Request:
     margin: float = 0.0
     stage_layers: str | None = None
     max_stages: int | None = None
+    intervals: tuple[int, ...] = (1,)
+    network: Network | None = None
+    unit_s: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("devices", "micro_batches", "memory_bytes"):
@@ -205,12 +251,45 @@ class Request:
             raise ScheduleError(f"recompute: unknown kind (got {kinds}). Use {', '.join(RECOMPUTATIONS)}.")
 
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """Kinds of recomputation that differ for this model."""
+    def kinds(self) -> tuple[tuple[str, int], ...]:
+        """Kinds and intervals of recomputation that differ for this model."""
         if self.sizes is None:
-            return RECOMPUTATIONS[:1]
+            return ((RECOMPUTATIONS[0], 1),)
         differ = tuple(k for k in self.recompute if k != "selective" or self.sizes.attention_scores)
-        return differ or self.recompute
+        kinds = differ or self.recompute
+        return tuple(
+            (kind, every) for kind in kinds for every in (self.intervals if kind == "full" else (1,))
+        )
+
+    def on_network(self, costs: Costs, sizes: TrainingSizes | None) -> Costs:
+        """Return the costs with the tensor-parallel all-reduces of the network."""
+        if self.network is None or sizes is None:
+            return costs
+        return with_tensor_parallel(costs, sizes, self.network, self.devices, self.unit_s)
+
+    def collectives(self, replicas: int, reduced: float, gathered: float) -> float:
+        """Return a lower bound on the time of the collectives after the last op, in the unit of candidates' times.
+
+        Args:
+            replicas: copies of the weights in a pipeline group.
+            reduced, gathered: parameters whose gradients are reduced, and whose weights are gathered, after it.
+        """
+        sizes = self.sizes
+        if self.network is None or sizes is None:
+            return 0.0
+        volumes = reduced * sizes.bytes.reduced, gathered * sizes.bytes.weights * sizes.bytes.sharded
+        return least_collectives_s(
+            self.network, sizes.tensor_parallel, replicas * sizes.data_parallel, *volumes
+        )
+
+    def least_time(self, sizes: TrainingSizes) -> float:
+        """Return a lower bound on the time of every schedule: the average work of a device."""
+        costs = self.on_network(self.costs, sizes)
+        repeated = sizes.repeated_share * sizes.num_layers / (sizes.num_layers + sizes.head_work())
+        layers = sizes.num_layers / self.devices * sizes.layer_parameters
+        work = costs.forward + costs.backward_input + costs.backward_weight + repeated * self.costs.forward
+        makespan = self.micro_batches * work * (1 - costs.jitter) * (1 - SAME)
+        return _rounded(makespan * self.unit_s + self.collectives(1, 0.0, layers))
 
 
 def choose(request: Request) -> Candidates:
@@ -219,28 +298,123 @@ def choose(request: Request) -> Candidates:
     Variants are priced in the order of their lower bounds, slow ones last. A variant that cannot beat the best one
     is listed with its bound instead: with a margin any variant, otherwise only one that is slow to plan.
     """
-    rows, variants = list[Candidate](), list[_Variant]()
-    for variant in _variants(request):
+    return choose_each([[request]])[0]
+
+
+def choose_each(
+    groups: Sequence[Sequence[Request]], progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[Candidates]:
+    """Evaluate several groups of requests, such as parallel sizes; the best candidate of each group.
+
+    Groups are evaluated only until the choice and the best two groups are known: the choice is the first group within
+    the margin of the shortest time. Schedules that are slow to plan are evaluated only if they can change the choice.
+
+    Args:
+        groups: requests of every group, the simplest group first. Among ties in a group, the first request wins. Only
+            the last one considers orders that are planned.
+        progress: called with the number of groups that are decided, and of all.
+    """
+    search = _Search(groups)
+    search.run(progress)
+    return search.candidates()
+
+
+class _Search:
+    """Best-first search over requests, then over their variants, by lower bounds on the time."""
+
+    def __init__(self, groups: Sequence[Sequence[Request]]) -> None:
+        self._groups = groups
+        self._rows: list[list[Candidate]] = [[] for _ in groups]
+        self._least = [math.inf] * len(groups)  # bound of what is not expanded
+        self._best: list[tuple[float, ...] | None] = [None] * len(groups)  # sort key of the best candidate
+        self._shared = _Shared()
+        self._counter = count()
+        self._queue: list[tuple[bool, tuple[float, ...], int, int, int, _Kind | _Variant]] = []
+        for group, requests in enumerate(groups):
+            for request in requests:
+                for recompute, interval in request.kinds:
+                    kind = _Kind(request, recompute, interval, request is requests[-1])
+                    self._push(group, kind, kind.bound)
+
+    def run(self, progress: Callable[[int, int], None]) -> None:
+        """Evaluate all variants that are not excluded."""
+        while self._queue:
+            _, bound, _, _, group, item = heappop(self._queue)
+            progress(sum(best is not None for best in self._best), len(self._groups))
+            if isinstance(item, _Kind):
+                self._expand(group, item, bound)
+            else:
+                self._evaluate(group, item, bound)
+
+    def candidates(self) -> list[Candidates]:
+        """Return the candidates of every group."""
+        request = self._groups[0][0]
+        limit, margin = request.memory_bytes, request.margin
+        shortest = min(self._times(), default=math.inf)
+        return [
+            Candidates(_rank(_refuse_duplicates(rows), limit, margin, shortest), limit, margin, least)
+            for rows, least in zip(self._rows, self._least, strict=True)
+        ]
+
+    def _push(self, group: int, item: _Kind | _Variant, bound: tuple[float, ...]) -> None:
+        slow, stages = (False, 0) if isinstance(item, _Kind) else (item.slow_to_plan, item.placement.stages)
+        # Among ties, the fewest stages come first, because a margin may skip all later candidates.
+        heappush(self._queue, (slow, bound, stages, next(self._counter), group, item))
+
+    def _times(self) -> list[float]:
+        return [best[1] for best in self._best if best is not None and not best[0]]
+
+    def _is_excluded(self, group: int, bound: tuple[float, ...], slow: bool) -> bool:
+        """Return whether a candidate cannot be chosen and, unless it is slow, cannot be in the best two groups."""
+        return bound > (0.0, self._most_time(group, slow))
+
+    def _most_time(self, group: int, slow: bool) -> float:
+        """Return the longest time of a candidate that is worth its evaluation."""
+        times = {g: best[1] for g, best in enumerate(self._best) if best is not None and not best[0]}
+        if len(self._groups) == 1 or not times:
+            return math.inf
+        margin = self._groups[0][0].margin
+        shortest, *others = sorted(times.values())
+        if not slow:
+            second = min([*others[:1], shortest * (1 + _NEAR)])
+            return max(shortest * (1 + margin), second)
+        simplest = min(g for g, time in times.items() if time <= shortest * (1 + margin))
+        return shortest * (1 + margin) if group < simplest else times[simplest] * (1 - margin)
+
+    def _expand(self, group: int, kind: _Kind, bound: tuple[float, ...]) -> None:
+        if self._is_excluded(group, bound, slow=False):
+            self._least[group] = min(self._least[group], math.inf if bound[0] else bound[1])
+            return
+        for variant in kind.variants(self._shared):
+            try:
+                self._push(group, variant, (0.0, variant.least_time))
+            except ScheduleError as error:
+                self._rows[group].append(variant.candidate(refusal=_first_sentence(error)))
+
+    def _evaluate(self, group: int, variant: _Variant, bound: tuple[float, ...]) -> None:
+        margin, best = variant.request.margin, self._best[group]
+        excluded = self._is_excluded(group, bound, variant.slow_to_plan)
+        if not excluded and variant.bound > bound:
+            self._push(group, variant, variant.bound)
+            return
+        if variant.slow_to_plan and not excluded:
+            most = self._most_time(group, slow=True)
+            bound = max(bound, variant.bound_within(most))
+            excluded = bound[0] > 0 and most < math.inf
+        if excluded or (best is not None and _cannot_win(bound, best, variant.slow_to_plan, margin)):
+            if excluded and not bound[0] and not variant.slow_to_plan:
+                self._least[group] = min(self._least[group], bound[1])
+            refusal = _bound_refusal(bound, margin)
+            self._rows[group].append(variant.candidate(refusal=refusal, unpriced=not bound[0]))
+            return
         try:
-            insort(variants, variant, key=lambda v: v.pricing_order)
+            row = variant.price(simulate_large=len(self._groups) == 1 or not self._times())
         except ScheduleError as error:
-            rows.append(variant.candidate(refusal=_first_sentence(error)))
-    best: tuple[float, ...] | None = None
-    for variant in variants:
-        if best is not None and _cannot_win(variant.bound, best, variant.slow_to_plan, request.margin):
-            refusal = _bound_refusal(variant.bound, request.margin)
-            rows.append(variant.candidate(refusal=refusal, unpriced=not variant.bound[0]))
-            continue
-        try:
-            row = variant.price()
-        except ScheduleError as error:
-            rows.append(variant.candidate(refusal=_first_sentence(error)))
-            continue
-        rows.append(row)
+            self._rows[group].append(variant.candidate(refusal=_first_sentence(error)))
+            return
+        self._rows[group].append(row)
         reached = _sort_key(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
-        best = reached if best is None else min(best, reached)
-    limit = request.memory_bytes
-    return Candidates(_rank(_refuse_duplicates(rows), limit), limit, request.margin)
+        self._best[group] = reached if best is None else min(best, reached)
 
 
 def _cannot_win(bound: tuple[float, ...], best: tuple[float, ...], slow: bool, margin: float) -> bool:
@@ -255,6 +429,11 @@ def _sort_key(too_large: bool, time: float, size: float) -> tuple[float, ...]:
     return (1, size) if too_large else (0, time)
 
 
+def _rounded(time: float) -> float:
+    """Return a time whose ties do not depend on the order of sums."""
+    return float(f"{time:.6g}")
+
+
 def _bound_refusal(bound: tuple[float, ...], margin: float) -> str:
     """Return why a candidate with this lower bound is not planned."""
     large, least = bound
@@ -265,28 +444,135 @@ def _bound_refusal(bound: tuple[float, ...], margin: float) -> str:
 
 
 @dataclass(frozen=True)
+class _Kind:
+    """Kind of recomputation of a request, before its schedules are evaluated."""
+
+    request: Request
+    recompute: str
+    interval: int
+    plans_orders: bool = True
+
+    def variants(self, shared: _Shared) -> Iterator[_Variant]:
+        """Yield every registered schedule with its options."""
+        for _, schedule in sorted(SCHEDULES.items()):
+            for options in schedule.variants(self.request.devices, self.request.micro_batches):
+                # Orders are planned for the smallest micro-batch only: it has the shortest bubble and needs the least.
+                if self.plans_orders or not schedule.planned:
+                    yield _Variant(self, schedule, options, shared)
+
+    @property
+    def bound(self) -> tuple[float, ...]:
+        """Lower bound on the sort key of every schedule; the average device counts. 0 without a network."""
+        request, sizes = self.request, self.sizes
+        if request.network is None or sizes is None:
+            return (0.0, 0.0)
+        parameters = sizes.num_layers * sizes.layer_parameters
+        kept = sizes.bytes.weights + sizes.bytes.gradients
+        plain = sizes.num_layers - -(-sizes.num_layers // sizes.recompute_interval)
+        activations = plain * sizes.layer_activations("none")
+        activations += (sizes.num_layers - plain) * sizes.layer_activations()
+        need = (parameters * kept + activations) / request.devices
+        return _sort_key(_is_too_large(int(need), request.memory_bytes), request.least_time(sizes), int(need))
+
+    @cached_property
+    def sizes(self) -> TrainingSizes | None:
+        """Model without the layers of each stage; None without a model."""
+        sizes = self.request.sizes
+        return sizes and replace(sizes, recompute=self.recompute, recompute_interval=self.interval)
+
+    @cached_property
+    def whole(self) -> TrainingSizes | None:
+        """Model without parallel sizes, on which the layers and costs of the stages do not depend."""
+        sizes = self.sizes
+        settings = {"tensor_parallel": 1, "data_parallel": 1, "micro_batch": 1, "sequence_parallel": False}
+        return sizes and replace(sizes, **settings)
+
+
+class _Order:
+    """Timetable of a candidate, and its simulation with the costs for which it is planned."""
+
+    def __init__(self, timetable: Timetable, costs: Costs) -> None:
+        self.timetable = timetable
+        self._costs = costs
+
+    @cached_property
+    def simulation(self) -> Simulation:
+        """Step without a network."""
+        return simulate(self.timetable, self._costs)
+
+    @cached_property
+    def reductions(self) -> Reductions:
+        """Stages to reduce after every op, as in the job plan."""
+        return eager_reductions(self.simulation)
+
+
+class _Shared:
+    """Stages and orders that several candidates have in common, such as those of different tensor-parallel sizes."""
+
+    def __init__(self) -> None:
+        self.order = lru_cache(_ORDERS_KEPT)(self._order)
+        self.placement = cache(self._placement)
+        self.stages = cache(self._stages)
+
+    @staticmethod
+    def _order(name: str, options: _Options, devices: int, micro_batches: int, costs: Costs) -> _Order:
+        return _Order(SCHEDULES[name].timetable(devices, micro_batches, dict(options), costs), costs)
+
+    @staticmethod
+    def _placement(name: str, options: _Options, devices: int) -> Placement:
+        return SCHEDULES[name].placement(devices, dict(options))
+
+    def _stages(
+        self,
+        name: str,
+        options: _Options,
+        devices: int,
+        costs: Costs,
+        sizes: TrainingSizes | None,
+        layers: str | None,
+    ) -> tuple[Costs, tuple[int, ...] | None]:
+        """Return the costs and the layers of every stage."""
+        placement = self.placement(name, options, devices)
+        if sizes is not None:
+            sizes = split_layers(sizes, placement, name, layers)
+            costs = stage_costs(costs, sizes)
+        costs.check_fits(placement)
+        return costs, sizes and sizes.stage_layers
+
+
+@dataclass(frozen=True)
 class _Variant:
     """Schedule with options and recomputation, before it is evaluated."""
 
-    request: Request
+    kind: _Kind
     schedule: Schedule
     options: Mapping[str, Any]
-    recompute: str
+    shared: _Shared
+
+    @property
+    def request(self) -> Request:
+        """Sizes and costs of the job."""
+        return self.kind.request
+
+    @cached_property
+    def _key(self) -> tuple[str, _Options, int]:
+        return self.schedule.name, tuple(self.options.items()), self.request.devices
 
     @cached_property
     def placement(self) -> Placement:
         """Placement of the stages. Raises ScheduleError if the schedule does not support the sizes."""
-        placement = self.schedule.placement(self.request.devices, self.options)
-        name, n = self.schedule.name, self.request.micro_batches
-        most = self.request.max_stages
+        request, placement = self.request, self.shared.placement(*self._key)
+        name, n, most = self.schedule.name, request.micro_batches, request.max_stages
         if most is not None and placement.stages > most:
             raise ScheduleError(
                 f"{name}: has {placement.stages} stages, more than the {most} pipeline layers of the model."
             )
+        if request.network is not None and request.devices == 1 < placement.stages:
+            raise ScheduleError(f"{name}: has {placement.stages} stages, more than one for one device.")
         if placement.forward_devices:
             raise ScheduleError(
                 f"{name}: needs {placement.num_devices} devices for {placement.devices_per_pipe} stages, with separate "
-                f"forward devices (got {self.request.devices})."
+                f"forward devices (got {request.devices})."
             )
         if n % placement.replicas:
             raise ScheduleError(
@@ -300,20 +586,19 @@ class _Variant:
         return (len(KINDS) - 1) * placement.stages * self.request.micro_batches
 
     @cached_property
-    def sizes(self) -> TrainingSizes | None:
-        """Model with the layers of each stage; None without a model. Raises ScheduleError if they do not fit."""
-        sizes = self.request.sizes
-        if sizes is None:
-            return None
-        sizes = replace(sizes, recompute=self.recompute)
-        return split_layers(sizes, self.placement, self.schedule.name, self.request.stage_layers)
+    def _stages(self) -> tuple[Costs, tuple[int, ...] | None]:
+        request = self.request
+        return self.shared.stages(*self._key, request.costs, self.kind.whole, request.stage_layers)
 
     @cached_property
+    def sizes(self) -> TrainingSizes | None:
+        """Model with the layers of each stage; None without a model. Raises ScheduleError if they do not fit."""
+        return self.kind.sizes and replace(self.kind.sizes, stage_layers=self._stages[1])
+
+    @property
     def costs(self) -> Costs:
         """Costs of each stage, with recomputation. Raises ScheduleError if they do not fit the stages."""
-        costs = self.request.costs if self.sizes is None else stage_costs(self.request.costs, self.sizes)
-        costs.check_fits(self.placement)
-        return costs
+        return self._stages[0]
 
     @cached_property
     def slow_to_plan(self) -> bool:
@@ -324,74 +609,122 @@ class _Variant:
         return self.schedule.planned and ops > self.request.cheap_ops
 
     @cached_property
-    def bound(self) -> tuple[float, ...]:
-        """Lower bound on the sort key of any order."""
-        n, need, placement = self.request.micro_batches, 0, self.placement
-        if self.sizes is not None:
-            one_micro_batch = tuple(
-                tuple(Op(kind, 0, stage) for stage in placement.stages_of(d) for kind in (FORWARD, BACKWARD))
-                for d in range(placement.num_devices)
-            )
-            order = Timetable("", placement, n, one_micro_batch)
-            # Another order of the stages may need smaller buffers.
-            need = max(device.total - device.buffers for device in memory(order, self.sizes))
-        # Split backwards shorten the waits, so the bound also holds for whole ones. Jitter may shorten all ops, and
-        # sums of the same times differ by rounding.
-        least = lower_bound(Workload(placement, n, self.costs, split=True))
-        least *= (1 - self.costs.jitter) * (1 - SAME)
-        too_large = _is_too_large(need, self.request.memory_bytes)
-        return _sort_key(too_large, float(f"{least:.6g}") if self.request.margin else least, need)
+    def network_costs(self) -> Costs:
+        """Costs of each stage, with tensor-parallel all-reduces."""
+        return self.request.on_network(self.costs, self.kind.sizes)
 
     @cached_property
-    def pricing_order(self) -> tuple[bool, tuple[float, ...], int]:
-        """Key that sorts variants before they are priced. Raises ScheduleError if the sizes are not supported."""
-        # Among ties, the fewest stages come first, because a margin may skip all later candidates.
-        return self.slow_to_plan, self.bound, self.placement.stages
+    def least_time(self) -> float:
+        """Lower bound on the time of any order. Raises ScheduleError if the sizes are not supported."""
+        request, placement = self.request, self.placement
+        # Split backwards shorten the waits, so the bound also holds for whole ones. Jitter may shorten all ops, and
+        # sums of the same times differ by rounding.
+        least = lower_bound(Workload(placement, request.micro_batches, self.network_costs, split=True))
+        least *= request.unit_s * (1 - self.costs.jitter) * (1 - SAME)
+        if request.network is not None and self.sizes is not None:
+            parameters = self.sizes.stage_parameters(placement)
+            average = sum(parameters) / placement.num_devices
+            least += request.collectives(placement.replicas, min(parameters), average)
+        return _rounded(least) if request.margin else least
 
-    def price(self) -> Candidate:
-        """Build and simulate the timetable. Raises ScheduleError if the schedule does not support the sizes."""
-        request, sizes = self.request, self.sizes
-        timetable = self.schedule.timetable(request.devices, request.micro_batches, self.options, self.costs)
-        simulation = simulate(timetable, self.costs)
-        need, limit = None if sizes is None else _largest_bytes(timetable, sizes), request.memory_bytes
-        return self.candidate(
-            refusal=f"It needs {format_bytes(need)}." if need and _is_too_large(need, limit) else "",
-            time=simulation.makespan,
-            bubble=simulation.bubble,
-            memory_bytes=need,
-            replicas=timetable.placement.replicas,
-            activations=max(simulation.peak_activations),
-            stages=timetable.placement.stages,
-            costs=self.costs,
-            timetable=timetable,
-            layers=None if sizes is None else sizes.stage_layers,
+    @cached_property
+    def bound(self) -> tuple[float, ...]:
+        """Lower bound on the sort key of any order."""
+        return self.bound_within(math.inf)
+
+    @cached_property
+    def _one_micro_batch(self) -> tuple[DeviceMemory, ...]:
+        """Memory of every device for one micro-batch at a time; empty without a model."""
+        placement = self.placement
+        if self.sizes is None:
+            return ()
+        orders = tuple(
+            tuple(Op(kind, 0, stage) for stage in placement.stages_of(d) for kind in (FORWARD, BACKWARD))
+            for d in range(placement.num_devices)
         )
+        return memory(Timetable("", placement, self.request.micro_batches, orders), self.sizes)
+
+    def bound_within(self, time: float) -> tuple[float, ...]:
+        """Return a lower bound on the sort key of the orders that take at most ``time``.
+
+        The average of the live activations is the sum of their lifetimes, divided by the time (Little's law).
+        """
+        placement, request = self.placement, self.request
+        workload = Workload(placement, request.micro_batches, self.network_costs, split=True)
+        kind, needs = workload.gradient_kind, [0]
+        for device, parts in enumerate(self._one_micro_batch):
+            assert self.sizes is not None
+            average = 0.0
+            if time < math.inf:
+                kept = self.sizes.stage_activations(placement.stages)
+                for stage, pipe in placement.chunks[device]:
+                    starts = workload.earliest_starts[pipe]
+                    life = starts[kind][stage] + workload.times[kind][stage] - starts[FORWARD][stage]
+                    average += kept[stage] * life * request.micro_batches / placement.replicas
+                average *= request.unit_s * (1 - self.costs.jitter) / (1 + self.costs.jitter) / time
+            # Another order of the stages may need smaller buffers.
+            needs.append(parts.total - parts.buffers + max(0, int(average) - parts.activations))
+        need = max(needs)
+        return _sort_key(_is_too_large(need, request.memory_bytes), self.least_time, need)
+
+    def price(self, simulate_large: bool) -> Candidate:
+        """Build and simulate the timetable. Raises ScheduleError if the schedule does not support the sizes.
+
+        A timetable that is too large is simulated only if ``simulate_large``.
+        """
+        request, sizes = self.request, self.sizes
+        order = self.shared.order(*self._key, request.micro_batches, self.costs)
+        timetable = order.timetable
+        need = None if sizes is None else max(device.total for device in memory(timetable, sizes))
+        too_large = _is_too_large(need, request.memory_bytes)
+        values: dict[str, Any] = {
+            "refusal": f"It needs {format_bytes(need)}." if need and too_large else "",
+            "memory_bytes": need,
+            "replicas": timetable.placement.replicas,
+            "stages": timetable.placement.stages,
+            "costs": self.costs,
+            "sizes": sizes,
+            "micro_batches": request.micro_batches,
+        }
+        if too_large and not simulate_large:
+            return self.candidate(**values)
+        values["activations"] = max(order.simulation.peak_activations)
+        if request.network is None or sizes is None:
+            values |= {"time": order.simulation.makespan, "bubble": order.simulation.bubble}
+        else:
+            values |= self._network_step(order, request.network, sizes)
+        return self.candidate(**values)
+
+    def _network_step(self, order: _Order, network: Network, sizes: TrainingSizes) -> dict[str, Any]:
+        """Return the fields of the candidate that depend on the network, for the best rank order."""
+        timetable, unit_s = order.timetable, self.request.unit_s
+        layout = ParallelLayout(timetable.placement, sizes.tensor_parallel, sizes.data_parallel)
+        volumes = traffic(sizes, timetable.placement, timetable.micro_batches)
+        orders = rank_orders(layout)
+        layouts = [replace(layout, rank_order=rank_order) for rank_order in orders]
+        steps = step_times(timetable, self.network_costs, layouts, network, volumes, unit_s, order.reductions)
+        # Sums of the same times in a different order differ by rounding.
+        best = min(range(len(steps)), key=lambda index: (float(f"{steps[index].step_s:.7g}"), index))
+        return {
+            "time": steps[best].step_s,
+            "bubble": steps[best].simulation.bubble,
+            "rank_order": orders[best],
+            "reductions_s": steps[best].reductions_s,
+            "gather_s": steps[best].gather_s,
+        }
 
     def candidate(self, **values: Any) -> Candidate:
         """Return the candidate with these values."""
         values = {"costs": self.request.costs, **values}
-        return Candidate(
-            self.schedule.name, self.options, self.recompute, planned=self.schedule.planned, **values
-        )
-
-
-def _largest_bytes(timetable: Timetable, sizes: TrainingSizes) -> int:
-    """Return the memory of the device that needs the most."""
-    return max(device.total for device in memory(timetable, sizes))
-
-
-def _variants(request: Request) -> Iterator[_Variant]:
-    for recompute in request.kinds:
-        for _, schedule in sorted(SCHEDULES.items()):
-            for options in schedule.variants(request.devices, request.micro_batches):
-                yield _Variant(request, schedule, options, recompute)
+        name, recompute = self.schedule.name, self.kind.recompute
+        return Candidate(name, self.options, recompute, planned=self.schedule.planned, **values)
 
 
 def _refuse_duplicates(rows: Iterable[Candidate]) -> Iterator[Candidate]:
     """Yield the candidates; every one that equals an earlier one in all figures is refused."""
     seen: dict[tuple[object, ...], Candidate] = {}
     for row in rows:
-        key = (row.schedule, row.recompute, row.time, row.bubble, row.memory_bytes, row.activations)
+        key = (row.schedule, row.recompute_text, row.time, row.bubble, row.memory_bytes, row.activations)
         if row.refusal or row.time is None:
             yield row
         elif key in seen:
@@ -401,22 +734,26 @@ def _refuse_duplicates(rows: Iterable[Candidate]) -> Iterator[Candidate]:
             yield row
 
 
-def _rank(rows: Iterable[Candidate], limit_bytes: int | None) -> tuple[Candidate, ...]:
-    """Return usable candidates by time, then too large ones by bytes, then the others; ties are in ``tie_order``."""
+def _rank(
+    rows: Iterable[Candidate], limit_bytes: int | None, margin: float, shortest: float
+) -> tuple[Candidate, ...]:
+    """Return usable candidates by time, then too large ones by bytes, then the others; ties are in ``tie_order``.
+
+    The first usable one is the simplest of those within the margin of the time ``shortest``.
+    """
     usable, large, others = [], [], []
     for row in rows:
         refused = large if _is_too_large(row.memory_bytes, limit_bytes) else others
         (refused if row.refusal else usable).append(row)
-    return (*_by_time(usable), *sorted(large, key=lambda c: c.tie_order), *others)
-
-
-def _by_time(usable: Iterable[Candidate]) -> list[Candidate]:
-    """Return candidates by time, after the least in ``tie_order`` of those within ``SAME`` of the minimum time."""
-    ranked = sorted(usable, key=lambda c: (c.time, c.tie_order))
-    times = [c.time or 0.0 for c in ranked]
-    num_ties = bisect_right(times, times[0] * (1 + SAME)) if times else 0
-    best = min(ranked[:num_ties], key=lambda c: c.tie_order, default=None)
-    return sorted(ranked, key=lambda c: c is not best)
+    usable.sort(key=lambda c: (c.time, c.tie_order))
+    times = [c.time or 0.0 for c in usable]
+    within = shortest * (1 + margin) if times and times[0] <= shortest * (1 + margin) else 0.0
+    ties = usable[: bisect_right(times, max(within, times[0] * (1 + SAME)))] if times else []
+    best = min(
+        ties, key=lambda c: (*c.complexity, c.time, c.tie_order) if margin else c.tie_order, default=None
+    )
+    usable.sort(key=lambda c: c is not best)
+    return (*usable, *sorted(large, key=lambda c: c.tie_order), *others)
 
 
 def _is_too_large(need_bytes: int | None, limit_bytes: int | None) -> bool:

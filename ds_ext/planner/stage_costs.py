@@ -72,7 +72,11 @@ def stage_costs(costs: Costs, sizes: TrainingSizes) -> Costs:
     head_layers = sizes.head_work()
     # Only ratios matter: a layer costs as much as 1/D of the model in ``costs``.
     layer_cost = whole + repeated * costs.forward
-    stage_cost = [count * layer_cost for count in sizes.stage_layers]
+    added = repeated * sizes.recompute_interval * costs.forward
+    recomputing = sizes.recomputing_layers(len(sizes.stage_layers))
+    stage_cost = [
+        count * whole + again * added for count, again in zip(sizes.stage_layers, recomputing, strict=True)
+    ]
     stage_cost[-1] += head_layers * whole
     # Cost of a stage if the model were divided evenly and the head recomputed too.
     even_share = (sizes.num_layers + head_layers) * layer_cost / len(stage_cost)

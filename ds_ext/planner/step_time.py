@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..parallel.crossing import Traffic, messages_between, require_slots
 from ..parallel.layout import ParallelLayout
@@ -23,7 +24,6 @@ from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.ops import Op
 from ..pipe_schedules.simulation import Simulation, simulate
 from .memory import TrainingSizes
-from .stage_costs import message_bytes
 
 Reductions = tuple[dict[Op, tuple[int, ...]], ...]
 
@@ -67,15 +67,19 @@ def with_tensor_parallel(
     """
     if sizes.tensor_parallel == 1:
         return costs
-    size = message_bytes(replace(sizes, sequence_parallel=False))
-    all_reduce_s = max(
-        network.all_reduce_time(size, group) for group in _tensor_groups(sizes.tensor_parallel, network)
-    )
+    size = 2 * sizes.tokens_of_16_bits * sizes.hidden_size
+    all_reduce_s = _tensor_all_reduce_s(size, sizes.tensor_parallel, network)
     added = 2 * all_reduce_s * (sizes.num_layers + sizes.head_work()) / devices / unit_s
-    repeated = 2 if sizes.recompute == "full" else 1
+    repeated = 1 + (sizes.repeated_share if sizes.recompute == "full" else 0)
     return replace(
         costs, forward=costs.forward + added, backward_input=costs.backward_input + repeated * added
     )
+
+
+@lru_cache(maxsize=256)  # the planner asks for the same sizes many times
+def _tensor_all_reduce_s(size: int, ranks: int, network: Network) -> float:
+    """Return the seconds of an all-reduce of ``size`` bytes in the slowest tensor-parallel group."""
+    return max(network.all_reduce_time(size, group) for group in _tensor_groups(ranks, network))
 
 
 def _tensor_groups(size: int, network: Network) -> list[range]:
@@ -86,6 +90,24 @@ def _tensor_groups(size: int, network: Network) -> list[range]:
         hosts = [network.hosts.host(rank) for rank in group]
         groups_by_shape.setdefault(tuple(host - hosts[0] for host in hosts), group)
     return list(groups_by_shape.values())
+
+
+def least_collectives_s(
+    network: Network, tensor: int, copies: int, reduced_bytes: float, gathered_bytes: float
+) -> float:
+    """Return a lower bound on the time of a reduction and of an all-gather over all copies of the weights.
+
+    Args:
+        tensor: TP.
+        copies: data-parallel ranks x replicas.
+        reduced_bytes: gradients that are reduced after the last op.
+        gathered_bytes: weights that are gathered; 0 without ZeRO.
+    """
+    rate, slots = network.inside.bandwidth, max(network.hosts.slots)
+    if copies * tensor > slots:
+        rings = 1 if network.ports == HOST_PORTS else -(-slots // tensor)
+        rate = min(rate, network.between.bandwidth * rings)
+    return (2 * reduced_bytes + gathered_bytes) * (copies - 1) / copies / rate
 
 
 def message_links(

@@ -31,7 +31,8 @@ def traffic(sizes: TrainingSizes, placement: Placement, micro_batches: int) -> T
     layers = sizes.stage_layer_counts(placement.stages)
     pipes = Counter(placement.pipes_of(micro_batches))
     reduced = message_bytes(replace(sizes, sequence_parallel=False))
-    passes = 3 if sizes.recompute == "full" or placement.forward_devices else 2
+    repeats = 1 / sizes.recompute_interval if sizes.recompute == "full" else 0
+    passes = 2 + (1 if placement.forward_devices else repeats)
     per_parameter = sizes.bytes
     parameters, tensor = [], []
     for device, chunks in enumerate(placement.chunks):

@@ -227,12 +227,7 @@ def lower_bound(workload: Workload) -> float:
 
 def _device_bound(workload: Workload, device: int, counts: list[int]) -> float:
     """Return the bound of one device, 0 if it is idle. ``counts`` has the micro-batches of every pipe."""
-    chunks = [
-        (pipe, stage)
-        for pipe, devices in enumerate(workload.placement.pipes)
-        for stage, owner in enumerate(devices)
-        if owner == device and counts[pipe]
-    ]
+    chunks = [(pipe, stage) for stage, pipe in workload.placement.chunks[device] if counts[pipe]]
     if not chunks:
         return 0.0
     times = workload.times

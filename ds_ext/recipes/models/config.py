@@ -244,10 +244,9 @@ class TransformerConfig:
 
     @property
     def repeated_share(self) -> float:
-        """Share of a layer's forward that ``recompute`` repeats in the backward."""
-        if self.recompute == "selective":
-            return self.layer_work.attention / self.layer_work.total
-        return 1.0 if self.recompute == "full" else 0.0
+        """Share of the layers' forwards that ``recompute`` repeats in the backward."""
+        shares = {"none": 0.0, "selective": self.layer_work.attention / self.layer_work.total, "full": 1.0}
+        return shares[self.recompute] / self.recompute_interval
 
     def head_work(self, repeated: float = 0.0) -> float:
         """Return the work of the head, in transformer layers. A backward takes twice as many operations as a forward.
