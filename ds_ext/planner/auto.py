@@ -111,6 +111,7 @@ def _make_request(
         recompute=_recomputations(sizes, train),
         stage_layers=train.get("stage_layers"),
         max_stages=layers,
+        intervals=(1 if sizes is None else sizes.recompute_interval,),
     )
 
 
@@ -244,8 +245,6 @@ def training_sizes(
     return TrainingSizes.of_model(
         model,
         sequence_parallel=bool(config.get("ds_ext", {}).get("sequence_parallel")),
-        # With an interval, only some layers recompute. The estimate assumes that none do, so it is too high.
-        recompute=model.recompute if model.recompute_interval == 1 else "none",
         micro_batch=micro_batch,
         precision=precision(config),
         optimizer=adam_implementation(config),

@@ -366,7 +366,8 @@ class _Search:
 
     def _is_excluded(self, group: int, bound: tuple[float, ...], slow: bool) -> bool:
         """Return whether a candidate cannot be chosen and, unless it is slow, cannot be in the best two groups."""
-        return bound > (0.0, self._most_time(group, slow))
+        most = self._most_time(group, slow)
+        return most < math.inf and bound > (0.0, most)
 
     def _most_time(self, group: int, slow: bool) -> float:
         """Return the longest time of a candidate that is worth its evaluation."""
