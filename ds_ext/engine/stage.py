@@ -81,10 +81,11 @@ class Buffer:
         stage and deferred gradients read. So no two of them keep the same memory.
         """
         roots = self.roots(scale)
+        self.outputs = None  # the loss has read them
         without_grad = [parameter for parameter in parameters if parameter.grad is None]
         if roots:  # none if all layers up to here are frozen, or the loss does not depend on them
             backward(*zip(*roots, strict=True))
-        self.outputs = self.grads = self.loss = None
+        self.grads = self.loss = None
         self.edges = ()
         read = set() if self.weights is None else self.weights.memory
         _separate_grads((*(self.inputs or ()), *without_grad), read)

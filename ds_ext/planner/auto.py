@@ -244,8 +244,6 @@ def training_sizes(
     return TrainingSizes.of_model(
         model,
         sequence_parallel=bool(config.get("ds_ext", {}).get("sequence_parallel")),
-        # With an interval, only some layers recompute. The estimate assumes that none do, so it is too high.
-        recompute=model.recompute if model.recompute_interval == 1 else "none",
         micro_batch=micro_batch,
         precision=precision(config),
         optimizer=adam_implementation(config),

@@ -21,7 +21,7 @@ _DIGITS = 8  # of a factor: precise enough for any plan, short enough for a read
 def message_bytes(sizes: TrainingSizes) -> int:
     """Return the bytes of an activation or gradient between two stages."""
     ranks = sizes.tensor_parallel if sizes.sequence_parallel else 1
-    return 2 * sizes.tokens_of_16_bits * sizes.hidden_size // ranks
+    return sizes.token_bytes * sizes.tokens * sizes.hidden_size // ranks
 
 
 def split_layers(
