@@ -270,7 +270,7 @@ def _device_memory(timetable: Timetable, model: TrainingSizes) -> list[dict[str,
 def _stage_bytes(model: TrainingSizes) -> list[int]:
     """Return the bytes of a micro-batch's activations at every stage."""
     assert model.stage_layers is not None, "split_layers() comes first"
-    return list(map(math.ceil, model.stage_activations(len(model.stage_layers))))
+    return [math.ceil(stage.kept) for stage in model.stage_activations(len(model.stage_layers))]
 
 
 def _stage_lines(model: TrainingSizes, costs: Costs) -> Iterator[str]:

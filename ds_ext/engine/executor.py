@@ -299,8 +299,7 @@ class Executor:
 
     def send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
         """Send the outputs of a stage to the next one."""
-        outputs = self.buffers[buffer_id].outputs
-        assert outputs is not None
+        outputs = self.buffers[buffer_id].take_outputs()
         self.messages.send(MessageKind.ACTIVATION, outputs, stage + 1, micro_batch, peer)
 
     def receive_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
@@ -319,8 +318,7 @@ class Executor:
 
     def copy_activation(self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int) -> None:
         """Pass the outputs on to the next stage, on this rank."""
-        outputs = self.buffers[buffer_id].outputs
-        assert outputs is not None
+        outputs = self.buffers[buffer_id].take_outputs()
         self.buffers[to_buffer].set_inputs(tuple([t.detach() for t in outputs]))
 
     def copy_grad(self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int) -> None:

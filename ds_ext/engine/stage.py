@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..errors import ConfigError
 from ..tensor_parallel import WeightGradients, address, backward
@@ -18,6 +19,8 @@ from .module import PipelineModule
 
 # torch's errors for inputs with a wrong dtype.
 _DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same")
+Root = tuple[Tensor | GradientEdge, Tensor | None]
+"""Start of a backward, with its gradient; None: the gradient of a scalar is 1."""
 _alias = torch.ops.aten._unsafe_view.default
 
 
@@ -28,7 +31,8 @@ class Buffer:
     Attributes:
         inputs: inputs of the stage, the leaves of its graph.
         labels: labels of the micro-batch; last stage only.
-        outputs: outputs of the stage, with their graph.
+        outputs: outputs of the stage, with their graph, until they are passed on.
+        edges: afterwards, the edge of every differentiable output in the graph; None for one without a gradient.
         loss: loss of the micro-batch, with its graph; last stage only.
         grads: gradients of the outputs; a marker for an output that the loss does not depend on.
         weights: deferred weight gradients of a split backward.
@@ -37,6 +41,7 @@ class Buffer:
     inputs: tuple[Tensor, ...] | None = None
     labels: tuple[Tensor, ...] | None = None
     outputs: tuple[Tensor, ...] | None = None
+    edges: tuple[GradientEdge | None, ...] = ()
     loss: Loss | None = None
     grads: tuple[Tensor, ...] | None = None
     weights: WeightGradients | None = None
@@ -46,19 +51,27 @@ class Buffer:
         trains = torch.is_grad_enabled()
         self.inputs = tuple(t.requires_grad_(trains and _differentiable(t)) for t in tensors)
 
+    def take_outputs(self) -> tuple[Tensor, ...]:
+        """Return the outputs, of which a backward needs only the edges. Their memory may be freed."""
+        assert self.outputs is not None
+        outputs, self.outputs = self.outputs, None
+        differentiable = [tensor for tensor in outputs if _differentiable(tensor)]
+        self.edges = tuple([get_gradient_edge(t) if t.requires_grad else None for t in differentiable])
+        return outputs
+
     def take_input_grads(self) -> tuple[Tensor, ...]:
         """Return the gradients of the differentiable inputs, a marker for an unused input, and drop the inputs."""
         assert self.inputs is not None
         inputs, self.inputs = self.inputs, None
         return tuple(_take_grad(t) for t in inputs if _differentiable(t))
 
-    def roots(self, scale: Callable[[Loss], Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-        """Return what a backward starts from: the scaled loss, or the outputs and their gradients."""
+    def roots(self, scale: Callable[[Loss], Tensor]) -> list[Root]:
+        """Return what a backward starts from: the scaled loss, or the edges of the outputs and their gradients."""
         if self.loss is not None:
             return [(scale(self.loss), None)]
-        assert self.outputs is not None and self.grads is not None
-        pairs = zip([t for t in self.outputs if _differentiable(t)], self.grads, strict=True)
-        return [(output, grad) for output, grad in pairs if output.requires_grad and not is_marker(grad)]
+        assert self.grads is not None
+        pairs = zip(self.edges, self.grads, strict=True)
+        return [(edge, grad) for edge, grad in pairs if edge is not None and not is_marker(grad)]
 
     def backward(self, scale: Callable[[Loss], Tensor], parameters: Iterable[Tensor]) -> None:
         """Run the backward and drop the graph.
@@ -68,10 +81,12 @@ class Buffer:
         stage and deferred gradients read. So no two of them keep the same memory.
         """
         roots = self.roots(scale)
+        self.outputs = None  # the loss has read them
         without_grad = [parameter for parameter in parameters if parameter.grad is None]
         if roots:  # none if all layers up to here are frozen, or the loss does not depend on them
             backward(*zip(*roots, strict=True))
-        self.outputs = self.grads = self.loss = None
+        self.grads = self.loss = None
+        self.edges = ()
         read = set() if self.weights is None else self.weights.memory
         _separate_grads((*(self.inputs or ()), *without_grad), read)
 

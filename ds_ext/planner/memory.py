@@ -1,19 +1,6 @@
 """Memory of every device for a GPT of given sizes: weights, gradients, optimizer states, activations.
 
-Activations of a transformer layer follow Korthikanti et al., "Reducing Activation Recomputation in Large Transformer
-Models" (arXiv 2205.05198), table 2. Bytes, with sequence length s, micro-batch size b, hidden size h, heads a,
-tensor-parallel size t, 16-bit activations and one-byte dropout masks:
-
-    recompute              without sequence parallelism     with it
-    none                   sbh (10 + 24/t + 5as/(ht))       sbh (34/t + 5as/(ht))
-    selective              sbh (10 + 24/t)                  sbh 34/t
-    full                   2sbh                             2sbh
-
-The rows are for an MLP with 4h and as many keys and values as queries. Otherwise 24 stands for 4 (q + k + f) / h, where
-q and k are the widths of the queries and of the keys, and f that of the MLP, twice with a gated MLP (SwiGLU).
-
-Attention that does not store its scores (FlashAttention, PyTorch's SDPA) keeps as much as "selective". Not counted:
-kernel workspaces, the layer being recomputed, messages in flight, fragmentation.
+:mod:`.activations` gives the activations of a stage. Not counted: kernel workspaces, messages in flight, fragmentation.
 """
 
 from __future__ import annotations
@@ -21,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate, pairwise
 from typing import Any, Self
 
 from ..errors import ScheduleError
@@ -30,6 +16,7 @@ from ..pipe_schedules.placement import Placement, linear
 from ..pipe_schedules.timetables import Timetable
 from ..recipes.models.config import TransformerConfig
 from ..recipes.models.field_flags import NO_FLAG, flag
+from .activations import Activations, layer_activations, stage_activations
 from .parameter_bytes import BUCKET, PRECISIONS, ParameterBytes, parameter_bytes
 
 RECOMPUTATIONS = ("none", "selective", "full")
@@ -101,30 +88,23 @@ class TrainingSizes(TransformerConfig):
         return sizes if self.reduced_bytes is None else replace(sizes, reduced=self.reduced_bytes)
 
     @property
-    def tokens_of_16_bits(self) -> int:
-        """Tokens of a micro-batch. In fp32, a token counts as two."""
-        return self.seq_length * self.micro_batch * (2 if self.precision == "fp32" else 1)
+    def tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.seq_length * self.micro_batch
 
     @property
-    def _widths(self) -> tuple[int, int, int]:
-        """Widths of the queries, of the keys, and of the MLP's column-parallel layers."""
-        inner = self.ffn_size * (2 if self.swiglu else 1)
-        return self.num_attention_heads * self.head_size, self.query_groups * self.head_size, inner
+    def token_bytes(self) -> int:
+        """Bytes of an element of an activation."""
+        return 4 if self.precision == "fp32" else 2
 
-    def layer_activations(self, recompute: str | None = None) -> float:
-        """Return the bytes that a rank keeps for one transformer layer and one micro-batch.
+    @property
+    def attention_widths(self) -> tuple[int, int]:
+        """Widths of the queries and of the keys."""
+        return self.num_attention_heads * self.head_size, self.query_groups * self.head_size
 
-        ``recompute`` is that of the layer; None: that of the layers that recompute.
-        """
-        sb, h, t = self.tokens_of_16_bits, self.hidden_size, self.tensor_parallel
-        recompute = recompute or self.recompute
-        if recompute == "full":
-            return 2 * sb * h
-        stored = recompute == "none" and self.attention_scores
-        scores = 5 * self.num_attention_heads * self.seq_length / t if stored else 0
-        between, inside = 10 * h, 4 * sum(self._widths)
-        kept = (between + inside) / t if self.sequence_parallel else between + inside / t
-        return sb * (kept + scores)
+    def layer_activations(self) -> float:
+        """Return the bytes that a rank keeps for one transformer layer and one micro-batch."""
+        return layer_activations(self, self.recompute).kept
 
     def stage_layer_counts(self, stages: int) -> tuple[int, ...]:
         """Return the transformer layers of every stage. Raises ScheduleError if they do not fit ``stages``."""
@@ -142,32 +122,17 @@ class TrainingSizes(TransformerConfig):
             )
         return (per_stage,) * stages
 
-    def recomputing_layers(self, stages: int) -> tuple[int, ...]:
-        """Return the layers of every stage that recompute: every ``recompute_interval``-th of the model."""
-        counts, every = self.stage_layer_counts(stages), self.recompute_interval
-        ends = (-(-end // every) for end in accumulate(counts))
-        return tuple(end - start for start, end in pairwise([0, *ends]))
-
-    def stage_activations(self, stages: int) -> tuple[float, ...]:
-        """Return the bytes that a rank keeps at every stage for one micro-batch.
-
-        The first stage also keeps the dropout mask of the embedding, sbh. The last stage also keeps the inputs of its
-        norm and head, 4sbh, and the 32-bit logits, 4sb * vocab / t (section 4.3 of the paper).
-        """
-        inner, plain = self.layer_activations(), self.layer_activations("none")
-        counts = zip(self.stage_layer_counts(stages), self.recomputing_layers(stages), strict=True)
-        kept = [repeated * inner + (layers - repeated) * plain for layers, repeated in counts]
-        t, sbh = self.tensor_parallel, self.tokens_of_16_bits * self.hidden_size
-        between = sbh / t if self.sequence_parallel else sbh
-        kept[0] += between
-        kept[-1] += 4 * between + 4 * self.tokens_of_16_bits * self.vocab_size / t
-        return tuple(kept)
+    def stage_activations(self, stages: int) -> tuple[Activations, ...]:
+        """Return the activations of every stage for one micro-batch."""
+        layers = self.stage_layer_counts(stages)
+        return tuple(stage_activations(self, stage, layers) for stage in range(stages))
 
     @property
     def layer_parameters(self) -> float:
         """Number of parameters of one transformer layer on a rank."""
         h, t = self.hidden_size, self.tensor_parallel
-        queries, keys, inner = self._widths
+        queries, keys = self.attention_widths
+        inner = self.ffn_size * (2 if self.swiglu else 1)
         # Tensor parallelism splits matrices and the biases of column-parallel layers, not other biases and norms.
         layer = (self.layer_work.matrices + queries + 2 * keys + inner) / t + 6 * h
         # Ranks that share a query group have the keys and values of all groups.
@@ -305,7 +270,7 @@ def _training_memory(
 
 
 def _peaks(
-    timetable: Timetable, device: int, kept: tuple[float, ...], reduced: list[float], late: float
+    timetable: Timetable, device: int, stages: tuple[Activations, ...], reduced: list[float], late: float
 ) -> tuple[float, float]:
     """Return the peaks of the live activations of a device, without and with the copies of eager reductions.
 
@@ -313,7 +278,7 @@ def _peaks(
     next one waits. On slow links, more of them may wait. A weight tied to another device comes last.
 
     Args:
-        kept: bytes that a micro-batch keeps at every stage.
+        stages: activations of a micro-batch at every stage.
         reduced: bytes of the copy of every stage.
         late: bytes of the copy of a weight tied to another device, else 0.
     """
@@ -322,16 +287,26 @@ def _peaks(
     live = peak = both = 0.0
     started: list[float] = []
     for kind, _, stage in ops:
-        if kind in (FORWARD, RECOMPUTE):
-            live += kept[stage]
-            peak, both = max(peak, live), max(both, live + sum(started))
-        elif kind != BACKWARD_INPUT:
-            live -= kept[stage]
+        rise, change = _changes(stages[stage], kind)
+        peak, both = max(peak, live + rise), max(both, live + rise + sum(started))
+        live += change
+        if kind in (BACKWARD, BACKWARD_WEIGHT):
             backwards[stage] -= 1
             if not backwards[stage]:
                 started = sorted([*started, reduced[stage]])[-2:]
                 both = max(both, live + sum(started))
     return peak, max(both, live + sum(sorted([*started, late])[-2:]))
+
+
+def _changes(stage: Activations, kind: str) -> tuple[float, float]:
+    """Return the bytes by which an op raises the live activations at most, and those by which it changes them."""
+    if kind in (FORWARD, RECOMPUTE):
+        return stage.forward, stage.kept
+    if kind == BACKWARD:
+        return stage.backward, -stage.kept
+    if kind == BACKWARD_INPUT:
+        return stage.backward_input, stage.deferred - stage.kept
+    return stage.backward_weight, -stage.deferred
 
 
 def _reduction_bytes(sizes: TrainingSizes, count: float, shards: int, copies: int) -> float:

@@ -26,9 +26,10 @@ from ..pipe_schedules import SCHEDULES, Op, Placement, Schedule, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.events import Workload
 from ..pipe_schedules.list_scheduling.search import lower_bound
-from ..pipe_schedules.ops import BACKWARD, FORWARD, KINDS
+from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulation import Simulation, simulate
+from .activations import layer_activations
 from .memory import RECOMPUTATIONS, DeviceMemory, TrainingSizes, memory
 from .stage_costs import split_layers, stage_costs
 from .step_time import Reductions, least_collectives_s, step_times, with_tensor_parallel
@@ -470,7 +471,7 @@ class _Kind:
         parameters = sizes.num_layers * sizes.layer_parameters
         kept = sizes.bytes.weights + sizes.bytes.gradients
         plain = sizes.num_layers - -(-sizes.num_layers // sizes.recompute_interval)
-        activations = plain * sizes.layer_activations("none")
+        activations = plain * layer_activations(sizes, "none").kept
         activations += (sizes.num_layers - plain) * sizes.layer_activations()
         need = (parameters * kept + activations) / request.devices
         return _sort_key(_is_too_large(int(need), request.memory_bytes), request.least_time(sizes), int(need))
@@ -635,15 +636,22 @@ class _Variant:
 
     @cached_property
     def _one_micro_batch(self) -> tuple[DeviceMemory, ...]:
-        """Memory of every device for one micro-batch at a time; empty without a model."""
-        placement = self.placement
-        if self.sizes is None:
+        """Memory of every device for one micro-batch at a time, at least; empty without a model."""
+        placement, sizes = self.placement, self.sizes
+        if sizes is None:
             return ()
-        orders = tuple(
-            tuple(Op(kind, 0, stage) for stage in placement.stages_of(d) for kind in (FORWARD, BACKWARD))
-            for d in range(placement.num_devices)
+
+        def devices(*kinds: str) -> tuple[DeviceMemory, ...]:
+            orders = tuple(
+                tuple(Op(kind, 0, stage) for stage in placement.stages_of(d) for kind in kinds)
+                for d in range(placement.num_devices)
+            )
+            return memory(Timetable("", placement, self.request.micro_batches, orders), sizes)
+
+        whole, split = devices(FORWARD, BACKWARD), devices(FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+        return tuple(
+            min(parts, key=lambda device: device.activations) for parts in zip(whole, split, strict=True)
         )
-        return memory(Timetable("", placement, self.request.micro_batches, orders), self.sizes)
 
     def bound_within(self, time: float) -> tuple[float, ...]:
         """Return a lower bound on the sort key of the orders that take at most ``time``.
@@ -652,16 +660,15 @@ class _Variant:
         """
         placement, request = self.placement, self.request
         workload = Workload(placement, request.micro_batches, self.network_costs, split=True)
-        kind, needs = workload.gradient_kind, [0]
+        kind, needs, sizes = workload.gradient_kind, [0], self.sizes
+        kept = sizes.stage_activations(placement.stages) if sizes and time < math.inf else ()
         for device, parts in enumerate(self._one_micro_batch):
-            assert self.sizes is not None
             average = 0.0
-            if time < math.inf:
-                kept = self.sizes.stage_activations(placement.stages)
+            if kept:
                 for stage, pipe in placement.chunks[device]:
                     starts = workload.earliest_starts[pipe]
                     life = starts[kind][stage] + workload.times[kind][stage] - starts[FORWARD][stage]
-                    average += kept[stage] * life * request.micro_batches / placement.replicas
+                    average += kept[stage].kept * life * request.micro_batches / placement.replicas
                 average *= request.unit_s * (1 - self.costs.jitter) / (1 + self.costs.jitter) / time
             # Another order of the stages may need smaller buffers.
             needs.append(parts.total - parts.buffers + max(0, int(average) - parts.activations))

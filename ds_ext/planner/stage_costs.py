@@ -7,7 +7,7 @@ on the last stage, and recomputation repeats the layers but not the head.
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from ..errors import ConfigError, ScheduleError
 from ..parallel.partition import BALANCED, layer_boundaries
@@ -21,7 +21,7 @@ _DIGITS = 8  # of a factor: precise enough for any plan, short enough for a read
 def message_bytes(sizes: TrainingSizes) -> int:
     """Return the bytes of an activation or gradient between two stages."""
     ranks = sizes.tensor_parallel if sizes.sequence_parallel else 1
-    return 2 * sizes.tokens_of_16_bits * sizes.hidden_size // ranks
+    return sizes.token_bytes * sizes.tokens * sizes.hidden_size // ranks
 
 
 def split_layers(
@@ -73,10 +73,11 @@ def stage_costs(costs: Costs, sizes: TrainingSizes) -> Costs:
     # Only ratios matter: a layer costs as much as 1/D of the model in ``costs``.
     layer_cost = whole + repeated * costs.forward
     added = repeated * sizes.recompute_interval * costs.forward
-    recomputing = sizes.recomputing_layers(len(sizes.stage_layers))
-    stage_cost = [
-        count * whole + again * added for count, again in zip(sizes.stage_layers, recomputing, strict=True)
-    ]
+    every = sizes.recompute_interval
+    stage_cost = []
+    for first, end in pairwise(accumulate(sizes.stage_layers, initial=0)):
+        recomputing = -(-end // every) - -(-first // every)  # multiples of the interval
+        stage_cost.append((end - first) * whole + recomputing * added)
     stage_cost[-1] += head_layers * whole
     # Cost of a stage if the model were divided evenly and the head recomputed too.
     even_share = (sizes.num_layers + head_layers) * layer_cost / len(stage_cost)

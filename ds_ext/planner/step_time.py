@@ -67,7 +67,7 @@ def with_tensor_parallel(
     """
     if sizes.tensor_parallel == 1:
         return costs
-    size = 2 * sizes.tokens_of_16_bits * sizes.hidden_size
+    size = sizes.token_bytes * sizes.tokens * sizes.hidden_size
     all_reduce_s = _tensor_all_reduce_s(size, sizes.tensor_parallel, network)
     added = 2 * all_reduce_s * (sizes.num_layers + sizes.head_work()) / devices / unit_s
     repeated = 1 + (sizes.repeated_share if sizes.recompute == "full" else 0)

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.autograd.graph import GradientEdge
 
 from ..errors import ConfigError
 
@@ -141,23 +142,26 @@ class deferring:
         _later, _deferrable = self._previous
 
 
-def backward(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def backward(tensors: Sequence[Tensor | GradientEdge], gradients: Sequence[Tensor | None]) -> None:
     """Run ``torch.autograd.backward``, without its checks if every gradient has its tensor's shape.
 
     For a small graph the checks take as long as the backward, and this function runs for every micro-batch. A missing
-    gradient is that of a real scalar, 1.
+    gradient is that of a real scalar, 1. The gradient of an edge must have the shape of its tensor.
     """
     run = _engine_run_backward
-    seeds = [
-        torch.ones_like(t) if g is None and not t.shape and t.is_floating_point() else g
-        for t, g in zip(tensors, gradients, strict=True)
-    ]
+    seeds = [_seed(t) if g is None else g for t, g in zip(tensors, gradients, strict=True)]
     if run is not None and all(
-        g is not None and g.shape == t.shape for t, g in zip(tensors, seeds, strict=True)
+        g is not None and (isinstance(t, GradientEdge) or g.shape == t.shape)
+        for t, g in zip(tensors, seeds, strict=True)
     ):
         run(tuple(tensors), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
         torch.autograd.backward(list(tensors), list(gradients))
+
+
+def _seed(tensor: Tensor | GradientEdge) -> Tensor | None:
+    is_scalar = isinstance(tensor, Tensor) and not tensor.shape and tensor.is_floating_point()
+    return torch.ones_like(tensor) if is_scalar else None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -241,6 +245,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight_rows = ctx.saved_tensors
+        x = x.detach()  # without the graph, which has the inputs of the stage
         weight, bias = ctx.parameters
         rows = ctx.rows
         grad = grads[0].reshape(-1, grads[0].shape[-1])

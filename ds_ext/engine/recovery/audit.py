@@ -33,7 +33,7 @@ from ..deepspeed_api.recompute import Values, buffers_of, preserve_buffers
 from ..executor import Executor, Observer
 from ..messages import pack
 from ..module import PipelineModule
-from ..stage import Buffer
+from ..stage import Buffer, Root
 from ..together import together
 
 logger = logging.getLogger(__name__)
@@ -377,6 +377,7 @@ class Audit(Observer):
                     buffer.loss = engine.executor.losses.compute(outputs, buffer.labels)
             buffer.outputs = pack(outputs, f"stage {stage}")
             forward = checksum(_outputs(buffer))
+            buffer.take_outputs()
             buffer.grads = _copy_to(evidence.grads, engine.device)
             try:
                 grads = _gradients(buffer.roots(engine.executor.scale), inputs, evidence.splits)
@@ -397,9 +398,7 @@ class Audit(Observer):
         self._has_warned = True
 
 
-def _gradients(
-    roots: Sequence[tuple[Tensor, Tensor | None]], inputs: Iterable[Tensor], splits: bool
-) -> list[Tensor]:
+def _gradients(roots: Sequence[Root], inputs: Iterable[Tensor], splits: bool) -> list[Tensor]:
     """Return the gradients of the inputs that have one, without adding to those of the weights.
 
     Args:
