@@ -206,7 +206,7 @@ def _result_lines(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes) -> 
     yield from _table(plan.shown[:_SHOWN])
     large = len(plan.ranked) - len(plan.shown)
     if large:
-        yield f"too large: {large} other sizes"
+        yield f"too large: {large} other"
     yield ""
     yield _reason(plan)
     if not plan.best.fits and plan.best.candidate is not None:
