@@ -15,6 +15,7 @@ from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.memory import TrainingSizes, memory
 from ds_ext.planner.search import SAME, Candidates, Request, choose
+from ds_ext.planner.stage_costs import stage_costs
 from tests.selection import select
 
 ALL_OPS = 10**9  # "cheap_ops" with which every candidate is priced
@@ -121,6 +122,16 @@ def test_recomputation_costs_forward_time() -> None:
     sizes = [row.memory_bytes or 0 for row in ordered]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == 3
     assert {r.recompute for r in choose(replace(request, recompute=("full",))).ranked} == {"full"}
+
+
+def test_an_interval_repeats_the_forwards_of_its_layers() -> None:
+    """Layers 0, 3, 6 and 9 of 10 recompute."""
+    sizes = replace(MODEL, num_layers=10, stage_layers=(4, 2, 3, 1), recompute="full", recompute_interval=3)
+    costs = stage_costs(Costs(), sizes)
+    times, head = costs.durations(linear(4)), sizes.head_work()
+    for stage, (layers, repeated) in enumerate(((4, 2), (2, 0), (3, 1), (1, 1))):
+        work = 3 * layers + repeated + 3 * head * (stage == 3)
+        assert times["B"][stage] + times["F"][stage] == pytest.approx(work * 4 / (10 + head), rel=1e-6)
 
 
 def test_ties_go_to_the_simplest() -> None:
