@@ -1,0 +1,177 @@
+"""Bytes of activations that a stage of a GPT keeps between its passes, and those that exist only during a pass.
+
+A layer keeps the tensors that its backward reads (Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", arXiv 2205.05198, section 4). Elements per token, on one of t tensor-parallel ranks:
+
+    tensors                                          read by            elements
+    inputs of both norms                             norms              2c
+    inputs of the column-parallel layers             qkv, fc1           2h
+    queries, keys, values and their context          attention, proj    2q + 2k
+    input and output of the activation function      gelu, fc2          2f, with a gated MLP 4f
+
+h is the hidden size, and c the same, or h/t with sequence parallelism. q, k and f are the widths of the queries, of the
+keys, and of the MLP, divided by t. Further tensors: a byte per element of c for every dropout mask; rotated queries and
+keys; the fp32 copies of an RMSNorm; with attention that stores its s x s scores, 5 bytes per score (FlashAttention and
+torch's SDPA do not). "selective" drops what attention adds; "full" keeps the input of the layer only. The table of the
+paper is the sum for q = k = h, f = 4h and two masks; it gathers inputs of sequence parallelism again, which are kept
+here.
+
+The first half of a split backward frees everything but the inputs and the output gradients of the linear layers, which
+the second half reads. These are about as many bytes, also for a layer that was recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .memory import TrainingSizes
+
+_CHUNKS, _LEAST_CHUNK = 16, 1 << 20  # of the fp32 logits in tensor_parallel/loss.py: number, and bytes
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro-batch at a stage or in one of its layers.
+
+    Attributes:
+        kept: from the forward to the backward, or to its first half.
+        deferred: from the first half of a split backward to the second.
+        forward, backward, backward_input, backward_weight: largest rise in a pass above the bytes before it.
+    """
+
+    kept: float
+    deferred: float
+    forward: float
+    backward: float
+    backward_input: float
+    backward_weight: float
+
+
+def stage_activations(sizes: TrainingSizes, stage: int, layers: Sequence[int]) -> Activations:
+    """Return the activations of a stage.
+
+    Args:
+        sizes: the model and its parallel sizes.
+        stage: number of the stage.
+        layers: transformer layers of every stage.
+    """
+    first = sum(layers[:stage])
+    parts = [layer_activations(sizes, sizes.recomputes(first + index)) for index in range(layers[stage])]
+    c, size = _between(sizes), sizes.token_bytes
+    if stage == 0:
+        parts.insert(0, _embedding(sizes))
+    elif parts and sizes.normalization == "RMSNorm" and size == 2 and sizes.recomputes(first) != "full":
+        parts[0] = replace(
+            parts[0], kept=parts[0].kept + sizes.tokens * c * size
+        )  # the norm keeps only a copy
+    if stage == len(layers) - 1:
+        parts.append(_head(sizes))
+    kept = forward = 0.0
+    for part in parts:
+        forward = max(forward, kept + part.kept + part.forward)
+        kept += part.kept
+    backward = backward_input = after = after_input = 0.0
+    for part in reversed(parts):
+        backward, backward_input = (
+            max(backward, after + part.backward),
+            max(backward_input, after_input + part.backward_input),
+        )
+        after -= part.kept
+        after_input += part.deferred - part.kept
+    return Activations(
+        kept,
+        sum(part.deferred for part in parts),
+        forward,
+        backward,
+        backward_input,
+        max((part.backward_weight for part in parts), default=0.0),
+    )
+
+
+def _between(sizes: TrainingSizes) -> float:
+    """Return c, the elements of a token between tensor-parallel layers."""
+    return sizes.hidden_size / sizes.tensor_parallel if sizes.sequence_parallel else sizes.hidden_size
+
+
+def layer_activations(sizes: TrainingSizes, recompute: str) -> Activations:
+    """Return the activations of a transformer layer with a kind of recomputation."""
+    size, t, gated = sizes.token_bytes, sizes.tensor_parallel, sizes.swiglu
+    h, c = sizes.hidden_size, _between(sizes)
+    q, k, f = (width / t for width in (*sizes.attention_widths, sizes.ffn_size))
+    dropout = sizes.hidden_dropout > 0
+    inner = (4 if gated else 2) * f  # elements of the MLP
+    # Bytes of a token.
+    core = (
+        5 * sizes.num_attention_heads * sizes.seq_length / t
+        if sizes.attention_scores
+        else 4 * sizes.num_attention_heads / t
+    )
+    everything = _norms(sizes, 2 * c) + size * (2 * h + q + inner) + 2 * c * dropout
+    everything += size * _attention_inputs(sizes, q, k) + core
+    everything += _norms(sizes, q + k) if sizes.qk_layernorm else 0
+    kept = {"none": everything, "selective": everything - core, "full": size * c}[recompute]
+    # The backward of the MLP comes first: the gradient of the output, and gradients of inner tensors.
+    repeated = everything - kept if recompute == "full" else max(everything - kept - size * inner, 0)
+    gathered = (
+        h if t > 1 else 0
+    )  # the gradient of the output over all tokens, or that of the input before its sum
+    above = size * (c + gathered) + (size - 1) * c * dropout + repeated
+    weight = size * h * f
+    deferred = size * (4 * h + 2 * q + 2 * k + (3 if gated else 2) * f)
+    temporary = size * (3 * c + (0 if recompute != "full" else (3 if gated else 2) * f))
+    tokens = sizes.tokens
+    return Activations(
+        tokens * kept,
+        tokens * deferred,
+        tokens * temporary,
+        tokens * (above + size * inner / 2) + weight,
+        tokens * (above + size * (inner / 2 + f)),
+        weight,
+    )
+
+
+def _norms(sizes: TrainingSizes, width: float) -> float:
+    """Return the bytes of a token that norms over ``width`` elements keep, without their outputs."""
+    size = sizes.token_bytes
+    if sizes.normalization == "LayerNorm":
+        return size * width
+    return (4 + size if size == 2 else 2 * size) * width  # in fp32, and before the weight is applied
+
+
+def _attention_inputs(sizes: TrainingSizes, q: float, k: float) -> float:
+    """Return the elements of a token in queries, keys and values."""
+    if sizes.position_embedding_type != "rope" and not sizes.qk_layernorm:
+        return q + 2 * k
+    # Queries and keys are new tensors. The values are a part of the output of a linear layer, which is kept whole.
+    return q + k + 2 * k + (q if sizes.query_groups == sizes.num_attention_heads else 0)
+
+
+def _embedding(sizes: TrainingSizes) -> Activations:
+    """Return the activations of the embeddings, and of the dropout after them."""
+    tokens, size, c = sizes.tokens, sizes.token_bytes, _between(sizes)
+    weight = size * sizes.embedding_parameters
+    kept = tokens * c * (sizes.hidden_dropout > 0)
+    return Activations(
+        kept, tokens * size * c, 0.0, tokens * size * c + weight, 2 * tokens * size * c, weight
+    )
+
+
+def _head(sizes: TrainingSizes) -> Activations:
+    """Return the activations of the last norm, the head and the loss."""
+    tokens, size, c, h = sizes.tokens, sizes.token_bytes, _between(sizes), sizes.hidden_size
+    vocabulary = sizes.padded_vocab_size(sizes.tensor_parallel) / sizes.tensor_parallel
+    logits, weight = tokens * size * vocabulary, size * vocabulary * h
+    fp32 = 4 * tokens * vocabulary
+    chunk = max(fp32 / _CHUNKS, min(_LEAST_CHUNK, fp32))
+    kept = tokens * (_norms(sizes, c) + size * h) + logits
+    return Activations(
+        kept,
+        tokens * size * h + logits,
+        chunk,
+        max(logits + chunk, tokens * size * (c + h) + weight),
+        logits + chunk,
+        weight,
+    )
