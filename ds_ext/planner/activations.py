@@ -111,10 +111,13 @@ def layer_activations(sizes: TrainingSizes, recompute: str) -> Activations:
     )
     everything = _norms(sizes, 2 * c) + size * (2 * h + q + inner) + 2 * c * dropout
     everything += size * _attention_inputs(sizes, q, k) + core
+    everything += _norms(sizes, q + k) if sizes.qk_layernorm else 0
     kept = {"none": everything, "selective": everything - core, "full": size * c}[recompute]
     # The backward of the MLP comes first: the gradient of the output, and gradients of inner tensors.
     repeated = everything - kept if recompute == "full" else max(everything - kept - size * inner, 0)
-    gathered = h if sizes.sequence_parallel else 0
+    gathered = (
+        h if t > 1 else 0
+    )  # the gradient of the output over all tokens, or that of the input before its sum
     above = size * (c + gathered) + (size - 1) * c * dropout + repeated
     weight = size * h * f
     deferred = size * (4 * h + 2 * q + 2 * k + (3 if gated else 2) * f)
@@ -140,11 +143,10 @@ def _norms(sizes: TrainingSizes, width: float) -> float:
 
 def _attention_inputs(sizes: TrainingSizes, q: float, k: float) -> float:
     """Return the elements of a token in queries, keys and values."""
-    rotated = sizes.position_embedding_type == "rope"
-    if not rotated:
+    if sizes.position_embedding_type != "rope" and not sizes.qk_layernorm:
         return q + 2 * k
-    # The values are a part of the output of a linear layer, which is kept whole.
-    return q + k + (2 * k if sizes.query_groups != sizes.num_attention_heads else q + 2 * k)
+    # Queries and keys are new tensors. The values are a part of the output of a linear layer, which is kept whole.
+    return q + k + 2 * k + (q if sizes.query_groups == sizes.num_attention_heads else 0)
 
 
 def _embedding(sizes: TrainingSizes) -> Activations:

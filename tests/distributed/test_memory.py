@@ -27,9 +27,20 @@ MODEL = GPTConfig(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
-LONG_SAMPLES = replace(
-    MODEL, seq_length=128
-)  # activations as large as the temporary tensors of the optimizer
+# Activations as large as the temporary tensors of the optimizer.
+LONG_SAMPLES = replace(MODEL, seq_length=128)
+# Activations dominate: micro-batches of 512 tokens.
+NARROW = replace(MODEL, hidden_size=64, seq_length=256, vocab_size=128)
+LLAMA = replace(
+    NARROW,
+    num_query_groups=2,
+    ffn_hidden_size=192,
+    swiglu=True,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+)
 BUCKET = 10**6
 LOOP, FOREACH, FUSED = (
     {"foreach": False},
@@ -49,13 +60,14 @@ class Case:
     data: int = 1
     bucket: int = BUCKET
     model: GPTConfig = MODEL
+    tensor: int = 1
 
     def __str__(self) -> str:
-        tokens = self.model.seq_length
         adam = "".join(f"-{key}" for key, value in (self.adam or {}).items() if value) or "-loop"
-        return (
-            f"{self.schedule}-{self.precision}-zero{self.zero}{adam}-dp{self.data}-{self.bucket:g}-{tokens}"
-        )
+        model, base = vars(self.model), vars(MODEL)
+        changed = "".join(f"-{value}" for key, value in model.items() if value != base[key])
+        sizes = f"tp{self.tensor}-dp{self.data}-{self.bucket:g}"
+        return f"{self.schedule}-{self.precision}-zero{self.zero}{adam}-{sizes}{changed}"
 
     @property
     def job(self) -> Job:
@@ -70,7 +82,8 @@ class Case:
             scale = {"loss_scale": 128} if self.precision == "fp16" else {}
             deepspeed[self.precision] = {"enabled": True, **scale}
         # Two parameter groups, as in the training scripts.
-        return Job(self.schedule, 2, 1, self.data, 4, self.model, 4, deepspeed=deepspeed, decay_groups=True)
+        sizes = 2, self.tensor, self.data, 4
+        return Job(self.schedule, *sizes, self.model, 4, deepspeed=deepspeed, decay_groups=True)
 
 
 def peak_bytes(rank: int, job: Job) -> int:
@@ -90,11 +103,13 @@ def peak_bytes(rank: int, job: Job) -> int:
 def estimates(job: Job) -> list[int]:
     """Return the bytes that the planner estimates for every rank."""
     sizes = training_sizes(job.config(1), job.model, 2, job.tp, job.dp)
+    sizes = replace(sizes, sequence_parallel=job.model.sequence_parallel)
     devices = memory(timetable(job.schedule, job.pp, job.micro_batches), sizes)
     return [devices[job.layout.coordinates(rank)[0]].total for rank in range(job.world_size)]
 
 
 SCHEDULES, TWO_COPIES = ("1f1b", "bitpipe", "bitpipe_zb"), ("bitpipe", "bitpipe_zb")
+SPLIT_AND_WHOLE = ("1f1b", "zb_v")
 CASES = [
     Case("1f1b"),
     Case("1f1b", zero=1, bucket=10**7),
@@ -118,10 +133,56 @@ MORE = [
 HALF = [Case(schedule, "fp16", adam=adam) for schedule in SCHEDULES for adam in (LOOP, FUSED)]
 
 
-def assert_close(peaks: list[int], estimated: list[int]) -> None:
-    """The estimate may be 10% too high, and 5% too low."""
+def active(schedule: str, precision: str = "bf16", zero: int = 1, tensor: int = 1, **model: Any) -> Case:
+    """Return a job whose activations dominate."""
+    base = model.pop("base", NARROW)
+    return Case(schedule, precision, zero, FUSED, model=replace(base, **model), tensor=tensor)
+
+
+# Schedule x recomputation x vocabulary x sequence x precision and ZeRO x tensor and sequence parallelism x model.
+ACTIVE = [
+    active("1f1b", vocab_size=2048, recompute="full"),
+    active("zb_v", recompute="full"),
+    active("bitpipe_zb", vocab_size=8192, recompute="full", recompute_interval=2),
+    active("zb_v", "fp32", 0, vocab_size=2048),
+    active("1f1b", base=LLAMA, hidden_dropout=0.1),
+    active("1f1b", tensor=2, sequence_parallel=True),
+    active("zb_v", tensor=2, recompute="full"),
+]
+RECOMPUTATIONS: list[dict[str, Any]] = [
+    {},
+    {"recompute": "selective"},
+    {"recompute": "full"},
+    {"recompute": "full", "recompute_interval": 3},
+]
+MORE_ACTIVE = [
+    *(
+        active(schedule, precision, zero, vocab_size=vocabulary, **recomputation)
+        for schedule in ("1f1b", "interleaved", "bitpipe", "zb_h1", "zb_v", "bitpipe_zb")
+        for recomputation in RECOMPUTATIONS
+        for precision, zero in (("bf16", 1), ("fp32", 0))
+        for vocabulary in (128, 2048, 8192)
+    ),
+    *(active(s, base=LLAMA, **r) for s in SPLIT_AND_WHOLE for r in RECOMPUTATIONS),
+    *(
+        active(s, seq_length=4096, vocab_size=v, **r)
+        for s in SPLIT_AND_WHOLE
+        for r in RECOMPUTATIONS
+        for v in (128, 2048)
+    ),
+    *(
+        active(s, tensor=2, sequence_parallel=sequence, **r)
+        for s in SPLIT_AND_WHOLE
+        for r in RECOMPUTATIONS
+        for sequence in (False, True)
+    ),
+]
+
+
+def assert_close(peaks: list[int], estimated: list[int], above: float) -> None:
+    """The estimate may be 5% too low; too high by as much, or by ``above``."""
     for peak, estimate in zip(peaks, estimated, strict=True):
-        assert 0.95 * peak <= estimate <= 1.1 * peak
+        assert 0.95 * peak <= estimate <= (1 + above) * peak, (peaks, estimated)
 
 
 @pytest.mark.parametrize(
@@ -130,4 +191,12 @@ def assert_close(peaks: list[int], estimated: list[int]) -> None:
     ids=str,
 )
 def test_peaks(ranks: Ranks, case: Case) -> None:
-    assert_close(ranks(case.job.world_size).run(peak_bytes, case.job, timeout_s=120), estimates(case.job))
+    peaks = ranks(case.job.world_size).run(peak_bytes, case.job, timeout_s=120)
+    assert_close(peaks, estimates(case.job), 0.1)
+
+
+@pytest.mark.parametrize("case", select([*ACTIVE, *MORE_ACTIVE], ACTIVE), ids=str)
+def test_peaks_of_activations(ranks: Ranks, case: Case) -> None:
+    """Gradients exist from the first backward of a stage on, but are counted from the first op."""
+    peaks = ranks(case.job.world_size).run(peak_bytes, case.job, timeout_s=240)
+    assert_close(peaks, estimates(case.job), 0.06)

@@ -78,13 +78,11 @@ def test_zero_1_of_the_paper() -> None:
 
 def test_the_first_device_of_1f1b_keeps_a_model_and_interleaving_more() -> None:
     """arXiv 2205.05198, section 4.2.3: L layers, and L (1 + (p - 1) / (pm)) with m chunks per device."""
-    sizes = replace(SMALL, num_layers=16)
-    layer, mask = sizes.layer_activations(), 64
+    sizes = replace(PLAIN, num_layers=16)
     plain = memory(timetable("1f1b", 4, 16), sizes)[0]
-    assert plain.activations == 16 * layer + 4 * mask
+    assert plain.activations == 16 * KEPT + BACKWARD
     interleaved = memory(timetable("interleaved", 4, 16, chunks=2), sizes)[0]
-    # The first backward frees a stage of the second chunk, so 8 of the 11 live stages are stage 0.
-    assert interleaved.activations == 16 * (1 + 3 / 8) * layer + 8 * mask
+    assert interleaved.activations == 16 * (1 + 3 / 8) * KEPT + BACKWARD
 
 
 # --- measured: tests/distributed/test_memory.py ---------------------------------------------------------------------
@@ -165,8 +163,9 @@ def test_buffers_use_the_memory_of_activations() -> None:
 
 
 def test_fp32_activations_count_twice() -> None:
-    half, full = (memory(timetable("1f1b", 2, 4), replace(SMALL, precision=p))[0] for p in ("bf16", "fp32"))
-    assert full.activations == 2 * half.activations
+    """But not the fp32 numbers of the attention, 4 bytes for each of 2 heads and 16 tokens."""
+    half, full = (replace(PLAIN, precision=p).layer_activations() for p in ("bf16", "fp32"))
+    assert full == 2 * half - 128
 
 
 # --- by hand --------------------------------------------------------------------------------------------------------
@@ -175,21 +174,66 @@ def test_fp32_activations_count_twice() -> None:
 @pytest.mark.parametrize(
     ("options", "times_sbh"),
     [
-        ({}, 34),
         ({"attention_scores": True}, 54),
+        ({"attention_scores": True, "hidden_dropout": 0.0}, 52),
         ({"attention_scores": True, "recompute": "selective"}, 34),
-        ({"attention_scores": True, "recompute": "full"}, 2),
-        ({"tensor_parallel": 2}, 22),
+        ({"recompute": "full"}, 2),
+        ({}, 34 + 2),  # and for every head of a token an fp32 number instead of scores
+        ({"recompute": "selective"}, 34),
+        ({"tensor_parallel": 2, "recompute": "selective"}, 22),
         ({"tensor_parallel": 2, "attention_scores": True}, 32),
-        ({"tensor_parallel": 2, "sequence_parallel": True}, 17),
-        ({"tensor_parallel": 2, "sequence_parallel": True, "attention_scores": True}, 27),
-        ({"tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"}, 2),
+        # norms 2h, gathered inputs 4h, masks h, 24h / 2 inside
+        ({"tensor_parallel": 2, "sequence_parallel": True, "recompute": "selective"}, 19),
+        ({"tensor_parallel": 2, "sequence_parallel": True, "attention_scores": True}, 29),
+        ({"tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"}, 1),
         # 10 + 4 (q + k + f) / h, with k = 2 and twice f = 6
-        ({"num_query_groups": 1, "ffn_hidden_size": 6, "swiglu": True}, 10 + 4 + 2 + 12),
+        (
+            {"num_query_groups": 1, "ffn_hidden_size": 6, "swiglu": True, "recompute": "selective"},
+            10 + 4 + 2 + 12,
+        ),
+        # q, k, rotated q and k beside the output of the linear layer
+        ({"position_embedding_type": "rope", "recompute": "selective"}, 34 + 4),
+        # an RMSNorm keeps an fp32 copy of its input and the result in 16 bits instead of its input
+        ({"normalization": "RMSNorm", "recompute": "selective"}, 34 + 2 * 4),
+        ({"normalization": "RMSNorm", "recompute": "selective", "precision": "fp32"}, 2 * 32 + 2 * 4 + 2),
     ],
 )
 def test_activations_of_a_layer(options: dict[str, Any], times_sbh: int) -> None:
     assert replace(SMALL, **options).layer_activations() == times_sbh * 64
+
+
+# Bytes of a token, without dropout and in 16 bits: a layer keeps 32h + 4a = 136. The first half of a split backward
+# passes on 32h = 128. A backward adds the gradients of its output and of fc2's input, 2h + 8h, the first half another
+# 8h, and both the weight gradient of fc2.
+PLAIN = replace(SMALL, hidden_dropout=0.0)
+KEPT, DEFERRED, WEIGHT = 16 * 136, 16 * 128, 2 * 4 * 16
+BACKWARD, FIRST_HALF = 16 * 40 + WEIGHT, 16 * 72
+
+
+def test_passes_of_a_stage() -> None:
+    middle = replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2)).stage_activations(3)[1]
+    assert (middle.kept, middle.deferred) == (2 * KEPT, 2 * DEFERRED)
+    assert (middle.forward, middle.backward) == (2 * KEPT + 16 * 24, BACKWARD)
+    assert (middle.backward_input, middle.backward_weight) == (FIRST_HALF, WEIGHT)
+
+
+def test_a_recomputed_stage_keeps_inputs_until_its_first_half_and_everything_until_the_second() -> None:
+    full = replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2), recompute="full").stage_activations(3)[1]
+    assert (full.kept, full.deferred) == (2 * 16 * 8, 2 * DEFERRED)
+    assert full.backward == KEPT - 16 * 8 + BACKWARD  # of the layer that it computes again
+    assert full.backward_input == DEFERRED - 16 * 8 + KEPT - 16 * 8 + FIRST_HALF
+    odd = replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2), recompute="full", recompute_interval=4)
+    assert [stage.kept for stage in odd.stage_activations(3)][:2] == [16 * 8 + KEPT, 2 * KEPT]
+
+
+def test_logits_and_their_gradient_count_together() -> None:
+    """128 rows of the vocabulary, 16 tokens: 4096 bytes in 16 bits, and fp32 logits of one chunk."""
+    last = replace(PLAIN, num_layers=2, stage_layers=(1, 1)).stage_activations(2)[1]
+    assert last.kept == KEPT + 16 * 16 + 4096
+    assert last.backward == 4096 + 2 * 4096
+    large = replace(PLAIN, num_layers=2, stage_layers=(1, 1), seq_length=1 << 16, vocab_size=1280)
+    logits = (1 << 17) * 2 * 1280
+    assert large.stage_activations(2)[1].backward == logits + 2 * logits / 16
 
 
 def test_parameters_of_a_grouped_layer() -> None:
@@ -212,13 +256,13 @@ def test_parameters_of_a_grouped_layer() -> None:
 
 def test_a_linear_pipeline() -> None:
     """Device 0: two layers, embedding, positions, two live micro-batches. Device 1: two layers, norm, head, one."""
-    first, last = memory(timetable("1f1b", 2, 4), SMALL)
+    first, last = memory(timetable("1f1b", 2, 4), PLAIN)
     n, m = 2 * LAYER + EMBEDDING, 2 * LAYER + HEAD
     # The copies of the reduced gradients are smaller than the activations, which are free by then.
-    assert first == DeviceMemory(2 * n, 6 * n, 12 * n, 2 * (2 * 34 * 64 + 64), 0)
-    logits = 4 * 8 * 2 * 100
-    assert last == DeviceMemory(2 * m, 6 * m, 12 * m, 2 * 34 * 64 + 4 * 64 + logits, 0)
-    assert first.total == 20 * n + 2 * (2 * 34 * 64 + 64)
+    peak = 4 * KEPT + BACKWARD
+    assert first == DeviceMemory(2 * n, 6 * n, 12 * n, peak, 0)
+    assert last == DeviceMemory(2 * m, 6 * m, 12 * m, 2 * KEPT + 16 * 16 + 4096 + 3 * 4096, 0)
+    assert first.total == 20 * n + peak
 
 
 def test_bitpipe_holds_two_pipes() -> None:
@@ -239,17 +283,19 @@ def test_tensor_parallel_parameters() -> None:
 
 
 def test_stages_with_different_layers() -> None:
-    first, last = memory(timetable("gpipe", 2, 3), replace(SMALL, stage_layers=(3, 1)))
+    first, last = memory(timetable("gpipe", 2, 3), replace(PLAIN, stage_layers=(3, 1)))
     assert (first.weights, last.weights) == (2 * (3 * LAYER + EMBEDDING), 2 * (LAYER + HEAD))
-    assert first.activations == 3 * (3 * 34 * 64 + 64)
-    assert last.activations == 3 * (34 * 64 + 4 * 64 + 6400)
+    assert first.activations == 9 * KEPT + BACKWARD
+    assert last.activations == 3 * (KEPT + 16 * 16 + 4096) + 3 * 4096
 
 
 def test_activations_live_until_the_backward_weight() -> None:
+    """Device 1 of zb_h1 has three micro-batches between forward and first half, or before the second half."""
     made = timetable("zb_h1", 4, 8)
-    sizes = replace(SMALL, num_layers=4)
-    peaks = simulate(made).peak_activations
-    assert memory(made, sizes)[1].activations == peaks[1] * 34 * 64
+    sizes = replace(PLAIN, num_layers=4)
+    assert max(simulate(made).peak_activations) == simulate(made).peak_activations[1]
+    live = simulate(made).peak_activations[1] * KEPT
+    assert live < memory(made, sizes)[1].activations <= live + FIRST_HALF
 
 
 def test_an_evaluation_keeps_weights_only() -> None:
