@@ -360,7 +360,7 @@ class _Search:
     def _push(self, group: int, item: _Kind | _Variant, bound: tuple[float, ...]) -> None:
         slow, stages = (False, 0) if isinstance(item, _Kind) else (item.slow_to_plan, item.placement.stages)
         # Among ties, the fewest stages come first, because a margin may skip all later candidates.
-        heappush(self._queue, (slow, bound, stages, next(self._counter), group, item))
+        heappush(self._queue, (slow or bound[0] > 0, bound, stages, next(self._counter), group, item))
 
     def _times(self) -> list[float]:
         return [best[1] for best in self._best if best is not None and not best[0]]
