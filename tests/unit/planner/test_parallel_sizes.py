@@ -209,7 +209,7 @@ def test_sequence_parallelism_saves_memory() -> None:
 
 
 def test_partial_recomputation_fits_between_none_and_all() -> None:
-    fixed: dict[str, Any] = {"devices": 1, "batch": 4, "micro_batch": 1}
+    fixed: dict[str, Any] = {"devices": 1, "batch": 16, "micro_batch": 8}
     none, full = best(memory_bytes=10**12, **fixed), best(memory_bytes=1, **fixed)
     assert (none.recompute, full.recompute_text) == ("none", "full")
     low, high = full.memory_bytes or 0, none.memory_bytes or 0
