@@ -235,7 +235,7 @@ def test_rows_fit_or_have_a_bound_below_their_time(planned: ClusterPlan) -> None
     shown = planned.shown
     assert all(row.fits or row.candidate is None for row in shown)
     bounds = [row for row in shown if not row.fits]
-    for row in bounds[:3]:
+    for row in bounds[:1]:
         alone = plan_cluster(replace(CLUSTER, tensor_parallel=row.tensor), MODEL)
         [same] = [r for r in alone.ranked if r.pipeline == row.pipeline]
         assert same.least_s == row.least_s or row.least_s <= (same.step_s or 0.0)
