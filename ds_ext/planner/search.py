@@ -308,7 +308,7 @@ def choose_each(
     """Evaluate several groups of requests, such as parallel sizes; the best candidate of each group.
 
     Groups are evaluated only until the choice and the best two groups are known: the choice is the first group within
-    the margin of the shortest time. Schedules that are slow to plan must save the margin.
+    the margin of the shortest time. Schedules that are slow to plan are evaluated only if they can change the choice.
 
     Args:
         groups: requests of every group, the simplest group first. Among ties in a group, the first request wins. Only
@@ -371,7 +371,7 @@ class _Search:
         return most < math.inf and bound > (0.0, most)
 
     def _most_time(self, group: int, slow: bool) -> float:
-        """Return the longest time of a candidate that can be the choice or in the best two groups."""
+        """Return the longest time of a candidate that can be the choice or, unless slow, in the best two groups."""
         times = {g: best[1] for g, best in enumerate(self._best) if best is not None and not best[0]}
         if len(self._groups) == 1 or not times:
             return math.inf
@@ -381,8 +381,7 @@ class _Search:
         if not slow:
             return max(shortest * (1 + margin), second)
         simplest = min(g for g, time in times.items() if time <= shortest * (1 + margin))
-        to_win = shortest * (1 + margin) if group < simplest else times[simplest] * (1 - margin)
-        return max(to_win, second * (1 - margin))
+        return shortest * (1 + margin) if group < simplest else times[simplest] * (1 - margin)
 
     def _expand(self, group: int, kind: _Kind, bound: tuple[float, ...]) -> None:
         if self._is_excluded(group, bound, slow=False):
