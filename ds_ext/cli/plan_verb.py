@@ -220,7 +220,7 @@ def _reason(plan: ClusterPlan) -> str:
     best = plan.best
     second = next((sizes for sizes in plan.ranked[1:] if sizes.fits and sizes.step_s is not None), None)
     row, order = best.candidate, ""
-    if row is not None and row.rank_order is not None:
+    if best.fits and row is not None:
         order = (
             f"\n  rank order {row.rank_order}: reductions {row.reductions_s:.3g} s exposed, all-gather "
             f"{row.gather_s:.3g} s"
