@@ -6,7 +6,8 @@
     python -m ds_ext trace view build/picture/1f1b build/picture/bitpipe_zb -o docs/images/measured.svg
 
 The layers wait instead of computing, as those of `python -m ds_ext bench schedules`, so 4 ranks need no 4 devices. A
-forward of a quarter of the model takes 40 ms, and so do both halves of its backward.
+forward of a quarter of the model takes 40 ms, or the milliseconds in a third argument, and so do both halves of its
+backward.
 """
 
 import itertools
@@ -26,11 +27,12 @@ DEVICES, MICRO_BATCHES, STEPS = 4, 8, 7
 
 def main() -> None:
     """Train some steps with the schedule and the folder of the command line."""
-    schedule, folder = sys.argv[1:]
+    schedule, folder, *forward = sys.argv[1:]
+    forward_ms = float(forward[0]) if forward else 40.0
     set_exact_timers()
     ds_ext.init_distributed()
     placement = timetable(schedule, DEVICES, MICRO_BATCHES).placement
-    device = EmulatedDevice(Costs(40.0, 40.0, 40.0), placement)
+    device = EmulatedDevice(Costs(forward_ms, forward_ms, forward_ms), placement)
     batches = make_batches(MICRO_BATCHES, rows_of(4.0))
     config = {
         "train_batch_size": MICRO_BATCHES * len(batches[0][0]),

@@ -9,14 +9,16 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
 
 from ..errors import ScheduleError
 from ..pipe_schedules import Timetable
 from ..pipe_schedules.checks.program import Report, check
-from ..pipe_schedules.costs import Costs
+from ..pipe_schedules.costs import Costs, factors_text, read_costs
 from ..pipe_schedules.draw.grid import time_grid
 from ..pipe_schedules.draw.svg import heading
 from ..pipe_schedules.lowering import dump, lower
@@ -111,9 +113,19 @@ def run_compare(args: argparse.Namespace) -> int:
     """
     form = _format(args, {})
     model = model_of(args)
+    runs = measured_runs(args)
+    if not args.schedules and not runs:
+        raise ScheduleError("NAME: missing (got no schedule). Name schedules, or add --measured DIR.")
+    args.schedules += runs
     result = comparison_of(args)
-    table = comparison(result.simulations, model, result.refused)
+    table = comparison(result.simulations, model, result.refused, runs)
     notes = [*result.notes, *filter(None, map(comparison_note, result.simulations))]
+    if runs:
+        rest_ms = [run.rest_ms for run in runs.values()]
+        notes.append(
+            "makespan, measured: milliseconds from the start of a step to its last op. Not included: reductions after "
+            f"it, optimizer step and loss ({min(rest_ms):.1f} to {max(rest_ms):.1f} ms)."
+        )
     if form == "text":
         _write(args, form, "\n".join([*aligned(table, left=(0, len(table[0]) - 1)), *notes]))
     else:
@@ -123,10 +135,50 @@ def run_compare(args: argparse.Namespace) -> int:
     return EXIT_INVALID if result.refused else EXIT_OK
 
 
+@dataclass(frozen=True)
+class MeasuredRun:
+    """Traced run: name of its folder, median makespan of its steps, and the usual time from there to the step's end."""
+
+    name: str
+    makespan_ms: float
+    rest_ms: float
+
+
+def measured_runs(args: argparse.Namespace) -> dict[str, MeasuredRun]:
+    """Return the timetable file of every run in the folder of ``--measured``, with its measured times.
+
+    Raises ScheduleError without costs from a trace, and ConfigError if there is no run with a complete step.
+    """
+    if args.measured is None:
+        return {}
+    if args.costs is None or not read_costs(args.costs).measured:
+        raise ScheduleError(
+            f"--measured: needs measured costs (got --costs {args.costs}). Add --costs FILE, written by "
+            "`python -m ds_ext trace costs DIR -o FILE`."
+        )
+    from ..observe.trace.file import TIMETABLE
+    from ..observe.trace.read import read_traces
+    from ..observe.trace.summary import summarize
+
+    runs: dict[str, MeasuredRun] = {}
+    folders = sorted(path.parent for path in args.measured.glob(f"*/{TIMETABLE}"))
+    for folder in [args.measured] if (args.measured / TIMETABLE).exists() or not folders else folders:
+        summary = summarize(read_traces(folder))
+        makespans_ms = [us / 1e3 for us in summary.makespan_by_step.values()]
+        if not makespans_ms:
+            raise ScheduleError(
+                f"--measured: no step is complete on every rank (got {folder}). Trace a whole step."
+            )
+        rest_ms = 1e3 * summary.step_s - statistics.fmean(makespans_ms)
+        runs[str(folder / TIMETABLE)] = MeasuredRun(folder.name, statistics.median(makespans_ms), rest_ms)
+    return runs
+
+
 def comparison(
     simulations: Sequence[Simulation],
     model: TrainingSizes | None = None,
     refused: Mapping[int, tuple[str, str]] | None = None,
+    runs: Mapping[str, MeasuredRun] = MappingProxyType({}),
 ) -> list[tuple[str, ...]]:
     """Return a table with its header: makespan, bubble, peak activations, messages, copies of the weights.
 
@@ -135,22 +187,41 @@ def comparison(
 
     Args:
         refused: index of a row -> name and reason of a refused schedule.
+        runs: path of a simulated timetable file -> its measured run.
 
     Raises:
         ScheduleError: the layers of the model do not fit the stages.
     """
     first = simulations[0]
-    header = ("schedule", "makespan", "vs first", "bubble", "peak act.", "messages", "weights", "memory", "")
+    header = (
+        "schedule",
+        "makespan",
+        "measured",
+        "error",
+        "vs first",
+        "bubble",
+        "peak act.",
+        "messages",
+        "weights",
+        "memory",
+        "",
+    )
 
     def relative(simulation: Simulation) -> str:
         if not first.makespan or simulation.timetable.micro_batches != first.timetable.micro_batches:
             return ""
         return f"{simulation.makespan / first.makespan:.3f}"
 
+    def names(simulation: Simulation) -> tuple[str, ...]:
+        name, run = simulation.timetable.schedule, runs.get(simulation.timetable.schedule)
+        if run is None:
+            return name, f"{simulation.makespan:g}", "", ""
+        error = simulation.makespan / run.makespan_ms - 1
+        return run.name, f"{simulation.makespan:g}", f"{run.makespan_ms:g}", f"{error:+.1%}"
+
     rows: list[tuple[str, ...]] = [
         (
-            s.timetable.schedule,
-            f"{s.makespan:g}",
+            *names(s),
             relative(s),
             f"{s.bubble:.1%}",
             f"{max(s.peak_activations):g}",
@@ -162,12 +233,15 @@ def comparison(
         for s in simulations
     ]
     for index, (name, reason) in sorted((refused or {}).items()):
+        name = runs[name].name if name in runs else name
         rows.insert(index, (name, *["-"] * (len(header) - 2), reason))
     empty_columns = set[str]()
     if not refused:
         empty_columns.add("")
     if model is None:
         empty_columns.add("memory")
+    if not runs:
+        empty_columns |= {"measured", "error"}
     columns = [i for i, name in enumerate(header) if name not in empty_columns]
     return [tuple(row[i] for i in columns) for row in (header, *rows)]
 
@@ -278,7 +352,7 @@ def _stage_lines(model: TrainingSizes, costs: Costs) -> Iterator[str]:
     assert model.stage_layers is not None, "split_layers() comes first"
     yield f"  layers            {' '.join(map(str, model.stage_layers))}  (per stage)"
     if costs.stages is not None:
-        factors = " ".join(f"{factor:.3g}" for factor in costs.stages)
+        factors = " ".join(factors_text([stage], ".3g") for stage in costs.stages)
         yield f"  costs             {factors}  (factor per stage, including the head)"
     if model.repeated_share:
         yield f"  recompute         {model.repeated_share:.0%} of a layer's forward  ({model.recompute})"

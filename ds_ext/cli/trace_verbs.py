@@ -1,4 +1,4 @@
-"""Subcommand ``trace`` of ``python -m ds_ext``: merge, summarize and draw traces. Does not import torch."""
+"""Subcommand ``trace`` of ``python -m ds_ext``: merge, summarize, price and draw traces. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..observe.trace.costs import BETWEEN, INSIDE, OVERHEAD, MeasuredCosts, measure_costs, stage_times
 from ..observe.trace.merge import clocks, merge
 from ..observe.trace.read import read_traces
 from ..observe.trace.summary import Summary, summarize, summary_table
+from ..pipe_schedules.costs import dump_costs
 from ..planner.text import aligned
 
 _EARLY_US = 100.0  # tolerated clock error
@@ -32,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     total.add_argument("folder", **folder)
     total.add_argument("--json", action="store_true", help="print JSON")
     total.set_defaults(trace_run=run_summary)
+
+    costs = verbs.add_parser(
+        "costs", help="times of stages and messages as a file for --costs of other verbs"
+    )
+    costs.add_argument("folder", **folder)
+    costs.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="costs.json to write")
+    costs.set_defaults(trace_run=run_costs)
 
     page = verbs.add_parser(
         "view", help="page with the planned timetable above the measured one, or a picture"
@@ -77,6 +86,48 @@ def run_summary(args: argparse.Namespace) -> int:
         _print_notes(summary.notes)
         print("\n".join(summary_lines(summary)))
     return 0
+
+
+def run_costs(args: argparse.Namespace) -> int:
+    """Write the measured costs and print them with their spread. Raises ConfigError if they cannot be written."""
+    traces = read_traces(args.folder)
+    measured = measure_costs(traces)
+    try:
+        lines = [
+            f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in dump_costs(measured.costs).items()
+        ]
+        args.output.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+    except OSError as error:
+        raise _cannot_write(args.output, error) from None
+    _print_notes(traces.notes)
+    if measured.whole_backwards:
+        _print_notes(
+            ["backwards: not split, so each half has half of the time. Trace zb_v or zb_h1 to measure both"]
+        )
+    print("\n".join(aligned(costs_table(measured), left=(0,))))
+    steps = measured.costs.measured["steps"]
+    print(f"wrote {args.output}: milliseconds, medians of {steps} step{'s' * (steps != 1)}")
+    return 0
+
+
+def costs_table(measured: MeasuredCosts) -> list[tuple[str, ...]]:
+    """Return a header, one row per stage, and rows for the overhead and the messages."""
+    stages = len(measured.costs.stages or ())
+    times = zip(
+        *(stage_times(values, stages) for values in (measured.medians, measured.spreads)), strict=True
+    )
+    rows = [
+        (f"stage {stage}", *(f"{ms:.2f} +- {spread or 0:.2f}" for ms, spread in zip(*pair, strict=True)))
+        for stage, pair in enumerate(times)
+    ]
+    for kind, label in (
+        (OVERHEAD, "overhead of an op"),
+        (INSIDE, f"message {INSIDE}"),
+        (BETWEEN, f"message {BETWEEN}"),
+    ):
+        if (ms := measured.medians.get((kind, 0))) is not None:
+            rows.append((label, f"{ms:.2f} +- {measured.spreads[kind, 0]:.2f}", "", ""))
+    return [("", "forward", "backward_input", "backward_weight"), *rows]
 
 
 def run_view(args: argparse.Namespace) -> int:

@@ -74,7 +74,7 @@ def test_costs_of_another_placement() -> None:
     for ends in ((0, 4), (7, 1), (-1, 0), (2, 2)):
         with pytest.raises(ScheduleError, match=rf"0 to 3 \(got {ends[0]}>{ends[1]}\)"):
             Costs(links={(0, 1): 1, ends: 1}).durations(linear(4))
-    Costs(links={(0, 3): 1}).check_fits(v(4))
+    Costs(links={(0, 3): 1}).fit(v(4))
 
 
 def test_costs_are_values() -> None:
@@ -152,7 +152,7 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
         ("{", "not JSON"),
         (
             "[1]",
-            r"f, b, w, comm, stages, links, jitter, seed .*got \[1\]",
+            r"f, b, w, comm, overhead, stages, links, jitter, seed, measured .*got \[1\]",
         ),
         ('{"g": 1}', "got g"),
         ('{"stages": 2}', "stages .*got 2"),
