@@ -10,15 +10,14 @@ forward of a quarter of the model takes 40 ms, or the milliseconds in a third ar
 backward.
 """
 
-import itertools
 import sys
 
 import torch
 from deepspeed.pipe import LayerSpec
-from torch import Tensor
 
 import ds_ext
 from benchmarks.emulated import EmulatedDevice, EmulatedLayer, make_batches, rows_of, set_exact_timers
+from benchmarks.rivals import SameBatches
 from ds_ext.launch import process
 from ds_ext.pipe_schedules import Costs, timetable
 
@@ -51,12 +50,11 @@ def main() -> None:
     )
     engine, *_ = ds_ext.initialize(model=model, config=config)
     device.split_backwards = engine.plan.timetable.split_backwards
-    own = batches[engine.mpu.get_data_parallel_rank() :: engine.mpu.get_data_parallel_world_size()]
-    data: itertools.cycle[tuple[Tensor, Tensor]] = itertools.cycle(own)
+    data = SameBatches(batches)
     metrics = ds_ext.Metrics(engine, total_steps=STEPS, log_interval=1)
     for _ in range(STEPS):
         device.start_step()
-        metrics.log(engine.train_batch(data_iter=data))
+        metrics.log(engine.train_batch(data))
 
 
 if __name__ == "__main__":

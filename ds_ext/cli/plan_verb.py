@@ -17,7 +17,7 @@ from ..pipe_schedules.placement import linear
 from ..planner.fbd import compare_with_fbd
 from ..planner.memory import TrainingSizes
 from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, plan_cluster
-from ..planner.text import aligned, costs_text, format_bytes, join_reasons, join_words, parse_bytes
+from ..planner.text import aligned, format_bytes, join_reasons, join_words, parse_bytes
 from .model_flags import add_model_flags, model_of
 from .network_flags import TFLOPS, add_network_flags, describe_network, flops_of, network_of
 from .schedule_flags import add_import_flag
@@ -163,6 +163,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, costs: Costs) -> list[str]:
     parameters = model.device_parameters(linear(1), 0) / 1e9
     zero = "1 with several copies of the weights" if model.bytes.sharded else "0"
+    b, w = (time / costs.forward for time in (costs.backward_input, costs.backward_weight))
     if cluster.network is None:
         messages = [f"messages    {format_bytes(cluster.bandwidth)}/s"]
         omissions = "tensor-parallel communication, gradient reduction, optimizer step, savings below 1%"
@@ -178,7 +179,7 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
         f"ZeRO stage {zero}",
         f"devices     {cluster.devices} x {format_bytes(cluster.memory_bytes)}, {args.tflops:g} TFLOP/s each",
         *messages,
-        *([] if costs == Costs() else [f"costs       {costs_text(costs)}  (ratios)"]),
+        f"costs       1 : {b:.3g} : {w:.3g}, forward : backward_input : backward_weight",
         f"batch       {cluster.batch} samples per step, micro-batches of {model.micro_batch}",
         f"not modeled {omissions}",
     ]
