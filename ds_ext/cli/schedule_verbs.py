@@ -137,7 +137,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Traced run: name of its folder, median makespan of its steps, and reductions and optimizer after it."""
+    """Traced run: name of its folder, median makespan of its steps, and the usual time of reductions and optimizer after it."""
 
     name: str
     makespan_ms: float
@@ -170,7 +170,7 @@ def measured_runs(args: argparse.Namespace) -> dict[str, MeasuredRun]:
                 f"--measured: no step is complete on every rank (got {folder}). Trace a whole step."
             )
         makespan_ms = statistics.median(makespans_ms)
-        rest_ms = makespan_ms * max(rank.reduction + rank.optimizer for rank in summary.ranks)
+        rest_ms = makespan_ms * min(rank.reduction + rank.optimizer for rank in summary.ranks)
         runs[str(folder / TIMETABLE)] = MeasuredRun(folder.name, makespan_ms, rest_ms)
     return runs
 
