@@ -109,7 +109,7 @@ def _render(form: str, simulation: Simulation) -> str:
 def run_compare(args: argparse.Namespace) -> int:
     """Print one row per schedule, or write a page with this table and all timetables on one scale.
 
-    A refused schedule has its reason in its row, and the exit status is 1.
+    A refused schedule has its reason in its row, and the exit status is 1. Raises ScheduleError without a schedule.
     """
     form = _format(args, {})
     model = model_of(args)
@@ -137,7 +137,7 @@ def run_compare(args: argparse.Namespace) -> int:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """Traced run: name of its folder, median makespan of its steps, and the usual time of reductions and optimizer after it."""
+    """Traced run: name of its folder, median makespan, and the usual time of reductions and optimizer after it."""
 
     name: str
     makespan_ms: float

@@ -302,8 +302,7 @@ def load_costs(path: str) -> Costs:
     """Return the costs in a JSON file: ``{"f": 1, "stages": [1, 1.2], "links": {"0>1": 0.3}, "jitter": 0.1}``.
 
     The keys are f, b, w and the other arguments of :class:`Costs`, all optional. A link is "sender>receiver".
-    ``trace costs`` writes such a file.
-    Raises ScheduleError for an invalid file.
+    :func:`dump_costs` is the inverse. Raises ScheduleError for an invalid file.
     """
     values = _read_json(path)
     known = [*_TIMES, *(field.name for field in fields(Costs) if field.name not in _TIMES.values())]

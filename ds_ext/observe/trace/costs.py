@@ -132,7 +132,7 @@ def costs_of_ops(values: Mapping[Quantity, float], placement: Placement, **other
 
 
 def _read_rows(traces: Traces, micro_batches: int) -> tuple[dict[Row, dict[int, Spans]], dict[Row, str]]:
-    """Return the ops of every complete step with so many micro-batches on rank 0's clock, and the hosts."""
+    """Return the ops of every complete step with this N on rank 0's clock, and the host of every row."""
     rows: dict[Row, dict[int, Spans]] = {}
     hosts: dict[Row, str] = {}
     for trace in traces.ranks.values():
