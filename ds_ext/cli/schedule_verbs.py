@@ -12,8 +12,10 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ..errors import ScheduleError
 from ..pipe_schedules import Timetable
@@ -31,8 +33,13 @@ from .host_step import step_on_hosts
 from .model_flags import model_of
 from .schedule_flags import comparison_of, naming_file, simulation_of, timetable_of
 
+_COLUMNS = ("vs first", "bubble", "peak act.", "messages", "weights", "memory", "")  # of a comparison
 EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_PIPE = 0, 1, 2, 141
 
+if TYPE_CHECKING:
+    from ..observe.trace.summary import Summary
+
+TIMETABLE = "timetable.txt"
 Verb = Callable[[argparse.Namespace], int]
 
 
@@ -121,10 +128,12 @@ def run_compare(args: argparse.Namespace) -> int:
     table = comparison(result.simulations, model, result.refused, runs)
     notes = [*result.notes, *filter(None, map(comparison_note, result.simulations))]
     if runs:
-        rest_ms = [run.rest_ms for run in runs.values()]
+        most = max(
+            min(rank.reduction + rank.optimizer for rank in run.ranks) for run in runs.values() if run.ranks
+        )
         notes.append(
             "makespan, measured: milliseconds from the start of a step to its last op. Not included: exposed "
-            f"reductions and the optimizer step ({min(rest_ms):.1f} to {max(rest_ms):.1f} ms), loss and norm."
+            f"reductions and the optimizer step (up to {most:.1%} of the makespan), loss and norm."
         )
     if form == "text":
         _write(args, form, "\n".join([*aligned(table, left=(0, len(table[0]) - 1)), *notes]))
@@ -135,43 +144,28 @@ def run_compare(args: argparse.Namespace) -> int:
     return EXIT_INVALID if result.refused else EXIT_OK
 
 
-@dataclass(frozen=True)
-class MeasuredRun:
-    """Traced run: name of its folder, median makespan, and the usual time of reductions and optimizer after it."""
+def measured_runs(args: argparse.Namespace) -> dict[str, Summary]:
+    """Return the timetable file of every run in the folder of ``--measured``, with the summary of its traces.
 
-    name: str
-    makespan_ms: float
-    rest_ms: float
-
-
-def measured_runs(args: argparse.Namespace) -> dict[str, MeasuredRun]:
-    """Return the timetable file of every run in the folder of ``--measured``, with its measured times.
-
-    Raises ScheduleError without costs from a trace, and ConfigError if there is no run with a complete step.
+    Raises ScheduleError without costs from a trace, and ConfigError if there is no run.
     """
     if args.measured is None:
         return {}
     if args.costs is None or not read_costs(args.costs).measured:
         raise ScheduleError(
-            f"--measured: needs measured costs (got --costs {args.costs}). Add --costs FILE, written by "
-            "`python -m ds_ext trace costs DIR -o FILE`."
+            f"--measured: needs costs from a trace (got --costs {args.costs}). Add --costs FILE of `trace costs`."
         )
-    from ..observe.trace.file import TIMETABLE
     from ..observe.trace.read import read_traces
     from ..observe.trace.summary import summarize
 
-    runs: dict[str, MeasuredRun] = {}
-    folders = sorted(path.parent for path in args.measured.glob(f"*/{TIMETABLE}"))
-    for folder in [args.measured] if (args.measured / TIMETABLE).exists() or not folders else folders:
-        summary = summarize(read_traces(folder))
-        makespans_ms = [us / 1e3 for us in summary.makespan_by_step.values()]
-        if not makespans_ms:
-            raise ScheduleError(
-                f"--measured: no step is complete on every rank (got {folder}). Trace a whole step."
-            )
-        makespan_ms = statistics.median(makespans_ms)
-        rest_ms = makespan_ms * min(rank.reduction + rank.optimizer for rank in summary.ranks)
-        runs[str(folder / TIMETABLE)] = MeasuredRun(folder.name, makespan_ms, rest_ms)
+    files = [
+        path for path in (args.measured / TIMETABLE, *args.measured.glob(f"*/{TIMETABLE}")) if path.exists()
+    ]
+    runs = {str(path): summarize(read_traces(path.parent)) for path in sorted(files)}
+    if not any(run.makespan_by_step for run in runs.values()):
+        raise ScheduleError(
+            f"--measured: no run with a complete step (got {args.measured}). Use a trace folder."
+        )
     return runs
 
 
@@ -179,7 +173,7 @@ def comparison(
     simulations: Sequence[Simulation],
     model: TrainingSizes | None = None,
     refused: Mapping[int, tuple[str, str]] | None = None,
-    runs: Mapping[str, MeasuredRun] = MappingProxyType({}),
+    runs: Mapping[str, Summary] = MappingProxyType({}),
 ) -> list[tuple[str, ...]]:
     """Return a table with its header: makespan, bubble, peak activations, messages, copies of the weights.
 
@@ -188,41 +182,30 @@ def comparison(
 
     Args:
         refused: index of a row -> name and reason of a refused schedule.
-        runs: path of a simulated timetable file -> its measured run.
+        runs: path of a simulated timetable file -> its traces.
 
     Raises:
         ScheduleError: the layers of the model do not fit the stages.
     """
     first = simulations[0]
-    header = (
-        "schedule",
-        "makespan",
-        "measured",
-        "error",
-        "vs first",
-        "bubble",
-        "peak act.",
-        "messages",
-        "weights",
-        "memory",
-        "",
-    )
+    header = ("schedule", "makespan", "measured", "error", *_COLUMNS)
 
     def relative(simulation: Simulation) -> str:
         if not first.makespan or simulation.timetable.micro_batches != first.timetable.micro_batches:
             return ""
         return f"{simulation.makespan / first.makespan:.3f}"
 
-    def names(simulation: Simulation) -> tuple[str, ...]:
+    def times(simulation: Simulation) -> tuple[str, ...]:
         name, run = simulation.timetable.schedule, runs.get(simulation.timetable.schedule)
-        if run is None:
+        if run is None or not run.makespan_by_step:
             return name, f"{simulation.makespan:g}", "", ""
-        error = simulation.makespan / run.makespan_ms - 1
-        return run.name, f"{simulation.makespan:g}", f"{run.makespan_ms:g}", f"{error:+.1%}"
+        measured_ms = statistics.median(run.makespan_by_step.values()) / 1e3
+        error = simulation.makespan / measured_ms - 1
+        return Path(name).parent.name, f"{simulation.makespan:g}", f"{measured_ms:g}", f"{error:+.1%}"
 
     rows: list[tuple[str, ...]] = [
         (
-            *names(s),
+            *times(s),
             relative(s),
             f"{s.bubble:.1%}",
             f"{max(s.peak_activations):g}",
@@ -234,7 +217,7 @@ def comparison(
         for s in simulations
     ]
     for index, (name, reason) in sorted((refused or {}).items()):
-        name = runs[name].name if name in runs else name
+        name = Path(name).parent.name if name in runs else name
         rows.insert(index, (name, *["-"] * (len(header) - 2), reason))
     empty_columns = set[str]()
     if not refused:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..observe.trace.costs import BETWEEN, INSIDE, OVERHEAD, MeasuredCosts, measure_costs, stage_times
+from ..observe.trace.costs import BETWEEN, INSIDE, OVERHEAD, measure_costs
 from ..observe.trace.merge import clocks, merge
 from ..observe.trace.read import read_traces
 from ..observe.trace.summary import Summary, summarize, summary_table
-from ..pipe_schedules.costs import dump_costs
+from ..pipe_schedules.costs import Costs, dump_costs
+from ..pipe_schedules.ops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..planner.text import aligned
 
 _EARLY_US = 100.0  # tolerated clock error
@@ -91,43 +92,37 @@ def run_summary(args: argparse.Namespace) -> int:
 def run_costs(args: argparse.Namespace) -> int:
     """Write the measured costs and print them with their spread. Raises ConfigError if they cannot be written."""
     traces = read_traces(args.folder)
-    measured = measure_costs(traces)
+    costs = measure_costs(traces)
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in dump_costs(costs).items()]
     try:
-        lines = [
-            f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in dump_costs(measured.costs).items()
-        ]
         args.output.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
     except OSError as error:
         raise _cannot_write(args.output, error) from None
     _print_notes(traces.notes)
-    if measured.whole_backwards:
+    if costs.measured["whole_backwards"]:
         _print_notes(
             ["backwards: not split, so each half has half of the time. Trace zb_v or zb_h1 to measure both"]
         )
-    print("\n".join(aligned(costs_table(measured), left=(0,))))
-    steps = measured.costs.measured["steps"]
-    print(f"wrote {args.output}: milliseconds, medians of {steps} step{'s' * (steps != 1)}")
+    print("\n".join(aligned(costs_table(costs), left=(0,))))
+    print(f"wrote {args.output}: milliseconds, medians over {costs.measured['steps']} steps")
     return 0
 
 
-def costs_table(measured: MeasuredCosts) -> list[tuple[str, ...]]:
+def costs_table(costs: Costs) -> list[tuple[str, ...]]:
     """Return a header, one row per stage, and rows for the overhead and the messages."""
-    stages = len(measured.costs.stages or ())
-    times = zip(
-        *(stage_times(values, stages) for values in (measured.medians, measured.spreads)), strict=True
-    )
-    rows = [
-        (f"stage {stage}", *(f"{ms:.2f} +- {spread or 0:.2f}" for ms, spread in zip(*pair, strict=True)))
-        for stage, pair in enumerate(times)
-    ]
-    for kind, label in (
-        (OVERHEAD, "overhead of an op"),
-        (INSIDE, f"message {INSIDE}"),
-        (BETWEEN, f"message {BETWEEN}"),
-    ):
-        if (ms := measured.medians.get((kind, 0))) is not None:
-            rows.append((label, f"{ms:.2f} +- {measured.spreads[kind, 0]:.2f}", "", ""))
-    return [("", "forward", "backward_input", "backward_weight"), *rows]
+    factors, spread = costs.stage_factors or (), costs.measured["spread"]
+    share = costs.measured["devices"] / len(factors)
+    rows = [("", "forward", "backward_input", "backward_weight")]
+    for stage, (own, spreads) in enumerate(zip(factors, spread["stages"], strict=True)):
+        times = (share * costs.time(kind, own) for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+        rows.append(
+            (f"stage {stage}", *(f"{ms:.2f} +- {s:.2f}" for ms, s in zip(times, spreads, strict=True)))
+        )
+    between = max(costs.links.values(), default=costs.comm)
+    for (kind, _), ms in ((OVERHEAD, costs.overhead), (INSIDE, costs.comm), (BETWEEN, between)):
+        if kind in spread:
+            rows.append((kind, f"{ms:.2f} +- {spread[kind]:.2f}", "", ""))
+    return rows
 
 
 def run_view(args: argparse.Namespace) -> int:

@@ -87,10 +87,7 @@ class Costs:
             raise ScheduleError(f"costs: seed must be an integer (got {_short(self.seed)}).")
         devices = self.measured.get("devices") if isinstance(self.measured, Mapping) else None
         if self.measured != {} and (type(devices) is not int or devices < 1):
-            raise ScheduleError(
-                f"costs: measured must be an object with the number of devices (got {_short(self.measured)}). Use a "
-                "file of `trace costs`."
-            )
+            raise ScheduleError(f"costs: measured needs the number of devices (got {_short(self.measured)}).")
 
     @property
     def free_messages(self) -> bool:
@@ -133,13 +130,18 @@ class Costs:
         """
         if not self.measured:
             return self
-        if self.measured.get("tensor_parallel_size", 1) != 1 or self.measured.get("recomputes"):
-            raise ScheduleError(
-                "costs: measured ratios must not include recomputation and tensor-parallel messages (got "
-                f"tensor_parallel_size {self.measured.get('tensor_parallel_size', 1)}, recomputes "
-                f"{json.dumps(bool(self.measured.get('recomputes')))}). Trace a run without both."
-            )
+        self.check_measured(1, recomputes=False)
         return Costs(self.forward, self.backward_input, self.backward_weight)
+
+    def check_measured(self, tensor_parallel: int, *, recomputes: bool) -> None:
+        """Raise ScheduleError for costs of another tensor-parallel size, or of recomputation that a job has not."""
+        tensor, repeats = self.measured.get("tensor_parallel_size", 1), self.measured.get("recomputes", False)
+        if self.measured and (tensor != tensor_parallel or (repeats and not recomputes)):
+            raise ScheduleError(
+                f"costs: must be measured with tensor_parallel_size {tensor_parallel}"
+                f"{'' if recomputes else ' and without recomputation'} (got {tensor}, "
+                f"{'with' if repeats else 'without'} recomputation). Trace such a run."
+            )
 
     def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:
         """Return the time of every kind of op at every stage, without jitter.

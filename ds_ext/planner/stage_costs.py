@@ -68,17 +68,8 @@ def stage_costs(costs: Costs, sizes: TrainingSizes) -> Costs:
     """
     assert sizes.stage_layers is not None, "split_layers() comes first"
     repeated = sizes.repeated_share
-    if costs.measured:
-        tensor, recomputes = (
-            costs.measured.get("tensor_parallel_size", 1),
-            bool(costs.measured.get("recomputes")),
-        )
-        if tensor != sizes.tensor_parallel or recomputes > bool(repeated):
-            raise ScheduleError(
-                f"costs: measured with tensor_parallel_size {tensor}, {'with' if recomputes else 'without'} "
-                f"recomputation (got {sizes.tensor_parallel} and {sizes.recompute}). Trace a run with these settings."
-            )
-        repeated = 0.0 if recomputes else repeated
+    costs.check_measured(sizes.tensor_parallel, recomputes=bool(repeated))
+    repeated = 0.0 if costs.measured.get("recomputes") else repeated
     whole = costs.forward + costs.backward_input + costs.backward_weight
     recomputed = costs.with_recompute(repeated)
     if costs.stages is not None or not whole:

@@ -9,10 +9,10 @@ half the interquartile range over the steps. All times are in milliseconds.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
@@ -22,78 +22,53 @@ from ...pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FOR
 from .causes import Row
 from .read import Traces
 
-INSIDE, BETWEEN, OVERHEAD = "inside a host", "between hosts", "overhead"
 _DIGITS = 5  # of a time
 
 Spans = list[tuple[Op, float, float]]  # (op, start, end)
-Quantity = tuple[str, int]  # (kind of op, stage), or (INSIDE, BETWEEN or OVERHEAD, 0)
+Quantity = tuple[str, int]  # (kind of op, stage), or one of these
+INSIDE, BETWEEN, OVERHEAD = ("inside a host", 0), ("between hosts", 0), ("overhead", 0)
 
 
-@dataclass(frozen=True)
-class MeasuredCosts:
-    """Costs of a run, with the median and the spread of every quantity."""
-
-    costs: Costs
-    medians: dict[Quantity, float]
-    spreads: dict[Quantity, float]
-
-    @property
-    def whole_backwards(self) -> bool:
-        """True if no backward was split, so that each half has half of its time."""
-        return all(kind != BACKWARD_INPUT for kind, _ in self.medians)
-
-
-def measure_costs(traces: Traces) -> MeasuredCosts:
+def measure_costs(traces: Traces) -> Costs:
     """Return the costs of the steps that are complete on every device, from the first rank of each device.
 
-    Raises ConfigError if there is no such step, or no timetable.
+    Raises ConfigError if a stage has no such step, or if the folder has no timetable.
     """
     timetable = traces.timetable(traces.run["micro_batches"])
     if timetable is None:
         raise ConfigError(f"{traces.folder}: no timetable.txt. Copy it from rank 0's trace folder.")
     placement = timetable.placement
     rows, hosts = _read_rows(traces, timetable.micro_batches)
-    steps = sorted(set.intersection(*map(set, rows.values())))
+    steps = set.intersection(*map(set, rows.values()))
     values: dict[Quantity, list[float]] = defaultdict(list)  # medians of the steps
     for step in steps:
-        samples: dict[Quantity, list[float]] = defaultdict(list)
-        for quantity, ms in _samples({row: spans[step] for row, spans in rows.items()}, hosts, timetable):
-            samples[quantity].append(ms)
-        for quantity, times in samples.items():
+        for quantity, times in _samples({row: rows[row][step] for row in rows}, hosts, timetable).items():
             values[quantity].append(statistics.median(times))
     medians = {quantity: _rounded(statistics.median(times)) for quantity, times in values.items()}
     spreads = {quantity: _rounded(_spread(times)) for quantity, times in values.items()}
-    missing_stages = [
-        stage for stage, times in enumerate(stage_times(medians, placement.stages)) if None in times
-    ]
+    missing_stages = [i for i, times in enumerate(stage_times(medians, placement.stages)) if None in times]
     if missing_stages:
         raise ConfigError(
             f"{traces.folder}: stages without a forward and a backward in a complete step (got "
             f"{', '.join(map(str, missing_stages))}). Trace at least one whole step, and copy the files of all ranks."
         )
-    comm, between = (medians.get((kind, 0)) for kind in (INSIDE, BETWEEN))
-    comm = between or 0.0 if comm is None else comm  # without messages inside a host, all take the same time
-    host_of = {device: host for (_, device), host in sorted(hosts.items(), reverse=True)}
+    inside, between = medians.get(INSIDE, medians.get(BETWEEN, 0.0)), medians.get(BETWEEN, 0.0)
+    host_of = {device: host for (_, device), host in hosts.items()}
     crossing = [(a, b) for a in host_of for b in host_of if host_of[a] != host_of[b]]
     keys = ("schedule", "micro_batches", "data_parallel_size", "tensor_parallel_size", "recomputes")
-    costs = costs_of_ops(
-        medians,
-        placement,
-        comm=comm,
-        links=dict.fromkeys(crossing, comm if between is None else between),
-        overhead=medians.get((OVERHEAD, 0), 0.0),
-        measured={
-            "devices": placement.devices_per_pipe,
-            **{key: traces.run[key] for key in keys if key in traces.run},
-            "steps": len(steps),
-            "unit": "ms",
-            "spread": {
-                "stages": stage_times(spreads, placement.stages),
-                **{kind: spreads[kind, 0] for kind in (OVERHEAD, INSIDE, BETWEEN) if (kind, 0) in spreads},
-            },
+    measured = {
+        "devices": placement.devices_per_pipe,
+        **{key: traces.run[key] for key in keys if key in traces.run},
+        "whole_backwards": all(kind != BACKWARD_INPUT for kind, _ in medians),
+        "steps": len(steps),
+        "unit": "ms",
+        "spread": {
+            "stages": stage_times(spreads, placement.stages),
+            **{key[0]: spreads[key] for key in (OVERHEAD, INSIDE, BETWEEN) if key in spreads},
         },
-    )
-    return MeasuredCosts(costs, medians, spreads)
+    }
+    links, overhead = dict.fromkeys(crossing, between), medians.get(OVERHEAD, 0.0)
+    return costs_of_ops(medians, placement, comm=inside, links=links, overhead=overhead, measured=measured)
 
 
 def stage_times(values: Mapping[Quantity, float], stages: int) -> list[tuple[float | None, ...]]:
@@ -159,29 +134,30 @@ def _read_rows(traces: Traces, micro_batches: int) -> tuple[dict[Row, dict[int, 
 
 def _samples(
     rows: Mapping[Row, Spans], hosts: Mapping[Row, str], timetable: Timetable
-) -> Iterator[tuple[Quantity, float]]:
-    """Yield the times of all ops, messages and gaps of a step; a message's includes the overhead."""
+) -> dict[Quantity, list[float]]:
+    """Return the times of all ops and messages of a step, and the overhead."""
     ends = {(group, device, op): end for (group, device), spans in rows.items() for op, _, end in spans}
-    gaps, messages = list[float](), list[tuple[str, float]]()
+    samples: dict[Quantity, list[float]] = defaultdict(list)
     for (group, device), spans in rows.items():
-        before: tuple[float, float] | None = None  # start and end of the previous op
+        begin_before = end_before = -math.inf  # of the previous op
         for op, begin, end in spans:
-            yield (op.kind, op.stage), end - begin
+            samples[op.kind, op.stage].append(end - begin)
             needs = [
                 (ends.get((group, owner, need)), owner) for need, owner in timetable.dependencies.needs(op)
             ]
-            remote = [(end, owner) for end, owner in needs if owner != device and end is not None]
-            sent, owner = max(remote, default=(None, device))
-            if before is not None and (sent is None or sent < before[0]):
-                gaps.append(begin - before[1])
-            elif sent is not None and (before is None or sent > before[1]):
-                kind = INSIDE if hosts[group, owner] == hosts[group, device] else BETWEEN
-                messages.append((kind, begin - sent))
-            before = begin, end
-    overhead = max(0.0, statistics.median(gaps)) if gaps else 0.0
-    yield (OVERHEAD, 0), overhead
-    for kind, ms in messages:
-        yield (kind, 0), max(0.0, ms - overhead)
+            remote = [(sent, owner) for sent, owner in needs if owner != device and sent is not None]
+            sent, owner = max(remote, default=(-math.inf, device))
+            if sent > end_before:
+                inside = hosts[group, owner] == hosts[group, device]
+                samples[INSIDE if inside else BETWEEN].append(begin - sent)
+            elif sent < begin_before:
+                samples[OVERHEAD].append(begin - end_before)
+            begin_before, end_before = begin, end
+    overhead = statistics.median(samples[OVERHEAD] or [0.0])
+    samples[OVERHEAD] = [overhead]
+    for key in samples.keys() & {INSIDE, BETWEEN}:
+        samples[key] = [max(0.0, time - overhead) for time in samples[key]]
+    return samples
 
 
 def _spread(values: list[float]) -> float:

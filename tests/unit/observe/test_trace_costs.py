@@ -70,10 +70,10 @@ def test_a_time_is_a_median_over_steps_with_half_the_interquartile_range(tmp_pat
                 event = json.loads(line.rstrip(","))
                 lines[i] = json.dumps({**event, "dur": 3 * event["dur"]}) + ","
         rank_file(folder, rank).write_text("\n".join(lines) + "\n")
-    measured = measure_costs(read_traces(folder))
-    assert measured.medians["F", 1] == pytest.approx(MS, rel=1e-3)
-    assert measured.spreads["F", 1] == pytest.approx(MS / 2, rel=1e-3)
-    assert measured.costs.measured["spread"]["stages"][1] == pytest.approx([MS / 2] * 3, rel=1e-3)
+    costs = measure_costs(read_traces(folder))
+    assert costs.forward == pytest.approx(MS, rel=1e-3)
+    # The quartiles of 1, 1 and 3 are 1 and 2. A half of a whole backward has half of its spread.
+    assert costs.measured["spread"]["stages"][1] == pytest.approx([MS / 2] * 3, rel=1e-3)
 
 
 def test_whole_backwards_give_each_half_half_the_time(
@@ -89,7 +89,7 @@ def test_whole_backwards_give_each_half_half_the_time(
 def test_forward_devices_do_not_count(tmp_path: Path) -> None:
     fbd = timetable("fbd", 2, 4, forward_slowdown=2.0)
     write_traces(tmp_path, simulate(fbd, Costs(1, 1.5, 0.5)))
-    costs = measure_costs(read_traces(tmp_path)).costs
+    costs = measure_costs(read_traces(tmp_path))
     assert (costs.forward, costs.backward_input) == pytest.approx((MS, MS), rel=1e-3)
 
 
@@ -97,14 +97,14 @@ def test_links_by_kind(tmp_path: Path) -> None:
     """Devices 0 and 1 are on one host, 2 and 3 on another."""
     slow = {(a, b): 0.3 for a in range(4) for b in range(4) if (a < 2) != (b < 2)}
     folder = trace(tmp_path, "zb_v", replace(COSTS, links=slow), hosts="aabb")
-    measured = measure_costs(read_traces(folder))
-    assert measured.costs.links == pytest.approx({link: 0.3 * MS for link in slow}, abs=0.01)
-    assert measured.costs.comm == pytest.approx(0.05 * MS, abs=0.01)
-    assert {(INSIDE, 0), (BETWEEN, 0), (OVERHEAD, 0)} <= measured.spreads.keys()
+    costs = measure_costs(read_traces(folder))
+    assert costs.links == pytest.approx({link: 0.3 * MS for link in slow}, abs=0.01)
+    assert costs.comm == pytest.approx(0.05 * MS, abs=0.01)
+    assert {key for key, _ in (INSIDE, BETWEEN, OVERHEAD)} < costs.measured["spread"].keys()
     with pytest.raises(ScheduleError, match=r"4 devices \(got 2\)"):
-        measured.costs.fit(timetable("interleaved", 2, 4, chunks=4).placement)
+        costs.fit(timetable("interleaved", 2, 4, chunks=4).placement)
     folder = trace(tmp_path / "far", "zb_v", replace(COSTS, comm=0.3), hosts="abcd")
-    costs = measure_costs(read_traces(folder)).costs
+    costs = measure_costs(read_traces(folder))
     assert costs.comm == pytest.approx(0.3 * MS, abs=0.01) and len(costs.links) == 12
 
 
@@ -140,7 +140,7 @@ def test_every_schedule_is_predicted_from_the_trace_of_one(
         assert float(row[1]) == pytest.approx(exact, rel=2e-3)
         assert float(row[2]) == pytest.approx(exact, abs=MS * 0.03) and abs(float(row[3][:-1])) <= 0.2
     assert named[1] == next(row[1] for row in rows if row[0] == "1f1b")
-    assert {"0.3", "reductions", "optimizer"} <= set(" ".join(note).replace("(", "").split())
+    assert {"reductions", "optimizer"} <= set(note)
 
 
 def test_measured_without_costs_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
