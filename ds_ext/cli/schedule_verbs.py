@@ -39,7 +39,6 @@ EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_PIPE = 0, 1, 2, 141
 if TYPE_CHECKING:
     from ..observe.trace.summary import Summary
 
-TIMETABLE = "timetable.txt"
 Verb = Callable[[argparse.Namespace], int]
 
 
@@ -155,6 +154,7 @@ def measured_runs(args: argparse.Namespace) -> dict[str, Summary]:
         raise ScheduleError(
             f"--measured: needs costs from a trace (got --costs {args.costs}). Add --costs FILE of `trace costs`."
         )
+    from ..observe.trace.file import TIMETABLE
     from ..observe.trace.read import read_traces
     from ..observe.trace.summary import summarize
 

@@ -21,8 +21,7 @@ _TIMES = {
     "f": "forward",
     "b": "backward_input",
     "w": "backward_weight",
-    "comm": "comm",
-    "overhead": "overhead",
+    **{k: k for k in ("comm", "overhead")},
 }
 _TEXT_KEYS = (*_TIMES, "stages", "jitter", "seed")
 _MAX_FACTORS = 200_000
@@ -140,7 +139,7 @@ class Costs:
             raise ScheduleError(
                 f"costs: must be measured with tensor_parallel_size {tensor_parallel}"
                 f"{'' if recomputes else ' and without recomputation'} (got {tensor}, "
-                f"{'with' if repeats else 'without'} recomputation). Trace such a run."
+                f"{'with' if repeats else 'without'} recomputation). Trace another run."
             )
 
     def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:

@@ -26,7 +26,7 @@ _DIGITS = 5  # of a time
 
 Spans = list[tuple[Op, float, float]]  # (op, start, end)
 Quantity = tuple[str, int]  # (kind of op, stage), or one of these
-INSIDE, BETWEEN, OVERHEAD = ("inside a host", 0), ("between hosts", 0), ("overhead", 0)
+INSIDE, BETWEEN, OVERHEAD = ("message inside a host", 0), ("message between hosts", 0), ("overhead", 0)
 
 
 def measure_costs(traces: Traces) -> Costs:
