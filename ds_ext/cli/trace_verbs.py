@@ -112,7 +112,7 @@ def costs_table(costs: Costs) -> list[tuple[str, ...]]:
     """Return a header, one row per stage, and rows for the overhead and the messages."""
     factors, spread = costs.stage_factors or (), costs.measured["spread"]
     share = costs.measured["devices"] / len(factors)
-    rows = [("", "forward", "backward_input", "backward_weight")]
+    rows: list[tuple[str, ...]] = [("", "forward", "backward_input", "backward_weight")]
     for stage, (own, spreads) in enumerate(zip(factors, spread["stages"], strict=True)):
         times = (share * costs.time(kind, own) for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
         rows.append(
