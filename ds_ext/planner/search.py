@@ -312,8 +312,7 @@ class _Variant:
     def costs(self) -> Costs:
         """Costs of each stage, with recomputation. Raises ScheduleError if they do not fit the stages."""
         costs = self.request.costs if self.sizes is None else stage_costs(self.request.costs, self.sizes)
-        costs.check_fits(self.placement)
-        return costs
+        return costs.fit(self.placement)
 
     @cached_property
     def slow_to_plan(self) -> bool:
