@@ -88,6 +88,10 @@ def build_parser(verb: str) -> tuple[argparse.ArgumentParser, Mapping[str, argpa
 
     compare = _schedule_verb(verbs, "compare", run_compare, "simulate several schedules", several=True)
     _add_output(compare, ["text", "html"])
+    measured = (
+        "also these runs, with measured times: a trace folder, or a folder of them; needs --costs of a trace"
+    )
+    compare.add_argument("--measured", metavar="DIR", type=Path, help=measured)
     add_model_flags(compare)
 
     plan = _add_verb(verbs, "plan", "choose parallel sizes and a schedule for a cluster")
@@ -111,7 +115,11 @@ def build_parser(verb: str) -> tuple[argparse.ArgumentParser, Mapping[str, argpa
         ("convert", "convert checkpoints to and from Hugging Face (needs ds_ext[hf])", "recipes.convert"),
         ("export", "write the weights of a checkpoint as safetensors", "recipes.convert.export"),
         ("report", "make a page of a run: curves, memory, waits, timetables", "cli.report_verb"),
-        ("trace", "merge, summarize or draw the traces of a run", "cli.trace_verbs"),
+        (
+            "trace",
+            "merge, summarize or draw the traces of a run, or measure costs in them",
+            "cli.trace_verbs",
+        ),
         ("doctor", "check the transports on this host, or the hosts of a job", "cli.doctor_verb"),
         ("bench", "run benchmarks on this host, from a checkout of the sources", ""),
     ):

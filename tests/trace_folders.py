@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,22 @@ def offset_us(rank: int) -> float:
 
 
 def write_traces(
-    folder: Path, simulation: Simulation, steps: int = 2, *, run: str = "20260101-000000-abcd"
+    folder: Path,
+    simulation: Simulation,
+    steps: int = 2,
+    *,
+    run: str = "20260101-000000-abcd",
+    hosts: Sequence[str] = (),
+    **values: Any,
 ) -> None:
     """Write a trace per device, with every op at its time, the messages around it, and a reduction at the end.
 
-    The span of a receive lasts from the end of the previous op to the start of the next.
+    The span of a receive lasts from the end of the previous op to the start of the next. The overhead of an op follows
+    its span.
+
+    Args:
+        hosts: host of every rank.
+        values: further values of the description of the run.
     """
     timetable = simulation.timetable
     world = timetable.placement.num_devices
@@ -38,14 +50,16 @@ def write_traces(
         run_values: dict[str, Any] = {
             "run": run, "world_size": world, "device": rank, "data_parallel_rank": 0, "tensor_parallel_rank": 0,
             "data_parallel_size": 1, "tensor_parallel_size": 1, "pipeline_parallel_size": world,
-            "schedule": timetable.schedule, "micro_batches": timetable.micro_batches,
+            "schedule": timetable.schedule, "micro_batches": timetable.micro_batches, **values,
         }  # fmt: skip
+        if hosts:
+            run_values["host"] = hosts[rank]
         file = TraceFile(folder, rank, run_values)
         if rank == 0:
             write_timetable(folder, timetable, first=True)
         for number in range(2 if rank else 0):
-            values = {"at_us": 1e7 * number, "offset_us": offset_us(rank), "error_us": 20.0}
-            file.append([metadata(CLOCK, rank, values)])
+            clock = {"at_us": 1e7 * number, "offset_us": offset_us(rank), "error_us": 20.0}
+            file.append([metadata(CLOCK, rank, clock)])
         for step in range(1, steps + 1):
             file.append(_step(simulation, rank, step))
         file.close()
@@ -55,7 +69,8 @@ def _step(simulation: Simulation, rank: int, step: int) -> list[str]:
     text = EventText(rank, lambda device: (device,), eager=True)
     zero = (step - 1) * (simulation.makespan * UNIT_US + GAP_US) - offset_us(rank)
     lines, free = [], 0.0
-    for op, start, end in simulation.spans[rank]:
+    for op, start, whole_end in simulation.spans[rank]:
+        end = whole_end - simulation.costs.overhead
         for need, owner in simulation.timetable.dependencies.needs(op):
             if owner != rank:
                 lines.append(

@@ -6,18 +6,18 @@
     python -m ds_ext trace view build/picture/1f1b build/picture/bitpipe_zb -o docs/images/measured.svg
 
 The layers wait instead of computing, as those of `python -m ds_ext bench schedules`, so 4 ranks need no 4 devices. A
-forward of a quarter of the model takes 40 ms, and so do both halves of its backward.
+forward of a quarter of the model takes 40 ms, or the milliseconds in a third argument, and so do both halves of its
+backward.
 """
 
-import itertools
 import sys
 
 import torch
 from deepspeed.pipe import LayerSpec
-from torch import Tensor
 
 import ds_ext
 from benchmarks.emulated import EmulatedDevice, EmulatedLayer, make_batches, rows_of, set_exact_timers
+from benchmarks.rivals import SameBatches
 from ds_ext.launch import process
 from ds_ext.pipe_schedules import Costs, timetable
 
@@ -26,11 +26,12 @@ DEVICES, MICRO_BATCHES, STEPS = 4, 8, 7
 
 def main() -> None:
     """Train some steps with the schedule and the folder of the command line."""
-    schedule, folder = sys.argv[1:]
+    schedule, folder, *forward = sys.argv[1:]
+    forward_ms = float(forward[0]) if forward else 40.0
     set_exact_timers()
     ds_ext.init_distributed()
     placement = timetable(schedule, DEVICES, MICRO_BATCHES).placement
-    device = EmulatedDevice(Costs(40.0, 40.0, 40.0), placement)
+    device = EmulatedDevice(Costs(forward_ms, forward_ms, forward_ms), placement)
     batches = make_batches(MICRO_BATCHES, rows_of(4.0))
     config = {
         "train_batch_size": MICRO_BATCHES * len(batches[0][0]),
@@ -49,12 +50,11 @@ def main() -> None:
     )
     engine, *_ = ds_ext.initialize(model=model, config=config)
     device.split_backwards = engine.plan.timetable.split_backwards
-    own = batches[engine.mpu.get_data_parallel_rank() :: engine.mpu.get_data_parallel_world_size()]
-    data: itertools.cycle[tuple[Tensor, Tensor]] = itertools.cycle(own)
+    data = SameBatches(batches)
     metrics = ds_ext.Metrics(engine, total_steps=STEPS, log_interval=1)
     for _ in range(STEPS):
         device.start_step()
-        metrics.log(engine.train_batch(data_iter=data))
+        metrics.log(engine.train_batch(data))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ScheduleError
-from ..pipe_schedules.costs import read_costs
+from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
 from ..planner.fbd import compare_with_fbd
 from ..planner.memory import TrainingSizes
@@ -45,7 +45,8 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     rate = "10^12 operations per second of a device in training (%(default)g)"
     verb.add_argument("--tflops", type=float, default=TFLOPS, metavar="T", help=rate)
     costs = (
-        "times of backward_input and backward_weight relative to the forward (%(default)s), or a JSON file"
+        "times of backward_input and backward_weight relative to the forward (%(default)s), or a JSON file, also of "
+        "`trace costs`"
     )
     verb.add_argument("--costs", default="f=1,b=1,w=1", metavar="f=1,b=1,w=1", help=costs)
     verb.add_argument("--tensor-parallel", type=int, metavar="T", help="only this size (all up to 8)")
@@ -82,7 +83,7 @@ def run_plan(args: argparse.Namespace) -> int:
         # ZeRO-1 sends as many bytes as averaging gradients, so it takes no more time.
         model = replace(model, zero_stage=1)
     forward_devices = _forward_devices(args, cluster)
-    costs = read_costs(args.costs)
+    costs = read_costs(args.costs).ratios()
     with _progress() as progress:
         plan = plan_cluster(cluster, model, costs, progress)
     fbd = forward_devices and compare_with_fbd(cluster, forward_devices, model, costs, plan)
@@ -90,7 +91,7 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_dict(plan, config) | ({"fbd": fbd} if fbd else {})))
     else:
-        print("\n".join([*_header(args, cluster, model), "", *_result_lines(plan, cluster, model)]))
+        print("\n".join([*_header(args, cluster, model, costs), "", *_result_lines(plan, cluster, model)]))
         if fbd:
             print(fbd["reason"])
         if config is not None and plan.best.fits:
@@ -161,18 +162,20 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
-def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes) -> list[str]:
+def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, costs: Costs) -> list[str]:
     parameters = model.device_parameters(linear(1), 0) / 1e9
     zero = "1 with several copies of the weights" if model.bytes.sharded else "0"
     hosts, links = describe_network(cluster.links)
     default = "" if args.hosts else " (default: 8 devices per host)"
     batch = "" if cluster.micro_batch is None else f", micro-batches of {cluster.micro_batch}"
+    b, w = (time / costs.forward for time in (costs.backward_input, costs.backward_weight))
     return [
         f"model       {args.model or 'custom'}, {parameters:.3g} billion parameters, {model.precision}, "
         f"ZeRO stage {zero}",
         f"devices     {cluster.devices} x {format_bytes(cluster.memory_bytes)}, {args.tflops:g} TFLOP/s each",
         f"hosts       {hosts}{default}",
         f"links       {links}",
+        f"costs       1 : {b:.3g} : {w:.3g}, forward : backward_input : backward_weight",
         f"batch       {cluster.batch} samples per step{batch}",
         "not modeled messages waiting for other messages or collectives, optimizer step, loss and norm, savings below "
         "1%",

@@ -41,7 +41,7 @@ def add_schedule_flags(verb: argparse.ArgumentParser, *, several: bool, forward_
     """Add the flags of a subcommand for one or ``several`` schedules."""
     text = "listed below, with options as in dpp:placement=v:backward=split, or a timetable file"
     if several:
-        verb.add_argument("schedules", nargs="+", metavar="NAME", help=f"schedules, {text}")
+        verb.add_argument("schedules", nargs="*", metavar="NAME", help=f"schedules, {text}")
     else:
         verb.add_argument("schedule", metavar="NAME", help=f"schedule, {text}")
     verb.add_argument("--num-devices", "--stages", type=int, metavar="D", help="devices of a pipeline group")
@@ -53,7 +53,7 @@ def add_schedule_flags(verb: argparse.ArgumentParser, *, several: bool, forward_
         "--costs",
         metavar=_DEFAULT_COSTS,
         help="times of forward, backward_input and backward_weight of 1/D of the model, and of a message; or a JSON "
-        "file with these and stages, links, jitter, seed",
+        "file with these and stages, links, jitter, seed, or from `trace costs`",
     )
     if forward_only:
         text = "timetable of an evaluation; any number of micro-batches"
@@ -197,8 +197,7 @@ def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespac
         costs = base_costs
         if model is not None:
             costs = stage_costs(base_costs, split_layers(model, placement, name))
-        costs.check_fits(placement)
-        return costs
+        return costs.fit(placement)
 
     if is_file(name):
         timetable = _from_file(name, args)
@@ -242,7 +241,8 @@ def _costs_of(args: argparse.Namespace, options: Mapping[str, object]) -> Costs:
             f"--costs: given twice (got --costs {args.costs} and the option costs={option}). Give one of them."
         )
     text = args.costs if option is None else str(option)
-    return read_costs(_DEFAULT_COSTS if text is None else text)
+    costs = read_costs(_DEFAULT_COSTS if text is None else text)
+    return costs if getattr(args, "hosts", None) is None else costs.ratios()
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------

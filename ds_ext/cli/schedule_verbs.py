@@ -9,14 +9,18 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from ..errors import ScheduleError
 from ..pipe_schedules import Timetable
 from ..pipe_schedules.checks.program import Report, check
-from ..pipe_schedules.costs import Costs
+from ..pipe_schedules.costs import Costs, factors_text, read_costs
 from ..pipe_schedules.draw.grid import time_grid
 from ..pipe_schedules.draw.svg import heading
 from ..pipe_schedules.lowering import dump, lower
@@ -29,7 +33,11 @@ from .host_step import step_on_hosts
 from .model_flags import model_of
 from .schedule_flags import comparison_of, naming_file, simulation_of, timetable_of
 
+_COLUMNS = ("vs first", "bubble", "peak act.", "messages", "weights", "memory", "")  # of a comparison
 EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_PIPE = 0, 1, 2, 141
+
+if TYPE_CHECKING:
+    from ..observe.trace.summary import Summary
 
 Verb = Callable[[argparse.Namespace], int]
 
@@ -107,13 +115,25 @@ def _render(form: str, simulation: Simulation) -> str:
 def run_compare(args: argparse.Namespace) -> int:
     """Print one row per schedule, or write a page with this table and all timetables on one scale.
 
-    A refused schedule has its reason in its row, and the exit status is 1.
+    A refused schedule has its reason in its row, and the exit status is 1. Raises ScheduleError without a schedule.
     """
     form = _format(args, {})
     model = model_of(args)
+    runs = measured_runs(args)
+    if not args.schedules and not runs:
+        raise ScheduleError("NAME: missing (got no schedule). Name schedules, or add --measured DIR.")
+    args.schedules += runs
     result = comparison_of(args)
-    table = comparison(result.simulations, model, result.refused)
+    table = comparison(result.simulations, model, result.refused, runs)
     notes = [*result.notes, *filter(None, map(comparison_note, result.simulations))]
+    if runs:
+        most = max(
+            min(rank.reduction + rank.optimizer for rank in run.ranks) for run in runs.values() if run.ranks
+        )
+        notes.append(
+            "makespan, measured: milliseconds from the start of a step to its last op. Not included: exposed "
+            f"reductions and the optimizer step (up to {most:.1%} of the makespan), loss and norm."
+        )
     if form == "text":
         _write(args, form, "\n".join([*aligned(table, left=(0, len(table[0]) - 1)), *notes]))
     else:
@@ -123,10 +143,37 @@ def run_compare(args: argparse.Namespace) -> int:
     return EXIT_INVALID if result.refused else EXIT_OK
 
 
+def measured_runs(args: argparse.Namespace) -> dict[str, Summary]:
+    """Return the timetable file of every run in the folder of ``--measured``, with the summary of its traces.
+
+    Raises ScheduleError without costs from a trace, and ConfigError if there is no run.
+    """
+    if args.measured is None:
+        return {}
+    if args.costs is None or not read_costs(args.costs).measured:
+        raise ScheduleError(
+            f"--measured: needs costs from a trace (got --costs {args.costs}). Add --costs FILE of `trace costs`."
+        )
+    from ..observe.trace.file import TIMETABLE
+    from ..observe.trace.read import read_traces
+    from ..observe.trace.summary import summarize
+
+    files = [
+        path for path in (args.measured / TIMETABLE, *args.measured.glob(f"*/{TIMETABLE}")) if path.exists()
+    ]
+    runs = {str(path): summarize(read_traces(path.parent)) for path in sorted(files)}
+    if not any(run.makespan_by_step for run in runs.values()):
+        raise ScheduleError(
+            f"--measured: no run with a complete step (got {args.measured}). Use a trace folder."
+        )
+    return runs
+
+
 def comparison(
     simulations: Sequence[Simulation],
     model: TrainingSizes | None = None,
     refused: Mapping[int, tuple[str, str]] | None = None,
+    runs: Mapping[str, Summary] = MappingProxyType({}),
 ) -> list[tuple[str, ...]]:
     """Return a table with its header: makespan, bubble, peak activations, messages, copies of the weights.
 
@@ -135,22 +182,30 @@ def comparison(
 
     Args:
         refused: index of a row -> name and reason of a refused schedule.
+        runs: path of a simulated timetable file -> its traces.
 
     Raises:
         ScheduleError: the layers of the model do not fit the stages.
     """
     first = simulations[0]
-    header = ("schedule", "makespan", "vs first", "bubble", "peak act.", "messages", "weights", "memory", "")
+    header = ("schedule", "makespan", "measured", "error", *_COLUMNS)
 
     def relative(simulation: Simulation) -> str:
         if not first.makespan or simulation.timetable.micro_batches != first.timetable.micro_batches:
             return ""
         return f"{simulation.makespan / first.makespan:.3f}"
 
+    def times(simulation: Simulation) -> tuple[str, ...]:
+        name, run = simulation.timetable.schedule, runs.get(simulation.timetable.schedule)
+        if run is None or not run.makespan_by_step:
+            return name, f"{simulation.makespan:g}", "", ""
+        measured_ms = statistics.median(run.makespan_by_step.values()) / 1e3
+        error = simulation.makespan / measured_ms - 1
+        return Path(name).parent.name, f"{simulation.makespan:g}", f"{measured_ms:g}", f"{error:+.1%}"
+
     rows: list[tuple[str, ...]] = [
         (
-            s.timetable.schedule,
-            f"{s.makespan:g}",
+            *times(s),
             relative(s),
             f"{s.bubble:.1%}",
             f"{max(s.peak_activations):g}",
@@ -162,12 +217,15 @@ def comparison(
         for s in simulations
     ]
     for index, (name, reason) in sorted((refused or {}).items()):
+        name = Path(name).parent.name if name in runs else name
         rows.insert(index, (name, *["-"] * (len(header) - 2), reason))
     empty_columns = set[str]()
     if not refused:
         empty_columns.add("")
     if model is None:
         empty_columns.add("memory")
+    if not runs:
+        empty_columns |= {"measured", "error"}
     columns = [i for i, name in enumerate(header) if name not in empty_columns]
     return [tuple(row[i] for i in columns) for row in (header, *rows)]
 
@@ -278,7 +336,7 @@ def _stage_lines(model: TrainingSizes, costs: Costs) -> Iterator[str]:
     assert model.stage_layers is not None, "split_layers() comes first"
     yield f"  layers            {' '.join(map(str, model.stage_layers))}  (per stage)"
     if costs.stages is not None:
-        factors = " ".join(f"{factor:.3g}" for factor in costs.stages)
+        factors = " ".join(factors_text([stage], ".3g") for stage in costs.stages)
         yield f"  costs             {factors}  (factor per stage, including the head)"
     if model.repeated_share:
         yield f"  recompute         {model.repeated_share:.0%} of a layer's forward  ({model.recompute})"

@@ -1,4 +1,4 @@
-"""Subcommand ``trace`` of ``python -m ds_ext``: merge, summarize and draw traces. Does not import torch."""
+"""Subcommand ``trace`` of ``python -m ds_ext``: merge, summarize, price and draw traces. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..observe.trace.costs import BETWEEN, INSIDE, OVERHEAD, measure_costs
 from ..observe.trace.merge import clocks, merge
 from ..observe.trace.read import read_traces
 from ..observe.trace.summary import Summary, summarize, summary_table
+from ..pipe_schedules.costs import Costs, dump_costs
+from ..pipe_schedules.ops import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from ..planner.text import aligned
 
 _EARLY_US = 100.0  # tolerated clock error
@@ -32,6 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     total.add_argument("folder", **folder)
     total.add_argument("--json", action="store_true", help="print JSON")
     total.set_defaults(trace_run=run_summary)
+
+    costs = verbs.add_parser(
+        "costs", help="times of stages and messages as a file for --costs of other verbs"
+    )
+    costs.add_argument("folder", **folder)
+    costs.add_argument("-o", "--output", metavar="FILE", type=Path, required=True, help="costs.json to write")
+    costs.set_defaults(trace_run=run_costs)
 
     page = verbs.add_parser(
         "view", help="page with the planned timetable above the measured one, or a picture"
@@ -77,6 +87,42 @@ def run_summary(args: argparse.Namespace) -> int:
         _print_notes(summary.notes)
         print("\n".join(summary_lines(summary)))
     return 0
+
+
+def run_costs(args: argparse.Namespace) -> int:
+    """Write the measured costs and print them with their spread. Raises ConfigError if they cannot be written."""
+    traces = read_traces(args.folder)
+    costs = measure_costs(traces)
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in dump_costs(costs).items()]
+    try:
+        args.output.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
+    except OSError as error:
+        raise _cannot_write(args.output, error) from None
+    _print_notes(traces.notes)
+    if costs.measured["whole_backwards"]:
+        _print_notes(
+            ["backwards: not split, so each half has half of the time. Trace zb_v or zb_h1 to measure both"]
+        )
+    print("\n".join(aligned(costs_table(costs), left=(0,))))
+    print(f"wrote {args.output}: milliseconds, medians over {costs.measured['steps']} steps")
+    return 0
+
+
+def costs_table(costs: Costs) -> list[tuple[str, ...]]:
+    """Return a header, one row per stage, and rows for the overhead and the messages."""
+    factors, spread = costs.stage_factors or (), costs.measured["spread"]
+    share = costs.measured["devices"] / len(factors)
+    rows: list[tuple[str, ...]] = [("", "forward", "backward_input", "backward_weight")]
+    for stage, (own, spreads) in enumerate(zip(factors, spread["stages"], strict=True)):
+        times = (share * costs.time(kind, own) for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
+        rows.append(
+            (f"stage {stage}", *(f"{ms:.2f} +- {s:.2f}" for ms, s in zip(times, spreads, strict=True)))
+        )
+    between = max(costs.links.values(), default=costs.comm)
+    for (kind, _), ms in ((OVERHEAD, costs.overhead), (INSIDE, costs.comm), (BETWEEN, between)):
+        if kind in spread:
+            rows.append((kind, f"{ms:.2f} +- {spread[kind]:.2f}", "", ""))
+    return rows
 
 
 def run_view(args: argparse.Namespace) -> int:

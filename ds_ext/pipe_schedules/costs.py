@@ -7,8 +7,9 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..errors import ScheduleError
@@ -16,12 +17,20 @@ from .ops import ALL_KINDS, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, 
 from .placement import Placement
 
 # Key of a time in text and JSON -> field of Costs.
-_TIMES = {"f": "forward", "b": "backward_input", "w": "backward_weight", "comm": "comm"}
+_TIMES = {
+    "f": "forward",
+    "b": "backward_input",
+    "w": "backward_weight",
+    **{k: k for k in ("comm", "overhead")},
+}
 _TEXT_KEYS = (*_TIMES, "stages", "jitter", "seed")
 _MAX_FACTORS = 200_000
 # With these limits, sums of ten million times and ratios of times do not overflow.
 _MIN_TIME, _MAX_TIME = 1e-15, 1e15
 _MAX_CHARACTERS = 60  # of a value in an error
+
+Factors = tuple[float, float, float]  # of forward, backward_input and backward_weight
+_EVEN = (1.0, 1.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -29,31 +38,42 @@ class Costs:
     """Times of a forward, an input gradient and a weight gradient of 1/D of the model, and of a message.
 
     Args:
-        stages: cost factor of every stage, for example to include the embedding and the head; None: all 1.
+        stages: cost factor of every stage, for example to include the embedding and the head; or three factors, of
+            forward, backward_input and backward_weight. None: all 1.
         links: (sender, receiver) -> time of a message on that link; ``comm`` for the others.
         jitter: each computation and message takes 1 + jitter * u times as long, with u uniform in [-1, 1].
         seed: seed of the jitter. An op has the same jitter in every timetable.
+        overhead: time of every op besides its computation, at any size of its stage.
+        measured: description of the traced run whose times in milliseconds these are, with its number of "devices";
+            empty: not measured.
 
     Raises:
-        ScheduleError: a time is neither 0 nor between 1e-15 and 1e15, the jitter is not between 0 and 1, or the seed
-            is not an integer.
+        ScheduleError: a time is neither 0 nor between 1e-15 and 1e15, the jitter is not between 0 and 1, or the seed or
+            the number of devices is not an integer.
     """
 
     forward: float = 1.0
     backward_input: float = 1.0
     backward_weight: float = 1.0
     comm: float = 0.0
-    stages: tuple[float, ...] | None = None
+    stages: tuple[float | Factors, ...] | None = None
     links: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
     jitter: float = 0.0
     seed: int = 0
+    overhead: float = 0.0
+    measured: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         if self.stages is not None:
-            object.__setattr__(self, "stages", tuple(self.stages))
+            stages = (tuple(stage) if isinstance(stage, list) else stage for stage in self.stages)
+            object.__setattr__(self, "stages", tuple(stages))
         object.__setattr__(self, "links", dict(self.links))
         times = {key: getattr(self, name) for key, name in _TIMES.items()}
-        times |= {f"stages[{i}]": factor for i, factor in enumerate(self.stages or ())}
+        for i, stage in enumerate(self.stages or ()):
+            if isinstance(stage, tuple) and len(stage) == len(_EVEN):
+                times |= {f"stages[{i}][{k}]": factor for k, factor in enumerate(stage)}
+            else:
+                times[f"stages[{i}]"] = stage
         times |= {f"links {a}>{b}": time for (a, b), time in self.links.items()}
         for name, time in times.items():
             if not _is_number(time) or not (time == 0 or _MIN_TIME <= time <= _MAX_TIME):
@@ -64,48 +84,125 @@ class Costs:
             raise ScheduleError(f"costs: jitter must be between 0 and 1 (got {_short(self.jitter)}).")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise ScheduleError(f"costs: seed must be an integer (got {_short(self.seed)}).")
+        devices = self.measured.get("devices") if isinstance(self.measured, Mapping) else None
+        if self.measured != {} and (type(devices) is not int or devices < 1):
+            raise ScheduleError(f"costs: measured needs the number of devices (got {_short(self.measured)}).")
 
     @property
     def free_messages(self) -> bool:
         """True if no message takes time."""
         return not self.comm and not any(self.links.values())
 
-    def time(self, kind: str) -> float:
-        """Return the time of a computation of ``kind`` for 1/D of the model."""
+    @property
+    def stage_factors(self) -> tuple[Factors, ...] | None:
+        """Three factors of every stage; None: all 1."""
+        if self.stages is None:
+            return None
+        return tuple(stage if isinstance(stage, tuple) else (stage, stage, stage) for stage in self.stages)
+
+    def time(self, kind: str, factors: Factors = _EVEN) -> float:
+        """Return the time of a computation of ``kind`` for 1/D of the model, at a stage with these factors."""
+        times = (self.forward, self.backward_input, self.backward_weight)
+        forward, backward_input, backward_weight = (t * x for t, x in zip(times, factors, strict=True))
         return {
-            FORWARD: self.forward,
-            RECOMPUTE: self.forward,
-            BACKWARD: self.backward_input + self.backward_weight,
-            BACKWARD_INPUT: self.backward_input,
-            BACKWARD_WEIGHT: self.backward_weight,
+            FORWARD: forward,
+            RECOMPUTE: forward,
+            BACKWARD: backward_input + backward_weight,
+            BACKWARD_INPUT: backward_input,
+            BACKWARD_WEIGHT: backward_weight,
         }[kind]
+
+    def with_recompute(self, share: float) -> Costs:
+        """Return the costs if every backward first repeats this share of its forward."""
+        repeated = self.backward_input + share * self.forward
+        stages = self.stage_factors
+        if stages is not None and repeated:
+            stages = tuple(
+                (f, (self.backward_input * b + share * self.forward * f) / repeated, w) for f, b, w in stages
+            )
+        return replace(self, backward_input=repeated, stages=stages) if share else self
+
+    def ratios(self) -> Costs:
+        """Return the costs, of measured ones only f, b and w, for times that come from a rate and a model.
+
+        Raises ScheduleError if they include tensor-parallel messages or recomputation, which the model adds.
+        """
+        if not self.measured:
+            return self
+        self.check_measured(1, recomputes=False)
+        return Costs(self.forward, self.backward_input, self.backward_weight)
+
+    def check_measured(self, tensor_parallel: int, *, recomputes: bool) -> None:
+        """Raise ScheduleError for costs of another tensor-parallel size, or of recomputation that a job has not."""
+        tensor, repeats = self.measured.get("tensor_parallel_size", 1), self.measured.get("recomputes", False)
+        if self.measured and (tensor != tensor_parallel or (repeats and not recomputes)):
+            raise ScheduleError(
+                f"costs: must be measured with tensor_parallel_size {tensor_parallel}"
+                f"{'' if recomputes else ' and without recomputation'} (got {tensor}, "
+                f"{'with' if repeats else 'without'} recomputation). Trace another run."
+            )
 
     def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:
         """Return the time of every kind of op at every stage, without jitter.
 
-        Raises ScheduleError if the factors or the links do not fit the placement.
+        Raises ScheduleError if the costs do not fit the placement.
         """
-        self.check_fits(placement)
+        costs = self.fit(placement)
         share = placement.devices_per_pipe / placement.stages
-        factors = self.stages or (1.0,) * placement.stages
+        stages = costs.stage_factors or (_EVEN,) * placement.stages
         return {
-            kind: tuple(self.time(kind) * share * factor * placement.slowdown(kind) for factor in factors)
+            kind: tuple(
+                costs.time(kind, factors) * share * placement.slowdown(kind) + costs.overhead
+                for factors in stages
+            )
             for kind in placement.kinds
         }
 
-    def check_fits(self, placement: Placement) -> None:
-        """Raise ScheduleError if the number of factors is not the number of stages, or a link has an unknown device."""
-        if self.stages is not None and len(self.stages) != placement.stages:
+    def fit(self, placement: Placement) -> Costs:
+        """Return the costs for a placement, which differ from these only if they are measured.
+
+        Measured times carry over to another number of devices, and to stages that each join several measured ones.
+
+        Raises ScheduleError if the number of factors is not the number of stages, a link has an unknown device, or
+        measured times do not carry over.
+        """
+        costs = self._carry_over(placement) if self.measured else self
+        if costs.stages is not None and len(costs.stages) != placement.stages:
             raise ScheduleError(
-                f"costs: stages must have {placement.stages} factors, one per stage (got {len(self.stages)})."
+                f"costs: stages must have {placement.stages} factors, one per stage (got {len(costs.stages)})."
             )
-        for sender, receiver in self.links:
+        for sender, receiver in costs.links:
             in_range = all(0 <= device < placement.num_devices for device in (sender, receiver))
             if not in_range or sender == receiver:
                 raise ScheduleError(
                     f"costs: a link must join two different devices from 0 to {placement.num_devices - 1} "
                     f"(got {sender}>{receiver})."
                 )
+        return costs
+
+    def _carry_over(self, placement: Placement) -> Costs:
+        """Return measured costs for the number of devices and stages of a placement. Raises ScheduleError."""
+        devices, stages = placement.devices_per_pipe, self.stage_factors or ()
+        costs, ratio = self, self.measured["devices"] / devices
+        if ratio != 1 and self.links:
+            raise ScheduleError(
+                f"costs: links between hosts were measured for {self.measured['devices']} devices (got {devices}). "
+                f"Trace a run with {devices}."
+            )
+        if ratio != 1:
+            names = ("forward", "backward_input", "backward_weight")
+            times = {name: getattr(self, name) * ratio for name in names}
+            costs = replace(self, **times, measured={**self.measured, "devices": devices})
+        if len(stages) % placement.stages:
+            raise ScheduleError(
+                f"costs: the {len(stages)} measured stages cannot be joined to {placement.stages} (got "
+                f"{self.measured.get('schedule')}). Trace a schedule with {placement.stages} stages or a multiple."
+            )
+        size = len(stages) // placement.stages
+        if size <= 1:
+            return costs
+        groups = (zip(*stages[i : i + size], strict=True) for i in range(0, len(stages), size))
+        return replace(costs, stages=tuple(tuple(map(statistics.fmean, group)) for group in groups))
 
     def delay(self, sender: int, receiver: int) -> float:
         """Return the time of a message between two devices, without jitter; 0 on one device."""
@@ -137,7 +234,7 @@ def read_costs(text: str) -> Costs:
 
 
 def parse_costs(text: str) -> Costs:
-    """Return the costs in ``"f=1,b=1,w=1,comm=0,stages=0.9x7/1.7,jitter=0,seed=0"``. All keys are optional.
+    """Return the costs in ``"f=1,b=1,w=1,comm=0,stages=0.9x7/1.7:1.8:1.6,jitter=0,seed=0"``. All keys are optional.
 
     Raises ScheduleError for an unknown or repeated key and for an invalid value.
     """
@@ -167,29 +264,46 @@ def _make_costs(values: Mapping[str, Any]) -> Costs:
     return Costs(**{_TIMES.get(key, key): value for key, value in values.items()})
 
 
-def _parse_factors(text: str) -> tuple[float, ...]:
-    """Return the factors in ``"0.9x7/1.7"``: seven times 0.9, then 1.7. Raises ValueError."""
-    factors: list[float] = []
+def _parse_factors(text: str) -> tuple[float | Factors, ...]:
+    """Return the factors in ``"0.9x7/1.7:1.8:1.6"``: seven times 0.9, then three of one stage. Raises ValueError."""
+    stages: list[float | Factors] = []
     for part in text.split("/"):
-        factor, x, times = part.partition("x")
+        factors, x, times = part.partition("x")
         count = int(times) if x else 1
-        if not 1 <= count <= _MAX_FACTORS - len(factors):
+        if not 1 <= count <= _MAX_FACTORS - len(stages):
             raise ValueError(text)
-        factors += [float(factor)] * count
-    return tuple(factors)
+        first, *others = map(float, factors.split(":"))
+        if others:
+            backward_input, backward_weight = others
+            stages += [(first, backward_input, backward_weight)] * count
+        else:
+            stages += [first] * count
+    return tuple(stages)
 
 
-def factors_text(factors: tuple[float, ...]) -> str:
-    """Return ``factors`` in the format of :func:`parse_costs`."""
-    runs = [(factor, len(list(same))) for factor, same in itertools.groupby(factors)]
-    return "/".join(f"{factor!r}x{count}" if count > 1 else repr(factor) for factor, count in runs)
+def factors_text(stages: Sequence[float | Factors], form: str = "") -> str:
+    """Return factors in the format of :func:`parse_costs`; ``form`` is the format of a number."""
+
+    def text(stage: float | Factors) -> str:
+        return ":".join(f"{factor:{form}}" for factor in (stage if isinstance(stage, tuple) else (stage,)))
+
+    runs = [(stage, len(list(same))) for stage, same in itertools.groupby(map(text, stages))]
+    return "/".join(f"{stage}x{count}" if count > 1 else stage for stage, count in runs)
+
+
+def dump_costs(costs: Costs) -> dict[str, Any]:
+    """Return the object that :func:`load_costs` reads."""
+    names = {name: key for key, name in _TIMES.items()}
+    values = {names.get(field.name, field.name): getattr(costs, field.name) for field in fields(Costs)}
+    values["links"] = {f"{a}>{b}": time for (a, b), time in costs.links.items()}
+    return {key: value for key, value in values.items() if value or key in ("f", "b", "w")}
 
 
 def load_costs(path: str) -> Costs:
     """Return the costs in a JSON file: ``{"f": 1, "stages": [1, 1.2], "links": {"0>1": 0.3}, "jitter": 0.1}``.
 
     The keys are f, b, w and the other arguments of :class:`Costs`, all optional. A link is "sender>receiver".
-    Raises ScheduleError for an invalid file.
+    :func:`dump_costs` is the inverse. Raises ScheduleError for an invalid file.
     """
     values = _read_json(path)
     known = [*_TIMES, *(field.name for field in fields(Costs) if field.name not in _TIMES.values())]

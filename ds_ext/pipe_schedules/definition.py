@@ -214,7 +214,7 @@ class Schedule:
                 orders = every_device(self.generate, placement, micro_batches, **values)
         else:
             costs_text = values.pop(COSTS, "")  # a timetable file has no such option
-            costs = costs or read_costs(costs_text)
+            costs = (costs or read_costs(costs_text)).fit(placement)
             with self._wrap_errors():
                 orders = self.generate(placement, micro_batches, costs, **values)
         return Timetable(self.name, placement, micro_batches, tuple(orders))

@@ -50,45 +50,52 @@ class Activations:
     backward_weight: float
 
 
-def stage_activations(sizes: TrainingSizes, stage: int, layers: Sequence[int]) -> Activations:
-    """Return the activations of a stage.
+def stage_activations(sizes: TrainingSizes, layers: Sequence[int]) -> tuple[Activations, ...]:
+    """Return the activations of every stage.
 
     Args:
         sizes: the model and its parallel sizes.
-        stage: number of the stage.
         layers: transformer layers of every stage.
     """
-    first = sum(layers[:stage])
-    parts = [layer_activations(sizes, sizes.recomputes(first + index)) for index in range(layers[stage])]
-    c, size = _between(sizes), sizes.token_bytes
-    if stage == 0:
-        parts.insert(0, _embedding(sizes))
-    elif parts and sizes.normalization == "RMSNorm" and size == 2 and sizes.recomputes(first) != "full":
-        parts[0] = replace(
-            parts[0], kept=parts[0].kept + sizes.tokens * c * size
-        )  # the norm keeps only a copy
-    if stage == len(layers) - 1:
-        parts.append(_head(sizes))
+    kinds = {kind: layer_activations(sizes, kind) for kind in {"none", sizes.recompute}}
+    copied = sizes.tokens * _between(sizes) * sizes.token_bytes if _keeps_a_copy(sizes) else 0.0
+    stages: dict[tuple[object, ...], Activations] = {}  # equal stages are computed once
+    result, first, last = [], 0, len(layers) - 1
+    for stage, count in enumerate(layers):
+        key = stage == 0, stage == last, count, first % sizes.recompute_interval
+        if key not in stages:
+            parts = [kinds[sizes.recomputes(first + index)] for index in range(count)]
+            if stage == 0:
+                parts.insert(0, _embedding(sizes))
+            elif parts and sizes.recomputes(first) != "full":
+                parts[0] = replace(parts[0], kept=parts[0].kept + copied)
+            if stage == last:
+                parts.append(_head(sizes))
+            stages[key] = _sum(parts)
+        result.append(stages[key])
+        first += count
+    return tuple(result)
+
+
+def _sum(parts: Sequence[Activations]) -> Activations:
+    """Return the activations of a stage with these layers."""
     kept = forward = 0.0
     for part in parts:
         forward = max(forward, kept + part.kept + part.forward)
         kept += part.kept
     backward = backward_input = after = after_input = 0.0
     for part in reversed(parts):
-        backward, backward_input = (
-            max(backward, after + part.backward),
-            max(backward_input, after_input + part.backward_input),
-        )
+        backward = max(backward, after + part.backward)
+        backward_input = max(backward_input, after_input + part.backward_input)
         after -= part.kept
         after_input += part.deferred - part.kept
-    return Activations(
-        kept,
-        sum(part.deferred for part in parts),
-        forward,
-        backward,
-        backward_input,
-        max((part.backward_weight for part in parts), default=0.0),
-    )
+    weight = max((part.backward_weight for part in parts), default=0.0)
+    return Activations(kept, after_input + kept, forward, backward, backward_input, weight)
+
+
+def _keeps_a_copy(sizes: TrainingSizes) -> bool:
+    """Return whether norms keep an fp32 copy instead of their input, which for the first one is that of the stage."""
+    return sizes.normalization == "RMSNorm" and sizes.precision != "fp32"
 
 
 def _between(sizes: TrainingSizes) -> float:
@@ -138,7 +145,9 @@ def _norms(sizes: TrainingSizes, width: float) -> float:
     size = sizes.token_bytes
     if sizes.normalization == "LayerNorm":
         return size * width
-    return (4 + size if size == 2 else 2 * size) * width  # in fp32, and before the weight is applied
+    return (
+        4 + size if _keeps_a_copy(sizes) else 2 * size
+    ) * width  # in fp32, and before the weight is applied
 
 
 def _attention_inputs(sizes: TrainingSizes, q: float, k: float) -> float:

@@ -124,8 +124,7 @@ class TrainingSizes(TransformerConfig):
 
     def stage_activations(self, stages: int) -> tuple[Activations, ...]:
         """Return the activations of every stage for one micro-batch."""
-        layers = self.stage_layer_counts(stages)
-        return tuple(stage_activations(self, stage, layers) for stage in range(stages))
+        return stage_activations(self, self.stage_layer_counts(stages))
 
     @property
     def layer_parameters(self) -> float:
@@ -284,29 +283,35 @@ def _peaks(
     """
     ops = timetable.orders[device]
     backwards = Counter(stage for kind, _, stage in ops if kind in (BACKWARD, BACKWARD_WEIGHT))
-    live = peak = both = 0.0
+    changes = [_changes(stage) for stage in stages]
+    live = peak = both = copies = 0.0
     started: list[float] = []
     for kind, _, stage in ops:
-        rise, change = _changes(stages[stage], kind)
-        peak, both = max(peak, live + rise), max(both, live + rise + sum(started))
+        rise, change = changes[stage][kind]
+        high = live + rise
+        if high > peak:
+            peak = high
+        if high + copies > both:
+            both = high + copies
         live += change
         if kind in (BACKWARD, BACKWARD_WEIGHT):
             backwards[stage] -= 1
             if not backwards[stage]:
                 started = sorted([*started, reduced[stage]])[-2:]
-                both = max(both, live + sum(started))
+                copies = sum(started)
+                both = max(both, live + copies)
     return peak, max(both, live + sum(sorted([*started, late])[-2:]))
 
 
-def _changes(stage: Activations, kind: str) -> tuple[float, float]:
-    """Return the bytes by which an op raises the live activations at most, and those by which it changes them."""
-    if kind in (FORWARD, RECOMPUTE):
-        return stage.forward, stage.kept
-    if kind == BACKWARD:
-        return stage.backward, -stage.kept
-    if kind == BACKWARD_INPUT:
-        return stage.backward_input, stage.deferred - stage.kept
-    return stage.backward_weight, -stage.deferred
+def _changes(stage: Activations) -> dict[str, tuple[float, float]]:
+    """Return the bytes by which each op raises the live activations at most, and those by which it changes them."""
+    return {
+        FORWARD: (stage.forward, stage.kept),
+        RECOMPUTE: (stage.forward, stage.kept),
+        BACKWARD: (stage.backward, -stage.kept),
+        BACKWARD_INPUT: (stage.backward_input, stage.deferred - stage.kept),
+        BACKWARD_WEIGHT: (stage.backward_weight, -stage.deferred),
+    }
 
 
 def _reduction_bytes(sizes: TrainingSizes, count: float, shards: int, copies: int) -> float:

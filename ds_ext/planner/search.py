@@ -538,8 +538,7 @@ class _Shared:
         if sizes is not None:
             sizes = split_layers(sizes, placement, name, layers)
             costs = stage_costs(costs, sizes)
-        costs.check_fits(placement)
-        return costs, sizes and sizes.stage_layers
+        return costs.fit(placement), sizes and sizes.stage_layers
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,16 @@ def stage_costs(costs: Costs, sizes: TrainingSizes) -> Costs:
 
     Args:
         sizes: model with the layers of each stage, from :func:`split_layers`.
+
+    Raises:
+        ScheduleError: the costs were measured with another tensor-parallel size or with recomputation.
     """
     assert sizes.stage_layers is not None, "split_layers() comes first"
     repeated = sizes.repeated_share
+    costs.check_measured(sizes.tensor_parallel, recomputes=bool(repeated))
+    repeated = 0.0 if costs.measured.get("recomputes") else repeated
     whole = costs.forward + costs.backward_input + costs.backward_weight
-    recomputed = replace(costs, backward_input=costs.backward_input + repeated * costs.forward)
+    recomputed = costs.with_recompute(repeated)
     if costs.stages is not None or not whole:
         return recomputed
     head_layers = sizes.head_work()

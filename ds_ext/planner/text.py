@@ -73,6 +73,8 @@ def costs_text(costs: Costs) -> str:
             f"costs: link times cannot be written as text (got {len(costs.links)} links). Use a costs file."
         )
     times = {"f": costs.forward, "b": costs.backward_input, "w": costs.backward_weight, "comm": costs.comm}
+    if costs.overhead:
+        times["overhead"] = costs.overhead
     if costs.jitter:
         times |= {"jitter": costs.jitter, "seed": costs.seed}
     text = ",".join(f"{key}={format_number(value)}" for key, value in times.items())

@@ -20,7 +20,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -156,12 +156,13 @@ def backward(tensors: Sequence[Tensor | GradientEdge], gradients: Sequence[Tenso
     ):
         run(tuple(tensors), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
     else:
-        torch.autograd.backward(list(tensors), list(gradients))
+        torch.autograd.backward(cast(Sequence[Tensor], tensors), gradients)
 
 
 def _seed(tensor: Tensor | GradientEdge) -> Tensor | None:
-    is_scalar = isinstance(tensor, Tensor) and not tensor.shape and tensor.is_floating_point()
-    return torch.ones_like(tensor) if is_scalar else None
+    if isinstance(tensor, GradientEdge) or tensor.shape or not tensor.is_floating_point():
+        return None
+    return torch.ones_like(tensor)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -209,8 +209,11 @@ def test_some_steps_of_several_pipeline_groups(ranks4: RankPool, tmp_path: Path)
         rank: {e["args"]["peer"] for e in spans_of(t, "send", "recv")} for rank, t in first.ranks.items()
     }
     assert peers == {0: {2}, 1: {3}, 2: {0}, 3: {1}}
-    ranks4.run(train_traced, dataclasses.replace(wanted, steps=2))
-    assert read_traces(tmp_path).run["run"] != first.run["run"]
+    recomputed = dataclasses.replace(MODEL, recompute="full")
+    ranks4.run(train_traced, dataclasses.replace(wanted, steps=2, model=recomputed))
+    second = read_traces(tmp_path)
+    assert second.run["run"] != first.run["run"]
+    assert second.run["recomputes"] and not first.run["recomputes"]
     earlier = read_traces(tmp_path / first.run["run"])
     assert earlier.run == first.run and sorted(earlier.ranks) == [0, 1, 2, 3]
     assert read_timetable(earlier.folder / TIMETABLE) == timetable("1f1b", 2, 8)

@@ -65,6 +65,7 @@ class Tracer(Observer):
         eager: reductions overlap with computation.
         timeout_s: limit on every wait for another rank, in seconds.
         stage_parameters: stage -> number of parameters on this rank, for the description of the run.
+        recomputes: whether layers repeat their forward in the backward, for the description too.
 
     Attributes:
         folder: folder of the trace files.
@@ -85,6 +86,7 @@ class Tracer(Observer):
         eager: bool,
         timeout_s: float,
         stage_parameters: Mapping[int, int] = MappingProxyType({}),
+        recomputes: bool = False,
     ) -> None:
         assert options.dir is not None
         self.folder = Path(options.dir)
@@ -93,7 +95,7 @@ class Tracer(Observer):
         self.active = False
         self.times: Times | None = None
         self._transport, self._timeout_s = transport, timeout_s
-        self._stage_parameters = stage_parameters
+        self._stage_parameters, self._recomputes = stage_parameters, recomputes
         self._text = EventText(rank, functools.partial(layout.peers, rank), eager=eager)
         self._file: TraceFile | None = None  # opened by the first traced step, and closed after the last one
         self._clocks: Clocks | None = None
@@ -122,6 +124,8 @@ class Tracer(Observer):
             eager=eager,
             timeout_s=settings.transport_options.timeout_s,
             stage_parameters={stage: _parameters(engine.module, stage) for stage in engine.module.stages},
+            recomputes=engine.module.activation_checkpoint_interval > 0
+            or any(getattr(layer, "recompute", False) for layer in engine.module.modules()),
         )
 
     # --- called by the engine ---
@@ -276,6 +280,7 @@ class Tracer(Observer):
             "pid": os.getpid(),
             "cores": None if self.busy.on_cuda else usable_cores(),
             "stage_parameters": dict(self._stage_parameters),
+            "recomputes": self._recomputes,
         }
 
     def _write_timetable(self, timetable: Timetable) -> None:

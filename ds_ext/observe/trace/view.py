@@ -18,18 +18,17 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ...errors import ConfigError
-from ...pipe_schedules import Op, Placement, Timetable
+from ...pipe_schedules import Op, Timetable
 from ...pipe_schedules.costs import Costs
 from ...pipe_schedules.draw.page import Mark, html
 from ...pipe_schedules.draw.svg import svg
-from ...pipe_schedules.ops import ALL_KINDS
 from ...pipe_schedules.simulation import Simulation, peak_stages, simulate
+from .costs import Quantity, Spans, costs_of_ops
 from .read import Event, Traces
 from .summary import Summary, summarize, summary_table
 
 AXIS = "time, in milliseconds"
 
-Spans = list[tuple[Op, float, float]]
 StepEvents = dict[tuple[int, int], list[Event]]  # (pipeline group, device) -> events of one step
 
 
@@ -226,34 +225,17 @@ def _rows(step_events: StepEvents) -> dict[int, dict[int, _Row]]:
     return groups
 
 
-@dataclass(frozen=True)
-class _MeasuredCosts(Costs):
-    """Costs with a measured time for every kind of op at every stage."""
-
-    table: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
-
-    def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:
-        """Return a dict of kind of op -> time at every stage, in milliseconds."""
-        return dict(self.table)
-
-
 def _costs(timetable: Timetable, rows: Sequence[Spans]) -> Costs:
     """Return the mean time of every kind of op at every stage, in milliseconds.
 
     A stage that no trace contains gets the mean of the other stages.
     """
-    times: dict[tuple[str, int], list[float]] = defaultdict(list)
+    times: dict[Quantity, list[float]] = defaultdict(list)
     for spans in rows:
         for op, begin, end in spans:
             times[op.kind, op.stage].append(end - begin)
     means = {key: statistics.fmean(values) for key, values in times.items()}
-
-    def of_stages(kind: str) -> tuple[float, ...]:
-        known = [mean for (other, _), mean in means.items() if other == kind]
-        default = statistics.fmean(known) if known else 0.0
-        return tuple(means.get((kind, stage), default) for stage in range(timetable.placement.stages))
-
-    return _MeasuredCosts(table={kind: of_stages(kind) for kind in ALL_KINDS})
+    return costs_of_ops(means, timetable.placement)
 
 
 def _rename(simulation: Simulation, suffix: str) -> Simulation:

@@ -7,6 +7,7 @@ import json
 import math
 import pickle
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Op
 from ds_ext.pipe_schedules.costs import Costs, load_costs, parse_costs
 from ds_ext.pipe_schedules.placement import linear, looped, v
+from ds_ext.planner.text import costs_text
 
 
 def test_costs_from_text() -> None:
@@ -74,7 +76,48 @@ def test_costs_of_another_placement() -> None:
     for ends in ((0, 4), (7, 1), (-1, 0), (2, 2)):
         with pytest.raises(ScheduleError, match=rf"0 to 3 \(got {ends[0]}>{ends[1]}\)"):
             Costs(links={(0, 1): 1, ends: 1}).durations(linear(4))
-    Costs(links={(0, 3): 1}).check_fits(v(4))
+    Costs(links={(0, 3): 1}).fit(v(4))
+
+
+def test_three_factors_and_overhead() -> None:
+    costs = Costs(2, 3, 1, stages=(1, (1.5, 2, 0.5)), overhead=0.25)
+    assert costs.durations(linear(2)) == {
+        "F": (2.25, 3.25),
+        "B": (4.25, 6.75),
+        "I": (3.25, 6.25),
+        "W": (1.25, 0.75),
+    }
+    assert (
+        costs == parse_costs("f=2,b=3,w=1,stages=1/1.5:2:0.5,overhead=0.25") == parse_costs(costs_text(costs))
+    )
+    repeated = costs.with_recompute(0.5)
+    assert repeated.durations(linear(2))["I"] == pytest.approx((4.25, 7.75))
+    assert repeated.durations(linear(2))["F"] == (2.25, 3.25)
+
+
+MEASURED = Costs(4, 6, 2, 0.5, ((1, 1, 1), (2, 1, 1), (0.5, 1, 1), (0.5, 1, 1)), measured={"devices": 2})
+
+
+def test_measured_costs_carry_over_to_joined_stages_and_other_devices() -> None:
+    assert MEASURED.durations(looped(2, 2))["F"] == (2, 4, 1, 1)
+    assert MEASURED.durations(linear(2))["F"] == (6, 2)
+    assert MEASURED.durations(linear(2))["B"] == (8, 8)
+    assert MEASURED.durations(linear(4))["F"] == (2, 4, 1, 1)
+    assert MEASURED.durations(linear(1))["F"] == (8,)
+    assert MEASURED.fit(linear(4)).fit(linear(4)) == MEASURED.fit(linear(4))
+    for placement in (linear(3), v(4)):
+        with pytest.raises(ScheduleError, match=rf"4 .* {placement.stages} "):
+            MEASURED.durations(placement)
+    with pytest.raises(ScheduleError, match=r"2 devices \(got 4\)"):
+        replace(MEASURED, links={(0, 1): 1}).durations(linear(4))
+
+
+def test_ratios_of_measured_costs() -> None:
+    assert MEASURED.ratios() == Costs(4, 6, 2)
+    assert Costs(comm=1).ratios() == Costs(comm=1)
+    for values in ({"tensor_parallel_size": 2}, {"recomputes": True}):
+        with pytest.raises(ScheduleError, match="recomputation"):
+            replace(MEASURED, measured={"devices": 2, **values}).ratios()
 
 
 def test_costs_are_values() -> None:
@@ -97,6 +140,9 @@ def test_costs_are_values() -> None:
         ({"jitter": 1.5}, "jitter .*0 and 1 .*got 1.5"),
         ({"seed": 0.5}, "seed .*got 0.5"),
         ({"seed": True}, "seed .*got True"),
+        ({"stages": (1, (1, 2))}, r"stages\[1\] .*got \(1, 2\)"),
+        ({"stages": (1, (1, -2, 1))}, r"stages\[1\]\[1\] .*got -2"),
+        ({"measured": {"devices": 0}}, "measured .*got {'devices': 0}"),
         ({"forward": 1e308}, r"f .*1e-15 and 1e\+15 \(got 1e\+308\)"),
         ({"forward": True}, "f .*got True"),
         ({"backward_input": 10**6000}, "b .*thousands of digits"),
@@ -152,7 +198,7 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
         ("{", "not JSON"),
         (
             "[1]",
-            r"f, b, w, comm, stages, links, jitter, seed .*got \[1\]",
+            r"f, b, w, comm, overhead, stages, links, jitter, seed, measured .*got \[1\]",
         ),
         ('{"g": 1}', "got g"),
         ('{"stages": 2}', "stages .*got 2"),

@@ -1,0 +1,62 @@
+"""Activations that decoder layers of transformers keep, against the planner's sizes of the same model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModel
+
+from ds_ext.planner.activations import layer_activations
+from ds_ext.planner.memory import TrainingSizes
+from tests.allocations import AllocatedBytes
+
+BATCH, TOKENS, WIDTH, HEADS, GROUPS, INNER = 2, 256, 64, 4, 2, 192
+SIZES = TrainingSizes(
+    num_layers=2,
+    hidden_size=WIDTH,
+    num_attention_heads=HEADS,
+    num_query_groups=GROUPS,
+    ffn_hidden_size=INNER,
+    seq_length=TOKENS,
+    vocab_size=128,
+    micro_batch=BATCH,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    swiglu=True,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    add_bias_linear=False,
+)
+
+
+def kept_bytes(family: str, layers: int) -> int:
+    """Return the bytes that exist between forward and backward of a model without its head."""
+    config: Any = AutoConfig.for_model(
+        family,
+        hidden_size=WIDTH,
+        num_hidden_layers=layers,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=WIDTH // HEADS,
+        intermediate_size=INNER,
+        vocab_size=128,
+        attn_implementation="sdpa",
+    )
+    model = AutoModel.from_config(config).to(torch.bfloat16)
+    ids_BS = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
+    with AllocatedBytes() as allocated:
+        before = allocated.live
+        outputs = model(ids_BS, use_cache=False)
+        kept = allocated.live - before
+        del outputs
+    return kept
+
+
+@pytest.mark.parametrize(("family", "normalized"), [("llama", False), ("qwen2", False), ("qwen3", True)])
+def test_activations_of_a_layer(family: str, normalized: bool) -> None:
+    measured = (kept_bytes(family, 4) - kept_bytes(family, 2)) / 2
+    planned = layer_activations(replace(SIZES, qk_layernorm=normalized), "none").kept
+    assert planned == pytest.approx(measured, rel=0.05)
