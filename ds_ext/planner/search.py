@@ -42,6 +42,7 @@ _ORDERS = 12  # approximate number of orders that a planned schedule simulates
 _SEARCHED_OPS = 60_000  # minimum over all orders of a search that does not reach its bound
 _NEAR = 0.25  # groups that take this much longer than the best one are not evaluated
 _ORDERS_KEPT = 16
+_FEW = 4  # micro-batches per device of an order that predicts those for many
 _MOST_OPS = 500_000  # maximum per candidate; planning takes about 5 microseconds per op, for up to a million
 
 _Options = tuple[tuple[str, Any], ...]
@@ -402,7 +403,9 @@ class _Search:
         if variant.slow_to_plan and not excluded:
             most = self._most_time(group, slow=True)
             bound = max(bound, variant.bound_within(most))
-            excluded = bound[0] > 0 and most < math.inf
+            if most < math.inf and bound <= (0.0, most):
+                bound = max(bound, variant.short_run)
+            excluded = most < math.inf and bound > (0.0, most)
         if excluded or (best is not None and _cannot_win(bound, best, variant.slow_to_plan, margin)):
             if excluded and not bound[0] and not variant.slow_to_plan:
                 self._least[group] = min(self._least[group], bound[1])
@@ -673,6 +676,21 @@ class _Variant:
             needs.append(parts.total - parts.buffers + max(0, int(average) - parts.activations))
         need = max(needs)
         return _sort_key(_is_too_large(need, request.memory_bytes), self.least_time, need)
+
+    @property
+    def short_run(self) -> tuple[float, ...]:
+        """Sort key that the order for a few micro-batches predicts; (0, 0) if there are not many more of them.
+
+        In the steady state, more micro-batches need no more memory, and no fewer waits than fill and drain.
+        """
+        request, sizes, n = self.request, self.sizes, _FEW * self.request.devices
+        if request.micro_batches < 2 * n or sizes is None:
+            return (0.0, 0.0)
+        order = self.shared.order(*self._key, n, self.costs)
+        need = max(device.total for device in memory(order.timetable, sizes))
+        least = lower_bound(Workload(self.placement, n, self.costs, split=True))
+        waits = (order.simulation.makespan - least) * request.unit_s * (1 - self.costs.jitter)
+        return _sort_key(_is_too_large(need, request.memory_bytes), self.least_time + max(waits, 0.0), need)
 
     def price(self, simulate_large: bool) -> Candidate:
         """Build and simulate the timetable. Raises ScheduleError if the schedule does not support the sizes.
