@@ -238,6 +238,8 @@ def test_a_checkpoint_of_trained_parameters_and_the_adapter_give_the_next_loss(
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model = peft.PeftModel.from_pretrained(base, target / "adapter")
     assert mean_loss(model, 2, MICRO_BATCHES, backward=False) == pytest.approx(expected, rel=1e-5)
+    # The adapter names its model, which peft then finds alone.
+    assert peft.LoraConfig.from_pretrained(target / "adapter").base_model_name_or_path == folder
 
 
 def save_magnitudes_and_biases(rank: int, folder: str, target: str) -> float:

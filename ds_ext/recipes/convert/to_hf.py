@@ -110,7 +110,8 @@ def _make_config(
     except (KeyError, ValueError):
         raise ConfigError(
             f"{checkpoint}: only ds_ext's GPT and BERT without Transformer Engine can be converted (got the weights "
-            f"{', '.join(sorted(shapes)[:4])}, ...)."
+            f'{", ".join(sorted(shapes)[:4])}, ...). For models of from_transformers, see "Back to transformers" in '
+            "docs/hugging_face.md."
         ) from None
     table = "1.position_embeddings" if is_bert else "1.weight"
     positions = shapes[table][0] if table in shapes else fields.get("max_position_embeddings")

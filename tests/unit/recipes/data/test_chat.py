@@ -153,6 +153,30 @@ def test_conversations_without_a_prompt_or_against_the_template_are_refused(
         encode(templates["chatml"], [{"role": "user"}])
 
 
+def test_unknown_roles_are_refused(tmp_path: Path, templates: dict[str, ChatTemplate]) -> None:
+    """Also by a template that writes any role, unless the template names it."""
+    misspelled = [*TWO_TURNS[:3], {"role": "asistant", "content": "8"}]
+    with pytest.raises(ConfigError, match=r"line 3.*\b3\b.*'asistant'"):
+        encode(templates["chatml"], misspelled)
+    critic = [TWO_TURNS[0], {"role": "critic", "content": "a number"}, *TWO_TURNS[1:2]]
+    with pytest.raises(ConfigError, match=r"line 3.*\b1\b.*'critic'"):
+        encode(templates["chatml"], critic)
+    template = ChatTemplate(write_tokenizer(tmp_path, "{#- 'critic' #}" + TEMPLATES["chatml"]), 0)
+    runs = parts(template, encode(template, critic))
+    assert [text for counts, text in runs if counts] == [f"{THOUGHT}it is 7.<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "qwen3"])
+@pytest.mark.parametrize("content", [[{"type": "text", "text": "what is 7?"}], {"text": "what is 7?"}])
+def test_contents_other_than_text_are_refused(
+    templates: dict[str, ChatTemplate], name: str, content: Any
+) -> None:
+    """Unless the template writes their text: ``trim`` would write a list as Python does."""
+    messages = [*TWO_TURNS[:2], {"role": "user", "content": content}, TWO_TURNS[3]]
+    with pytest.raises(ConfigError, match=rf"line 3.* 2 .*{type(content).__name__}"):
+        encode(templates[name], messages)
+
+
 def test_what_a_template_drops_is_refused(tmp_path: Path, templates: dict[str, ChatTemplate]) -> None:
     two_roles = (
         "{%- for m in messages %}{%- if m.role == 'user' %}{{- 'Q' + m.content + '<|im_end|>' }}"
@@ -247,6 +271,8 @@ def test_prepared_chat(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     tokens, mask = IndexedTokens(output / "text_document"), IndexedTokens(output / meta["loss_mask"])
     assert np.array_equal(tokens.document_starts, mask.document_starts)
     assert (meta["documents"], meta["without_assistant"]) == (29, 1)
+    assert meta["without_assistant_lines"] == [f"{source}, line 30"]
+    assert f"{source}, line 30\n" in printed
     assert meta["tokens"] == len(tokens.tokens)
     assert meta["assistant_tokens"] == mask.tokens.sum()
     assert meta["max_token_id"] == tokens.tokens.max()
