@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -283,6 +284,13 @@ def test_prepared_chat(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert tokenizer.decode(ids[counted == 1].tolist()).strip() == ("it is " * (number + 1)).strip()
     train, _, _ = build_gpt_datasets(str(output), "1", 64, (5, 0, 0), 1, DocumentOptions(starts=True))
     assert train[0][1].shape == (64,)
+
+    # The lines of the page print the first conversation.
+    page = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "groupby" in block)
+    exec(code.replace("data/chat", str(output)).replace("MODEL_FOLDER", str(folder)), {})
+    shown = capsys.readouterr().out
+    assert re.findall(r"\[(.*?)\]", shown) == ["it is<|eot_id|>"] and "what is 1?" in shown
 
     # The same folder is not taken for text with the same tokenizer, nor for another template.
     source.write_text(source.read_text().replace("messages", "text"))
