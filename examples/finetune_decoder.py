@@ -11,7 +11,6 @@ the conversations of ``--data``:
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -64,15 +63,13 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=64, help="largest number of tokens of a sample")
     parser.add_argument("--lora", type=int, default=0, help="rank of the adapters; 0: train all weights")
     parser.add_argument("--steps", type=int, default=20, help="last step")
-    parser.add_argument("--lr", type=float, help="learning rate; default: that of the JSON")
+    parser.add_argument("--lr", type=float, help="learning rate; default: that of the checkpoint or the JSON")
     parser.add_argument("--validation", help="folder of prepare --format chat, evaluated at the end")
     parser.add_argument("--load", type=Path, help="folder of --save, to continue from")
     parser.add_argument("--save", type=Path, default=Path("finetuned"))
     parser.add_argument("--local_rank", type=int, help="set by the deepspeed launcher")
     args = parser.parse_args()
-    config = json.loads(Path(__file__).with_suffix(".json").read_text())
-    if args.lr is not None:
-        config["optimizer"]["params"]["lr"] = args.lr
+    config = str(Path(__file__).with_suffix(".json"))
 
     ds_ext.init_distributed()
     if args.create and dist.get_rank() == 0 and not args.model.exists():
@@ -101,6 +98,9 @@ def main() -> None:
     metrics = ds_ext.Metrics(engine, total_steps=args.steps, tokens_per_sample=tokens, log_interval=5)
     if args.load:
         engine.load_checkpoint(args.load)
+    if args.lr is not None:
+        for group in engine.optimizer.param_groups:  # after loading, which restores the one of the checkpoint
+            group["lr"] = args.lr
     while engine.global_steps < args.steps and not engine.should_stop():
         metrics.log(engine.train_batch())
     engine.save_checkpoint(args.save, exclude_frozen_parameters=bool(args.lora))

@@ -24,8 +24,8 @@ def save_adapter(engine: PipelineEngine, lora: Any, folder: str | Path) -> None:
     Args:
         engine: engine of a module from ``from_transformers`` with adapters.
         lora: ``peft.LoraConfig`` of the adapters.
-        folder: path of the new folder: ``adapter_config.json`` and ``adapter_model.safetensors``. The former names the
-            folder of the model, unless ``lora`` names one.
+        folder: path of the new folder: ``adapter_config.json`` and ``adapter_model.safetensors``. The former has the
+            folder of the model and the task, unless ``lora`` has others.
 
     Raises:
         ConfigError: the layers have no adapters.
@@ -66,6 +66,7 @@ def _write(tensors: dict[str, Tensor], lora: Any, base_model: str | None, folder
     config = copy.deepcopy(lora)
     config.inference_mode = True
     config.base_model_name_or_path = config.base_model_name_or_path or base_model
+    config.task_type = config.task_type or "CAUSAL_LM"
     config.save_pretrained(str(folder))
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 

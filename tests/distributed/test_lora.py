@@ -250,7 +250,7 @@ def save_all_weights(rank: int, folder: str, target: str) -> float:
     settings = config_of("1f1b", 2, MICRO_BATCHES, optimizer={"type": "SGD", "params": {"lr": LR}})
     module = ds_ext.PipelineModule(layers, settings, loss_fn=loss_fn)
     engine, *_ = ds_ext.initialize(model=module, model_parameters=module.parameters(), config=settings)
-    batches: Any = Batches(micro_batch)
+    batches = Batches(micro_batch)  # pyright: ignore[reportArgumentType]
     for _ in range(2):
         engine.train_batch(batches)
     engine.save_checkpoint(target)

@@ -138,12 +138,16 @@ class ChatTemplate:
     def _require_complete(self, conversation: Conversation) -> None:
         """Raise ConfigError for an unknown role, or if the template drops tools, or text or a call of a message.
 
-        Roles, keys and their order decide what a template writes. Conversations that agree in these are tested once.
+        Roles, keys, their order and the types of contents decide what a template writes. Conversations that agree in
+        these are tested once.
         """
         marked = [_with_markers(message, index) for index, message in enumerate(conversation.messages)]
         shape = (
             bool(conversation.tools),
-            *((message["role"], *message, *markers) for message, markers in marked),
+            *(
+                (message["role"], type(message.get("content")), *message, *markers)
+                for message, markers in marked
+            ),
         )
         if shape in self._complete_shapes:
             return
@@ -158,6 +162,8 @@ class ChatTemplate:
         text = self._text(conversation, messages)
         for index, (message, markers) in enumerate(marked):
             if not all(marker in text for marker in markers):
+                if isinstance(message.get("content"), list):
+                    raise _no_text(conversation, index)
                 raise ConfigError(
                     f"{conversation.position}: the chat template drops text or a function call of message {index} (got "
                     f"role {message['role']!r}, keys {', '.join(message)}). Change it, or use another template."

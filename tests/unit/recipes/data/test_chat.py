@@ -156,8 +156,8 @@ def test_conversations_without_a_prompt_or_against_the_template_are_refused(
 
 def test_unknown_roles_are_refused(tmp_path: Path, templates: dict[str, ChatTemplate]) -> None:
     """Also by a template that writes any role, unless the template names it."""
-    misspelled = [*TWO_TURNS[:3], {"role": "asistant", "content": "8"}]
-    with pytest.raises(ConfigError, match=r"line 3.*\b3\b.*'asistant'"):
+    misspelled = [*TWO_TURNS[:3], {"role": "Assistant", "content": "8"}]
+    with pytest.raises(ConfigError, match=r"line 3.*\b3\b.*'Assistant'"):
         encode(templates["chatml"], misspelled)
     critic = [TWO_TURNS[0], {"role": "critic", "content": "a number"}, *TWO_TURNS[1:2]]
     with pytest.raises(ConfigError, match=r"line 3.*\b1\b.*'critic'"):
@@ -172,7 +172,8 @@ def test_unknown_roles_are_refused(tmp_path: Path, templates: dict[str, ChatTemp
 def test_contents_other_than_text_are_refused(
     templates: dict[str, ChatTemplate], name: str, content: Any
 ) -> None:
-    """Unless the template writes their text: ``trim`` would write a list as Python does."""
+    """Unless the template writes their text: ``trim`` would write a list as Python does, also after good turns."""
+    encode(templates[name], TWO_TURNS)
     messages = [*TWO_TURNS[:2], {"role": "user", "content": content}, TWO_TURNS[3]]
     with pytest.raises(ConfigError, match=rf"line 3.* 2 .*{type(content).__name__}"):
         encode(templates[name], messages)
