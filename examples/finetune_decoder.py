@@ -37,6 +37,12 @@ class RandomTokens(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return ids_S, ids_S
 
 
+def say(text: str) -> None:
+    """Print on rank 0."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def create(folder: Path) -> None:
     """Write a random Llama of 8 layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -56,7 +62,10 @@ def main() -> None:
     parser.add_argument("--data", help="folder of prepare --format chat; default: random tokens")
     parser.add_argument("--seq-length", type=int, default=64, help="largest number of tokens of a sample")
     parser.add_argument("--lora", type=int, default=0, help="rank of the adapters; 0: train all weights")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=20, help="last step")
+    parser.add_argument("--lr", type=float, help="learning rate; default: that of the checkpoint or the JSON")
+    parser.add_argument("--validation", help="folder of prepare --format chat, evaluated at the end")
+    parser.add_argument("--load", type=Path, help="folder of --save, to continue from")
     parser.add_argument("--save", type=Path, default=Path("finetuned"))
     parser.add_argument("--local_rank", type=int, help="set by the deepspeed launcher")
     args = parser.parse_args()
@@ -74,24 +83,34 @@ def main() -> None:
     layers, loss_fn = ds_ext.from_transformers(args.model, lora=lora)
     model = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn)
     if args.data:
-        data, collate_fn = ConversationDataset(args.data, args.seq_length, args.model), pad_conversations
+        data = ConversationDataset(args.data, args.seq_length, args.model)
+        say(f"chat      {data.summary()}")
     else:
-        data, collate_fn = RandomTokens(args.seq_length), None
+        data = RandomTokens(args.seq_length)
     engine, *_ = ds_ext.initialize(
         model=model,
         model_parameters=model.parameters(),
         training_data=data,
-        collate_fn=collate_fn,
+        collate_fn=pad_conversations,
         config=config,
     )
     tokens = round(data.mean_tokens)
     metrics = ds_ext.Metrics(engine, total_steps=args.steps, tokens_per_sample=tokens, log_interval=5)
-    for _ in range(args.steps):
+    if args.load:
+        engine.load_checkpoint(args.load)
+    if args.lr is not None:
+        for group in engine.optimizer.param_groups:  # after loading, which restores the one of the checkpoint
+            group["lr"] = args.lr
+    while engine.global_steps < args.steps and not engine.should_stop():
         metrics.log(engine.train_batch())
     engine.save_checkpoint(args.save, exclude_frozen_parameters=bool(args.lora))
     metrics.print_summary()
+    if args.validation and not engine.should_stop():
+        validation = ConversationDataset(args.validation, args.seq_length, args.model)
+        say(f"validation loss {float(engine.eval_batch(validation, num_micro_batches='all')):.4f}")
     if lora is not None:
         ds_ext.save_adapter(engine, lora, args.save / "adapter")
+        say(f"adapter   {args.save / 'adapter'}")
 
 
 if __name__ == "__main__":

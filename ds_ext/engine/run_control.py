@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from .checkpoint.trial import try_folder
 from .deepspeed_api.base import AdaptedEngine
 from .recovery.recovery import Recovered, Recovery
 from .role import Role
+
+logger = logging.getLogger(__name__)
 
 
 class RunControl(AdaptedEngine):
@@ -33,15 +36,21 @@ class RunControl(AdaptedEngine):
     saving: BackgroundSave | None
     stops: StopRequests
     _recovered_from: int | None
+    _stop_reported = False
 
     def should_stop(self) -> bool:
         """Return whether the run should end now: the same answer on all ranks, after every step and evaluation.
 
         True after a rank received SIGTERM or SIGUSR1, lost its launcher, or called :meth:`request_stop`. The first call
-        takes these signals, unless the script handles them. Save a checkpoint then, and exit with 0.
+        takes these signals, unless the script handles them. Save a checkpoint then, and exit with 0. Rank 0 logs step,
+        rank and cause at the first True.
         """
         self.stops.listen()
-        return self.stops.agreed is not None
+        stop = self.stops.agreed
+        if stop is not None and self.global_rank == 0 and not self._stop_reported:
+            self._stop_reported = True
+            logger.warning("step %d: stopped, because %s.", self.global_steps, stop)
+        return stop is not None
 
     def request_stop(self) -> None:
         """Request the end of the run. After the next step or evaluation, :meth:`should_stop` is True on all ranks."""

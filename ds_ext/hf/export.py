@@ -24,31 +24,37 @@ def save_adapter(engine: PipelineEngine, lora: Any, folder: str | Path) -> None:
     Args:
         engine: engine of a module from ``from_transformers`` with adapters.
         lora: ``peft.LoraConfig`` of the adapters.
-        folder: path of the new folder: ``adapter_config.json`` and ``adapter_model.safetensors``.
+        folder: path of the new folder: ``adapter_config.json`` and ``adapter_model.safetensors``. The former has the
+            folder of the model and the task, unless ``lora`` has others.
 
     Raises:
         ConfigError: the layers have no adapters.
     """
     weights_by_rank = together(lambda: _adapter_weights(engine))
     tensors = {name: tensor for weights in weights_by_rank for name, tensor in weights.items()}
-    by_rank_0(lambda: _write(tensors, lora, Path(folder)))
+    names = together(lambda: [layer.base_model for layer in _decoder_layers(engine)])
+    base_model = next((name for of_rank in names for name in of_rank if name), None)
+    by_rank_0(lambda: _write(tensors, lora, base_model, Path(folder)))
+
+
+def _decoder_layers(engine: PipelineEngine) -> list[DecoderLayer]:
+    """Return the decoder layers of this rank."""
+    stages = (engine.module.stage_modules(stage) for stage in engine.module.stages)
+    return [layer for modules in stages for layer in modules.values() if isinstance(layer, DecoderLayer)]
 
 
 def _adapter_weights(engine: PipelineEngine) -> dict[str, Tensor]:
     """Return copies of the trained weights in this rank's decoder layers, on the CPU, by their names in peft's file."""
     weights: dict[str, Tensor] = {}
-    for stage in engine.module.stages:
-        for layer in engine.module.stage_modules(stage).values():
-            if not isinstance(layer, DecoderLayer):
-                continue
-            for name, parameter in layer.module.named_parameters():
-                # Other parameters are trained with bias="lora_only", for example.
-                if "lora_" in name or parameter.requires_grad:
-                    weights[f"{_PREFIX}{layer.path}.{_peft_name(name)}"] = parameter.detach().cpu().clone()
+    for layer in _decoder_layers(engine):
+        for name, parameter in layer.module.named_parameters():
+            # Other parameters are trained with bias="lora_only", for example.
+            if "lora_" in name or parameter.requires_grad:
+                weights[f"{_PREFIX}{layer.path}.{_peft_name(name)}"] = parameter.detach().cpu().clone()
     return weights
 
 
-def _write(tensors: dict[str, Tensor], lora: Any, folder: Path) -> None:
+def _write(tensors: dict[str, Tensor], lora: Any, base_model: str | None, folder: Path) -> None:
     """Write peft's two files. Raises ConfigError if no tensor belongs to an adapter."""
     from safetensors.torch import save_file
 
@@ -59,6 +65,8 @@ def _write(tensors: dict[str, Tensor], lora: Any, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(lora)
     config.inference_mode = True
+    config.base_model_name_or_path = config.base_model_name_or_path or base_model
+    config.task_type = config.task_type or "CAUSAL_LM"
     config.save_pretrained(str(folder))
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 

@@ -111,6 +111,7 @@ class DecoderLayer(nn.Module):
         self.cut = cut
         self.call = cut.calls[index]
         self.path = f"{cut.layers}.{index}"
+        self.base_model: str = source.config.name_or_path
         self.module = source.submodule(self.path)
         if adapters is not None:
             adapters.insert(source, cut, index, self.module)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import ds_ext
 from ds_ext.__main__ import main
 from ds_ext.engine.checkpoint.file import TensorFile
+from ds_ext.recipes.convert.checkpoint_weights import open_source
 from ds_ext.recipes.convert.export import export
 from tests.distributed import test_checkpoint
 from tests.distributed.test_convert import GPT, HALF, train_and_save
@@ -132,6 +133,42 @@ def test_a_shared_weight_has_all_its_names(ranks2: RankPool, tmp_path: Path) -> 
     first, second = file.read_all("0.weight"), file.read_all("2.weight")
     assert torch.equal(first, second)
     assert not torch.equal(second, second.bfloat16().float())
+
+
+class Read(nn.Embedding):
+    """Rows of a table, from numbers of one column."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.long().flatten())
+
+
+def predict(table: nn.Embedding, hidden: Tensor) -> Tensor:
+    return hidden @ table.weight.T
+
+
+def train_tied(rank: int, folder: str) -> dict[str, Tensor]:
+    """Train a table that is the first and the last of ten layers; see :func:`save`."""
+    numbers = torch.arange(64.0).reshape(-1, 1) % 3
+    data = torch.utils.data.TensorDataset(numbers, torch.ones(64, 3).bfloat16())
+    tie = [ds_ext.TiedLayerSpec("table", Read, 3, WIDTH, forward_fn=forward) for forward in (None, predict)]
+    return save("1f1b", [tie[0], *(nn.Linear(WIDTH, WIDTH) for _ in range(8)), tie[1]], data, folder)
+
+
+@needs("bf16")
+def test_a_tie_loads_in_torch(ranks2: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lines of the page for a tied layer, whose weight has one name in the export."""
+    pytest.importorskip("safetensors")
+    trained = ranks2.run(train_tied, str(tmp_path / "own"))[0]
+    monkeypatch.chdir(tmp_path)
+    checkpoint = Path("own") / "global_step3"
+    assert open_source(checkpoint)[0] == open_source(Path("own"))[0] == checkpoint
+    assert f" from {checkpoint}: " in export(checkpoint, Path("weights"))
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    whole, tied = (next(block for block in blocks if word in block) for word in ("load_file", "tied_modules"))
+    table = Read(3, WIDTH)
+    layers = [table, *(nn.Linear(WIDTH, WIDTH) for _ in range(8)), table]
+    exec(whole.replace("model.load_state_dict(weights)\n", tied), {"torch": torch, "layers": layers})
+    assert torch.equal(table.weight.bfloat16(), trained["tied_modules.table.weight"])
 
 
 def test_wrong_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 import ds_ext
 from ds_ext.engine.checkpoint.states import parameters_of
 from ds_ext.errors import ConfigError
+from ds_ext.recipes.convert.export import export
 from tests.decoder_models import config_of, mean_loss, micro_batch, own_name, save_decoder
 from tests.distributed.test_own_layers import Batches
 from tests.ranks import RankPool, Ranks
@@ -22,6 +23,7 @@ from tests.selection import covering
 peft: Any = pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
 load_file: Any = pytest.importorskip("safetensors.torch").load_file
+safetensors: Any = pytest.importorskip("safetensors")
 
 STEPS, MICRO_BATCHES, LR = 3, 8, 0.5
 SCHEDULES, TIED = ("1f1b", "bitpipe_zb", "zb_h1"), "Gemma2"
@@ -238,6 +240,46 @@ def test_a_checkpoint_of_trained_parameters_and_the_adapter_give_the_next_loss(
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model = peft.PeftModel.from_pretrained(base, target / "adapter")
     assert mean_loss(model, 2, MICRO_BATCHES, backward=False) == pytest.approx(expected, rel=1e-5)
+    # The adapter names its model, which peft then finds alone.
+    config = peft.LoraConfig.from_pretrained(target / "adapter")
+    assert (config.base_model_name_or_path, config.task_type) == (folder, "CAUSAL_LM")
+
+
+def save_all_weights(rank: int, folder: str, target: str) -> float:
+    """Train all weights, save them, and return the next loss."""
+    layers, loss_fn = ds_ext.from_transformers(folder)
+    settings = config_of("1f1b", 2, MICRO_BATCHES, optimizer={"type": "SGD", "params": {"lr": LR}})
+    module = ds_ext.PipelineModule(layers, settings, loss_fn=loss_fn)
+    engine, *_ = ds_ext.initialize(model=module, model_parameters=module.parameters(), config=settings)
+    batches = Batches(micro_batch)  # pyright: ignore[reportArgumentType]
+    for _ in range(2):
+        engine.train_batch(batches)
+    engine.save_checkpoint(target)
+    loss = float(engine.train_batch(batches))
+    engine.transport.close()
+    return loss
+
+
+@pytest.mark.parametrize("name", ["Llama", TIED])
+def test_the_lines_back_to_transformers(
+    ranks2: RankPool, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights and adapter of docs/hugging_face.md, as a folder of the model."""
+    monkeypatch.chdir(tmp_path)
+    folder = save_decoder(name, tmp_path / "MODEL")
+    page = (Path(__file__).parents[2] / "docs" / "hugging_face.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    merged, loaded = (
+        next(b for b in blocks if word in b) for word in ("merge_and_unload", "unexpected_keys")
+    )
+    scope = {"peft": peft, "transformers": transformers, "torch": torch, "ds_ext": ds_ext}
+    weights = ranks2.run(save_all_weights, folder, str(tmp_path / "all"), timeout_s=120)[0]
+    adapted = ranks2.run(save, folder, str(tmp_path / "finetuned"), timeout_s=120)[0][0]
+    export(tmp_path / "all", tmp_path / "weights")
+    for code, expected in ((loaded, weights), (merged, adapted)):
+        exec(code, {**scope, "safetensors": safetensors})
+        model = transformers.AutoModelForCausalLM.from_pretrained("trained", dtype=torch.float32)
+        assert mean_loss(model, 2, MICRO_BATCHES, backward=False) == pytest.approx(expected, rel=1e-5)
 
 
 def save_magnitudes_and_biases(rank: int, folder: str, target: str) -> float:

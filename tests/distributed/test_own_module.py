@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.errors import ConfigError
+from ds_ext.recipes.convert.export import export
 from tests.engine_runs import digest
 from tests.ranks import RankPool, Ranks
 
@@ -124,6 +125,36 @@ def test_the_lines_of_the_docs(ranks2: RankPool, tmp_path: Path) -> None:
     assert losses[0] < 1
 
 
+def rows() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(1)
+    return torch.utils.data.TensorDataset(*torch.rand(2, 150, 4, generator=generator))
+
+
+def train_from(rank: int, code: str, config: dict[str, Any], folder: str) -> float:
+    """Run the lines of the docs, which save their initial weights. Returns the last loss."""
+    scope: dict[str, Any] = {"dataset": rows(), "config": config}
+    exec(code.replace("metrics =", f"engine.save_checkpoint({folder!r})\nmetrics =", 1), scope)
+    return float(scope["loss"])
+
+
+def test_the_plain_process_of_the_docs(
+    ranks2: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop in one process has the losses of the script, over more than an epoch."""
+    pytest.importorskip("safetensors")
+    page = OWN_SCRIPTS.read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    script, plain = (next(b for b in blocks if word in b) for word in ("ds_ext.PipelineModule", "load_file"))
+    config = json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
+    config["ds_ext"]["pipeline_parallel_size"] = 2
+    losses = ranks2.run(train_from, script, config, str(tmp_path / "start"))
+    export(tmp_path / "start", tmp_path / "start_weights")
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {"dataset": rows()}
+    exec(plain, scope)
+    assert losses == pytest.approx([float(scope["loss"])] * 2, rel=1e-4)
+
+
 def rates(rank: int, scheduler: dict[str, Any]) -> list[float]:
     config = job("1f1b", 2) | scheduler
     model = ds_ext.PipelineModule([nn.Linear(4, 4) for _ in range(2)], config, loss_fn=nn.functional.mse_loss)
@@ -140,6 +171,9 @@ def test_the_warmup_of_the_docs(ranks2: RankPool) -> None:
     assert block is not None
     for found in ranks2.run(rates, json.loads(f"{{{block[1]}}}")):
         assert found == pytest.approx([0.0, 0.0, 0.001, 0.002])  # of a rate of 0.1
+    scheduler = json.loads(f"{{{block[1]}}}")
+    scheduler["scheduler"]["params"]["warmup_min_ratio"] = 0.5
+    assert ranks2.run(rates, scheduler)[0] == pytest.approx([0.0, 0.05, 0.0505, 0.051])
 
 
 def build_wrongly(rank: int, what: str) -> str:

@@ -138,7 +138,8 @@ def test_finetune_decoder_on_chat_data(run: Callable[..., str], tmp_path: Path) 
 
     folder = write_tokenizer(tmp_path / "model", TEMPLATES["chatml"])
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=400, **sizes)).save_pretrained(folder)
+    config = transformers.LlamaConfig(vocab_size=400, max_position_embeddings=96, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
     rows = [
         {"instruction": f"what is {i % 5}?", "input": "", "output": "it is the number" + " 7" * (i % 4)}
         for i in range(40)
@@ -147,11 +148,19 @@ def test_finetune_decoder_on_chat_data(run: Callable[..., str], tmp_path: Path) 
     data = str(tmp_path / "chat")
     words = ["--format", "chat", "--source", str(tmp_path / "chat.json"), "--tokenizer", str(folder)]
     text = command(sys.executable, "-m", "ds_ext", "prepare", *words, "--output", data, cwd=tmp_path)
-    assert f"examples/finetune_decoder.py --lora 8 --seq-length 1024 --model {folder} --data {data}" in text
+    assert f"examples/finetune_decoder.py --lora 8 --seq-length 96 --model {folder} --data {data}" in text
     flags = ["--model", str(folder), "--data", data, "--seq-length", "64", "--lora", "4", "--steps", "10"]
     text = run("finetune_decoder.py", *flags, ranks=2)
     assert losses(text)[-1] < losses(text)[0]
     assert (tmp_path / "finetuned" / "adapter" / "adapter_model.safetensors").exists()
+    again = ["--load", "finetuned", "--lr", "0.002", "--validation", data]
+    text = run("finetune_decoder.py", *flags[:-1], "12", *again, ranks=2)
+    assert re.findall(r"^step +(\d+)/12 .* lr ([\d.e-]+)", text, re.MULTILINE) == [
+        ("11", "2.00e-03"),
+        ("12", "2.00e-03"),
+    ]
+    (loss,) = re.findall(r"^validation loss ([\d.]+)$", text, re.MULTILINE)
+    assert float(loss) < losses(text)[0] * 1.5
 
 
 @extensive

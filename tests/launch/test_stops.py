@@ -195,19 +195,33 @@ def test_a_lost_rank_is_no_request(
         assert not saved.exists() or not any(saved.glob("step_*"))
 
 
+OWN = (
+    "import torch, ds_ext\n"
+    "from deepspeed.pipe import LayerSpec\n"
+    "from torch import nn\n"
+    "config = {'train_micro_batch_size_per_gpu': 2, 'gradient_accumulation_steps': 2, 'steps_per_print': 10**9,\n"
+    "  'optimizer': {'type': 'SGD', 'params': {'lr': 1e-3}}, 'ds_ext': {'pipeline_parallel_size': 2}}\n"
+    "ds_ext.init_distributed()\n"
+    "model = ds_ext.PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, config, loss_fn=nn.MSELoss())\n"
+    "data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 4))\n"
+    "engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), training_data=data,\n"
+    "  config=config)\n"
+)
+
+
+def warnings(result: Any) -> list[str]:
+    """Return the warnings that ds_ext logged on a rank."""
+    return [line for line in result.stderr.splitlines() if "| WARNING | ds_ext." in line]
+
+
 def test_an_own_script(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    """``while not engine.should_stop()``: a request of one rank ends all of them after the same step."""
+    """``while not engine.should_stop()``: a request of one rank ends all of them after the same step.
+
+    Rank 0 logs step and rank once, and nothing of the checkpoint that a first start lacks.
+    """
     (tmp_path / "own.py").write_text(
-        "import torch, ds_ext\n"
-        "from deepspeed.pipe import LayerSpec\n"
-        "from torch import nn\n"
-        "config = {'train_micro_batch_size_per_gpu': 2, 'gradient_accumulation_steps': 2, 'steps_per_print': 10**9,\n"
-        "  'optimizer': {'type': 'SGD', 'params': {'lr': 1e-3}}, 'ds_ext': {'pipeline_parallel_size': 2}}\n"
-        "ds_ext.init_distributed()\n"
-        "model = ds_ext.PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, config, loss_fn=nn.MSELoss())\n"
-        "data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 4))\n"
-        "engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), training_data=data,\n"
-        "  config=config)\n"
+        f"{OWN}"
+        "assert engine.load_checkpoint('own') == (None, None)\n"
         "while not engine.should_stop():\n"
         "    engine.train_batch()\n"
         "    if engine.global_steps == 3 and engine.global_rank == 1:\n"
@@ -221,6 +235,38 @@ def test_an_own_script(tmp_path: Path, free_port: Callable[[], int]) -> None:
         (0, ["steps", "4"])
     ] * 2
     assert open_checkpoint(tmp_path / "own")[0].name == "global_step4"
+    (line,) = warnings(results[0])
+    assert re.search(r"step 4: .*rank 1\b", line) and not warnings(results[1])
+
+
+def test_an_evaluation_of_an_own_script_in_parts(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """The lines of docs/own_scripts.md: the mean of one evaluation, and None after a request in the second part."""
+    page = (ROOT / "docs" / "own_scripts.md").read_text()
+    (code,) = (
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "def validate" in block
+    )
+    (tmp_path / "own.py").write_text(
+        f"{OWN}{code}"
+        "class Samples(torch.utils.data.Dataset):\n"
+        "    stop_at = None\n"
+        "    def __len__(self):\n"
+        "        return 14\n"
+        "    def __getitem__(self, number):\n"
+        "        if number == self.stop_at:\n"
+        "            engine.request_stop()\n"
+        "        return torch.full((4,), float(number)), torch.ones(4)\n"
+        "validation_dataset, evaluated = Samples(), []\n"
+        "whole = float(engine.eval_batch(validation_dataset, num_micro_batches='all'))\n"
+        "assert not engine.should_stop()\n"
+        "assert abs(validate(4) / whole - 1) < 1e-6\n"
+        "eval_batch = engine.eval_batch\n"
+        "engine.eval_batch = lambda data, **words: evaluated.append(len(data)) or eval_batch(data, **words)\n"
+        "validation_dataset.stop_at = 5 if engine.global_rank == 1 else None\n"
+        "print('result', validate(4), *evaluated)\n"
+    )
+    results = run_forked([[str(tmp_path / "own.py")]] * 2, tmp_path, port=free_port())
+    assert [result.returncode for result in results] == [0] * 2, results
+    assert [result.stdout.split()[-4:] for result in results] == [["result", "None", "4", "4"]] * 2
 
 
 def test_a_save_that_one_rank_begins_alone_is_named(tmp_path: Path, free_port: Callable[[], int]) -> None:

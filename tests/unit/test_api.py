@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import operator
 import pydoc
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import deepspeed.pipe
 import pytest
 
 import ds_ext
 from ds_ext.engine.module import PipelineModule
+from ds_ext.engine.run_control import RunControl
 
 
 def test_dir_lists_the_api_and_imports_nothing() -> None:
@@ -32,3 +35,12 @@ def test_every_name_exists() -> None:
 def test_the_help_of_the_module_is_ours() -> None:
     text = pydoc.plain(pydoc.render_doc(ds_ext.PipelineModule))
     assert "schedule_options" in text and "Initialize internal Module state" not in text
+
+
+def test_the_page_has_the_methods_of_both_parts_of_the_engine() -> None:
+    """mkdocstrings shows methods of a base class only if ``inherited_members`` has them, too."""
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    block = page.partition("PipelineEngine\n")[2].partition("\n:::")[0]
+    members, inherited = (set(re.findall(r"\w+", text)) for text in re.findall(r"members: \[(.*)\]", block))
+    own = {name for name, value in vars(RunControl).items() if callable(value) and not name.startswith("_")}
+    assert inherited == own and own < members

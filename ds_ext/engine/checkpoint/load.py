@@ -49,8 +49,10 @@ def choose(run: Run, folder: Path, tag: str | None) -> str | None:
     name = None if tag is None else str(tag)
     checkpoint: str | None = by_rank_0(lambda: run.choose(folder, name), CheckpointError)
     if checkpoint is None and dist.get_rank() == 0:
-        condition = " that this run wrote or loaded before its restart" if run.continues else ""
-        logger.warning("%s: no checkpoint%s", folder, condition)
+        if run.continues:
+            logger.warning("%s: no checkpoint that this run wrote or loaded before its restart", folder)
+        else:
+            logger.info("%s: no checkpoint", folder)
     return checkpoint
 
 

@@ -58,7 +58,8 @@ class CheckpointWeights:
 def open_source(source: Path) -> tuple[Path, dict[str, Any]]:
     """Return the checkpoint to convert and its manifest. Raises ConfigError without a checkpoint."""
     if (source / MANIFEST).is_file():
-        return open_checkpoint(source.absolute().parent, source.absolute().name)
+        named = source if source.name else source.absolute()
+        return open_checkpoint(named.parent, named.name)
     if not has_checkpoint(source):
         raise ConfigError(
             f"SOURCE: must be a folder of checkpoints, with a file {LATEST}, or a checkpoint, with a file {MANIFEST} "

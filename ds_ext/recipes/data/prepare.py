@@ -50,7 +50,8 @@ MEGATRON_TYPES = {
     "Llama2Tokenizer": "--tokenizer-model FILE",
 }
 NEXT_GPT = "train_gpt.py --deepspeed_config configs/bitpipe.json"
-NEXT_LORA = "torchrun --nproc_per_node 2 examples/finetune_decoder.py --lora 8 --seq-length 1024"
+NEXT_LORA = "torchrun --nproc_per_node 2 examples/finetune_decoder.py --lora 8 --seq-length"
+LORA_SEQ_LENGTH = 1024
 NEXT_BERT = "train_bert.py --deepspeed_config configs/bert_bitpipe.json"
 VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "megatron-core", "numpy", "torch")
 
@@ -153,7 +154,8 @@ def run(args: argparse.Namespace) -> int:
     command = NEXT_BERT if is_bert else NEXT_GPT + model_flag
     print(f"next: deepspeed --num_gpus 4 {command} --data-path {output} --save checkpoints/{output.name}")
     if template is not None and model_flag:
-        print(f"or with LoRA: {NEXT_LORA} --model {args.tokenizer} --data {output}")
+        length = _seq_length(Path(args.tokenizer))
+        print(f"or with LoRA: {NEXT_LORA} {length} --model {args.tokenizer} --data {output}")
     return 0
 
 
@@ -214,6 +216,16 @@ def _model_flag(tokenizer: str | None) -> str:
     folder = Path(tokenizer or "")
     has_model = tokenizer and (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
     return f" --hf-model {tokenizer}" if has_model else ""
+
+
+def _seq_length(model: Path) -> int:
+    """Return ``LORA_SEQ_LENGTH``, or the number of positions of the model if it has fewer."""
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except ValueError:
+        return LORA_SEQ_LENGTH  # training reports it
+    positions = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
+    return min([LORA_SEQ_LENGTH, *(number for number in positions if isinstance(number, int))])
 
 
 def _load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:

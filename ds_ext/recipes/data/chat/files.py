@@ -1,6 +1,6 @@
 """Prepared chat files: tokens of conversations, and their loss mask."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from ..layout import DATA_NAME, LOSS_MASK_NAME
 from .template import ChatTemplate, Conversation, EncodedConversation
 
 BATCH_CONVERSATIONS = 1000
+NAMED_CONVERSATIONS = 5  # of the dropped ones
 COMMON_LENGTHS = tuple(2**power for power in range(9, 18))
 
 
@@ -26,7 +27,7 @@ def write_conversations(
 ) -> dict[str, Any]:
     """Write tokens and loss mask of conversations to two pairs of files. Return the counts for meta.json.
 
-    Conversations without a token of the assistant are dropped and counted.
+    Conversations without a token of the assistant are dropped and counted; the lines of the first ones are kept.
 
     Args:
         conversations: from :func:`.rows.read_conversations`.
@@ -40,7 +41,7 @@ def write_conversations(
         ConfigError: no conversation has a token of the assistant, or a token id is outside the vocabulary.
     """
     writer = _Writer(builder, folder, vocab_size)
-    dropped = 0
+    dropped: list[str] = []
     remaining = iter(conversations)
     while batch := list(islice(remaining, BATCH_CONVERSATIONS)):
         examples = template.encode(batch)
@@ -48,11 +49,11 @@ def write_conversations(
             if example.counted[1:].any():
                 writer.add(example, conversation.position)
             else:
-                dropped += 1
+                dropped.append(conversation.position)
         advance(sum(example.num_bytes for example in examples))
     if not writer.lengths:
         raise ConfigError(
-            f"--source: no conversation has text of the assistant (got {dropped} conversations). Check the roles."
+            f"--source: no conversation has text of the assistant (got {len(dropped)} conversations). Check the roles."
         )
     return writer.finish(dropped)
 
@@ -91,14 +92,15 @@ class _Writer:
         self._num_bytes += example.num_bytes
         self.lengths.append(len(tokens))
 
-    def finish(self, dropped: int) -> dict[str, Any]:
-        """Complete the files and return the counts for meta.json, with the number of dropped conversations."""
+    def finish(self, dropped: Sequence[str]) -> dict[str, Any]:
+        """Complete the files and return the counts for meta.json, with the lines of dropped conversations."""
         self._tokens_file.finalize(f"{self._folder / DATA_NAME}.idx")
         self._mask_file.finalize(f"{self._folder / LOSS_MASK_NAME}.idx")
         longer_than = {limit: sum(length > limit + 1 for length in self.lengths) for limit in COMMON_LENGTHS}
         return {
             "documents": len(self.lengths),
-            "without_assistant": dropped,
+            "without_assistant": len(dropped),
+            "without_assistant_lines": dropped[:NAMED_CONVERSATIONS],
             "tokens": sum(self.lengths),
             "assistant_tokens": int(self._frequencies.sum()),
             "longer_than": {
@@ -122,9 +124,12 @@ def unigram_entropy(frequencies: NDArray[np.int64]) -> float:
 def summary(meta: dict[str, Any]) -> str:
     """Return the lines that ``prepare`` prints for chat data."""
     longer = ", ".join(f"{limit}: {count}" for limit, count in meta["longer_than"].items())
+    lines = meta.get("without_assistant_lines", [])
+    more = ", ..." if len(lines) < meta["without_assistant"] else ""
+    dropped = f"dropped: {'; '.join(lines)}{more}\n" if lines else ""
     return (
         f"conversations {meta['documents']}, without assistant (dropped) {meta['without_assistant']}, tokens "
         f"{meta['tokens']}, share of assistant tokens {meta['assistant_tokens'] / meta['tokens']:.1%}, vocabulary "
         f"{meta['vocab_size']}, unigram entropy of assistant tokens {meta['unigram_entropy_nats']:.3f} nats\n"
-        f"conversations longer than --seq-length {longer}"
+        f"{dropped}conversations longer than --seq-length {longer}"
     )

@@ -23,6 +23,8 @@ from ....errors import ConfigError
 from ..tokenizer import transformers_tokenizer
 
 ASSISTANT = "assistant"
+# Roles of any template. A template that writes every role would also write a misspelled one.
+ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython", "observation")
 CONTENT_KEYS = {"role", "content"}
 MARKER = "\ue000\ue001\ue000"  # private-use characters, which templates pass unchanged
 # Characters around the text of a generation block, written by a macro that replaces the block.
@@ -111,6 +113,8 @@ class ChatTemplate:
         """
         renderings = [self.render(conversation) for conversation in conversations]
         texts = [text for text, _ in renderings]
+        for conversation, text in zip(conversations, texts, strict=True):
+            _require_texts(conversation, text)
         batch = self._backend(
             texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False
         )
@@ -132,21 +136,34 @@ class ChatTemplate:
         return text, spans
 
     def _require_complete(self, conversation: Conversation) -> None:
-        """Raise ConfigError if the template drops the tools, or the text or a function call of a message.
+        """Raise ConfigError for an unknown role, or if the template drops tools, or text or a call of a message.
 
-        Roles, keys and their order decide what a template writes. Conversations that agree in these are tested once.
+        Roles, keys, their order and the types of contents decide what a template writes. Conversations that agree in
+        these are tested once.
         """
         marked = [_with_markers(message, index) for index, message in enumerate(conversation.messages)]
         shape = (
             bool(conversation.tools),
-            *((message["role"], *message, *markers) for message, markers in marked),
+            *(
+                (message["role"], type(message.get("content")), *message, *markers)
+                for message, markers in marked
+            ),
         )
         if shape in self._complete_shapes:
             return
         messages = [message for message, _ in marked]
+        template = self._backend.get_chat_template(None, conversation.tools)
+        for index, role in enumerate(message["role"] for message in messages):
+            if role not in ROLES and not any(quote + role + quote in template for quote in "'\""):
+                raise ConfigError(
+                    f"{conversation.position}: unknown role of message {index} (got {role!r}). Use one of "
+                    f"{', '.join(ROLES)}, or a role that the chat template names in quotes."
+                )
         text = self._text(conversation, messages)
         for index, (message, markers) in enumerate(marked):
             if not all(marker in text for marker in markers):
+                if isinstance(message.get("content"), list):
+                    raise _no_text(conversation, index)
                 raise ConfigError(
                     f"{conversation.position}: the chat template drops text or a function call of message {index} (got "
                     f"role {message['role']!r}, keys {', '.join(message)}). Change it, or use another template."
@@ -297,8 +314,29 @@ def counted_tokens(offsets_N2: NDArray[np.int64], spans: Sequence[Span]) -> NDAr
     return counted
 
 
-def _rejection(conversation: Conversation, error: Exception) -> ConfigError:
+def _require_texts(conversation: Conversation, text: str) -> None:
+    """Raise ConfigError if a template for strings has written a list or an object as Python does."""
+    for index, message in enumerate(conversation.messages):
+        content = message.get("content")
+        if isinstance(content, list | dict) and content and str(content) in text:
+            raise _no_text(conversation, index)
+
+
+def _no_text(conversation: Conversation, index: int, problem: str = "") -> ConfigError:
+    kind = type(conversation.messages[index]["content"]).__name__
     return ConfigError(
-        f"{conversation.position}: the chat template rejects the conversation (got {type(error).__name__}: {error}). "
-        "Change or remove this line."
+        f"{conversation.position}: the chat template needs a text as content of message {index} (got {kind}{problem}). "
+        "Write a string."
+    )
+
+
+def _rejection(conversation: Conversation, error: Exception) -> ConfigError:
+    problem = f"{type(error).__name__}: {error}"
+    for index, message in enumerate(conversation.messages):
+        is_of_types = type(error).__name__ in ("TypeError", "UndefinedError")
+        if is_of_types and not isinstance(message.get("content") or "", str):
+            return _no_text(conversation, index, f"; {problem}")
+    return ConfigError(
+        f"{conversation.position}: the chat template rejects the conversation (got {problem}). Change or remove this "
+        "line."
     )

@@ -25,6 +25,8 @@ class ConversationDataset(Dataset[tuple[Tensor, Tensor]]):
 
     Attributes:
         mean_tokens: mean S.
+        num_truncated: number of the conversations that are truncated.
+        num_dropped: conversations without a label among ``seq_length`` tokens.
     """
 
     def __init__(self, folder: str, seq_length: int, model: str | Path) -> None:
@@ -39,12 +41,13 @@ class ConversationDataset(Dataset[tuple[Tensor, Tensor]]):
             ConfigError: the folder has no chat data, none of at most seq_length tokens, or another tokenizer.
         """
         _, (prefix, *_) = parse_data_path(folder)
-        self._tokens = IndexedTokens(prefix)
         mask_prefix = loss_mask_prefix(prefix)
         if mask_prefix is None:
             raise ConfigError(
-                f"{folder}: no chat data. Prepare it with `python -m ds_ext prepare --format chat`."
+                f"{folder}: no chat data. Run `python -m ds_ext prepare --format chat --source FILE.jsonl --tokenizer "
+                f"{model} --output {folder}`."
             )
+        self._tokens = IndexedTokens(prefix)
         check_tokenizer(folder, load_tokenizer(model))
         self._mask = IndexedTokens(mask_prefix)
         self._seq_length = seq_length
@@ -57,9 +60,18 @@ class ConversationDataset(Dataset[tuple[Tensor, Tensor]]):
             )
         lengths = np.diff(self._tokens.document_starts)[self._numbers]
         self.mean_tokens = float(np.minimum(lengths, seq_length).mean())
+        self.num_truncated = int(np.count_nonzero(lengths > seq_length))
+        self.num_dropped = len(numbers) - len(self)
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    def summary(self) -> str:
+        """Return one line on the conversations."""
+        return (
+            f"{len(self)} conversations of at most {self._seq_length} tokens, {self.mean_tokens:.0f} on average; "
+            f"truncated {self.num_truncated}, dropped {self.num_dropped}"
+        )
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         """Return (ids_S, labels_S), int64, of conversation ``index``."""

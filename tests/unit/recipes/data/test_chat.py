@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
@@ -153,6 +154,31 @@ def test_conversations_without_a_prompt_or_against_the_template_are_refused(
         encode(templates["chatml"], [{"role": "user"}])
 
 
+def test_unknown_roles_are_refused(tmp_path: Path, templates: dict[str, ChatTemplate]) -> None:
+    """Also by a template that writes any role, unless the template names it."""
+    misspelled = [*TWO_TURNS[:3], {"role": "Assistant", "content": "8"}]
+    with pytest.raises(ConfigError, match=r"line 3.*\b3\b.*'Assistant'"):
+        encode(templates["chatml"], misspelled)
+    critic = [TWO_TURNS[0], {"role": "critic", "content": "a number"}, *TWO_TURNS[1:2]]
+    with pytest.raises(ConfigError, match=r"line 3.*\b1\b.*'critic'"):
+        encode(templates["chatml"], critic)
+    template = ChatTemplate(write_tokenizer(tmp_path, "{#- 'critic' #}" + TEMPLATES["chatml"]), 0)
+    runs = parts(template, encode(template, critic))
+    assert [text for counts, text in runs if counts] == [f"{THOUGHT}it is 7.<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "qwen3"])
+@pytest.mark.parametrize("content", [[{"type": "text", "text": "what is 7?"}], {"text": "what is 7?"}])
+def test_contents_other_than_text_are_refused(
+    templates: dict[str, ChatTemplate], name: str, content: Any
+) -> None:
+    """Unless the template writes their text: ``trim`` would write a list as Python does, also after good turns."""
+    encode(templates[name], TWO_TURNS)
+    messages = [*TWO_TURNS[:2], {"role": "user", "content": content}, TWO_TURNS[3]]
+    with pytest.raises(ConfigError, match=rf"line 3.* 2 .*{type(content).__name__}"):
+        encode(templates[name], messages)
+
+
 def test_what_a_template_drops_is_refused(tmp_path: Path, templates: dict[str, ChatTemplate]) -> None:
     two_roles = (
         "{%- for m in messages %}{%- if m.role == 'user' %}{{- 'Q' + m.content + '<|im_end|>' }}"
@@ -247,6 +273,8 @@ def test_prepared_chat(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     tokens, mask = IndexedTokens(output / "text_document"), IndexedTokens(output / meta["loss_mask"])
     assert np.array_equal(tokens.document_starts, mask.document_starts)
     assert (meta["documents"], meta["without_assistant"]) == (29, 1)
+    assert meta["without_assistant_lines"] == [f"{source}, line 30"]
+    assert f"{source}, line 30\n" in printed
     assert meta["tokens"] == len(tokens.tokens)
     assert meta["assistant_tokens"] == mask.tokens.sum()
     assert meta["max_token_id"] == tokens.tokens.max()
@@ -257,6 +285,13 @@ def test_prepared_chat(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert tokenizer.decode(ids[counted == 1].tolist()).strip() == ("it is " * (number + 1)).strip()
     train, _, _ = build_gpt_datasets(str(output), "1", 64, (5, 0, 0), 1, DocumentOptions(starts=True))
     assert train[0][1].shape == (64,)
+
+    # The lines of the page print the first conversation.
+    page = (Path(__file__).parents[4] / "docs" / "data.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "groupby" in block)
+    exec(code.replace("data/chat", str(output)).replace("MODEL_FOLDER", str(folder)), {})
+    shown = capsys.readouterr().out
+    assert re.findall(r"\[(.*?)\]", shown) == ["it is<|eot_id|>"] and "what is 1?" in shown
 
     # The same folder is not taken for text with the same tokenizer, nor for another template.
     source.write_text(source.read_text().replace("messages", "text"))

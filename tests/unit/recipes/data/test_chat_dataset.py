@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -169,6 +170,8 @@ def test_conversations_one_by_one(tmp_path: Path) -> None:
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     data = ConversationDataset(str(folder), 6, tmp_path)
     assert len(data) == 2 and data.mean_tokens == 4.5
+    assert (data.num_truncated, data.num_dropped) == (1, 1)
+    assert re.findall(r"\d+", data.summary()) == ["2", "6", "4", "1", "1"]
     ids, labels = pad_conversations([data[0], data[1]])
     assert ids.tolist() == [[1, 2, 3, 0, 0, 0], [7, 8, 9, 10, 11, 12]]
     ignored = IGNORE_INDEX
@@ -180,8 +183,9 @@ def test_conversations_one_by_one(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="fingerprint"):
         ConversationDataset(str(folder), 6, tmp_path)
     (tmp_path / "meta.json").unlink()
-    with pytest.raises(ConfigError, match="--format chat"):
-        ConversationDataset(str(folder), 6, tmp_path)
+    for missing in (folder, tmp_path / "nope"):
+        with pytest.raises(ConfigError, match=f"--format chat.*--output {missing}"):
+            ConversationDataset(str(missing), 6, tmp_path)
 
 
 def test_mask_of_other_conversations_is_refused(tmp_path: Path) -> None:
