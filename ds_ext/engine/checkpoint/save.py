@@ -39,10 +39,10 @@ from ...launch.roll_call import Facts
 from ..module import PipelineModule
 from ..state import VALUES, RankState, random_states
 from ..together import by_rank_0, error_text, together
-from .background import BackgroundSave, memory_needs, memory_problem
+from .background import BackgroundSave, memory_needs, memory_problem, warn_not_removed
 from .background_process import Task
 from .file import MemoryFile, NewFile, is_plain, layer_file, write_plain, write_tensors
-from .folder import CheckedFile, complete_checkpoints, publish, remove_older, start_writing
+from .folder import CheckedFile, complete_checkpoints, publish, remove_older, require_keep, start_writing
 from .states import (
     MASTER,
     Checkpointed,
@@ -85,7 +85,8 @@ def save_checkpoint(
             dictionaries of them.
         make_current: write the tag to ``folder/latest``.
         with_frozen: also write parameters that are not trained.
-        keep: number of complete checkpoints of training runs to keep in the folder; 0: all.
+        keep: number of complete checkpoints of training runs to keep in the folder; 0: all. If an older one cannot be
+            removed, rank 0 logs a warning.
         background: copy the state, and let processes write it. With too little memory, a warning has the numbers, and
             the checkpoint is written before this returns.
 
@@ -93,7 +94,7 @@ def save_checkpoint(
         The save of this rank in the background, for :func:`finish`; None: the checkpoint is complete.
 
     Raises:
-        ConfigError: the tag or the client state cannot be saved.
+        ConfigError: the tag or the client state cannot be saved, or ``keep`` is no number of checkpoints.
         CheckpointError: on all ranks, if one of them could not write, or another job saves to the folder. The last
             complete checkpoint is unchanged.
     """
@@ -102,6 +103,7 @@ def save_checkpoint(
     files: dict[str, dict[str, int]] = {}  # of this rank
 
     def start() -> Path:
+        require_keep(keep)
         with _describe_failure(folder, tag):
             engine.run.lock(folder)
             return start_writing(folder, tag)
@@ -113,7 +115,7 @@ def save_checkpoint(
     def finish() -> None:
         with _describe_failure(folder, tag):
             publish(written, tag, _manifest(engine, parts), make_current)
-            remove_older(folder, keep)
+        warn_not_removed(remove_older(folder, keep))
 
     written: Path = by_rank_0(start, CheckpointError)
     try:
@@ -161,7 +163,7 @@ def finish_save(save: BackgroundSave) -> None:
         together(lambda: require(save.wait_for_files()), CheckpointError)
         together(lambda: require(save.wait()), CheckpointError)
     except CheckpointError:
-        save.wait()
+        save.stop()
         raise
 
 
