@@ -36,6 +36,7 @@ from ...config.schedulers import MegatronLR
 from ...errors import CheckpointError, ConfigError
 from ...launch.job_facts import setting_facts
 from ...launch.roll_call import Facts
+from ..batches import MicroBatches
 from ..module import PipelineModule
 from ..state import VALUES, RankState, random_states
 from ..together import by_rank_0, error_text, together
@@ -420,6 +421,9 @@ def settings_of(engine: Checkpointed) -> Facts:
     if isinstance(scheduler, (MegatronLR, *DEEPSPEED_SCHEDULERS)):  # others load their settings
         settings["optimizer.params.lr"] = job.get("optimizer", {}).get("params", {}).get("lr")
         settings["scheduler.params"] = job.get("scheduler", {}).get("params", {})
+    if isinstance(engine.batches, MicroBatches):
+        order = engine.batches.shuffle_seed is not None
+        settings |= {"initialize.shuffle": order, "initialize.repeat": engine.batches.repeat}
     return {**facts.get("data", {}), **setting_facts(settings)}
 
 
