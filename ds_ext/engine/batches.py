@@ -215,12 +215,13 @@ class MicroBatches:
     def require(self, micro_batches: int, trains: bool) -> None:
         """Raise ConfigError if the dataset has too few samples for the next step or evaluation of all groups."""
         needed = micro_batches * self.micro_batch_size
-        available = len(self.dataset) - self.consumed_samples
+        available = max(len(self.dataset) - self.consumed_samples, 0)
         if available < needed and not (self.repeat or self._whole):
             step, smaller = ("training step", "batch") if trains else ("evaluation", "num_micro_batches")
             error = ConfigError(
                 f"dataset: the next {step} needs {needed} samples, {micro_batches} micro-batches of "
-                f"{self.micro_batch_size} (got {available}). Use more data, or a smaller {smaller}."
+                f"{self.micro_batch_size} (got {available} of {len(self.dataset)}, after {self.consumed_samples} "
+                f"consumed samples). Use more data, or a smaller {smaller}."
             )
             error.reported_by = 0
             raise error

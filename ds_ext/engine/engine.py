@@ -488,10 +488,12 @@ class PipelineEngine(Measured, RunControl):
 
         Arguments and result are the same as DeepSpeed's: (path, client state). The result is (None, None) if ``tag`` is
         None and the folder has no checkpoint; after a restart of the ranks, none that this run has written or loaded.
-        Raises the errors of :func:`.checkpoint.load.load_checkpoint`, and ConfigError for a ``custom_load_fn``.
+        A save in the background is completed first. Raises the errors of :meth:`wait_for_save` and
+        :func:`.checkpoint.load.load_checkpoint`, and ConfigError for a ``custom_load_fn``.
         """
         if custom_load_fn is not None:
             raise ConfigError("custom_load_fn: must be None. The layer files contain the weights.")
+        self.wait_for_save()
         with self.activity.during(f"loading a checkpoint from {load_dir}"), self.activity.longer_limit():
             chosen = choose(self.run, Path(load_dir), tag)
             if chosen is None:

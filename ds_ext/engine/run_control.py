@@ -74,7 +74,8 @@ class RunControl(AdaptedEngine):
     def wait_for_save(self) -> None:
         """Wait until the last save in the background is complete. All ranks must call this together.
 
-        The next save does so first, and the exit of a rank waits for its files. Raises CheckpointError if it failed.
+        The next save and the next load do so first, and the exit of a rank waits for its files. Raises CheckpointError
+        if it failed.
         """
         save, self.saving = self.saving, None
         if save is not None:
@@ -102,6 +103,7 @@ class RunControl(AdaptedEngine):
             self.set_dataiterator(data_iter)
         if self.recovery is None:
             return None
+        self.wait_for_save()
         with self.activity.during("loading snapshots"), self.activity.longer_limit():
             self.update.masters.take_changes()
             recovered = self.recovery.recover(None if save_dir is None else Path(save_dir))

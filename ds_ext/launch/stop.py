@@ -57,6 +57,7 @@ class StopRequests:
         self.signals: frozenset[int] = frozenset()
         self.agreed: Stop | None = None
         self._cause = _NO_REQUEST
+        self._followers: list[StopRequests] = []  # of other engines in this process
         self._before_fork = threading.local()
 
     @property
@@ -67,8 +68,12 @@ class StopRequests:
         return self._cause
 
     def request(self, cause: int) -> None:
-        """Request the end of the run, unless this rank has requested it before. Any thread may call this."""
-        self._cause = self._cause or cause
+        """Request the end of the run, unless this rank has requested it before. Any thread may call this.
+
+        Signals and the end of the launcher are requests for all listening engines of this process.
+        """
+        for requests in (self,) if cause == CALL else (self, *self._followers):
+            requests._cause = requests._cause or cause
 
     def agree(self, causes: Sequence[float]) -> None:
         """Take the causes of all ranks, in their order, after a step or an evaluation."""
@@ -76,13 +81,16 @@ class StopRequests:
         self.agreed = self.agreed or next(stops, None)
 
     def listen(self, signals: Iterable[int] = DEFAULT_SIGNALS) -> None:
-        """Take signals as requests from now on; the first call decides, and must be in the main thread.
+        """Take signals as requests from now on; the first call of a process decides, and must be in the main thread.
 
         A signal that the script handles itself is left to it. SIGUSR1 no longer prints stacks. If the reader of
         the output has exited, such as pdsh, that is a request too, and no error.
         """
         global listening
-        if listening is self:
+        if listening is not None:
+            if self is not listening and self not in listening._followers:
+                self.signals = listening.signals
+                listening._followers.append(self)
             return
         unhandled = {number for number in signals if signal.getsignal(number) in [*replaceable, handle]}
         if signal.SIGUSR1 in unhandled:
@@ -107,9 +115,6 @@ class StopRequests:
 
         DeepSpeed's launcher sends SIGTERM to all descendants, and a rank whose workers are gone cannot finish its step.
         """
-        if listening is not self:
-            self._unblock()
-            return
         for number in self.signals:
             signal.signal(number, signal.SIG_DFL)
         threading.Thread(target=_end_with_parent, args=(self.signals, os.getppid()), daemon=True).start()

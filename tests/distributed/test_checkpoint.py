@@ -8,6 +8,7 @@ import math
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
@@ -15,8 +16,9 @@ import torch
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 
-from ds_ext.engine.checkpoint import save
+from ds_ext.engine.checkpoint import background, save
 from ds_ext.engine.checkpoint.file import TensorFile, layer_file, read_plain
+from ds_ext.engine.checkpoint.folder import complete_checkpoints
 from ds_ext.errors import CheckpointError, ConfigError
 from ds_ext.recipes.models.gpt import gpt_layer_specs
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
@@ -297,3 +299,53 @@ def test_a_slow_disk_does_not_stop_training(ranks: Ranks, tmp_path: Path) -> Non
     job = Job("1f1b", 2, 1, 1, 2, GPT, deepspeed=settings("fp32", 1), timeout_s=5)
     for waited_s, loss in ranks(2).run(save_slowly, job, str(tmp_path), 7.0, timeout_s=120):
         assert waited_s > 7 and math.isfinite(loss)
+
+
+def load_after_save(rank: int, job: Job, folder: str) -> tuple[str, int]:
+    """Load while a save in the background goes on. Returns the name and the step of the loaded checkpoint."""
+    engine, _ = build(job)
+    batches = StepBatches(random_batches(job.model, 2, job.micro_batches))
+    slow = f"import time\ntime.sleep(2)\n{background._PROGRAM}"
+    with mock.patch.object(background, "_PROGRAM", slow):
+        for step in range(2):
+            engine.train_batch(batches)
+            engine.save_checkpoint(folder, tag=f"step_{step}", background=True)
+    path, _ = engine.load_checkpoint(folder)
+    engine.transport.close()
+    return Path(str(path)).name, engine.global_steps
+
+
+def test_a_load_waits_for_the_save_in_the_background(ranks: Ranks, tmp_path: Path) -> None:
+    job = Job("1f1b", 2, 1, 1, 2, GPT)
+    assert ranks(2).run(load_after_save, job, str(tmp_path), timeout_s=120) == [("step_1", 2)] * 2
+
+
+def lose_writer(rank: int, job: Job, folder: str) -> tuple[str, bool, float]:
+    """Save in the background with a writer of rank 1 that is killed, train, and save again."""
+    engine, _ = build(job)
+    batches = StepBatches(random_batches(job.model, 1, job.micro_batches))
+    killed, error = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", ""
+    with mock.patch.object(background, "_PROGRAM", killed if rank == 1 else background._PROGRAM):
+        engine.save_checkpoint(folder, tag="lost", background=True)
+    writer = engine.saving
+    try:
+        engine.wait_for_save()
+    except CheckpointError as failure:
+        error = str(failure)
+    assert writer is not None
+    left = Path(folder, "lost").exists() or not writer.is_done()
+    loss = float(engine.train_batch(batches))
+    engine.save_checkpoint(folder, tag="good", background=True)
+    engine.wait_for_save()
+    engine.transport.close()
+    return error, left, loss
+
+
+def test_all_ranks_report_a_killed_writer_and_train_on(ranks: Ranks, tmp_path: Path) -> None:
+    job = Job("1f1b", 2, 1, 1, 2, GPT, timeout_s=10)
+    results = ranks(2).run(lose_writer, job, str(tmp_path), timeout_s=120)
+    assert results[0] == results[1]
+    error, left, loss = results[0]
+    assert "rank 1" in error and "SIGKILL" in error
+    assert not left and math.isfinite(loss)
+    assert complete_checkpoints(tmp_path) == ["good"] and not [*tmp_path.glob(".lost*")]

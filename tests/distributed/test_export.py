@@ -171,6 +171,34 @@ def test_a_tie_loads_in_torch(ranks2: RankPool, tmp_path: Path, monkeypatch: pyt
     assert torch.equal(table.weight.bfloat16(), trained["tied_modules.table.weight"])
 
 
+def train_frozen(rank: int, folder: str) -> None:
+    """Save a checkpoint without its frozen layer, and one with it."""
+    data = torch.utils.data.TensorDataset(torch.rand(16, 2), torch.rand(16, 2))
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)]
+    config = {
+        "train_batch_size": 16,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "ds_ext": {"schedule": "1f1b", "pipeline_parallel_size": 2, "print_plan": False},
+    }
+    model = ds_ext.PipelineModule(layers, config, loss_fn=nn.functional.mse_loss)
+    engine, *_ = ds_ext.initialize(
+        model=model, config=config, model_parameters=model.parameters(), training_data=data
+    )
+    engine.train_batch()
+    engine.save_checkpoint(folder, tag="trained", exclude_frozen_parameters=True)
+    engine.save_checkpoint(folder, tag="all")
+    engine.transport.close()
+
+
+def test_weights_that_the_checkpoint_lacks_are_named(ranks2: RankPool, tmp_path: Path) -> None:
+    ranks2.run(train_frozen, str(tmp_path))
+    for tag, layers in (("trained", {"0"}), ("all", {"0", "1"})):
+        summary = export(tmp_path / tag, tmp_path / f"weights_{tag}")
+        weights = TensorFile(tmp_path / f"weights_{tag}" / "model.safetensors")
+        assert {name.partition(".")[0] for name in weights.names} == layers
+        assert ("exclude_frozen_parameters" in summary) == (tag == "trained")
+
+
 def test_wrong_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(tmp_path), str(tmp_path / "weights")]) == 2
     assert capsys.readouterr().err.startswith("error: SOURCE: ")

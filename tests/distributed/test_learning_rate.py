@@ -24,7 +24,13 @@ pytestmark = pytest.mark.quick
 
 
 def engine_of(
-    lr: float = 0.1, lr_scheduler: Any = None, layers: Any = None, samples: int = 16, **keys: Any
+    lr: float = 0.1,
+    lr_scheduler: Any = None,
+    layers: Any = None,
+    samples: int = 16,
+    shuffle: bool = False,
+    repeat: bool = True,
+    **keys: Any,
 ) -> PipelineEngine:
     config = {
         "train_batch_size": 8,
@@ -39,7 +45,12 @@ def engine_of(
     data = torch.utils.data.TensorDataset(torch.ones(samples, 4), torch.ones(samples, 4))
     parameters = model.parameters()
     engine, *_ = ds_ext.initialize(
-        model=model, model_parameters=parameters, training_data=data, lr_scheduler=lr_scheduler
+        model=model,
+        model_parameters=parameters,
+        training_data=data,
+        lr_scheduler=lr_scheduler,
+        shuffle=shuffle,
+        repeat=repeat,
     )
     return engine
 
@@ -213,7 +224,8 @@ def test_settings_of_torchs_schedulers_that_a_checkpoint_replaces(ranks: Ranks, 
 
 def resumed_otherwise(rank: int, folder: str) -> list[list[str]]:
     """Return the settings in each warning of a load into a job with a different batch size, dropout, data, ..."""
-    train = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "scheduler": WARMUP}
+    order = {"shuffle": True, "repeat": False}
+    train = {**order, "train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "scheduler": WARMUP}
     layers = [LayerSpec(nn.Linear, 4, 4), *[LayerSpec(nn.Sequential, nn.Dropout(0.5)) for _ in range(3)]]
     engine, log = (
         engine_of(0.1, layers=layers, samples=24, train_batch_size=16, gradient_clipping=0.5, **train),
@@ -230,7 +242,7 @@ def test_every_other_change_is_one_line(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2).run(resumed, str(tmp_path), 0.1, AT, False, None)
     lines, others = ranks(2).run(resumed_otherwise, str(tmp_path))
     changed = ["training_data", "train_batch_size", "precision", "dropout", "train_micro_batch_size_per_gpu"]
-    changed += ["gradient_clipping", "scheduler.type"]
+    changed += ["gradient_clipping", "scheduler.type", "initialize.shuffle", "initialize.repeat"]
     assert lines == [[key] for key in changed] and others == []
 
 

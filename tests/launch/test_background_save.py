@@ -72,14 +72,16 @@ def test_a_failed_save_is_reported(config: Path, tmp_path: Path, free_port: Call
     assert not [*saved.glob(".step_*")]
 
 
-def test_a_failing_rank_completes_its_save(tmp_path: Path, free_port: Callable[[], int]) -> None:
-    """The step after the save fails in one rank: both wait for their writers."""
-    (tmp_path / "own.py").write_text(
+def write_script(folder: Path, save: str) -> str:
+    """Write a script that trains a step and then runs the lines ``save`` with ``engine``. Return its path."""
+    script = folder / "own.py"
+    lines = "".join(f"    {line}\n" for line in save.splitlines())
+    script.write_text(
         "import os, torch, ds_ext\n"
         "from torch import nn\n"
         "from deepspeed.pipe import LayerSpec\n"
         "from ds_ext.launch import process\n"
-        "from ds_ext.engine.checkpoint import background_process\n"
+        "from ds_ext.engine.checkpoint import background, background_process\n"
         "config = {'train_micro_batch_size_per_gpu': 2, 'gradient_accumulation_steps': 2, 'steps_per_print': 10**9,\n"
         "  'optimizer': {'type': 'SGD', 'params': {'lr': 1e-3}}, 'ds_ext': {'pipeline_parallel_size': 2}}\n"
         "def main():\n"
@@ -90,16 +92,39 @@ def test_a_failing_rank_completes_its_save(tmp_path: Path, free_port: Callable[[
         "    engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), training_data=data,\n"
         "      config=config)\n"
         "    engine.train_batch()\n"
-        "    engine.save_checkpoint('own', background=True)\n"
-        "    if process.rank() == 1:\n"
-        "        raise ValueError('after the save')\n"
-        "    engine.train_batch()\n"
+        f"{lines}"
         "process.run(main)\n"
     )
-    results = run_forked([[str(tmp_path / "own.py")]] * 2, tmp_path, port=free_port())
+    return str(script)
+
+
+def test_a_failing_rank_completes_its_save(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """The step after the save fails in one rank: both wait for their writers."""
+    script = write_script(
+        tmp_path,
+        "engine.save_checkpoint('own', background=True)\n"
+        "if process.rank() == 1:\n"
+        "    raise ValueError('after the save')\n"
+        "engine.train_batch()\n",
+    )
+    results = run_forked([[script]] * 2, tmp_path, port=free_port())
     assert all(result.returncode for result in results)
     checkpoint, manifest = open_checkpoint(tmp_path / "own")
     check_contents(checkpoint, manifest)
+
+
+def test_a_run_that_ends_after_a_killed_writer(tmp_path: Path, free_port: Callable[[], int]) -> None:
+    """The script does not wait for its save. The process that publishes gets the error of rank 1, and ends."""
+    script = write_script(
+        tmp_path,
+        "if process.rank() == 1:\n"
+        "    background._PROGRAM = 'import os, signal; os.kill(os.getpid(), signal.SIGKILL)'\n"
+        "engine.save_checkpoint('own', background=True)\n",
+    )
+    results = run_forked([[script]] * 2, tmp_path, port=free_port())
+    for result in results:
+        assert "rank 1" in result.stderr and "SIGKILL" in result.stderr
+    assert complete_checkpoints(tmp_path / "own") == [] and not [*(tmp_path / "own").glob(".global*")]
 
 
 def test_a_rank_that_is_killed_takes_its_writer_along(

@@ -149,6 +149,7 @@ FLAG_FAULTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "metrics into a folder": (["--metrics-file", "."], ("--metrics-file", "(got .)", "metrics.jsonl")),
     "learning rate": (["--weight-decay", "-1"], ("--weight-decay: ", "got -1.0")),
     "no steps": (["--train-iters", "0"], ("--train-iters",)),
+    "negative number": (["--keep-checkpoints", "-1"], ("--keep-checkpoints: ", "got -1")),
 }
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,7 +17,9 @@ from pathlib import Path
 
 from ...launch import process
 from ..recovery.keeper_process import free_bytes
-from .background_process import Task
+from .background_process import Task, leave_note
+
+logger = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).parents[3]  # of the package ds_ext
 # Program of the process. Empty packages stand for those whose __init__.py imports torch.
@@ -47,7 +51,7 @@ class BackgroundSave:
 
     def __init__(self, task: Task, step: int, began: float) -> None:
         self.path, self.step, self.seconds = Path(task.written).parent / task.tag, step, 0.0
-        self._began, self._error = began, ""
+        self._task, self._began, self._error = task._replace(manifest={}), began, ""
         environ = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
         # The process inherits the blocked signals: launchers signal all descendants of a rank.
         earlier = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
@@ -97,14 +101,34 @@ class BackgroundSave:
                 self._take(output)
         return self._error
 
+    def stop(self) -> None:
+        """End the process, which may wait for the files of another rank, and remove what it has written."""
+        self._process.kill()
+        self.wait()
+        if self._task.ranks:
+            shutil.rmtree(self._task.written, ignore_errors=True)
+
     def _take(self, output: str) -> None:
-        """Take the last result of the process."""
-        last = (output.strip().splitlines() or [f"exit code {self._process.poll()}"])[-1]
+        """Take the last result of the process. If it has none, the process that publishes gets the error."""
+        last = (output.strip().splitlines() or [_describe_exit(self._process.wait())])[-1]
         try:
             result = json.loads(last)
         except ValueError:
-            result = {"error": f"its writer ended ({last})", "at": time.time()}
+            error = f"rank {self._task.rank}: its writer ended ({last})"
+            leave_note(Path(self._task.written), self._task.rank, {}, error)
+            result = {"error": error, "at": time.time()}
         self._error, self.seconds = result["error"], result["at"] - self._began
+        warn_not_removed(result.get("not_removed", ""))
+
+
+def warn_not_removed(problem: str) -> None:
+    """Log why older checkpoints could not be removed; empty: they were."""
+    if problem:
+        logger.warning("keep: older checkpoints were not removed: %s", problem)
+
+
+def _describe_exit(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
 _running: list[BackgroundSave] = []

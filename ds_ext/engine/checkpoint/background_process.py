@@ -6,11 +6,12 @@ notes, completes the manifest with them, and renames the folder. It ends with it
 
 Its input is a JSON object with the fields of :class:`Task`. Its output is a line with a JSON object when the files are
 on disk, and another one after publishing: the ``error`` so far ("": none), and the time ``at`` which this was, in
-seconds since 1970.
+seconds since 1970. The second one also has ``not_removed``, the result of :func:`.folder.remove_older`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -18,6 +19,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,14 +69,16 @@ def main() -> None:
     error = _write(task)
     _report(error)
     if task.ranks:
-        error = error or _publish(task)
+        not_removed, error = "", error or _publish(task)
         if error:
             shutil.rmtree(task.written, ignore_errors=True)
-        _report(error)
+        else:
+            not_removed = remove_older(Path(task.written).parent, task.keep)
+        _report(error, not_removed)
 
 
-def _report(error: str) -> None:
-    print(json.dumps({"error": error, "at": time.time()}), flush=True)
+def _report(error: str, not_removed: str = "") -> None:
+    print(json.dumps({"error": error, "at": time.time(), "not_removed": not_removed}), flush=True)
 
 
 def _write(task: Task) -> str:
@@ -89,12 +93,18 @@ def _write(task: Task) -> str:
             records[name] = file.record
     except OSError as failure:
         error = f"rank {task.rank}: {failure.strerror}: {failure.filename}"
+    return leave_note(folder, task.rank, records, error)
+
+
+def leave_note(folder: Path, rank: int, records: Mapping[str, Any], error: str) -> str:
+    """Leave the note of a rank with its error. Returns the error, or else that of writing the note."""
+    scratch = folder / f".note_{rank}.tmp"
     try:
-        scratch = folder / f".note_{task.rank}.tmp"
         scratch.write_text(json.dumps({"files": records, "error": error}))
-        scratch.rename(_note(folder, task.rank))
     except OSError as failure:
-        error = error or f"rank {task.rank}: {failure.strerror}: {failure.filename}"
+        error = error or f"rank {rank}: {failure.strerror}: {failure.filename}"
+    with contextlib.suppress(OSError):  # an empty note, as on a full disk, is an error too
+        scratch.rename(_note(folder, rank))
     return error
 
 
@@ -112,7 +122,6 @@ def _publish(task: Task) -> str:
                 return note["error"]
             files |= note["files"]
         publish(folder, task.tag, {**task.manifest, "files": files}, task.make_current)
-        remove_older(folder.parent, task.keep)
     except OSError as failure:
         return f"rank {task.rank}: {failure.strerror}: {failure.filename}"
     except CheckpointError as failure:
@@ -129,7 +138,10 @@ def _wait_for_note(folder: Path, rank: int, limit_s: float) -> dict[str, Any]:
         if time.monotonic() > deadline:
             raise CheckpointError(f"rank {rank} has written nothing for {limit_s:g} s")
         time.sleep(_POLL_S)
-    note = json.loads(path.read_text())
+    try:
+        note = json.loads(path.read_text())
+    except ValueError:
+        raise CheckpointError(f"rank {rank} could not write its note {path}") from None
     path.unlink()
     return note
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ...errors import CheckpointError, ConfigError
+from ...errors import CheckpointError, ConfigError, DsExtError
 
 MANIFEST = "ds_ext.json"
 LATEST = "latest"
@@ -293,6 +293,14 @@ def require_tag(folder: Path, tag: str) -> None:
         )
 
 
+def require_keep(keep: int) -> None:
+    """Raise ConfigError unless ``keep`` is a number of checkpoints."""
+    if not isinstance(keep, int) or keep < 0:
+        raise ConfigError(
+            f"keep: must be a number of checkpoints, or 0 for all (got {keep!r}). Use, for example, 3."
+        )
+
+
 def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: bool = True) -> Path:
     """Write the manifest, rename the folder ``written``, and make it the current checkpoint.
 
@@ -308,15 +316,16 @@ def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: 
     with CheckedFile(written / MANIFEST) as file:
         file.write(json.dumps({"crc32": _checksum(content), **content}).encode())
     _sync(written)
+    name = folder / _scratch_name(LATEST, "tmp")  # before the renames: the disk may be full
+    if make_current:
+        with CheckedFile(name) as file:
+            file.write(tag.encode())
     replaced = folder / _scratch_name(tag, "old") if checkpoint.exists() else None
     if replaced is not None:
         checkpoint.rename(replaced)
     written.rename(checkpoint)
     _sync(folder)
     if make_current:
-        name = folder / _scratch_name(LATEST, "tmp")
-        with CheckedFile(name) as file:
-            file.write(tag.encode())
         name.replace(folder / LATEST)
         _sync(folder)
     if replaced is not None:
@@ -324,19 +333,40 @@ def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: 
     return checkpoint
 
 
-def remove_older(folder: Path, keep: int) -> None:
+def remove_older(folder: Path, keep: int) -> str:
     """Remove the complete checkpoints of training runs except the newest ``keep`` and the current one; 0: none.
 
-    Raises OSError if one cannot be removed.
+    Links in the folder do not count, and checkpoints that they lead to stay. Returns why some could not be removed;
+    empty if all were.
     """
     if keep == 0:
-        return
-    trained = [name for name in complete_checkpoints(folder) if "run" in read_manifest(folder / name)["job"]]
-    for name in trained[:-keep]:
-        if name != current_tag(folder):
-            scratch = folder / _scratch_name(name, "tmp")
-            (folder / name).rename(scratch)
-            shutil.rmtree(scratch)
+        return ""
+    problems: list[str] = []
+    try:
+        retained = {path.resolve() for path in folder.iterdir() if path.is_symlink()}
+        retained.add((folder / current_tag(folder)).resolve())
+        trained = [
+            path
+            for name in complete_checkpoints(folder)
+            if not (path := folder / name).is_symlink() and "run" in read_manifest(path)["job"]
+        ]
+        for path in trained[:-keep]:
+            if path.resolve() not in retained:
+                problems += _remove(path)
+    except (OSError, DsExtError) as error:
+        problems.append(str(error))
+    return "; ".join(problems)
+
+
+def _remove(checkpoint: Path) -> list[str]:
+    """Rename a checkpoint, so that none is incomplete, and remove it. Returns the error, if there is one."""
+    scratch = checkpoint.with_name(_scratch_name(checkpoint.name, "tmp"))
+    try:
+        checkpoint.rename(scratch)
+        shutil.rmtree(scratch)
+    except OSError as error:
+        return [str(error)]
+    return []
 
 
 def _scratch(folder: Path, kind: str) -> Iterator[tuple[Path, str]]:

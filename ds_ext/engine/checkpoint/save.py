@@ -36,13 +36,14 @@ from ...config.schedulers import MegatronLR
 from ...errors import CheckpointError, ConfigError
 from ...launch.job_facts import setting_facts
 from ...launch.roll_call import Facts
+from ..batches import MicroBatches
 from ..module import PipelineModule
 from ..state import VALUES, RankState, random_states
 from ..together import by_rank_0, error_text, together
-from .background import BackgroundSave, memory_needs, memory_problem
+from .background import BackgroundSave, memory_needs, memory_problem, warn_not_removed
 from .background_process import Task
 from .file import MemoryFile, NewFile, is_plain, layer_file, write_plain, write_tensors
-from .folder import CheckedFile, complete_checkpoints, publish, remove_older, start_writing
+from .folder import CheckedFile, complete_checkpoints, publish, remove_older, require_keep, start_writing
 from .states import (
     MASTER,
     Checkpointed,
@@ -85,7 +86,8 @@ def save_checkpoint(
             dictionaries of them.
         make_current: write the tag to ``folder/latest``.
         with_frozen: also write parameters that are not trained.
-        keep: number of complete checkpoints of training runs to keep in the folder; 0: all.
+        keep: number of complete checkpoints of training runs to keep in the folder; 0: all. If an older one cannot be
+            removed, rank 0 logs a warning.
         background: copy the state, and let processes write it. With too little memory, a warning has the numbers, and
             the checkpoint is written before this returns.
 
@@ -93,7 +95,7 @@ def save_checkpoint(
         The save of this rank in the background, for :func:`finish`; None: the checkpoint is complete.
 
     Raises:
-        ConfigError: the tag or the client state cannot be saved.
+        ConfigError: the tag or the client state cannot be saved, or ``keep`` is no number of checkpoints.
         CheckpointError: on all ranks, if one of them could not write, or another job saves to the folder. The last
             complete checkpoint is unchanged.
     """
@@ -102,6 +104,7 @@ def save_checkpoint(
     files: dict[str, dict[str, int]] = {}  # of this rank
 
     def start() -> Path:
+        require_keep(keep)
         with _describe_failure(folder, tag):
             engine.run.lock(folder)
             return start_writing(folder, tag)
@@ -113,7 +116,7 @@ def save_checkpoint(
     def finish() -> None:
         with _describe_failure(folder, tag):
             publish(written, tag, _manifest(engine, parts), make_current)
-            remove_older(folder, keep)
+        warn_not_removed(remove_older(folder, keep))
 
     written: Path = by_rank_0(start, CheckpointError)
     try:
@@ -161,7 +164,7 @@ def finish_save(save: BackgroundSave) -> None:
         together(lambda: require(save.wait_for_files()), CheckpointError)
         together(lambda: require(save.wait()), CheckpointError)
     except CheckpointError:
-        save.wait()
+        save.stop()
         raise
 
 
@@ -418,6 +421,9 @@ def settings_of(engine: Checkpointed) -> Facts:
     if isinstance(scheduler, (MegatronLR, *DEEPSPEED_SCHEDULERS)):  # others load their settings
         settings["optimizer.params.lr"] = job.get("optimizer", {}).get("params", {}).get("lr")
         settings["scheduler.params"] = job.get("scheduler", {}).get("params", {})
+    if isinstance(engine.batches, MicroBatches):
+        order = engine.batches.shuffle_seed is not None
+        settings |= {"initialize.shuffle": order, "initialize.repeat": engine.batches.repeat}
     return {**facts.get("data", {}), **setting_facts(settings)}
 
 

@@ -84,6 +84,10 @@ def export(source: Path, output: Path, shard_bytes: int = round(SHARD_GB * 1e9))
     ]
     if len(tensors) < len(layers):
         lines.append(f"not exported: extra states of {', '.join(sorted(layers.keys() - tensors.keys()))}")
+    if not manifest["job"].get("with_frozen", True):
+        lines.append(
+            "not exported: frozen parameters, which exclude_frozen_parameters left out of the checkpoint"
+        )
     if _is_known(checkpoint, weights):
         lines.append(f"for transformers: python -m ds_ext convert {source} --to hf FOLDER")
     return "\n".join(lines)

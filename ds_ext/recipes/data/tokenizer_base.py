@@ -61,6 +61,9 @@ class HuggingFaceTokenizer(Tokenizer):
     def __init__(self, backend: Any) -> None:
         """Wrap a ``tokenizers.Tokenizer``."""
         backend.encode_special_tokens = True  # that is, as plain text
+        # A tokenizer.json may have the lengths of another program, as that of sentence-transformers.
+        backend.no_truncation()
+        backend.no_padding()
         self._backend = backend
         added_tokens = backend.get_added_tokens_decoder().values()
         self.special_tokens = tuple(token.content for token in added_tokens if token.special)

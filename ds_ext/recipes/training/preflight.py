@@ -17,7 +17,15 @@ from ...parallel.fbd import DisaggregatedLayout, place_by_hosts
 from ...parallel.layout import ParallelLayout
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 
-_LOWEST = {"train_iters": 1, "eval_iters": 0, "log_interval": 1, "eval_interval": 0, "save_interval": 0}
+_LOWEST = {
+    "train_iters": 1,
+    "eval_iters": 0,
+    "log_interval": 1,
+    "eval_interval": 0,
+    "save_interval": 0,
+    "keep_checkpoints": 0,
+    "exit_interval": 0,
+}
 
 
 def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:

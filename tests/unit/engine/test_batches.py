@@ -135,8 +135,11 @@ def test_too_few_samples_are_left() -> None:
     batches = MicroBatches(Numbers(20), 2)
     batches.require(10, trains=True)
     batches.advance(8)
-    with pytest.raises(ConfigError, match=r"needs 6 samples, .*got 4\)"):
+    with pytest.raises(ConfigError, match=r"needs 6 samples, .*got 4 of 20\b.* 16 "):
         batches.require(3, trains=True)
+    batches.advance(4)  # loaded from a job that repeats
+    with pytest.raises(ConfigError, match=r"got 0 of 20\b.* 24 "):
+        batches.require(1, trains=True)
     batches.repeat = True
     batches.require(3, trains=True)
 

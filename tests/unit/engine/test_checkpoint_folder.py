@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import random
@@ -12,6 +13,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,8 @@ from ds_ext.engine.checkpoint.folder import (
     has_checkpoint,
     open_checkpoint,
     publish,
+    remove_older,
+    require_keep,
     start_writing,
 )
 from ds_ext.errors import CheckpointError, ConfigError
@@ -67,6 +71,64 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             write(tmp_path, tag)
     assert other.read_text() == (tmp_path / "file").read_text() == "kept" and (tmp_path / "link").is_symlink()
+
+
+def publish_trained(folder: Path, *tags: str) -> None:
+    """Publish empty checkpoints of a training run, with the last one as the newest."""
+    for number, tag in enumerate(tags, start=1):
+        publish(start_writing(folder, tag), tag, {"files": {}, "job": {"at": number, "run": "a"}})
+
+
+def test_links_stay_with_what_they_lead_to(tmp_path: Path) -> None:
+    publish_trained(tmp_path, "a", "b", "c", "d")
+    (tmp_path / "best").symlink_to("a")
+    (tmp_path / "newest").symlink_to("d")
+    assert remove_older(tmp_path, 2) == ""
+    assert (tmp_path / "best").is_symlink()
+    assert complete_checkpoints(tmp_path) == ["a", "best", "c", "d", "newest"]
+    assert not [*tmp_path.glob(".*tmp-*")]
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("busy", "damaged"):
+        publish_trained(tmp_path / folder, "a", "b", "c")
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name == "a":
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert str(tmp_path / "busy" / "a") in remove_older(tmp_path / "busy", 1)
+    assert complete_checkpoints(tmp_path / "busy") == ["a", "c"]
+    (tmp_path / "damaged" / "latest").write_text("")
+    assert "latest" in remove_older(tmp_path / "damaged", 1)
+    assert complete_checkpoints(tmp_path / "damaged") == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("keep", [-1, None, 1.5])
+def test_keep_is_a_number_of_checkpoints(keep: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^keep: "):
+        require_keep(keep)
+
+
+def test_a_full_disk_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full when ``latest`` is written."""
+    publish_trained(tmp_path, "a")
+    write_data = CheckedFile.write
+
+    def fill(file: CheckedFile, data: bytes | memoryview) -> None:
+        if bytes(data) == b"b":
+            raise OSError(errno.ENOSPC, "No space left on device", str(file.path))
+        write_data(file, data)
+
+    monkeypatch.setattr(CheckedFile, "write", fill)
+    with pytest.raises(OSError, match="No space"):
+        publish_trained(tmp_path, "b")
+    assert complete_checkpoints(tmp_path) == ["a"] and open_checkpoint(tmp_path)[0].name == "a"
 
 
 def test_the_newest_checkpoint_is_so_in_a_copy_of_its_folder(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ Rows that mark bad answers, as in data for DPO and KTO, are refused.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,9 +27,20 @@ SENDERS: Mapping[str, str] = MappingProxyType(
         "system": "system",
     }
 )
-PREFERENCE_KEYS = ("chosen", "rejected", "rejected_response", "rejected_messages")
-LABEL_KEYS = ("label", "kto_tag")  # false: the answer is a bad one
-WEIGHT_KEYS = ("weight", "loss", "loss_scale", "train")  # of a message
+SYSTEM_KEYS = ("system", "system_prompt", "system_message")
+PREFERENCE_KEYS = (
+    *("chosen", "rejected", "rejected_response", "rejected_messages", "rejected_output"),
+    *("preferred_output", "non_preferred_output"),
+)
+LABEL_KEYS = ("label", "kto_tag", "preferred", "is_preferred", "is_chosen")
+BAD_LABELS = ("false", "0", "0.0", "-1", "no", "bad", "rejected", "negative", "undesirable")  # of answers
+ROW_WEIGHT_KEYS = ("weight", "loss_weight", "sample_weight")
+# Of a message: weights that must be 1, and marks that exclude it.
+WEIGHT_KEYS = (
+    *("weight", "loss", "loss_scale", "loss_weight", "train", "training", "trainable"),
+    *("train_detail", "training_detail", "train_on_turn"),
+)
+MASK_KEYS = ("mask", "masked", "ignore")
 
 
 def read_conversations(source: Path) -> Iterator[Conversation]:
@@ -43,29 +54,60 @@ def _conversation(row: Any, position: str) -> Conversation:
         raise ConfigError(f"{position}: not a conversation (got {type(row).__name__}). Write {FORMATS}.")
     _require_targets(row, position)
     messages = [_message(message, position) for message in _messages(row, position)]
-    if row.get("system"):
-        if messages[0]["role"] == "system":
+    prompts = {key: row[key] for key in SYSTEM_KEYS if row.get(key)}
+    if prompts:
+        if len(prompts) > 1 or messages[0]["role"] == "system":
+            others = " and a first message" if messages[0]["role"] == "system" else ""
             raise ConfigError(
-                f"{position}: two system prompts (got 'system' and a first message). Remove one."
+                f"{position}: two system prompts (got {', '.join(prompts)}{others}). Remove one."
             )
-        messages.insert(0, {"role": "system", "content": row["system"]})
-    tools = row.get("tools") or None
-    if isinstance(tools, str):
-        tools = _parsed(tools, "tools", position) or None
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ConfigError(f"{position}: 'tools' must be a list of objects (got {tools!r}). Remove the key.")
-    return Conversation(messages, tools, position)
+        messages.insert(0, {"role": "system", "content": next(iter(prompts.values()))})
+    return Conversation(messages, _tools(row, position), position)
+
+
+def _tools(row: Mapping[str, Any], position: str) -> list[dict[str, Any]] | None:
+    """Return the tools of a row, which OpenAI's older key lists as ``functions``. Raises ConfigError."""
+    tools: list[dict[str, Any]] = []
+    for key in ("tools", "functions"):
+        values = row.get(key) or []
+        if isinstance(values, str):
+            values = _parsed(values, key, position) or []
+        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+            raise ConfigError(
+                f"{position}: {key!r} must be a list of objects (got {values!r}). Remove the key."
+            )
+        if values and tools:
+            raise ConfigError(f"{position}: two lists of tools (got 'tools' and 'functions'). Remove one.")
+        tools = tools or (
+            values if key == "tools" else [{"type": "function", "function": value} for value in values]
+        )
+    return tools or None
 
 
 def _require_targets(row: Mapping[str, Any], position: str) -> None:
     """Raise ConfigError for a row with answers that a model should avoid."""
     problem = next((f"the key {key}" for key in PREFERENCE_KEYS if row.get(key) is not None), None)
-    problem = problem or next((f"{key}: false" for key in LABEL_KEYS if row.get(key, True) in (False,)), None)
+    labels = {key: row[key] for key in LABEL_KEYS if str(row.get(key)).strip().lower() in BAD_LABELS}
+    problem = problem or next((f"{key}: {value!r}" for key, value in labels.items()), None)
     if problem is not None:
         raise ConfigError(
             f"{position}: training would not avoid the rejected answers of preference data (got {problem}). Keep the "
             "good answers only, as 'messages' without this key."
         )
+    _require_full_weight(row, ROW_WEIGHT_KEYS, (), position)
+
+
+def _require_full_weight(
+    node: Mapping[str, Any], weight_keys: Sequence[str], mask_keys: Sequence[str], position: str
+) -> None:
+    """Raise ConfigError for a row or a message whose loss has a weight other than 1, or a mask other than 0."""
+    for keys, neutral in ((weight_keys, 1), (mask_keys, 0)):
+        for key in keys:
+            if node.get(key) not in (None, neutral):
+                raise ConfigError(
+                    f"{position}: weights are not supported (got {key}: {node[key]!r}). Remove the key, or what must "
+                    "not be trained."
+                )
 
 
 def _messages(row: Mapping[str, Any], position: str) -> list[Any]:
@@ -98,15 +140,15 @@ def _message(message: Any, position: str) -> dict[str, Any]:
             f"{position}: a message without a role (got {message!r}). Write "
             '{"role": "user" or "assistant", "content": ...}.'
         )
-    for key in WEIGHT_KEYS:
-        if message.get(key) not in (None, 1):
-            raise ConfigError(
-                f"{position}: weights of messages are not supported (got {key}: {message[key]!r}). Remove the key."
-            )
+    _require_full_weight(message, WEIGHT_KEYS, MASK_KEYS, position)
     # Templates test whether a key exists; files with columns write all keys.
     message = {key: value for key, value in message.items() if value is not None or key == "content"}
     calls = message.get("tool_calls", [])
     if FUNCTION_CALL in message:  # OpenAI's older key
+        if calls:
+            raise ConfigError(
+                f"{position}: calls of functions under two keys (got {FUNCTION_CALL} and tool_calls). Remove one."
+            )
         calls = [message.pop(FUNCTION_CALL)]
     if calls:
         message["tool_calls"] = [_call(call, position) for call in calls]

@@ -26,6 +26,7 @@ ASSISTANT = "assistant"
 # Roles of any template. A template that writes every role would also write a misspelled one.
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython", "observation")
 CONTENT_KEYS = {"role", "content"}
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 MARKER = "\ue000\ue001\ue000"  # private-use characters, which templates pass unchanged
 # Characters around the text of a generation block, written by a macro that replaces the block.
 BEGIN, END, MACRO = "\ue002", "\ue003", "ds_ext_generation"
@@ -145,7 +146,7 @@ class ChatTemplate:
         shape = (
             bool(conversation.tools),
             *(
-                (message["role"], type(message.get("content")), *message, *markers)
+                (message["role"], type(message.get("content")), *message, *markers, *_reasoning_keys(message))
                 for message, markers in marked
             ),
         )
@@ -168,12 +169,25 @@ class ChatTemplate:
                     f"{conversation.position}: the chat template drops text or a function call of message {index} (got "
                     f"role {message['role']!r}, keys {', '.join(message)}). Change it, or use another template."
                 )
+            for key in _reasoning_keys(message):
+                self._require_reasoning(conversation, messages[: index + 1], key)
         if conversation.tools and text == self._text(replace(conversation, tools=None), messages):
             raise ConfigError(
                 f"{conversation.position}: the chat template drops the tools (got {len(conversation.tools)}). Remove "
                 "them, or use another template."
             )
         self._complete_shapes.add(shape)
+
+    def _require_reasoning(
+        self, conversation: Conversation, messages: list[dict[str, Any]], key: str
+    ) -> None:
+        """Raise ConfigError if the template drops the reasoning of the last message. It may drop it in earlier ones."""
+        marker = f"{MARKER}{key}"
+        if marker not in self._text(conversation, [*messages[:-1], {**messages[-1], key: marker}]):
+            raise ConfigError(
+                f"{conversation.position}: the chat template drops the reasoning of message {len(messages) - 1} (got "
+                f"the key {key}). Remove it, or use another template."
+            )
 
     def _render_marked(self, conversation: Conversation, template: str) -> tuple[str, list[Span]]:
         """Return text and spans of a template with ``{% generation %}``, whose blocks become calls of a macro."""
@@ -299,6 +313,11 @@ def _with_markers(message: dict[str, Any], index: int) -> tuple[dict[str, Any], 
         calls = [{**call, "function": mark(call["function"], "name")} for call in message["tool_calls"]]
         message = {**message, "tool_calls": calls}
     return message, markers
+
+
+def _reasoning_keys(message: dict[str, Any]) -> list[str]:
+    """Return the keys of a message that contain reasoning."""
+    return [key for key in REASONING_KEYS if message.get(key)]
 
 
 def counted_tokens(offsets_N2: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.uint8]:

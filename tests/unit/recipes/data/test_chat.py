@@ -202,6 +202,24 @@ def test_what_a_template_drops_is_refused(tmp_path: Path, templates: dict[str, C
         encode(templates["llama3"], [*TWO_TURNS[:2], {**calls, "content": "x"}, *TWO_TURNS[2:]])
 
 
+def test_reasoning_that_a_template_drops_is_refused(
+    tmp_path: Path, templates: dict[str, ChatTemplate]
+) -> None:
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        encode(templates["chatml"], [*TWO_TURNS[:3], {**TWO_TURNS[3], key: ""}])
+        with pytest.raises(ConfigError, match=rf"line 3.*\b3\b.*{key}"):
+            encode(templates["chatml"], [*TWO_TURNS[:3], {**TWO_TURNS[3], key: "hm"}])
+    # As in Qwen3's template, only the last turn has its reasoning.
+    last = TEMPLATES["chatml"].replace(
+        "{{- m.content", "{{- (m.reasoning_content or '') * loop.last + m.content"
+    )
+    template = ChatTemplate(write_tokenizer(tmp_path / "last", last), 0)
+    answer = {**TWO_TURNS[1], "reasoning_content": "because"}
+    for turns, count in (([TWO_TURNS[0], answer], 1), ([TWO_TURNS[0], answer, *TWO_TURNS[2:]], 0)):
+        counted = [text for counts, text in parts(template, encode(template, turns)) if counts]
+        assert "".join(counted).count("because") == count
+
+
 def test_tool_calls_count(tmp_path: Path) -> None:
     chatml = TEMPLATES["chatml"].replace(
         "{{- m.content + '<|im_end|>\\n' }}",

@@ -35,6 +35,8 @@ def sharegpt(*turns: tuple[str, str]) -> list[dict[str, str]]:
         ({"messages": TURNS, "label": True, "rejected": None}, TURNS),
         ({"conversations": TURNS}, TURNS),
         ({"messages": TURNS, "system": "be brief"}, [SYSTEM, *TURNS]),
+        ({"messages": TURNS, "system_prompt": "be brief", "system": ""}, [SYSTEM, *TURNS]),
+        ({"messages": TURNS, "label": "news", "weight": 1.0, "preferred": "yes"}, TURNS),
         ({"messages": [{**TURNS[0], "tool_calls": None, "name": None}, {**TURNS[1], "weight": 1}]}, None),
         ({"conversations": sharegpt(("human", "what is 7?"), ("gpt", "it is 7."))}, TURNS),
         (
@@ -81,12 +83,26 @@ def test_tool_calls(tmp_path: Path, tools: Any) -> None:
         assert [{key: call[key] for key in CALL} for call in tool_calls] == [CALL, CALL]
         assert not any("function_call" in message for message in conversation.messages)
         assert conversation.messages[2] == result
+    (older,) = read(tmp_path, {**rows[0], "functions": [tool["function"] for tool in TOOLS]})
+    assert (older.tools, older.messages) == (TOOLS, conversations[0].messages)
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
         ({"messages": TURNS, "label": False}, "label"),
+        ({"messages": TURNS, "label": "rejected"}, "label"),
+        ({"messages": TURNS, "kto_tag": "False"}, "kto_tag"),
+        ({"messages": TURNS, "is_chosen": 0}, "is_chosen"),
+        ({"messages": TURNS, "non_preferred_output": TURNS}, "non_preferred_output"),
+        ({"messages": TURNS, "weight": 0}, "weight"),
+        ({"messages": TURNS, "system": "be long", "system_prompt": "be brief"}, "system, system_prompt"),
+        ({"messages": [TURNS[0], {**TURNS[1], "training": False}]}, "training"),
+        ({"messages": [TURNS[0], {**TURNS[1], "loss_weight": 0.5}]}, "loss_weight"),
+        ({"messages": [TURNS[0], {**TURNS[1], "masked": True}]}, "masked"),
+        ({"messages": [TURNS[0], {**TURNS[1], "tool_calls": [CALL], "function_call": CALL}]}, "tool_calls"),
+        ({"messages": TURNS, "functions": TOOLS, "tools": TOOLS}, "functions"),
+        ({"messages": TURNS, "functions": ["number"]}, "functions"),
         ({"conversations": TURNS, "kto_tag": False}, "kto_tag"),
         ({"messages": TURNS, "rejected_response": "7"}, "rejected_response"),
         ({"chosen": TURNS, "rejected": TURNS}, "chosen"),

@@ -57,6 +57,19 @@ def test_batch_is_the_same_as_one_by_one(bpe: Tokenizer) -> None:
     assert bpe.encode_batch([*CORPUS, HARD, ""]) == [bpe.encode(text) for text in [*CORPUS, HARD, ""]]
 
 
+def test_lengths_in_the_file_change_no_ids(bpe: Tokenizer, tmp_path: Path) -> None:
+    import tokenizers
+
+    bpe.save(tmp_path)
+    file = str(tmp_path / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(file)
+    backend.enable_truncation(4)
+    backend.enable_padding(length=4)
+    backend.save(file)
+    texts = ["a", CORPUS[0], HARD]
+    assert load_tokenizer(tmp_path).encode_batch(texts) == bpe.encode_batch(texts)
+
+
 def test_training_twice_gives_the_same_tokenizer(bpe: Tokenizer) -> None:
     second = train_bpe(CORPUS, vocab_size=400)
     assert second.fingerprint == bpe.fingerprint
