@@ -67,15 +67,19 @@ def run(ranks: int, script: Sequence[str], folder: Path, port: int) -> str:
             ("bitpipe", "step", "SIGTERM", 0, 3, 3),
             ("bitpipe", "step", "SIGUSR1", 1, 4, 4),
             ("bitpipe", "evaluation", "SIGTERM", 1, 2, 2),
-            ("bitpipe", "save", "SIGTERM", 0, 1, 3),
+            ("bitpipe", "save", "SIGTERM", 0, 1, 2),
+            ("bitpipe", "start", "SIGUSR1", 1, 1, 0),
+            ("bitpipe_3d", "start", "SIGTERM", 0, 1, 0),
             ("bitpipe", "dataloader", "SIGTERM", 1, 3, 3),
             ("bitpipe_3d", "step", "SIGTERM", 3, 3, 3),
             ("fbd", "step", "SIGTERM", 0, 3, 3),
             ("fbd", "step", "SIGUSR1", 3, 3, 3),
             ("fbd", "evaluation", "SIGUSR1", 2, 2, 2),
-            ("fbd", "save", "SIGTERM", 1, 1, 3),
+            ("fbd", "save", "SIGTERM", 1, 1, 2),
         ],
         [
+            ("bitpipe", "start", "SIGUSR1", 1, 1, 0),
+            ("fbd", "save", "SIGTERM", 1, 1, 2),
             ("bitpipe", "evaluation", "SIGTERM", 1, 2, 2),
             ("bitpipe", "dataloader", "SIGTERM", 1, 3, 3),
             ("fbd", "step", "SIGUSR1", 3, 3, 3),
@@ -111,8 +115,13 @@ def test_a_signal_in_a_rank(
     flags += ["--save-interval", "2"]
     begin = [STOPPED, moment, number, str(chosen), str(at)]
     text = run(ranks, [*begin, *words(schedule, *flags)], tmp_path, free_port())
-    assert open_checkpoint(saved)[0].name == f"step_{last}"
-    assert f"rank {chosen} received {number}" in text
+    assert (
+        len(list(saved.glob("step_*"))) == last // 2 + last % 2
+    )  # the interval is 2: no second save of a step
+    assert last == 0 or open_checkpoint(saved)[0].name == f"step_{last}"
+    assert f"because rank {chosen} received {number}" in text
+    assert re.findall(r"^step (\d+): stopped", text, re.MULTILINE) == [str(last)]
+    assert ": validation loss" in text or last < 2
     assert f"--train-iters {STEPS}" in text  # the command that continues
     run(ranks, words(schedule, *flags), tmp_path, free_port())
     whole, both = metrics(tmp_path / "whole.jsonl"), metrics(parts)
