@@ -145,7 +145,10 @@ class _LastingStream:
 
 
 listening: StopRequests | None = None  # that signals of this process go to
-replaceable: list[Any] = [signal.SIG_DFL]  # handlers that are not the script's own
+replaceable: list[Any] = [
+    signal.SIG_DFL,
+    signal.default_int_handler,
+]  # handlers that are not the script's own
 
 
 def listen_early(arguments: Sequence[str]) -> None:

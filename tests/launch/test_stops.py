@@ -141,6 +141,8 @@ def test_limits(
     assert open_checkpoint(saved)[0].name == ("step_4" if flags[0] == "--exit-interval" else "step_1")
     assert text.count(": validation loss") == (2 if flags[0] == "--exit-interval" else 0)
     assert f"--train-iters {STEPS}" in text
+    assert len(re.findall(r"took \d+ s of 0 s", text)) == (flags[0] == "--exit-duration-in-mins")
+    assert "nats" not in text  # no verdict on the loss of a run that goes on
 
 
 @pytest.mark.parametrize(
@@ -193,15 +195,27 @@ def test_a_lost_rank_is_no_request(
 ) -> None:
     """The launcher ends the others with SIGTERM, and the rank that is gone cannot save its part."""
     saved = tmp_path / "saved"
-    flags = ["--exit-signal-handler", "--save", str(saved), "--train-iters", "1000000"]
-    with Job(command("torchrun", 2, free_port(), *words("bitpipe", *flags)), tmp_path) as job:
-        job.wait_for(" 2/1000000")
+    flags = [
+        "--exit-signal-handler",
+        "--save",
+        str(saved),
+        "--save-interval",
+        "1",
+        "--train-iters",
+        "1000000",
+    ]
+    port = free_port()
+    with Job(command("torchrun", 2, port, *words("bitpipe", *flags)), tmp_path) as job:
+        job.wait_for("saved/step_2")
         time.sleep(1)  # the ranks learn their neighbours' process ids
         os.kill(job.ranks()[1], signal.SIGKILL)
         job.seconds_until_gone(60)
         assert job.wait(5) != 0
         assert "rank 1" in job.lines[job.first("rank 0 stopped")]
-        assert not saved.exists() or not any(saved.glob("step_*"))
+        command_line = job.lines[job.first("next:")].split("  ")[-1].split()
+        assert command_line[:5] == ["torchrun", "--nproc_per_node", "2", "--master_port", str(port)]
+        assert command_line[-4:] == ["--load", str(saved), "--train-iters", "1000000"]
+        assert str(open_checkpoint(saved)[0]) in job.lines[job.first("last checkpoint")]
 
 
 def test_an_own_script(tmp_path: Path, free_port: Callable[[], int]) -> None:

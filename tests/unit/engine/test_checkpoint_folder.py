@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import os
@@ -25,8 +26,9 @@ from ds_ext.engine.checkpoint.folder import (
     publish,
     start_writing,
 )
+from ds_ext.engine.checkpoint.lock import LOCK
 from ds_ext.errors import CheckpointError, ConfigError
-from ds_ext.recipes.training.preflight import require_checkpoint
+from ds_ext.recipes.training.preflight import _check_load, require_checkpoint
 from tests.launch.jobs import ROOT
 from tests.ranks import fork_server
 
@@ -253,3 +255,14 @@ def test_a_writer_killed_at_random_moments(tmp_path: Path) -> None:
         check_contents(checkpoint, manifest)
         # The next checkpoint may be finished although its number was not sent.
         assert int((checkpoint / "a").read_text()[:6]) in (last, last + 1)
+
+
+def test_a_folder_with_only_a_lock_starts_a_new_run(tmp_path: Path) -> None:
+    args = argparse.Namespace(load=str(tmp_path), exit_on_missing_checkpoint=False, notes=[])
+    (tmp_path / LOCK).write_text("{}")
+    _check_load(args)
+    assert args.load is None and len(args.notes) == 1
+    args.load = str(tmp_path)
+    (tmp_path / "other").touch()
+    with pytest.raises(ConfigError, match=r"^--load "):
+        _check_load(args)
