@@ -225,7 +225,8 @@ def test_an_own_script(tmp_path: Path, free_port: Callable[[], int]) -> None:
         "from deepspeed.pipe import LayerSpec\n"
         "from torch import nn\n"
         "config = {'train_micro_batch_size_per_gpu': 2, 'gradient_accumulation_steps': 2, 'steps_per_print': 10**9,\n"
-        "  'optimizer': {'type': 'SGD', 'params': {'lr': 1e-3}}, 'ds_ext': {'pipeline_parallel_size': 2}}\n"
+        "  'optimizer': {'type': 'SGD', 'params': {'lr': 1e-3}}, 'wall_clock_breakdown': True,\n"
+        "  'ds_ext': {'pipeline_parallel_size': 2, 'print_plan': False}}\n"
         "ds_ext.init_distributed()\n"
         "model = ds_ext.PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, config, loss_fn=nn.MSELoss())\n"
         "data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 4))\n"
@@ -244,6 +245,7 @@ def test_an_own_script(tmp_path: Path, free_port: Callable[[], int]) -> None:
         (0, ["steps", "4"])
     ] * 2
     assert open_checkpoint(tmp_path / "own")[0].name == "global_step4"
+    assert [result.stderr.count("wall_clock_breakdown: ") for result in results] == [1, 0]
 
 
 def test_a_save_that_one_rank_begins_alone_is_named(tmp_path: Path, free_port: Callable[[], int]) -> None:
