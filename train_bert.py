@@ -12,7 +12,7 @@ import sys
 from dataclasses import replace
 
 from ds_ext.environment import restart_count
-from ds_ext.launch import process
+from ds_ext.launch import process, stop
 from ds_ext.parallel.hosts import Hosts
 from ds_ext.planner.job_plan import JobPlan
 from ds_ext.recipes.training.hosts import hosts_of_flags
@@ -95,4 +95,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    stop.listen_early(sys.argv[1:])  # the imports of torch and DeepSpeed take seconds
     process.run(main)

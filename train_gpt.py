@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ds_ext.environment import restart_count
 from ds_ext.errors import ConfigError
-from ds_ext.launch import process
+from ds_ext.launch import process, stop
 from ds_ext.parallel.hosts import Hosts
 from ds_ext.planner.job_plan import JobPlan
 from ds_ext.recipes.training.hosts import hosts_of_flags
@@ -138,4 +138,5 @@ def vocab_size(args: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    stop.listen_early(sys.argv[1:])  # the imports of torch and DeepSpeed take seconds
     process.run(main)

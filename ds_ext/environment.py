@@ -105,6 +105,17 @@ def max_restarts() -> int | None:
     return _number("TORCHELASTIC_MAX_RESTARTS")
 
 
+def chosen_devices() -> str:
+    """Return the numbers of the devices that DeepSpeed's launcher uses on this host, such as ``2,3``; else empty."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "") if "CROSS_RANK" in os.environ else ""
+
+
+def chosen_port() -> int | None:
+    """Return ``--master_port`` of the launcher; None without a launcher, or if ``torchrun --standalone`` chose it."""
+    is_set = os.environ.get("TORCHELASTIC_RUN_ID") == "none" or "CROSS_RANK" in os.environ
+    return master_port() if is_set else None
+
+
 def error_file() -> Path | None:
     """Return the file from which torchrun reads this rank's error; None without torchrun."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")

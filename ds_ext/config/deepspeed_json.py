@@ -70,6 +70,27 @@ UNAPPLIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.zero_quantized_gradients": (_OFF, _STAGE_3),
 }
 
+# Settings that are accepted with a note, because they have less effect than they seem to have: key -> (values without a
+# note, note). docs/from_deepspeed.md has the same keys.
+_AT_INFO = "its lines are messages of level info: set DS_EXT_LOG_LEVEL=info"
+NOTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "wall_clock_breakdown": (_OFF, 'ignored. Set "trace" in the "ds_ext" section for the time of every op'),
+    "activation_checkpointing": (
+        ({}, None),
+        "ignored, unless the script calls deepspeed.checkpointing.configure(None, deepspeed_config=engine.config). Set "
+        '"pipeline": {"activation_checkpoint_interval": 1} to recompute layers',
+    ),
+    "zero_optimization.offload_optimizer.device": (
+        ("none", None),
+        'ignored in fp32 at ZeRO stage 0. Set "stage": 1',
+    ),
+    "aio": (({}, None), "ignored. Only ZeRO stage 3 reads and writes NVMe"),
+    "dataloader_drop_last": (_OFF, "ignored. Every batch is full"),
+    "disable_allgather": (_OFF, "ignored, as in DeepSpeed"),
+    "comms_logger.enabled": (_OFF, f"{_AT_INFO}. They do not include the messages of the pipeline"),
+    "dump_state": (_OFF, _AT_INFO),
+}
+
 _BUCKET = 500_000_000
 _FUSED = ("adam", "adamw", "lamb", "lion")
 
@@ -110,6 +131,16 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
         if (value := _value(config, path, accepted[0])) not in accepted:
             shown = json.dumps(value, default=repr)
             raise ConfigError(f"{path}: has no effect in this engine (got {shown}). Omit it. {instead}.")
+
+
+def notes_on_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return a note for each key of NOTED that the JSON sets."""
+    notes = []
+    for path, (silent, note) in NOTED.items():
+        offloads = path.endswith("offload_optimizer.device") and zero_stage(half_through_zero(config)) > 0
+        if not offloads and _value(config, path, silent[0]) not in silent:
+            notes.append(f"{path}: {note}")
+    return notes
 
 
 def parse_json(text: str, name: str) -> Any:

@@ -20,7 +20,7 @@ from ..parallel.rank_order import DEEPSPEED_ORDER, parse_rank_order
 from ..pipe_schedules import Schedule, get_schedule
 from ..pipe_schedules.files import is_timetable_file, schedule_of_file
 from ..pipe_schedules.registry import import_modules
-from .deepspeed_json import check_deepspeed_keys, parse_json
+from .deepspeed_json import check_deepspeed_keys, notes_on_keys, parse_json
 from .sections import FbdOptions, RecoveryOptions, Section, TraceOptions, TransportOptions
 
 AUTO = "auto"  # the schedule that the planner chooses
@@ -97,15 +97,11 @@ class JobConfig:
 
     @property
     def notes(self) -> list[str]:
-        """Notes on settings that are valid but have no effect."""
-        notes = []
+        """Notes on settings that are valid but have no effect, or a smaller one than they seem to have."""
+        notes = notes_on_keys(self.deepspeed)
         if self.ds_ext.sequence_parallel and self.ds_ext.tensor_parallel_size == 1:
             notes.append(
                 "ds_ext.sequence_parallel: no effect with tensor_parallel_size 1, because each rank has all tokens"
-            )
-        if self.deepspeed.get("wall_clock_breakdown"):
-            notes.append(
-                'wall_clock_breakdown: ignored. Set "trace" in the "ds_ext" section for the time of every op'
             )
         return notes
 

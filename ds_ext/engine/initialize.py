@@ -258,6 +258,9 @@ def initialize(
     if rank() == 0 and job.ds_ext.print_plan and not (model.plan_is_given or restart_count()):
         text = plan_text(model, facts, verbose=job.ds_ext.print_plan == "all")
         print(f"{text}\n", end="", flush=True)
+    elif rank() == 0 and not (job.ds_ext.print_plan or restart_count()):
+        for note in job.notes:  # otherwise part of the plan
+            logger.warning("%s", note)
     engine = _make_engine(
         model,
         config_dict,

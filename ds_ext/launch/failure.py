@@ -27,8 +27,10 @@ from ..environment import (
     local_rank,
     local_world_size,
     master_port,
+    max_restarts,
     process_state,
     rank,
+    restart_count,
     spans_hosts,
     store_address,
     world_size,
@@ -54,6 +56,7 @@ _TORCH_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 _GLOO_SOURCE = re.compile(r"\[\S*\.cc:\d+\] ?")  # source position in gloo
 _GLOO_ADVICE = re.compile(r"\W*(This is typically|GLHF).*")
 _NO_ANSWER: Any = object()
+advice: Callable[[], str] | None = None  # lines after the cause of a failure: how to continue
 
 
 @dataclass
@@ -445,3 +448,5 @@ def _report_cause(text: str) -> None:
         details = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
         with contextlib.suppress(OSError):
             path.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
+    if advice is not None and restart_count() >= (max_restarts() or 0) and (lines := advice()):
+        say(lines)

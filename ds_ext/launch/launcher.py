@@ -7,11 +7,19 @@ import shlex
 import socket
 from collections.abc import Sequence
 
-from ..environment import local_world_size, max_restarts, spans_hosts, started_by_torchrun
+from ..environment import (
+    chosen_devices,
+    chosen_port,
+    local_world_size,
+    max_restarts,
+    spans_hosts,
+    started_by_torchrun,
+)
 from ..errors import ConfigError
 from . import slurm
 
 # The `deepspeed` command starts NODE_LAUNCHER, which starts the ranks. Killing the command kills neither.
+DEFAULT_PORT = 29500  # of --master_port, in both launchers
 DEEPSPEED, NODE_LAUNCHER = ("deepspeed", "deepspeed.pt", "ds"), "deepspeed.launcher.launch"
 
 
@@ -46,6 +54,12 @@ def launch_again(arguments: Sequence[str]) -> tuple[str, str]:
     """
     if (srun := slurm.launcher_words()) is not None:
         return shlex.join([*srun, *arguments]), "inside an allocation"
-    launcher = ["torchrun", "--nproc_per_node"] if started_by_torchrun() else ["deepspeed", "--num_gpus"]
-    note = "add the launcher's flags for several hosts" if spans_hosts() else ""
-    return shlex.join([*launcher, str(local_world_size()), *arguments]), note
+    ranks, note = local_world_size(), "add the launcher's flags for several hosts" if spans_hosts() else ""
+    launcher = ["deepspeed", "--num_gpus", str(ranks)]
+    if started_by_torchrun():
+        launcher = ["torchrun", "--nproc_per_node", str(ranks)]
+    elif not note and (devices := chosen_devices()) not in ("", ",".join(map(str, range(ranks)))):
+        launcher = ["deepspeed", "--include", f"localhost:{devices}"]  # its own choice, or that of --include
+    if (port := chosen_port()) not in (None, DEFAULT_PORT):
+        launcher += ["--master_port", str(port)]
+    return shlex.join([*launcher, *arguments]), note

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -187,7 +187,7 @@ def _watch(ending: Ending) -> None:
     stop.replaceable.append(_handled_by_thread)
     for number in (*_TO_ALL, signal.SIGTERM):
         # A shell starts background jobs with SIGINT ignored, so that Ctrl-C does not stop them; nohup ignores SIGHUP.
-        if signal.getsignal(number) is not signal.SIG_IGN:
+        if signal.getsignal(number) not in (signal.SIG_IGN, stop.handle):
             signal.signal(number, _handled_by_thread)
     os.register_at_fork(after_in_child=_unwatch)
     launchers = _launchers()
@@ -209,6 +209,8 @@ def _run_watch(ending: Ending, reader: socket.socket, launchers: list[tuple[int,
     read finds the signal that ended the launcher. A launcher may end a wrapper first, which looks like its own end.
     If the script takes signals as requests to stop and no rank is lost, the main thread ends the run instead.
     """
+    if stop.listening is not None:
+        _acknowledge(stop.listening, stop.listening.signals & {stop.listening.cause})
     while True:
         received = _signals(reader, _LAUNCHER_CHECK_S)
         lost = ending.find_lost() if signal.SIGTERM in received else ""
@@ -234,9 +236,23 @@ def _ends_between_steps(
     causes = received & requests.signals
     if not (causes or is_orphan) or (requests.agreed is None and ending.find_lost()):
         return False
+    if not requests.gathered:
+        # A launcher also ends the ranks after one that has exited, perhaps before this rank knew it.
+        neighbours = _neighbours(ending.launcher)
+        if is_orphan or (signal.SIGTERM in causes and 0 < len(neighbours) < local_world_size()):
+            return False
+    _acknowledge(requests, causes)
     for cause in (*causes, stop.LAUNCHER_EXITED):
         requests.request(cause)
     return True
+
+
+def _acknowledge(requests: stop.StopRequests, causes: Iterable[int]) -> None:
+    """Print the signals that this rank has received, because a step may take minutes to end."""
+    if requests.agreed is None:
+        when = "after this step" if requests.gathered else "before its first step"
+        for cause in causes:
+            say(f"rank {rank()} received {signal.Signals(cause).name}: the run stops {when}.")
 
 
 def _is_orphaned(launchers: list[tuple[int, int]]) -> bool:

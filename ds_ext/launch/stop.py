@@ -1,7 +1,9 @@
 """Requests to end a run between two steps: a signal, the end of the launcher, a deadline, or a call.
 
 A request is a number that a rank adds to those that all ranks gather in every step and evaluation. All ranks thus get
-the same answer from ``engine.should_stop()``, without another message.
+the same answer from ``engine.should_stop()``, without another message. The training scripts also gather the requests
+before their first step and after a save. This module imports only the standard library, so that a script can call
+:func:`listen_early` before its other imports.
 """
 
 from __future__ import annotations
@@ -50,12 +52,14 @@ class StopRequests:
         deadline: reading of :func:`time.monotonic` from which on this rank requests the end; None: no deadline.
         signals: signals that are requests.
         agreed: request that all ranks know; None: none yet.
+        gathered: whether an engine gathers the requests. Until then, the end of the launcher ends this process.
     """
 
     def __init__(self) -> None:
         self.deadline: float | None = None
         self.signals: frozenset[int] = frozenset()
         self.agreed: Stop | None = None
+        self.gathered = False
         self._cause = _NO_REQUEST
         self._followers: list[StopRequests] = []  # of other engines in this process
         self._before_fork = threading.local()
@@ -80,13 +84,14 @@ class StopRequests:
         stops = (Stop(rank, int(cause)) for rank, cause in enumerate(causes) if cause)
         self.agreed = self.agreed or next(stops, None)
 
-    def listen(self, signals: Iterable[int] = DEFAULT_SIGNALS) -> None:
+    def listen(self, signals: Iterable[int] = DEFAULT_SIGNALS, *, gathered: bool = True) -> None:
         """Take signals as requests from now on; the first call of a process decides, and must be in the main thread.
 
         A signal that the script handles itself is left to it. SIGUSR1 no longer prints stacks. If the reader of
         the output has exited, such as pdsh, that is a request too, and no error.
         """
         global listening
+        self.gathered = gathered
         if listening is not None:
             if self is not listening and self not in listening._followers:
                 self.signals = listening.signals
@@ -145,7 +150,21 @@ class _LastingStream:
 
 
 listening: StopRequests | None = None  # that signals of this process go to
-replaceable: list[Any] = [signal.SIG_DFL]  # handlers that are not the script's own
+replaceable: list[Any] = [
+    signal.SIG_DFL,
+    signal.default_int_handler,
+]  # handlers that are not the script's own
+
+
+def listen_early(arguments: Sequence[str]) -> None:
+    """Take the signals that the flags of a training script choose as requests, before its first step."""
+    words = [part for word in arguments for part in word.split("=", 1)]
+    name = words[words.index("--exit-signal") + 1 :][:1] if "--exit-signal" in words else []
+    signals = [number for number in signal.Signals if number.name in name]
+    if "--exit-signal-handler" in words and not name:
+        signals = list(DEFAULT_SIGNALS)
+    if signals and "--dry-run" not in words:
+        StopRequests().listen(signals, gathered=False)
 
 
 def handle(number: int, frame: Any) -> None:

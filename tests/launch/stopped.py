@@ -2,6 +2,7 @@
 
 stopped.py MOMENT SIGNAL RANK STEP SCRIPT FLAGS...: in the forwards and backwards of the STEP-th "step", in the STEP-th
 "evaluation", or in the STEP-th "save" of this rank. "dataloader" is a step in which the rank also has a worker process.
+"start" is the moment before the ranks join.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import ds_ext.engine
 from ds_ext.engine.engine import PipelineEngine
 from ds_ext.environment import rank
 
@@ -50,8 +52,10 @@ def main() -> None:
 
         return replacement
 
-    attribute = {"evaluation": "eval_batch", "save": "save_checkpoint"}.get(moment, "_exec_schedule")
-    setattr(PipelineEngine, attribute, signalling(getattr(PipelineEngine, attribute)))
+    attributes = {"evaluation": "eval_batch", "save": "save_checkpoint", "start": "check_precision"}
+    attribute = attributes.get(moment, "_exec_schedule")
+    owner: Any = ds_ext.engine if moment == "start" else PipelineEngine
+    setattr(owner, attribute, signalling(getattr(owner, attribute)))
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 

@@ -88,6 +88,36 @@ def test_example_saves_before_its_time_limit_and_continues(corpus: Path, tmp_pat
     assert command[command.index("--load") + 1] == str(saved)
 
 
+@pytest.mark.parametrize(
+    ("ending", "latest", "restarts", "code"),
+    [
+        ("kill -USR1 $$", "", 9, None),  # None: requeued
+        ("kill -USR2 $$", "step_4", 9, None),
+        ("kill -TERM $$", "step_4", 2, None),
+        ("kill -TERM $$", "step_4", 3, 143),
+        ("exit 3", "step_4", 0, None),
+        ("exit 3", "", 0, 3),
+        ("exit 3", "step_9", 0, 3),
+        ("exit 0", "", 0, None),
+        ("exit 0", "step_9", 0, 0),
+        ("exit 1", "step_4", 0, 1),
+        ("exit 2", "step_4", 0, 2),
+    ],
+)
+def test_example_requeues(ending: str, latest: str, restarts: int, code: int | None, tmp_path: Path) -> None:
+    python, saved = tmp_path / "python", tmp_path / "saved"
+    python.write_text(f"#!/bin/sh\n{ending}\n")
+    python.chmod(0o755)
+    saved.mkdir()
+    if latest:
+        (saved / "latest").write_text(latest)
+    env = {"PYTHON": str(python), "SAVE": str(saved), "ITERS": "9", "SLURM_RESTART_COUNT": str(restarts)}
+    script = str(ROOT / "examples" / "slurm" / "train.sbatch")
+    with SlurmJob(ROOT, "--nodes=1", "--ntasks-per-node=1", script, **env) as job:
+        assert job.wait(300) == (code or 0), job.text
+    assert (f"scontrol requeue {os.getpid()}" in job.lines) == (code is None), job.text
+
+
 @extensive
 def test_own_script_gets_its_rank(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN_SCRIPT)

@@ -67,15 +67,19 @@ def run(ranks: int, script: Sequence[str], folder: Path, port: int) -> str:
             ("bitpipe", "step", "SIGTERM", 0, 3, 3),
             ("bitpipe", "step", "SIGUSR1", 1, 4, 4),
             ("bitpipe", "evaluation", "SIGTERM", 1, 2, 2),
-            ("bitpipe", "save", "SIGTERM", 0, 1, 3),
+            ("bitpipe", "save", "SIGTERM", 0, 1, 2),
+            ("bitpipe", "start", "SIGUSR1", 1, 1, 0),
+            ("bitpipe_3d", "start", "SIGTERM", 0, 1, 0),
             ("bitpipe", "dataloader", "SIGTERM", 1, 3, 3),
             ("bitpipe_3d", "step", "SIGTERM", 3, 3, 3),
             ("fbd", "step", "SIGTERM", 0, 3, 3),
             ("fbd", "step", "SIGUSR1", 3, 3, 3),
             ("fbd", "evaluation", "SIGUSR1", 2, 2, 2),
-            ("fbd", "save", "SIGTERM", 1, 1, 3),
+            ("fbd", "save", "SIGTERM", 1, 1, 2),
         ],
         [
+            ("bitpipe", "start", "SIGUSR1", 1, 1, 0),
+            ("bitpipe", "save", "SIGTERM", 0, 1, 2),
             ("bitpipe", "evaluation", "SIGTERM", 1, 2, 2),
             ("bitpipe", "dataloader", "SIGTERM", 1, 3, 3),
             ("fbd", "step", "SIGUSR1", 3, 3, 3),
@@ -111,8 +115,13 @@ def test_a_signal_in_a_rank(
     flags += ["--save-interval", "2"]
     begin = [STOPPED, moment, number, str(chosen), str(at)]
     text = run(ranks, [*begin, *words(schedule, *flags)], tmp_path, free_port())
-    assert open_checkpoint(saved)[0].name == f"step_{last}"
-    assert f"rank {chosen} received {number}" in text
+    assert (
+        len(list(saved.glob("step_*"))) == last // 2 + last % 2
+    )  # the interval is 2: no second save of a step
+    assert last == 0 or open_checkpoint(saved)[0].name == f"step_{last}"
+    assert f"because rank {chosen} received {number}" in text
+    assert re.findall(r"^step (\d+): stopped", text, re.MULTILINE) == [str(last)]
+    assert ": validation loss" in text or last < 2
     assert f"--train-iters {STEPS}" in text  # the command that continues
     run(ranks, words(schedule, *flags), tmp_path, free_port())
     whole, both = metrics(tmp_path / "whole.jsonl"), metrics(parts)
@@ -132,6 +141,8 @@ def test_limits(
     assert open_checkpoint(saved)[0].name == ("step_4" if flags[0] == "--exit-interval" else "step_1")
     assert text.count(": validation loss") == (2 if flags[0] == "--exit-interval" else 0)
     assert f"--train-iters {STEPS}" in text
+    assert len(re.findall(r"took \d+ s of 0 s", text)) == (flags[0] == "--exit-duration-in-mins")
+    assert "nats" not in text  # no verdict on the loss of a run that goes on
 
 
 @pytest.mark.parametrize(
@@ -184,15 +195,27 @@ def test_a_lost_rank_is_no_request(
 ) -> None:
     """The launcher ends the others with SIGTERM, and the rank that is gone cannot save its part."""
     saved = tmp_path / "saved"
-    flags = ["--exit-signal-handler", "--save", str(saved), "--train-iters", "1000000"]
-    with Job(command("torchrun", 2, free_port(), *words("bitpipe", *flags)), tmp_path) as job:
-        job.wait_for(" 2/1000000")
+    flags = [
+        "--exit-signal-handler",
+        "--save",
+        str(saved),
+        "--save-interval",
+        "1",
+        "--train-iters",
+        "1000000",
+    ]
+    port = free_port()
+    with Job(command("torchrun", 2, port, *words("bitpipe", *flags)), tmp_path) as job:
+        job.wait_for("saved/step_2")
         time.sleep(1)  # the ranks learn their neighbours' process ids
         os.kill(job.ranks()[1], signal.SIGKILL)
         job.seconds_until_gone(60)
         assert job.wait(5) != 0
         assert "rank 1" in job.lines[job.first("rank 0 stopped")]
-        assert not saved.exists() or not any(saved.glob("step_*"))
+        command_line = job.lines[job.first("next:")].split("  ")[-1].split()
+        assert command_line[:5] == ["torchrun", "--nproc_per_node", "2", "--master_port", str(port)]
+        assert command_line[-4:] == ["--load", str(saved), "--train-iters", "1000000"]
+        assert str(open_checkpoint(saved)[0]) in job.lines[job.first("last checkpoint")]
 
 
 OWN = (
@@ -200,7 +223,8 @@ OWN = (
     "from deepspeed.pipe import LayerSpec\n"
     "from torch import nn\n"
     "config = {'train_micro_batch_size_per_gpu': 2, 'gradient_accumulation_steps': 2, 'steps_per_print': 10**9,\n"
-    "  'optimizer': {'type': 'SGD', 'params': {'lr': 1e-3}}, 'ds_ext': {'pipeline_parallel_size': 2}}\n"
+    "  'optimizer': {'type': 'SGD', 'params': {'lr': 1e-3}}, 'wall_clock_breakdown': True,\n"
+    "  'ds_ext': {'pipeline_parallel_size': 2, 'print_plan': False}}\n"
     "ds_ext.init_distributed()\n"
     "model = ds_ext.PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 2, config, loss_fn=nn.MSELoss())\n"
     "data = torch.utils.data.TensorDataset(torch.ones(64, 4), torch.ones(64, 4))\n"
@@ -237,6 +261,7 @@ def test_an_own_script(tmp_path: Path, free_port: Callable[[], int]) -> None:
     assert open_checkpoint(tmp_path / "own")[0].name == "global_step4"
     (line,) = warnings(results[0])
     assert re.search(r"step 4: .*rank 1\b", line) and not warnings(results[1])
+    assert [result.stderr.count("wall_clock_breakdown: ") for result in results] == [1, 0]
 
 
 def test_an_evaluation_of_an_own_script_in_parts(tmp_path: Path, free_port: Callable[[], int]) -> None:

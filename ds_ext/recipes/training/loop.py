@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ import torch.distributed as dist
 from ...config.job import AUTO
 from ...engine import PipelineEngine
 from ...engine.batches import MicroBatches
+from ...engine.checkpoint.folder import current_tag
+from ...engine.together import together
 from ...environment import process_age_s, rank
-from ...errors import CheckpointError
-from ...launch import process
+from ...errors import CheckpointError, ConfigError
+from ...launch import failure, process, stop
 from ...launch.launcher import launch_again
 from ...observe.metrics import Metrics, additional_losses_text, print_line
 from ...pipe_schedules.files import is_timetable_file
@@ -96,8 +98,8 @@ class Trainer:
             The exit code: 0, EXIT_NOT_SAVED if a checkpoint could not be written, 1 if the last loss is not finite.
         """
         args = self.args
-        self._watch_for_stops()
-        step = self.recover()
+        self._listen()
+        first = step = self.recover()
         if args.save:
             steps = [n for n in range(step + 1, args.train_iters) if _is_due(n, args.save_interval)]
             self.engine.try_checkpoint_folder(args.save, [f"step_{n}" for n in (*steps, args.train_iters)])
@@ -107,8 +109,11 @@ class Trainer:
         # The objects from set-up stay alive. Scanning them takes one rank 0.1 s, while all others wait.
         gc.collect()
         gc.freeze()
-        loss = math.nan
+        loss = None
         metrics = self._metrics()
+        failure.advice = self.next_command
+        self._agree()  # on requests since the start of the processes
+        startup_s = self._set_deadline()
         while step < args.train_iters and not self.stopped:
             step += 1
             loss = float(self.engine.train_batch(self.train))
@@ -117,6 +122,8 @@ class Trainer:
             validation = self.evaluate(self.valid) if self.valid is not None and evaluates else None
             if validation is None:
                 metrics.log(loss)
+                if self.valid is not None and evaluates:
+                    say(f"step {step}: no validation loss, because {self.engine.stops.agreed}")
             else:
                 valid_loss, parts = validation
                 metrics.log(loss, validation_loss=valid_loss, validation_losses=parts)
@@ -127,19 +134,39 @@ class Trainer:
             self._announce_save()
             if args.save and (is_last or self.stopped or _is_due(step, args.save_interval)):
                 self.save(step, loss)
+                if not (is_last or self.stopped):
+                    self._agree()  # on requests during the save
         self.finish_save()
+        agreed = self.engine.stops.agreed
+        if agreed is not None and agreed.cause == stop.DEADLINE and step - first <= 1:
+            limit_s = 60 * args.exit_duration_in_mins
+            say(f"note: --exit-duration-in-mins: start-up took {startup_s:.0f} s of {limit_s:.0f} s")
         self.report_result(step, loss)
         return self.exit_code(loss)
 
-    def _watch_for_stops(self) -> None:
-        """Take the signals and the deadline of the flags as requests to stop."""
-        args, stops = self.args, self.engine.stops
-        if args.exit_signal is not None:
-            stops.listen([signal.Signals[args.exit_signal]])
-        elif args.exit_signal_handler:
-            stops.listen()
-        if args.exit_duration_in_mins is not None:
-            stops.deadline = time.monotonic() - process_age_s() + 60 * args.exit_duration_in_mins
+    def _listen(self) -> None:
+        """Take the signals of the flags as requests to stop, with those since the start of this process."""
+        args, early = self.args, stop.listening
+        if args.exit_signal is None and not args.exit_signal_handler:
+            return
+        if early is not None and not early.gathered:
+            self.engine.stops = early
+        signals = stop.DEFAULT_SIGNALS if args.exit_signal is None else [signal.Signals[args.exit_signal]]
+        self.engine.stops.listen(signals)
+
+    def _set_deadline(self) -> float:
+        """Take the deadline of the flags as a request to stop. Return the seconds since the start of this process."""
+        minutes, age_s = self.args.exit_duration_in_mins, process_age_s()
+        if minutes is not None:
+            self.engine.stops.deadline = time.monotonic() - age_s + 60 * minutes
+        return age_s
+
+    def _agree(self) -> None:
+        """Gather requests to stop outside of a step, if there can be any. All ranks call this together."""
+        stops = self.engine.stops
+        if stops.signals or stops.deadline is not None:
+            stops.agree(together(lambda: stops.cause))
+            self.stopped = "" if stops.agreed is None else str(stops.agreed)
 
     def _stop_cause(self, step: int) -> str:
         """Return why the run ends after this step; empty if it goes on. The same on all ranks."""
@@ -246,7 +273,8 @@ class Trainer:
             if self.args.stop_if_not_saved:
                 raise
             self.not_saved.append(step)
-            say_error(f"step {step}: {error} Training continues.")
+            ends = self.stopped or step == self.args.train_iters
+            say_error(f"step {step}: {error}{'' if ends else ' Training continues.'}")
 
     def recover(self) -> int:
         """Load the state to continue from, and return its step; 0 for a new run.
@@ -300,12 +328,13 @@ class Trainer:
         sizes = f"PP {layout.placement.devices_per_pipe} x TP {layout.tensor_parallel_size}"
         return f"{self.plan.timetable.schedule}, {sizes} x DP {layout.data_parallel_size}"
 
-    def report_result(self, step: int, loss: float) -> None:
-        """Print why the run ended early, the loss, and the commands to run next."""
+    def report_result(self, step: int, loss: float | None) -> None:
+        """Print why the run ended early or the loss, and the commands to run next; None: the run made no step."""
         if self.stopped:
             lost = "" if self.args.save else " Nothing is saved: --save DIR is missing."
-            say(f"step {step}: stopped, because {self.stopped}.{lost}")
-        if self.floor is not None:
+            when, lost = ("", lost) if loss is not None else (" before another step", " Nothing to save.")
+            say(f"step {step}: stopped{when}, because {self.stopped}.{lost}")
+        elif self.floor is not None and loss is not None:
             name, floor = self.floor
             kind = "final"
             if self.validation_loss is not None:
@@ -315,22 +344,32 @@ class Trainer:
         self.metrics.print_summary()
         lines = []
         if self.args.save:
-            total = self.args.train_iters * (1 if self.stopped else 2)
-            command, note = resume_command(sys.argv, self.args.save, total)
-            lines.append(f"continue training   {command}")
-            if note:
-                lines.append(f"{'':20}({note})")
+            lines += self._resume_lines(self.args.save, self.args.train_iters * (1 if self.stopped else 2))
         lines.append(f"show the timetable  {_verb('show', *self._show_arguments())}")
         say("next: " + "\n      ".join(lines))
 
-    def exit_code(self, loss: float) -> int:
+    def next_command(self) -> str:
+        """Return the last checkpoint and the command that continues from it, after a failure; empty without one."""
+        last = last_checkpoint(self.args.save, self.args.load)
+        if last is None:
+            return ""
+        lines = self._resume_lines(str(last.parent), self.args.train_iters)
+        return f"last checkpoint: {last}\nnext: " + "\n      ".join(lines)
+
+    def _resume_lines(self, folder: str, total: int) -> list[str]:
+        command, note = resume_command(sys.argv, folder, total)
+        return [f"continue training   {command}", *([f"{'':20}({note})"] if note else [])]
+
+    def exit_code(self, loss: float | None) -> int:
         """Return 0 if the last loss is finite and every checkpoint was saved; else report the failure."""
-        if not math.isfinite(loss):
+        if loss is not None and not math.isfinite(loss):
             say_error(f"last loss {loss} (exit code {process.EXIT_FAILED})")
             return process.EXIT_FAILED
         if self.not_saved:
             steps = ", ".join(map(str, self.not_saved))
-            say_error(f"checkpoints not saved: step {steps} (exit code {EXIT_NOT_SAVED})")
+            last = last_checkpoint(self.args.save, self.args.load)
+            resumed = f"A resume continues from {last}" if last else "There is no checkpoint to resume from"
+            say_error(f"checkpoints not saved: step {steps}. {resumed} (exit code {EXIT_NOT_SAVED}).")
             return EXIT_NOT_SAVED
         return 0
 
@@ -407,6 +446,14 @@ def resume_command(argv: Sequence[str], save: str, total: int) -> tuple[str, str
         elif word.partition("=")[0] not in replaced_flags:
             command.append(word)
     return launch_again([*command, "--load", save, "--train-iters", str(total)])
+
+
+def last_checkpoint(*folders: str | None) -> Path | None:
+    """Return the current checkpoint of the first of these folders that has one; None without one."""
+    for folder in filter(None, folders):
+        with suppress(ConfigError):
+            return Path(folder, current_tag(Path(folder)))
+    return None
 
 
 def shut_down(engine: PipelineEngine) -> None:

@@ -135,10 +135,15 @@ def require_optimizer(config: Mapping[str, Any]) -> None:
 def _check_load(args: argparse.Namespace) -> None:
     """Raise ConfigError for a folder without a complete checkpoint; a missing or empty one starts a new run.
 
-    Folders in it are ignored, because another rank may have created them for this run.
+    Folders in it are ignored, because another rank may have created them for this run, and so is the lock that a run
+    leaves that ended before its first checkpoint.
     """
+    from ...engine.checkpoint.lock import LOCK
+
     folder = args.load
-    is_empty = os.access(folder, os.R_OK | os.X_OK) and not any(files for *_, files in os.walk(folder))
+    is_empty = os.access(folder, os.R_OK | os.X_OK) and not any(
+        {*files} - {LOCK} for *_, files in os.walk(folder)
+    )
     is_new = not os.path.lexists(folder) or (os.path.isdir(folder) and is_empty)
     if is_new and not args.exit_on_missing_checkpoint:
         args.notes.append(f"load      {folder}: no checkpoint yet, the run starts at step 0")

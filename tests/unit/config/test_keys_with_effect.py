@@ -6,6 +6,7 @@ import copy
 import fnmatch
 import json
 import logging
+import re
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from deepspeed.utils import logger
 from pydantic import BaseModel, ValidationError
 
 from ds_ext.config.deepspeed_check import _top_level_keys, unknown_keys
-from ds_ext.config.deepspeed_json import UNAPPLIED
+from ds_ext.config.deepspeed_json import NOTED, UNAPPLIED
 from ds_ext.config.job import load_config
 from ds_ext.errors import ConfigError
 
@@ -30,7 +31,7 @@ APPLIED = [
     *("optimizer", "scheduler", "gradient_clipping", "communication_data_type", "steps_per_print"),
     *("prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
-    *("disable_python_gc", "dump_state", "log_level"),
+    *("disable_python_gc", "log_level"),
     *("pipeline.activation_checkpoint_interval", "pipeline.use_reentrant"),
     *("data_types.grad_accum_dtype", "data_types.param_dtype", "data_types.buffer_dtype"),
     "data_types.keep_in_fp32_modules",
@@ -45,7 +46,7 @@ APPLIED = [
             *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_comm"),
             *("use_multi_rank_bucket_allreduce", "allgather_partitions", "allgather_bucket_size"),
             *("compute_grad_norm", "round_robin_gradients", "parameter_alignment", "cpu_offload"),
-            *("offload_optimizer", "offload_optimizer.device", "offload_optimizer.pin_memory"),
+            *("offload_optimizer", "offload_optimizer.pin_memory"),
             *("offload_optimizer.cpuadam_cores_perc", "ignore_unused_parameters"),
         )
     ),
@@ -56,24 +57,19 @@ STAGE_3 = "a size or a switch of ZeRO stage 3, which changes neither results nor
 SWITCHED = "read only if a key is set that is refused"
 OUR_FILES = "checkpoints have one format, which contains the fp32 weights and loads with any sizes"
 HARMLESS = {
-    "activation_checkpointing.*": "DeepSpeed reads it in deepspeed.checkpointing.configure(), which a script may call",
-    "aio.*": "sizes of requests to NVMe, which only stage 3 sends",
     "autotuning.*": SWITCHED,
     "bf16.immediate_grad_update": "gradients are added to the fp32 sums after each backward either way",
     "checkpoint.parallel_write": "all ranks write their parts at the same time",
     "checkpoint.tag_validation": "a tag that differs between ranks is always an error",
-    "comms_logger.*": "it logs DeepSpeed's own collectives, and never a pipeline's messages",
+    "comms_logger.*": SWITCHED,
     "compile.*": SWITCHED,
     "data_efficiency.*": SWITCHED,
-    "dataloader_drop_last": "batches are always full",
-    "disable_allgather": "DeepSpeed does not read it",
     "expert_parallel.*": SWITCHED,
     "flops_profiler.*": SWITCHED,
     "hybrid_engine.*": SWITCHED,
     "memory_breakdown": "printed in the constructor only, as by DeepSpeed's pipelines",
     "tensor_parallel.*": SWITCHED,
     "timers.throughput": "DeepSpeed's pipelines do not read it",
-    "wall_clock_breakdown": "the plan has a note; DeepSpeed gets false",
     "torch_autocast.*": SWITCHED,
     "vocabulary_size": "a warning of DeepSpeed",
     **{f"weight_quantization.{key}": SWITCHED for key in ("enabled", "num_bits", "q_type", "q_groups")},
@@ -166,12 +162,13 @@ def test_all_sections_are_enumerated() -> None:
 @pytest.mark.parametrize("key", KEYS)
 def test_every_key_has_a_row(key: str) -> None:
     lists = [key in UNAPPLIED, any(fnmatch.fnmatch(key, row) for row in APPLIED), key in HARMLESS]
+    lists.append(key in NOTED or key.split(".")[0] in NOTED)
     sections = any(fnmatch.fnmatch(key, row) for row in HARMLESS)
     assert sum(lists) == 1 or (not any(lists) and sections), key
 
 
 def test_every_row_has_a_key() -> None:
-    rows = [*UNAPPLIED, *APPLIED, *HARMLESS]
+    rows = [*UNAPPLIED, *APPLIED, *HARMLESS, *(f"{row}*" for row in NOTED)]
     outside = {"sequence_parallel_size"}  # DeepSpeed looks for it only on ranks
     assert [row for row in rows if not fnmatch.filter(KEYS, row)] == sorted(outside)
 
@@ -192,6 +189,33 @@ def test_keys_without_effect_are_refused(key: str) -> None:
         load_config(config(other))
     assert str(refusal.value).startswith(f"{key}: ")
     assert f"(got {json.dumps(other)})" in str(refusal.value)
+
+
+@pytest.mark.parametrize("key", NOTED)
+def test_keys_with_a_note(key: str) -> None:
+    def notes(value: Any, **settings: Any) -> list[str]:
+        for name in reversed(key.split(".")):
+            value = {name: value}
+        return [note.split(": ")[0] for note in load_config({**ONE, **settings, **value}).notes]
+
+    silent, _ = NOTED[key]
+    other = {"profile": True} if silent[0] == {} else "cpu" if silent[0] == "none" else True
+    assert notes(other) == [key]
+    assert not any(notes(value) for value in silent)
+    assert notes(other, bf16={"enabled": True}) == ([] if "offload" in key else [key])
+
+
+def test_the_documented_keys() -> None:
+    """docs/from_deepspeed.md lists the keys of the tables, and no others as refused or accepted with a note."""
+    text = (Path(__file__).parents[3] / "docs" / "from_deepspeed.md").read_text()
+    table = text.partition("## Keys of the JSON\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| (\w+) \| (.*) \|$", table, re.MULTILINE))
+    documented = {name: set(re.findall(r"`([\w.]+)`", row)) for name, row in rows.items()}
+    assert documented["refused"] == set(UNAPPLIED)
+    assert set(NOTED) == documented["noted"]
+    assert documented["honored"] and all(
+        any(fnmatch.fnmatch(key, row) for row in APPLIED) for key in documented["honored"]
+    )
 
 
 def test_unknown_keys_are_listed() -> None:

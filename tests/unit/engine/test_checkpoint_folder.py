@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import errno
 import itertools
@@ -13,6 +14,7 @@ import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,8 +31,10 @@ from ds_ext.engine.checkpoint.folder import (
     require_keep,
     start_writing,
 )
+from ds_ext.engine.checkpoint.lock import LOCK
 from ds_ext.errors import CheckpointError, ConfigError
-from ds_ext.recipes.training.preflight import require_checkpoint
+from ds_ext.recipes.training.loop import EXIT_NOT_SAVED, Trainer
+from ds_ext.recipes.training.preflight import _check_load, require_checkpoint
 from tests.launch.jobs import ROOT
 from tests.ranks import fork_server
 
@@ -315,3 +319,28 @@ def test_a_writer_killed_at_random_moments(tmp_path: Path) -> None:
         check_contents(checkpoint, manifest)
         # The next checkpoint may be finished although its number was not sent.
         assert int((checkpoint / "a").read_text()[:6]) in (last, last + 1)
+
+
+def test_a_run_that_could_not_save_names_its_last_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = write(tmp_path / "saved", "step_2")
+    args = argparse.Namespace(save=str(tmp_path / "saved"), load=None)
+    trainer: Any = SimpleNamespace(args=args, not_saved=[4])
+    assert Trainer.exit_code(trainer, 1.0) == EXIT_NOT_SAVED
+    error = capsys.readouterr().err
+    assert "step 4" in error and str(checkpoint) in error
+    shutil.rmtree(checkpoint.parent)
+    assert Trainer.exit_code(trainer, 1.0) == EXIT_NOT_SAVED
+    assert str(tmp_path) not in capsys.readouterr().err
+
+
+def test_a_folder_with_only_a_lock_starts_a_new_run(tmp_path: Path) -> None:
+    args = argparse.Namespace(load=str(tmp_path), exit_on_missing_checkpoint=False, notes=[])
+    (tmp_path / LOCK).write_text("{}")
+    _check_load(args)
+    assert args.load is None and len(args.notes) == 1
+    args.load = str(tmp_path)
+    (tmp_path / "other").touch()
+    with pytest.raises(ConfigError, match=r"^--load "):
+        _check_load(args)

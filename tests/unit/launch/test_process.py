@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from ds_ext.errors import ConfigError, TransportError
-from ds_ext.launch.failure import _headline, _text, lost_peer
+from ds_ext.launch import failure, process, stop
+from ds_ext.launch.failure import Ending, _headline, _text, lost_peer
+from ds_ext.launch.launcher import launch_again
 from ds_ext.launch.process import set_up_logging
 
 ROOT = Path(__file__).parents[3]
@@ -129,6 +131,103 @@ def test_handlers_of_the_script_stay_active() -> None:
         process.terminate()
         out, err = process.communicate(timeout=900)
         assert (process.returncode, out, err) == (0, "saved\n", "")
+
+
+@pytest.mark.parametrize(
+    ("flags", "number", "code"),
+    [
+        (["--exit-signal-handler"], signal.SIGUSR1, 0),
+        (["--save", "folder", "--exit-signal-handler"], signal.SIGTERM, 0),
+        (["--exit-signal", "SIGUSR2"], signal.SIGUSR2, 0),
+        (["--exit-signal=SIGINT"], signal.SIGINT, 0),
+        (["--exit-signal", "SIGUSR2", "--exit-signal-handler"], signal.SIGTERM, -signal.SIGTERM),
+        (["--exit-signal-handler", "--dry-run"], signal.SIGTERM, -signal.SIGTERM),
+        ([], signal.SIGUSR1, -signal.SIGUSR1),
+    ],
+)
+@pytest.mark.parametrize("in_main", [False, True])
+def test_signals_of_the_flags_are_requests_from_the_start(
+    flags: list[str], number: signal.Signals, code: int, in_main: bool
+) -> None:
+    if in_main and code:
+        pytest.skip("process.run() has its own handlers")
+    early, late = (0, int(number)) if in_main else (int(number), 0)
+    text = f"""
+from ds_ext.launch import stop
+stop.listen_early({flags})
+os.kill(os.getpid(), {early})
+def main():
+    os.kill(os.getpid(), {late})
+    for _ in range(600):
+        if stop.listening.cause:
+            break
+        time.sleep(0.1)
+    time.sleep(1)  # the watch thread reads the signal too
+    print(stop.listening.cause)
+process.run(main)
+"""
+    result = subprocess.run([sys.executable, "-c", HEAD + text], capture_output=True, text=True, cwd=ROOT)
+    assert (result.returncode, result.stdout) == (code, "" if code else f"{int(number)}\n")
+    assert result.stderr.count(number.name) == (code == 0)
+
+
+def test_a_signal_of_a_launcher_that_has_lost_a_rank_is_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    def taken(gathered: bool, neighbours: dict[int, int], is_orphan: bool = False) -> bool:
+        requests = stop.StopRequests()
+        requests.signals, requests.gathered = frozenset({signal.SIGTERM}), gathered
+        monkeypatch.setattr(process, "_neighbours", lambda launcher: neighbours)
+        taken = process._ends_between_steps(requests, {signal.SIGTERM}, is_orphan, Ending())
+        assert requests.cause == (signal.SIGTERM if taken else 0)
+        return taken
+
+    own = os.getpid()
+    assert taken(False, {0: own, 1: own}) and taken(False, {})
+    assert not taken(False, {0: own})
+    assert not taken(False, {0: own, 1: own}, is_orphan=True)
+    assert taken(True, {0: own}) and taken(True, {0: own}, is_orphan=True)
+
+
+@pytest.mark.parametrize(("restarts", "lines"), [(0, 1), (2, 2)])
+def test_the_last_report_has_the_command_that_continues(
+    restarts: int, lines: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "2")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+    monkeypatch.setattr(failure, "advice", lambda: "next: command")
+    failure._report_cause("rank 0 stopped")
+    assert capfd.readouterr().err.splitlines() == ["rank 0 stopped", "next: command"][:lines]
+
+
+@pytest.mark.parametrize(
+    ("env", "command"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29500"}, "torchrun --nproc_per_node 2"),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "MASTER_PORT": "29511"},
+            "torchrun --nproc_per_node 2 --master_port 29511",
+        ),
+        ({"TORCHELASTIC_RUN_ID": "b6e1", "MASTER_PORT": "29511"}, "torchrun --nproc_per_node 2"),
+        (
+            {"CROSS_RANK": "0", "MASTER_PORT": "29500", "CUDA_VISIBLE_DEVICES": "0,1"},
+            "deepspeed --num_gpus 2",
+        ),
+        (
+            {"CROSS_RANK": "0", "MASTER_PORT": "29511", "CUDA_VISIBLE_DEVICES": "2,3"},
+            "deepspeed --include localhost:2,3 --master_port 29511",
+        ),
+        ({"MASTER_PORT": "4711", "CUDA_VISIBLE_DEVICES": "1"}, "deepspeed --num_gpus 2"),
+    ],
+)
+def test_the_command_that_starts_a_job_again(
+    env: dict[str, str], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK", "MASTER_PORT", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", **env}.items():
+        monkeypatch.setenv(name, value)
+    assert launch_again(["train.py", "--seed", "1"]) == (f"{command} train.py --seed 1", "")
 
 
 def test_a_background_job_ignores_sigint() -> None:
