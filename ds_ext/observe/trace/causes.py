@@ -187,7 +187,7 @@ class Causes:
         elif self.slowest_stage is not None:
             detail = f" (stage {stage} takes {ratio:.2g} times as long as the others)"
             remedy = f"move layers from stage {stage} (`--stage-layers balanced` or `partition_method`)"
-            remedy += "; if it has only the head, use tensor parallelism or fewer stages"
+            remedy += "; if it has only the head, use fewer stages"
         return _Cause(self.uneven, "uneven ops", detail, remedy)
 
     def slow_rank_lines(self) -> list[str]:
