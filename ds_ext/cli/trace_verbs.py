@@ -119,9 +119,9 @@ def summary_lines(summary: Summary) -> list[str]:
     ]
     stage, link = summary.slowest_stage, summary.slowest_link
     if stage is not None:
-        others = "" if stage.others_ms is None else f" (other stages {stage.others_ms:.2f} ms)"
+        others = "" if stage.others_ms is None else f"; other stages {stage.others_ms:.2f} ms"
         lines.append(
-            f"slowest stage  {stage.stage} on rank {stage.rank}: {stage.ms:.2f} ms per micro-batch{others}"
+            f"slowest stage  {stage.stage} on rank {stage.rank}: {stage.ms:.2f} ms per micro-batch (medians{others})"
         )
     if link is not None:
         lines.append(

@@ -186,8 +186,8 @@ def _describe_slowest_stage(
     if bubble < simulation.bubble - _LEAST_GAIN:
         remedies.append(f"--stage-layers balanced gives a bubble of {bubble:.1%}")
     if _slowest_stage(balanced)[1] >= _SLOW_STAGE:
-        remedies.append("fewer stages, with more tensor or data parallelism, make the others as long")
-    return [f"note: stage {stage} takes {ratio:.2g} times as long as the others; {'; '.join(remedies)}"]
+        remedies.append("use fewer stages")
+    return [f"note: stage {stage} takes {ratio:.2g} times as long as the others; {'; or '.join(remedies)}"]
 
 
 def _slowest_stage(weights: tuple[float, ...] | None) -> tuple[int, float]:

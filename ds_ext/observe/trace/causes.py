@@ -204,9 +204,10 @@ class Causes:
         if self.ranks_per_core is None:
             return []
         ranks, cores = self.ranks_per_core
+        longer = ", more than there are cores: all ops take longer" if self.busy_ranks > cores else ""
         return [
-            f"busy includes waiting for a core: {self.busy_ranks:.1f} of {ranks} ranks are busy on average, on "
-            f"{cores:g} cores."
+            f"Busy time includes waiting for a core: on {cores:g} cores, {self.busy_ranks:.1f} of {ranks} ranks are "
+            f"busy on average{longer}."
         ]
 
 

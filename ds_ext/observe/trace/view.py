@@ -310,10 +310,12 @@ def notes(traces: Traces, summary: Summary, step: int | None = None) -> list[str
         notes += notes_on_drawings(traces)
     stage, link = summary.slowest_stage, summary.slowest_link
     if stage is not None:
-        notes.append(f"Slowest stage: {stage.stage} on rank {stage.rank}, {stage.ms:.2f} ms per micro-batch.")
+        notes.append(
+            f"Slowest stage: {stage.stage} on rank {stage.rank}, {stage.ms:.2f} ms per micro-batch (median)."
+        )
     if link is not None:
         notes.append(
-            f"Slowest link: rank {link.sender} to {link.receiver}, {link.ms:.3f} ms for {link.bytes:,} bytes."
+            f"Slowest link: rank {link.sender} to {link.receiver}, {link.ms:.3f} ms for {link.bytes:,} bytes (median)."
         )
     if summary.causes is not None:
         notes += summary.causes.lines()
