@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from ..pipe_schedules.costs import Costs
 from .flops import peak_tflops as peak_of_name
 from .run_record import RunRecord
 
@@ -269,7 +268,11 @@ class Metrics:
         ]
         elapsed, in_steps = (duration_text(s) for s in (time.monotonic() - self._began_s, self._seconds))
         simulation = self._engine.plan.simulation
-        costs = "equal stages, free messages" if simulation.costs == Costs() else "costs of the plan"
+        costs = (
+            "equal stages, free messages"
+            if simulation.costs == type(simulation.costs)()
+            else "costs of the plan"
+        )
         mean = f"mean {self._seconds / self._steps:.3g} s/step"
         steps = f"{self._steps:,} step{'s' * (self._steps != 1)}"
         lines = [
