@@ -33,12 +33,13 @@ def write_traces(
     *,
     run: str = "20260101-000000-abcd",
     hosts: Sequence[str] = (),
+    load_share: float = 0.0,
     **values: Any,
 ) -> None:
     """Write a trace per device, with every op at its time, the messages around it, and a reduction at the end.
 
     The span of a receive lasts from the end of the previous op to the start of the next. The overhead of an op follows
-    its span.
+    its span. The first ``load_share`` of a forward at stage 0 loads its data.
 
     Args:
         hosts: host of every rank.
@@ -61,11 +62,11 @@ def write_traces(
             clock = {"at_us": 1e7 * number, "offset_us": offset_us(rank), "error_us": 20.0}
             file.append([metadata(CLOCK, rank, clock)])
         for step in range(1, steps + 1):
-            file.append(_step(simulation, rank, step))
+            file.append(_step(simulation, rank, step, load_share))
         file.close()
 
 
-def _step(simulation: Simulation, rank: int, step: int) -> list[str]:
+def _step(simulation: Simulation, rank: int, step: int, load_share: float) -> list[str]:
     text = EventText(rank, lambda device: (device,), eager=True)
     zero = (step - 1) * (simulation.makespan * UNIT_US + GAP_US) - offset_us(rank)
     lines, free = [], 0.0
@@ -81,7 +82,12 @@ def _step(simulation: Simulation, rank: int, step: int) -> list[str]:
         compute = Instruction(
             COMPUTE_NAME[op.kind], op.micro_batch, op.stage, simulation.timetable.pipe(op.micro_batch)
         )
-        lines.append(text.instruction(compute, zero + start * UNIT_US, zero + end * UNIT_US, 0, step))
+        begin = start
+        if load_share and op.kind == "F" and op.stage == 0:
+            begin += load_share * (end - start)
+            load = Instruction("LoadMicroBatch", op.micro_batch, op.stage)
+            lines.append(text.instruction(load, zero + start * UNIT_US, zero + begin * UNIT_US, 0, step))
+        lines.append(text.instruction(compute, zero + begin * UNIT_US, zero + end * UNIT_US, 0, step))
         lines += _sent(text, simulation, op, rank, zero + end * UNIT_US, step)
         free = end
     last = zero + simulation.makespan * UNIT_US

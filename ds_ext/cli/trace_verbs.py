@@ -158,16 +158,16 @@ def summary_lines(summary: Summary) -> list[str]:
         ranks = f" ({len(summary.ranks)} of {summary.world_size} ranks)"
     steps = f"{summary.steps} step{'s' * (summary.steps != 1)}"
     lines = [
-        f"{summary.schedule}, {steps} of {summary.step_s:.3f} s{ranks}: bubble {summary.bubble:.1%}",
+        f"{summary.schedule}, {steps} of {summary.step_s:.3f} s{ranks}: bubble {summary.bubble:.1%} (means)",
         "",
-        *aligned(summary_table(summary), left=(0, 7)),
+        *aligned(summary_table(summary), left=(0, 8)),
         "",
     ]
     stage, link = summary.slowest_stage, summary.slowest_link
     if stage is not None:
-        others = "" if stage.others_ms is None else f" (other stages {stage.others_ms:.2f} ms)"
+        others = "" if stage.others_ms is None else f"; other stages {stage.others_ms:.2f} ms"
         lines.append(
-            f"slowest stage  {stage.stage} on rank {stage.rank}: {stage.ms:.2f} ms per micro-batch{others}"
+            f"slowest stage  {stage.stage} on rank {stage.rank}: {stage.ms:.2f} ms per micro-batch (medians{others})"
         )
     if link is not None:
         lines.append(
@@ -175,7 +175,7 @@ def summary_lines(summary: Summary) -> list[str]:
             f"(median of {link.messages} awaited messages)"
         )
     if summary.causes is not None:
-        lines += [*summary.causes.slow_rank_lines(), "", summary.causes.sentence()]
+        lines += ["", *summary.causes.lines()]
     return lines
 
 

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _ERASE = "\x1b[2K"  # erase the line that the terminal's cursor is on
 _COLUMNS = 100  # most columns of a progress line
+_BETWEEN = 0.1  # least time between steps that a line has, relative to that of a step
 _MIB = 1 << 20
 
 
@@ -87,50 +88,58 @@ def progress_line(
     total_steps: int | None = None,
     left_s: float | None = None,
     memory: str = "RSS",
-) -> str:
-    """Return a line of at most 100 columns on consecutive steps; cells that do not fit are only in the metrics file.
+    between_s: float = 0.0,
+    omitted: int = 0,
+) -> tuple[str, int]:
+    """Return a line on consecutive steps, and how many of memory, norm, lr and rate it omits to fit into 100 columns.
 
-    Loss, gradient norm and times are means over the steps; learning rate and memory are those of the last one.
+    Loss, gradient norm and times are means over the steps; learning rate and memory are those of the last one. If the
+    last step is known, there is always room for the time left, so that all lines have the same columns.
 
     Args:
         steps: metrics of the steps, at least one.
         total_steps: last step of the run, if known.
         left_s: estimated seconds until then; None: unknown.
         memory: what ``peak_memory_bytes`` measures.
+        between_s: mean time between two steps.
+        omitted: number of columns that an earlier line omits.
     """
-    last, seconds = steps[-1], math.fsum(step.iter_time_s for step in steps)
-    number = f"{last.step}"
+    last, step_s = steps[-1], fmean(step.iter_time_s for step in steps)
+    number, reserve = f"{last.step}", 0
+    left = "" if left_s is None else f"{duration_text(left_s)} left"
     if total_steps is not None:
         number = f"{last.step:>{len(str(total_steps))}}/{total_steps}"
+        if not left and last.step < total_steps:
+            reserve = len(f" | {duration_text(step_s * (total_steps - last.step))} left")
     rate, unit = _rate(steps, "tokens_per_s"), "tokens/s"
     if rate is None:
         rate, unit = _rate(steps, "samples_per_s"), "samples/s"
     losses = {name: fmean(step.losses[name] for step in steps if name in step.losses) for name in last.losses}
-    # Cells in their order, with the order in which they are left out: the largest number first.
+    between = f" + {between_s:.3g}" if between_s >= _BETWEEN * step_s else ""
+    # Cells in their order, with the order in which they are omitted: the largest number first.
     cells = [
         (0, f"step {number}"),
         (0, f"loss {fmean(step.loss for step in steps):.4f}{additional_losses_text(losses)}"),
-        (0, _cell("validation loss ", last.validation_loss, ".4f")),
         (2, f"lr {last.lr:.2e}"),
         (3, _cell("norm ", _mean(steps, "grad_norm"), ".3f") or "norm -"),
-        (0, f"{seconds / len(steps):.3g} s/step"),
+        (0, f"{step_s:.3g}{between} s/step"),
         (1, _cell("", rate, ",.0f" if rate is not None and rate >= 100 else ".3g", f" {unit}")),
         (4, f"{memory} {last.peak_memory_bytes / _MIB:,.0f} MiB"),
-        (0, "" if left_s is None else f"{duration_text(left_s)} left"),
+        (0, left),
     ]
-    line = ""
-    for least in range(5, 0, -1):
-        line = " | ".join(text for order, text in cells if text and order < least)
-        if len(line) <= _COLUMNS:
-            break
-    return line
+    while True:
+        line = " | ".join(text for order, text in cells if text and order <= 4 - omitted)
+        if len(line) + reserve <= _COLUMNS or omitted == 4:
+            return line, omitted
+        omitted += 1
 
 
 class Metrics:
     """Progress line and metrics file of a training loop. Call :meth:`log` on every rank after each step.
 
     Rank 0 prints a line for the first step, every ``log_interval`` steps and the last step, with means over the steps
-    since the line before. If standard output is a terminal, the steps between are shown in place. Call
+    since the line before, and a line for every validation loss. If standard output is a terminal, the steps between
+    are shown in place. Call
     :meth:`print_summary` at the end. With ``file``, rank 0 appends one JSON object per step, and writes
     a record of the run beside it; ``python -m ds_ext report FOLDER`` makes a page of both.
 
@@ -175,10 +184,11 @@ class Metrics:
             facts = {"total_steps": total_steps, "model": dict(model or {}), **engine.run_facts}
             self._record = RunRecord(Path(file), facts, engine.checkpoint_events.all)
             engine.checkpoint_events.on_event = self._record.write
+        self._omitted = 0  # columns that do not fit into a line
         self._memory = "GPU" if engine.device.type == "cuda" else "RSS"
         self._since_line: list[StepMetrics] = []
         self._began_s = time.monotonic()
-        self._first_logged_s: float | None = None
+        self._first_logged_s = self._last_logged_s = self._first_step_s = 0.0
         self._steps, self._seconds, self._samples, self._bubbles = 0, 0.0, 0, 0.0
 
     def log(
@@ -187,6 +197,7 @@ class Metrics:
         *,
         validation_loss: torch.Tensor | float | None = None,
         validation_losses: Mapping[str, torch.Tensor | float] | None = None,
+        validation_note: str = "",
     ) -> StepMetrics:
         """Report the engine's last step and return its metrics.
 
@@ -194,6 +205,7 @@ class Metrics:
             loss: result of ``engine.train_batch()``.
             validation_loss: result of ``engine.eval_batch()``, if the loop evaluated after this step.
             validation_losses: additional validation losses, such as ``engine.eval_additional_losses``.
+            validation_note: text that follows the validation losses in their line.
         """
         metrics = self._measure(float(loss), validation_loss, validation_losses)
         if self._file is not None:
@@ -206,16 +218,24 @@ class Metrics:
             self._since_line.append(metrics)
             is_last = total is not None and metrics.step >= total
             is_due = metrics.step % self._log_interval == 0 or validation_loss is not None
-            line = progress_line(self._since_line, total, None if is_last else left_s, self._memory)
+            left_s = None if is_last else left_s
+            line, self._omitted = progress_line(
+                self._since_line, total, left_s, self._memory, self._between_s(), self._omitted
+            )
             print_line(line, keep=is_first or is_last or is_due)
             if is_first or is_last or is_due:
                 self._since_line.clear()
+            if metrics.validation_loss is not None:
+                losses = f"{metrics.validation_loss:.4f}{additional_losses_text(metrics.validation_losses)}"
+                print_line(f"step {metrics.step}: validation loss {losses}{validation_note}")
         return metrics
 
     def _count(self, metrics: StepMetrics) -> float | None:
         """Count a step, and return the seconds until the last one, from the time since the first; None if unknown."""
         now, before = time.monotonic(), self._steps
-        self._first_logged_s = self._first_logged_s or now
+        if not before:
+            self._first_logged_s, self._first_step_s = now, metrics.iter_time_s
+        self._last_logged_s = now
         self._steps += 1
         self._seconds += metrics.iter_time_s
         self._samples += self._engine.train_batch_size()
@@ -223,6 +243,11 @@ class Metrics:
         if not before or self._total_steps is None:
             return None
         return (now - self._first_logged_s) / before * max(0, self._total_steps - metrics.step)
+
+    def _between_s(self) -> float:
+        """Return the mean time between two steps, for evaluations, checkpoints and the caller's code."""
+        elapsed_s = self._last_logged_s - self._first_logged_s
+        return max(0.0, elapsed_s - (self._seconds - self._first_step_s)) / max(1, self._steps - 1)
 
     def print_summary(self) -> None:
         """Print steps, time, rates, memory and the last checkpoint of this start, on rank 0. Call it on every rank."""
@@ -242,13 +267,19 @@ class Metrics:
             _cell("MFU ", self._mfu(tflops), ".1%"),
         ]
         elapsed, in_steps = (duration_text(s) for s in (time.monotonic() - self._began_s, self._seconds))
+        simulation = self._engine.plan.simulation
+        costs = (
+            "equal stages, free messages"
+            if simulation.costs == type(simulation.costs)()
+            else "costs of the plan"
+        )
+        mean = f"mean {self._seconds / self._steps:.3g} s/step"
         steps = f"{self._steps:,} step{'s' * (self._steps != 1)}"
         lines = [
-            f"trained   {steps} in {elapsed}, {in_steps} of it in steps ({self._seconds / self._steps:.3g} s/step)",
+            f"trained   {steps} in {elapsed}, {in_steps} of it in steps ({mean})",
             f"          {', '.join(filter(None, [*amounts, *rates]))}",
             f"memory    {self._memory} {max(peaks) / _MIB:,.0f} MiB at the peak, on rank {peaks.index(max(peaks))}",
-            f"bubble    {self._bubbles / self._steps:.0%}, of ideal devices "
-            f"{self._engine.plan.simulation.bubble:.0%}",
+            f"bubble    {self._bubbles / self._steps:.0%} (mean); simulated: {simulation.bubble:.0%} ({costs})",
         ]
         saved = [event["path"] for event in self._engine.checkpoint_events.all if event["event"] == "saved"]
         lines += [f"saved     {path}" for path in saved[-1:]]

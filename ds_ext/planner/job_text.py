@@ -23,6 +23,8 @@ _CANDIDATES_SHOWN = 5
 _DEVICES_SHOWN = 16
 _PAIRS_SHOWN = 8
 _CHECKPOINT = "the last checkpoint on disk"
+_SLOW_STAGE = 1.5  # times the mean of the others
+_LEAST_GAIN = 0.01  # bubble
 _GRID_MICRO_BATCHES = 32  # most micro-batches of a timetable that fits the screen
 _MORE = (
     'more      --verbose or "print_plan": "all" prints groups, stages, messages, devices and the timetable'
@@ -40,7 +42,7 @@ def describe(
     empty_stages: Sequence[int] = (),
     memory: Sequence[DeviceMemory] = (),
     weights: tuple[float, ...] | None = None,
-    with_head: bool = False,
+    balanced: tuple[float, ...] | None = None,
     defers: bool = True,
     hosts: Sequence[int] | None = None,
     settings: Sequence[str] = (),
@@ -58,7 +60,7 @@ def describe(
         empty_stages: stages without parameters.
         memory: memory of every device; empty: unknown.
         weights: relative work of the stages, from :func:`ds_ext.parallel.partition.stage_weights`; None: equal.
-        with_head: True if ``weights`` include the head.
+        balanced: the same with ``--stage-layers balanced``.
         defers: False if the layers compute all weight gradients with the input gradients.
         hosts: number of every rank's host; None: unknown.
         settings: further lines, on the settings of the script.
@@ -69,7 +71,7 @@ def describe(
     simulation = plan.simulation
     if weights is not None and plan.costs.stages is None:
         simulation = simulate(plan.timetable, replace(plan.costs, stages=weights))
-    priced = "equal stages" if weights is None else "layers and head" if with_head else "layers only"
+    priced = "equal stages" if weights is None else "layers and head"
     groups, rows = _describe_groups(plan.layout, plan.job.ds_ext.fbd.forward_hosts)
     auto, candidates = _describe_candidates(plan)
     recovery, failures = _describe_recovery(plan, memory, hosts)
@@ -85,6 +87,7 @@ def describe(
         *(_describe_stages(plan, boundaries, layer_names) if verbose else []),
         *([f"model     {model}"] if model else []),
         *_describe_bubble(plan, simulation, priced),
+        *_describe_slowest_stage(plan, simulation, weights, balanced),
         *(_describe_costs(plan, simulation, message_bytes) if verbose else []),
         *_describe_memory(memory),
         *(_describe_devices(parameters, memory) if verbose else []),
@@ -142,7 +145,7 @@ def _describe_partition(plan: JobPlan, boundaries: list[int], empty_stages: Sequ
     layers = [stop - start for start, stop in pairwise(boundaries)]
     low, high = min(layers), max(layers)
     span = f"{low}" if low == high else f"{low} to {high}"
-    text = f"stages    {plan.layout.placement.stages}, {span} layer{'s' * (high > 1)} each"
+    text = f"stages    {plan.layout.placement.stages}, {span} pipeline layer{'s' * (high > 1)} each"
     if not empty_stages:
         return text
     names = f"stage{'s' * (len(empty_stages) > 1)} {_ranges([f' {stage}' for stage in empty_stages])}"
@@ -166,6 +169,34 @@ def _describe_bubble(plan: JobPlan, simulation: Simulation, priced: str) -> list
     if plan.costs != Costs():
         costs = describe_costs(simulation.costs)
     return [f"bubble    {simulation.bubble:.1%} (simulated: {costs})"]
+
+
+def _describe_slowest_stage(
+    plan: JobPlan,
+    simulation: Simulation,
+    weights: tuple[float, ...] | None,
+    balanced: tuple[float, ...] | None,
+) -> list[str]:
+    """Return a line with remedies if a stage takes much longer than the others. Arguments as for :func:`describe`."""
+    stage, ratio = _slowest_stage(weights)
+    if ratio < _SLOW_STAGE or plan.costs.stages is not None:
+        return []
+    remedies = []
+    bubble = simulate(plan.timetable, replace(plan.costs, stages=balanced)).bubble
+    if bubble < simulation.bubble - _LEAST_GAIN:
+        remedies.append(f"--stage-layers balanced gives a bubble of {bubble:.1%}")
+    if _slowest_stage(balanced)[1] >= _SLOW_STAGE:
+        remedies.append("use fewer stages")
+    return [f"note: stage {stage} takes {ratio:.2g} times as long as the others; {'; or '.join(remedies)}"]
+
+
+def _slowest_stage(weights: tuple[float, ...] | None) -> tuple[int, float]:
+    """Return the stage with the most work, and its work relative to the mean of the others."""
+    if weights is None or len(weights) < 2:
+        return 0, 1.0
+    slowest = max(range(len(weights)), key=weights.__getitem__)
+    others = (sum(weights) - weights[slowest]) / (len(weights) - 1)
+    return slowest, weights[slowest] / others if others else 1.0
 
 
 def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int | None) -> list[str]:

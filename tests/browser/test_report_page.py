@@ -94,7 +94,10 @@ def test_the_picker_shows_the_timetables_of_a_step(window: Window) -> None:
         assert window.run(off) == disabled
     window.run("picker.value = '3'; picker.dispatchEvent(new Event('change'))")
     settle(window)
-    assert [name for name, _ in visible(window)] == ["bitpipe, planned", "bitpipe, measured, step 3"]
+    assert [name for name, _ in visible(window)] == [
+        "bitpipe, planned with the op times of step 3",
+        "bitpipe, measured, step 3",
+    ]
     assert window.run("return view.end") == pytest.approx(PRICED.makespan * UNIT_US / 1e3, rel=0.01)
 
 

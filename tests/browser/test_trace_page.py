@@ -61,7 +61,7 @@ def point(window: Window, plot: int, rank: int, ms: float, below: bool = False) 
 def test_plan_and_run_are_drawn_on_one_scale(window: Window) -> None:
     """Every computation of both is where it belongs, and read back from the screen in its colour."""
     names = window.run("return [...document.querySelectorAll('h2')].map((h) => h.firstChild.data)")
-    assert names == ["bitpipe, planned", "bitpipe, measured, step 1"]
+    assert names == ["bitpipe, planned with the op times of step 1", "bitpipe, measured, step 1"]
     for plot, simulation in enumerate((PLAN, RUN)):
         rows = window.run(
             "return plots[arguments[0]].rows.map((row) => row.map((op) => [name(op), op.start, op.end]))",

@@ -1,8 +1,9 @@
 """Causes of a measured bubble, and slow ranks.
 
 The ops of some steps are replayed in their measured order, with more of what was measured each time: mean times, the
-usual times of every stage on every rank, the time of each op, and messages. The bubble grows from one replay to the
-next, and each difference has one cause. What the last replay lacks is work between the ops, or waiting for a core.
+usual times of every stage on every rank, the time of each op, loading of data, and messages. The bubble grows from one
+replay to the next, and each difference has one cause. What the last replay lacks is work between the ops, or waiting
+for a core.
 
 A rank is slow if it takes longer than others for the same ops: replicas, mirrors, and stages with as many parameters.
 """
@@ -14,12 +15,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 from ...pipe_schedules import Op, Timetable
 
 _SLOW = 1.1  # times the others' time for the same ops
 _SLOW_STEPS = 0.75  # share of the steps in which a slow rank is slow
-_UNEVEN = 1.05  # times the mean of all stages
+_SLOW_STEPS_SHARED = 0.9  # the same where ranks share cores, in at least _LEAST_STEPS_SHARED steps
+_LEAST_STEPS_SHARED = 6
+_ADVICE_FROM = 0.05  # bubble of a cause; the largest one gets advice in any case
+_SCHEDULE = "schedule"
 _WHOLE_POINTS_FROM = 0.1  # bubble; a smaller one is shown with one decimal
 
 Row = tuple[int, int]  # (pipeline group, device)
@@ -32,10 +37,12 @@ class RowSteps:
     Attributes:
         rank: its first rank with a trace.
         steps: step -> (op, microseconds) in order.
+        loads_us: step -> op -> time of loading its data, which precedes it; ops without data are missing.
     """
 
     rank: int
     steps: dict[int, list[tuple[Op, float]]]
+    loads_us: dict[int, dict[Op, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,13 @@ class SlowRank:
     steps: int
 
 
+class _Cause(NamedTuple):
+    share: float
+    name: str
+    detail: str
+    remedy: str
+
+
 @dataclass(frozen=True)
 class Causes:
     """Causes of the bubble, as shares of the makespan that add up to ``bubble``.
@@ -56,57 +70,150 @@ class Causes:
         schedule: with equal times and free messages.
         uneven: with the usual time of every stage on every rank.
         varying: with the measured time of each op.
+        data: with the time of loading data.
         messages: with the usual time of every link.
         between: the rest.
-        slowest_stage: stage with the longest time, and its time relative to the mean; None if all are about equal.
+        slowest_stage: stage with the longest time, and its time relative to the other stages; None if unknown.
         slow_ranks: slow ranks, the slowest first.
         ranks_per_core: (ranks, cores) of a host with fewer cores than ranks; None: no such host, or unknown.
-        steps: number of replayed steps.
+        busy_ranks: mean number of busy ranks on that host.
+        steps: numbers of the replayed steps.
+        data_ranks: ranks that load data for the longest time, and at least half of it.
+        sizes: devices and micro-batches of the timetable.
     """
 
     bubble: float
     schedule: float
     uneven: float
     varying: float
+    data: float
     messages: float
     between: float
     slowest_stage: tuple[int, float] | None
     slow_ranks: list[SlowRank] = field(default_factory=list)
     ranks_per_core: tuple[int, float] | None = None
-    steps: int = 0
+    busy_ranks: float = 0.0
+    steps: list[int] = field(default_factory=list)
+    data_ranks: list[int] = field(default_factory=list)
+    sizes: tuple[int, int] = (1, 1)
+
+    def lines(self) -> list[str]:
+        """Return slow ranks and shared cores, a sentence with the causes, and advice on the largest of them."""
+        return [*self.slow_rank_lines(), *self._core_lines(), self.sentence(), *self.advice()]
 
     def sentence(self) -> str:
         """Return a sentence with the causes in points, which add up to the bubble."""
-        uneven = "uneven ops"
-        if self.slow_ranks and self.slow_ranks[0].ratio >= (self.slowest_stage or (0, 0.0))[1]:
-            slow = self.slow_ranks[0]
-            uneven += f" (rank {slow.rank} takes {slow.ratio:.2g} times as long as its peers)"
-        elif self.slowest_stage is not None:
-            uneven += " (stage {} is {:.2g} times the mean)".format(*self.slowest_stage)
-        parts = [(self.schedule, "the schedule's"), (self.uneven, uneven), (self.messages, "messages")]
+        texts = [
+            f"{points} are the schedule's"
+            if cause.name == _SCHEDULE
+            else f"{points} {cause.name}{cause.detail}"
+            for points, cause in self._points()
+            if float(points) > 0 or cause.name == _SCHEDULE
+        ]
+        bubble = f"{100 * self.bubble:.{self._decimals}f} points of bubble"
+        return f"Of {bubble} (replay of {self._steps_text()}), {', '.join(texts)}."
+
+    def _steps_text(self) -> str:
+        """Return ``step 3``, ``steps 1 to 8`` or ``8 of steps 1 to 20``."""
+        first, last, count = self.steps[0], self.steps[-1], len(self.steps)
+        if count == 1:
+            return f"step {first}"
+        return f"{'' if last - first == count - 1 else f'{count} of '}steps {first} to {last}"
+
+    def advice(self) -> list[str]:
+        """Return a line for every cause of at least five points, and for the largest one, in descending order."""
+        points = sorted(self._points(), key=lambda pair: -pair[1].share)
+        return [
+            f"{cause.name}, {number} points: {cause.remedy}."
+            for i, (number, cause) in enumerate(points)
+            if cause.share >= _ADVICE_FROM or (i == 0 and cause.share > 0)
+        ]
+
+    @property
+    def _decimals(self) -> int:
+        return 0 if self.bubble >= _WHOLE_POINTS_FROM else 1
+
+    def _points(self) -> list[tuple[str, _Cause]]:
+        """Return the points and the cause, for every cause."""
+        causes, decimals = self._causes(), self._decimals
+        points = round_to_sum([100 * cause.share for cause in causes], decimals)
+        return [(f"{number:.{decimals}f}", cause) for number, cause in zip(points, causes, strict=True)]
+
+    def _causes(self) -> list[_Cause]:
+        devices, micro_batches = self.sizes
+        compare = f"python -m ds_ext compare --num-devices {devices} --micro-batches {micro_batches}"
+        causes = [
+            _Cause(
+                self.schedule,
+                _SCHEDULE,
+                "",
+                f"use more than {micro_batches} micro-batches per step, or another schedule (`{compare}`)",
+            ),
+            self._uneven(),
+            _Cause(
+                self.data,
+                "loading data",
+                f" ({_ranks_text(self.data_ranks)})",
+                "prepare samples before training, or pass a DataLoader with num_workers to train_batch()",
+            ),
+            _Cause(
+                self.messages,
+                "messages",
+                "",
+                "keep the ranks of a pipeline on one host, or use a faster transport or larger micro-batches",
+            ),
+        ]
         if self.ranks_per_core is not None:
             ranks, cores = self.ranks_per_core
-            parts.append(
-                (self.varying + self.between, f"ranks that share cores ({ranks} ranks, {cores:g} cores)")
-            )
-        else:
-            parts += [(self.varying, "ops of varying length"), (self.between, "work between ops")]
-        decimals = 0 if self.bubble >= _WHOLE_POINTS_FROM else 1
-        points = round_to_sum([100 * share for share, _ in parts], decimals)
-        texts = [
-            f"{value:.{decimals}f} {'are ' if name.startswith('the') else ''}{name}"
-            for value, (_, name) in zip(points, parts, strict=True)
-            if value > 0 or name.startswith("the")
+            detail, remedy = f" ({ranks} ranks, {cores:g} cores)", "use at most one rank per core"
+            return [
+                *causes,
+                _Cause(self.varying + self.between, "ranks that share cores", detail, remedy),
+            ]
+        return [
+            *causes,
+            _Cause(self.varying, "ops of varying length", "", "look for other load, or for uneven samples"),
+            _Cause(self.between, "work between ops", "", "use larger micro-batches, whose ops take longer"),
         ]
-        return f"Of {100 * self.bubble:.{decimals}f} points of bubble, {', '.join(texts)}."
+
+    def _uneven(self) -> _Cause:
+        """Return the cause uneven ops. It names a slow rank that explains more than the layers of its stage."""
+        detail, remedy = "", "move layers between stages (`--stage-layers` or `partition_method`)"
+        stage, ratio = self.slowest_stage or (0, 1.0)
+        if self.slow_ranks and self.slow_ranks[0].ratio ** 2 >= ratio:
+            slow = self.slow_ranks[0]
+            detail = f" (rank {slow.rank} takes {slow.ratio:.2g} times as long as its peers)"
+            remedy = f"look for other load on the host of rank {slow.rank}, or for a slower clock"
+        elif self.slowest_stage is not None:
+            detail = f" (stage {stage} takes {ratio:.2g} times as long as the others)"
+            remedy = f"move layers from stage {stage} (`--stage-layers balanced` or `partition_method`)"
+            remedy += "; if it has only the head, use fewer stages"
+        return _Cause(self.uneven, "uneven ops", detail, remedy)
 
     def slow_rank_lines(self) -> list[str]:
         """Return a sentence for every slow rank."""
+        other_load = "" if self.ranks_per_core is None else " (or other load on its host)"
         return [
-            f"Rank {slow.rank} is slow: {slow.ratio:.2f} times the time of rank{'s' * (len(slow.others) > 1)} "
-            f"{', '.join(map(str, slow.others))} for the same ops, in {slow.steps} of {self.steps} steps."
+            f"Rank {slow.rank} is slow{other_load}: {slow.ratio:.2f} times the time of {_ranks_text(slow.others)} for "
+            f"the same ops, in {slow.steps} of {len(self.steps)} steps."
             for slow in self.slow_ranks
         ]
+
+    def _core_lines(self) -> list[str]:
+        """Return a sentence on busy times that include waiting for a core."""
+        if self.ranks_per_core is None:
+            return []
+        ranks, cores = self.ranks_per_core
+        longer = ", more than there are cores: all ops take longer" if self.busy_ranks > cores else ""
+        return [
+            f"Busy time includes waiting for a core: on {cores:g} cores, {self.busy_ranks:.1f} of {ranks} ranks are "
+            f"busy on average{longer}."
+        ]
+
+
+def _ranks_text(ranks: Sequence[int]) -> str:
+    """Return ``rank 1`` or ``ranks 0, 3``."""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
 def round_to_sum(values: Sequence[float], decimals: int) -> list[float]:
@@ -127,7 +234,9 @@ def find_causes(
     bubble: float,
     *,
     stage_parameters: Mapping[int, int],
-    ranks_per_core: tuple[int, float] | None,
+    slowest_stage: tuple[int, float] | None = None,
+    ranks_per_core: tuple[int, float] | None = None,
+    busy_ranks: float = 0.0,
 ) -> Causes | None:
     """Return the causes of a bubble; None without steps, or if the steps do not fit the timetable.
 
@@ -136,7 +245,7 @@ def find_causes(
         links_us: (sender, receiver) -> usual time of a message between these ranks.
         bubble: measured bubble.
         stage_parameters: number of parameters of the stages, as far as it is known.
-        ranks_per_core: see :class:`Causes`.
+        slowest_stage, ranks_per_core, busy_ranks: see :class:`Causes`.
     """
     common = sorted(set.intersection(*(set(row.steps) for row in rows.values()))) if rows else []
     steps = [step for step in common if all(_fits(timetable, row.steps[step]) for row in rows.values())]
@@ -154,8 +263,9 @@ def find_causes(
             lambda rank, op: usual[op.kind, op.stage, rank],
             lambda rank, op, measured=measured: measured[rank, op],
         ]
-        bubbles = [_replay(timetable, rows, step, time, {}) for time in times]
-        bubbles.append(_replay(timetable, rows, step, times[-1], links_us))
+        loads_us = {row.rank: row.loads_us.get(step, {}) for row in rows.values()}
+        bubbles = [_replay(timetable, rows, step, time, {}, {}) for time in times]
+        bubbles += [_replay(timetable, rows, step, times[-1], loads_us, links) for links in ({}, links_us)]
         if None not in bubbles:
             replays.append(tuple(value for value in bubbles if value is not None))
     if not replays:
@@ -163,18 +273,29 @@ def find_causes(
     levels = [0.0]
     for values in zip(*replays, strict=True):
         levels.append(min(max(levels[-1], statistics.fmean(values)), bubble))
-    schedule, uneven, varying, messages = (after - before for before, after in pairwise(levels))
+    schedule, uneven, varying, data, messages = (after - before for before, after in pairwise(levels))
+    loading = {
+        row.rank: sum(sum(row.loads_us.get(step, {}).values()) for step in steps) for row in rows.values()
+    }
+    slow_ranks = _slow_ranks(rows, steps, stage_parameters)
+    if ranks_per_core is not None:
+        least = max(_LEAST_STEPS_SHARED, _SLOW_STEPS_SHARED * len(steps))
+        slow_ranks = [slow for slow in slow_ranks if slow.steps >= least]
     return Causes(
         bubble,
         schedule,
         uneven,
         varying,
+        data,
         messages,
         bubble - levels[-1],
-        _slowest_stage(usual),
-        _slow_ranks(rows, steps, stage_parameters),
+        slowest_stage,
+        slow_ranks,
         ranks_per_core,
-        len(steps),
+        busy_ranks,
+        steps,
+        [rank for rank, us in sorted(loading.items()) if us > 0 and us >= max(loading.values()) / 2],
+        (timetable.placement.num_devices, timetable.micro_batches),
     )
 
 
@@ -198,6 +319,7 @@ def _replay(
     rows: Mapping[Row, RowSteps],
     step: int,
     time: Callable[[int, Op], float],
+    loads_us: Mapping[int, Mapping[Op, float]],
     links_us: Mapping[tuple[int, int], float],
 ) -> float | None:
     """Return the bubble of a step whose ops start as early as their order and inputs permit; None if they cannot."""
@@ -214,7 +336,8 @@ def _replay(
             for device, order in orders.items():
                 rank = devices[device].rank
                 while positions[device] < len(order):
-                    op, start = order[positions[device]], clocks[device]
+                    op = order[positions[device]]
+                    start = clocks[device] + loads_us.get(rank, {}).get(op, 0.0)
                     needs = [need for need in timetable.dependencies.needs(op) if need in known]
                     if any(need not in ends for need in needs):
                         break
@@ -230,19 +353,6 @@ def _replay(
             return None
         makespan = max(makespan, *clocks.values())
     return 1 - busy / len(rows) / makespan if makespan else None
-
-
-def _slowest_stage(usual: Mapping[tuple[str, int, int], float]) -> tuple[int, float] | None:
-    """Return the stage with the longest time of all its kinds of ops, and its time relative to the mean."""
-    times: dict[tuple[int, str], list[float]] = defaultdict(list)
-    for (kind, stage, _), us in usual.items():
-        times[stage, kind].append(us)
-    stages: dict[int, float] = defaultdict(float)
-    for (stage, _), values in times.items():
-        stages[stage] += statistics.median(values)
-    slowest = max(stages, key=stages.__getitem__)
-    ratio = stages[slowest] / statistics.fmean(stages.values()) if stages[slowest] else 1.0
-    return (slowest, ratio) if ratio >= _UNEVEN else None
 
 
 def _slow_ranks(

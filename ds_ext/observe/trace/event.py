@@ -23,6 +23,7 @@ CATEGORIES = {
     BACKWARD_WEIGHT: "backward weight",
     RECOMPUTE: "recompute forward",
 }
+LOAD = "LoadMicroBatch"
 REDUCTIONS = ("ReduceGrads", "ReduceTiedGrads")
 _CACHE_LIMIT = 100_000  # instructions; more than any timetable has
 

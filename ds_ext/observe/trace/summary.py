@@ -8,15 +8,15 @@ it.
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...errors import DsExtError
 from ...pipe_schedules import Op
 from .causes import Causes, Row, RowSteps, find_causes
-from .event import REDUCTIONS
+from .event import LOAD, REDUCTIONS
 from .merge import UnpairedEnds, list_messages, order_ends
 from .read import Event, RankTrace, Traces
 
@@ -25,6 +25,7 @@ from .read import Event, RankTrace, Traces
 _MIN_WAIT_US = 20.0
 _MIN_WAIT_SHARE = 0.1
 _REPLAYED_STEPS = 8  # at most; for the causes of the bubble
+_UNEVEN = 1.05  # times the mean of the other stages
 _FREE_LINK = 0.1  # quantile of the times of a link's messages that did not wait for a core
 
 # (stage, rank) -> kind of op -> durations in microseconds
@@ -40,6 +41,7 @@ class StepTimes:
         span: from the start of the step to the end of its last computation.
         whole: from the start to the end of the step.
         send: sum of its sends.
+        data: sum of its loads of data.
         reduction: sum of its exposed reductions.
         reduction_hidden: sum of its reductions that overlap with computation.
         optimizer: optimizer step.
@@ -50,6 +52,7 @@ class StepTimes:
     span: float = 0.0
     whole: float = 0.0
     send: float = 0.0
+    data: float = 0.0
     reduction: float = 0.0
     reduction_hidden: float = 0.0
     optimizer: float = 0.0
@@ -64,6 +67,7 @@ class RankSummary:
     busy: float
     bubble: float
     p2p: float
+    data: float
     reduction: float
     reduction_hidden: float
     optimizer: float
@@ -153,7 +157,7 @@ def summarize(traces: Traces) -> Summary:
             replayed = _spread(sorted(times[rank]), _REPLAYED_STEPS)
         row = trace.run["data_parallel_rank"], trace.run["device"]
         if row not in rows:
-            rows[row] = RowSteps(rank, reader.ops(replayed))
+            rows[row] = RowSteps(rank, reader.ops(replayed), reader.loads_us)
     makespans = _makespans(times.values())
     bubbles = {
         step: 1 - statistics.fmean(rank_times[step].busy for rank_times in times.values()) / makespan
@@ -164,7 +168,7 @@ def summarize(traces: Traces) -> Summary:
     if not makespans:
         notes.append("steps: no step is complete on every rank")
     bubble = statistics.fmean(bubbles.values()) if bubbles else 0.0
-    return Summary(
+    summary = Summary(
         schedule=traces.run["schedule"],
         world_size=traces.run["world_size"],
         steps=len(makespans),
@@ -176,8 +180,8 @@ def summarize(traces: Traces) -> Summary:
         stages=_summarize_stages(durations),
         links=links.summaries(),
         notes=notes,
-        causes=_causes(traces, rows, links.summaries(), bubble) if makespans else None,
     )
+    return replace(summary, causes=_causes(traces, rows, summary)) if makespans else summary
 
 
 def _spread(steps: list[int], count: int) -> list[int]:
@@ -186,9 +190,7 @@ def _spread(steps: list[int], count: int) -> list[int]:
     return [steps[i * len(steps) // count] for i in range(count)]
 
 
-def _causes(
-    traces: Traces, rows: dict[Row, RowSteps], links: list[LinkSummary], bubble: float
-) -> Causes | None:
+def _causes(traces: Traces, rows: dict[Row, RowSteps], summary: Summary) -> Causes | None:
     """Return the causes of the bubble; None if the folder has no timetable of the steps."""
     try:
         timetable = traces.timetable(traces.run["micro_batches"])
@@ -197,33 +199,37 @@ def _causes(
     if timetable is None:
         return None
     stage_parameters: dict[int, int] = {}
-    ranks_of_hosts: Counter[str] = Counter()
-    shared = None
+    busy_by_host: dict[str, list[float]] = defaultdict(list)
+    for rank in summary.ranks:
+        run = traces.ranks[rank.rank].run
+        stage_parameters |= {int(stage): size for stage, size in run.get("stage_parameters", {}).items()}
+        busy_by_host[str(run.get("host"))].append(rank.busy)
+    shared, busy_ranks = None, 0.0
     for trace in traces.ranks.values():
-        stage_parameters |= {
-            int(stage): size for stage, size in trace.run.get("stage_parameters", {}).items()
-        }
-        host, cores = trace.run.get("host"), trace.run.get("cores")
-        ranks_of_hosts[str(host)] += 1
-        if cores and ranks_of_hosts[str(host)] > cores:
-            shared = ranks_of_hosts[str(host)], float(cores)
+        busy, cores = busy_by_host[str(trace.run.get("host"))], trace.run.get("cores")
+        if cores and len(busy) > cores:
+            shared, busy_ranks = (len(busy), float(cores)), sum(busy)
+    stage = summary.slowest_stage
+    ratio = stage.ms / stage.others_ms if stage is not None and stage.others_ms else 1.0
     return find_causes(
         timetable,
         rows,
-        {(link.sender, link.receiver): 1e3 * (link.fast_ms if shared else link.ms) for link in links},
-        bubble,
+        {(link.sender, link.receiver): 1e3 * (link.fast_ms if shared else link.ms) for link in summary.links},
+        summary.bubble,
         stage_parameters=stage_parameters,
+        slowest_stage=(stage.stage, ratio) if stage is not None and ratio >= _UNEVEN else None,
         ranks_per_core=shared,
+        busy_ranks=busy_ranks,
     )
 
 
 def summary_table(summary: Summary) -> list[tuple[str, ...]]:
     """Return a header and one row per rank: shares of the makespan, and the ranks that it waited for."""
     rows: list[tuple[str, ...]] = [
-        ("rank", "busy", "bubble", "p2p", "reduction", "hidden", "optimizer", "waits for")
+        ("rank", "busy", "bubble", "p2p", "data", "reduction", "hidden", "optimizer", "waits for")
     ]
     for r in summary.ranks:
-        shares = (r.busy, r.bubble, r.p2p, r.reduction, r.reduction_hidden, r.optimizer)
+        shares = (r.busy, r.bubble, r.p2p, r.data, r.reduction, r.reduction_hidden, r.optimizer)
         rows.append((str(r.rank), *(f"{share:.1%}" for share in shares), r.waits_text))
     return rows
 
@@ -250,6 +256,7 @@ def _rank(rank: int, times: Mapping[int, StepTimes], makespans: Mapping[int, flo
         busy=busy,
         bubble=1 - busy,
         p2p=sum(waits.values()) + mean_share(lambda step: step.send),
+        data=mean_share(lambda step: step.data),
         reduction=mean_share(lambda step: step.reduction),
         reduction_hidden=mean_share(lambda step: step.reduction_hidden),
         optimizer=mean_share(lambda step: step.optimizer),
@@ -269,6 +276,10 @@ class _RankSteps:
         self._reductions: dict[int, list[Event]] = defaultdict(list)
         self._first: dict[int, Event] = {}  # first span of every step
         self._whole: dict[int, Event] = {}  # span of every step as a whole, which comes last
+        self.loads_us: dict[int, dict[Op, float]] = defaultdict(
+            dict
+        )  # step -> op -> time of loading its data
+        self._load_us = 0.0  # for the next computation
         self._idle_us = 0.0  # since the last computation or receive
         self._idle_since_us = 0.0  # end of the last span
 
@@ -283,10 +294,7 @@ class _RankSteps:
     def ops(self, steps: Collection[int]) -> dict[int, list[tuple[Op, float]]]:
         """Return (op, microseconds) of the complete ones among the steps, in order."""
         return {
-            step: [
-                (Op(e["name"][0], e["args"]["micro_batch"], e["args"]["stage"]), e["dur"])
-                for e in self._computations[step]
-            ]
+            step: [(_op(event), event["dur"]) for event in self._computations[step]]
             for step in steps
             if step in self._whole
         }
@@ -311,6 +319,8 @@ class _RankSteps:
         if thread == "compute":
             times.busy += duration
             self._computations[step].append(event)
+            if self._load_us:
+                self.loads_us[step][_op(event)], self._load_us = self._load_us, 0.0
             self._durations[event["args"]["stage"], self._trace.rank][event["name"][0]].append(duration)
         elif thread == "recv":
             # A static order waits inside the receive, a dynamic order before it.
@@ -324,12 +334,16 @@ class _RankSteps:
             times.reduction += duration
         elif thread.startswith("reduce"):
             self._reductions[step].append(event)
+        elif event["cat"] == LOAD:
+            times.data += duration
+            self._load_us += duration
         elif event["name"] == "OptimizerStep":
             times.optimizer += duration
 
     def _forget(self, step: int) -> None:
         """Drop the times of a step that runs again from a checkpoint."""
-        for table in (self._whole, self._steps, self._computations, self._reductions, self._first):
+        tables = self._whole, self._steps, self._computations, self._reductions, self._first, self.loads_us
+        for table in tables:
             table.pop(step, None)
 
     def _count_idle(self, event: Event, step: int) -> None:
@@ -351,6 +365,11 @@ class _RankSteps:
             _overlap(reduction, computations) for reduction in self._reductions[step]
         )
         return times
+
+
+def _op(event: Event) -> Op:
+    """Return the op of a computation."""
+    return Op(event["name"][0], event["args"]["micro_batch"], event["args"]["stage"])
 
 
 def _overlap(reduction: Event, computations: Iterable[Event]) -> float:

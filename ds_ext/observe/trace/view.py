@@ -24,6 +24,7 @@ from ...pipe_schedules.draw.page import Mark, html
 from ...pipe_schedules.draw.svg import svg
 from ...pipe_schedules.simulation import Simulation, peak_stages, simulate
 from .costs import Quantity, Spans, costs_of_ops
+from .event import LOAD
 from .read import Event, Traces
 from .summary import Summary, summarize, summary_table
 
@@ -90,7 +91,12 @@ def _draw(traces: Traces, summary: Summary, step: int, events: StepEvents, unit:
     plan = simulate(timetable, _costs(timetable, spans))
     devices = range(timetable.placement.num_devices)
     names = [f"{unit} {device}" for device in devices]
-    drawing = DrawnStep(timetable.schedule, [_rename(plan, "planned")], [[[] for _ in devices]], [names])
+    drawing = DrawnStep(
+        timetable.schedule,
+        [_rename(plan, f"planned with the op times of step {step}")],
+        [[[] for _ in devices]],
+        [names],
+    )
     makespan = summary.makespan_by_step[step] / 1e3
     for number, rows in groups.items():
         title = f"measured, step {step}" + (f", pipeline group {number}" if len(groups) > 1 else "")
@@ -208,6 +214,8 @@ class _Row:
         elif thread == "recv":
             text = f"waits for rank {values['peer']}: {event['name'].partition(' from ')[0]}"
             self.marks.append(Mark(begin, end, below=False, text=text))
+        elif event["cat"] == LOAD:
+            self.marks.append(Mark(begin, end, below=False, text=f"loads data: {event['name']}", data=True))
         elif event["cat"] != "step":
             self.marks.append(Mark(begin, end, below=thread.startswith("reduce"), text=event["name"]))
 
@@ -284,20 +292,23 @@ def notes(traces: Traces, summary: Summary, step: int | None = None) -> list[str
         notes += notes_on_drawings(traces)
     stage, link = summary.slowest_stage, summary.slowest_link
     if stage is not None:
-        notes.append(f"Slowest stage: {stage.stage} on rank {stage.rank}, {stage.ms:.2f} ms per micro-batch.")
+        notes.append(
+            f"Slowest stage: {stage.stage} on rank {stage.rank}, {stage.ms:.2f} ms per micro-batch (median)."
+        )
     if link is not None:
         notes.append(
-            f"Slowest link: rank {link.sender} to {link.receiver}, {link.ms:.3f} ms for {link.bytes:,} bytes."
+            f"Slowest link: rank {link.sender} to {link.receiver}, {link.ms:.3f} ms for {link.bytes:,} bytes (median)."
         )
     if summary.causes is not None:
-        notes += [*summary.causes.slow_rank_lines(), summary.causes.sentence()]
+        notes += summary.causes.lines()
     return [*notes, *summary.notes]
 
 
 def notes_on_drawings(traces: Traces) -> list[str]:
     """Return the notes that explain the two timetables of a step."""
     notes = [
-        "The plan uses the mean measured time of every stage in this step, and messages that take no time."
+        "The plan uses the mean measured time of every stage in this step, and messages that take no time. Its bubble "
+        "is that of the schedule and of uneven stages in this step."
     ]
     if _unit(traces) == "device":
         notes.append(

@@ -60,7 +60,7 @@ function read(data, canvas) {
   const names = data.names ?? data.rows.map((_, device) => `device ${device}`);
   const height = rows.length <= 8 ? 30 : rows.length <= 16 ? 24 : rows.length <= 32 ? 17 : 12;
   canvas.style.height = `${TOP + rows.length * height + BOTTOM}px`;
-  const marks = (data.marks ?? []).map((row) => row.map(([start, end, below, text]) => ({ start, end, below, text })));
+  const marks = (data.marks ?? []).map((row) => row.map(([start, end, below, text, load]) => ({ start, end, below, text, load })));
   return { data, canvas, rows, marks, held, names, height, pen: canvas.getContext("2d"), width: 0 };
 }
 
@@ -211,9 +211,11 @@ function drawRow(plot, ops, y, color, font) {
 /** What goes on below the computations of a row, and the wait that is pointed at. */
 function drawMarksOf(plot, marks, bottom, color) {
   const { pen, height } = plot;
-  pen.fillStyle = pen.strokeStyle = color("ink");
+  pen.strokeStyle = color("ink");
   for (const mark of marks) {
+    pen.fillStyle = color(mark.load ? "bar" : "ink");
     const x = toX(plot, mark.start), width = Math.max(toX(plot, mark.end) - x, 0.5);
+    if (mark.load) pen.fillRect(x, bottom - height + 2, width, height - 4);
     if (mark.below) pen.fillRect(x, bottom - 1.5, width, 3);
     else if (mark === chosen?.mark) pen.strokeRect(x, bottom - height + 2.5, width, height - 5);
   }

@@ -36,12 +36,16 @@ Plot = dict[str, object]
 
 
 class Mark(NamedTuple):
-    """Interval that is not a computation, with its tooltip; ``below`` draws it as a bar below the row."""
+    """Interval that is not a computation, with its tooltip.
+
+    ``below`` draws it as a bar below the row, ``data`` fills it as loading of data.
+    """
 
     start: float
     end: float
     below: bool
     text: str
+    data: bool = False
 
 
 _ROUNDING = 1e-8  # relative; larger than the accumulated error of rounding to nine digits
@@ -146,7 +150,8 @@ def plots(
     drawn = [_plot(simulation, axis, unit) for simulation in simulations]
     for plot, plot_marks in zip(drawn, marks, strict=False):
         plot["marks"] = [
-            [(_number(m.start), _number(m.end), m.below, m.text) for m in row] for row in plot_marks
+            [(_number(m.start), _number(m.end), m.below, m.text, *([1] if m.data else [])) for m in row]
+            for row in plot_marks
         ]
     for plot, names in zip(drawn, rows, strict=False):
         plot["names"] = names
@@ -189,6 +194,8 @@ def _legend(simulations: Sequence[Simulation], marks: Sequence[Sequence[Sequence
         )
         items.append((f"<b>pipe {pipe}</b> " if pipes > 1 else "") + "".join(swatches))
     items.append('<span><i class="wait"></i>waiting</span>')
+    if any(mark.data for rows in marks for row in rows for mark in row):
+        items.append('<span><i class="data"></i>loading data</span>')
     if any(s.timetable.placement.stages > s.timetable.placement.num_devices for s in simulations):
         items.append(f'<span><i class="later"></i>{LATER}</span>')
     if any(mark.below for rows in marks for row in rows for mark in row):

@@ -27,7 +27,7 @@ from ...environment import process_age_s, rank
 from ...errors import CheckpointError, ConfigError
 from ...launch import failure, process, stop
 from ...launch.launcher import launch_again
-from ...observe.metrics import Metrics, additional_losses_text, print_line
+from ...observe.metrics import Metrics, print_line
 from ...pipe_schedules.files import is_timetable_file
 from ...planner.job_plan import JobPlan
 from ..data.blend import parse_data_path
@@ -126,10 +126,8 @@ class Trainer:
                     say(f"step {step}: no validation loss, because {self.engine.stops.agreed}")
             else:
                 valid_loss, parts = validation
-                metrics.log(loss, validation_loss=valid_loss, validation_losses=parts)
-                perplexity = _perplexity(parts.get(MASKED_WORDS, valid_loss))
-                text = f"{valid_loss:.4f}{additional_losses_text(parts)}, perplexity {perplexity}"
-                say(f"step {step}: validation loss {text}")
+                note = f", perplexity {_perplexity(parts.get(MASKED_WORDS, valid_loss))}"
+                metrics.log(loss, validation_loss=valid_loss, validation_losses=parts, validation_note=note)
             self.stopped = "" if is_last else self._stop_cause(step)
             self._announce_save()
             if args.save and (is_last or self.stopped or _is_due(step, args.save_interval)):

@@ -231,7 +231,11 @@ def describe_plan(
         ConfigError: there are several hosts, with more or fewer slots than the job has ranks.
     """
     layer_names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
-    end_work = _end_work(args, model)
+    ends, work = (len(before), len(after)), (0.0, model.head_work(model.repeated_share))
+    placement, schedule = plan.layout.placement, plan.timetable.schedule
+    balanced = boundaries
+    if args.num_layers >= placement.stages:
+        balanced = layer_boundaries(args.num_layers, *ends, placement, schedule, BALANCED, work)
     message_bytes = _message_bytes(args, plan, token_bytes)
     sizes = _model_sizes(plan, boundaries, len(before), len(after), model)
     verbose = args.verbose or plan.job.ds_ext.print_plan == "all"
@@ -242,10 +246,10 @@ def describe_plan(
         layer_names=layer_names,
         message_bytes=message_bytes,
         model=f"{round(model_parameters(sizes)):,} parameters (estimated)",
-        parameters=[round(count) for count in rank_parameters(sizes, plan.layout.placement)],
+        parameters=[round(count) for count in rank_parameters(sizes, placement)],
         memory=memory(plan.timetable, sizes),
-        weights=stage_weights(boundaries, len(before), len(after), end_work or (0.0, 0.0)),
-        with_head=end_work is not None,
+        weights=stage_weights(boundaries, *ends, work),
+        balanced=stage_weights(balanced, *ends, work),
         defers=args.transformer_impl == "local",
         hosts=None if hosts is None else list(map(hosts.host, range(hosts.world_size))),
         settings=[f"rate      {_rate(plan.job.deepspeed)}", *args.notes],

@@ -22,6 +22,7 @@ import torch
 from ds_ext.errors import ConfigError
 from ds_ext.observe.metrics import Metrics, MetricsFile, StepMetrics, duration_text, print_line, progress_line
 from ds_ext.observe.run_record import read_starts, record_file
+from ds_ext.pipe_schedules.costs import Costs
 
 METRICS = StepMetrics(
     step=7,
@@ -47,13 +48,14 @@ def numbers(line: str) -> str:
 
 
 def test_progress_line() -> None:
-    assert numbers(progress_line([METRICS], 100)) == "7/100 2.3457 1.00e-03 0.500 0.25 12,346 1"
+    assert numbers(progress_line([METRICS])[0]) == "7 2.3457 1.00e-03 0.500 0.25 12,346 1"
+    assert numbers(progress_line([METRICS], 100)[0]) == "7/100 2.3457 1.00e-03 0.500 0.25 12,346"
     unknown = replace(METRICS, grad_norm=None, tokens_per_s=None)
-    assert numbers(progress_line([unknown], 7)) == "7/7 2.3457 1.00e-03 0.25 12.3 1"
-    assert progress_line([unknown]).startswith("step 7 | loss ")
+    assert numbers(progress_line([unknown], 7)[0]) == "7/7 2.3457 1.00e-03 0.25 12.3 1"
+    assert progress_line([unknown])[0].startswith("step 7 | loss ")
     parts = {"masked_words": 5.25, "sentence_order": 0.75}
-    full = replace(unknown, losses=parts, validation_loss=6.5, samples_per_s=1234.5)
-    assert numbers(progress_line([full], 7)) == "7/7 2.3457 5.2500 0.7500 6.5000 0.25"
+    full = replace(unknown, losses=parts, samples_per_s=1234.5)
+    assert numbers(progress_line([full], 7)[0]) == "7/7 2.3457 5.2500 0.7500 0.25 1,234"
 
 
 def test_a_progress_line_has_means_and_rates_of_its_steps() -> None:
@@ -62,7 +64,14 @@ def test_a_progress_line_has_means_and_rates_of_its_steps() -> None:
         replace(METRICS, step=9, loss=4.0, grad_norm=2.0, iter_time_s=3.0, tokens_per_s=300.0, lr=5e-4),
     ]
     # 1,000 tokens in 4 s; learning rate and memory of the last step.
-    assert numbers(progress_line(steps, 10)) == "9/10 3.0000 5.00e-04 1.500 2 250 1"
+    assert numbers(progress_line(steps, 10)[0]) == "9/10 3.0000 5.00e-04 1.500 2 250"
+
+
+def test_a_progress_line_has_the_time_between_steps_if_it_is_long() -> None:
+    """Step time and time between steps, times the remaining steps, are the time left."""
+    line, _ = progress_line([METRICS], 107, 125.0, between_s=1.0)
+    assert "| 0.25 + 1 s/step |" in line and line.endswith("| 2:05 left")
+    assert "| 0.25 s/step |" in progress_line([METRICS], 107, 26.0, between_s=0.01)[0]
 
 
 def test_a_progress_line_has_at_most_100_columns() -> None:
@@ -73,14 +82,22 @@ def test_a_progress_line_has_at_most_100_columns() -> None:
         iter_time_s=123.4,
         tokens_per_s=1.2e7,
         peak_memory_bytes=80_000 << 20,
-        validation_loss=2.5,
     )
-    line = progress_line([long], 100_000, 90_061.0, "GPU")
-    assert len(line) <= 100 and "1 d 01:01:01 left" in line and "validation loss 2.5000" in line
-    line = progress_line([replace(long, validation_loss=None)], 100_000, 90_061.0, "GPU")
-    assert len(line) <= 100 and "12,000,000 tokens/s" in line and "norm" not in line
-    short = progress_line([METRICS], 200)
-    assert len(short) <= 100 and "norm 0.500" in short and "RSS 1 MiB" in short
+    line, omitted = progress_line([long], 100_000, 90_061.0, "GPU")
+    assert len(line) <= 100 and "1 d 01:01:01 left" in line and omitted == 3
+    assert "12,000,000 tokens/s" in line and "norm" not in line
+    short, omitted = progress_line([METRICS])
+    assert len(short) <= 100 and "norm 0.500" in short and "RSS 1 MiB" in short and omitted == 0
+
+
+def test_all_progress_lines_have_the_same_columns() -> None:
+    """The first line has room for the time left, and columns that an earlier line omits do not return."""
+    first = replace(METRICS, peak_memory_bytes=99_999 << 20, iter_time_s=1.25)
+    line, omitted = progress_line([first], 1000)
+    assert omitted == 1 and "norm" in line and "RSS" not in line and len(line) < 90
+    assert len(progress_line([first], 1000, 1250.0, omitted=omitted)[0]) <= 100
+    last, _ = progress_line([METRICS], 7, omitted=2)
+    assert "norm" not in last and "RSS" not in last and "lr" in last
 
 
 @pytest.mark.parametrize(
@@ -97,7 +114,8 @@ class Engine(SimpleNamespace):
     def __init__(self) -> None:
         super().__init__(
             plan=SimpleNamespace(
-                timetable=SimpleNamespace(schedule="1f1b"), simulation=SimpleNamespace(bubble=0.125)
+                timetable=SimpleNamespace(schedule="1f1b"),
+                simulation=SimpleNamespace(bubble=0.125, costs=Costs()),
             ),
             transport=SimpleNamespace(name="shm"),
             device=torch.device("cpu"),
@@ -139,8 +157,16 @@ def test_lines_cover_all_steps_and_a_summary_ends_the_run(
     metrics = Metrics(cast(Any, engine), total_steps=7, file=file, tokens_per_sample=16, log_interval=3)
     for _ in range(7):
         clock[0] += 10.0  # with what the script does between the steps
-        metrics.log(engine.step())
+        loss = engine.step()
+        if loss == 6:
+            parts = {"masked_words": 4.5, "sentence_order": 0.5}
+            metrics.log(
+                loss, validation_loss=5.0, validation_losses=parts, validation_note=", perplexity 90.0"
+            )
+        else:
+            metrics.log(loss)
     lines = capsys.readouterr().out.splitlines()
+    assert numbers(lines.pop(3)) == "6 5.0000 4.5000 0.5000 90.0"
     assert [numbers(line.partition(" | lr")[0]) for line in lines] == [
         "1/7 1.0000",
         "3/7 2.5000",
@@ -148,7 +174,10 @@ def test_lines_cover_all_steps_and_a_summary_ends_the_run(
         "7/7 7.0000",
     ]
     assert [re.findall(r"(\S+) left", line) for line in lines] == [[], ["0:40"], ["0:10"], []]
-    assert all("2 s/step" in line and "64 tokens/s" in line and "RSS" in line for line in lines)
+    assert all(
+        ("2 + 8 s/step" if i else "2 s/step") in line and "64 tokens/s" in line and "norm" in line
+        for i, line in enumerate(lines)
+    )
 
     engine.checkpoint_events.all += [
         {"event": "saved", "path": "a/step_7"},

@@ -6,6 +6,7 @@ import argparse
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -21,7 +22,7 @@ from ds_ext.observe.trace.merge import merge
 from ds_ext.observe.trace.read import read_traces
 from ds_ext.observe.trace.summary import summarize
 from ds_ext.observe.trace.view import AXIS, page, picture
-from ds_ext.pipe_schedules import timetable
+from ds_ext.pipe_schedules import Placement, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulation import Simulation, simulate
 from tests.trace_folders import BYTES, PRICED, SEND_US, UNIT_US, write_traces
@@ -140,16 +141,17 @@ def rows_of(
 
 def causes_of(simulations: Sequence[Simulation], bubble: float, **options: Any) -> Causes:
     links_us, parameters = options.pop("links_us", {}), options.pop("stage_parameters", {})
+    shared = options.pop("ranks_per_core", None)
     causes = find_causes(
         simulations[0].timetable,
         rows_of(simulations, **options),
         links_us,
         bubble,
         stage_parameters=parameters,
-        ranks_per_core=None,
+        ranks_per_core=shared,
     )
     assert causes is not None
-    parts = (causes.schedule, causes.uneven, causes.varying, causes.messages, causes.between)
+    parts = (*(causes.schedule, causes.uneven, causes.varying, causes.data, causes.messages, causes.between),)
     assert sum(parts) == pytest.approx(causes.bubble) and min(parts) >= 0
     return causes
 
@@ -166,7 +168,47 @@ def test_the_causes_of_a_bubble_equal_simulations_without_them() -> None:
     assert causes.schedule + causes.uneven == pytest.approx(uneven.bubble)
     assert causes.messages == pytest.approx(whole.bubble - uneven.bubble)
     assert (causes.varying, causes.between) == (0.0, pytest.approx(0.05))
-    assert causes.slowest_stage == (2, pytest.approx(1.6 / 1.15)) and causes.slow_ranks == []
+    assert causes.slow_ranks == []
+
+
+@dataclass(frozen=True)
+class SlowFirstForwards(Costs):
+    """Forwards at stage 0 take twice the time."""
+
+    def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:
+        durations = super().durations(placement)
+        return durations | {"F": (2 * durations["F"][0], *durations["F"][1:])}
+
+
+def test_loading_data_is_a_cause(tmp_path: Path) -> None:
+    """Half of every forward at stage 0 loads data."""
+    made = timetable("1f1b", 4, 8)
+    loading, free = simulate(made, SlowFirstForwards(1, 2, 0)), simulate(made, Costs(1, 2, 0))
+    write_traces(tmp_path, loading, load_share=0.5)
+    summary = summarize(read_traces(tmp_path))
+    assert [rank.data for rank in summary.ranks] == pytest.approx([8 / loading.makespan, 0, 0, 0])
+    causes = summary.causes
+    assert causes is not None and causes.data_ranks == [0]
+    assert causes.bubble == pytest.approx(1 - 24 / loading.makespan)
+    assert causes.schedule == pytest.approx(free.bubble)
+    assert causes.data == pytest.approx(causes.bubble - free.bubble, abs=1e-3) and causes.data > 0.09
+    measured = drawn(page(read_traces(tmp_path)))[1]["marks"]
+    assert [len([mark for mark in row if mark[4:]]) for row in measured] == [8, 0, 0, 0]
+
+
+def test_the_slowest_stage_is_compared_with_the_others(tmp_path: Path) -> None:
+    write_traces(tmp_path, simulate(timetable("1f1b", 4, 8), Costs(1, 2, 0, stages=(1, 1, 1, 12))))
+    summary = summarize(read_traces(tmp_path))
+    stage, causes = summary.slowest_stage, summary.causes
+    assert stage is not None and stage.others_ms is not None and causes is not None
+    assert causes.slowest_stage == (3, pytest.approx(12)) and stage.ms / stage.others_ms == pytest.approx(12)
+
+
+def test_advice_is_on_the_largest_causes_first() -> None:
+    causes = Causes(0.6, 0.2, 0.3, 0.0, 0.06, 0.04, 0.0, (3, 2.0), steps=[1, 2], sizes=(4, 8))
+    assert [re.findall(r"(\w+), (\d+) points: ", line) for line in causes.advice()] == [
+        *([("ops", "30")], [("schedule", "20")], [("data", "6")]),
+    ]
 
 
 def test_ops_of_varying_length_are_a_cause() -> None:
@@ -202,8 +244,16 @@ def test_a_rank_that_is_slow_in_few_steps_is_not_named() -> None:
     rows, slow = rows_of(simulations), rows_of(simulations, slow=2)
     for step in (1, 2):
         rows[0, 2].steps[step] = slow[0, 2].steps[step]
-    found = find_causes(simulations[0].timetable, rows, {}, 0.5, stage_parameters={}, ranks_per_core=None)
+    found = find_causes(simulations[0].timetable, rows, {}, 0.5, stage_parameters={})
     assert found is not None and found.slow_ranks == []
+
+
+@pytest.mark.parametrize(("steps", "count"), [(4, 0), (8, 1)])
+def test_ranks_that_share_cores_need_more_steps_to_be_slow(steps: int, count: int) -> None:
+    simulations = [simulate(timetable("1f1b", 4, 8), Costs(1, 2, 0))] * 2
+    shared = causes_of(simulations, 0.6, slow=2, steps=steps, ranks_per_core=(8, 2.0))
+    assert len(shared.slow_ranks) == count
+    assert len(causes_of(simulations, 0.6, slow=2, steps=steps).slow_ranks) == 1
 
 
 @pytest.mark.parametrize("bubble", [0.0, 0.034, 0.366, 0.5])
@@ -211,9 +261,12 @@ def test_a_rank_that_is_slow_in_few_steps_is_not_named() -> None:
 def test_the_points_of_the_sentence_add_up(bubble: float, cores: tuple[int, float] | None) -> None:
     schedule, uneven, varying, messages = (bubble * share for share in (0.234, 0.333, 0.111, 0.222))
     between = bubble - schedule - uneven - varying - messages
-    causes = Causes(bubble, schedule, uneven, varying, messages, between, (5, 1.3), [], cores, 8)
+    data = between / 2
+    parts = schedule, uneven, varying, data, messages, between - data
+    causes = Causes(bubble, *parts, (5, 1.3), [], cores, 1.5, [1, 2, 3], [0, 3])
     total, *points = re.findall(
-        r"[\d.]+(?= points| are the| uneven| messages| ranks that| ops of| work)", causes.sentence()
+        r"[\d.]+(?= points| are the| uneven| loading| messages| ranks that| ops of| work)",
+        causes.sentence(),
     )
     assert sum(map(float, points)) == pytest.approx(float(total), abs=1e-9)
     assert float(total) == pytest.approx(100 * bubble, abs=0.5)
@@ -227,7 +280,8 @@ def test_the_summary_ends_with_the_causes(whole: Path, capsys: pytest.CaptureFix
     assert causes.schedule == pytest.approx(free.bubble, abs=1e-3) and causes.slow_ranks == []
     assert causes.messages > 0 and causes.uneven == pytest.approx(0, abs=1e-3)
     assert main(["trace", "summary", str(whole)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == causes.sentence()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-len(causes.lines()) :] == causes.lines() and causes.sentence() in lines
     assert main(["trace", "summary", str(whole), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["causes"]["schedule"] == causes.schedule
 
@@ -236,8 +290,10 @@ def test_ranks_that_share_cores_are_known_from_the_traces(folder: Path) -> None:
     for rank in range(4):
         path = rank_file(folder, rank)
         path.write_text(path.read_text().replace('"device": ', '"host": "a", "cores": 2, "device": ', 1))
-    causes = summarize(read_traces(folder)).causes
+    summary = summarize(read_traces(folder))
+    causes = summary.causes
     assert causes is not None and causes.ranks_per_core == (4, 2.0)
+    assert causes.busy_ranks == pytest.approx(sum(rank.busy for rank in summary.ranks))
 
 
 def test_without_a_timetable_the_causes_are_unknown(folder: Path) -> None:
@@ -257,7 +313,10 @@ def drawn(text: str) -> list[dict[str, Any]]:
 
 def test_the_page_has_the_plan_and_the_run_on_one_scale(whole: Path) -> None:
     text = page(read_traces(whole), 2)
-    assert re.findall(r"<h2[^>]*>([^<]*)<", text) == ["bitpipe, planned", "bitpipe, measured, step 2"]
+    assert re.findall(r"<h2[^>]*>([^<]*)<", text) == [
+        "bitpipe, planned with the op times of step 2",
+        "bitpipe, measured, step 2",
+    ]
     assert not re.search(r"https?:|@import|url\(|\bsrc=", text)
     planned, measured = drawn(text)
     free = simulate(PRICED.timetable, Costs(1, 1.2, 0.8, 0))

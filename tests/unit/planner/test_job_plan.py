@@ -159,7 +159,7 @@ def test_text_of_a_plan() -> None:
         "  pipeline  [0,4,8,12] [1,5,9,13] [2,6,10,14] [3,7,11,15]",
         "  data      [0,2] [1,3] [4,6] [5,7] [8,10] [9,11] [12,14] [13,15]",
         "  mirror    [0,12] [1,13] [2,14] [3,15] [4,8] [5,9] [6,10] [7,11]",
-        "stages    8, 2 to 4 layers each",
+        "stages    8, 2 to 4 pipeline layers each",
         "  stage 0   device 0, 3    embedding, positions, layer 0-1",
         "  stage 1   device 1, 2    layer 2-3",
         "  stage 2   device 2, 1    layer 4-5",

@@ -47,6 +47,20 @@ def table(text: str) -> dict[str, list[int]]:
     return {name: [int(number) for number in numbers] for name, *numbers in rows}
 
 
+@pytest.mark.parametrize(("layers", "remedies"), [(8, 1), (4, 2)])
+def test_the_plan_counts_the_head_and_names_a_slow_stage(described: Any, layers: int, remedies: int) -> None:
+    """With 4 layers, the head takes longer than any other stage, so that fewer stages are a remedy too."""
+    size = ["--hidden-size", "8", "--num-layers", str(layers)]
+    even, balanced = (
+        described("1f1b", *size, *flags, verbose=False) for flags in ([], ["--stage-layers", "balanced"])
+    )
+    before, after = (re.findall(r"^bubble +([\d.]+)%", text, re.M)[0] for text in (even, balanced))
+    (note,) = re.findall(r"^note: (stage 3 takes .*)", even, re.M)
+    assert float(before) > float(after) > 27.3  # that of equal stages
+    assert f"{after}%" in note and note.count(";") == remedies
+    assert ("note: stage" in balanced) == (remedies == 2)
+
+
 def test_the_short_plan_has_the_bytes_and_the_notes(described: Any) -> None:
     whole, short = (
         described("bitpipe_3d", "--hosts", "2x4", verbose=False, print_plan=value) for value in ("all", True)
