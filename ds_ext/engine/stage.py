@@ -69,6 +69,8 @@ class Buffer:
         """Return what a backward starts from: the scaled loss, or the edges of the outputs and their gradients."""
         if self.loss is not None:
             return [(scale(self.loss), None)]
+        if self.outputs is not None:
+            self.take_outputs()  # a repeated forward, which nothing is sent after
         assert self.grads is not None
         pairs = zip(self.edges, self.grads, strict=True)
         return [(edge, grad) for edge, grad in pairs if edge is not None and not is_marker(grad)]

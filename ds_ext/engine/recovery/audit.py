@@ -377,7 +377,6 @@ class Audit(Observer):
                     buffer.loss = engine.executor.losses.compute(outputs, buffer.labels)
             buffer.outputs = pack(outputs, f"stage {stage}")
             forward = checksum(_outputs(buffer))
-            buffer.take_outputs()
             buffer.grads = _copy_to(evidence.grads, engine.device)
             try:
                 grads = _gradients(buffer.roots(engine.executor.scale), inputs, evidence.splits)
