@@ -19,8 +19,9 @@ from ds_ext.comm.spin import usable_cores
 from ds_ext.errors import ConfigError
 from ds_ext.observe.flops import peak_tflops
 from ds_ext.pipe_schedules import Timetable, get_schedule
-from ds_ext.planner.memory import TrainingSizes, memory
+from ds_ext.planner.memory import memory
 from ds_ext.planner.text import format_bytes
+from ds_ext.planner.training_sizes import TrainingSizes
 from ds_ext.recipes.models.config import TransformerConfig
 
 from .command import (

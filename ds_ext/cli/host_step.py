@@ -17,11 +17,11 @@ from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulation import Simulation
-from ..planner.memory import TrainingSizes
 from ..planner.stage_costs import split_layers
 from ..planner.step_time import StepTime, step_time, with_tensor_parallel
 from ..planner.text import format_bytes
 from ..planner.traffic import traffic
+from ..planner.training_sizes import TrainingSizes
 from .network_flags import describe_network, flops_of, network_of
 
 

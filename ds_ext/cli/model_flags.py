@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from ..errors import ScheduleError
-from ..planner.memory import TrainingSizes
 from ..planner.named_models import LLAMA, MODELS, named_model
+from ..planner.training_sizes import TrainingSizes
 from ..recipes.models.config import PLANNED, SIZES, TransformerConfig
 from ..recipes.models.field_flags import add_flags, fields_of, flag_name, flags_of
 

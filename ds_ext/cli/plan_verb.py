@@ -15,9 +15,9 @@ from ..errors import ScheduleError
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
 from ..planner.fbd import compare_with_fbd
-from ..planner.memory import TrainingSizes
 from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, plan_cluster
 from ..planner.text import aligned, format_bytes, join_reasons, join_words, parse_bytes
+from ..planner.training_sizes import TrainingSizes
 from .model_flags import add_model_flags, model_of
 from .network_flags import TFLOPS, add_network_flags, describe_network, flops_of, network_of
 from .schedule_flags import add_import_flag

@@ -25,10 +25,12 @@ from ..pipe_schedules.draw.grid import time_grid
 from ..pipe_schedules.draw.svg import heading
 from ..pipe_schedules.lowering import dump, lower
 from ..pipe_schedules.simulation import Simulation
+from ..planner.activations import stage_activations
 from ..planner.fbd import comparison_note
-from ..planner.memory import TrainingSizes, memory
+from ..planner.memory import memory
 from ..planner.stage_costs import message_bytes, split_layers
 from ..planner.text import aligned, format_bytes
+from ..planner.training_sizes import TrainingSizes
 from .host_step import step_on_hosts
 from .model_flags import model_of
 from .schedule_flags import comparison_of, naming_file, simulation_of, timetable_of
@@ -328,7 +330,7 @@ def _device_memory(timetable: Timetable, model: TrainingSizes) -> list[dict[str,
 def _stage_bytes(model: TrainingSizes) -> list[int]:
     """Return the bytes of a micro-batch's activations at every stage."""
     assert model.stage_layers is not None, "split_layers() comes first"
-    return [math.ceil(stage.kept) for stage in model.stage_activations(len(model.stage_layers))]
+    return [math.ceil(stage.kept) for stage in stage_activations(model, len(model.stage_layers))]
 
 
 def _stage_lines(model: TrainingSizes, costs: Costs) -> Iterator[str]:

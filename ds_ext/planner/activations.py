@@ -24,10 +24,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .memory import TrainingSizes
+from .training_sizes import TrainingSizes
 
 _CHUNKS, _LEAST_CHUNK = 16, 1 << 20  # of the fp32 logits in tensor_parallel/loss.py: number, and bytes
 
@@ -50,13 +48,9 @@ class Activations:
     backward_weight: float
 
 
-def stage_activations(sizes: TrainingSizes, layers: Sequence[int]) -> tuple[Activations, ...]:
-    """Return the activations of every stage.
-
-    Args:
-        sizes: the model and its parallel sizes.
-        layers: transformer layers of every stage.
-    """
+def stage_activations(sizes: TrainingSizes, num_stages: int) -> tuple[Activations, ...]:
+    """Return the activations of every stage. Raises ScheduleError if the layers do not fit the stages."""
+    layers = sizes.stage_layer_counts(num_stages)
     kinds = {kind: layer_activations(sizes, kind) for kind in {"none", sizes.recompute}}
     copied = sizes.tokens * _between(sizes) * sizes.token_bytes if _keeps_a_copy(sizes) else 0.0
     stages: dict[tuple[object, ...], Activations] = {}  # equal stages are computed once

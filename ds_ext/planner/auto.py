@@ -29,9 +29,9 @@ from ..pipe_schedules.placement import linear
 from ..recipes.data.layout import DATA_NAME, META_NAME
 from ..recipes.models.config import PLANNED, SIZES, TransformerConfig
 from ..recipes.models.field_flags import fields_of
-from .memory import RECOMPUTATIONS, TrainingSizes
 from .search import Candidates, Request, choose
 from .text import join_words, parse_bytes
+from .training_sizes import RECOMPUTATIONS, TrainingSizes
 
 _GPT2_VOCABULARY = 50257
 _OPTIONS = {

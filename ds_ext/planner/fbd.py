@@ -17,12 +17,13 @@ from ..errors import ScheduleError
 from ..pipe_schedules import Timetable, get_schedule, timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.simulation import Simulation, simulate
-from .memory import TrainingSizes, memory
+from .memory import memory
 from .parallel_sizes import MOST_TENSOR_PARALLEL, TRAINED, Cluster, ClusterPlan, plan_cluster, unit_costs
 from .stage_costs import message_bytes, split_layers, stage_costs
 from .step_time import with_tensor_parallel
 from .text import format_bytes
 from .traffic import traffic
+from .training_sizes import TrainingSizes
 
 _FBD, _PLAIN = "fbd", "1f1b"
 

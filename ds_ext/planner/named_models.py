@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -50,6 +51,11 @@ def _llama(
     )
 
 
+def _qwen3(layers: int, hidden: int, heads: int, ffn: int) -> TransformerConfig:
+    model = _llama(layers, hidden, heads, ffn, 8, 151936, 8192, channels=128)
+    return replace(model, qk_layernorm=True)
+
+
 # GPT-2: Radford et al. 2019. GPT-3: arXiv 2005.14165, table 2.1, with the usual 16 heads for 1.3b and hidden size 5120
 # for 13b. 10b: ZeRO-Offload (arXiv 2101.06840, table 2). 22b to 1t: arXiv 2205.05198, table 3. Llama 2: arXiv
 # 2307.09288. Llama 3: arXiv 2407.21783, table 3. Mistral: arXiv 2310.06825, table 1. Qwen3: arXiv 2505.09388, table 1.
@@ -73,8 +79,8 @@ MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
         "llama-3-8b": _llama(32, 4096, 32, 14336, 8, 128256, 8192),
         "llama-3-70b": _llama(80, 8192, 64, 28672, 8, 128256, 8192),
         "mistral-7b": _llama(32, 4096, 32, 14336, 8, 32000, 8192),
-        "qwen3-8b": _llama(36, 4096, 32, 12288, 8, 151936, 8192, channels=128),
-        "qwen3-32b": _llama(64, 5120, 64, 25600, 8, 151936, 8192, channels=128),
+        "qwen3-8b": _qwen3(36, 4096, 32, 12288),
+        "qwen3-32b": _qwen3(64, 5120, 64, 25600),
     }
 )
 

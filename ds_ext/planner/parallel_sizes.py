@@ -25,9 +25,9 @@ from ..parallel.network import Link, Network
 from ..pipe_schedules.costs import Costs
 from ..recipes.models.config import TransformerConfig
 from ..recipes.models.field_flags import keys_of
-from .memory import TrainingSizes
 from .search import Candidate, Candidates, Request, choose_each
 from .text import join_reasons, join_words
+from .training_sizes import TrainingSizes
 
 MOST_TENSOR_PARALLEL = 8
 TRAINED = ("none", "full")  # kinds of recomputation that `plan` considers

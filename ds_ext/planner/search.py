@@ -29,12 +29,13 @@ from ..pipe_schedules.list_scheduling.search import lower_bound
 from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulation import Simulation, simulate
-from .activations import layer_activations
-from .memory import RECOMPUTATIONS, DeviceMemory, TrainingSizes, memory
+from .activations import layer_activations, stage_activations
+from .memory import DeviceMemory, memory
 from .stage_costs import split_layers, stage_costs
 from .step_time import Reductions, least_collectives_s, step_times, with_tensor_parallel
 from .text import costs_text, format_bytes, format_number, join_reasons
 from .traffic import traffic
+from .training_sizes import RECOMPUTATIONS, TrainingSizes
 
 SAME = 1e-7  # relative difference up to which times count as equal; stage factors are rounded to 1e-8
 _REASONS_SHOWN = 3
@@ -80,7 +81,7 @@ class Candidate:
     replicas: int = 1
     activations: float = 0.0
     stages: int = 0
-    sizes: TrainingSizes | None = None
+    sizes: TrainingSizes | None = field(default=None, compare=False)
     micro_batches: int = 0
     unpriced: bool = False
     rank_order: RankOrder | None = None
@@ -475,7 +476,7 @@ class _Kind:
         kept = sizes.bytes.weights + sizes.bytes.gradients
         plain = sizes.num_layers - -(-sizes.num_layers // sizes.recompute_interval)
         activations = plain * layer_activations(sizes, "none").kept
-        activations += (sizes.num_layers - plain) * sizes.layer_activations()
+        activations += (sizes.num_layers - plain) * layer_activations(sizes, sizes.recompute).kept
         need = (parameters * kept + activations) / request.devices
         return _sort_key(_is_too_large(int(need), request.memory_bytes), request.least_time(sizes), int(need))
 
@@ -663,7 +664,7 @@ class _Variant:
         placement, request = self.placement, self.request
         workload = Workload(placement, request.micro_batches, self.network_costs, split=True)
         kind, needs, sizes = workload.gradient_kind, [0], self.sizes
-        kept = sizes.stage_activations(placement.stages) if sizes and time < math.inf else ()
+        kept = stage_activations(sizes, placement.stages) if sizes and time < math.inf else ()
         for device, parts in enumerate(self._one_micro_batch):
             average = 0.0
             if kept:

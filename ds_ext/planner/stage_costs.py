@@ -13,7 +13,7 @@ from ..errors import ConfigError, ScheduleError
 from ..parallel.partition import BALANCED, layer_boundaries
 from ..pipe_schedules import Placement
 from ..pipe_schedules.costs import Costs
-from .memory import TrainingSizes
+from .training_sizes import TrainingSizes
 
 _DIGITS = 8  # of a factor: precise enough for any plan, short enough for a readable JSON
 

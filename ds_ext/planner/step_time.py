@@ -23,7 +23,7 @@ from ..pipe_schedules import Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.ops import Op
 from ..pipe_schedules.simulation import Simulation, simulate
-from .memory import TrainingSizes
+from .training_sizes import TrainingSizes
 
 Reductions = tuple[dict[Op, tuple[int, ...]], ...]
 

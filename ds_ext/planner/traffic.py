@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from ..parallel.crossing import Traffic
 from ..pipe_schedules import Placement
-from .memory import TrainingSizes
 from .stage_costs import message_bytes
+from .training_sizes import TrainingSizes
 
 _ALL_REDUCES = 2  # of a layer, in the forward and again in the backward
 

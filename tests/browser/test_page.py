@@ -16,8 +16,8 @@ from ds_ext.pipe_schedules.draw.page import html
 from ds_ext.pipe_schedules.draw.svg import DARK, KINDS, LIGHT, WORDS, Theme
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulation import Simulation, simulate
-from ds_ext.planner.memory import TrainingSizes
 from ds_ext.planner.named_models import MODELS
+from ds_ext.planner.training_sizes import TrainingSizes
 
 from .window import Window, browser, missing
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ds_ext.planner.memory import TrainingSizes, model_parameters
+from ds_ext.planner.memory import model_parameters
+from ds_ext.planner.training_sizes import TrainingSizes
 from ds_ext.recipes.models.gpt import GPTConfig, gpt_loss
 from ds_ext.recipes.models.layers import TransformerLayer
 from ds_ext.tensor_parallel import (

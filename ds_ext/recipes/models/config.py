@@ -96,6 +96,7 @@ def _window(text: str, _: object) -> int:
 
 Recompute = Literal["none", "selective", "full"]
 Positions = Literal["learned_absolute", "rope"]
+Normalization = Literal["LayerNorm", "RMSNorm"]
 # Flags whose values are not those of their fields.
 _ROPE_SCALING = flag(
     "use_rope_scaling",
@@ -189,7 +190,7 @@ class TransformerConfig:
     vocab_size: int = field(metadata=_VOCABULARY)
     ffn_hidden_size: int | None = field(default=None, metadata=flag(planned=True))
     max_position_embeddings: int | None = field(default=None, metadata=flag(planned=True))
-    hidden_dropout: float = 0.1
+    hidden_dropout: float = field(default=0.1, metadata=flag(planned=True))
     attention_dropout: float = 0.1
     init_std: float = field(default=0.02, metadata=flag("init_method_std"))
     layernorm_epsilon: float = field(default=1e-5, metadata=flag("norm_epsilon", default=None))
@@ -203,13 +204,13 @@ class TransformerConfig:
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     rope_scaling: RopeScaling | None = field(default=None, metadata=_ROPE_SCALING)
-    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    normalization: Normalization = field(default="LayerNorm", metadata=flag(planned=True))
     swiglu: bool = field(default=False, metadata=flag(planned=True))
     num_query_groups: int | None = field(default=None, metadata=_QUERY_GROUPS)
     kv_channels: int | None = field(default=None, metadata=flag(planned=True))
     add_bias_linear: bool = field(default=True, metadata=_BIASES)
     add_qkv_bias: bool = False
-    qk_layernorm: bool = False
+    qk_layernorm: bool = field(default=False, metadata=flag(planned=True))
     untie_embeddings_and_output_weights: bool = field(default=False, metadata=flag(planned=True))
     sliding_window: int | None = field(default=None, metadata=_WINDOW)
     sliding_window_layers: tuple[int, ...] | None = field(default=None, metadata=NO_FLAG)

@@ -26,8 +26,9 @@ from ...parallel.partition import BALANCED, layer_boundaries, stage_weights
 from ...planner.auto import training_sizes
 from ...planner.job_plan import JobPlan, make_job_plan
 from ...planner.job_text import describe
-from ...planner.memory import TrainingSizes, memory, model_parameters, rank_parameters
+from ...planner.memory import memory, model_parameters, rank_parameters
 from ...planner.traffic import traffic
+from ...planner.training_sizes import TrainingSizes
 from ..models.config import TransformerConfig
 from ..models.field_flags import fields_of
 from .arguments import FLAGS_OF_THE_JSON, finished_json, parse

@@ -20,10 +20,11 @@ from ds_ext.pipe_schedules.files import schedule_of_file
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.lowering import dump, lower
 from ds_ext.pipe_schedules.simulation import simulate
-from ds_ext.planner.memory import TrainingSizes, memory
+from ds_ext.planner.memory import memory
 from ds_ext.planner.named_models import MODELS
 from ds_ext.planner.stage_costs import split_layers, stage_costs
 from ds_ext.planner.text import format_bytes
+from ds_ext.planner.training_sizes import TrainingSizes
 
 BITPIPE = ["bitpipe", "--num-devices", "4", "--micro-batches", "8"]
 SMALL = [

@@ -22,7 +22,8 @@ from ds_ext.pipe_schedules.methods.fbd import most_ahead
 from ds_ext.pipe_schedules.ops import Instruction
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.fbd import comparison_note
-from ds_ext.planner.memory import TrainingSizes, memory
+from ds_ext.planner.memory import memory
+from ds_ext.planner.training_sizes import TrainingSizes
 from tests.plans import placement_of
 
 MERGED = {"merge_forward_tensor_parallel": 2}

@@ -19,7 +19,8 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.lowering import dump, lower
 from ds_ext.pipe_schedules.simulation import simulate
-from ds_ext.planner.memory import TrainingSizes, memory
+from ds_ext.planner.memory import memory
+from ds_ext.planner.training_sizes import TrainingSizes
 from tests.selection import EVERYTHING
 from tests.timetables import assert_keeps_time, with_order
 from tests.unit.pipe_schedules.dump_checker import DumpChecker

@@ -15,10 +15,10 @@ from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.fbd import compare_with_fbd, fbd_candidates, step_seconds
-from ds_ext.planner.memory import TrainingSizes
 from ds_ext.planner.named_models import named_model
 from ds_ext.planner.parallel_sizes import Cluster, plan_cluster
 from ds_ext.planner.stage_costs import message_bytes
+from ds_ext.planner.training_sizes import TrainingSizes
 from tests.plans import placement_of
 
 PLAN = [

@@ -12,14 +12,20 @@ from ds_ext.pipe_schedules import timetable
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulation import simulate
-from ds_ext.planner.memory import DeviceMemory, TrainingSizes, memory
+from ds_ext.planner.activations import layer_activations, stage_activations
+from ds_ext.planner.memory import DeviceMemory, memory
 from ds_ext.planner.named_models import MODELS, named_model
+from ds_ext.planner.training_sizes import TrainingSizes
 
 # s = 8, b = 2, h = 4, a = 2, v = 100: sbh = 64, 5as/h = 20. A layer has 12 * 16 + 13 * 4 = 244 parameters.
 SMALL = TrainingSizes(
     num_layers=4, hidden_size=4, num_attention_heads=2, vocab_size=100, seq_length=8, micro_batch=2
 )
 LAYER, EMBEDDING, HEAD = 244, 432, 408  # 100 * 4 + 8 * 4; 100 * 4 + 2 * 4 of the norm
+
+
+def kept(sizes: TrainingSizes) -> float:
+    return layer_activations(sizes, sizes.recompute).kept
 
 
 # --- figures of the papers --------------------------------------------------------------------------------------------
@@ -62,7 +68,7 @@ def test_savings_of_selective_recomputation(name: str, scores: int, saved: float
     """arXiv 2205.05198, section 5: 5as/h is 80 and 64, and dropping it saves 70% and 65%."""
     sizes = TrainingSizes.of_model(named_model(name), attention_scores=True)
     sbh = sizes.seq_length * sizes.hidden_size
-    none, selective = sizes.layer_activations(), replace(sizes, recompute="selective").layer_activations()
+    none, selective = kept(sizes), kept(replace(sizes, recompute="selective"))
     assert (none - selective) / sbh == scores
     assert 1 - selective / none == pytest.approx(saved, abs=0.005)
 
@@ -164,7 +170,7 @@ def test_buffers_use_the_memory_of_activations() -> None:
 
 def test_fp32_activations_count_twice() -> None:
     """But not the fp32 numbers of the attention, 4 bytes for each of 2 heads and 16 tokens."""
-    half, full = (replace(PLAIN, precision=p).layer_activations() for p in ("bf16", "fp32"))
+    half, full = (kept(replace(PLAIN, precision=p)) for p in ("bf16", "fp32"))
     assert full == 2 * half - 128
 
 
@@ -199,7 +205,7 @@ def test_fp32_activations_count_twice() -> None:
     ],
 )
 def test_activations_of_a_layer(options: dict[str, Any], times_sbh: int) -> None:
-    assert replace(SMALL, **options).layer_activations() == times_sbh * 64
+    assert kept(replace(SMALL, **options)) == times_sbh * 64
 
 
 # Bytes of a token, without dropout and in 16 bits: a layer keeps 32h + 4a = 136. The first half of a split backward
@@ -211,29 +217,30 @@ BACKWARD, FIRST_HALF = 16 * 40 + WEIGHT, 16 * 72
 
 
 def test_passes_of_a_stage() -> None:
-    middle = replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2)).stage_activations(3)[1]
+    middle = stage_activations(replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2)), 3)[1]
     assert (middle.kept, middle.deferred) == (2 * KEPT, 2 * DEFERRED)
     assert (middle.forward, middle.backward) == (2 * KEPT + 16 * 24, BACKWARD)
     assert (middle.backward_input, middle.backward_weight) == (FIRST_HALF, WEIGHT)
 
 
 def test_a_recomputed_stage_keeps_inputs_until_its_first_half_and_everything_until_the_second() -> None:
-    full = replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2), recompute="full").stage_activations(3)[1]
+    sizes = replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2), recompute="full")
+    full = stage_activations(sizes, 3)[1]
     assert (full.kept, full.deferred) == (2 * 16 * 8, 2 * DEFERRED)
     assert full.backward == KEPT - 16 * 8 + BACKWARD  # of the layer that it computes again
     assert full.backward_input == DEFERRED - 16 * 8 + KEPT - 16 * 8 + FIRST_HALF
-    odd = replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2), recompute="full", recompute_interval=4)
-    assert [stage.kept for stage in odd.stage_activations(3)][:2] == [16 * 8 + KEPT, 2 * KEPT]
+    odd = replace(sizes, recompute_interval=4)
+    assert [stage.kept for stage in stage_activations(odd, 3)][:2] == [16 * 8 + KEPT, 2 * KEPT]
 
 
 def test_logits_and_their_gradient_count_together() -> None:
     """128 rows of the vocabulary, 16 tokens: 4096 bytes in 16 bits, and fp32 logits of one chunk."""
-    last = replace(PLAIN, num_layers=2, stage_layers=(1, 1)).stage_activations(2)[1]
+    last = stage_activations(replace(PLAIN, num_layers=2, stage_layers=(1, 1)), 2)[1]
     assert last.kept == KEPT + 16 * 16 + 4096
     assert last.backward == 4096 + 2 * 4096
     large = replace(PLAIN, num_layers=2, stage_layers=(1, 1), seq_length=1 << 16, vocab_size=1280)
     logits = (1 << 17) * 2 * 1280
-    assert large.stage_activations(2)[1].backward == logits + 2 * logits / 16
+    assert stage_activations(large, 2)[1].backward == logits + 2 * logits / 16
 
 
 def test_parameters_of_a_grouped_layer() -> None:

@@ -16,7 +16,7 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.reductions import eager_reductions
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.job_plan import make_job_plan
-from ds_ext.planner.memory import TrainingSizes, memory
+from ds_ext.planner.memory import memory
 from ds_ext.planner.named_models import named_model
 from ds_ext.planner.parallel_sizes import Cluster, ClusterPlan, default_hosts, plan_cluster, unit_costs
 from ds_ext.planner.search import Candidate, _Variant
@@ -24,6 +24,7 @@ from ds_ext.planner.stage_costs import message_bytes
 from ds_ext.planner.step_time import step_time, with_tensor_parallel
 from ds_ext.planner.text import join_reasons
 from ds_ext.planner.traffic import traffic
+from ds_ext.planner.training_sizes import TrainingSizes
 from tests.plans import placement_of
 
 MODEL = TrainingSizes(

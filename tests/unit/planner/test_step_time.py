@@ -17,8 +17,8 @@ from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.reductions import eager_reductions
 from ds_ext.pipe_schedules.simulation import simulate
-from ds_ext.planner.memory import TrainingSizes
 from ds_ext.planner.step_time import StepTime, step_time, with_tensor_parallel
+from ds_ext.planner.training_sizes import TrainingSizes
 
 FREE = Link(1e14, 0.0)
 

@@ -8,8 +8,8 @@ import pytest
 
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear
-from ds_ext.planner.memory import TrainingSizes
 from ds_ext.planner.traffic import traffic
+from ds_ext.planner.training_sizes import TrainingSizes
 
 GPT = TrainingSizes(8, 64, 4, 32, 512, micro_batch=2, tensor_parallel=2)
 ACTIVATION = 2 * 32 * 2 * 64

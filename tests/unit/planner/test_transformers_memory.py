@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from ds_ext.planner.activations import layer_activations
-from ds_ext.planner.memory import TrainingSizes
+from ds_ext.planner.training_sizes import TrainingSizes
 from tests.allocations import AllocatedBytes
 
 BATCH, TOKENS, WIDTH, HEADS, GROUPS, INNER = 2, 256, 64, 4, 2, 192
