@@ -16,7 +16,15 @@ from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
 from ..planner.fbd import compare_with_fbd
 from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, plan_cluster
-from ..planner.text import aligned, format_bytes, join_reasons, join_words, parse_bytes
+from ..planner.text import (
+    HEADROOM,
+    aligned,
+    format_bytes,
+    join_reasons,
+    join_words,
+    parse_bytes,
+    usable_bytes,
+)
 from ..planner.training_sizes import TrainingSizes
 from .model_flags import add_model_flags, model_of
 from .network_flags import TFLOPS, add_network_flags, describe_network, flops_of, network_of
@@ -40,6 +48,8 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     """Add the flags of ``plan``."""
     verb.add_argument("--devices", type=int, required=True, metavar="N", help="number of devices in the job")
     verb.add_argument("--memory", required=True, metavar="80GB", help="memory of a device")
+    share = "share of the memory for what is not counted (%(default)g)"
+    verb.add_argument("--headroom", type=float, default=HEADROOM, metavar="X", help=share)
     samples = "samples per step, over all devices"
     verb.add_argument("--global-batch-size", type=int, required=True, metavar="G", help=samples)
     rate = "10^12 operations per second of a device in training (%(default)g)"
@@ -113,7 +123,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
             raise ScheduleError(f"--{dest.replace('_', '-')}: must be at least 1 (got {value}).")
     return Cluster(
         args.devices,
-        parse_bytes(args.memory, "--memory"),
+        usable_bytes(parse_bytes(args.memory, "--memory"), args.headroom, "--headroom"),
         args.global_batch_size,
         flops_of(args),
         args.tensor_parallel,
@@ -136,7 +146,7 @@ def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | No
         if not value > 0:
             raise ScheduleError(f"{flag}: must be greater than 0 (got {value:g}).")
     memory = args.memory if args.forward_memory is None else args.forward_memory
-    memory_bytes = parse_bytes(memory, "--forward-memory")
+    memory_bytes = usable_bytes(parse_bytes(memory, "--forward-memory"), args.headroom, "--headroom")
     return cluster.resized(args.forward_devices, memory_bytes, cluster.flops / slowdown)
 
 
@@ -166,13 +176,16 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
     parameters = model.device_parameters(linear(1), 0) / 1e9
     zero = "1 with several copies of the weights" if model.bytes.sharded else "0"
     hosts, links = describe_network(cluster.links)
+    whole = parse_bytes(args.memory, "--memory")
     default = "" if args.hosts else " (default: 8 devices per host)"
     batch = "" if cluster.micro_batch is None else f", micro-batches of {cluster.micro_batch}"
     b, w = (time / costs.forward for time in (costs.backward_input, costs.backward_weight))
     return [
-        f"model       {args.model or 'custom'}, {parameters:.3g} billion parameters, {model.precision}, "
+        f"model       {args.model or 'custom'}, {parameters:,.2f} billion parameters, {model.precision}, "
         f"ZeRO stage {zero}",
-        f"devices     {cluster.devices} x {format_bytes(cluster.memory_bytes)}, {args.tflops:g} TFLOP/s each",
+        f"devices     {cluster.devices} x {format_bytes(whole)}, {args.tflops:g} TFLOP/s each",
+        f"memory      {format_bytes(cluster.memory_bytes)} planned, {format_bytes(whole - cluster.memory_bytes)} free: "
+        "CUDA's context about 0.5 GB, NCCL 0.1 to 0.4 GB per group, fragmentation",
         f"hosts       {hosts}{default}",
         f"links       {links}",
         f"costs       1 : {b:.3g} : {w:.3g}, forward : backward_input : backward_weight",

@@ -30,13 +30,14 @@ from ..recipes.data.layout import DATA_NAME, META_NAME
 from ..recipes.models.config import PLANNED, SIZES, TransformerConfig
 from ..recipes.models.field_flags import fields_of
 from .search import Candidates, Request, choose
-from .text import join_words, parse_bytes
+from .text import HEADROOM, join_words, parse_bytes, usable_bytes
 from .training_sizes import RECOMPUTATIONS, TrainingSizes
 
 _GPT2_VOCABULARY = 50257
 _OPTIONS = {
     "costs": Option("f=1,b=1,w=1,comm=0", None, "costs to choose for, in the format of --costs"),
     "memory": Option("", None, 'memory of a device, such as "16GB"; "": no limit'),
+    "headroom": Option(HEADROOM, None, "share of the memory for what is not counted"),
     "vocab_size": Option(0, 0, "vocabulary size; 0: that of the data, or else GPT-2's"),
 }
 
@@ -96,7 +97,8 @@ def _make_request(
     entries, _ = vocabulary(values["vocab_size"], train)
     model = model_of_train(train, entries)
     sizes = model and training_sizes(config, model, micro_batch, tensor_parallel, data)
-    limit = parse_bytes(values["memory"], "schedule_options.memory") if values["memory"] else None
+    size = parse_bytes(values["memory"], "schedule_options.memory") if values["memory"] else None
+    limit = None if size is None else usable_bytes(size, values["headroom"], "schedule_options.headroom")
     if limit is not None and sizes is None:
         raise ConfigError(
             f'schedule_options.memory: "auto" needs the sizes of the model (got {values["memory"]!r}). Add '

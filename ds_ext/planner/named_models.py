@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -58,7 +59,8 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int) -> TransformerConfig:
 
 # GPT-2: Radford et al. 2019. GPT-3: arXiv 2005.14165, table 2.1, with the usual 16 heads for 1.3b and hidden size 5120
 # for 13b. 10b: ZeRO-Offload (arXiv 2101.06840, table 2). 22b to 1t: arXiv 2205.05198, table 3. Llama 2: arXiv
-# 2307.09288. Llama 3: arXiv 2407.21783, table 3. Mistral: arXiv 2310.06825, table 1. Qwen3: arXiv 2505.09388, table 1.
+# 2307.09288. Llama 3: arXiv 2407.21783, table 3. Mistral: arXiv 2310.06825, table 1. Qwen2.5: arXiv
+# 2412.15115, table 1. Qwen3: arXiv 2505.09388, table 1.
 MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
     {
         "gpt-124m": _gpt(12, 768, 12, seq=1024),
@@ -75,10 +77,14 @@ MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
         "gpt-530b": _gpt(105, 20480, 128, vocab=51200),
         "gpt-1t": _gpt(128, 25600, 160, vocab=51200),
         "llama-2-7b": _llama(32, 4096, 32, 11008, None, 32000, 4096),
+        "llama-2-13b": _llama(40, 5120, 40, 13824, None, 32000, 4096),
         "llama-2-70b": _llama(80, 8192, 64, 28672, 8, 32000, 4096),
         "llama-3-8b": _llama(32, 4096, 32, 14336, 8, 128256, 8192),
         "llama-3-70b": _llama(80, 8192, 64, 28672, 8, 128256, 8192),
+        "llama-3.1-405b": _llama(126, 16384, 128, 53248, 8, 128256, 8192),
         "mistral-7b": _llama(32, 4096, 32, 14336, 8, 32000, 8192),
+        "qwen2.5-7b": _llama(28, 3584, 28, 18944, 4, 152064, 8192),
+        "qwen2.5-72b": _llama(80, 8192, 64, 29568, 8, 152064, 8192),
         "qwen3-8b": _qwen3(36, 4096, 32, 12288),
         "qwen3-32b": _qwen3(64, 5120, 64, 25600),
     }
@@ -89,5 +95,7 @@ def named_model(name: str) -> TransformerConfig:
     """Return a model in ``MODELS``. Raises ScheduleError for an unknown name."""
     model = MODELS.get(name.lower())
     if model is None:
-        raise ScheduleError(f"model: unknown name (got {name!r}). Use one of {', '.join(MODELS)}.")
+        near = difflib.get_close_matches(name.lower(), MODELS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise ScheduleError(f"model: unknown name (got {name!r}).{hint} Use one of {', '.join(MODELS)}.")
     return model

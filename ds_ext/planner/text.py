@@ -9,6 +9,8 @@ from dataclasses import replace
 from ..errors import ScheduleError
 from ..pipe_schedules.costs import Costs, factors_text
 
+HEADROOM = 0.1  # share of the memory for what a plan does not count
+
 
 def aligned(cells: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     """Return a table as lines, without its empty columns.
@@ -49,6 +51,13 @@ def parse_bytes(text: str, name: str = "size in bytes") -> int:
     if size < 1:
         raise ScheduleError(f"{name}: must be at least 1 byte (got {text!r}). Use 80GB, 512MB or 16GiB.")
     return size
+
+
+def usable_bytes(size: int, headroom: float, name: str) -> int:
+    """Return the bytes that a plan may use, without the share ``headroom``. Raises ScheduleError for a wrong share."""
+    if not 0 <= headroom < 1:
+        raise ScheduleError(f"{name}: must be at least 0 and below 1 (got {headroom:g}). Use 0.1.")
+    return int(size * (1 - headroom))
 
 
 def format_bytes(size: float) -> str:

@@ -52,4 +52,4 @@ def peak_on_gpu(rank: int, job: Job) -> int:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_peaks(ranks: RankPool, case: Case) -> None:
-    assert_close(ranks.run(peak_on_gpu, case.job, timeout_s=120), estimates(case.job))
+    assert_close(ranks.run(peak_on_gpu, case.job, timeout_s=120), estimates(case.job), 0.1)

@@ -26,7 +26,7 @@ PLAN = ["plan", "--devices", "8", "--memory", "16GB", "--model", "gpt-1.3b", "--
 def test_the_printed_json_is_the_first_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--tensor-parallel", "1"]) == 0
     header, table, best, text = capsys.readouterr().out.split("\n\n")
-    assert [line.split()[0] for line in header.splitlines()][:3] == ["model", "devices", "hosts"]
+    assert [line.split()[0] for line in header.splitlines()][:3] == ["model", "devices", "memory"]
     rows = [row.split() for row in table.splitlines()[1:] if row[0] == " "]
     assert rows and all(row[:2] in (["1", "no"], ["1", "-"]) for row in rows)
     tensor, _, pipeline, data, _, micro_batches, schedule = rows[0][:7]
@@ -115,8 +115,24 @@ def test_one_device_needs_no_schedule(memory: str, capsys: pytest.CaptureFixture
     assert (only["pipeline_parallel_size"], only["schedule"], only["schedule_options"]) == (1, "1f1b", {})
 
 
+def test_a_tenth_of_the_memory_stays_free(capsys: pytest.CaptureFixture[str]) -> None:
+    def fits(memory: str, *flags: str) -> bool:
+        words = (
+            f"plan --devices 1 --memory {memory} --model gpt-1.3b --global-batch-size 8 --micro-batch-size 1"
+        )
+        return main([*words.split(), *flags]) == 0
+
+    assert not fits("1GB", "--json")
+    least = json.loads(capsys.readouterr().out.strip())["best"][0]["memory_bytes"]
+    assert not fits(f"{least}B") and fits(f"{least}B", "--headroom", "0") and fits(f"{1.12 * least:.0f}B")
+    assert main([*PLAN, "--headroom", "1"]) == 2
+
+
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*(word.replace("16GB", "1GB") for word in PLAN), "--tensor-parallel", "8"]) == 1
+    assert (
+        main([*(word.replace("16GB", "1GB") for word in PLAN), "--headroom", "0", "--tensor-parallel", "8"])
+        == 1
+    )
     out = capsys.readouterr().out
     assert re.search(r"\nsmallest: TP 8 x PP 1 .*\n.* 1\.0 GB.* GB too much\.\n  Use .*more memory\.\n", out)
     assert "{" not in out

@@ -160,7 +160,7 @@ def test_extreme_costs_and_options(capsys: pytest.CaptureFixture[str]) -> None:
         ('{"links": {"²>1": 1}}', "costs"),
         ('{"stages": [1, 1, 1]}', "stages.* 4 .*3"),
         ('{"seed": true}', "seed"),
-        ('{"g": 1}', "f, b, w, comm, stages, links"),
+        ('{"g": 1}', "f, b, w, comm, overhead, stages, links"),
         ("[" * 100_000, "nested"),
         ('{"f": 1e308}', r"1e\+308"),
         ('{"f": 1' + "0" * 400 + "}", "costs"),

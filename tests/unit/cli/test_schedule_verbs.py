@@ -176,9 +176,9 @@ def test_simulate_with_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert priced["memory"] == [{**asdict(device), "total": device.total} for device in devices]
     assert priced["message_bytes"] == 2 * 2 * 32 * 64
     assert main(["simulate", *BITPIPE, "--model", "gpt-1.3b", "--json"]) == 0
-    # Three layers of 34 s h bytes per stage; the first stage also has a dropout mask.
-    sh = 2048 * 2048
-    kept = [(3 * 34 + 1) * sh, *[3 * 34 * sh] * 5, 4 * 34 * sh]
+    # Three layers of 34 s h bytes and 4 per head and token; the first stage also has a dropout mask.
+    sh, heads = 2048 * 2048, 4 * 16 * 2048
+    kept = [(3 * 34 + 1) * sh + 3 * heads, *[3 * (34 * sh + heads)] * 5, 4 * (34 * sh + heads)]
     assert json.loads(capsys.readouterr().out)["stage_bytes"][:7] == kept
 
 

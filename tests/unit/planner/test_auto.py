@@ -36,7 +36,9 @@ def auto(batch: dict[str, Any] | None = None, **section: Any) -> JobConfig:
 
 
 def test_the_job_runs_the_best_candidate() -> None:
-    job = auto(schedule_options={"costs": "b=1.2,comm=0.1", "vocab_size": 5000, "memory": "1GB"})
+    job = auto(
+        schedule_options={"costs": "b=1.2,comm=0.1", "vocab_size": 5000, "memory": "1GB", "headroom": 0}
+    )
     candidates = candidates_of(job)
     sizes = TrainingSizes(
         num_layers=16,
@@ -67,7 +69,7 @@ def test_options_of_the_llama_family_are_sizes() -> None:
         "untie_embeddings_and_output_weights": True,
         "position_embedding_type": "rope",
     }
-    job = auto(train=TRAIN | options, schedule_options={"vocab_size": 5000, "memory": "1GB"})
+    job = auto(train=TRAIN | options, schedule_options={"vocab_size": 5000, "memory": "1GB", "headroom": 0})
     sizes = TrainingSizes(
         16, 256, 4, seq_length=128, vocab_size=5000, micro_batch=2, optimizer="for-loop",
         ffn_hidden_size=512, num_query_groups=2, kv_channels=32, swiglu=True,
@@ -96,8 +98,17 @@ def test_bytes_of_a_job_follow_its_json(config: dict[str, Any], fields: dict[str
     assert {name: getattr(sizes, name) for name in fields} == fields
 
 
+def test_a_tenth_of_the_memory_stays_free() -> None:
+    def limit(**options: Any) -> int | None:
+        return candidates_of(auto(schedule_options={"memory": "1GB", **options})).memory_bytes
+
+    assert (limit(), limit(headroom=0), limit(headroom=0.25)) == (9 * 10**8, 10**9, 75 * 10**7)
+    with pytest.raises(ConfigError, match=r"headroom: .*below 1.*got 1"):
+        limit(headroom=1)
+
+
 def test_samples_do_not_depend_on_the_choice() -> None:
-    tight = auto(schedule_options={"memory": "110MB", "vocab_size": 100})
+    tight = auto(schedule_options={"memory": "120MB", "vocab_size": 100})
     wide = auto(schedule_options={"vocab_size": 100})
     replicas = [placement_of(job).replicas for job in (tight, wide)]
     assert replicas == [1, 2]
@@ -136,18 +147,21 @@ def test_memory_follows_precision_and_recomputation() -> None:
         ({"gradient_accumulation_steps": 4}, {}, r"gradient_accumulation_steps 4"),
         ({"train_batch_size": 33}, {}, r"^train_batch_size: .*2 x 1 .*got 33\)\. Use 32 or 34"),
         ({"train_batch_size": "x"}, {}, "^train_batch_size: .*'x'"),
-        ({}, {"schedule_options": {"chunks": 2}}, r"chunks.*costs, memory, vocab_size"),
+        ({}, {"schedule_options": {"chunks": 2}}, r"chunks.*costs, headroom, memory, vocab_size"),
         ({}, {"schedule_options": {"memory": "16"}}, r"got '16'.*80GB"),
         ({}, {"schedule_options": {"costs": "g=1"}}, r'"auto": costs.*f, b, w, comm'),
         (
             {},
-            {"schedule_options": {"memory": "1MB"}},
+            {"schedule_options": {"memory": "1MB", "headroom": 0}},
             r" 1\.0 MB.*\d MB too much.*pipeline_parallel_size, tensor_parallel_size\), .*micro-batch or "
             r"recompute_granularity full\.$",
         ),
         (
             {"bf16": {"enabled": False}, "zero_optimization": {"stage": 0}},
-            {"schedule_options": {"memory": "1MB"}, "train": TRAIN | {"recompute_granularity": "auto"}},
+            {
+                "schedule_options": {"memory": "1MB", "headroom": 0},
+                "train": TRAIN | {"recompute_granularity": "auto"},
+            },
             r"micro-batch, ZeRO stage 1 or bf16\.$",
         ),
         (
@@ -213,7 +227,7 @@ def test_recomputation_is_chosen_unless_a_flag_sets_it(tmp_path: Path) -> None:
     file = tmp_path / "auto.json"
 
     def rank(memory: int | None, *flags: str) -> Any:
-        options = {} if memory is None else {"memory": f"{memory}B"}
+        options = {} if memory is None else {"memory": f"{memory}B", "headroom": 0}
         file.write_text(json.dumps(AUTO | {"ds_ext": AUTO["ds_ext"] | {"schedule_options": options}}))
         _, job = parse("train_gpt.py", ["--deepspeed_config", str(file), "--data-path", "x", *flags])
         return candidates_of(job)

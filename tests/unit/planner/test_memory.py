@@ -48,9 +48,13 @@ def kept(sizes: TrainingSizes) -> float:
         ("gpt-530b", 529.6),
         ("gpt-1t", 1008.2),
         ("llama-2-7b", 6.738415616),
+        ("llama-2-13b", 13.015864320),
         ("llama-2-70b", 68.976648192),
         ("llama-3-8b", 8.030261248),
         ("llama-3-70b", 70.553706496),
+        ("llama-3.1-405b", 405.853388800),
+        ("qwen2.5-7b", 7.615616512),
+        ("qwen2.5-72b", 72.706203648),
         ("mistral-7b", 7.241732096),
         ("qwen3-8b", 8.190735360),
         ("qwen3-32b", 32.762123264),
@@ -334,4 +338,6 @@ def test_wrong_sizes(options: dict[str, Any], words: str) -> None:
 def test_an_unknown_model() -> None:
     with pytest.raises(ScheduleError, match=r"^model: .*'gpt-5'.*gpt-124m, "):
         named_model("gpt-5")
+    with pytest.raises(ScheduleError, match=r"llama-3.1-405b\?"):
+        named_model("llama-3-405b")
     assert named_model("GPT-10B") == MODELS["gpt-10b"]
