@@ -97,7 +97,7 @@ class BackgroundSave:
             _running.remove(self)
             # Not communicate(), which would miss what readline() has left in the buffer.
             output = self._process.stdout.read()
-            if output or not self.seconds or self._process.returncode:
+            if output or not self.seconds or (self._process.returncode and not self._error):
                 self._take(output)
         return self._error
 
