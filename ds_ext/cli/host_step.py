@@ -18,7 +18,7 @@ from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulation import Simulation
 from ..planner.stage_costs import split_layers
-from ..planner.step_time import StepTime, step_time, with_tensor_parallel
+from ..planner.step_time import StepTime, on_devices, step_time
 from ..planner.text import format_bytes
 from ..planner.traffic import traffic
 from ..planner.training_sizes import TrainingSizes
@@ -88,7 +88,7 @@ def step_on_hosts(
     volumes = traffic(sizes, placement, timetable.micro_batches)
     step = step_time(
         timetable,
-        with_tensor_parallel(costs, sizes, network, devices, unit_s),
+        on_devices(costs, sizes, network, devices, unit_s),
         layout,
         network,
         volumes,

@@ -13,7 +13,11 @@ from ..planner.text import format_bytes, parse_bytes
 
 _INSIDE, _BETWEEN = "300GB,2us", "25GB,10us"
 TFLOPS = 150.0
-_ONLY_WITH_HOSTS = ("inside", "between", "ports", "collectives", "rank_order", "tflops")
+RATE = (
+    f"10^12 operations per second of a device in its ops, without bubbles and communication ({TFLOPS:g}). Rates that "
+    "others report count both: they are lower"
+)
+_ONLY_WITH_HOSTS = ("inside", "between", "ports", "collectives", "rank_order", "tflops", "memory_bandwidth")
 _TFLOPS_RANGE = 1e-3, 1e6
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
@@ -32,10 +36,11 @@ def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
     group.add_argument("--between", metavar=_BETWEEN, help=f"{link} between hosts ({_BETWEEN})")
     ports = "network ports: one per rank, or one per host, shared by its ranks (rank)"
     group.add_argument("--ports", choices=[RANK_PORTS, HOST_PORTS], help=ports)
+    memory = "bytes per second of a device's memory; then --tflops is the rate of matrix products alone"
+    group.add_argument("--memory-bandwidth", metavar="1.6TB", help=memory)
     group.add_argument("--collectives", choices=[NCCL, GLOO], help="algorithms of the collectives (nccl)")
     if sizes:
-        rate = f"10^12 operations per second of a device in training ({TFLOPS:g})"
-        group.add_argument("--tflops", type=float, metavar="T", help=rate)
+        group.add_argument("--tflops", type=float, metavar="T", help=RATE)
         group.add_argument(
             "--rank-order", metavar="tp-dp-pp", help="same as a job's rank_order key (tp-dp-pp)"
         )
@@ -57,7 +62,8 @@ def network_of(args: argparse.Namespace) -> Network | None:
     inside = _parse_link("--inside", _INSIDE if args.inside is None else args.inside)
     between = _parse_link("--between", _BETWEEN if args.between is None else args.between)
     hosts = default_hosts(devices or 1) if args.hosts is None else parse_hosts(args.hosts)
-    return Network(hosts, inside, between, args.ports or RANK_PORTS, args.collectives or NCCL)
+    memory = args.memory_bandwidth and parse_bytes(args.memory_bandwidth, "--memory-bandwidth")
+    return Network(hosts, inside, between, args.ports or RANK_PORTS, args.collectives or NCCL, memory)
 
 
 def flops_of(args: argparse.Namespace) -> float:

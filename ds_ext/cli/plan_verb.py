@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from ..planner.text import (
 )
 from ..planner.training_sizes import TrainingSizes
 from .model_flags import add_model_flags, model_of
-from .network_flags import TFLOPS, add_network_flags, describe_network, flops_of, network_of
+from .network_flags import RATE, TFLOPS, add_network_flags, describe_network, flops_of, network_of
 from .schedule_flags import add_import_flag
 from .schedule_verbs import EXIT_INVALID, EXIT_OK
 
@@ -52,8 +53,7 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--headroom", type=float, default=HEADROOM, metavar="X", help=share)
     samples = "samples per step, over all devices"
     verb.add_argument("--global-batch-size", type=int, required=True, metavar="G", help=samples)
-    rate = "10^12 operations per second of a device in training (%(default)g)"
-    verb.add_argument("--tflops", type=float, default=TFLOPS, metavar="T", help=rate)
+    verb.add_argument("--tflops", type=float, default=TFLOPS, metavar="T", help=RATE)
     costs = (
         "times of backward_input and backward_weight relative to the forward (%(default)s), or a JSON file, also of "
         "`trace costs`"
@@ -72,6 +72,9 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
         "--forward-memory", metavar="24GB", help="memory of a forward device (default: --memory)"
     )
     verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.add_argument(
+        "--tokens", type=float, metavar="15e12", help="tokens to train on, for the days that it takes"
+    )
     add_import_flag(verb)
     add_model_flags(verb, all_settings=False)
     add_network_flags(verb, sizes=False)
@@ -101,7 +104,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_dict(plan, config) | ({"fbd": fbd} if fbd else {})))
     else:
-        print("\n".join([*_header(args, cluster, model, costs), "", *_result_lines(plan, cluster, model)]))
+        lines = [*_header(args, cluster, model, costs), "", *_result_lines(plan, cluster, model)]
+        print("\n".join([*lines, _speed(args, plan, cluster, model)] if plan.best.fits else lines))
         if fbd:
             print(fbd["reason"])
         if config is not None and plan.best.fits:
@@ -253,6 +257,15 @@ def _reason(plan: ClusterPlan) -> str:
             comparison = f"{-excess:.1%} shorter, not simpler"
         verdict = f"best: {best}; next: {second}, {comparison}"
     return f"{verdict}\n  {best.candidates.reason()}{order}"
+
+
+def _speed(args: argparse.Namespace, plan: ClusterPlan, cluster: Cluster, model: TrainingSizes) -> str:
+    """Return tokens per second, the model's operations without recomputation, and the days of ``--tokens``."""
+    step_s = plan.best.step_s or math.inf
+    tokens_s = cluster.batch * model.seq_length / step_s
+    tflops = cluster.batch * model.flops_per_sample / step_s / cluster.devices / 1e12
+    line = f"  {tokens_s:,.0f} tokens/s, {tflops:.1f} TFLOP/s of the model per device (divided by its peak rate: MFU)"
+    return line if args.tokens is None else f"{line}, {args.tokens / tokens_s / 86400:,.1f} days"
 
 
 def _remedies(cluster: Cluster, model: TrainingSizes) -> str:

@@ -52,6 +52,8 @@ class Network:
         ports: ``"rank"`` if every rank has its own port, as on DGX and HGX machines with one network card per GPU;
             ``"host"`` if the ranks of a host share one.
         backend: ``"nccl"`` or ``"gloo"``; determines the algorithms of collectives.
+        memory_bandwidth: bytes per second of a device's memory, for element-wise ops; None: their time is a part of the
+            devices' rate.
     """
 
     hosts: Hosts
@@ -59,6 +61,7 @@ class Network:
     between: Link
     ports: str = RANK_PORTS
     backend: str = NCCL
+    memory_bandwidth: float | None = None
 
     @property
     def lanes(self) -> int:

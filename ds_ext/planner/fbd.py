@@ -20,7 +20,7 @@ from ..pipe_schedules.simulation import Simulation, simulate
 from .memory import memory
 from .parallel_sizes import MOST_TENSOR_PARALLEL, TRAINED, Cluster, ClusterPlan, plan_cluster, unit_costs
 from .stage_costs import message_bytes, split_layers, stage_costs
-from .step_time import with_tensor_parallel
+from .step_time import on_devices
 from .text import format_bytes
 from .traffic import traffic
 from .training_sizes import TrainingSizes
@@ -122,7 +122,7 @@ def step_seconds(candidate: FbdCandidate, cluster: Cluster, forward: Cluster, ra
     sizes, network = candidate.sizes, cluster.links
     costs, unit_s = unit_costs(cluster, sizes, ratios, candidate.pipeline)
     message_s = network.between.latency + message_bytes(sizes) / network.between.bandwidth
-    costs = with_tensor_parallel(
+    costs = on_devices(
         replace(stage_costs(costs, sizes), comm=message_s / unit_s),
         sizes,
         network,

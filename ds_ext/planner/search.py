@@ -32,7 +32,7 @@ from ..pipe_schedules.simulation import Simulation, simulate
 from .activations import layer_activations, stage_activations
 from .memory import DeviceMemory, memory
 from .stage_costs import split_layers, stage_costs
-from .step_time import Reductions, least_collectives_s, step_times, with_tensor_parallel
+from .step_time import Reductions, least_collectives_s, on_devices, step_times
 from .text import costs_text, format_bytes, format_number, join_reasons
 from .traffic import traffic
 from .training_sizes import RECOMPUTATIONS, TrainingSizes
@@ -268,7 +268,7 @@ class Request:
         """Return the costs with the tensor-parallel all-reduces of the network."""
         if self.network is None or sizes is None:
             return costs
-        return with_tensor_parallel(costs, sizes, self.network, self.devices, self.unit_s)
+        return on_devices(costs, sizes, self.network, self.devices, self.unit_s)
 
     def collectives(self, replicas: int, reduced: float, gathered: float) -> float:
         """Return a lower bound on the time of the collectives after the last op, in the unit of candidates' times.

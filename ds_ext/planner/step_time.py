@@ -23,6 +23,7 @@ from ..pipe_schedules import Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.ops import Op
 from ..pipe_schedules.simulation import Simulation, simulate
+from .activations import layer_activations
 from .training_sizes import TrainingSizes
 
 Reductions = tuple[dict[Op, tuple[int, ...]], ...]
@@ -50,14 +51,15 @@ class StepTime:
         return self.makespan_s + self.reductions_s + self.gather_s
 
 
-def with_tensor_parallel(
-    costs: Costs, sizes: TrainingSizes, network: Network, devices: int, unit_s: float
-) -> Costs:
-    """Return stage costs with the all-reduces of the layers over the tensor-parallel group.
+def on_devices(costs: Costs, sizes: TrainingSizes, network: Network, devices: int, unit_s: float) -> Costs:
+    """Return stage costs with the all-reduces of the layers over the tensor-parallel group, and element-wise ops.
 
     A layer all-reduces its output twice in the forward, and its input's gradient twice in the backward (arXiv
     1909.08053, section 3). They do not overlap with computation. The head counts as layers of the same work. Sequence
     parallelism sends as many bytes (arXiv 2205.05198, section 4.2.2). The slowest group counts for all devices.
+
+    If the network has a rate of the devices' memory, every byte that a layer keeps is written and read in a forward,
+    and in a repeated one. The backward reads it again, and writes and reads its gradient.
 
     Args:
         costs: costs of every stage, from :func:`.stage_costs.stage_costs`.
@@ -65,15 +67,22 @@ def with_tensor_parallel(
         devices: D.
         unit_s: unit of the costs in seconds.
     """
-    if sizes.tensor_parallel == 1:
+    share = (sizes.num_layers + sizes.head_work()) / devices / unit_s
+    repeated = sizes.repeated_share if sizes.recompute == "full" else 0.0
+    forward = backward = 0.0
+    if sizes.tensor_parallel > 1:
+        size = sizes.token_bytes * sizes.tokens * sizes.hidden_size
+        forward = 2 * _tensor_all_reduce_s(size, sizes.tensor_parallel, network) * share
+        backward = (1 + repeated) * forward
+    if network.memory_bandwidth is not None:
+        byte_s = share / network.memory_bandwidth
+        kept, less = (layer_activations(sizes, kind).kept for kind in ("none", sizes.recompute))
+        recomputed = -(-sizes.num_layers // sizes.recompute_interval) / sizes.num_layers
+        forward += 2 * kept * byte_s
+        backward += (3 * kept + 2 * (kept - less) * recomputed) * byte_s
+    if not forward:
         return costs
-    size = sizes.token_bytes * sizes.tokens * sizes.hidden_size
-    all_reduce_s = _tensor_all_reduce_s(size, sizes.tensor_parallel, network)
-    added = 2 * all_reduce_s * (sizes.num_layers + sizes.head_work()) / devices / unit_s
-    repeated = 1 + (sizes.repeated_share if sizes.recompute == "full" else 0)
-    return replace(
-        costs, forward=costs.forward + added, backward_input=costs.backward_input + repeated * added
-    )
+    return replace(costs, forward=costs.forward + forward, backward_input=costs.backward_input + backward)
 
 
 @lru_cache(maxsize=256)  # the planner asks for the same sizes many times

@@ -21,7 +21,7 @@ from ds_ext.planner.named_models import named_model
 from ds_ext.planner.parallel_sizes import Cluster, ClusterPlan, default_hosts, plan_cluster, unit_costs
 from ds_ext.planner.search import Candidate, _Variant
 from ds_ext.planner.stage_costs import message_bytes
-from ds_ext.planner.step_time import step_time, with_tensor_parallel
+from ds_ext.planner.step_time import on_devices, step_time
 from ds_ext.planner.text import join_reasons
 from ds_ext.planner.traffic import traffic
 from ds_ext.planner.training_sizes import TrainingSizes
@@ -86,7 +86,7 @@ def test_the_section_trains_as_planned(planned: ClusterPlan) -> None:
         _, forward_s = unit_costs(CLUSTER, row.sizes, Costs(), sizes.pipeline)
         step = step_time(
             timetable,
-            with_tensor_parallel(row.costs, row.sizes, network, sizes.pipeline, forward_s),
+            on_devices(row.costs, row.sizes, network, sizes.pipeline, forward_s),
             order.layout,
             network,
             traffic(row.sizes, timetable.placement, timetable.micro_batches),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -17,8 +18,10 @@ from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.reductions import eager_reductions
 from ds_ext.pipe_schedules.simulation import simulate
-from ds_ext.planner.step_time import StepTime, step_time, with_tensor_parallel
+from ds_ext.planner.activations import layer_activations
+from ds_ext.planner.step_time import StepTime, on_devices, step_time
 from ds_ext.planner.training_sizes import TrainingSizes
+from tests.selection import select
 
 FREE = Link(1e14, 0.0)
 
@@ -68,9 +71,51 @@ def test_the_slowest_tensor_parallel_group_counts(slots: tuple[int, ...]) -> Non
     """With 3 slots per host, ranks 2 and 3 are one group on two hosts."""
     sizes = TrainingSizes(8, 64, 4, 32, 512, stage_layers=(2,) * 4, tensor_parallel=2)
     network = Network(Hosts(slots), Link(1e12, 0.0), Link(1e6, 0.0))
-    costs = with_tensor_parallel(Costs(), sizes, network, 4, 1.0)
+    costs = on_devices(Costs(), sizes, network, 4, 1.0)
     one = Network(Hosts((1, 1)), Link(1e12, 0.0), Link(1e6, 0.0)).all_reduce_time(2 * 32 * 64, range(2))
     assert (costs.forward - 1 > 2 * one) is (3 in slots)
+
+
+# arXiv 2205.05198, table 5: seconds of a step on A100 GPUs with full recomputation, and with selective recomputation
+# and sequence parallelism. TP 8; name, D, N, micro-batch, chunks.
+PUBLISHED = {
+    ("gpt-22b", 1, 1, 4, 1): (1.42, 1.10),
+    ("gpt-175b", 8, 64, 1, 3): (18.13, 13.75),
+    ("gpt-530b", 35, 280, 1, 3): (49.05, 37.83),
+    ("gpt-1t", 64, 512, 1, 1): (94.42, 71.49),
+}
+
+
+@pytest.mark.parametrize("job", select([*PUBLISHED], [*PUBLISHED][:2]), ids=lambda job: job[0])
+def test_published_step_times(
+    job: tuple[str, int, int, int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Matrix products at 215 TFLOP/s and memory at 1.6 TB/s, 70% and 80% of the A100's peaks, for all models."""
+    name, devices, micro_batches, micro_batch, chunks = job
+    schedule = "1f1b" if chunks == 1 else f"interleaved --option chunks={chunks}"
+    words = (
+        f"simulate {schedule} --num-devices {devices} --micro-batches {micro_batches} --model {name} --json "
+        f"--micro-batch-size {micro_batch} --tensor-parallel 8 --attention-scores --hosts {devices}x8 --tflops 215 "
+        f"--memory-bandwidth 1.6TB"
+    )
+    recomputations = "--recompute full", "--recompute selective --sequence-parallel"
+    for flags, seconds in zip(recomputations, PUBLISHED[job], strict=True):
+        assert main([*words.split(), *flags.split()]) == 0
+        assert json.loads(capsys.readouterr().out)["step_s"] == pytest.approx(seconds, rel=0.1)
+
+
+def test_element_wise_ops() -> None:
+    """A kept byte is moved twice in a forward and three times in a backward; with full recomputation twice more."""
+    sizes = TrainingSizes(4, 64, 4, 32, 512, hidden_dropout=0.0, stage_layers=(1,) * 4)
+    network = replace(Network(Hosts((4,)), Link(1e9, 0.0), Link(1e9, 0.0)), memory_bandwidth=1e6)
+    kept, least = (layer_activations(sizes, kind).kept for kind in ("none", "full"))
+    plain, full = (
+        on_devices(Costs(), replace(sizes, recompute=kind), network, 4, 1.0) for kind in ("none", "full")
+    )
+    unit = (4 + sizes.head_work()) / 4 / 1e6
+    assert plain.forward - 1 == full.forward - 1 == pytest.approx(2 * kept * unit)
+    assert plain.backward_input - 1 == pytest.approx(3 * kept * unit)
+    assert full.backward_input - plain.backward_input == pytest.approx(2 * (kept - least) * unit)
 
 
 def test_tied_weight_is_reduced_after_the_last_op() -> None:
