@@ -153,7 +153,9 @@ def test_signals_of_the_flags_are_requests_from_the_start(
         pytest.skip("process.run() has its own handlers")
     early, late = (0, int(number)) if in_main else (int(number), 0)
     text = f"""
+import signal
 from ds_ext.launch import stop
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started the tests in the background
 stop.listen_early({flags})
 os.kill(os.getpid(), {early})
 def main():
