@@ -39,6 +39,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     args = argparse.Namespace()
     try:
+        if argv[:1] == ["auto"]:
+            raise ConfigError(
+                'auto: no verb. Use "ds_ext": {"schedule": "auto"} in the JSON of a job, or plan.'
+            )
         parser, verbs = build_parser(argv[0] if argv else "")
         args, unknown = parser.parse_known_args(argv)
         if unknown:

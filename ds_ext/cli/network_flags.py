@@ -62,7 +62,7 @@ def network_of(args: argparse.Namespace) -> Network | None:
     inside = _parse_link("--inside", _INSIDE if args.inside is None else args.inside)
     between = _parse_link("--between", _BETWEEN if args.between is None else args.between)
     hosts = default_hosts(devices or 1) if args.hosts is None else parse_hosts(args.hosts)
-    memory = args.memory_bandwidth and parse_bytes(args.memory_bandwidth, "--memory-bandwidth")
+    memory = args.memory_bandwidth and parse_bytes(args.memory_bandwidth, "--memory-bandwidth", "1.6TB")
     return Network(hosts, inside, between, args.ports or RANK_PORTS, args.collectives or NCCL, memory)
 
 
@@ -94,4 +94,4 @@ def _parse_link(flag: str, text: str) -> Link:
             f"{flag}: must be bytes per second and a latency (got {text!r}). Example: {_BETWEEN}, where "
             "25GB is 200 Gbit/s."
         )
-    return Link(parse_bytes(rate, flag), float(match[1]) * _SECONDS[match[2]])
+    return Link(parse_bytes(rate, flag, "300GB,2us or 25GB,10us"), float(match[1]) * _SECONDS[match[2]])

@@ -118,8 +118,9 @@ def get_schedule(name: str) -> Schedule:
     """Return the schedule called ``name``, which is case-insensitive. Raises ScheduleError for an unknown name."""
     schedule = _SCHEDULES.get(name.lower())
     if schedule is None:
+        choice = ' "auto" is possible in the JSON of a job only.' if name.lower() == "auto" else ""
         raise ScheduleError(
-            f"schedule: unknown name {name!r}{did_you_mean(name, _SCHEDULES)}. "
+            f"schedule: unknown name {name!r}{did_you_mean(name, _SCHEDULES)}.{choice} "
             f"Schedules: {', '.join(sorted(_SCHEDULES))}."
         )
     return schedule

@@ -353,6 +353,8 @@ def _suggestions(cluster: Cluster, sizes: TrainingSizes) -> str:
         return [n for n in nearest if n is not None]
 
     values = {"--devices": near("devices"), "--global-batch-size": near("batch")}
+    if cluster.micro_batch is not None:
+        values = {"--micro-batch-size": near("micro_batch"), **values}
     if cluster.tensor_parallel is not None:
         most = max(MOST_TENSOR_PARALLEL, cluster.tensor_parallel)
         values = {"--tensor-parallel": [n for n in range(1, most + 1) if fits(tensor_parallel=n)], **values}

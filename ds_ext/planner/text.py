@@ -31,11 +31,12 @@ def aligned(cells: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     return lines
 
 
-def parse_bytes(text: str, name: str = "size in bytes") -> int:
+def parse_bytes(text: str, name: str = "size in bytes", examples: str = "80GB, 512MB or 16GiB") -> int:
     """Return the bytes of ``"80GB"`` (10^9) or ``"80GiB"`` (2^30).
 
     Args:
         name: flag or key, for the error.
+        examples: right texts, for the error.
 
     Raises:
         ScheduleError: the text is not a positive size. A lower-case b stands for bits, and is refused.
@@ -44,12 +45,12 @@ def parse_bytes(text: str, name: str = "size in bytes") -> int:
     if match is None:
         bits = " A lower-case b means bits." if re.search(r"[0-9]\s*[kmgt]i?b", text, re.IGNORECASE) else ""
         raise ScheduleError(
-            f"{name}: not a number with a unit of bytes (got {text!r}).{bits} Use 80GB, 512MB or 16GiB."
+            f"{name}: not a number with a unit of bytes (got {text!r}).{bits} Use {examples}."
         )
     power = " KMGT".index((match[2] or " ").upper())
     size = int(float(match[1]) * (1024 if match[3] else 1000) ** power)
     if size < 1:
-        raise ScheduleError(f"{name}: must be at least 1 byte (got {text!r}). Use 80GB, 512MB or 16GiB.")
+        raise ScheduleError(f"{name}: must be at least 1 byte (got {text!r}). Use {examples}.")
     return size
 
 

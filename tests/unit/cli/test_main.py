@@ -36,6 +36,12 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--num-devices D, --stages D" in shown
 
 
+@pytest.mark.parametrize("words", ["auto", "simulate auto --num-devices 4 --micro-batches 8"])
+def test_auto_is_a_value_of_the_json(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert re.search(r"auto.* in the JSON", capsys.readouterr().err)
+
+
 def test_verbs_of_other_packages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = tmp_path / "nowhere"
     assert main(["prepare", "--source", str(missing), "--output", str(tmp_path / "out")]) == 2

@@ -145,6 +145,8 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["--inside", "fast"], r"--inside: .*got 'fast'"),
         (["--recompute-interval", "0"], r"--recompute-interval: .*got 0"),
         (["--micro-batch-size", "0"], r"--micro-batch-size: .*got 0"),
+        (["--micro-batch-size", "3"], r"micro-batches of 3 .*Use --micro-batch-size 2 or 4, "),
+        (["--inside", "300,2us"], r"--inside: .*'300'.*Use 300GB,2us "),
         (["--tflops", "0"], r"--tflops: .*got 0"),
         (["--tflops", "inf"], r"--tflops: .*got inf"),
         (["--devices", "0"], r"--devices: .*got 0"),
