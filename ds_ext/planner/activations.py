@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from .training_sizes import TrainingSizes
 
-_CHUNKS, _LEAST_CHUNK = 16, 1 << 20  # of the fp32 logits in tensor_parallel/loss.py: number, and bytes
+CHUNKS, LEAST_CHUNK = 16, 1 << 20  # of the fp32 logits in tensor_parallel/loss.py: number, and bytes
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,8 @@ def layer_activations(sizes: TrainingSizes, recompute: str) -> Activations:
     kept = {"none": everything, "selective": everything - core, "full": size * c}[recompute]
     # The backward of the MLP comes first: the gradient of the output, and gradients of inner tensors.
     repeated = everything - kept if recompute == "full" else max(everything - kept - size * inner, 0)
-    gathered = (
-        h if t > 1 else 0
-    )  # the gradient of the output over all tokens, or that of the input before its sum
+    # With tensor parallelism also that of the output over all tokens, or that of the input before its sum.
+    gathered = h if t > 1 else 0
     above = size * (c + gathered) + (size - 1) * c * dropout + repeated
     weight = size * h * f
     deferred = size * (4 * h + 2 * q + 2 * k + (3 if gated else 2) * f)
@@ -139,9 +138,8 @@ def _norms(sizes: TrainingSizes, width: float) -> float:
     size = sizes.token_bytes
     if sizes.normalization == "LayerNorm":
         return size * width
-    return (
-        4 + size if _keeps_a_copy(sizes) else 2 * size
-    ) * width  # in fp32, and before the weight is applied
+    normalized = size  # before the weight is applied
+    return (normalized + (4 if _keeps_a_copy(sizes) else size)) * width
 
 
 def _attention_inputs(sizes: TrainingSizes, q: float, k: float) -> float:
@@ -168,7 +166,7 @@ def _head(sizes: TrainingSizes) -> Activations:
     vocabulary = sizes.padded_vocab_size(sizes.tensor_parallel) / sizes.tensor_parallel
     logits, weight = tokens * size * vocabulary, size * vocabulary * h
     fp32 = 4 * tokens * vocabulary
-    chunk = max(fp32 / _CHUNKS, min(_LEAST_CHUNK, fp32))
+    chunk = max(fp32 / CHUNKS, min(LEAST_CHUNK, fp32))
     kept = tokens * (_norms(sizes, c) + size * h) + logits
     return Activations(
         kept,

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_ext.planner.activations import CHUNKS, LEAST_CHUNK
 from ds_ext.recipes.models.gpt import GPTConfig, gpt_loss
-from ds_ext.tensor_parallel import IGNORE_INDEX, TensorParallel, vocab_parallel_cross_entropy
+from ds_ext.tensor_parallel import IGNORE_INDEX, TensorParallel, loss, vocab_parallel_cross_entropy
 from tests.losses import mean
 
 ONE = TensorParallel()
@@ -39,6 +40,29 @@ def test_loss_and_gradient_equal_torch(scale: float, dtype: torch.dtype) -> None
     (loss * token_weights_BS).sum().backward()
     (expected * token_weights_BS).sum().backward()
     torch.testing.assert_close(logits_BSV.grad, plain_BSV.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 5, 12])
+def test_chunks_change_nothing(dtype: torch.dtype, tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for chunk in (100, tokens):
+        monkeypatch.setattr(loss, "chunk_tokens", lambda *_, chunk=chunk: chunk)
+        logits_BSV, labels_BS = sample(dtype=dtype)
+        losses_BS = vocab_parallel_cross_entropy(logits_BSV, labels_BS, ONE, VOCAB)
+        (losses_BS * torch.arange(12.0).view(2, 6)).sum().backward()
+        results.append((losses_BS.detach(), logits_BSV.grad))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns"), [(1 << 16, 1 << 13), (4096, 1000), (64, 128), (1000, 1 << 19)]
+)
+def test_the_planner_knows_the_chunks(tokens: int, columns: int) -> None:
+    total = 4 * tokens * columns
+    planned = max(total / CHUNKS, min(LEAST_CHUNK, total))
+    chunk = 4 * columns * min(loss.chunk_tokens(tokens, columns), tokens)
+    assert abs(chunk - planned) <= 4 * columns  # of one token
 
 
 def test_padding_has_no_probability_and_no_gradient() -> None:
