@@ -218,10 +218,11 @@ class MicroBatches:
         available = max(len(self.dataset) - self.consumed_samples, 0)
         if available < needed and not (self.repeat or self._whole):
             step, smaller = ("training step", "batch") if trains else ("evaluation", "num_micro_batches")
+            left = f" of {len(self.dataset)}, after {self.consumed_samples} consumed samples"
             error = ConfigError(
                 f"dataset: the next {step} needs {needed} samples, {micro_batches} micro-batches of "
-                f"{self.micro_batch_size} (got {available} of {len(self.dataset)}, after {self.consumed_samples} "
-                f"consumed samples). Use more data, or a smaller {smaller}."
+                f"{self.micro_batch_size} (got {available}{left if self.consumed_samples else ''}). Use more data, or a "
+                f"smaller {smaller}."
             )
             error.reported_by = 0
             raise error
