@@ -221,8 +221,8 @@ class MicroBatches:
             left = f" of {len(self.dataset)}, after {self.consumed_samples} consumed samples"
             error = ConfigError(
                 f"dataset: the next {step} needs {needed} samples, {micro_batches} micro-batches of "
-                f"{self.micro_batch_size} (got {available}{left if self.consumed_samples else ''}). Use more data, or a "
-                f"smaller {smaller}."
+                f"{self.micro_batch_size} (got {available}{left if self.consumed_samples else ''}). Use more data, "
+                f"or a smaller {smaller}."
             )
             error.reported_by = 0
             raise error

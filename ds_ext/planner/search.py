@@ -43,7 +43,7 @@ _ORDERS = 12  # approximate number of orders that a planned schedule simulates
 _SEARCHED_OPS = 60_000  # minimum over all orders of a search that does not reach its bound
 _NEAR = 0.25  # groups that take this much longer than the best one are not evaluated
 _ORDERS_KEPT = 16
-_FEW = 4  # micro-batches per device of an order that predicts those for many
+_FEW = 2  # micro-batches per device of an order that predicts those for many
 _MOST_OPS = 500_000  # maximum per candidate; planning takes about 5 microseconds per op, for up to a million
 
 _Options = tuple[tuple[str, Any], ...]
