@@ -52,11 +52,13 @@ class Buffer:
         self.inputs = tuple(t.requires_grad_(trains and _differentiable(t)) for t in tensors)
 
     def take_outputs(self) -> tuple[Tensor, ...]:
-        """Return the outputs, of which a backward needs only the edges. Their memory may be freed."""
-        assert self.outputs is not None
-        outputs, self.outputs = self.outputs, None
-        differentiable = [tensor for tensor in outputs if _differentiable(tensor)]
-        self.edges = tuple([get_gradient_edge(t) if t.requires_grad else None for t in differentiable])
+        """Return the outputs. In training they are not kept: a backward needs only their edges."""
+        outputs = self.outputs
+        assert outputs is not None
+        if torch.is_grad_enabled():  # forward ranks send them twice
+            differentiable = [tensor for tensor in outputs if _differentiable(tensor)]
+            self.edges = tuple([get_gradient_edge(t) if t.requires_grad else None for t in differentiable])
+            self.outputs = None
         return outputs
 
     def take_input_grads(self) -> tuple[Tensor, ...]:
