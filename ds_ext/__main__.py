@@ -29,7 +29,7 @@ from .cli.schedule_verbs import (
 )
 from .errors import ConfigError, DsExtError
 from .pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND
-from .pipe_schedules.registry import import_modules
+from .pipe_schedules.registry import get_schedule, import_modules
 
 Verbs = argparse._SubParsersAction  # pyright: ignore[reportPrivateUsage]
 
@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = argparse.Namespace()
     try:
         if argv[:1] == ["auto"]:
-            raise ConfigError(
-                'auto: no verb. Use "ds_ext": {"schedule": "auto"} in the JSON of a job, or plan.'
-            )
+            get_schedule(argv[0])  # which is possible in a JSON only
         parser, verbs = build_parser(argv[0] if argv else "")
         args, unknown = parser.parse_known_args(argv)
         if unknown:

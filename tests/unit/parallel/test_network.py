@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ds_ext.errors import ConfigError
@@ -12,7 +14,7 @@ INSIDE, BETWEEN = Link(100e9, 1e-6), Link(10e9, 10e-6)
 SIZE = 1e9
 
 
-def network(slots: int, hosts: int, **changes: str) -> Network:
+def network(slots: int, hosts: int, **changes: Any) -> Network:
     return Network(Hosts((slots,) * hosts), INSIDE, BETWEEN, **changes)
 
 
