@@ -118,11 +118,12 @@ class Trainer:
             step += 1
             loss = float(self.engine.train_batch(self.train))
             is_last = step == args.train_iters
-            evaluates = is_last or (_is_due(step, args.eval_interval) and self.engine.stops.agreed is None)
+            is_due = self.valid is not None and (is_last or _is_due(step, args.eval_interval))
+            evaluates = is_due and (is_last or self.engine.stops.agreed is None)
             validation = self.evaluate(self.valid) if self.valid is not None and evaluates else None
             if validation is None:
                 metrics.log(loss)
-                if self.valid is not None and evaluates:
+                if is_due:
                     say(f"step {step}: no validation loss, because {self.engine.stops.agreed}")
             else:
                 valid_loss, parts = validation
