@@ -7,8 +7,8 @@ from typing import Any
 
 from ds_ext.config.job import JobConfig, load_config
 from ds_ext.pipe_schedules import Placement, Timetable
+from ds_ext.planner.candidates import Candidates
 from ds_ext.planner.job_plan import make_job_plan, place, resolve_schedule, schedule_options
-from ds_ext.planner.search import Candidates
 
 
 def _job(config: JobConfig | Mapping[str, Any]) -> JobConfig:

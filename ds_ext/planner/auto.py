@@ -29,7 +29,8 @@ from ..pipe_schedules.placement import linear
 from ..recipes.data.layout import DATA_NAME, META_NAME
 from ..recipes.models.config import PLANNED, SIZES, TransformerConfig
 from ..recipes.models.field_flags import fields_of
-from .search import Candidates, Request, choose
+from .candidates import Candidates
+from .search import Request, choose
 from .text import HEADROOM, join_words, parse_bytes, usable_bytes
 from .training_sizes import RECOMPUTATIONS, TrainingSizes
 

@@ -29,7 +29,7 @@ from ..pipe_schedules.ops import Op
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulation import Simulation, simulate
 from .auto import best_schedule, choose_for_job
-from .search import Candidates
+from .candidates import Candidates
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from ..parallel.network import Link, Network
 from ..pipe_schedules.costs import Costs
 from ..recipes.models.config import TransformerConfig
 from ..recipes.models.field_flags import keys_of
-from .search import Candidate, Candidates, Request, choose_each
+from .candidates import Candidate, Candidates
+from .search import Request, choose_each
 from .text import join_reasons, join_words
 from .training_sizes import TrainingSizes
 

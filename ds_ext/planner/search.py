@@ -9,8 +9,7 @@ The search does not depend on the names of schedules. Each schedule declares whi
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from heapq import heappop, heappush
@@ -21,7 +20,6 @@ from ..errors import ScheduleError
 from ..parallel.crossing import rank_orders
 from ..parallel.layout import ParallelLayout
 from ..parallel.network import Network
-from ..parallel.rank_order import RankOrder
 from ..pipe_schedules import SCHEDULES, Op, Placement, Schedule, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.events import Workload
@@ -30,15 +28,14 @@ from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORW
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulation import Simulation, simulate
 from .activations import layer_activations, stage_activations
+from .candidates import SAME, Candidate, Candidates, is_too_large, rank_candidates, refuse_duplicates
 from .memory import DeviceMemory, memory
 from .stage_costs import split_layers, stage_costs
 from .step_time import Reductions, least_collectives_s, on_devices, step_times
-from .text import costs_text, format_bytes, format_number, join_reasons
+from .text import format_bytes
 from .traffic import traffic
 from .training_sizes import RECOMPUTATIONS, TrainingSizes
 
-SAME = 1e-7  # relative difference up to which times count as equal; stage factors are rounded to 1e-8
-_REASONS_SHOWN = 3
 _ORDERS = 12  # approximate number of orders that a planned schedule simulates
 _SEARCHED_OPS = 60_000  # minimum over all orders of a search that does not reach its bound
 _NEAR = 0.25  # groups that take this much longer than the best one are not evaluated
@@ -47,159 +44,6 @@ _FEW = 2  # micro-batches per device of an order that predicts those for many
 _MOST_OPS = 500_000  # maximum per candidate; planning takes about 5 microseconds per op, for up to a million
 
 _Options = tuple[tuple[str, Any], ...]
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One way to run a job, evaluated or refused.
-
-    Attributes:
-        costs: costs of each stage, with recomputation.
-        planned: True if the schedule plans its order for the costs.
-        refusal: why the candidate cannot be used, in one sentence; "" if it can.
-        time: makespan of a step in the unit of the costs; None if not simulated.
-        memory_bytes: largest memory of a device; None without a model or a simulation.
-        replicas: copies of the weights.
-        activations: largest peak of live activations on a device, in units of 1/D of the model.
-        stages: stages of the model.
-        sizes: the model with the layers of every stage; None without a model or a simulation.
-        micro_batches: N.
-        unpriced: True if a lower bound on its time ruled out the candidate.
-        rank_order: order with the shortest step; None without a network.
-        reductions_s, gather_s: parts of the step after the last op, in seconds.
-    """
-
-    schedule: str
-    options: Mapping[str, Any]
-    recompute: str
-    costs: Costs
-    planned: bool
-    refusal: str = ""
-    time: float | None = None
-    bubble: float | None = None
-    memory_bytes: int | None = None
-    replicas: int = 1
-    activations: float = 0.0
-    stages: int = 0
-    sizes: TrainingSizes | None = field(default=None, compare=False)
-    micro_batches: int = 0
-    unpriced: bool = False
-    rank_order: RankOrder | None = None
-    reductions_s: float = 0.0
-    gather_s: float = 0.0
-
-    @property
-    def label(self) -> str:
-        """Name and options, such as ``interleaved chunks=3``."""
-        return " ".join([self.schedule, *(f"{key}={format_number(v)}" for key, v in self.options.items())])
-
-    @property
-    def layers(self) -> tuple[int, ...] | None:
-        """Transformer layers of every stage."""
-        return None if self.sizes is None else self.sizes.stage_layers
-
-    @property
-    def recompute_text(self) -> str:
-        """Kind of recomputation, with its interval, such as ``full/2``."""
-        every = 1 if self.sizes is None else self.sizes.recompute_interval
-        return self.recompute if every == 1 else f"{self.recompute}/{every}"
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The "schedule_options" of a job: the options, and the costs if the order is planned for them."""
-        if self.planned and self.costs != Costs():
-            return {**self.options, "costs": costs_text(self.costs)}
-        return dict(self.options)
-
-    @property
-    def size(self) -> tuple[float, ...]:
-        """Key that sorts by memory: bytes, or, without a model, copies of the weights and then activations."""
-        if self.memory_bytes is not None:
-            return (self.memory_bytes,)
-        return (self.replicas, self.activations)
-
-    @property
-    def tie_order(self) -> tuple[object, ...]:
-        """Key that sorts candidates of equal time: least memory, then fewest stages, then name."""
-        return (*self.size, self.stages, self.schedule)
-
-    @property
-    def complexity(self) -> tuple[object, ...]:
-        """Key that sorts candidates of about equal time: least recomputation, fewest stages and micro-batches."""
-        repeated = self.sizes.repeated_share if self.sizes is not None else 0.0
-        return (repeated, self.stages * self.replicas, self.micro_batches, self.planned)
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """All candidates, ranked: usable ones by time, then those that are too large by bytes, then the rest.
-
-    Attributes:
-        memory_bytes: memory limit of a device; None: no limit.
-        margin: relative saving below which a candidate was not evaluated.
-        least: lower bound on the time of the candidates that are not listed; infinite if all are.
-    """
-
-    ranked: tuple[Candidate, ...]
-    memory_bytes: int | None = None
-    margin: float = 0.0
-    least: float = math.inf
-
-    @property
-    def best(self) -> Candidate | None:
-        """Usable candidate with the least time, then the least memory; None if nothing fits."""
-        return self.ranked[0] if self.ranked and not self.ranked[0].refusal else None
-
-    @property
-    def usable(self) -> tuple[Candidate, ...]:
-        """Candidates without a refusal."""
-        return tuple(c for c in self.ranked if not c.refusal)
-
-    @property
-    def smallest(self) -> Candidate | None:
-        """Candidate that needs the least memory among those that are too large."""
-        large = [c for c in self.ranked if _is_too_large(c.memory_bytes, self.memory_bytes)]
-        return min(large, key=lambda c: c.tie_order, default=None)
-
-    def reason(self) -> str:
-        """Return why the best candidate is the best, or why none is usable."""
-        best = self.best
-        if best is None:
-            return self._why_none()
-        others = [c for c in self.usable[1:] if c.schedule != best.schedule]
-        if not others:
-            return f"{best.label}: {self._why_only()}."
-        second = min(others, key=lambda c: (c.time, c.tie_order))
-        time, longer = best.time or 0.0, second.time or 0.0
-        if longer < time * (1 - SAME):
-            return f"{best.label}: simplest within {self.margin:.0%} of the shortest step, that of {second.label}."
-        if longer <= time * (1 + SAME):
-            return f"{best.label}: same step time as {second.label}, with no more memory."
-        ratio = (
-            f"{longer / time - 1:.1%} longer" if longer < 2 * time else f"{longer / time:.2f} times as long"
-        )
-        return f"{best.label}: shortest step. Next schedule: {second.label}, {ratio}."
-
-    def _why_only(self) -> str:
-        if any(c.unpriced for c in self.ranked):
-            saving = f"{self.margin:.0%} or more" if self.margin else "time"
-            return f"shortest step of all schedules evaluated. No other can save {saving}"
-        if self.memory_bytes is not None:
-            return f"only schedule that fits {format_bytes(self.memory_bytes)}"
-        return "only possible schedule"
-
-    def _why_none(self) -> str:
-        smallest, limit = self.smallest, self.memory_bytes
-        if smallest is None or smallest.memory_bytes is None or limit is None:
-            reasons = join_reasons(sorted({c.refusal.removesuffix(".") for c in self.ranked}))
-            hidden = len(reasons) - _REASONS_SHOWN
-            more = f"; {hidden} more reasons" if hidden > 0 else ""
-            return f"no schedule is possible: {'; '.join(reasons[:_REASONS_SHOWN])}{more}."
-        recompute = "" if smallest.recompute == "none" else f" with {smallest.recompute} recomputation"
-        return (
-            f"no schedule fits {format_bytes(limit)}. The smallest, {smallest.label}{recompute}, needs "
-            f"{format_bytes(smallest.memory_bytes)}, {format_bytes(smallest.memory_bytes - limit)} too much."
-        )
 
 
 @dataclass(frozen=True)
@@ -355,7 +199,9 @@ class _Search:
         limit, margin = request.memory_bytes, request.margin
         shortest = min(self._times(), default=math.inf)
         return [
-            Candidates(_rank(_refuse_duplicates(rows), limit, margin, shortest), limit, margin, least)
+            Candidates(
+                rank_candidates(refuse_duplicates(rows), limit, margin, shortest), limit, margin, least
+            )
             for rows, least in zip(self._rows, self._least, strict=True)
         ]
 
@@ -478,7 +324,7 @@ class _Kind:
         activations = plain * layer_activations(sizes, "none").kept
         activations += (sizes.num_layers - plain) * layer_activations(sizes, sizes.recompute).kept
         need = (parameters * kept + activations) / request.devices
-        return _sort_key(_is_too_large(int(need), request.memory_bytes), request.least_time(sizes), int(need))
+        return _sort_key(is_too_large(int(need), request.memory_bytes), request.least_time(sizes), int(need))
 
     @cached_property
     def sizes(self) -> TrainingSizes | None:
@@ -676,7 +522,7 @@ class _Variant:
             # Another order of the stages may need smaller buffers.
             needs.append(parts.total - parts.buffers + max(0, int(average) - parts.activations))
         need = max(needs)
-        return _sort_key(_is_too_large(need, request.memory_bytes), self.least_time, need)
+        return _sort_key(is_too_large(need, request.memory_bytes), self.least_time, need)
 
     @property
     def short_run(self) -> tuple[float, ...]:
@@ -691,7 +537,7 @@ class _Variant:
         need = max(device.total for device in memory(order.timetable, sizes))
         least = lower_bound(Workload(self.placement, n, self.costs, split=True))
         waits = (order.simulation.makespan - least) * request.unit_s * (1 - self.costs.jitter)
-        return _sort_key(_is_too_large(need, request.memory_bytes), self.least_time + max(waits, 0.0), need)
+        return _sort_key(is_too_large(need, request.memory_bytes), self.least_time + max(waits, 0.0), need)
 
     def price(self, simulate_large: bool) -> Candidate:
         """Build and simulate the timetable. Raises ScheduleError if the schedule does not support the sizes.
@@ -702,7 +548,7 @@ class _Variant:
         order = self.shared.order(*self._key, request.micro_batches, self.costs)
         timetable = order.timetable
         need = None if sizes is None else max(device.total for device in memory(timetable, sizes))
-        too_large = _is_too_large(need, request.memory_bytes)
+        too_large = is_too_large(need, request.memory_bytes)
         values: dict[str, Any] = {
             "refusal": f"It needs {format_bytes(need)}." if need and too_large else "",
             "memory_bytes": need,
@@ -744,46 +590,6 @@ class _Variant:
         values = {"costs": self.request.costs, **values}
         name, recompute = self.schedule.name, self.kind.recompute
         return Candidate(name, self.options, recompute, planned=self.schedule.planned, **values)
-
-
-def _refuse_duplicates(rows: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Yield the candidates; every one that equals an earlier one in all figures is refused."""
-    seen: dict[tuple[object, ...], Candidate] = {}
-    for row in rows:
-        key = (row.schedule, row.recompute_text, row.time, row.bubble, row.memory_bytes, row.activations)
-        if row.refusal or row.time is None:
-            yield row
-        elif key in seen:
-            yield replace(row, refusal=f"Same as {seen[key].label}.")
-        else:
-            seen[key] = row
-            yield row
-
-
-def _rank(
-    rows: Iterable[Candidate], limit_bytes: int | None, margin: float, shortest: float
-) -> tuple[Candidate, ...]:
-    """Return usable candidates by time, then too large ones by bytes, then the others; ties are in ``tie_order``.
-
-    The first usable one is the simplest of those within the margin of the time ``shortest``.
-    """
-    usable, large, others = [], [], []
-    for row in rows:
-        refused = large if _is_too_large(row.memory_bytes, limit_bytes) else others
-        (refused if row.refusal else usable).append(row)
-    usable.sort(key=lambda c: (c.time, c.tie_order))
-    times = [c.time or 0.0 for c in usable]
-    within = shortest * (1 + margin) if times and times[0] <= shortest * (1 + margin) else 0.0
-    ties = usable[: bisect_right(times, max(within, times[0] * (1 + SAME)))] if times else []
-    best = min(
-        ties, key=lambda c: (*c.complexity, c.time, c.tie_order) if margin else c.tie_order, default=None
-    )
-    usable.sort(key=lambda c: c is not best)
-    return (*usable, *sorted(large, key=lambda c: c.tie_order), *others)
-
-
-def _is_too_large(need_bytes: int | None, limit_bytes: int | None) -> bool:
-    return need_bytes is not None and limit_bytes is not None and need_bytes > limit_bytes
 
 
 def _first_sentence(error: ScheduleError) -> str:

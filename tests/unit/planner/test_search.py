@@ -13,8 +13,9 @@ from ds_ext.pipe_schedules import SCHEDULES, Schedule, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulation import simulate
+from ds_ext.planner.candidates import SAME, Candidates
 from ds_ext.planner.memory import memory
-from ds_ext.planner.search import SAME, Candidates, Request, choose
+from ds_ext.planner.search import Request, choose
 from ds_ext.planner.stage_costs import stage_costs
 from ds_ext.planner.training_sizes import TrainingSizes
 from tests.selection import select
