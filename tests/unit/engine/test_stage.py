@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -245,3 +246,21 @@ def test_a_stage_that_begins_with_an_in_place_operation_runs_once() -> None:
     buffer.grads = (torch.ones(3),)
     buffer.backward(identity, [])
     assert buffer.take_input_grads()[0].tolist() == [2, 2, 2]
+
+
+def test_a_stage_keeps_neither_sent_outputs_nor_the_inputs_of_deferred_gradients() -> None:
+    model, buffer = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4)), Buffer()
+    let_defer(model)
+    buffer.set_inputs((torch.ones(2, 4),))
+    assert buffer.inputs is not None
+    with deferrable():
+        buffer.outputs = (model(buffer.inputs[0] * 1) + 1,)
+    output, inputs = weakref.ref(buffer.take_outputs()[0]), weakref.ref(buffer.inputs[0])
+    assert output() is None
+    buffer.grads, buffer.weights = (torch.ones(2, 4),), WeightGradients()
+    with deferring(buffer.weights):
+        buffer.backward(identity, list(model.parameters()))
+    buffer.take_input_grads()
+    assert inputs() is None and model[1].weight.grad is None
+    buffer.weights.compute()
+    assert model[1].weight.grad is not None
