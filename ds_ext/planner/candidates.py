@@ -32,7 +32,7 @@ class Candidate:
         stages: stages of the model.
         sizes: the model with the layers of every stage; None without a model or a simulation.
         micro_batches: N.
-        unpriced: True if a lower bound on its time ruled out the candidate.
+        unpriced: True if a lower bound ruled out the candidate: on its time, or on its ``memory_bytes``.
         rank_order: order with the shortest step; None without a network.
         reductions_s, gather_s: parts of the step after the last op, in seconds.
     """
@@ -149,7 +149,7 @@ class Candidates:
         return f"{best.label}: shortest step. Next schedule: {second.label}, {ratio}."
 
     def _why_only(self) -> str:
-        if any(c.unpriced for c in self.ranked):
+        if any(c.unpriced and c.memory_bytes is None for c in self.ranked):
             saving = f"{self.margin:.0%} or more" if self.margin else "time"
             return f"shortest step of all schedules evaluated. No other can save {saving}"
         if self.memory_bytes is not None:
@@ -164,10 +164,10 @@ class Candidates:
             more = f"; {hidden} more reasons" if hidden > 0 else ""
             return f"no schedule is possible: {'; '.join(reasons[:_REASONS_SHOWN])}{more}."
         recompute = "" if smallest.recompute == "none" else f" with {smallest.recompute} recomputation"
-        return (
-            f"no schedule fits {format_bytes(limit)}. The smallest, {smallest.label}{recompute}, needs "
-            f"{format_bytes(smallest.memory_bytes)}, {format_bytes(smallest.memory_bytes - limit)} too much."
-        )
+        need = format_bytes(smallest.memory_bytes)
+        over = format_bytes(smallest.memory_bytes - limit)
+        need = f"at least {need}" if smallest.unpriced else f"{need}, {over} too much"
+        return f"no schedule fits {format_bytes(limit)}. The smallest, {smallest.label}{recompute}, needs {need}."
 
 
 def refuse_duplicates(rows: Iterable[Candidate]) -> Iterator[Candidate]:

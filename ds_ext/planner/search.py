@@ -23,7 +23,7 @@ from ..parallel.network import Network
 from ..pipe_schedules import SCHEDULES, Op, Placement, Schedule, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.events import Workload
-from ..pipe_schedules.list_scheduling.search import lower_bound
+from ..pipe_schedules.list_scheduling.search import brief_search, lower_bound
 from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulation import Simulation, simulate
@@ -39,7 +39,7 @@ from .training_sizes import RECOMPUTATIONS, TrainingSizes
 _ORDERS = 12  # approximate number of orders that a planned schedule simulates
 _SEARCHED_OPS = 60_000  # minimum over all orders of a search that does not reach its bound
 _NEAR = 0.25  # groups that take this much longer than the best one are not evaluated
-_ORDERS_KEPT = 16
+_ORDERS_KEPT = 64
 _FEW = 2  # micro-batches per device of an order that predicts those for many
 _MOST_OPS = 500_000  # maximum per candidate; planning takes about 5 microseconds per op, for up to a million
 
@@ -242,22 +242,23 @@ class _Search:
                 self._rows[group].append(variant.candidate(refusal=_first_sentence(error)))
 
     def _evaluate(self, group: int, variant: _Variant, bound: tuple[float, ...]) -> None:
-        margin, best = variant.request.margin, self._best[group]
-        excluded = self._is_excluded(group, bound, variant.slow_to_plan)
-        if not excluded and variant.bound > bound:
-            self._push(group, variant, variant.bound)
+        margin, best, slow = variant.request.margin, self._best[group], variant.slow_to_plan
+        simpler = not slow and variant.complexity < self._complexity(group)
+        most = self._most_time(group, slow)
+        tighter = bound
+        for tighter in self._tighter(variant, bound, most):
+            if tighter > bound:
+                break
+        excluded = most < math.inf and tighter > (0.0, most)
+        if tighter > bound and not excluded:
+            self._push(group, variant, tighter)
             return
-        if variant.slow_to_plan and not excluded:
-            most = self._most_time(group, slow=True)
-            bound = max(bound, variant.bound_within(most))
-            if most < math.inf and bound <= (0.0, most):
-                bound = max(bound, variant.short_run)
-            excluded = most < math.inf and bound > (0.0, most)
-        if excluded or (best is not None and _cannot_win(bound, best, variant.slow_to_plan, margin)):
-            if excluded and not bound[0] and not variant.slow_to_plan:
-                self._least[group] = min(self._least[group], bound[1])
-            refusal = _bound_refusal(bound, margin)
-            self._rows[group].append(variant.candidate(refusal=refusal, unpriced=not bound[0]))
+        if excluded or (best is not None and _cannot_win(tighter, best, slow, margin, simpler)):
+            if excluded and not tighter[0] and not slow:
+                self._least[group] = min(self._least[group], tighter[1])
+            need = math.ceil(tighter[1]) if tighter[0] else None
+            refusal = _bound_refusal(tighter, margin)
+            self._rows[group].append(variant.candidate(refusal=refusal, unpriced=True, memory_bytes=need))
             return
         try:
             row = variant.price(simulate_large=len(self._groups) == 1 or not self._times())
@@ -268,11 +269,38 @@ class _Search:
         reached = _sort_key(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
         self._best[group] = reached if best is None else min(best, reached)
 
+    def _complexity(self, group: int) -> tuple[object, ...]:
+        """Return the complexity of the simplest candidate within the margin of the best one of the group."""
+        best, margin = self._best[group], self._groups[0][0].margin
+        if best is None or best[0] or not margin:
+            return ()
+        near = (
+            row
+            for row in self._rows[group]
+            if not row.refusal and (row.time or 0.0) <= best[1] * (1 + margin)
+        )
+        return min(row.complexity for row in near)
 
-def _cannot_win(bound: tuple[float, ...], best: tuple[float, ...], slow: bool, margin: float) -> bool:
-    """Return whether a candidate with this lower bound cannot beat the best one (by the margin, if there is one)."""
+    def _tighter(
+        self, variant: _Variant, bound: tuple[float, ...], most: float
+    ) -> Iterator[tuple[float, ...]]:
+        """Yield lower bounds on the sort key that take longer and longer to compute."""
+        if most < math.inf and bound > (0.0, most):
+            return
+        yield variant.bound
+        if len(self._groups) > 1:
+            if variant.slow_to_plan:
+                yield variant.bound_within(most)
+                yield variant.brief_run
+            yield variant.short_run
+
+
+def _cannot_win(
+    bound: tuple[float, ...], best: tuple[float, ...], slow: bool, margin: float, simpler: bool
+) -> bool:
+    """Return whether a candidate with this lower bound cannot be chosen: it saves too little, and is not simpler."""
     if margin and bound[0] == best[0] == 0:
-        return bound[1] > best[1] * (1 - margin)
+        return bound[1] > best[1] * (1 + margin if simpler else 1 - margin)
     return (slow or margin > 0) and bound > best
 
 
@@ -363,6 +391,7 @@ class _Shared:
 
     def __init__(self) -> None:
         self.order = lru_cache(_ORDERS_KEPT)(self._order)
+        self.brief_order = lru_cache(_ORDERS_KEPT)(brief_search()(self._order))
         self.placement = cache(self._placement)
         self.stages = cache(self._stages)
 
@@ -447,6 +476,17 @@ class _Variant:
         return self.kind.sizes and replace(self.kind.sizes, stage_layers=self._stages[1])
 
     @property
+    def complexity(self) -> tuple[object, ...]:
+        """That of the candidate."""
+        placement = self.placement
+        return self.candidate(
+            replicas=placement.replicas,
+            stages=placement.stages,
+            sizes=self.kind.sizes,
+            micro_batches=self.request.micro_batches,
+        ).complexity
+
+    @property
     def costs(self) -> Costs:
         """Costs of each stage, with recomputation. Raises ScheduleError if they do not fit the stages."""
         return self._stages[0]
@@ -525,19 +565,31 @@ class _Variant:
         return _sort_key(is_too_large(need, request.memory_bytes), self.least_time, need)
 
     @property
+    def brief_run(self) -> tuple[float, ...]:
+        """Sort key from the memory of :meth:`short_run`, whose order is only searched for briefly."""
+        return self._preview(self.shared.brief_order)[0]
+
+    @cached_property
     def short_run(self) -> tuple[float, ...]:
         """Sort key that the order for a few micro-batches predicts; (0, 0) if there are not many more of them.
 
         In the steady state, more micro-batches need no more memory, and no fewer waits than fill and drain.
         """
+        key, order = self._preview(self.shared.order)
+        if order is None or key[0]:
+            return key
+        least = lower_bound(Workload(self.placement, order.timetable.micro_batches, self.costs, split=True))
+        waits = (order.simulation.makespan - least) * self.request.unit_s * (1 - self.costs.jitter)
+        return 0.0, self.least_time + max(waits, 0.0)
+
+    def _preview(self, build: Callable[..., _Order]) -> tuple[tuple[float, ...], _Order | None]:
+        """Return the sort key from the memory of an order for a few micro-batches, and the order."""
         request, sizes, n = self.request, self.sizes, _FEW * self.request.devices
         if request.micro_batches < 2 * n or sizes is None:
-            return (0.0, 0.0)
-        order = self.shared.order(*self._key, n, self.costs)
+            return (0.0, 0.0), None
+        order = build(*self._key, n, self.costs)
         need = max(device.total for device in memory(order.timetable, sizes))
-        least = lower_bound(Workload(self.placement, n, self.costs, split=True))
-        waits = (order.simulation.makespan - least) * request.unit_s * (1 - self.costs.jitter)
-        return _sort_key(is_too_large(need, request.memory_bytes), self.least_time + max(waits, 0.0), need)
+        return _sort_key(is_too_large(need, request.memory_bytes), self.least_time, need), order
 
     def price(self, simulate_large: bool) -> Candidate:
         """Build and simulate the timetable. Raises ScheduleError if the schedule does not support the sizes.

@@ -11,11 +11,13 @@ import pytest
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Schedule, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.events import Workload
+from ds_ext.pipe_schedules.list_scheduling.search import lower_bound
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.candidates import SAME, Candidates
 from ds_ext.planner.memory import memory
-from ds_ext.planner.search import Request, choose
+from ds_ext.planner.search import _FEW, Request, choose
 from ds_ext.planner.stage_costs import stage_costs
 from ds_ext.planner.training_sizes import TrainingSizes
 from tests.selection import select
@@ -203,6 +205,25 @@ def test_many_devices_need_few_planned_orders() -> None:
         candidates.best is not None and candidates.best.bubble is not None and candidates.best.bubble < 0.05
     )
     assert 1 <= sum(row.planned and row.time is not None for row in candidates.ranked) <= 3
+
+
+@pytest.mark.parametrize("costs", [Costs(), Costs(1, 1.3, 0.7), Costs(1, 2, 1, comm=0.1)], ids=str)
+@pytest.mark.parametrize("name", sorted(n for n, s in SCHEDULES.items() if not s.planned and n != "fbd"))
+def test_few_micro_batches_wait_no_longer_than_many(name: str, costs: Costs) -> None:
+    schedule = get_schedule(name)
+    for devices in (2, 4):
+        few, many = _FEW * devices, 4 * _FEW * devices
+        for options in schedule.variants(devices, many):
+            waits, peaks = [], []
+            for count in (few, many):
+                timetable = schedule.timetable(devices, count, options, costs)
+                simulation = simulate(timetable, costs)
+                least = lower_bound(
+                    Workload(timetable.placement, count, costs.fit(timetable.placement), True)
+                )
+                waits.append(simulation.makespan - least)
+                peaks.append(max(simulation.peak_activations))
+            assert waits[0] <= waits[1] * (1 + SAME) + SAME and peaks[0] <= peaks[1]
 
 
 def test_a_margin_bounds_the_loss() -> None:
