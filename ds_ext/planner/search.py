@@ -477,7 +477,7 @@ class _Variant:
 
     @property
     def complexity(self) -> tuple[object, ...]:
-        """That of the candidate."""
+        """Complexity of the candidate."""
         placement = self.placement
         return self.candidate(
             replicas=placement.replicas,

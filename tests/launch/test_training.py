@@ -341,7 +341,7 @@ def test_validation_checkpoints_and_resuming_of_an_own_script(
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     build = next(block for block in blocks if "PipelineModule" in block).split("for step in")[0]
     loop = next(block for block in blocks if "load_checkpoint" in block)
-    assert "total_steps=10" in build and "< 20" in loop and '"checkpoints/own"' in loop
+    assert "total_steps=10" in build and "steps = 20" in loop and '"checkpoints/own"' in loop
     calls = ["load_checkpoint", "try_checkpoint_folder", "train_batch", "save_checkpoint"]
     assert re.findall("|".join(calls), loop) == calls
     job = json.loads(re.findall(r"```json\n(.*?)```", page, re.DOTALL)[0])
@@ -352,7 +352,7 @@ def test_validation_checkpoints_and_resuming_of_an_own_script(
         )
         job["ds_ext"]["schedule"] = schedule
         write_json(tmp_path / "job.json", job)
-        code = build_of + loop.replace("< 20", f"< {steps}").replace("checkpoints/own", folder)
+        code = build_of + loop.replace("steps = 20", f"steps = {steps}").replace("checkpoints/own", folder)
         (tmp_path / "own.py").write_text(
             f"config = 'job.json'\ndef main():\n{textwrap.indent(code, '    ')}"
             "import torch\n"
