@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +103,83 @@ def test_published_step_times(
     for flags, seconds in zip(recomputations, PUBLISHED[job], strict=True):
         assert main([*words.split(), *flags.split()]) == 0
         assert json.loads(capsys.readouterr().out)["step_s"] == pytest.approx(seconds, rel=0.1)
+
+
+A100 = "--tflops 218 --memory-bandwidth 1.6TB"  # 70% and 80% of the peaks
+H100 = "--tflops 692 --memory-bandwidth 2.68TB --inside 450GB,2us --between 50GB,10us"
+BLOOM = (
+    f"1f1b --num-devices 12 --micro-batch-size 2 --num-layers 70 --hidden-size 14336 --seq-length 2048 --rope "
+    f"--vocab-size 250880 --attention-scores --recompute full --hosts 48x8 --ports host --between 50GB,10us {A100}"
+)
+ZERO_BUBBLE = f"--seq-length 1024 --vocab-size 50257 --attention-scores {A100}"
+GPT_530B = f"interleaved --option chunks=3 --num-devices 35 --model gpt-530b --attention-scores {A100}"
+GPT_3 = (
+    f"interleaved --num-devices 8 --micro-batches 64 --model gpt-175b --tensor-parallel 4 --data-parallel 4 "
+    f"--sequence-parallel --hosts 16x8 {H100}"
+)
+# Runs that others published, in docs/clusters.md: name -> words of ``simulate``, predicted and published seconds of a
+# step, predicted and published gigabytes of the largest device (None: not compared). The page has the sources.
+RUNS: dict[str, tuple[str, tuple[float, float], tuple[float, float] | None]] = {
+    "bloom-tp4": (
+        f"{BLOOM} --micro-batches 128 --num-attention-heads 112 --tensor-parallel 4 --data-parallel 8",
+        (97.7, 104.5),
+        (62.1, 59),
+    ),
+    "bloom-tp8": (
+        f"{BLOOM} --micro-batches 256 --num-attention-heads 64 --tensor-parallel 8 --data-parallel 4",
+        (102.3, 121.63),
+        (36, 40),
+    ),
+    "zero-bubble-6.2b": (
+        f"1f1b --num-devices 8 --micro-batches 64 --micro-batch-size 3 --num-layers 30 --hidden-size 4096 "
+        f"--num-attention-heads 32 --hosts 1x8 {ZERO_BUBBLE}",
+        (5.85, 5.96),
+        (42.5, 39),
+    ),
+    "zero-bubble-28.3b": (
+        f"zb_h1 --num-devices 32 --micro-batches 256 --num-layers 62 --hidden-size 6144 --num-attention-heads 48 "
+        f"--hosts 4x8 {ZERO_BUBBLE}",
+        (7.87, 8.33),
+        (47.5, 44),
+    ),
+    "530b-dp2": (
+        f"{GPT_530B} --micro-batches 1120 --tensor-parallel 8 --data-parallel 2 --recompute full --hosts 70x8",
+        (196.8, 206.2),
+        None,
+    ),
+    "530b-dp8": (
+        f"{GPT_530B} --micro-batches 280 --tensor-parallel 8 --data-parallel 8 --recompute selective "
+        f"--sequence-parallel --hosts 280x8",
+        (38.45, 39.15),
+        None,
+    ),
+    "gpt3-24.11": (f"{GPT_3} --option chunks=12", (7.76, 8.91), None),
+    "gpt3-25.02": (f"{GPT_3} --option chunks=6", (7.83, 8.309), None),
+    "nemotron-4": (
+        f"interleaved --option chunks=12 --num-devices 8 --micro-batches 16 --num-layers 96 --hidden-size 18432 "
+        f"--num-attention-heads 96 --num-query-groups 8 --seq-length 4096 --vocab-size 256000 --rope "
+        f"--untie-embeddings-and-output-weights --hidden-dropout 0 --tensor-parallel 8 --data-parallel 4 "
+        f"--sequence-parallel --recompute selective --hosts 32x8 {H100}",
+        (4.58, 4.67),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("run", select([*RUNS], [run for run in RUNS if run != "530b-dp2"]))
+def test_predictions_in_the_docs(run: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The page prints the prediction, within 1%, and its difference from the published value."""
+    page = (Path(__file__).parents[3] / "docs" / "clusters.md").read_text()
+    words, seconds, gigabytes = RUNS[run]
+    assert main(["simulate", *words.split(), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    largest = max(device["total"] for device in printed["memory"]) / 1e9
+    for value, pair, unit in ((printed["step_s"], seconds, "s"), (largest, gigabytes, "GB")):
+        if pair is not None:
+            predicted, published = pair
+            assert value == pytest.approx(predicted, rel=0.01)
+            difference = predicted / published - 1
+            assert f"{predicted:g} {unit}, {published:g} {unit} ({difference:+.1%})" in page
 
 
 def test_element_wise_ops() -> None:
