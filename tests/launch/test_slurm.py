@@ -88,17 +88,25 @@ def test_example_saves_before_its_time_limit_and_continues(corpus: Path, tmp_pat
     assert command[command.index("--load") + 1] == str(saved)
 
 
+SAVE_5 = 'echo step_5 > "$SAVE/latest"; '
+
+
 @pytest.mark.parametrize(
     ("ending", "latest", "restarts", "code"),
     [
-        ("kill -USR1 $$", "", 9, None),  # None: requeued
-        ("kill -USR2 $$", "step_4", 9, None),
+        ("kill -USR1 $$", "", 2, None),  # None: requeued
+        (SAVE_5 + "kill -USR2 $$", "step_4", 9, None),
         ("kill -TERM $$", "step_4", 2, None),
         ("kill -TERM $$", "step_4", 3, 143),
         ("exit 3", "step_4", 0, None),
         ("exit 3", "", 0, 3),
         ("exit 3", "step_9", 0, 3),
         ("exit 0", "", 0, None),
+        (SAVE_5 + "exit 0", "", 9, None),
+        (SAVE_5 + "exit 0", "step_4", 9, None),
+        ("exit 0", "step_5", 3, 0),  # nothing to train with --train-iters 5
+        ("exit 0", "", 3, 0),  # --dry-run
+        ("kill -USR1 $$", "", 3, 138),
         ("exit 0", "step_9", 0, 0),
         ("exit 1", "step_4", 0, 1),
         ("exit 2", "step_4", 0, 2),
