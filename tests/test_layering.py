@@ -67,7 +67,7 @@ ALLOWED: dict[str, set[str]] = {
         "rich:",
     },
     "observe/trace": {"errors", "pipe_schedules"},
-    "observe/run_record": set(),
+    "observe/run_record": {"environment"},
     "observe/report": {"errors", "pipe_schedules", "observe/trace", "observe/run_record"},
     "observe": {"errors", "parallel", "observe/run_record", "torch:"},
     "engine/checkpoint/folder": {"errors"},

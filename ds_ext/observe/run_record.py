@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..environment import process_age_s
+
 logger = logging.getLogger(__name__)
 
 VERSION = 1
@@ -57,7 +59,7 @@ class RunRecord:
         self._events = events
         self._failing = False
         self._start: dict[str, Any] = {
-            "at": time.time(),
+            "at": time.time() - process_age_s(),
             "command": shlex.join(sys.argv),
             "commit": _commit(Path(sys.argv[0]).absolute().parent),
             "metrics_bytes": metrics_file.stat().st_size if metrics_file.exists() else 0,

@@ -6,6 +6,7 @@ import json
 import logging
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ def event(step: int, name: str = "saved") -> dict[str, Any]:
 
 
 def test_a_start_has_its_facts_memory_and_checkpoints(tmp_path: Path) -> None:
-    events = [event(3, "loaded")]
+    events = [{**event(3, "loaded"), "at": time.time()}]
     record = RunRecord(tmp_path / "metrics.jsonl", {"world_size": 2, "schedule": "1f1b"}, events)
     record.note_memory([100, 200])
     events.append(event(4))
@@ -29,6 +30,7 @@ def test_a_start_has_its_facts_memory_and_checkpoints(tmp_path: Path) -> None:
     (start,) = read_starts(path)
     assert (start["world_size"], start["schedule"], start["metrics_bytes"]) == (2, "1f1b", 0)
     assert start["peak_memory_bytes"] == [100, 200]
+    assert 0 < start["at"] < events[0]["at"]  # a checkpoint is loaded before the record is opened
     assert [(item["event"], item["step"]) for item in start["checkpoints"]] == [("loaded", 3), ("saved", 4)]
 
 
