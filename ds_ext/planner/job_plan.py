@@ -84,6 +84,14 @@ class StagePlan:
         fitting = nearest_train_sizes(train, micro * self.layout.data_parallel_size, self._supports)
         return f"With train_batch_size: {' or '.join(map(str, fitting))}." if fitting else ""
 
+    def supports_fewer_devices(self) -> bool:
+        """Return whether the schedule has a pipeline of fewer devices, which are at least 2."""
+        for devices in range(2, self.layout.placement.devices_per_pipe):
+            with contextlib.suppress(ScheduleError):
+                self.schedule.placement(devices, self.options)
+                return True
+        return False
+
     def _supports(self, micro_batches: int) -> bool:
         """Return whether the schedule has a timetable for this number of micro-batches."""
         if micro_batches % self.layout.placement.replicas:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ..comm.rounds import divide_into_rounds, links_per_rank
 from ..config.batch_sizes import counted
-from ..config.deepspeed_json import precision, zero_stage
+from ..config.deepspeed_json import precision, reduce_bucket_size, zero_stage
 from ..parallel.hosts import copy_hosts, fatal_pairs
 from ..parallel.layout import ParallelLayout, links_of
 from ..pipe_schedules.costs import Costs
@@ -17,6 +17,7 @@ from ..pipe_schedules.simulation import Simulation, simulate
 from .auto import vocabulary
 from .job_plan import JobPlan
 from .memory import DeviceMemory
+from .parameter_bytes import parameter_bytes
 from .text import aligned, describe_costs, format_bytes
 
 _CANDIDATES_SHOWN = 5
@@ -89,7 +90,7 @@ def describe(
         *_describe_bubble(plan, simulation, priced),
         *_describe_slowest_stage(plan, simulation, weights, balanced),
         *(_describe_costs(plan, simulation, message_bytes) if verbose else []),
-        *_describe_memory(memory),
+        *_describe_memory(plan, memory),
         *(_describe_devices(parameters, memory) if verbose else []),
         *recovery,
         *(failures if verbose else []),
@@ -177,7 +178,7 @@ def _describe_slowest_stage(
     weights: tuple[float, ...] | None,
     balanced: tuple[float, ...] | None,
 ) -> list[str]:
-    """Return a line with remedies if a stage takes much longer than the others. Arguments as for :func:`describe`."""
+    """Return a line with any remedies if a stage is much slower than the others. Arguments as for :func:`describe`."""
     stage, ratio = _slowest_stage(weights)
     if ratio < _SLOW_STAGE or plan.costs.stages is not None:
         return []
@@ -185,9 +186,10 @@ def _describe_slowest_stage(
     bubble = simulate(plan.timetable, replace(plan.costs, stages=balanced)).bubble
     if bubble < simulation.bubble - _LEAST_GAIN:
         remedies.append(f"--stage-layers balanced gives a bubble of {bubble:.1%}")
-    if _slowest_stage(balanced)[1] >= _SLOW_STAGE:
+    if _slowest_stage(balanced)[1] >= _SLOW_STAGE and plan.supports_fewer_devices():
         remedies.append("use fewer stages")
-    return [f"note: stage {stage} takes {ratio:.2g} times as long as the others; {'; or '.join(remedies)}"]
+    advice = f"; {'; or '.join(remedies)}" if remedies else ""
+    return [f"note: stage {stage} takes {ratio:.2g} times as long as the others{advice}"]
 
 
 def _slowest_stage(weights: tuple[float, ...] | None) -> tuple[int, float]:
@@ -216,12 +218,17 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int | 
     ]
 
 
-def _describe_memory(memory: Sequence[DeviceMemory]) -> list[str]:
-    """Return the memory of the device that needs the most."""
+def _describe_memory(plan: JobPlan, memory: Sequence[DeviceMemory]) -> list[str]:
+    """Return the memory of the device that needs the most, with the key of ZeRO's buckets if they are most of it."""
     if not memory:
         return []
     largest = max(memory, key=lambda device: device.total)
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in asdict(largest).items())
+    sizes = asdict(largest)
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    config = plan.job.deepspeed
+    bytes_of = parameter_bytes(precision(config), min(zero_stage(config), 1), "fused")
+    if bytes_of.bucketed and max(sizes, key=sizes.__getitem__) == "buffers":
+        parts += f": two buckets of zero_optimization.reduce_bucket_size {reduce_bucket_size(config):,}"
     size = format_bytes(largest.total)
     return [f"memory    {size} of tensors on device {memory.index(largest)} (estimated: {parts})"]
 

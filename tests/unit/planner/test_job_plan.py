@@ -268,6 +268,37 @@ def test_layers_that_defer_nothing_have_the_bubble_of_whole_backwards(name: str,
 
 
 @pytest.mark.parametrize(
+    ("schedule", "devices", "remedies"),
+    [("bitpipe", 4, 1), ("bitpipe", 2, 0), ("chimera", 2, 0), ("1f1b", 3, 1), ("1f1b", 2, 0)],
+)
+def test_a_slow_stage_has_the_remedies_of_its_pipeline(schedule: str, devices: int, remedies: int) -> None:
+    """A smaller pipeline has at least 2 devices."""
+    planned = plan(schedule=schedule, pipeline_parallel_size=devices)
+    weights = (0.5,) * (planned.layout.placement.stages - 1) + (4.0,)
+    text = text_of(planned, weights=weights, balanced=weights)
+    [note] = re.findall("^note: stage.*", text, re.MULTILINE)
+    assert "8 times" in note and note.count(";") == remedies and note[-1].isalpha()
+
+
+@pytest.mark.parametrize(
+    ("zero", "buffers", "elements"),
+    [
+        ({"stage": 1}, 10**9, "500,000,000"),
+        ({"stage": 1, "reduce_bucket_size": 1e6}, 10**9, "1,000,000"),
+        ({"stage": 1}, 1, ""),
+        ({"stage": 0}, 10**9, ""),
+    ],
+)
+def test_the_memory_names_the_key_of_large_buckets(zero: dict[str, Any], buffers: int, elements: str) -> None:
+    planned = make_job_plan(load_config({**JSON, "zero_optimization": zero}))
+    text = text_of(planned, memory=[DeviceMemory(10, 20, 30, 40, buffers)] * 4)
+    [line] = re.findall("^memory .*", text, re.MULTILINE)
+    assert re.findall(r"zero_optimization\.reduce_bucket_size ([\d,]+)\)", line) == [elements] * bool(
+        elements
+    )
+
+
+@pytest.mark.parametrize(
     ("train", "fitting"), [(60, "32 or 64"), (48, "32 or 64"), (8, "32"), (72, "64 or 96")]
 )
 def test_batch_errors_propose_what_the_schedule_supports(train: int, fitting: str) -> None:
