@@ -57,6 +57,8 @@ def create(folder: Path) -> None:
 def main() -> None:
     """Train, and save a checkpoint of the trained parameters; with LoRA also peft's adapter folder."""
     parser = argparse.ArgumentParser()
+    beside = str(Path(__file__).with_suffix(".json"))
+    parser.add_argument("--deepspeed_config", default=beside, help="JSON; default: the one of this script")
     parser.add_argument("--model", type=Path, default=Path("tiny_llama"), help="folder with config.json")
     parser.add_argument("--create", action="store_true", help="create the folder with a random model")
     parser.add_argument("--data", help="folder of prepare --format chat; default: random tokens")
@@ -69,7 +71,6 @@ def main() -> None:
     parser.add_argument("--save", type=Path, default=Path("finetuned"))
     parser.add_argument("--local_rank", type=int, help="set by the deepspeed launcher")
     args = parser.parse_args()
-    config = str(Path(__file__).with_suffix(".json"))
 
     ds_ext.init_distributed()
     if args.create and dist.get_rank() == 0 and not args.model.exists():
@@ -81,7 +82,7 @@ def main() -> None:
 
         lora = peft.LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules="all-linear")
     layers, loss_fn = ds_ext.from_transformers(args.model, lora=lora)
-    model = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn)
+    model = ds_ext.PipelineModule(layers, args.deepspeed_config, loss_fn=loss_fn)
     if args.data:
         data = ConversationDataset(args.data, args.seq_length, args.model)
         say(f"chat      {data.summary()}")
@@ -92,7 +93,7 @@ def main() -> None:
         model_parameters=model.parameters(),
         training_data=data,
         collate_fn=pad_conversations,
-        config=config,
+        config=args.deepspeed_config,
     )
     tokens = round(data.mean_tokens)
     metrics = ds_ext.Metrics(engine, total_steps=args.steps, tokens_per_sample=tokens, log_interval=5)

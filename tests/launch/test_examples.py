@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.launch.forked import run_forked
-from tests.launch.jobs import ROOT, environment
+from tests.launch.jobs import ROOT, environment, write_json
 from tests.selection import extensive, select
 
 WITHOUT_OPS = str(Path(__file__).with_name("without_ops.py"))
@@ -154,7 +154,11 @@ def test_finetune_decoder_on_chat_data(run: Callable[..., str], tmp_path: Path) 
     assert losses(text)[-1] < losses(text)[0]
     assert (tmp_path / "finetuned" / "adapter" / "adapter_model.safetensors").exists()
     again = ["--load", "finetuned", "--lr", "0.002", "--validation", data]
-    text = run("finetune_decoder.py", *flags[:-1], "12", *again, ranks=2)
+    settings = json.loads((EXAMPLES / "finetune_decoder.json").read_text())
+    settings["ds_ext"]["schedule"] = "1f1b"
+    other = ["--deepspeed_config", str(write_json(tmp_path / "other.json", settings))]
+    text = run("finetune_decoder.py", *flags[:-1], "12", *again, *other, ranks=2)
+    assert re.findall("^schedule +([a-z0-9_]+),", text, re.MULTILINE) == ["1f1b"]
     assert re.findall(r"^step +(\d+)/12 .* lr ([\d.e-]+)", text, re.MULTILINE) == [
         ("11", "2.00e-03"),
         ("12", "2.00e-03"),
