@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ def save_adapter(engine: PipelineEngine, lora: Any, folder: str | Path) -> None:
         engine: engine of a module from ``from_transformers`` with adapters.
         lora: ``peft.LoraConfig`` of the adapters.
         folder: path of the new folder: ``adapter_config.json`` and ``adapter_model.safetensors``. The former has the
-            folder of the model and the task, unless ``lora`` has others.
+            absolute path of the model's folder and the task, unless ``lora`` has others.
 
     Raises:
         ConfigError: the layers have no adapters.
@@ -65,7 +66,10 @@ def _write(tensors: dict[str, Tensor], lora: Any, base_model: str | None, folder
     folder.mkdir(parents=True, exist_ok=True)
     config = copy.deepcopy(lora)
     config.inference_mode = True
-    config.base_model_name_or_path = config.base_model_name_or_path or base_model
+    base_model = config.base_model_name_or_path or base_model
+    if base_model and os.path.isdir(base_model):
+        base_model = os.path.abspath(base_model)
+    config.base_model_name_or_path = base_model
     config.task_type = config.task_type or "CAUSAL_LM"
     config.save_pretrained(str(folder))
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import ds_ext
 from ds_ext.engine.checkpoint.states import parameters_of
 from ds_ext.errors import ConfigError
 from ds_ext.recipes.convert.export import export
+from tests.chat_folders import write_tokenizer
 from tests.decoder_models import config_of, mean_loss, micro_batch, own_name, save_decoder
 from tests.distributed.test_own_layers import Batches
 from tests.ranks import RankPool, Ranks
@@ -228,7 +231,7 @@ def test_a_checkpoint_of_trained_parameters_and_the_adapter_give_the_next_loss(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     folder, target = save_decoder("Llama", tmp_path / "model"), tmp_path / "saved"
-    expected = ranks(2).run(save, folder, str(target), timeout_s=120)[0][0]
+    expected = ranks(2).run(save, os.path.relpath(folder), str(target), timeout_s=120)[0][0]
     frozen = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
     layers = target / "trained"
     tensors = [torch.load(file) for file in layers.glob("layer_*.pt")]
@@ -240,7 +243,7 @@ def test_a_checkpoint_of_trained_parameters_and_the_adapter_give_the_next_loss(
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model = peft.PeftModel.from_pretrained(base, target / "adapter")
     assert mean_loss(model, 2, MICRO_BATCHES, backward=False) == pytest.approx(expected, rel=1e-5)
-    # The adapter names its model, which peft then finds alone.
+    # The adapter names its model, which peft then finds alone, from any folder.
     config = peft.LoraConfig.from_pretrained(target / "adapter")
     assert (config.base_model_name_or_path, config.task_type) == (folder, "CAUSAL_LM")
 
@@ -267,6 +270,7 @@ def test_the_lines_back_to_transformers(
     """Weights and adapter of docs/hugging_face.md, as a folder of the model."""
     monkeypatch.chdir(tmp_path)
     folder = save_decoder(name, tmp_path / "MODEL")
+    write_tokenizer(tmp_path / "MODEL", None)
     page = (Path(__file__).parents[2] / "docs" / "hugging_face.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     merged, loaded = (
@@ -280,6 +284,8 @@ def test_the_lines_back_to_transformers(
         exec(code, {**scope, "safetensors": safetensors})
         model = transformers.AutoModelForCausalLM.from_pretrained("trained", dtype=torch.float32)
         assert mean_loss(model, 2, MICRO_BATCHES, backward=False) == pytest.approx(expected, rel=1e-5)
+        assert transformers.AutoTokenizer.from_pretrained("trained").encode("one")
+        shutil.rmtree("trained")
 
 
 def save_magnitudes_and_biases(rank: int, folder: str, target: str) -> float:
