@@ -50,6 +50,7 @@ MEGATRON_TYPES = {
     "Llama2Tokenizer": "--tokenizer-model FILE",
 }
 NEXT_GPT = "train_gpt.py --deepspeed_config configs/bitpipe.json"
+NEXT_GPT_STAGES = 8
 NEXT_LORA = "torchrun --nproc_per_node 2 examples/finetune_decoder.py --lora 8 --seq-length"
 LORA_SEQ_LENGTH = 1024
 NEXT_BERT = "train_bert.py --deepspeed_config configs/bert_bitpipe.json"
@@ -152,10 +153,12 @@ def run(args: argparse.Namespace) -> int:
     _print_summary(meta)
     model_flag = _model_flag(args.tokenizer)
     command = NEXT_BERT if is_bert else NEXT_GPT + model_flag
-    print(f"next: deepspeed --num_gpus 4 {command} --data-path {output} --save checkpoints/{output.name}")
+    following = [f"deepspeed --num_gpus 4 {command} --data-path {output} --save checkpoints/{output.name}"]
     if template is not None and model_flag:
-        length = _seq_length(Path(args.tokenizer))
-        print(f"or with LoRA: {NEXT_LORA} {length} --model {args.tokenizer} --data {output}")
+        length, layers = _model_sizes(Path(args.tokenizer))
+        lora = f"{NEXT_LORA} {length} --model {args.tokenizer} --data {output}"
+        following = [lora] if layers < NEXT_GPT_STAGES else [*following, lora]
+    print("next: " + "\nor with LoRA: ".join(following))
     return 0
 
 
@@ -218,14 +221,18 @@ def _model_flag(tokenizer: str | None) -> str:
     return f" --hf-model {tokenizer}" if has_model else ""
 
 
-def _seq_length(model: Path) -> int:
-    """Return ``LORA_SEQ_LENGTH``, or the number of positions of the model if it has fewer."""
+def _model_sizes(model: Path) -> tuple[int, int]:
+    """Return the positions and the layers of the model, at most ``LORA_SEQ_LENGTH`` and ``NEXT_GPT_STAGES``."""
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     except ValueError:
-        return LORA_SEQ_LENGTH  # training reports it
-    positions = (config.get(key) for key in ("max_position_embeddings", "n_positions"))
-    return min([LORA_SEQ_LENGTH, *(number for number in positions if isinstance(number, int))])
+        config = {}  # training reports it
+
+    def least(most: int, *keys: str) -> int:
+        return min([most, *(config[key] for key in keys if isinstance(config.get(key), int))])
+
+    positions = least(LORA_SEQ_LENGTH, "max_position_embeddings", "n_positions")
+    return positions, least(NEXT_GPT_STAGES, "num_hidden_layers", "n_layer")
 
 
 def _load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:

@@ -17,6 +17,7 @@ from ds_ext.recipes.data.gpt import build_gpt_datasets
 from ds_ext.recipes.data.indexed import IndexedTokens
 from ds_ext.recipes.data.meta import check_tokenizer, read_meta
 from ds_ext.recipes.data.tokenizer import load_tokenizer
+from tests.chat_folders import TEMPLATES, write_tokenizer
 from tests.processor import python_s
 
 TEXTS = [
@@ -81,6 +82,30 @@ def test_the_next_command_trains_the_model_of_the_tokenizer(
     (model / "model.safetensors").touch()
     run("--source", source, "--output", tmp_path / "with_model", "--tokenizer", model)
     assert f"--hf-model {model} --data-path {tmp_path / 'with_model'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("layers", "scripts"),
+    [
+        ({"num_hidden_layers": 8}, ["train_gpt.py", "examples/finetune_decoder.py"]),
+        ({}, ["train_gpt.py", "examples/finetune_decoder.py"]),
+        ({"num_hidden_layers": 7}, ["examples/finetune_decoder.py"]),
+        ({"n_layer": 4}, ["examples/finetune_decoder.py"]),
+    ],
+)
+def test_the_next_commands_for_chat_suit_the_layers_of_the_model(
+    layers: dict[str, int], scripts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """``configs/bitpipe.json`` has 8 stages."""
+    pytest.importorskip("transformers")
+    model, source = write_tokenizer(tmp_path / "model", TEMPLATES["chatml"]), tmp_path / "chat.json"
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", **layers}))
+    (model / "model.safetensors").touch()
+    source.write_text(json.dumps([{"instruction": "one?", "output": "two"}]))
+    run("--format", "chat", "--source", source, "--tokenizer", model, "--output", tmp_path / "out")
+    lines = capsys.readouterr().out.splitlines()
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("next: ")]
+    assert [next(word for word in line.split() if word.endswith(".py")) for line in lines[first:]] == scripts
 
 
 def test_special_tokens_in_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
