@@ -279,7 +279,8 @@ def _add_training(group: Any) -> None:
     group.add_argument(
         "--exit-signal-handler",
         action="store_true",
-        help="after SIGTERM or SIGUSR1 to the launcher or a rank, end the step, save, and exit with 0",
+        help="after SIGTERM or SIGUSR1 to the launcher or a rank, end the step, save, and exit with 0; a launcher "
+        "that gets the signal may end with its own status (torchrun: 1, deepspeed: 143)",
     )
     group.add_argument(
         "--exit-signal",
