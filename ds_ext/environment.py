@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+_GPU_FILES = "nvidiactl", "kfd", "dxg"  # of NVIDIA, AMD and WSL
 _PROC = Path("/proc")
 # Variables that the launcher sets for one rank. Programs between the launcher and the rank inherit all of them.
 _OF_RANK = ("RANK", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
@@ -108,6 +109,14 @@ def max_restarts() -> int | None:
 def chosen_devices() -> str:
     """Return the numbers of the devices that DeepSpeed's launcher uses on this host, such as ``2,3``; else empty."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "") if "CROSS_RANK" in os.environ else ""
+
+
+def is_on_cpu() -> bool:
+    """Return whether the job runs on CPUs: DS_ACCELERATOR says so, or a launched rank sees no GPU."""
+    chosen = os.environ.get("DS_ACCELERATOR")
+    if chosen:
+        return chosen == "cpu"
+    return "RANK" in os.environ and not any(Path("/dev", name).exists() for name in _GPU_FILES)
 
 
 def chosen_port() -> int | None:

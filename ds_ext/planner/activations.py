@@ -12,9 +12,9 @@ Transformer Models", arXiv 2205.05198, section 4). Elements per token, on one of
 h is the hidden size, and c the same, or h/t with sequence parallelism. q, k and f are the widths of the queries, of the
 keys, and of the MLP, divided by t. Further tensors: a byte per element of c for every dropout mask; rotated queries and
 keys; the fp32 copies of an RMSNorm; with attention that stores its s x s scores, 5 bytes per score (FlashAttention and
-torch's SDPA do not). "selective" drops what attention adds; "full" keeps the input of the layer only. The table of the
-paper is the sum for q = k = h, f = 4h and two masks; it gathers inputs of sequence parallelism again, which are kept
-here.
+torch's SDPA do not, but on CPUs SDPA with dropout keeps three tensors of fp32 scores). "selective" drops what attention
+adds; "full" keeps the input of the layer only. The table of the paper is the sum for q = k = h, f = 4h and two masks;
+it gathers inputs of sequence parallelism again, which are kept here.
 
 The first half of a split backward frees everything but the inputs and the output gradients of the linear layers, which
 the second half reads. These are about as many bytes, also for a layer that was recomputed.
@@ -105,17 +105,20 @@ def layer_activations(sizes: TrainingSizes, recompute: str) -> Activations:
     dropout = sizes.hidden_dropout > 0
     inner = (4 if gated else 2) * f  # elements of the MLP
     # Bytes of a token.
-    core = (
-        5 * sizes.num_attention_heads * sizes.seq_length / t
-        if sizes.attention_scores
-        else 4 * sizes.num_attention_heads / t
-    )
+    core = 4 * sizes.num_attention_heads / t  # log-sum-exp
+    if sizes.attention_scores:
+        core = sizes.score_bytes * sizes.num_attention_heads * sizes.seq_length / t
+        core += sizes.score_copies * q
     everything = _norms(sizes, 2 * c) + size * (2 * h + q + inner) + 2 * c * dropout
     everything += size * _attention_inputs(sizes, q, k) + core
     everything += _norms(sizes, q + k) if sizes.qk_layernorm else 0
     kept = {"none": everything, "selective": everything - core, "full": size * c}[recompute]
     # The backward of the MLP comes first: the gradient of the output, and gradients of inner tensors.
     repeated = everything - kept if recompute == "full" else max(everything - kept - size * inner, 0)
+    scores = 0.0  # gradient of the scores; a whole backward has freed the MLP by then
+    if sizes.attention_scores and recompute != "none":
+        scores = sizes.score_bytes / 3 * sizes.num_attention_heads * sizes.seq_length / t
+    freed = size * (h + inner) if recompute == "full" else 0
     # With tensor parallelism also that of the output over all tokens, or that of the input before its sum.
     gathered = h if t > 1 else 0
     above = size * (c + gathered) + (size - 1) * c * dropout + repeated
@@ -127,8 +130,8 @@ def layer_activations(sizes: TrainingSizes, recompute: str) -> Activations:
         tokens * kept,
         tokens * deferred,
         tokens * temporary,
-        tokens * (above + size * inner / 2) + weight,
-        tokens * (above + size * (inner / 2 + f)),
+        tokens * (above + max(scores - freed, 0) + size * inner / 2) + weight,
+        tokens * (above + scores + size * (inner / 2 + f)),
         weight,
     )
 

@@ -232,8 +232,17 @@ def model_of_train(train: Mapping[str, Any], vocab_size: int) -> TransformerConf
     return TransformerConfig(**{**fields_of(TransformerConfig, train, names), "vocab_size": vocab_size})
 
 
+# torch's attention with dropout on CPUs keeps fp32 scores before and after it, the mask, and copies of its inputs.
+_SCORES_ON_CPU = {"attention_scores": True, "score_bytes": 12, "score_copies": 12}
+
+
 def training_sizes(
-    config: Mapping[str, Any], model: TransformerConfig, micro_batch: int, tensor_parallel: int, data: int
+    config: Mapping[str, Any],
+    model: TransformerConfig,
+    micro_batch: int,
+    tensor_parallel: int,
+    data: int,
+    on_cpu: bool = False,
 ) -> TrainingSizes:
     """Return the sizes of a model that a job trains. Raises ScheduleError.
 
@@ -243,6 +252,7 @@ def training_sizes(
         micro_batch: samples of a micro-batch.
         tensor_parallel: TP.
         data: number of pipeline groups.
+        on_cpu: attention with dropout stores its scores.
     """
     reduced = fp32_sums_of_bf16(config).get("communication_data_type") or precision(config)
     return TrainingSizes.of_model(
@@ -256,6 +266,7 @@ def training_sizes(
         tensor_parallel=tensor_parallel,
         data_parallel=data,
         zero_stage=min(zero_stage(config), 1),
+        **(_SCORES_ON_CPU if on_cpu and model.attention_dropout else {}),
     )
 
 

@@ -31,6 +31,8 @@ class TrainingSizes(TransformerConfig):
         zero_stage: 0, or 1 to shard the optimizer states over replicas x data-parallel ranks. Half precision always
             shards them.
         attention_scores: the attention stores its s x s scores; selective recomputation drops them.
+        score_bytes: bytes per score that are stored.
+        score_copies: bytes of copies of queries, keys and values with the scores, per element of the queries.
 
     Raises:
         ConfigError: sizes of the model are wrong.
@@ -47,8 +49,10 @@ class TrainingSizes(TransformerConfig):
     data_parallel: int = field(default=1, metadata=flag(metavar="DP"))
     zero_stage: int = field(default=0, metadata=flag("zero", choices=(0, 1)))
     attention_scores: bool = False
+    score_bytes: int = field(default=5, metadata=NO_FLAG)
+    score_copies: int = field(default=0, metadata=NO_FLAG)
 
-    _unchecked = (*TransformerConfig._unchecked, "zero_stage")
+    _unchecked = (*TransformerConfig._unchecked, "zero_stage", "score_copies")
 
     def __post_init__(self) -> None:
         super().__post_init__()

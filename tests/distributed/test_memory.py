@@ -102,7 +102,7 @@ def peak_bytes(rank: int, job: Job) -> int:
 
 def estimates(job: Job) -> list[int]:
     """Return the bytes that the planner estimates for every rank."""
-    sizes = training_sizes(job.config(1), job.model, 2, job.tp, job.dp)
+    sizes = training_sizes(job.config(1), job.model, 2, job.tp, job.dp, on_cpu=True)
     sizes = replace(sizes, sequence_parallel=job.model.sequence_parallel)
     devices = memory(timetable(job.schedule, job.pp, job.micro_batches), sizes)
     return [devices[job.layout.coordinates(rank)[0]].total for rank in range(job.world_size)]
@@ -148,6 +148,7 @@ ACTIVE = [
     active("1f1b", base=LLAMA, hidden_dropout=0.1),
     active("1f1b", tensor=2, sequence_parallel=True),
     active("zb_v", tensor=2, recompute="full"),
+    active("1f1b", attention_dropout=0.1),
 ]
 RECOMPUTATIONS: list[dict[str, Any]] = [
     {},
@@ -170,6 +171,7 @@ MORE_ACTIVE = [
         for r in RECOMPUTATIONS
         for v in (128, 2048)
     ),
+    *(active(s, attention_dropout=0.1, **r) for s in SPLIT_AND_WHOLE for r in RECOMPUTATIONS),
     *(
         active(s, tensor=2, sequence_parallel=sequence, **r)
         for s in SPLIT_AND_WHOLE

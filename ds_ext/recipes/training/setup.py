@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...config.deepspeed_json import precision
 from ...config.job import require_section
-from ...environment import rank, world_size
+from ...environment import is_on_cpu, rank, world_size
 from ...errors import ConfigError
 from ...launch.job_facts import checksum, setting_facts
 from ...launch.launcher import require_restarts
@@ -318,5 +318,6 @@ def _model_sizes(
         plan.sizes.micro_batch_size,
         plan.layout.tensor_parallel_size,
         plan.layout.data_parallel_size,
+        is_on_cpu(),
     )
     return replace(sizes, stage_layers=tuple(layers))
