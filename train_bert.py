@@ -23,6 +23,7 @@ from ds_ext.recipes.training.setup import (
     model_fields,
     plan_job,
     stage_boundaries,
+    with_stage_work,
 )
 
 BEFORE, AFTER = ["embedding", "positions and types"], ["heads", "words", "bias"]
@@ -46,6 +47,7 @@ def main() -> int:
     config.check_tensor_parallel(plan.layout.tensor_parallel_size)
     check_load(args, config)
     boundaries = stage_boundaries(args, plan, BEFORE, AFTER, config)
+    plan = with_stage_work(plan, boundaries, BEFORE, AFTER, config)
     datasets = functools.partial(build_bert_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, tokenizer, options))
 

@@ -91,7 +91,7 @@ def build_parser(verb: str) -> tuple[argparse.ArgumentParser, Mapping[str, argpa
     compare = _schedule_verb(verbs, "compare", run_compare, "simulate several schedules", several=True)
     _add_output(compare, ["text", "html"])
     measured = (
-        "also these runs, with measured times: a trace folder, or a folder of them; needs --costs of a trace"
+        "also these runs, with measured times: a trace folder, or a folder of runs; needs --costs of a trace"
     )
     compare.add_argument("--measured", metavar="DIR", type=Path, help=measured)
     add_model_flags(compare)

@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import ScheduleError
@@ -41,7 +42,7 @@ def add_schedule_flags(verb: argparse.ArgumentParser, *, several: bool, forward_
     """Add the flags of a subcommand for one or ``several`` schedules."""
     text = "listed below, with options as in dpp:placement=v:backward=split, or a timetable file"
     if several:
-        verb.add_argument("schedules", nargs="*", metavar="NAME", help=f"schedules, {text}")
+        verb.add_argument("schedules", nargs="*", metavar="NAME", help=f"schedules, {text}; all if missing")
     else:
         verb.add_argument("schedule", metavar="NAME", help=f"schedule, {text}")
     verb.add_argument("--num-devices", "--stages", type=int, metavar="D", help="devices of a pipeline group")
@@ -261,8 +262,13 @@ class Comparison:
     notes: tuple[str, ...]
 
 
-def comparison_of(args: argparse.Namespace) -> Comparison:
+def comparison_of(
+    args: argparse.Namespace, run_sizes: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+) -> Comparison:
     """Simulate every schedule of a comparison. A schedule that has its own options is listed together with them.
+
+    Args:
+        run_sizes: path of a run's timetable file -> MEASURED_SIZES that its costs must have; another run is refused.
 
     Raises:
         ScheduleError: a schedule is unknown, none supports the sizes, or an option belongs to none of them.
@@ -286,6 +292,7 @@ def comparison_of(args: argparse.Namespace) -> Comparison:
         all_options = _join_options(text, request_options, flag_options)
         try:
             simulation = _simulate(name, all_options, args)
+            simulation.costs.check_measured(run_sizes.get(text, {}))
         except ScheduleError as error:
             first_error = first_error or error
             reason = name_flags(str(error).splitlines()[0], args)

@@ -12,15 +12,15 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleError
-from ..pipe_schedules import Timetable
+from ..pipe_schedules import SCHEDULES, Timetable
 from ..pipe_schedules.checks.program import Report, check
-from ..pipe_schedules.costs import Costs, factors_text, read_costs
+from ..pipe_schedules.costs import MEASURED_SIZES, Costs, factors_text, read_costs
 from ..pipe_schedules.draw.grid import time_grid
 from ..pipe_schedules.draw.svg import heading
 from ..pipe_schedules.lowering import dump, lower
@@ -117,20 +117,31 @@ def _render(form: str, simulation: Simulation) -> str:
 def run_compare(args: argparse.Namespace) -> int:
     """Print one row per schedule, or write a page with this table and all timetables on one scale.
 
-    A refused schedule has its reason in its row, and the exit status is 1. Raises ScheduleError without a schedule.
+    A refused schedule has its reason in its row, and the exit status is 1. Without names and runs, the rows are all
+    schedules that support the sizes, and a note has the others. Raises ScheduleError without names, runs and sizes.
     """
     form = _format(args, {})
     model = model_of(args)
     runs = measured_runs(args)
-    if not args.schedules and not runs:
-        raise ScheduleError("NAME: missing (got no schedule). Name schedules, or add --measured DIR.")
-    args.schedules += runs
-    result = comparison_of(args)
-    table = comparison(result.simulations, model, result.refused, runs)
+    is_survey = not args.schedules and not runs
+    if is_survey and None in (args.num_devices, args.micro_batches):
+        raise ScheduleError(
+            "NAME: missing (got no schedule). Name schedules, or add --measured DIR, or --num-devices D and "
+            "--micro-batches N for all schedules."
+        )
+    args.schedules += sorted(SCHEDULES) if is_survey else runs
+    result = comparison_of(args, {path: run.sizes for path, run in runs.items()})
+    refused = {} if is_survey else result.refused
+    table = comparison(result.simulations, model, refused, runs)
     notes = [*result.notes, *filter(None, map(comparison_note, result.simulations))]
+    if is_survey and result.refused:
+        reasons = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in result.refused.values())
+        notes.append(f"refused: {reasons}.")
     if runs:
         most = max(
-            min(rank.reduction + rank.optimizer for rank in run.ranks) for run in runs.values() if run.ranks
+            min(rank.reduction + rank.optimizer for rank in run.summary.ranks)
+            for run in runs.values()
+            if run.summary.ranks
         )
         notes.append(
             "makespan, measured: milliseconds from the start of a step to its last op. Not included: exposed "
@@ -142,13 +153,24 @@ def run_compare(args: argparse.Namespace) -> int:
         from ..pipe_schedules.draw.page import html
 
         _write(args, form, html(result.simulations, table, notes))
-    return EXIT_INVALID if result.refused else EXIT_OK
+    return EXIT_INVALID if refused else EXIT_OK
 
 
-def measured_runs(args: argparse.Namespace) -> dict[str, Summary]:
-    """Return the timetable file of every run in the folder of ``--measured``, with the summary of its traces.
+@dataclass(frozen=True)
+class MeasuredRun:
+    """Traced run: its name in the table, the summary of its traces, and its MEASURED_SIZES."""
 
-    Raises ScheduleError without costs from a trace, and ConfigError if there is no run.
+    name: str
+    summary: Summary
+    sizes: Mapping[str, Any]
+
+
+def measured_runs(args: argparse.Namespace) -> dict[str, MeasuredRun]:
+    """Return the timetable file of every run in the folder of ``--measured`` -> the run.
+
+    Traces of a run are in the folder, in one of its subfolders, or in a subfolder of that.
+
+    Raises ScheduleError without costs from a trace, or without a run, and ConfigError for unreadable traces.
     """
     if args.measured is None:
         return {}
@@ -157,14 +179,26 @@ def measured_runs(args: argparse.Namespace) -> dict[str, Summary]:
             f"--measured: needs costs from a trace (got --costs {args.costs}). Add --costs FILE of `trace costs`."
         )
     from ..observe.trace.file import TIMETABLE
-    from ..observe.trace.read import read_traces
+    from ..observe.trace.read import read_traces, trace_folders
     from ..observe.trace.summary import summarize
 
-    files = [
-        path for path in (args.measured / TIMETABLE, *args.measured.glob(f"*/{TIMETABLE}")) if path.exists()
-    ]
-    runs = {str(path): summarize(read_traces(path.parent)) for path in sorted(files)}
-    if not any(run.makespan_by_step for run in runs.values()):
+    folders: dict[Path, str] = {}  # with their names
+    for path in filter(Path.is_dir, (args.measured, *sorted(args.measured.glob("*")))):
+        inside = trace_folders(path)
+        if path in inside:
+            inside = [path]
+        elif path == args.measured:
+            inside = []  # its subfolders follow
+        folders |= {
+            folder: path.name if len(inside) == 1 else f"{path.name}/{folder.name}" for folder in inside
+        }
+    runs: dict[str, MeasuredRun] = {}
+    for folder, name in folders.items():
+        if (folder / TIMETABLE).exists():
+            traces = read_traces(folder)
+            sizes = {key: traces.run[key] for key in MEASURED_SIZES if key in traces.run}
+            runs[str(folder / TIMETABLE)] = MeasuredRun(name, summarize(traces), sizes)
+    if not any(run.summary.makespan_by_step for run in runs.values()):
         raise ScheduleError(
             f"--measured: no run with a complete step (got {args.measured}). Use a trace folder."
         )
@@ -175,7 +209,7 @@ def comparison(
     simulations: Sequence[Simulation],
     model: TrainingSizes | None = None,
     refused: Mapping[int, tuple[str, str]] | None = None,
-    runs: Mapping[str, Summary] = MappingProxyType({}),
+    runs: Mapping[str, MeasuredRun] = MappingProxyType({}),
 ) -> list[tuple[str, ...]]:
     """Return a table with its header: makespan, bubble, peak activations, messages, copies of the weights.
 
@@ -184,7 +218,7 @@ def comparison(
 
     Args:
         refused: index of a row -> name and reason of a refused schedule.
-        runs: path of a simulated timetable file -> its traces.
+        runs: path of a simulated timetable file -> its run.
 
     Raises:
         ScheduleError: the layers of the model do not fit the stages.
@@ -199,11 +233,11 @@ def comparison(
 
     def times(simulation: Simulation) -> tuple[str, ...]:
         name, run = simulation.timetable.schedule, runs.get(simulation.timetable.schedule)
-        if run is None or not run.makespan_by_step:
+        if run is None or not run.summary.makespan_by_step:
             return name, f"{simulation.makespan:g}", "", ""
-        measured_ms = statistics.median(run.makespan_by_step.values()) / 1e3
+        measured_ms = statistics.median(run.summary.makespan_by_step.values()) / 1e3
         error = simulation.makespan / measured_ms - 1
-        return Path(name).parent.name, f"{simulation.makespan:g}", f"{measured_ms:g}", f"{error:+.1%}"
+        return run.name, f"{simulation.makespan:g}", f"{measured_ms:g}", f"{error:+.1%}"
 
     rows: list[tuple[str, ...]] = [
         (
@@ -219,7 +253,7 @@ def comparison(
         for s in simulations
     ]
     for index, (name, reason) in sorted((refused or {}).items()):
-        name = Path(name).parent.name if name in runs else name
+        name = runs[name].name if name in runs else name
         rows.insert(index, (name, *["-"] * (len(header) - 2), reason))
     empty_columns = set[str]()
     if not refused:

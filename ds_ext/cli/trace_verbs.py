@@ -157,8 +157,10 @@ def summary_lines(summary: Summary) -> list[str]:
     if len(summary.ranks) < summary.world_size:
         ranks = f" ({len(summary.ranks)} of {summary.world_size} ranks)"
     steps = f"{summary.steps} step{'s' * (summary.steps != 1)}"
+    rest = ", ".join(f"{name} {s:.3f} s" for name, s in summary.rest_s.items())
     lines = [
-        f"{summary.schedule}, {steps} of {summary.step_s:.3f} s{ranks}: bubble {summary.bubble:.1%} (means)",
+        f"{summary.schedule}, {steps} of {summary.step_s:.3f} s{ranks}: bubble {summary.bubble:.1%} of the makespan, "
+        f"{summary.makespan_s:.3f} s; then {rest} (means)",
         "",
         *aligned(summary_table(summary), left=(0, 8)),
         "",

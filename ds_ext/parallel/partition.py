@@ -75,6 +75,24 @@ def layer_boundaries(
     return [0, *inner, before + num_layers + after]
 
 
+@dataclass(frozen=True)
+class StageWork:
+    """Work of the stages, relative to the mean, from :func:`stage_weights`.
+
+    Attributes:
+        stages: as the layers are divided; None: equal.
+        balanced: as ``BALANCED`` divides them; None: equal.
+    """
+
+    stages: tuple[float, ...] | None
+    balanced: tuple[float, ...] | None
+
+    @property
+    def is_balanced(self) -> bool:
+        """True if ``BALANCED`` divides the layers in the same way."""
+        return self.stages == self.balanced
+
+
 def stage_weights(
     boundaries: Sequence[int], before: int, after: int, weights: tuple[float, float] = (0.0, 0.0)
 ) -> tuple[float, ...] | None:

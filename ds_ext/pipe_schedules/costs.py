@@ -28,6 +28,13 @@ _MAX_FACTORS = 200_000
 # With these limits, sums of ten million times and ratios of times do not overflow.
 _MIN_TIME, _MAX_TIME = 1e-15, 1e15
 _MAX_CHARACTERS = 60  # of a value in an error
+# Sizes that a traced run and its measured costs record. Values: those of a file without them; None: unknown.
+MEASURED_SIZES: Mapping[str, Any] = {
+    "tensor_parallel_size": 1,
+    "recomputes": False,
+    "micro_batch_size": None,
+    "stage_layers": None,
+}
 
 Factors = tuple[float, float, float]  # of forward, backward_input and backward_weight
 _EVEN = (1.0, 1.0, 1.0)
@@ -44,8 +51,8 @@ class Costs:
         jitter: each computation and message takes 1 + jitter * u times as long, with u uniform in [-1, 1].
         seed: seed of the jitter. An op has the same jitter in every timetable.
         overhead: time of every op besides its computation, at any size of its stage.
-        measured: description of the traced run whose times in milliseconds these are, with its number of "devices";
-            empty: not measured.
+        measured: description of the traced run whose times in milliseconds these are, with its number of "devices"
+            and its MEASURED_SIZES; empty: not measured.
 
     Raises:
         ScheduleError: a time is neither 0 nor between 1e-15 and 1e15, the jitter is not between 0 and 1, or the seed or
@@ -120,7 +127,8 @@ class Costs:
             stages = tuple(
                 (f, (self.backward_input * b + share * self.forward * f) / repeated, w) for f, b, w in stages
             )
-        return replace(self, backward_input=repeated, stages=stages) if share else self
+        measured = {**self.measured, "recomputes": True} if self.measured else {}
+        return replace(self, backward_input=repeated, stages=stages, measured=measured) if share else self
 
     def ratios(self) -> Costs:
         """Return the costs, of measured ones only f, b and w, for times that come from a rate and a model.
@@ -129,17 +137,21 @@ class Costs:
         """
         if not self.measured:
             return self
-        self.check_measured(1, recomputes=False)
+        self.check_measured({"tensor_parallel_size": 1, "recomputes": False})
         return Costs(self.forward, self.backward_input, self.backward_weight)
 
-    def check_measured(self, tensor_parallel: int, *, recomputes: bool) -> None:
-        """Raise ScheduleError for costs of another tensor-parallel size, or of recomputation that a job has not."""
-        tensor, repeats = self.measured.get("tensor_parallel_size", 1), self.measured.get("recomputes", False)
-        if self.measured and (tensor != tensor_parallel or (repeats and not recomputes)):
+    def check_measured(self, sizes: Mapping[str, Any]) -> None:
+        """Raise ScheduleError for costs measured with other sizes than a job's. Unknown sizes are not compared.
+
+        Args:
+            sizes: values of some of MEASURED_SIZES. The stages of ``stage_layers`` are those of these costs.
+        """
+        measured = {name: self.measured.get(name, MEASURED_SIZES[name]) for name in sizes}
+        other = [n for n, size in sizes.items() if None not in (size, measured[n]) and size != measured[n]]
+        if self.measured and other:
             raise ScheduleError(
-                f"costs: must be measured with tensor_parallel_size {tensor_parallel}"
-                f"{'' if recomputes else ' and without recomputation'} (got {tensor}, "
-                f"{'with' if repeats else 'without'} recomputation). Trace another run."
+                f"costs: must be measured with {_sizes_text(sizes, other)} (got {_sizes_text(measured, other)}). "
+                f"Trace a run with these sizes."
             )
 
     def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:
@@ -202,7 +214,11 @@ class Costs:
         if size <= 1:
             return costs
         groups = (zip(*stages[i : i + size], strict=True) for i in range(0, len(stages), size))
-        return replace(costs, stages=tuple(tuple(map(statistics.fmean, group)) for group in groups))
+        measured, layers = dict(costs.measured), costs.measured.get("stage_layers")
+        if layers is not None:
+            measured["stage_layers"] = [sum(layers[i : i + size]) for i in range(0, len(layers), size)]
+        factors = tuple(tuple(map(statistics.fmean, group)) for group in groups)
+        return replace(costs, stages=factors, measured=measured)
 
     def delay(self, sender: int, receiver: int) -> float:
         """Return the time of a message between two devices, without jitter; 0 on one device."""
@@ -367,6 +383,15 @@ def _invalid_link(name: object, path: str) -> ScheduleError:
     return ScheduleError(
         f'costs {path}: a link must be "sender>receiver" (got {_short(name)}). Example: "0>1".'
     )
+
+
+def _sizes_text(sizes: Mapping[str, Any], names: Sequence[str]) -> str:
+    """Return sizes such as ``micro batch size 4, stage layers 5,5`` for an error."""
+
+    def text(value: Any) -> str:
+        return ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+
+    return ", ".join(f"{name.replace('_', ' ')} {text(sizes[name])}" for name in names)
 
 
 def _is_number(value: object) -> bool:

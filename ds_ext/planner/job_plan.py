@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.batch_sizes import BATCH_KEYS, BatchSizes, batch_sizes, nearest_train_sizes
@@ -18,6 +18,7 @@ from ..config.job import AUTO, UNPOLLED, DsExtConfig, JobConfig, import_own_sche
 from ..errors import ConfigError, ScheduleError
 from ..parallel.fbd import make_layout
 from ..parallel.layout import ParallelLayout, data_parallel_size
+from ..parallel.partition import StageWork
 from ..parallel.rank_order import parse_rank_order
 from ..pipe_schedules import Placement, Program, Schedule, Timetable
 from ..pipe_schedules.checks.program import Report, check
@@ -41,6 +42,7 @@ class StagePlan:
         options: its options, from "schedule_options" and "fbd".
         layout: global ranks of every device, pipeline group and tensor-parallel rank.
         candidates: candidates of the schedule "auto", ranked; None for any other.
+        work: work of the stages, if the model is known, as in the scripts.
     """
 
     job: JobConfig
@@ -48,6 +50,7 @@ class StagePlan:
     options: Mapping[str, Any]
     layout: ParallelLayout
     candidates: Candidates | None
+    work: StageWork | None = field(default=None, kw_only=True)
 
     @property
     def settings(self) -> DsExtConfig:
@@ -110,7 +113,8 @@ class JobPlan(StagePlan):
     Attributes:
         program: the timetable, lowered.
         report: proof that the program runs to completion.
-        simulation: simulation with the costs that the schedule was planned or chosen for; equal costs by default.
+        simulation: simulation with the costs that the schedule was planned or chosen for, by default equal ones of 1/D
+            of the model; and with ``work`` if these have no factors of the stages.
         reductions: for each device: op -> stages whose gradients are reduced after it.
         rules: runtime scheduling rules; None for a static schedule.
     """
@@ -138,7 +142,12 @@ class JobPlan(StagePlan):
     @property
     def stages(self) -> StagePlan:
         """Part of the plan that does not depend on the number of micro-batches."""
-        return StagePlan(self.job, self.schedule, self.options, self.layout, self.candidates)
+        return StagePlan(self.job, self.schedule, self.options, self.layout, self.candidates, work=self.work)
+
+    def with_work(self, work: StageWork) -> JobPlan:
+        """Return the plan of a model with this work of the stages."""
+        simulation = simulate(self.timetable, _costs(replace(self.stages, work=work)))
+        return replace(self, work=work, simulation=simulation, reductions=eager_reductions(simulation))
 
     def resized(self, gradient_accumulation_steps: int) -> JobPlan:
         """Return the plan for a new number of micro-batches. Raises ConfigError if the schedule does not support it."""
@@ -186,7 +195,7 @@ def _complete_plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
         rules = schedule.make_dynamic_rules(devices, sizes.micro_batches, plan.options)
     program = lower(timetable)
     report = check(program, link_credits=_link_credits(plan.layout.placement))
-    simulation = simulate(timetable, _costs(plan.options, plan.candidates))
+    simulation = simulate(timetable, _costs(plan))
     reductions = eager_reductions(simulation)
     return JobPlan(
         plan.job,
@@ -201,6 +210,7 @@ def _complete_plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
         simulation,
         reductions,
         rules,
+        work=plan.work,
     )
 
 
@@ -282,12 +292,14 @@ def _needs_forward_ranks(key: str, schedule: Schedule) -> ConfigError:
     )
 
 
-def _costs(options: Mapping[str, Any], candidates: Candidates | None) -> Costs:
-    """Return the costs that the schedule was chosen or planned for, or the default costs."""
-    if candidates is not None and candidates.best is not None:
-        return candidates.best.costs
-    text = options.get("costs")
-    return Costs() if text is None else read_costs(text)
+def _costs(plan: StagePlan) -> Costs:
+    """Return the costs that the schedule was chosen or planned for, or the default costs, with the stages' work."""
+    if plan.candidates is not None and plan.candidates.best is not None:
+        costs = plan.candidates.best.costs
+    else:
+        text = plan.options.get("costs")
+        costs = Costs() if text is None else read_costs(text)
+    return costs if plan.work is None or costs.stages is not None else replace(costs, stages=plan.work.stages)
 
 
 def _link_credits(placement: Placement) -> int | None:

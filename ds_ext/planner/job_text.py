@@ -11,6 +11,7 @@ from ..config.batch_sizes import counted
 from ..config.deepspeed_json import precision, reduce_bucket_size, zero_stage
 from ..parallel.hosts import copy_hosts, fatal_pairs
 from ..parallel.layout import ParallelLayout, links_of
+from ..parallel.partition import StageWork
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
 from ..pipe_schedules.simulation import Simulation, simulate
@@ -42,8 +43,6 @@ def describe(
     parameters: Sequence[int] = (),
     empty_stages: Sequence[int] = (),
     memory: Sequence[DeviceMemory] = (),
-    weights: tuple[float, ...] | None = None,
-    balanced: tuple[float, ...] | None = None,
     defers: bool = True,
     hosts: Sequence[int] | None = None,
     settings: Sequence[str] = (),
@@ -60,8 +59,6 @@ def describe(
         parameters: parameters on each rank of every device; empty: unknown.
         empty_stages: stages without parameters.
         memory: memory of every device; empty: unknown.
-        weights: relative work of the stages, from :func:`ds_ext.parallel.partition.stage_weights`; None: equal.
-        balanced: the same with ``--stage-layers balanced``.
         defers: False if the layers compute all weight gradients with the input gradients.
         hosts: number of every rank's host; None: unknown.
         settings: further lines, on the settings of the script.
@@ -70,9 +67,6 @@ def describe(
     """
     sizes = plan.sizes
     simulation = plan.simulation
-    if weights is not None and plan.costs.stages is None:
-        simulation = simulate(plan.timetable, replace(plan.costs, stages=weights))
-    priced = "equal stages" if weights is None else "layers and head"
     groups, rows = _describe_groups(plan.layout, plan.job.ds_ext.fbd.forward_hosts)
     auto, candidates = _describe_candidates(plan)
     recovery, failures = _describe_recovery(plan, memory, hosts)
@@ -87,8 +81,8 @@ def describe(
         _describe_partition(plan, boundaries, empty_stages),
         *(_describe_stages(plan, boundaries, layer_names) if verbose else []),
         *([f"model     {model}"] if model else []),
-        *_describe_bubble(plan, simulation, priced),
-        *_describe_slowest_stage(plan, simulation, weights, balanced),
+        *_describe_bubble(plan),
+        *_describe_slowest_stage(plan),
         *(_describe_costs(plan, simulation, message_bytes) if verbose else []),
         *_describe_memory(plan, memory),
         *(_describe_devices(parameters, memory) if verbose else []),
@@ -165,28 +159,26 @@ def _describe_stages(plan: JobPlan, boundaries: list[int], layer_names: list[str
     return lines
 
 
-def _describe_bubble(plan: JobPlan, simulation: Simulation, priced: str) -> list[str]:
+def _describe_bubble(plan: JobPlan) -> list[str]:
+    stages = plan.work and plan.work.stages
+    priced = "equal stages" if stages is None else "layers and head"
     costs = f"{priced}, forward : backward = 1 : 2, free messages"
-    if plan.costs != Costs():
-        costs = describe_costs(simulation.costs)
-    return [f"bubble    {simulation.bubble:.1%} (simulated: {costs})"]
+    if plan.costs != Costs(stages=stages):
+        costs = describe_costs(plan.costs)
+    return [f"bubble    {plan.simulation.bubble:.1%} (simulated: {costs})"]
 
 
-def _describe_slowest_stage(
-    plan: JobPlan,
-    simulation: Simulation,
-    weights: tuple[float, ...] | None,
-    balanced: tuple[float, ...] | None,
-) -> list[str]:
-    """Return a line with any remedies if a stage is much slower than the others. Arguments as for :func:`describe`."""
-    stage, ratio = _slowest_stage(weights)
-    if ratio < _SLOW_STAGE or plan.costs.stages is not None:
+def _describe_slowest_stage(plan: JobPlan) -> list[str]:
+    """Return a line with any remedies if a stage is much slower than the others."""
+    work = plan.work or StageWork(None, None)
+    stage, ratio = _slowest_stage(work.stages)
+    if ratio < _SLOW_STAGE or plan.costs.stages != work.stages:
         return []
     remedies = []
-    bubble = simulate(plan.timetable, replace(plan.costs, stages=balanced)).bubble
-    if bubble < simulation.bubble - _LEAST_GAIN:
+    bubble = simulate(plan.timetable, replace(plan.costs, stages=work.balanced)).bubble
+    if bubble < plan.simulation.bubble - _LEAST_GAIN:
         remedies.append(f"--stage-layers balanced gives a bubble of {bubble:.1%}")
-    if _slowest_stage(balanced)[1] >= _SLOW_STAGE and plan.supports_fewer_devices():
+    if _slowest_stage(work.balanced)[1] >= _SLOW_STAGE and plan.supports_fewer_devices():
         remedies.append("use fewer stages")
     advice = f"; {'; or '.join(remedies)}" if remedies else ""
     return [f"note: stage {stage} takes {ratio:.2g} times as long as the others{advice}"]

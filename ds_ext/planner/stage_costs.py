@@ -67,9 +67,10 @@ def stage_costs(costs: Costs, sizes: TrainingSizes) -> Costs:
         ScheduleError: the costs were measured with another tensor-parallel size or with recomputation.
     """
     assert sizes.stage_layers is not None, "split_layers() comes first"
-    repeated = sizes.repeated_share
-    costs.check_measured(sizes.tensor_parallel, recomputes=bool(repeated))
-    repeated = 0.0 if costs.measured.get("recomputes") else repeated
+    repeated, is_included = sizes.repeated_share, bool(costs.measured.get("recomputes"))
+    recomputes = is_included and bool(repeated)  # else it is added here
+    costs.check_measured({"tensor_parallel_size": sizes.tensor_parallel, "recomputes": recomputes})
+    repeated = 0.0 if is_included else repeated
     whole = costs.forward + costs.backward_input + costs.backward_weight
     recomputed = costs.with_recompute(repeated)
     if costs.stages is not None or not whole:

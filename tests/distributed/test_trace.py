@@ -201,7 +201,8 @@ def test_reductions_after_the_last_backward_overlap_nothing(ranks4: RankPool, tm
 
 def test_some_steps_of_several_pipeline_groups(ranks4: RankPool, tmp_path: Path) -> None:
     """The window; peers are global ranks; what an earlier run has left is kept in a folder with its name."""
-    wanted = job(tmp_path, "1f1b", 2, dp=2, steps=4, traced="2:3")
+    bounds = [0, 3, MODEL.num_layers + 4]
+    wanted = job(tmp_path, "1f1b", 2, dp=2, steps=4, traced="2:3", partition_method=bounds)
     ranks4.run(train_traced, wanted)
     first = read_traces(tmp_path)
     assert_has_every_instruction(first, [2, 3])
@@ -214,6 +215,10 @@ def test_some_steps_of_several_pipeline_groups(ranks4: RankPool, tmp_path: Path)
     second = read_traces(tmp_path)
     assert second.run["run"] != first.run["run"]
     assert second.run["recomputes"] and not first.run["recomputes"]
+    size = len(batches_of(wanted)[0][0][0])
+    for trace in first.ranks.values():
+        assert trace.run["stage_layers"] == [3, MODEL.num_layers + 1] and not trace.run["balanced"]
+        assert trace.run["micro_batch_size"] == size
     earlier = read_traces(tmp_path / first.run["run"])
     assert earlier.run == first.run and sorted(earlier.ranks) == [0, 1, 2, 3]
     assert read_timetable(earlier.folder / TIMETABLE) == timetable("1f1b", 2, 8)

@@ -107,7 +107,10 @@ def test_training_shows_its_own_lines_only_and_resumes_where_it_was(
         assert list(one) == list(other) == KEYS
         for key in ("loss", "grad_norm", "lr", "consumed_samples"):
             assert one[key] == pytest.approx(other[key], rel=1e-6), (key, one["step"])
+    planned = re.search(r"^bubble +([\d.]+)% \(simulated: layers and head", once.text, re.M)
+    assert planned is not None
     for record in at_once:
+        assert 100 * record["bubble_simulated"] == pytest.approx(float(planned[1]), abs=0.051)
         numbers = [value for value in record.values() if isinstance(value, int | float)]
         assert len(numbers) == 13 and all(math.isfinite(value) for value in numbers), record
         assert record["mfu"] is record["validation_loss"] is None

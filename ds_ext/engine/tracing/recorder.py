@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -64,8 +65,7 @@ class Tracer(Observer):
         transport: name of the transport.
         eager: reductions overlap with computation.
         timeout_s: limit on every wait for another rank, in seconds.
-        stage_parameters: stage -> number of parameters on this rank, for the description of the run.
-        recomputes: whether layers repeat their forward in the backward, for the description too.
+        facts: further values of the description of the run, such as those of MEASURED_SIZES.
 
     Attributes:
         folder: folder of the trace files.
@@ -85,8 +85,7 @@ class Tracer(Observer):
         transport: str,
         eager: bool,
         timeout_s: float,
-        stage_parameters: Mapping[int, int] = MappingProxyType({}),
-        recomputes: bool = False,
+        facts: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         assert options.dir is not None
         self.folder = Path(options.dir)
@@ -95,7 +94,7 @@ class Tracer(Observer):
         self.active = False
         self.times: Times | None = None
         self._transport, self._timeout_s = transport, timeout_s
-        self._stage_parameters, self._recomputes = stage_parameters, recomputes
+        self._facts = facts
         self._text = EventText(rank, functools.partial(layout.peers, rank), eager=eager)
         self._file: TraceFile | None = None  # opened by the first traced step, and closed after the last one
         self._clocks: Clocks | None = None
@@ -114,7 +113,15 @@ class Tracer(Observer):
     @classmethod
     def from_engine(cls, engine: Any, transport: str, eager: bool) -> Tracer:
         """Return the tracer of an engine that is not complete yet, with the options of its job plan."""
-        settings = engine.plan.settings
+        settings, module = engine.plan.settings, engine.module
+        facts = {
+            "stage_parameters": {stage: _parameters(module, stage) for stage in module.stages},
+            "stage_layers": [stop - start for start, stop in pairwise(module.parts)],
+            "balanced": engine.plan.work is not None and engine.plan.work.is_balanced,
+            "micro_batch_size": engine.plan.sizes.micro_batch_size,
+            "recomputes": module.activation_checkpoint_interval > 0
+            or any(getattr(layer, "recompute", False) for layer in module.modules()),
+        }
         return cls(
             settings.trace,
             engine.global_rank,
@@ -123,9 +130,7 @@ class Tracer(Observer):
             transport=transport,
             eager=eager,
             timeout_s=settings.transport_options.timeout_s,
-            stage_parameters={stage: _parameters(engine.module, stage) for stage in engine.module.stages},
-            recomputes=engine.module.activation_checkpoint_interval > 0
-            or any(getattr(layer, "recompute", False) for layer in engine.module.modules()),
+            facts=facts,
         )
 
     # --- called by the engine ---
@@ -279,8 +284,7 @@ class Tracer(Observer):
             "host": platform.node(),
             "pid": os.getpid(),
             "cores": None if self.busy.on_cuda else usable_cores(),
-            "stage_parameters": dict(self._stage_parameters),
-            "recomputes": self._recomputes,
+            **self._facts,
         }
 
     def _write_timetable(self, timetable: Timetable) -> None:

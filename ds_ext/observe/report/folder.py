@@ -10,7 +10,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..run_record import SUFFIX, read_starts, record_file
-from ..trace.read import Traces, read_traces
+from ..trace.read import Traces, read_traces, trace_folders
 
 Row = dict[str, Any]
 
@@ -163,7 +163,7 @@ def _traces(folder: Path, trace_dir: str | None, notes: list[str]) -> Traces | N
 
     They are in the folder or in its subfolders; with a ``trace_dir`` from the run record first in one of that name.
     """
-    folders = [path for path in (folder, *sorted(folder.iterdir())) if (path / "rank0.json").is_file()]
+    folders = trace_folders(folder)
     if trace_dir is not None:
         same_name = [path for path in folders if path.name == Path(trace_dir).name]
         folders = same_name or folders or [path for path in [Path(trace_dir)] if path.is_dir()]

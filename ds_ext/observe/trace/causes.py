@@ -25,6 +25,7 @@ _SLOW_STEPS_SHARED = 0.9  # the same where ranks share cores, in at least _LEAST
 _LEAST_STEPS_SHARED = 6
 _ADVICE_FROM = 0.05  # bubble of a cause; the largest one gets advice in any case
 _SCHEDULE = "schedule"
+_LARGER = "larger micro-batches"
 _WHOLE_POINTS_FROM = 0.1  # bubble; a smaller one is shown with one decimal
 
 Row = tuple[int, int]  # (pipeline group, device)
@@ -80,6 +81,8 @@ class Causes:
         steps: numbers of the replayed steps.
         data_ranks: ranks that load data for the longest time, and at least half of it.
         sizes: devices and micro-batches of the timetable.
+        last_stage: number of the last stage, which has the head.
+        balanced: whether ``--stage-layers balanced`` would divide the layers as they are.
     """
 
     bubble: float
@@ -96,6 +99,8 @@ class Causes:
     steps: list[int] = field(default_factory=list)
     data_ranks: list[int] = field(default_factory=list)
     sizes: tuple[int, int] = (1, 1)
+    last_stage: int = 0
+    balanced: bool = False
 
     def lines(self) -> list[str]:
         """Return slow ranks and shared cores, a sentence with the causes, and advice on the largest of them."""
@@ -123,11 +128,13 @@ class Causes:
     def advice(self) -> list[str]:
         """Return a line for every cause of at least five points, and for the largest one, in descending order."""
         points = sorted(self._points(), key=lambda pair: -pair[1].share)
-        return [
-            f"{cause.name}, {number} points: {cause.remedy}."
-            for i, (number, cause) in enumerate(points)
-            if cause.share >= _ADVICE_FROM or (i == 0 and cause.share > 0)
+        large = [(n, cause) for n, cause in points if cause.share >= _ADVICE_FROM] or points[:1]
+        lines = [
+            f"{cause.name}, {number} points: {cause.remedy}." for number, cause in large if cause.share > 0
         ]
+        if any(cause.name == _SCHEDULE for _, cause in large) and any(_LARGER in c.remedy for _, c in large):
+            lines.append(f"More micro-batches and {_LARGER} both need a larger train_batch_size.")
+        return lines
 
     @property
     def _decimals(self) -> int:
@@ -160,7 +167,7 @@ class Causes:
                 self.messages,
                 "messages",
                 "",
-                "keep the ranks of a pipeline on one host, or use a faster transport or larger micro-batches",
+                f"keep the ranks of a pipeline on one host, or use a faster transport or {_LARGER}",
             ),
         ]
         if self.ranks_per_core is not None:
@@ -173,7 +180,7 @@ class Causes:
         return [
             *causes,
             _Cause(self.varying, "ops of varying length", "", "look for other load, or for uneven samples"),
-            _Cause(self.between, "work between ops", "", "use larger micro-batches, whose ops take longer"),
+            _Cause(self.between, "work between ops", "", f"use {_LARGER}, whose ops take longer"),
         ]
 
     def _uneven(self) -> _Cause:
@@ -186,8 +193,12 @@ class Causes:
             remedy = f"look for other load on the host of rank {slow.rank}, or for a slower clock"
         elif self.slowest_stage is not None:
             detail = f" (stage {stage} takes {ratio:.2g} times as long as the others)"
-            remedy = f"move layers from stage {stage} (`--stage-layers balanced` or `partition_method`)"
-            remedy += "; if it has only the head, use fewer stages"
+            division = (
+                "a number per stage in `--stage-layers`" if self.balanced else "`--stage-layers balanced`"
+            )
+            remedy = f"move layers from stage {stage} ({division} or `partition_method`)"
+            if stage == self.last_stage:
+                remedy += "; if it has only the head, use fewer stages"
         return _Cause(self.uneven, "uneven ops", detail, remedy)
 
     def slow_rank_lines(self) -> list[str]:
@@ -237,6 +248,7 @@ def find_causes(
     slowest_stage: tuple[int, float] | None = None,
     ranks_per_core: tuple[int, float] | None = None,
     busy_ranks: float = 0.0,
+    balanced: bool = False,
 ) -> Causes | None:
     """Return the causes of a bubble; None without steps, or if the steps do not fit the timetable.
 
@@ -245,7 +257,7 @@ def find_causes(
         links_us: (sender, receiver) -> usual time of a message between these ranks.
         bubble: measured bubble.
         stage_parameters: number of parameters of the stages, as far as it is known.
-        slowest_stage, ranks_per_core, busy_ranks: see :class:`Causes`.
+        slowest_stage, ranks_per_core, busy_ranks, balanced: see :class:`Causes`.
     """
     common = sorted(set.intersection(*(set(row.steps) for row in rows.values()))) if rows else []
     steps = [step for step in common if all(_fits(timetable, row.steps[step]) for row in rows.values())]
@@ -296,6 +308,8 @@ def find_causes(
         steps,
         [rank for rank, us in sorted(loading.items()) if us > 0 and us >= max(loading.values()) / 2],
         (timetable.placement.num_devices, timetable.micro_batches),
+        timetable.placement.stages - 1,
+        balanced,
     )
 
 

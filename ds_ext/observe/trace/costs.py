@@ -17,7 +17,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...pipe_schedules import Op, Placement, Timetable
-from ...pipe_schedules.costs import Costs
+from ...pipe_schedules.costs import MEASURED_SIZES, Costs
 from ...pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from .causes import Row
 from .read import Traces
@@ -55,7 +55,7 @@ def measure_costs(traces: Traces) -> Costs:
     inside, between = medians.get(INSIDE, medians.get(BETWEEN, 0.0)), medians.get(BETWEEN, 0.0)
     host_of = {device: host for (_, device), host in hosts.items()}
     crossing = [(a, b) for a in host_of for b in host_of if host_of[a] != host_of[b]]
-    keys = ("schedule", "micro_batches", "data_parallel_size", "tensor_parallel_size", "recomputes")
+    keys = ("schedule", "micro_batches", "data_parallel_size", *MEASURED_SIZES)
     measured = {
         "devices": placement.devices_per_pipe,
         **{key: traces.run[key] for key in keys if key in traces.run},

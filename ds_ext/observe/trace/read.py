@@ -91,6 +91,11 @@ class Traces:
         return None
 
 
+def trace_folders(folder: Path) -> list[Path]:
+    """Return the folders with traces among ``folder`` and its subfolders, ``folder`` first, then by name."""
+    return [path for path in (folder, *sorted(folder.iterdir())) if rank_file(path, 0).is_file()]
+
+
 def read_traces(folder: str | Path) -> Traces:
     """Read the traces in ``folder`` that belong to the same run as the lowest rank's.
 

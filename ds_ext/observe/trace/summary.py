@@ -110,12 +110,16 @@ class Summary:
     """Result of :func:`summarize`.
 
     ``bubble_by_step`` equals ``bubble_measured`` of the metrics. ``makespan_by_step`` is in microseconds.
+    ``step_s`` is the sum of ``makespan_s`` and ``rest_s``: reduction, optimizer and other work, such as loss and norm.
+    All three are means of the rank with the longest computations of each step.
     """
 
     schedule: str
     world_size: int
     steps: int
     step_s: float
+    makespan_s: float
+    rest_s: dict[str, float]
     bubble: float
     bubble_by_step: dict[int, float]
     makespan_by_step: dict[int, float]
@@ -163,7 +167,6 @@ def summarize(traces: Traces) -> Summary:
         step: 1 - statistics.fmean(rank_times[step].busy for rank_times in times.values()) / makespan
         for step, makespan in makespans.items()
     }
-    step_us = [rank_times[step].whole for rank_times in times.values() for step in makespans]
     notes = list(traces.notes)
     if not makespans:
         notes.append("steps: no step is complete on every rank")
@@ -172,7 +175,7 @@ def summarize(traces: Traces) -> Summary:
         schedule=traces.run["schedule"],
         world_size=traces.run["world_size"],
         steps=len(makespans),
-        step_s=statistics.fmean(step_us) / 1e6 if step_us else 0.0,
+        **_step_parts(times.values(), makespans),
         bubble=bubble,
         bubble_by_step=bubbles,
         makespan_by_step=makespans,
@@ -220,6 +223,7 @@ def _causes(traces: Traces, rows: dict[Row, RowSteps], summary: Summary) -> Caus
         slowest_stage=(stage.stage, ratio) if stage is not None and ratio >= _UNEVEN else None,
         ranks_per_core=shared,
         busy_ranks=busy_ranks,
+        balanced=bool(traces.run.get("balanced")),
     )
 
 
@@ -239,6 +243,25 @@ def _makespans(times: Collection[Mapping[int, StepTimes]]) -> dict[int, float]:
     steps = sorted(set.intersection(*(set(rank_times) for rank_times in times)))
     makespans = {step: max(rank_times[step].span for rank_times in times) for step in steps}
     return {step: makespan for step, makespan in makespans.items() if makespan > 0}
+
+
+def _step_parts(times: Collection[Mapping[int, StepTimes]], makespans: Mapping[int, float]) -> dict[str, Any]:
+    """Return ``step_s``, ``makespan_s`` and ``rest_s`` of a summary; 0 without complete steps."""
+    last = [max((rank[step] for rank in times), key=lambda rank: rank.span) for step in makespans]
+
+    def mean_s(microseconds: Callable[[StepTimes], float]) -> float:
+        return statistics.fmean(map(microseconds, last)) / 1e6 if last else 0.0
+
+    rest_s = {
+        "reduction": mean_s(lambda step: step.reduction),
+        "optimizer": mean_s(lambda step: step.optimizer),
+        "other": mean_s(lambda step: step.whole - step.span - step.reduction - step.optimizer),
+    }
+    return {
+        "step_s": mean_s(lambda step: step.whole),
+        "makespan_s": mean_s(lambda step: step.span),
+        "rest_s": rest_s,
+    }
 
 
 def _rank(rank: int, times: Mapping[int, StepTimes], makespans: Mapping[int, float]) -> RankSummary:

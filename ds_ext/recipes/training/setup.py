@@ -22,7 +22,7 @@ from ...launch.launcher import require_restarts
 from ...launch.roll_call import Facts
 from ...parallel.crossing import require_slots
 from ...parallel.hosts import Hosts
-from ...parallel.partition import BALANCED, layer_boundaries, stage_weights
+from ...parallel.partition import BALANCED, StageWork, layer_boundaries, stage_weights
 from ...planner.auto import training_sizes
 from ...planner.job_plan import JobPlan, make_job_plan
 from ...planner.job_text import describe
@@ -160,6 +160,24 @@ def _end_work(args: argparse.Namespace, model: TransformerConfig) -> tuple[float
     return (0.0, model.head_work(model.repeated_share)) if args.stage_layers == BALANCED else None
 
 
+def with_stage_work(
+    plan: JobPlan,
+    boundaries: list[int],
+    before: list[str],
+    after: list[str],
+    model: TransformerConfig,
+) -> JobPlan:
+    """Return the plan with the work of the stages. Arguments as for :func:`describe_plan`."""
+    ends, work = (len(before), len(after)), (0.0, model.head_work(model.repeated_share))
+    placement, schedule = plan.layout.placement, plan.timetable.schedule
+    balanced, layers = boundaries, boundaries[-1] - sum(ends)
+    if layers >= placement.stages:
+        balanced = layer_boundaries(layers, *ends, placement, schedule, BALANCED, work)
+    return plan.with_work(
+        StageWork(*(stage_weights(bounds, *ends, work) for bounds in (boundaries, balanced)))
+    )
+
+
 def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts:
     """Return facts that must be identical on all ranks: JSON, flags, layout, timetable, content of the data."""
     from ..data.meta import fingerprint
@@ -232,11 +250,6 @@ def describe_plan(
         ConfigError: there are several hosts, with more or fewer slots than the job has ranks.
     """
     layer_names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
-    ends, work = (len(before), len(after)), (0.0, model.head_work(model.repeated_share))
-    placement, schedule = plan.layout.placement, plan.timetable.schedule
-    balanced = boundaries
-    if args.num_layers >= placement.stages:
-        balanced = layer_boundaries(args.num_layers, *ends, placement, schedule, BALANCED, work)
     message_bytes = _message_bytes(args, plan, token_bytes)
     sizes = _model_sizes(plan, boundaries, len(before), len(after), model)
     verbose = args.verbose or plan.job.ds_ext.print_plan == "all"
@@ -247,10 +260,8 @@ def describe_plan(
         layer_names=layer_names,
         message_bytes=message_bytes,
         model=f"{round(model_parameters(sizes)):,} parameters (estimated)",
-        parameters=[round(count) for count in rank_parameters(sizes, placement)],
+        parameters=[round(count) for count in rank_parameters(sizes, plan.layout.placement)],
         memory=memory(plan.timetable, sizes),
-        weights=stage_weights(boundaries, *ends, work),
-        balanced=stage_weights(balanced, *ends, work),
         defers=args.transformer_impl == "local",
         hosts=None if hosts is None else list(map(hosts.host, range(hosts.world_size))),
         settings=[f"rate      {_rate(plan.job.deepspeed)}", *args.notes],

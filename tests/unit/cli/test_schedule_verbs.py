@@ -13,7 +13,7 @@ import pytest
 from ds_ext.__main__ import main
 from ds_ext.cli.schedule_verbs import title
 from ds_ext.errors import ScheduleError
-from ds_ext.pipe_schedules import get_schedule, timetable
+from ds_ext.pipe_schedules import SCHEDULES, get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.grid import order_grid, time_grid
 from ds_ext.pipe_schedules.files import schedule_of_file
@@ -291,6 +291,22 @@ def test_a_refused_schedule_has_its_own_row(capsys: pytest.CaptureFixture[str]) 
     assert third.split()[:2] == ["interleaved", "-"] and numbers(third)[-2:] == [4, 8]
     assert main(["compare", "bitpipe", "interleaved", *sizes]) == 2
     assert capsys.readouterr().err.startswith("error: bitpipe")
+
+
+@pytest.mark.parametrize(
+    ("devices", "micro_batches", "refused"),
+    [(2, 4, set()), (3, 5, {"bitpipe", "bitpipe_zb", "chimera", "dualpipev", "interleaved"})],
+)
+def test_compare_without_names(
+    devices: int, micro_batches: int, refused: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All schedules that support the sizes, and the others in a line."""
+    assert main(["compare", "--num-devices", str(devices), "--micro-batches", str(micro_batches)]) == 0
+    _, *rows, fbd, note = [*capsys.readouterr().out.splitlines(), *[""] * (not refused)]
+    assert [row.split()[0] for row in rows] == sorted(SCHEDULES.keys() - refused)
+    assert fbd.startswith("fbd: ") and set(re.findall(r"(\w+): --", note)) == refused
+    assert main(["compare", "--num-devices", str(devices)]) == 2
+    assert capsys.readouterr().err.startswith("error: NAME")
 
 
 def test_other_numbers_of_micro_batches_are_not_compared(

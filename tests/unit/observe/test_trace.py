@@ -211,6 +211,49 @@ def test_advice_is_on_the_largest_causes_first() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("stage", "balanced", "words"),
+    [
+        (0, False, {"balanced", "partition_method"}),
+        (0, True, {"partition_method"}),
+        (3, False, {"balanced", "partition_method", "head"}),
+        (3, True, {"partition_method", "head"}),
+    ],
+)
+def test_advice_is_not_what_the_run_has(tmp_path: Path, stage: int, balanced: bool, words: set[str]) -> None:
+    """A run with balanced layers needs other numbers; only the last stage has the head."""
+    stages = tuple(3.0 if stage == i else 1.0 for i in range(4))
+    simulation = simulate(timetable("1f1b", 4, 8), Costs(1, 2, 0, stages=stages))
+    write_traces(tmp_path, simulation, balanced=balanced)
+    causes = summarize(read_traces(tmp_path)).causes
+    assert causes is not None
+    (line,) = (line for line in causes.advice() if line.startswith("uneven"))
+    assert set(re.findall(r"balanced|partition_method|head", line)) == words
+
+
+@pytest.mark.parametrize(
+    ("schedule", "messages", "between", "lines"),
+    [(0.2, 0.0, 0.1, 3), (0.2, 0.1, 0.1, 4), (0.2, 0.1, 0.0, 3), (0.2, 0.0, 0.0, 1), (0.01, 0.0, 0.1, 1)],
+)
+def test_more_and_larger_micro_batches_need_a_larger_batch(
+    schedule: float, messages: float, between: float, lines: int
+) -> None:
+    """One line for both, if both are advised."""
+    causes = Causes(
+        schedule + messages + between, schedule, 0.0, 0.0, 0.0, messages, between, None, steps=[1]
+    )
+    advice = causes.advice()
+    assert len(advice) == lines and sum("train_batch_size" in line for line in advice) == (lines > 1)
+
+
+def test_the_parts_of_a_step_add_up(whole: Path) -> None:
+    """A traced step ends 400 us after its makespan, of which the reduction takes 100 and the optimizer 200."""
+    values = summarize(read_traces(whole)).as_dict()
+    assert values["makespan_s"] == pytest.approx(PRICED.makespan * UNIT_US / 1e6)
+    assert values["rest_s"] == pytest.approx({"reduction": 1e-4, "optimizer": 2e-4, "other": 1e-4}, abs=1e-6)
+    assert values["makespan_s"] + sum(values["rest_s"].values()) == pytest.approx(values["step_s"])
+
+
 def test_ops_of_varying_length_are_a_cause() -> None:
     made = timetable("1f1b", 4, 8)
     jittered = simulate(made, Costs(1, 2, 0, jitter=0.5, seed=3))

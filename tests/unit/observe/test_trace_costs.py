@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,46 @@ def test_every_schedule_is_predicted_from_the_trace_of_one(
         assert float(row[2]) == pytest.approx(exact, abs=MS * 0.03) and abs(float(row[3][:-1])) <= 0.2
     assert named[1] == next(row[1] for row in rows if row[0] == "1f1b")
     assert {"reductions", "optimizer"} <= set(note)
+
+
+def test_a_run_of_other_sizes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs with traces in a subfolder. The two stages of 1f1b join four of the measured ones."""
+    sizes: dict[str, Any] = {"micro_batch_size": 4, "stage_layers": [3, *[2] * 6, 3], "recomputes": False}
+    file = costs_file(tmp_path, trace(tmp_path / "measured", "zb_v", **sizes))
+    assert sizes.items() <= load_costs(file).measured.items()
+    same, runs = {**sizes, "stage_layers": [5, 4, 4, 5]}, tmp_path / "runs"
+    others = {"small": {"micro_batch_size": 2}, "uneven": {"stage_layers": [3, 6, 6, 3]}}
+    for name, values in {"same": {}, **others, "tensor": {"tensor_parallel_size": 2}}.items():
+        trace(runs / name / "traces", "1f1b", **{**same, **values})
+    capsys.readouterr()
+    assert main(["compare", "--costs", file, "--measured", str(runs)]) == 1
+    _, *rows, _ = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["same", "small", "tensor", "uneven"]
+    assert [row.split()[1] == "-" for row in rows] == [False, True, True, True]
+    assert [re.findall(r"\d(?:[\d,]*\d)?", row) for row in rows[1:]] == [
+        *(["2", "4"], ["2", "1"], ["3,6,6,3", "5,4,4,5"]),
+    ]
+    assert main(["compare", "--costs", file, "--measured", str(runs / "small")]) == 2
+    assert re.findall(r"\d+", capsys.readouterr().err) == ["2", "4"]
+
+
+def test_runs_are_found_where_the_report_finds_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace folder; subfolders with traces, or with folders of them. Traces of earlier runs do not count."""
+    file = costs_file(tmp_path, trace(tmp_path / "runs" / "first" / "traces", "zb_v"))
+    for name in ("second", "second/earlier", "third/a", "third/b"):
+        trace(tmp_path / "runs" / name, "1f1b")
+    (tmp_path / "runs" / "metrics.jsonl").touch()
+    for folder, names in (
+        ("runs", ["first", "second", "third/a", "third/b"]),
+        ("runs/first", ["traces"]),
+        ("runs/second", ["second", "earlier"]),
+    ):
+        capsys.readouterr()
+        assert main(["compare", "--costs", file, "--measured", str(tmp_path / folder)]) == 0
+        _, *rows, _ = capsys.readouterr().out.splitlines()
+        assert [row.split()[0] for row in rows] == names
 
 
 def test_measured_without_costs_of_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import pickle
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -115,9 +116,38 @@ def test_measured_costs_carry_over_to_joined_stages_and_other_devices() -> None:
 def test_ratios_of_measured_costs() -> None:
     assert MEASURED.ratios() == Costs(4, 6, 2)
     assert Costs(comm=1).ratios() == Costs(comm=1)
-    for values in ({"tensor_parallel_size": 2}, {"recomputes": True}):
-        with pytest.raises(ScheduleError, match="recomputation"):
+    for values, words in (
+        ({"tensor_parallel_size": 2}, r" 1 \(got .* 2\)"),
+        ({"recomputes": True}, "recomputes"),
+    ):
+        with pytest.raises(ScheduleError, match=words):
             replace(MEASURED, measured={"devices": 2, **values}).ratios()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "numbers"),
+    [
+        ({"micro_batch_size": 4, "tensor_parallel_size": 1, "recomputes": False}, None),
+        ({"micro_batch_size": 2, "stage_layers": [8, 8]}, ["2", "4"]),
+        ({"stage_layers": [6, 10]}, ["6,10", "8,8"]),
+        ({"tensor_parallel_size": 2, "recomputes": True}, ["2", "true", "1", "false"]),
+    ],
+)
+def test_measured_costs_do_not_carry_over_to_other_sizes(
+    sizes: dict[str, Any], numbers: list[str] | None
+) -> None:
+    """The measured stages of 3, 5, 4 and 4 layers are joined to two."""
+    measured = {"devices": 2, "micro_batch_size": 4, "stage_layers": [3, 5, 4, 4]}
+    costs = replace(MEASURED, measured=measured).fit(linear(2))
+    assert costs.measured["stage_layers"] == [8, 8]
+    if numbers is None:
+        costs.check_measured(sizes)
+        return
+    with pytest.raises(ScheduleError) as error:
+        costs.check_measured(sizes)
+    assert re.findall(r"\d[\d,]*\d|\d|true|false", str(error.value)) == numbers
+    costs.with_recompute(1.0).check_measured({"recomputes": True})
+    MEASURED.check_measured({"micro_batch_size": 2, "stage_layers": [1, 2]})  # unknown in these costs
 
 
 def test_costs_are_values() -> None:

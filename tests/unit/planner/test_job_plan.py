@@ -13,7 +13,8 @@ import pytest
 
 from ds_ext.config.job import load_config
 from ds_ext.errors import ConfigError
-from ds_ext.pipe_schedules.costs import read_costs
+from ds_ext.parallel.partition import StageWork
+from ds_ext.pipe_schedules.costs import Costs, read_costs
 from ds_ext.pipe_schedules.draw.grid import time_grid
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.job_plan import JobPlan, make_job_plan, make_stage_plan
@@ -217,7 +218,8 @@ def bubble_of(text: str) -> str:
 
 def test_text_uses_the_costs_of_the_plan(tmp_path: Path) -> None:
     """In the bubble and in the grid; weights of the stages replace equal factors."""
-    equal, uneven = (bubble_of(text_of(plan(), weights=w)) for w in (None, (1.6, 1.6, *[0.8] * 6)))
+    weights = (1.6, 1.6, *[0.8] * 6)
+    equal, uneven = (bubble_of(text_of(plan().with_work(StageWork(w, None)))) for w in (None, weights))
     assert equal != uneven
     file = tmp_path / "costs.json"
     file.write_text('{"comm": 0.5, "links": {"0>1": 2}}')
@@ -227,8 +229,24 @@ def test_text_uses_the_costs_of_the_plan(tmp_path: Path) -> None:
         text = text_of(planned)
         assert f"{simulation.bubble:.1%}" in bubble_of(text) and words in bubble_of(text)
         assert text.endswith(f"{time_grid(simulation)}\n{text.splitlines()[-1]}")
-        weighed = bubble_of(text_of(planned, weights=(0.5,) * 4 + (1.5,) * 4))
+        weighed = bubble_of(text_of(planned.with_work(StageWork((0.5,) * 4 + (1.5,) * 4, None))))
         assert words in weighed and weighed != bubble_of(text)
+
+
+def test_the_work_of_the_stages_is_in_the_simulation() -> None:
+    """Also of a plan with other accumulation steps; costs with factors of the stages replace it."""
+    work = StageWork((1.6, 1.6, *[0.8] * 6), None)
+    weighed = plan().with_work(work)
+    assert weighed.costs == Costs(stages=work.stages) and not work.is_balanced
+    assert (
+        weighed.simulation.bubble
+        == simulate(weighed.timetable, weighed.costs).bubble
+        > plan().simulation.bubble
+    )
+    assert weighed.resized(8).costs == weighed.costs
+    assert weighed.complete(weighed.job).simulation == weighed.simulation
+    planned = plan(schedule="bitpipe_zb", schedule_options={"costs": "stages=1x7/2"})
+    assert planned.with_work(work).simulation == planned.simulation
 
 
 def test_text_lists_the_candidates_of_auto() -> None:

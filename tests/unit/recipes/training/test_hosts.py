@@ -12,7 +12,13 @@ import pytest
 from ds_ext.errors import ConfigError
 from ds_ext.recipes.models.config import TransformerConfig
 from ds_ext.recipes.training.hosts import hosts_of_flags
-from ds_ext.recipes.training.setup import describe_plan, model_fields, plan_job, stage_boundaries
+from ds_ext.recipes.training.setup import (
+    describe_plan,
+    model_fields,
+    plan_job,
+    stage_boundaries,
+    with_stage_work,
+)
 
 ROOT = Path(__file__).parents[4]
 BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]
@@ -34,6 +40,7 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         args, plan = plan_job("train_gpt.py", words, "gpt")
         model = TransformerConfig(**model_fields(args, plan), vocab_size=1000)
         boundaries = stage_boundaries(args, plan, BEFORE, AFTER, model)
+        plan = with_stage_work(plan, boundaries, BEFORE, AFTER, model)
         return describe_plan(args, plan, boundaries, BEFORE, AFTER, model, hosts=hosts_of_flags(args))
 
     return run
