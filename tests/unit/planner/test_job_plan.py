@@ -293,7 +293,7 @@ def test_a_slow_stage_has_the_remedies_of_its_pipeline(schedule: str, devices: i
     """A smaller pipeline has at least 2 devices."""
     planned = plan(schedule=schedule, pipeline_parallel_size=devices)
     weights = (0.5,) * (planned.layout.placement.stages - 1) + (4.0,)
-    text = text_of(planned, weights=weights, balanced=weights)
+    text = text_of(planned.with_work(StageWork(weights, weights)))
     [note] = re.findall("^note: stage.*", text, re.MULTILINE)
     assert "8 times" in note and note.count(";") == remedies and note[-1].isalpha()
 
