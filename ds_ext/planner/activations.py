@@ -5,7 +5,7 @@ Transformer Models", arXiv 2205.05198, section 4). Elements per token, on one of
 
     tensors                                          read by            elements
     inputs of both norms                             norms              2c
-    inputs of the column-parallel layers             qkv, fc1           2h
+    inputs of the column-parallel layers             qkv, fc1           2c
     queries, keys, values and their context          attention, proj    2q + 2k
     input and output of the activation function      gelu, fc2          2f, with a gated MLP 4f
 
@@ -13,8 +13,9 @@ h is the hidden size, and c the same, or h/t with sequence parallelism. q, k and
 keys, and of the MLP, divided by t. Further tensors: a byte per element of c for every dropout mask; rotated queries and
 keys; the fp32 copies of an RMSNorm; with attention that stores its s x s scores, 5 bytes per score (FlashAttention and
 torch's SDPA do not, but on CPUs SDPA with dropout keeps three tensors of fp32 scores). "selective" drops what attention
-adds; "full" keeps the input of the layer only. The table of the paper is the sum for q = k = h, f = 4h and two masks;
-it gathers inputs of sequence parallelism again, which are kept here.
+adds; "full" keeps the input of the layer only. The table of the paper is the sum for q = k = h, f = 4h and two masks.
+With sequence parallelism, the backward gathers the inputs of the column-parallel layers again, except in a layer that
+was recomputed.
 
 The first half of a split backward frees everything but the inputs and the output gradients of the linear layers, which
 the second half reads. These are about as many bytes, also for a layer that was recomputed.
@@ -109,18 +110,22 @@ def layer_activations(sizes: TrainingSizes, recompute: str) -> Activations:
     if sizes.attention_scores:
         core = sizes.score_bytes * sizes.num_attention_heads * sizes.seq_length / t
         core += sizes.score_copies * q
-    everything = _norms(sizes, 2 * c) + size * (2 * h + q + inner) + 2 * c * dropout
+    everything = _norms(sizes, 2 * c) + size * (2 * c + q + inner) + 2 * c * dropout
     everything += size * _attention_inputs(sizes, q, k) + core
     everything += _norms(sizes, q + k) if sizes.qk_layernorm else 0
     kept = {"none": everything, "selective": everything - core, "full": size * c}[recompute]
     # The backward of the MLP comes first: the gradient of the output, and gradients of inner tensors.
-    repeated = everything - kept if recompute == "full" else max(everything - kept - size * inner, 0)
+    if recompute == "full":
+        repeated = everything + size * 2 * (h - c) - kept
+    else:
+        repeated = max(everything - kept - size * inner, 0)
     scores = 0.0  # gradient of the scores; a whole backward has freed the MLP by then
     if sizes.attention_scores and recompute != "none":
         scores = sizes.score_bytes / 3 * sizes.num_attention_heads * sizes.seq_length / t
     freed = size * (h + inner) if recompute == "full" else 0
-    # With tensor parallelism also that of the output over all tokens, or that of the input before its sum.
-    gathered = h if t > 1 else 0
+    # With tensor parallelism also that of the output over all tokens, or that of the input before its sum, and parts
+    # from which sequence parallelism puts it together.
+    gathered = (2 if sizes.sequence_parallel else 1) * h if t > 1 else 0
     above = size * (c + gathered) + (size - 1) * c * dropout + repeated
     weight = size * h * f
     deferred = size * (4 * h + 2 * q + 2 * k + (3 if gated else 2) * f)
@@ -170,7 +175,7 @@ def _head(sizes: TrainingSizes) -> Activations:
     logits, weight = tokens * size * vocabulary, size * vocabulary * h
     fp32 = 4 * tokens * vocabulary
     chunk = max(fp32 / CHUNKS, min(LEAST_CHUNK, fp32))
-    kept = tokens * (_norms(sizes, c) + size * h) + logits
+    kept = tokens * (_norms(sizes, c) + size * c) + logits
     return Activations(
         kept,
         tokens * size * h + logits,

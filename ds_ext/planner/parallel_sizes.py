@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from ..errors import ScheduleError
@@ -261,14 +262,18 @@ def unit_costs(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, pipeline: 
 def _requests(
     cluster: Cluster, sizes: TrainingSizes, ratios: Costs, tensor: int, pipeline: int, data: int
 ) -> Iterator[Request]:
-    """Yield one request for every micro-batch size, the largest first."""
-    for micro_batch, micro_batches in reversed(list(cluster.micro_batches(data))):
+    """Yield a request for every micro-batch size, the largest first, with and without sequence parallelism."""
+    possible = _shares_tokens(sizes, tensor)
+    sequence = [s for s in (True, False) if cluster.sequence_parallel in (None, s)] if possible else [False]
+    for (micro_batch, micro_batches), sequence_parallel in product(
+        reversed(list(cluster.micro_batches(data))), sequence
+    ):
         split = replace(
             sizes,
             micro_batch=micro_batch,
             tensor_parallel=tensor,
             data_parallel=data,
-            sequence_parallel=cluster.sequence_parallel is not False and _shares_tokens(sizes, tensor),
+            sequence_parallel=sequence_parallel,
         )
         costs, forward_s = unit_costs(cluster, split, ratios, pipeline)
         yield Request(

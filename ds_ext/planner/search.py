@@ -158,7 +158,7 @@ def choose_each(
 
     Args:
         groups: requests of every group, the simplest group first. Among ties in a group, the first request wins. Only
-            the last one considers orders that are planned.
+            those with the N of the last one consider orders that are planned.
         progress: called with the number of groups that are decided, and of all.
     """
     search = _Search(groups)
@@ -180,7 +180,8 @@ class _Search:
         for group, requests in enumerate(groups):
             for request in requests:
                 for recompute, interval in request.kinds:
-                    kind = _Kind(request, recompute, interval, request is requests[-1])
+                    plans_orders = request.micro_batches == requests[-1].micro_batches
+                    kind = _Kind(request, recompute, interval, plans_orders)
                     self._push(group, kind, kind.bound)
 
     def run(self, progress: Callable[[int, int], None]) -> None:

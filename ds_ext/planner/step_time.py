@@ -56,7 +56,8 @@ def on_devices(costs: Costs, sizes: TrainingSizes, network: Network, devices: in
 
     A layer all-reduces its output twice in the forward, and its input's gradient twice in the backward (arXiv
     1909.08053, section 3). They do not overlap with computation. The head counts as layers of the same work. Sequence
-    parallelism sends as many bytes (arXiv 2205.05198, section 4.2.2). The slowest group counts for all devices.
+    parallelism sends as many bytes (arXiv 2205.05198, section 4.2.2), and in the backward of a layer that is not
+    recomputed the two inputs again. The slowest group counts for all devices.
 
     If the network has a rate of the devices' memory, every byte that a layer keeps is written and read in a forward,
     and in a repeated one. The backward reads it again, and writes and reads its gradient.
@@ -69,15 +70,17 @@ def on_devices(costs: Costs, sizes: TrainingSizes, network: Network, devices: in
     """
     share = (sizes.num_layers + sizes.head_work()) / devices / unit_s
     repeated = sizes.repeated_share if sizes.recompute == "full" else 0.0
+    recomputed = -(-sizes.num_layers // sizes.recompute_interval) / sizes.num_layers
     forward = backward = 0.0
     if sizes.tensor_parallel > 1:
         size = sizes.token_bytes * sizes.tokens * sizes.hidden_size
         forward = 2 * _tensor_all_reduce_s(size, sizes.tensor_parallel, network) * share
         backward = (1 + repeated) * forward
+        if sizes.sequence_parallel:  # an all-gather is half an all-reduce
+            backward += forward / 2 * (1 - recomputed * (sizes.recompute == "full"))
     if network.memory_bandwidth is not None:
         byte_s = share / network.memory_bandwidth
         kept, less = (layer_activations(sizes, kind).kept for kind in ("none", sizes.recompute))
-        recomputed = -(-sizes.num_layers // sizes.recompute_interval) / sizes.num_layers
         forward += 2 * kept * byte_s
         backward += (3 * kept + 2 * (kept - less) * recomputed) * byte_s
     if not forward:

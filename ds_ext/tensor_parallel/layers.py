@@ -26,6 +26,7 @@ from ds_ext.tensor_parallel.mappings import (
     all_reduce,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    keep_slice,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     shared_parameters,
@@ -94,9 +95,10 @@ class ColumnParallelLinear(nn.Module):
 
     def project(self, x: Tensor) -> Tensor:
         """Apply the weight to a result of :func:`enter_tensor_parallel`, which several layers may share."""
-        if self.rows is None:
-            return linear(x, self.weight, self.bias)
-        return linear_rows(x, self.weight, self.bias, self.rows, self.tp)
+        with keep_slice(x):
+            if self.rows is None:
+                return linear(x, self.weight, self.bias)
+            return linear_rows(x, self.weight, self.bias, self.rows, self.tp)
 
 
 class RowParallelLinear(nn.Module):
@@ -198,6 +200,13 @@ def enter_tensor_parallel(x: Tensor, tp: TensorParallel, sequence_parallel: bool
     if sequence_parallel:
         return gather_from_sequence_parallel_region(x, tp)
     return copy_to_tensor_model_parallel_region(x, tp)
+
+
+def project_logits(x: Tensor, weight: Tensor, tp: TensorParallel, sequence_parallel: bool) -> Tensor:
+    """Map hidden states, or this rank's tokens of them, to logits of all tokens for this rank's vocabulary."""
+    x = enter_tensor_parallel(x, tp, sequence_parallel)
+    with keep_slice(x):
+        return linear(x, weight)
 
 
 def leave_tensor_parallel(x: Tensor, tp: TensorParallel, sequence_parallel: bool) -> Tensor:

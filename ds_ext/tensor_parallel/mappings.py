@@ -16,6 +16,9 @@ onwards of (B, S, ...). An all-reduce equals a reduce-scatter plus an all-gather
 as tensor parallelism alone. Norms, dropout and residuals are computed, stored and sent to the next stage once instead
 of on every rank.
 
+Weights that read gathered tokens keep this rank's slice for the backward, which gathers it again (ibid.):
+:func:`keep_slice`. This sends a third more, but a layer keeps 1 / size of these inputs.
+
 Parameters applied to a slice of the tokens (norms, biases after a reduce-scatter, positions) are replicated, and each
 rank computes the gradient from its own tokens. ``shared_parameters`` sums these gradients in every backward. The
 engine, ZeRO and the gradient norm therefore need no special case.
@@ -23,11 +26,19 @@ engine, ZeRO and the gradient norm therefore need no special case.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+try:
+    from torch._C._autograd import _top_saved_tensors_default_hooks as _top_hooks
+except ImportError:  # private: a later torch may not have it
+    _top_hooks = None
 
 from ds_ext.comm.gloo_cuda import transferable
 from ds_ext.tensor_parallel.group import TensorParallel
@@ -47,7 +58,22 @@ def reduce_from_tensor_model_parallel_region(x: Tensor, tp: TensorParallel) -> T
 
 def gather_from_sequence_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
     """Gather all tokens for sharded weights: (B, S / size, ...) to (B, S, ...). The gradient is reduce-scattered."""
-    return x if tp.size == 1 else _Gather.apply(x, tp)
+    if tp.size == 1:
+        return x
+    gathered = _Gather.apply(x, tp)
+    if torch.is_grad_enabled() and not _is_hooked():
+        gathered.slice_of_tokens = _Slice(x, tp)
+    return gathered
+
+
+def keep_slice(x: Tensor) -> AbstractContextManager[object]:
+    """Context in which operations on gathered tokens keep this rank's slice of them for the backward.
+
+    In a forward that is recomputed, and for other tensors than :func:`gather_from_sequence_parallel_region` returns,
+    operations keep ``x`` as usual.
+    """
+    kept = getattr(x, "slice_of_tokens", None)
+    return nullcontext() if kept is None else saved_tensors_hooks(*kept.hooks(x))
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -87,6 +113,65 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
     reduced = torch.empty_like(slices[0])
     dist.reduce_scatter(reduced, slices, group=tp.group)
     return reduced.to(x.device)
+
+
+def _is_hooked() -> bool:
+    """Return whether someone else decides what operations keep, such as recomputation."""
+    return _top_hooks is None or _top_hooks(True) is not None
+
+
+_View = tuple[Sequence[int], Sequence[int]]  # shape and strides of a view of all gathered tokens
+
+
+class _Slice:
+    """This rank's slice of gathered tokens, which the backwards of all operations on them share."""
+
+    def __init__(self, x: Tensor, tp: TensorParallel) -> None:
+        self._slice, self._tp = _Kept(x.detach()), tp
+        self._gathered: Tensor | None = None
+        self._packed = self._unpacked = 0
+
+    def hooks(self, gathered: Tensor) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """Return the functions that pack and unpack what the operations keep: views of ``gathered``, and weights."""
+        memory = gathered.untyped_storage().data_ptr()
+
+        def pack(tensor: Tensor) -> _Kept | _View:
+            if tensor.untyped_storage().data_ptr() != memory:
+                return _Kept(tensor)
+            self._packed += 1
+            return tensor.shape, tensor.stride()
+
+        def unpack(kept: _Kept | _View) -> Tensor:
+            return kept.get() if isinstance(kept, _Kept) else self._gather().as_strided(*kept)
+
+        return pack, unpack
+
+    def _gather(self) -> Tensor:
+        """Gather the tokens again; the tensor is freed after all operations have it."""
+        if self._gathered is None:
+            self._gathered = _all_gather(self._slice.get(), self._tp)
+        gathered = self._gathered
+        self._unpacked += 1
+        if self._unpacked >= self._packed:
+            self._gathered, self._unpacked = None, 0
+        return gathered
+
+
+class _Kept:
+    """Tensor that a backward needs unchanged. torch does not check this for tensors with hooks."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._version = tensor, tensor._version
+
+    def get(self) -> Tensor:
+        """Return the tensor. Raises RuntimeError, as torch does, if it was changed in place."""
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"tensor of shape {tuple(self._tensor.shape)} is at version {self._tensor._version}; expected version "
+                f"{self._version}."
+            )
+        return self._tensor
 
 
 class _CopyTo(torch.autograd.Function):

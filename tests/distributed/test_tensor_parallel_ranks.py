@@ -167,6 +167,19 @@ def a_layer_takes_and_gives_slices(rank: int) -> None:
     assert len(set(keys.tolist())) == tp.size
 
 
+def in_place_changes_are_found(rank: int) -> None:
+    """Of a weight, and of the slice of the tokens that is gathered again."""
+    tp = world(rank)
+    for change_weight in (True, False):
+        layer = ColumnParallelLinear(8, 8, tp, sequence_parallel=True, init=nn.init.ones_)
+        mine_BsD = random(2, 3, 8).detach().requires_grad_() * 1.0
+        y = layer(mine_BsD)
+        with torch.no_grad():
+            (layer.weight if change_weight else mine_BsD).add_(1.0)
+        with pytest.raises(RuntimeError, match="inplace"):
+            y.sum().backward()
+
+
 def training_equals_one_rank(rank: int, optimizer: str) -> None:
     batches = random_batches(CONFIG, 5, 3)
     # Adam divides by the gradient's own size: an eps above the rounding errors keeps them from growing.
@@ -237,6 +250,10 @@ def test_gpt_gradients_and_start_weights(
 
 def test_sequence_parallel_ranks_keep_and_pass_on_a_slice_of_the_tokens(ranks: Ranks) -> None:
     ranks(2).run(a_layer_takes_and_gives_slices)
+
+
+def test_in_place_changes_before_the_backward_are_found(ranks: Ranks) -> None:
+    ranks(2).run(in_place_changes_are_found)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])

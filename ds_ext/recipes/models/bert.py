@@ -36,8 +36,7 @@ from ds_ext.tensor_parallel import (
     DropoutClock,
     TensorParallel,
     embedding,
-    enter_tensor_parallel,
-    linear,
+    project_logits,
     shared_parameters,
     vocab_parallel_cross_entropy,
 )
@@ -131,8 +130,7 @@ def word_logits(embedding: GPTEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Te
     """Apply the language model head: (words_BSD, order_B2) to (logits_BSV, order_B2), this rank's logits."""
     words_BSD, *order = inputs
     table = embedding.word_embeddings
-    words_BSD = enter_tensor_parallel(words_BSD, table.tp, table.sequence_parallel)
-    return linear(words_BSD, table.weight), *order
+    return project_logits(words_BSD, table.weight, table.tp, table.sequence_parallel), *order
 
 
 def bert_layer_specs(config: BertConfig, tp: TensorParallel, clock: DropoutClock) -> list[LayerSpec]:

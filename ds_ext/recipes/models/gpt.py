@@ -43,9 +43,8 @@ from ds_ext.tensor_parallel import (
     TensorParallel,
     VocabParallelEmbedding,
     embedding,
-    enter_tensor_parallel,
     keyed_normal,
-    linear,
+    project_logits,
     shared_parameters,
     vocab_parallel_cross_entropy,
 )
@@ -162,7 +161,7 @@ class GPTHead(nn.Module):
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         """Map hidden_BSD to this rank's logits_BSV."""
-        return linear(enter_tensor_parallel(hidden_BSD, self.tp, self.sequence_parallel), self.weight)
+        return project_logits(hidden_BSD, self.weight, self.tp, self.sequence_parallel)
 
 
 def check_positions(tokens: int, positions: int) -> None:
@@ -177,7 +176,7 @@ def check_positions(tokens: int, positions: int) -> None:
 def output_logits(embedding: GPTEmbedding, hidden_BSD: Tensor) -> Tensor:
     """Apply the language model head, which uses the tied word embeddings: hidden_BSD to this rank's logits_BSV."""
     table = embedding.word_embeddings
-    return linear(enter_tensor_parallel(hidden_BSD, table.tp, table.sequence_parallel), table.weight)
+    return project_logits(hidden_BSD, table.weight, table.tp, table.sequence_parallel)
 
 
 def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> list[LayerSpec]:

@@ -192,9 +192,8 @@ def test_fp32_activations_count_twice() -> None:
         ({"recompute": "selective"}, 34),
         ({"tensor_parallel": 2, "recompute": "selective"}, 22),
         ({"tensor_parallel": 2, "attention_scores": True}, 32),
-        # norms 2h, gathered inputs 4h, masks h, 24h / 2 inside
-        ({"tensor_parallel": 2, "sequence_parallel": True, "recompute": "selective"}, 19),
-        ({"tensor_parallel": 2, "sequence_parallel": True, "attention_scores": True}, 29),
+        ({"tensor_parallel": 2, "sequence_parallel": True, "recompute": "selective"}, 17),
+        ({"tensor_parallel": 2, "sequence_parallel": True, "attention_scores": True}, 27),
         ({"tensor_parallel": 2, "sequence_parallel": True, "recompute": "full"}, 1),
         # 10 + 4 (q + k + f) / h, with k = 2 and twice f = 6
         (
