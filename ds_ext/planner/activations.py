@@ -18,7 +18,8 @@ With sequence parallelism, the backward gathers the inputs of the column-paralle
 was recomputed.
 
 The first half of a split backward frees everything but the inputs and the output gradients of the linear layers, which
-the second half reads. These are about as many bytes, also for a layer that was recomputed.
+the second half reads. These are about as many bytes, also for a layer that was recomputed. The second half computes a
+weight gradient, which autograd copies if the engine sums it elsewhere, in fp32 for bf16.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def layer_activations(sizes: TrainingSizes, recompute: str) -> Activations:
         tokens * temporary,
         tokens * (above + max(scores - freed, 0) + size * inner / 2) + weight,
         tokens * (above + scores + size * (inner / 2 + f)),
-        weight,
+        _deferred_gradient(sizes, weight),
     )
 
 
@@ -158,13 +159,23 @@ def _attention_inputs(sizes: TrainingSizes, q: float, k: float) -> float:
     return q + k + 2 * k + (q if sizes.query_groups == sizes.num_attention_heads else 0)
 
 
+def _deferred_gradient(sizes: TrainingSizes, weight: float) -> float:
+    """Return the bytes of a weight gradient in the second half of a split backward."""
+    return 2 * weight if sizes.precision == "bf16" else weight
+
+
 def _embedding(sizes: TrainingSizes) -> Activations:
     """Return the activations of the embeddings, and of the dropout after them."""
     tokens, size, c = sizes.tokens, sizes.token_bytes, _between(sizes)
     weight = size * sizes.embedding_parameters
     kept = tokens * c * (sizes.hidden_dropout > 0)
     return Activations(
-        kept, tokens * size * c, 0.0, tokens * size * c + weight, 2 * tokens * size * c, weight
+        kept,
+        tokens * size * c,
+        0.0,
+        tokens * size * c + weight,
+        2 * tokens * size * c,
+        _deferred_gradient(sizes, weight),
     )
 
 
@@ -182,5 +193,5 @@ def _head(sizes: TrainingSizes) -> Activations:
         chunk,
         max(logits + chunk, tokens * size * (c + h) + weight),
         logits + chunk,
-        weight,
+        _deferred_gradient(sizes, weight),
     )

@@ -223,7 +223,7 @@ def test_passes_of_a_stage() -> None:
     middle = stage_activations(replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2)), 3)[1]
     assert (middle.kept, middle.deferred) == (2 * KEPT, 2 * DEFERRED)
     assert (middle.forward, middle.backward) == (2 * KEPT + 16 * 24, BACKWARD)
-    assert (middle.backward_input, middle.backward_weight) == (FIRST_HALF, WEIGHT)
+    assert (middle.backward_input, middle.backward_weight) == (FIRST_HALF, 2 * WEIGHT)
 
 
 def test_a_recomputed_stage_keeps_inputs_until_its_first_half_and_everything_until_the_second() -> None:
