@@ -17,7 +17,7 @@ as tensor parallelism alone. Norms, dropout and residuals are computed, stored a
 of on every rank.
 
 Weights that read gathered tokens keep this rank's slice for the backward, which gathers it again (ibid.):
-:func:`keep_slice`. This sends a third more, but a layer keeps 1 / size of these inputs.
+:func:`keep_slice`. This sends a quarter more, but a layer keeps 1 / size of these inputs.
 
 Parameters applied to a slice of the tokens (norms, biases after a reduce-scatter, positions) are replicated, and each
 rank computes the gradient from its own tokens. ``shared_parameters`` sums these gradients in every backward. The
