@@ -132,6 +132,8 @@ class Candidates:
     def reason(self) -> str:
         """Return why the best candidate is the best, or why none is usable."""
         best = self.best
+        if best is None and self.least < math.inf:
+            return f"not planned: takes at least {self.least:.4g}."
         if best is None:
             return self._why_none()
         others = [c for c in self.usable[1:] if c.schedule != best.schedule]

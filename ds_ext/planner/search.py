@@ -255,7 +255,7 @@ class _Search:
             self._push(group, variant, tighter)
             return
         if excluded or (best is not None and _cannot_win(tighter, best, slow, margin, simpler)):
-            if excluded and not tighter[0] and not slow:
+            if excluded and not tighter[0]:
                 self._least[group] = min(self._least[group], tighter[1])
             need = math.ceil(tighter[1]) if tighter[0] else None
             refusal = _bound_refusal(tighter, margin)

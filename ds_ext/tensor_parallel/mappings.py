@@ -33,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 try:
@@ -148,8 +149,9 @@ class _Slice:
 
     def _gather(self) -> Tensor:
         """Gather the tokens again; the tensor is freed after all operations have it."""
+        mine = self._slice.get()
         if self._gathered is None:
-            self._gathered = _all_gather(self._slice.get(), self._tp)
+            self._gathered = _all_gather(mine, self._tp)
         gathered = self._gathered
         self._unpacked += 1
         if self._unpacked >= self._packed:
@@ -181,6 +183,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable  # autograd does not see collectives
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grads[0], ctx.tp), None
 
@@ -191,6 +194,7 @@ class _ReduceFrom(torch.autograd.Function):
         return all_reduce(x, tp)
 
     @staticmethod
+    @once_differentiable  # autograd does not see collectives
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
@@ -202,6 +206,7 @@ class _Gather(torch.autograd.Function):
         return _all_gather(x, tp)
 
     @staticmethod
+    @once_differentiable  # autograd does not see collectives
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _reduce_scatter(grads[0], ctx.tp), None
 
@@ -213,6 +218,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _reduce_scatter(x, tp)
 
     @staticmethod
+    @once_differentiable  # autograd does not see collectives
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _all_gather(grads[0], ctx.tp), None
 
@@ -224,6 +230,7 @@ class _Shared(torch.autograd.Function):
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
+    @once_differentiable  # autograd does not see collectives
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         total = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(total, group=ctx.tp.group)

@@ -168,7 +168,7 @@ def a_layer_takes_and_gives_slices(rank: int) -> None:
 
 
 def in_place_changes_are_found(rank: int) -> None:
-    """Of a weight, and of the slice of the tokens that is gathered again."""
+    """A backward reports in-place changes of the weight and of the input, and a second differentiation."""
     tp = world(rank)
     for change_weight in (True, False):
         layer = ColumnParallelLinear(8, 8, tp, sequence_parallel=True, init=nn.init.ones_)
@@ -178,6 +178,11 @@ def in_place_changes_are_found(rank: int) -> None:
             (layer.weight if change_weight else mine_BsD).add_(1.0)
         with pytest.raises(RuntimeError, match="inplace"):
             y.sum().backward()
+    layer = ColumnParallelLinear(8, 8, tp, sequence_parallel=True, init=nn.init.ones_)
+    x_BsD = random(2, 3, 8).detach().requires_grad_()
+    (grad_BsD,) = torch.autograd.grad((layer(x_BsD) ** 2).sum(), x_BsD, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad_BsD.sum().backward()
 
 
 def training_equals_one_rank(rank: int, optimizer: str) -> None:

@@ -209,6 +209,25 @@ def test_sequence_parallelism_saves_memory_and_takes_time() -> None:
     assert any("1023" in reason for _, reason in refused)
 
 
+def test_bounds_of_sizes_count_planned_orders() -> None:
+    """Here zb_v is the shortest for TP 1 x PP 6, and it is not planned among all sizes."""
+    model = TrainingSizes(
+        num_layers=12,
+        hidden_size=4096,
+        num_attention_heads=8,
+        seq_length=1024,
+        vocab_size=50257,
+        zero_stage=1,
+    )
+    cluster = Cluster(6, 16 * 10**9, 8)
+    among_all, alone = (
+        next(row for row in plan_cluster(c, model).ranked if (row.tensor, row.pipeline) == (1, 6))
+        for c in (cluster, replace(cluster, tensor_parallel=1))
+    )
+    assert alone.step_s is not None and not among_all.fits and among_all.least_s <= alone.step_s
+    assert f"{among_all.least_s:.4g}" in among_all.candidates.reason()
+
+
 def test_partial_recomputation_fits_between_none_and_all() -> None:
     fixed: dict[str, Any] = {"devices": 1, "batch": 16, "micro_batch": 8}
     none, full = best(memory_bytes=10**12, **fixed), best(memory_bytes=1, **fixed)
