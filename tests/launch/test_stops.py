@@ -306,7 +306,7 @@ def test_a_save_that_one_rank_begins_alone_is_named(tmp_path: Path, free_port: C
         "from ds_ext.launch import process\n"
         "config = {'train_micro_batch_size_per_gpu': 2, 'gradient_accumulation_steps': 2, 'steps_per_print': 10**9,\n"
         "  'optimizer': {'type': 'SGD', 'params': {'lr': 1e-3}},\n"
-        "  'ds_ext': {'pipeline_parallel_size': 3, 'transport_options': {'timeout_s': 4}}}\n"
+        "  'ds_ext': {'pipeline_parallel_size': 3, 'transport_options': {'timeout_s': 8}}}\n"
         "def main():\n"
         "    ds_ext.init_distributed(60)\n"
         "    model = ds_ext.PipelineModule([LayerSpec(nn.Linear, 4, 4)] * 3, config, loss_fn=nn.MSELoss())\n"
