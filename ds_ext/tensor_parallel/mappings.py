@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,12 @@ from ds_ext.comm.gloo_cuda import transferable
 from ds_ext.tensor_parallel.group import TensorParallel
 
 _TOKENS = 1
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _once(backward: _F) -> _F:
+    """Refuse to differentiate a backward again: autograd does not see its collectives."""
+    return cast(_F, once_differentiable(backward))
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -183,7 +189,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable  # autograd does not see collectives
+    @_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grads[0], ctx.tp), None
 
@@ -194,7 +200,7 @@ class _ReduceFrom(torch.autograd.Function):
         return all_reduce(x, tp)
 
     @staticmethod
-    @once_differentiable  # autograd does not see collectives
+    @_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
@@ -206,7 +212,7 @@ class _Gather(torch.autograd.Function):
         return _all_gather(x, tp)
 
     @staticmethod
-    @once_differentiable  # autograd does not see collectives
+    @_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _reduce_scatter(grads[0], ctx.tp), None
 
@@ -218,7 +224,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _reduce_scatter(x, tp)
 
     @staticmethod
-    @once_differentiable  # autograd does not see collectives
+    @_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _all_gather(grads[0], ctx.tp), None
 
@@ -230,7 +236,7 @@ class _Shared(torch.autograd.Function):
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
-    @once_differentiable  # autograd does not see collectives
+    @_once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         total = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(total, group=ctx.tp.group)
