@@ -17,6 +17,7 @@ from ds_ext.parallel.hosts import Hosts
 from ds_ext.planner.job_plan import JobPlan
 from ds_ext.recipes.training.hosts import hosts_of_flags
 from ds_ext.recipes.training.setup import (
+    check_memory,
     describe_plan,
     job_facts,
     micro_batches,
@@ -73,6 +74,7 @@ def main() -> int:
     check_precision(plan.job)
     init_distributed(settings.transport_options.timeout_s, job_facts(args, plan, config.vocab_size))
     plan = replace(plan, layout=on_hosts(plan.layout, settings.fbd.forward_hosts))
+    check_memory(args, plan, boundaries, BEFORE, AFTER, config)
     if settings.print_plan and restart_count() == 0:
         say(describe(plan, hosts_of_job()))
     tp = create_tensor_parallel(plan.layout.groups()["tensor"])

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from typing import Any, Protocol
@@ -177,9 +178,11 @@ def build_engine(rank: int, name: str, job: Job) -> Timetable | None:
     import torch
 
     if job.device == "cuda":
-        local_rank = rank % torch.cuda.device_count()
-        os.environ["LOCAL_RANK"] = str(local_rank)
-        torch.cuda.set_device(local_rank)
+        num_gpus = torch.cuda.device_count()
+        os.environ["LOCAL_RANK"] = str(rank % num_gpus)
+        torch.cuda.set_device(rank % num_gpus)
+        if job.num_ranks > num_gpus:  # nccl refuses two ranks on one GPU
+            torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=job.timeout_s))
     from ds_ext.engine import init_distributed
 
     torch.set_num_threads(1)

@@ -87,9 +87,9 @@ def check_precision(job: JobConfig) -> None:
 
 
 def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> None:
-    """Start the process group, nccl on CUDA and gloo on CPU, unless it already exists.
+    """Start the process group, nccl on CUDA and gloo on CPU, unless it already exists, also by torch's own call.
 
-    Before that, all ranks compare versions, source code and ``facts``. Logging is set up as by
+    Before a start, all ranks compare versions, source code and ``facts``. Logging is set up as by
     :func:`ds_ext.launch.process.set_up_logging`, unless the script has done so. Under Slurm's `srun`, rank, world size
     and address of rank 0 come from Slurm's variables. A process without a launcher is the only rank.
 
@@ -111,7 +111,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
     if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads_of_rank())
     select_device()
-    if not dist.is_initialized():
+    if not torch.distributed.is_initialized():
         watch_start()
         try:
             # Rank 0 may serve the store. Keep the roll call until the process group shares the store.
@@ -133,6 +133,8 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
                 f"MASTER_PORT: already in use on this host (got {master_port()}). Stop the other job, "
                 f"or pass the launcher another --master_port (with srun: export MASTER_PORT)."
             ) from None
+    elif not dist.is_initialized():
+        deepspeed.init_distributed(verbose=False)
     wait_for_threads_at_exit()
     watch_hosts()
     os.environ.setdefault("LOCAL_RANK", "0")

@@ -12,7 +12,7 @@ import pytest
 
 from ds_ext.launch.process import EXIT_CONFIG, EXIT_FAILED
 from tests.launch.forked import ForkedJob
-from tests.launch.jobs import ROOT, tiny_config, write_json
+from tests.launch.jobs import LAUNCHERS, ROOT, Job, command, tiny_config, write_json
 from tests.selection import select
 
 SCRIPT = str(ROOT / "train_gpt.py")
@@ -136,3 +136,26 @@ def test_a_rank_that_never_comes_is_named(tmp_path: Path, free_port: Callable[[]
     assert [code for code, _ in results] == [EXIT_FAILED, EXIT_FAILED, 0], results
     assert re.search("rank 2 .* 5 s", results[0][1]), results
     assert "Traceback" not in results[0][1] + results[1][1] and results[1][1] == "", results
+
+
+OWN_GROUP = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+import ds_ext.engine
+from deepspeed import comm
+ds_ext.engine.init_distributed()
+ranks = [None] * dist.get_world_size()
+comm.all_gather_object(ranks, comm.get_rank())
+print("ranks", *ranks, flush=True)
+"""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_script_may_start_the_process_group_itself(
+    launcher: str, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(OWN_GROUP)
+    with Job(command(launcher, 2, free_port(), str(script)), tmp_path) as job:
+        assert job.wait(LIMIT_S) == 0, job.text
+        assert job.text.count("ranks 0 1") == 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -27,6 +28,7 @@ from ...planner.auto import training_sizes
 from ...planner.job_plan import JobPlan, make_job_plan
 from ...planner.job_text import describe
 from ...planner.memory import memory, model_parameters, rank_parameters
+from ...planner.text import HEADROOM, format_bytes, usable_bytes
 from ...planner.traffic import traffic
 from ...planner.training_sizes import TrainingSizes
 from ..models.config import TransformerConfig
@@ -40,6 +42,7 @@ from .section_flags import value_at
 if TYPE_CHECKING:
     from ...engine.batches import MapDataset, MicroBatches
 
+logger = logging.getLogger(__name__)
 # Flags that may differ between hosts: only rank 0 reads them, or the content of their files is compared.
 _PER_HOST = frozenset(
     {
@@ -269,6 +272,39 @@ def describe_plan(
         gpus=args.dry_run or _has_gpus(),
     )
     return "\n".join([text, *host_lines])
+
+
+def check_memory(
+    args: argparse.Namespace,
+    plan: JobPlan,
+    boundaries: list[int],
+    before: list[str],
+    after: list[str],
+    model: TransformerConfig,
+) -> None:
+    """Compare the memory that this rank's tensors need with what is free. Arguments as for :func:`describe_plan`.
+
+    A rank whose tensors take more than the share that plans use logs a warning.
+
+    Raises:
+        ConfigError: the tensors do not fit.
+    """
+    from ...engine.deepspeed_api.device import free_bytes
+
+    free = free_bytes()
+    if free is None:
+        return
+    sizes = _model_sizes(plan, boundaries, len(before), len(after), model)
+    device, _, _ = plan.layout.coordinates(rank())
+    needed = memory(plan.timetable, sizes)[device].total
+    text = f"memory: rank {rank()} needs an estimated {format_bytes(needed)} for tensors (free: {format_bytes(free)})."
+    if needed > free:
+        raise ConfigError(
+            f"{text} Use smaller micro-batches, --recompute-granularity full or more devices; "
+            f"`python -m ds_ext plan --memory {format_bytes(free).replace(' ', '')}` lists what fits."
+        )
+    if needed > usable_bytes(free, HEADROOM, "headroom"):
+        logger.warning("%s Allocators and communicators may need more than the rest.", text)
 
 
 def _has_gpus() -> bool:

@@ -129,7 +129,7 @@ def test_memory_runs_out_under_tcp() -> None:
     """The peer does not read, and there is no memory for data that the socket does not accept."""
 
     def send() -> str:
-        body = torch.empty(96 << 20, dtype=torch.uint8)
+        body = torch.empty(1 << 30, dtype=torch.uint8)  # more than freed memory of this worker can hold
         peer, end = tcp.connected()
         rank = tcp.over(end, 0)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
