@@ -256,6 +256,27 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
+def joined_views(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return views of one or more tensors that follow each other in a storage, and the tensors without a neighbor.
+
+    The bf16 optimizer sums all gradients of a parameter group in one tensor, so that a few views hold those of a stage.
+    """
+    views: list[list[Tensor]] = []
+    for tensor in sorted(tensors, key=lambda t: (t.untyped_storage().data_ptr(), t.storage_offset())):
+        last = views[-1][-1] if views else None
+        if last is not None and last.is_contiguous() and tensor.is_contiguous() and _follows(tensor, last):
+            views[-1].append(tensor)
+        else:
+            views.append([tensor])
+    joined = [run[0].as_strided((sum(t.numel() for t in run),), (1,)) for run in views if len(run) > 1]
+    return joined, [run[0] for run in views if len(run) == 1]
+
+
+def _follows(tensor: Tensor, last: Tensor) -> bool:
+    same_storage = tensor.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    return same_storage and tensor.storage_offset() == last.storage_offset() + last.numel()
+
+
 def _copy_parts(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy the elements of a vector to tensors, in the order of :func:`flatten`."""
     for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
@@ -333,7 +354,8 @@ class EagerReduction(Observer):
         """Wait for the oldest reduction, copy its averages into the gradients, and free its buffer."""
         work, average, gradients = self._pending.popleft()
         work.wait()
-        _copy_parts(average, gradients)
+        if gradients:
+            _copy_parts(average, gradients)
 
     def _reduce(self, stage: int | None) -> None:
         """Start the reduction of a stage; None: of the parameters that are tied to other ranks.
@@ -348,15 +370,24 @@ class EagerReduction(Observer):
             gradients.append(flags)
             self._used.append((parameters, flags))
         for dtype in sorted({g.dtype for g in gradients}, key=str):
-            same_dtype = [g for g in gradients if g.dtype == dtype]
-            flat = flatten(same_dtype).to(dtype if dtype == torch.float64 else self._dtype)
-            flat.div_(self._gradients.replicas)
-            begin = 0.0 if self._tracer is None else self._tracer.now()
-            work = dist.all_reduce(flat, group=self._gradients.group, async_op=True)
-            assert work is not None
-            self._pending.append((work, flat, same_dtype))
-            if self._tracer is not None:
-                self._tracer.reducing(stage, flat, begin, work)
+            copied = [g for g in gradients if g.dtype == dtype]
+            reduced_dtype = dtype if dtype == torch.float64 else self._dtype
+            if dtype == reduced_dtype:
+                in_place, copied = joined_views(copied)
+                for view in in_place:
+                    self._start(stage, view, [])
+            if copied:
+                self._start(stage, flatten(copied).to(reduced_dtype), copied)
+
+    def _start(self, stage: int | None, flat: Tensor, gradients: list[Tensor]) -> None:
+        """Start to average a vector over the replicas; ``gradients`` receive its parts at the end."""
+        flat.div_(self._gradients.replicas)
+        begin = 0.0 if self._tracer is None else self._tracer.now()
+        work = dist.all_reduce(flat, group=self._gradients.group, async_op=True)
+        assert work is not None
+        self._pending.append((work, flat, gradients))
+        if self._tracer is not None:
+            self._tracer.reducing(stage, flat, begin, work)
 
 
 def why_not_eager(engine: DeepSpeedEngine) -> str | None:

@@ -69,8 +69,9 @@ def memory(timetable: Timetable, sizes: TrainingSizes) -> tuple[DeviceMemory, ..
     placement = timetable.placement
     kept = stage_activations(sizes, placement.stages)
     copies = placement.replicas * sizes.data_parallel
-    # With one rank per stage, reductions are not eager.
-    reduced_bytes = sizes.bytes.reduced if copies > 1 else 0
+    # With one rank per stage, reductions are not eager. The fp32 sums of the bf16 optimizer are reduced in place.
+    in_place = sizes.precision == "bf16" and sizes.bytes.reduced == 4
+    reduced_bytes = sizes.bytes.reduced if copies > 1 and not in_place else 0
     reduced = [count * reduced_bytes for count in sizes.stage_parameters(placement)]
     devices = []
     for device, count in enumerate(rank_parameters(sizes, placement)):

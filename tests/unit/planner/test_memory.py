@@ -130,8 +130,8 @@ def bytes_per_parameter(schedule: str, **settings: Any) -> tuple[float, float]:
         ({"precision": "fp32", "zero_stage": 1, "optimizer": "for-loop"}, 4 + 28, 4 + 14),
         ({"precision": "fp16"}, 2 + 12 + 8, 2 + 6 + 4),
         ({"precision": "fp16", "optimizer": "for-loop"}, 2 + 12 + 2 + 4 + 8, 2 + 6 + 7),
-        # weights, gradients, fp32 sums, master weights and states, copy of the sums or temporary tensors
-        ({}, 2 + 6 + 12 + 4, 2 + 6 + 6 + 2),
+        # weights, gradients, fp32 sums, master weights and states, temporary tensors; the sums are reduced in place
+        ({}, 2 + 6 + 12 + 4, 2 + 6 + 6),
         ({"optimizer": "foreach"}, 2 + 6 + 12 + 4, 2 + 6 + 6 + 2),
         ({"optimizer": "for-loop"}, 2 + 6 + 12 + 8, 2 + 6 + 6 + 4),
     ],

@@ -123,7 +123,7 @@ RUNS: dict[str, tuple[str, tuple[float, float], tuple[float, float] | None]] = {
     "bloom-tp4": (
         f"{BLOOM} --micro-batches 128 --num-attention-heads 112 --tensor-parallel 4 --data-parallel 8",
         (97.7, 104.5),
-        (62.1, 59),
+        (55.8, 59),
     ),
     "bloom-tp8": (
         f"{BLOOM} --micro-batches 256 --num-attention-heads 64 --tensor-parallel 8 --data-parallel 4",
