@@ -84,6 +84,11 @@ class Gradients:
         return place is None or self.optimizer.fp32_groups_has_gradients[place[0]][place[1]]
 
     @property
+    def share_memory(self) -> bool:
+        """True if the gradients of a parameter group are parts of one tensor, in the order of the parameters."""
+        return self._is_bf16
+
+    @property
     def may_be_missing(self) -> bool:
         """True if the optimizer skips a parameter without gradient; ZeRO and bf16 optimizers take it as zero."""
         return not self._is_zero
@@ -257,24 +262,25 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def joined_views(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return views of one or more tensors that follow each other in a storage, and the tensors without a neighbor.
+    """Return views of two or more tensors that follow each other in a storage, and the tensors without a neighbor.
 
-    The bf16 optimizer sums all gradients of a parameter group in one tensor, so that a few views hold those of a stage.
+    Neighbors are contiguous, and in the order of ``tensors``. The bf16 optimizer sums all gradients of a parameter
+    group in one tensor, so that a few views hold those of a stage.
     """
-    views: list[list[Tensor]] = []
-    for tensor in sorted(tensors, key=lambda t: (t.untyped_storage().data_ptr(), t.storage_offset())):
-        last = views[-1][-1] if views else None
-        if last is not None and last.is_contiguous() and tensor.is_contiguous() and _follows(tensor, last):
-            views[-1].append(tensor)
+    by_storage: dict[int, list[list[Tensor]]] = {}
+    for tensor in tensors:
+        runs = by_storage.setdefault(tensor.untyped_storage().data_ptr(), [])
+        if runs and tensor.is_contiguous() and _follows(tensor, runs[-1][-1]):
+            runs[-1].append(tensor)
         else:
-            views.append([tensor])
-    joined = [run[0].as_strided((sum(t.numel() for t in run),), (1,)) for run in views if len(run) > 1]
-    return joined, [run[0] for run in views if len(run) == 1]
+            runs.append([tensor])
+    every_run = [run for runs in by_storage.values() for run in runs]
+    joined = [run[0].as_strided((sum(t.numel() for t in run),), (1,)) for run in every_run if len(run) > 1]
+    return joined, [run[0] for run in every_run if len(run) == 1]
 
 
 def _follows(tensor: Tensor, last: Tensor) -> bool:
-    same_storage = tensor.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
-    return same_storage and tensor.storage_offset() == last.storage_offset() + last.numel()
+    return last.is_contiguous() and tensor.storage_offset() == last.storage_offset() + last.numel()
 
 
 def _copy_parts(flat: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -372,7 +378,7 @@ class EagerReduction(Observer):
         for dtype in sorted({g.dtype for g in gradients}, key=str):
             copied = [g for g in gradients if g.dtype == dtype]
             reduced_dtype = dtype if dtype == torch.float64 else self._dtype
-            if dtype == reduced_dtype:
+            if dtype == reduced_dtype and self._gradients.share_memory:
                 in_place, copied = joined_views(copied)
                 for view in in_place:
                     self._start(stage, view, [])
