@@ -154,13 +154,13 @@ class Costs:
                 f"Trace a run with these sizes."
             )
 
-    def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:
-        """Return the time of every kind of op at every stage, without jitter.
+    def durations(self, placement: Placement, slices: int = 1) -> dict[str, tuple[float, ...]]:
+        """Return the time of every kind of op at every stage, for one of equal slices, without jitter.
 
         Raises ScheduleError if the costs do not fit the placement.
         """
         costs = self.fit(placement)
-        share = placement.devices_per_pipe / placement.stages
+        share = placement.devices_per_pipe / placement.stages / slices
         stages = costs.stage_factors or (_EVEN,) * placement.stages
         return {
             kind: tuple(
@@ -229,7 +229,7 @@ class Costs:
         if not self.jitter:
             return 1.0
         code = ((op.micro_batch << 20 | op.stage) << 3 | ALL_KINDS.index(op.kind)) << 1 | message
-        u = _mix(_mix(self.seed) ^ code) / (1 << 63) - 1.0
+        u = _mix(_mix(self.seed) ^ code ^ _mix(op.slice) * (op.slice > 0)) / (1 << 63) - 1.0
         return 1.0 + self.jitter * u
 
 

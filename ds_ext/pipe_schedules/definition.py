@@ -105,6 +105,11 @@ class Schedule:
     file: str = ""
 
     @property
+    def has_slices(self) -> bool:
+        """True if the schedule runs a micro-batch in slices of its sequence: its function has that parameter."""
+        return "slices" in inspect.signature(self.generate).parameters
+
+    @property
     def summary(self) -> str:
         """First line of the method's docstring."""
         return (self.generate.__doc__ or "").strip().splitlines()[0]
@@ -183,6 +188,8 @@ class Schedule:
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             text = " ".join(str(error).split())
+            if isinstance(error, ValueError) and "too many values to unpack (expected 3" in text:
+                text += "; an Op has the fields kind, micro_batch, stage and slice"
             raise ScheduleError(
                 f"{self.name}: its code failed with {type(error).__name__}{f' ({text})' if text else ''} in "
                 f"{os.path.basename(frame.filename)}, line {frame.lineno}."
@@ -194,12 +201,14 @@ class Schedule:
         micro_batches: int,
         options: Mapping[str, object] | None = None,
         costs: Costs | None = None,
+        slices: int = 1,
     ) -> Timetable:
         """Return the timetable of one step of a pipeline group.
 
         Args:
             micro_batches: N, summed over the pipes.
             costs: costs that a planned schedule plans for; None: those of its option "costs".
+            slices: parts of the sequence of every micro-batch.
 
         Raises:
             ScheduleError: the schedule does not support the sizes or options, or its code failed.
@@ -207,8 +216,11 @@ class Schedule:
         placement = self.placement(num_devices, options)
         if self.micro_batches_multiple_of_devices:
             check_multiple(self.name, micro_batches, placement)
-        check_size(self.name, placement, micro_batches)
-        values = self.resolve_options(options)
+        self._check_slices(slices)
+        check_size(self.name, placement, micro_batches, slices)
+        values: dict[str, Any] = self.resolve_options(options)
+        if self.has_slices:
+            values["slices"] = slices
         if not self.planned:
             with self._wrap_errors():
                 orders = every_device(self.generate, placement, micro_batches, **values)
@@ -217,7 +229,17 @@ class Schedule:
             costs = (costs or read_costs(costs_text)).fit(placement)
             with self._wrap_errors():
                 orders = self.generate(placement, micro_batches, costs, **values)
-        return Timetable(self.name, placement, micro_batches, tuple(orders))
+        return Timetable(self.name, placement, micro_batches, tuple(orders), slices)
+
+    def _check_slices(self, slices: int) -> None:
+        """Raise ScheduleError for fewer than one slice, or more if the schedule has none."""
+        if slices < 1:
+            raise ScheduleError(f"{self.name}: sequence_slices must be at least 1 (got {slices}).")
+        if slices > 1 and not self.has_slices:
+            raise ScheduleError(
+                f"{self.name}: has no sequence slices (got {slices}). Use 1, or a schedule with slices such as 1f1b or "
+                f"zb_v."
+            )
 
     def make_dynamic_rules(
         self, num_devices: int, micro_batches: int, options: Mapping[str, object] | None = None
@@ -242,16 +264,17 @@ def every_device(generate: Generator, placement: Placement, micro_batches: int, 
     )
 
 
-def check_size(name: str, placement: Placement, micro_batches: int) -> None:
+def check_size(name: str, placement: Placement, micro_batches: int, slices: int = 1) -> None:
     """Raise ScheduleError if the timetable would have no ops, or too many for memory."""
     if micro_batches < 1:
         raise ScheduleError(f"{name}: micro_batches must be at least 1 (got {micro_batches}).")
-    ops = 2 * placement.stages * micro_batches
+    ops = 2 * placement.stages * micro_batches * slices
     if ops > _MAX_OPS:
-        most = _MAX_OPS // (2 * placement.stages)
+        most = _MAX_OPS // (2 * placement.stages * slices)
+        parts = f" x {slices:,} slices" if slices > 1 else ""
         raise ScheduleError(
             f"{name}: at most {_MAX_OPS:,} forwards and backwards (got {ops:,} = 2 x {placement.stages:,} stages x "
-            f"{micro_batches:,} micro-batches). Use at most {most:,} micro-batches, or fewer stages."
+            f"{micro_batches:,} micro-batches{parts}). Use at most {most:,} micro-batches, or fewer stages."
         )
 
 

@@ -5,17 +5,24 @@ from __future__ import annotations
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from .placement import Placement
 
-_Rule = tuple[tuple[str, int, int], ...]  # (kind, stage, device) of ops of the same micro-batch
+_Rule = tuple[
+    tuple[str, int, int, int], ...
+]  # (kind, stage, device, later slices) of ops of the same micro-batch
 
 
 class Dependencies:
     """Ops of one step: the inputs and consumers of each op, and its device.
+
+    With slices, attention reads the keys and values of earlier slices: the forward of a slice follows that of the slice
+    before it at the same stage. Its backward needs the gradients that later slices have for its keys and values, so it
+    follows the backward of the slice after it (Seq1F1B, arXiv 2406.03488, section 3.2).
 
     Args:
         placement: device of every stage.
         micro_batches: N, summed over the pipes.
         split: True if every backward is two ops; a set of (stage, micro-batch) if only some are.
         trains: False for an evaluation, which has no backwards.
+        slices: parts of the sequence of every micro-batch.
     """
 
     def __init__(
@@ -25,15 +32,17 @@ class Dependencies:
         *,
         split: bool | frozenset[tuple[int, int]] = False,
         trains: bool = True,
+        slices: int = 1,
     ) -> None:
         self.placement = placement
+        self.slices = slices
         self.split = split
         self.trains = trains
         self.pipes = placement.pipes_of(micro_batches)
         self._last = placement.stages - 1
-        # Rules by (kind, stage, pipe), computed on first use.
-        self._needs: dict[tuple[str, int, int], _Rule] = {}
-        self._feeds: dict[tuple[str, int, int], _Rule] = {}
+        # Rules by (kind, stage, pipe, whether there is an earlier and a later slice), computed on first use.
+        self._needs: dict[tuple[str, int, int, bool, bool], _Rule] = {}
+        self._feeds: dict[tuple[str, int, int, bool, bool], _Rule] = {}
 
     def device(self, op: Op) -> int:
         """Return the device that computes ``op``."""
@@ -59,7 +68,7 @@ class Dependencies:
 
     def needs(self, op: Op) -> list[tuple[Op, int]]:
         """Return the ops that must end before ``op`` starts, each with its device."""
-        return self._ops(self._input_rule(op), op.micro_batch)
+        return self._ops(self._input_rule(op), op)
 
     def count(self, op: Op) -> int:
         """Return the number of ops that ``op`` depends on."""
@@ -67,20 +76,29 @@ class Dependencies:
 
     def consumers(self, op: Op) -> list[tuple[Op, int]]:
         """Return the ops that depend on ``op``, each with its device: the inverse of :meth:`needs`."""
-        kind, m, stage = op
-        key = kind, stage, self.pipes[m]
+        kind, m, stage, j = op
+        key = kind, stage, self.pipes[m], j > 0, j < self.slices - 1
         rule = self._feeds.get(key)
         if rule is None:
-            rule = self._feeds[key] = self._with_devices(self._consumers(kind, stage), key[2])
-        return self._ops(rule, m)
+            neighbor = self.slice_before(kind)  # of its consumer
+            later = [(kind, stage, -neighbor)] if neighbor and 0 <= j - neighbor < self.slices else []
+            rule = self._feeds[key] = self._with_devices(self._consumers(kind, stage), later, key[2])
+        return self._ops(rule, op)
+
+    @staticmethod
+    def slice_before(kind: str) -> int:
+        """Return -1 if an op of this kind follows that of the slice before it, 1: of the slice after it; 0: neither."""
+        return -1 if kind == FORWARD else 1 if kind in (BACKWARD, BACKWARD_INPUT) else 0
 
     def _input_rule(self, op: Op) -> _Rule:
         """Return the rule of the ops that ``op`` depends on."""
-        kind, m, stage = op
-        key = kind, stage, self.pipes[m]
+        kind, m, stage, j = op
+        key = kind, stage, self.pipes[m], j > 0, j < self.slices - 1
         rule = self._needs.get(key)
         if rule is None:
-            rule = self._needs[key] = self._with_devices(self._inputs(kind, stage), key[2])
+            neighbor = self.slice_before(kind)
+            earlier = [(kind, stage, neighbor)] if neighbor and 0 <= j + neighbor < self.slices else []
+            rule = self._needs[key] = self._with_devices(self._inputs(kind, stage), earlier, key[2])
         return rule
 
     def _inputs(self, kind: str, stage: int) -> list[tuple[str, int]]:
@@ -104,21 +122,25 @@ class Dependencies:
             if not names.isdisjoint(self._inputs(consumer, near))
         ]
 
-    def _with_devices(self, ops: list[tuple[str, int]], pipe: int) -> _Rule:
+    def _with_devices(
+        self, ops: list[tuple[str, int]], of_other_slices: list[tuple[str, int, int]], pipe: int
+    ) -> _Rule:
         """Add the devices; replace BACKWARD by the right kind if it is the same for all micro-batches."""
         uniform = isinstance(self.split, bool)
         kinds = {BACKWARD: self.gradient_kind(0, 0)} if uniform else {}
         return tuple(
-            (kinds.get(kind, kind), stage, self.placement.device(kind, stage, pipe)) for kind, stage in ops
+            (kinds.get(kind, kind), stage, self.placement.device(kind, stage, pipe), shift)
+            for kind, stage, shift in (*((kind, stage, 0) for kind, stage in ops), *of_other_slices)
         )
 
-    def _ops(self, rule: _Rule, m: int) -> list[tuple[Op, int]]:
-        """Return the ops of a rule for micro-batch ``m``, each with its device."""
+    def _ops(self, rule: _Rule, op: Op) -> list[tuple[Op, int]]:
+        """Return the ops of a rule for the micro-batch and slice of ``op``, each with its device."""
+        _, m, _, j = op
         if isinstance(self.split, bool):
-            return [(Op(kind, m, stage), device) for kind, stage, device in rule]
+            return [(Op(kind, m, stage, j + shift), device) for kind, stage, device, shift in rule]
         return [
-            (Op(self.gradient_kind(stage, m) if kind == BACKWARD else kind, m, stage), device)
-            for kind, stage, device in rule
+            (Op(self.gradient_kind(stage, m) if kind == BACKWARD else kind, m, stage, j + shift), device)
+            for kind, stage, device, shift in rule
         ]
 
 

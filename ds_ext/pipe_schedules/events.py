@@ -28,6 +28,7 @@ class Workload:
         split: True if every backward is two ops; a set of (stage, micro-batch) if only some are.
         jittered: True to apply the jitter of the costs, in simulations; False in planners.
         trains: False for an evaluation, which has no backwards.
+        slices: parts of the sequence of every micro-batch. Computations and messages of a slice take their share.
     """
 
     placement: Placement
@@ -36,11 +37,14 @@ class Workload:
     split: bool | frozenset[tuple[int, int]]
     jittered: bool = False
     trains: bool = True
+    slices: int = 1
 
     @cached_property
     def dependencies(self) -> Dependencies:
         """Dependencies between the ops."""
-        return Dependencies(self.placement, self.micro_batches, split=self.split, trains=self.trains)
+        return Dependencies(
+            self.placement, self.micro_batches, split=self.split, trains=self.trains, slices=self.slices
+        )
 
     @property
     def pipes(self) -> tuple[int, ...]:
@@ -49,13 +53,13 @@ class Workload:
 
     @cached_property
     def times(self) -> dict[str, tuple[float, ...]]:
-        """Kind of op -> its time at every stage."""
-        return self.costs.durations(self.placement)
+        """Kind of op -> its time at every stage, for one slice."""
+        return self.costs.durations(self.placement, self.slices)
 
     @cached_property
     def num_ops(self) -> int:
         """Number of ops in a training step of a placement without forward devices."""
-        return self.micro_batches * self.placement.stages * (3 if self.split else 2)
+        return self.micro_batches * self.slices * self.placement.stages * (3 if self.split else 2)
 
     @cached_property
     def gradient_kind(self) -> str:
@@ -90,7 +94,7 @@ class Workload:
 
     def delay(self, op: Op, sender: int, receiver: int) -> float:
         """Return the time of a message that ``op`` receives."""
-        delay = self.costs.delay(sender, receiver)
+        delay = self.costs.delay(sender, receiver) / self.slices
         return delay * self.costs.factor(op, message=True) if delay and self.jittered else delay
 
 

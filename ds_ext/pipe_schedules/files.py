@@ -52,7 +52,11 @@ def schedule_of_file(path: str | Path) -> Schedule:
             )
         return timetable.placement
 
-    def orders(placement: Placement, requested: int, costs: Costs) -> Orders:
+    def orders(placement: Placement, requested: int, costs: Costs, slices: int) -> Orders:
+        if slices != timetable.slices:
+            raise ScheduleError(
+                f"timetable {path}: sequence_slices must be {timetable.slices} (got {slices})."
+            )
         if requested != micro_batches:
             steps, rest = divmod(micro_batches, placement.replicas)
             fix = f"Use gradient_accumulation_steps {steps}."
@@ -78,7 +82,10 @@ def read_dump(text: str, source: str) -> Timetable:
         if not isinstance(name, str) or not valid:
             raise ValueError(f"schedule {name!r}, micro_batches {micro_batches!r}")
         placement = _placement(dump["chunks"], dump["stages"])
-        check_size(name, placement, micro_batches)
+        slices = dump.get("slices", 1)
+        if type(slices) is not int or slices < 1:
+            raise ValueError(f"slices {slices!r}")
+        check_size(name, placement, micro_batches, slices)
         orders = tuple(tuple(_ops(instructions)) for instructions in dump["ranks"])
     except RecursionError:
         raise ScheduleError(f"{source}: nested too deeply.") from None
@@ -93,7 +100,7 @@ def read_dump(text: str, source: str) -> Timetable:
         raise ScheduleError(
             f"{source}: ranks must have {placement.num_devices} entries, one per device (got {len(orders)})."
         )
-    return Timetable(name, placement, micro_batches, orders)
+    return Timetable(name, placement, micro_batches, orders, slices)
 
 
 def _placement(chunks: list[dict[str, Any]], num_devices: int) -> Placement:
@@ -112,7 +119,7 @@ def _placement(chunks: list[dict[str, Any]], num_devices: int) -> Placement:
 
 def _ops(instructions: list[dict[str, Any]]) -> list[Op]:
     return [
-        Op(COMPUTE[i["op"]], index(i["micro_batch"]), index(i["stage"]))
+        Op(COMPUTE[i["op"]], index(i["micro_batch"]), index(i["stage"]), index(i.get("slice", 0)))
         for i in instructions
         if i["op"] in COMPUTE
     ]

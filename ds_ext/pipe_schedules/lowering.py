@@ -102,7 +102,7 @@ class Lowering:
             elif consumer.stage != op.stage:
                 target = self.buffers.buffer(consumer)
                 instructions.append(self._instruction(f"Copy{_message(consumer)}", op, to_buffer=target))
-            else:
+            elif consumer.slice == op.slice:
                 still_needed = True
         if not still_needed:
             self.buffers.free(op)
@@ -129,9 +129,9 @@ class Lowering:
         peer: int | None = None,
         to_buffer: int | None = None,
     ) -> Instruction:
-        """Return an instruction for ``op``, whose pair gets a buffer if it has none."""
+        """Return an instruction for ``op``, whose slice gets a buffer if it has none."""
         pipe, buffer = self.timetable.pipe(op.micro_batch), self.buffers.buffer(op)
-        return Instruction(name, op.micro_batch, op.stage, pipe, chunk, peer, buffer, to_buffer)
+        return Instruction(name, op.micro_batch, op.stage, pipe, chunk, peer, buffer, to_buffer, op.slice)
 
 
 def _message(consumer: Op) -> str:
@@ -140,27 +140,27 @@ def _message(consumer: Op) -> str:
 
 
 class _Buffers:
-    """Allocator of buffers: each live (stage, micro-batch) pair gets the lowest free buffer."""
+    """Allocator of buffers: each live slice of a micro-batch at a stage gets the lowest free buffer."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._live: dict[tuple[int, int], int] = {}
+        self._live: dict[tuple[int, int, int], int] = {}
         self._free: list[int] = []
 
     def buffer(self, op: Op) -> int:
-        pair = op.stage, op.micro_batch
-        buffer = self._live.get(pair)
+        key = op.stage, op.micro_batch, op.slice
+        buffer = self._live.get(key)
         if buffer is None:
             if self._free:
                 buffer = heapq.heappop(self._free)
             else:
                 buffer = self.count
                 self.count += 1
-            self._live[pair] = buffer
+            self._live[key] = buffer
         return buffer
 
     def free(self, op: Op) -> None:
-        heapq.heappush(self._free, self._live.pop((op.stage, op.micro_batch)))
+        heapq.heappush(self._free, self._live.pop((op.stage, op.micro_batch, op.slice)))
 
 
 def dump(program: Program) -> dict[str, object]:
@@ -172,6 +172,7 @@ def dump(program: Program) -> dict[str, object]:
         "devices": placement.num_devices,
         "micro_batches": timetable.micro_batches,
         "model_stages": placement.stages,
+        **({"slices": timetable.slices} if timetable.slices > 1 else {}),
         "chunks": [
             {
                 "rank": device,
@@ -201,4 +202,6 @@ def _dump_instruction(instruction: Instruction) -> dict[str, object]:
         value = getattr(instruction, key)
         if value is not None:
             fields[key] = value
+    if instruction.slice:
+        fields["slice"] = instruction.slice
     return fields

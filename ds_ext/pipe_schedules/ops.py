@@ -11,18 +11,30 @@ ALL_KINDS = (*KINDS, RECOMPUTE)
 
 
 class Op(NamedTuple):
-    """One computation, printed in the order of its fields: ``Op(FORWARD, 3, 1)`` is ``F3@1``.
+    """One computation: ``Op(FORWARD, 3, 1)`` is printed as ``F3@1``, and ``Op(FORWARD, 3, 1, 2)`` as ``F3.2@1``.
 
     Kinds: F forward, B whole backward, I backward for the input, W backward for the weights, R repeated forward.
+    ``slice`` is the part of the sequence, of all samples of the micro-batch, that the op computes; 0 if there is one.
     """
 
     kind: str
     micro_batch: int
     stage: int
+    slice: int = 0
 
     def __str__(self) -> str:
         """Return ``F3@1`` for the forward of micro-batch 3 at stage 1. Traces and errors use this text."""
-        return f"{self.kind}{self.micro_batch}@{self.stage}"
+        return f"{self.kind}{self.where}"
+
+    @property
+    def where(self) -> str:
+        """Micro-batch, slice and stage, such as ``3.2@1``."""
+        return f"{slice_text(self.micro_batch, self.slice)}@{self.stage}"
+
+
+def slice_text(micro_batch: int, slice: int) -> str:
+    """Return ``3.2`` for slice 2 of micro-batch 3. The first slice has the text of the micro-batch."""
+    return f"{micro_batch}.{slice}" if slice else str(micro_batch)
 
 
 class Instruction(NamedTuple):
@@ -30,8 +42,8 @@ class Instruction(NamedTuple):
 
     Messages between stages have names that begin with ``Send`` or ``Recv``, from which other code takes the direction.
 
-    ``peer`` is the other device of a message. ``buffer`` holds the tensors of (stage, micro_batch). ``to_buffer`` is
-    the destination of a copy on the same device. Fields that do not apply are None.
+    ``peer`` is the other device of a message. ``buffer`` holds the tensors of a slice of a micro-batch at a stage.
+    ``to_buffer`` is the destination of a copy on the same device. Fields that do not apply are None, or 0 for ``slice``.
     """
 
     name: str
@@ -42,6 +54,7 @@ class Instruction(NamedTuple):
     peer: int | None = None
     buffer: int | None = None
     to_buffer: int | None = None
+    slice: int = 0
 
     @property
     def op(self) -> Op | None:
@@ -49,13 +62,16 @@ class Instruction(NamedTuple):
         kind = COMPUTE.get(self.name)
         if kind is None or self.stage is None or self.micro_batch is None:
             return None
-        return Op(kind, self.micro_batch, self.stage)
+        return Op(kind, self.micro_batch, self.stage, self.slice)
 
     def __str__(self) -> str:
         op = self.op
         if op is not None:
             return str(op)
-        where = "" if self.micro_batch is None else f" {self.micro_batch}@{self.stage}"
+        if self.micro_batch is None or self.stage is None:
+            where = ""
+        else:
+            where = f" {Op('', self.micro_batch, self.stage, self.slice).where}"
         way = "from" if self.name.startswith("Recv") else "to"
         peer = "" if self.peer is None else f" {way} device {self.peer}"
         return f"{self.name}{where}{peer}"

@@ -74,11 +74,12 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
         dependencies.split,
         costs.jitter > 0,
         dependencies.trains,
+        timetable.slices,
     )
     result = run_orders(workload, timetable.orders)
     _check_complete(timetable, result)
     busy = [sum(map(workload.time, order)) for order in timetable.orders]
-    share = timetable.placement.devices_per_pipe / timetable.placement.stages
+    share = timetable.placement.devices_per_pipe / timetable.placement.stages / timetable.slices
     return Simulation(
         timetable,
         tuple(
@@ -116,7 +117,7 @@ def _check_complete(timetable: Timetable, result: Run) -> None:
 
 
 def peak_stages(order: Sequence[Op], trains: bool = True) -> int:
-    """Return the largest number of live activations, in stages: from a forward to the end of its backward.
+    """Return the largest number of live activations, in slices of stages: from a forward to the end of its backward.
 
     A forward device of ``fbd`` keeps none in training.
     """

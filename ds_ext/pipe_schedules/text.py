@@ -1,7 +1,8 @@
 """Text format of timetables: one line per device, one cell per op.
 
-A cell is ``F3@1``, or ``1F3`` as in ``torch.distributed.pipelining``: forward of micro-batch 3 at stage 1. Cells are
-separated by commas or spaces. An empty cell or ``.`` is a wait and does not affect the order. A header such as ::
+A cell is ``F3@1``, or ``1F3`` as in ``torch.distributed.pipelining``: forward of micro-batch 3 at stage 1. ``F3.2@1``
+is slice 2 of its sequence; ``slices=4`` in the header has their number. Cells are separated by commas or spaces. An
+empty cell or ``.`` is a wait and does not affect the order. A header such as ::
 
     # timetable schedule=bitpipe micro_batches=4 pipes=0,1,1,0;1,0,0,1
 
@@ -30,11 +31,11 @@ from .timetables import Timetable
 _HEADER = "# timetable"
 _WAIT = "."
 _MAX_MICRO_BATCHES = 1_000_000
-_KEYS = ("schedule", "micro_batches", "pipes", "forward")
+_KEYS = ("schedule", "micro_batches", "slices", "pipes", "forward")
 
 # Spaces are allowed between parentheses: torch writes two overlapped ops as (0F1;1B0)OVERLAP_F_B.
 _CELL = re.compile(r'\([^)]*\)[^\s,"]*|[^\s,"]+')
-_DS_EXT_CELL = re.compile(r"([FBIWR])(\d{1,9})@(\d{1,9})")
+_DS_EXT_CELL = re.compile(r"([FBIWR])(\d{1,9})(?:\.(\d{1,6}))?@(\d{1,9})")
 _TORCH_CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _OVERLAP = re.compile(r"\(([^)]*)\)OVERLAP_F_B")
 # Instructions that torch inserts between the ops; lowering inserts its own.
@@ -47,7 +48,10 @@ def dumps(timetable: Timetable) -> str:
     if not name.isprintable():
         raise ScheduleError(f"timetable: the name of the schedule must be printable (got {name!r}).")
     pipes = ";".join(",".join(map(str, pipe)) for pipe in timetable.placement.pipes)
-    header = f"{_HEADER} schedule={shlex.quote(name)} micro_batches={timetable.micro_batches} pipes={pipes}"
+    has_slices = timetable.slices > 1 or any(op.slice for order in timetable.orders for op in order)
+    parts = f" slices={timetable.slices}" if has_slices else ""
+    sizes = f"micro_batches={timetable.micro_batches}{parts} pipes={pipes}"
+    header = f"{_HEADER} schedule={shlex.quote(name)} {sizes}"
     forward = timetable.placement.forward
     if forward is not None:
         header += f" forward={','.join(map(str, forward.devices))}:{forward.merged}:{forward.slowdown!r}"
@@ -61,6 +65,11 @@ def torch_csv(timetable: Timetable) -> str:
     Each op takes one step. An empty cell is a step in which the device waits. Raises ScheduleError if the timetable has
     several pipes or forward devices, which the format does not support, or if it deadlocks.
     """
+    if timetable.slices > 1:
+        raise ScheduleError(
+            f"{timetable.schedule}: torch's CSV has no slices of sequences (got {timetable.slices}). Write a timetable "
+            f"file instead (-o FILE.txt)."
+        )
     if timetable.placement.replicas > 1 or timetable.placement.forward_devices:
         raise ScheduleError(
             f"{timetable.schedule}: torch's CSV has one device per stage (got {timetable.placement.copies} copies of "
@@ -133,14 +142,17 @@ def loads(text: str, name: str = "timetable", source: str = "timetable") -> Time
     highest = 1 + max(op.micro_batch for order in orders for op in order)
     micro_batches = highest
     if "micro_batches" in header:
-        micro_batches = _read_count(header["micro_batches"], header_position)
+        micro_batches = _read_count("micro_batches", header["micro_batches"], header_position)
+    slices = 1 + max(op.slice for order in orders for op in order)
+    if "slices" in header:
+        slices = _read_count("slices", header["slices"], header_position)
     if max(highest, micro_batches) > _MAX_MICRO_BATCHES:
         raise header_position.error(
             f"too many micro-batches (got {max(highest, micro_batches)}). Use at most {_MAX_MICRO_BATCHES}."
         )
     schedule = header.get("schedule", name)
-    check_size(schedule, placement, micro_batches)
-    return Timetable(schedule, placement, micro_batches, tuple(orders))
+    check_size(schedule, placement, micro_batches, slices)
+    return Timetable(schedule, placement, micro_batches, tuple(orders), slices)
 
 
 def _read_header(line: str, position: _Position) -> dict[str, str]:
@@ -159,9 +171,9 @@ def _read_header(line: str, position: _Position) -> dict[str, str]:
     return header
 
 
-def _read_count(value: str, position: _Position) -> int:
+def _read_count(key: str, value: str, position: _Position) -> int:
     if not re.fullmatch(r"\d{1,9}", value) or int(value) < 1:
-        raise position.error(f"micro_batches must be at least 1 (got {value}).")
+        raise position.error(f"{key} must be at least 1 (got {value}).")
     return int(value)
 
 
@@ -228,7 +240,7 @@ def _read_cells(line: str, number: int, source: str) -> Iterator[tuple[Op, _Posi
 def _read_cell(cell: str, position: _Position) -> list[Op]:
     """Return the ops of a cell. Only OVERLAP_F_B has several."""
     if match := _DS_EXT_CELL.fullmatch(cell):
-        return [Op(match[1], int(match[2]), int(match[3]))]
+        return [Op(match[1], int(match[2]), int(match[4]), int(match[3] or 0))]
     if match := _TORCH_CELL.fullmatch(cell):
         return [Op(match[2], int(match[3]), int(match[1]))]
     if match := _OVERLAP.fullmatch(cell):

@@ -29,25 +29,31 @@ therefore computes a W before its next forward. There is always one: at most S -
 the n - 1 empty ticks before the first I of a device stay empty: if F = I = W, a step takes n - 1 ticks longer than its
 work. No order on the placement is shorter, because the first micro-batch needs that long to reach the device farthest
 from the start of a pipe.
+
+**Slices.** With k slices of the sequence on a linear pipe, slices enter where micro-batches would. The backwards begin
+with the last slice of a micro-batch, whose forward is k - 1 slices later, so all of them are 2(k - 1) ticks later. This
+number is even: ops still do not share a tick, and at most S + k - 1 slices are live.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import product
 
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op
 from .placement import Placement
 
 
 def ticks(
-    device: int, placement: Placement, micro_batches: int, backward: str = BACKWARD
+    device: int, placement: Placement, micro_batches: int, backward: str = BACKWARD, slices: int = 1
 ) -> list[tuple[int, Op]]:
     """Return (tick, op) of the forwards and backwards of ``device``, by tick.
 
     Args:
         micro_batches: N; there are gaps unless it is a multiple of D.
         backward: kind of the backwards, BACKWARD or BACKWARD_INPUT.
+        slices: k; more than one only on a linear pipe.
     """
     stages, replicas = placement.stages, placement.replicas
     n = placement.num_devices // replicas
@@ -55,18 +61,19 @@ def ticks(
     for pipe, devices in enumerate(placement.pipes):
         stages_here = [stage for stage, at in enumerate(devices) if at == device]
         in_pipe = (m for m, its_pipe in enumerate(pipes) if its_pipe == pipe)
-        for k, m in enumerate(in_pipe):
+        for k, (m, j) in enumerate(product(in_pipe, range(slices))):
             entry = 2 * stages * (k // n) + 2 * (k % n)
             for stage in stages_here:
-                timed_ops.append((entry + stage, Op(FORWARD, m, stage)))
-                timed_ops.append((entry + 2 * stages - 1 - stage, Op(backward, m, stage)))
+                timed_ops.append((entry + stage, Op(FORWARD, m, stage, j)))
+                back = entry + 2 * (slices - 1) + 2 * stages - 1 - stage
+                timed_ops.append((back, Op(backward, m, stage, slices - 1 - j)))
     return sorted(timed_ops, key=_sort_key)
 
 
-def _sort_key(entry: tuple[int, Op]) -> tuple[int, str, int, int]:
+def _sort_key(entry: tuple[int, Op]) -> tuple[int, str, int, int, int]:
     """Return the sort key. Two ops share a tick only on placements to which the rule does not apply."""
     tick, op = entry
-    return tick, op.kind, op.stage, op.micro_batch
+    return tick, op.kind, op.stage, op.micro_batch, op.slice
 
 
 def whole_order(device: int, placement: Placement, micro_batches: int) -> Iterator[Op]:
@@ -74,13 +81,13 @@ def whole_order(device: int, placement: Placement, micro_batches: int) -> Iterat
     return (op for _, op in ticks(device, placement, micro_batches))
 
 
-def split_order(device: int, placement: Placement, micro_batches: int) -> Iterator[Op]:
-    """Yield the ops of ``device`` with split backwards. At most D activations are live."""
+def split_order(device: int, placement: Placement, micro_batches: int, slices: int = 1) -> Iterator[Op]:
+    """Yield the ops of ``device`` with split backwards. At most D activations are live, (D-1+k)/k with k slices."""
     waiting: deque[Op] = deque()
     live = next_tick = 0
-    for tick, op in ticks(device, placement, micro_batches, BACKWARD_INPUT):
+    for tick, op in ticks(device, placement, micro_batches, BACKWARD_INPUT, slices):
         count = tick - next_tick  # empty ticks
-        if op.kind == FORWARD and live == placement.stages:
+        if op.kind == FORWARD and live == placement.stages + slices - 1:
             count = max(count, 1)
         for _ in range(min(count, len(waiting))):
             yield waiting.popleft()

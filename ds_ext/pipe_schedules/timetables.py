@@ -17,13 +17,15 @@ from .placement import Placement
 class Timetable:
     """Order of ops on every device: ``orders[d]`` lists the ops of device ``d``, first to last.
 
-    ``micro_batches`` is N, summed over the pipes. The ids are 0..N-1, and each micro-batch uses one pipe.
+    ``micro_batches`` is N, summed over the pipes. The ids are 0..N-1, and each micro-batch uses one pipe. It passes
+    through the stages in ``slices`` parts of its sequence.
     """
 
     schedule: str
     placement: Placement
     micro_batches: int
     orders: tuple[tuple[Op, ...], ...]
+    slices: int = 1
 
     @cached_property
     def dependencies(self) -> Dependencies:
@@ -31,7 +33,9 @@ class Timetable:
         split = self.split_backwards
         if not split or len(split) == self.placement.stages * self.micro_batches:
             split = bool(split)  # the same for all backwards, which is faster to look up
-        return Dependencies(self.placement, self.micro_batches, split=split, trains=self.trains)
+        return Dependencies(
+            self.placement, self.micro_batches, split=split, trains=self.trains, slices=self.slices
+        )
 
     def pipe(self, micro_batch: int) -> int:
         """Return the pipe that carries ``micro_batch``."""

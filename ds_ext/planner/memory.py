@@ -123,11 +123,11 @@ def _peaks(
         late: bytes of the copy of a weight tied to another device, else 0.
     """
     ops = timetable.orders[device]
-    backwards = Counter(stage for kind, _, stage in ops if kind in (BACKWARD, BACKWARD_WEIGHT))
+    backwards = Counter(stage for kind, _, stage, _ in ops if kind in (BACKWARD, BACKWARD_WEIGHT))
     changes = [_changes(stage) for stage in stages]
     live = peak = both = copies = 0.0
     started: list[float] = []
-    for kind, _, stage in ops:
+    for kind, _, stage, _ in ops:
         rise, change = changes[stage][kind]
         high = live + rise
         if high > peak:

@@ -1,8 +1,8 @@
 """Check the instructions of one device, assuming that every receive gets the expected message.
 
 The device must compute the ops of its timetable in order. Each instruction must have its inputs. Nothing may be
-produced twice, and no two live (stage, micro-batch) pairs may share a buffer. The result is the list of sends and
-receives, for :mod:`.links`.
+produced twice, and no two live slices at stages may share a buffer. The result is the list of sends and receives, for
+:mod:`.links`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ...errors import ScheduleError
+from ..dependencies import Dependencies
 from ..ops import (
     BACKWARD,
     BACKWARD_INPUT,
@@ -24,6 +25,7 @@ from ..ops import (
     RECOMPUTE,
     Instruction,
     Op,
+    slice_text,
 )
 from ..timetables import Program
 from .timetable import error_at
@@ -77,14 +79,15 @@ TRANSFERS = {
 
 
 class Item(NamedTuple):
-    """Content of one micro-batch at one stage."""
+    """Content of a slice of one micro-batch at one stage."""
 
     content: Content
     stage: int
     micro_batch: int
+    slice: int = 0
 
     def __str__(self) -> str:
-        return f"{self.content.text} of micro-batch {self.micro_batch} for stage {self.stage}"
+        return f"{self.content.text} of micro-batch {slice_text(self.micro_batch, self.slice)} for stage {self.stage}"
 
 
 @dataclass
@@ -98,13 +101,15 @@ class DeviceMessages:
 class _Rule(NamedTuple):
     """Inputs and result of an instruction. The result belongs to the stage at offset ``shift``.
 
-    Both are bits of :class:`Content` as plain integers, which are several times faster.
+    Both are bits of :class:`Content` as plain integers, which are several times faster. ``neighbor`` is -1 or 1 if the
+    same result must exist for the slice before or after this one.
     """
 
     needs: int
     result: int
     shift: int = 0
     direction: int = LOCAL
+    neighbor: int = 0
 
 
 @dataclass(frozen=True)
@@ -132,7 +137,12 @@ class DeviceCheck:
         first, later = _Rule(0, int(Content.ACTIVATION)), _Rule(0, int(Content.LABELS))
         computations = {
             COMPUTE_NAME[kind]: tuple(
-                _Rule(int(self._needs(kind, stage)), int(_RESULT_OF[kind])) for stage in stages
+                _Rule(
+                    int(self._needs(kind, stage)),
+                    int(_RESULT_OF[kind]),
+                    neighbor=Dependencies.slice_before(kind),
+                )
+                for stage in stages
             )
             for kind in self.program.timetable.placement.kinds
         }
@@ -152,6 +162,8 @@ class DeviceCheck:
             elif stage == self.program.timetable.placement.stages - 1:
                 needs |= Content.LABELS
         for dependency, _ in self.program.timetable.dependencies.needs(Op(kind, 0, stage)):
+            if dependency.slice:
+                continue  # another slice has buffers of its own
             result = _RESULT_OF[dependency.kind]
             needs |= result if dependency.stage == stage else _MESSAGE_OF[result]
         return needs
@@ -163,8 +175,8 @@ class DeviceCheck:
         """Raise ScheduleError if the instructions do not compute the ops of the timetable in order."""
         order = self.program.timetable.orders[device]
         computed = [
-            Op(COMPUTE[name], m, stage)  # pyright: ignore[reportArgumentType]
-            for name, m, stage, *_ in self.program.instructions[device]
+            Op(COMPUTE[name], m, stage, j)  # pyright: ignore[reportArgumentType]
+            for name, m, stage, _, _, _, _, _, j in self.program.instructions[device]
             if name in COMPUTE
         ]
         if computed == list(order):
@@ -178,55 +190,64 @@ class DeviceCheck:
 
     def _check_data(self, device: int) -> Iterator[Instruction]:
         """Yield the sends and receives. Raises ScheduleError if an input is missing or a result is produced twice."""
-        stages, micro_batches = self.program.timetable.placement.stages, self.program.timetable.micro_batches
-        available: dict[tuple[int, int], int] = {}
+        timetable = self.program.timetable
+        stages, micro_batches, slices = timetable.placement.stages, timetable.micro_batches, timetable.slices
+        available: dict[tuple[int, int, int], int] = {}
         rules = self._rules
         for instruction in self.program.instructions[device]:
-            name, m, stage, _, _, peer, _, _ = instruction
+            name, m, stage, _, _, peer, _, _, j = instruction
             if stage is None or m is None:
                 continue
-            if not (0 <= stage < stages and 0 <= m < micro_batches and name in rules):
+            known = 0 <= stage < stages and 0 <= m < micro_batches and 0 <= j < slices and name in rules
+            if not known:
                 raise self._unknown_instruction(device, instruction)
-            needs, result, shift, direction = rules[name][stage]
-            have = available.get((stage, m), 0)
+            needs, result, shift, direction, neighbor = rules[name][stage]
+            have = available.get((stage, m, j), 0)
             if have & needs != needs:
                 raise self._missing_input(device, instruction, Content(needs & ~have))
+            if (
+                neighbor
+                and 0 <= j + neighbor < slices
+                and not available.get((stage, m, j + neighbor), 0) & result
+            ):
+                op = instruction.op
+                assert op is not None, "only computations depend on other slices"
+                raise self._error(f"computes {op} before {op._replace(slice=j + neighbor)}.", device, op)
             if direction != LOCAL:
                 if peer is None:
                     raise self._error(f"has {instruction} without a peer.", device, None)
                 yield instruction
             if direction != SEND:
                 if shift:
-                    have = available.get((stage + shift, m), 0)
+                    have = available.get((stage + shift, m, j), 0)
                 if have & result:
-                    item = Item(Content(result), stage + shift, m)
+                    item = Item(Content(result), stage + shift, m, j)
                     raise self._error(f"gets the {item} twice.", device, error_op(self.program, item))
-                available[stage + shift, m] = have | result
+                available[stage + shift, m, j] = have | result
 
     def _check_buffers(self, device: int) -> None:
-        """Raise ScheduleError if a pair changes buffers, or two live pairs share one."""
+        """Raise ScheduleError if a slice changes buffers, or two live slices share one."""
         count = self.program.num_buffers[device]
-        buffer_of: dict[tuple[int, int], int] = {}
-        holder: list[tuple[int, int] | None] = [None] * count
-        for pair, buffer in _buffer_uses(self.program.instructions[device]):
-            stage, m = pair
-            op = Op(FORWARD, m, stage)
+        buffer_of: dict[Op, int] = {}
+        holder: list[Op | None] = [None] * count
+        for op, buffer in _buffer_uses(self.program.instructions[device]):
+            text = f"micro-batch {slice_text(op.micro_batch, op.slice)}"
             if not 0 <= buffer < count:
                 raise self._error(f"uses buffer {buffer}, but has {count} buffers.", device, op)
-            if holder[buffer] == pair:
+            if holder[buffer] == op:
                 continue
-            if buffer_of.get(pair, buffer) != buffer:
-                sentence = f"expects micro-batch {m} of stage {stage} in buffer {buffer}; it is in {buffer_of[pair]}."
+            if buffer_of.get(op, buffer) != buffer:
+                sentence = f"expects {text} of stage {op.stage} in buffer {buffer}; it is in {buffer_of[op]}."
                 raise self._error(sentence, device, op)
-            if pair in buffer_of:
-                new_stage, new_m = holder[buffer] or pair
+            if op in buffer_of:
+                new = holder[buffer] or op
                 sentence = (
-                    f"overwrites buffer {buffer} with micro-batch {new_m} of stage {new_stage}; micro-batch {m} of "
-                    f"stage {stage} is still live."
+                    f"overwrites buffer {buffer} with micro-batch {slice_text(new.micro_batch, new.slice)} of stage "
+                    f"{new.stage}; {text} of stage {op.stage} is still live."
                 )
-                raise self._error(sentence, device, Op(FORWARD, new_m, new_stage))
-            buffer_of[pair] = buffer
-            holder[buffer] = pair
+                raise self._error(sentence, device, new)
+            buffer_of[op] = buffer
+            holder[buffer] = op
 
     def _unknown_instruction(self, device: int, instruction: Instruction) -> ScheduleError:
         stages, micro_batches = self.program.timetable.placement.stages, self.program.timetable.micro_batches
@@ -241,35 +262,37 @@ class DeviceCheck:
         op, m, stage = instruction.op, instruction.micro_batch, instruction.stage
         assert m is not None and stage is not None
         if op is not None:
-            return self._error(f"computes {op} {self._gap(content, m, stage)}.", device, op)
+            return self._error(f"computes {op} {self._gap(content, op)}.", device, op)
+        item = Item(content, stage, m, instruction.slice)
         sentence = (
-            f"sends or copies the {content.text} of micro-batch {m} at stage {stage} before computing it."
+            f"sends or copies the {content.text} of micro-batch {slice_text(m, item.slice)} at stage {stage} before "
+            f"computing it."
         )
-        return self._error(sentence, device, error_op(self.program, Item(content, stage, m)))
+        return self._error(sentence, device, error_op(self.program, item))
 
-    def _gap(self, content: Content, m: int, stage: int) -> str:
+    def _gap(self, content: Content, op: Op) -> str:
         """Return what is wrong with an op: ``before F3@1`` for a result of this device, else ``without its labels``."""
         # Every op occurs once, so a missing result of this device is computed later.
         if content == Content.OUTPUT:
-            return f"before {Op(self.program.timetable.placement.graph_kind, m, stage)}"
+            return f"before {op._replace(kind=self.program.timetable.placement.graph_kind)}"
         if content == Content.INPUT_GRADIENT:
-            return f"before {Op(BACKWARD_INPUT, m, stage)}"
+            return f"before {op._replace(kind=BACKWARD_INPUT)}"
         return f"without its {content.text}"
 
 
 def error_op(program: Program, item: Item) -> Op:
     """Return the op that an error about ``item`` points at."""
-    content, stage, m = item
+    content, stage, m, j = item
     if content in (Content.GRADIENT, Content.INPUT_GRADIENT):
-        return Op(program.timetable.dependencies.gradient_kind(stage, m), m, stage)
-    return Op(FORWARD, m, stage)
+        return Op(program.timetable.dependencies.gradient_kind(stage, m), m, stage, j)
+    return Op(FORWARD, m, stage, j)
 
 
-def _buffer_uses(instructions: tuple[Instruction, ...]) -> Iterator[tuple[tuple[int, int], int]]:
-    """Yield ((stage, micro-batch), buffer) in the order of use."""
-    for name, m, stage, _, _, _, buffer, to_buffer in instructions:
+def _buffer_uses(instructions: tuple[Instruction, ...]) -> Iterator[tuple[Op, int]]:
+    """Yield (forward of a slice of a micro-batch at a stage, buffer) in the order of use."""
+    for name, m, stage, _, _, _, buffer, to_buffer, j in instructions:
         if stage is None or m is None or buffer is None:
             continue
-        yield (stage, m), buffer
+        yield Op(FORWARD, m, stage, j), buffer
         if to_buffer is not None:
-            yield (stage + TRANSFERS[name].shift, m), to_buffer
+            yield Op(FORWARD, m, stage + TRANSFERS[name].shift, j), to_buffer

@@ -42,10 +42,10 @@ class Links:
     def _add_messages(self, device: int, instructions: list[Instruction]) -> list[int]:
         """Add the sends and receives of a device to their links, and return its events."""
         events = []
-        for name, m, stage, _, _, peer, _, _ in instructions:
+        for name, m, stage, _, _, peer, _, _, j in instructions:
             assert m is not None and stage is not None and peer is not None, "DeviceCheck runs first"
             content, shift, direction = TRANSFERS[name]
-            item = Item(content, stage + shift, m)
+            item = Item(content, stage + shift, m, j)
             if direction == SEND:
                 link = self._link(device, peer)
                 self.sent[link].append(item)
@@ -120,7 +120,7 @@ class Links:
         device, first = stuck[0]
         assert first.stage is not None and first.micro_batch is not None, "only messages wait"
         content = TRANSFERS[first.name].content
-        op = error_op(self.program, Item(content, first.stage, first.micro_batch))
+        op = error_op(self.program, Item(content, first.stage, first.micro_batch, first.slice))
         return deadlock_at(self.program.timetable, waits, device, op, condition)
 
     def _check_all_received(self) -> None:

@@ -2,7 +2,7 @@
 
 The check rejects: an op that is missing, repeated or on the wrong device; a missing input; a message that is never
 received, or received out of order; a deadlock, including one caused by having only ``link_credits`` credits per link; a
-buffer shared by two live (stage, micro-batch) pairs.
+buffer shared by two live slices.
 
 The proof has two parts, because devices interact only through messages. :mod:`.device` proves that each device is
 correct if every receive gets the expected message. :mod:`.links` proves that it does. A link has one sender and one

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...errors import ScheduleError
 from ..draw.order import order_grid
-from ..ops import ALL_KINDS, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, Op
+from ..ops import ALL_KINDS, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, Op, slice_text
 from ..timetables import Timetable
 
 _MAX_LISTED = 64  # deadlocked devices in an error
@@ -25,23 +25,26 @@ def check_timetable(timetable: Timetable) -> None:
             f"(got {len(timetable.orders)})."
         )
     bits = {kind: _BIT[kind] for kind in placement.kinds}
-    seen = bytearray(stages * micro_batches)  # kinds of (stage, m) as bits, at m * stages + stage
+    slices = timetable.slices
+    # Kinds of the ops of a slice at a stage as bits, at (m * slices + j) * stages + stage.
+    seen = bytearray(stages * micro_batches * slices)
     for device, order in enumerate(timetable.orders):
         for op in order:
-            kind, m, stage = op
+            kind, m, stage, j = op
             bit = bits.get(kind, 0)
-            if not (bit and 0 <= stage < stages and 0 <= m < micro_batches):
+            if not (bit and 0 <= stage < stages and 0 <= m < micro_batches and 0 <= j < slices):
                 raise _unknown_op_error(timetable, device, op)
             if placement.device(kind, stage, pipes[m]) != device:
                 raise _wrong_device_error(timetable, device, op)
-            if seen[m * stages + stage] & bit:
+            position = (m * slices + j) * stages + stage
+            if seen[position] & bit:
                 raise error_at(timetable, f"device {device} computes {op} twice.", device, op)
-            seen[m * stages + stage] |= bit
+            seen[position] |= bit
     for stage in range(stages):
         complete_sets = _complete_sets(timetable, stage)
         if not complete_sets.issuperset(seen[stage::stages]):
-            m = next(m for m, kinds in enumerate(seen[stage::stages]) if kinds not in complete_sets)
-            raise _incomplete_error(timetable, stage, m, seen[m * stages + stage])
+            part = next(i for i, kinds in enumerate(seen[stage::stages]) if kinds not in complete_sets)
+            raise _incomplete_error(timetable, stage, *divmod(part, slices), seen[part * stages + stage])
 
 
 def _complete_sets(timetable: Timetable, stage: int) -> set[int]:
@@ -85,6 +88,7 @@ def _unknown_op_error(timetable: Timetable, device: int, op: Op) -> ScheduleErro
         problem = f"the kinds are {', '.join(kinds)}."
     else:
         sizes = f"{timetable.placement.stages} stages and {timetable.micro_batches} micro-batches"
+        sizes += f" of {timetable.slices} slices" if timetable.slices > 1 else ""
         problem = f"the timetable has {sizes}, counted from 0.{_swap_hint(timetable)}"
     return error_at(timetable, f"device {device} computes {op}, but {problem}", device, op)
 
@@ -108,17 +112,15 @@ def _swap_hint(timetable: Timetable) -> str:
     return " The arguments are swapped: use Op(kind, micro_batch, stage)." if fits else ""
 
 
-def _incomplete_error(timetable: Timetable, stage: int, m: int, seen: int) -> ScheduleError:
-    """Return the error for a micro-batch that has only the kinds of ops in ``seen`` (bits) at a stage."""
+def _incomplete_error(timetable: Timetable, stage: int, m: int, j: int, seen: int) -> ScheduleError:
+    """Return the error for slice ``j`` of a micro-batch with only the kinds of ops in ``seen`` (bits) at a stage."""
     present = ", ".join(kind for kind, bit in _BIT.items() if seen & bit) or "none"
     forwards = timetable.dependencies.forward_kinds(stage)
     backward = " and either B, or I and W" if timetable.trains else ""
     missing_kind = next((kind for kind in forwards if not seen & _BIT[kind]), BACKWARD)
     device = timetable.placement.device(missing_kind, stage, timetable.pipe(m))
-    # Point at the last op of the pair on the device that lacks one, or at the end of its row.
-    last_op = next(
-        (op for op in reversed(timetable.orders[device]) if (op.stage, op.micro_batch) == (stage, m)), None
-    )
-    pair = f"micro-batch {m} at stage {stage} (device {device})"
-    sentence = f"{pair} is incomplete: needs {', '.join(forwards)}{backward} (got {present})."
+    # Point at the last op of the slice on the device that lacks one, or at the end of its row.
+    last_op = next((op for op in reversed(timetable.orders[device]) if op[1:] == (m, stage, j)), None)
+    where = f"micro-batch {slice_text(m, j)} at stage {stage} (device {device})"
+    sentence = f"{where} is incomplete: needs {', '.join(forwards)}{backward} (got {present})."
     return error_at(timetable, sentence, device, last_op)

@@ -262,7 +262,7 @@ def _words(spans: Sequence[tuple[Op, float, float]]) -> list[Word]:
     words: list[Word] = []
     previous = {kind: (0, 0) for kind in DRAWN}  # stage and micro-batch
     now = 0.0
-    for (kind, m, stage), start, end in spans:
+    for (kind, m, stage, _), start, end in spans:
         # The script adds up the words, so rounding errors must not accumulate, and must not appear as waits.
         wait = start - now
         if abs(wait) > _ROUNDING * start:

@@ -1,8 +1,9 @@
 """List scheduling: run the step while each device picks among its ready ops, and record the resulting order.
 
 :class:`EarliestDueDate` picks the op with the earliest due date: its start if its micro-batch entered at a given time
-and never waited. :class:`FillIdleTime` keeps a given order of forwards and backwards. Both compute a backward for the
-weights, which no other device waits for, when no other op is ready or when no further activation fits.
+and never waited. :class:`FillIdleTime` keeps a given order of forwards and backwards. :class:`BackwardsFirst` runs
+slices of sequences. All compute a backward for the weights, which no other device waits for, when no other op is ready
+or when no further activation fits.
 
 **Deadlock.** A micro-batch is admitted if every device has capacity for all its stages. An admitted micro-batch can
 then always proceed: the furthest op of the oldest one has its inputs and its capacity. A planner may admit more,
@@ -16,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 
-from ..events import Admission, Policy, Run, Workload, run
+from ..events import Admission, NoAdmission, Policy, Run, Workload, run
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op
 
 _Priority = tuple[float, str, int, int]  # due date, then kind, stage and micro-batch to break ties
@@ -104,6 +105,62 @@ class FillIdleTime(_Device):
         return op.kind == FORWARD and self.live >= self.capacity and bool(self.weights)
 
 
+class BackwardsFirst(_Device):
+    """Policy for slices: backwards first, then the forwards that are closest to their backwards.
+
+    The last slice of a micro-batch has the first backward, so a device that admits a slice needs the later ones too.
+
+    Args:
+        in_flight: slices of a pipe between their first forward and their last backward; at least those of a
+            micro-batch, or the devices deadlock.
+        capacity: live activations, in slices of stages, from which on backwards for the weights go first.
+    """
+
+    def __init__(self, workload: Workload, in_flight: int, capacity: int) -> None:
+        super().__init__(capacity)
+        self.pipes = workload.pipes
+        first = [
+            self.pipes.index(pipe) if pipe in self.pipes else 0 for pipe in range(workload.placement.replicas)
+        ]
+        self.positions = [m - first[pipe] for m, pipe in enumerate(self.pipes)]
+        self.backwards: list[tuple[tuple[int, int, int], Op]] = []
+        self.forwards: list[tuple[tuple[int, int, int], Op]] = []
+        self.entries: list[list[tuple[tuple[int, int], Op]]] = [[] for _ in first]
+        self.may_enter = [in_flight] * len(first)
+
+    def add_ready(self, op: Op) -> None:
+        """Record that all inputs of ``op`` have arrived."""
+        kind, m, stage, j = op
+        position = self.positions[m]
+        if kind == BACKWARD_WEIGHT:
+            self.weights.append(op)
+        elif kind != FORWARD:
+            heappush(self.backwards, ((position, -j, -stage), op))
+        elif stage:
+            heappush(self.forwards, ((-stage, position, j), op))
+        else:
+            heappush(self.entries[self.pipes[m]], ((position, j), op))
+
+    def choose(self) -> Op | None:
+        """Return the op to compute now, or None to wait."""
+        if self.weights and self.live >= self.capacity:
+            return self.weights.popleft()
+        for ready in (self.backwards, self.forwards):
+            if ready:
+                return heappop(ready)[1]
+        for pipe, entries in enumerate(self.entries):
+            if entries and self.may_enter[pipe]:
+                self.may_enter[pipe] -= 1
+                return heappop(entries)[1]
+        return self._take_weight()
+
+    def mark_done(self, op: Op) -> None:
+        """Count the live activations and the slices in flight."""
+        super().mark_done(op)
+        if op.kind in (BACKWARD, BACKWARD_INPUT) and not op.stage:
+            self.may_enter[self.pipes[op.micro_batch]] += 1
+
+
 class CapacityAdmission:
     """Admission of micro-batches in the order of their entry times, while every device has capacity for their stages.
 
@@ -162,6 +219,14 @@ def by_due_date(workload: Workload, entries: Sequence[float], capacity: int, adm
     """
     devices = [EarliestDueDate(workload, entries, capacity) for _ in range(workload.placement.num_devices)]
     return dispatch(workload, devices, CapacityAdmission(workload, entries, admitted))
+
+
+def backwards_first(workload: Workload, in_flight: int, capacity: int) -> Run:
+    """Run the step with slices; arguments as for :class:`BackwardsFirst`."""
+    devices = [BackwardsFirst(workload, in_flight, capacity) for _ in range(workload.placement.num_devices)]
+    result = dispatch(workload, devices, NoAdmission(workload))
+    assert result is not None, "all slices of a micro-batch may be in flight"
+    return result
 
 
 def fill_idle_time(workload: Workload, orders: Sequence[Iterable[Op]], capacity: int) -> Run | None:

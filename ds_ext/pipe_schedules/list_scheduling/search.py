@@ -21,13 +21,17 @@ from ..ops import BACKWARD, FORWARD
 from ..placement import Placement
 from ..simulation import peak_stages, run_orders
 from ..tick_rule import ticks
-from .dispatch import by_due_date, fill_idle_time
+from .dispatch import backwards_first, by_due_date, fill_idle_time
 
 # Between the micro-batches of a pipe, in forward + backward times.
 _SPACINGS = (0.5, 1.0, 0.25, 0.75, 1.5, 2.0)
 _MAX_OPS = 50_000  # in all runs together, about 0.2 s; the first guess is tried at any size
 _ADMISSION_CHANGES = 0.3  # share of random changes that also change the admission limit
 _SLOW_MESSAGE = 0.01  # time of a message on slow links, in forwards of 1/D of the model
+# Live slices relative to those of Seq1F1B, and more slices in flight than half of them; a search of slices tries all.
+_SHARES = (1.0, 1.3, 0.9, 1.15, 0.8, 1.5, 2.0)
+_MORE_IN_FLIGHT = (0, 1, 2, -1, 3, -2)
+_SLICE_RUNS = 3
 _SLACK = 1e-9  # relative; sums of the same times in a different order differ by rounding
 _is_brief = ContextVar("is_brief", default=False)
 
@@ -63,6 +67,7 @@ def plan(
     *,
     split: bool,
     max_activations: float,
+    slices: int = 1,
 ) -> Orders:
     """Return the shortest orders found. Ties go to the orders least sensitive to message latency.
 
@@ -71,19 +76,24 @@ def plan(
         split: True to split backwards.
         max_activations: limit on live activations per device; the unit is what 1/D of the model keeps for one
             micro-batch.
+        slices: parts of the sequence of every micro-batch.
 
     Raises:
         ScheduleError: the limit is too low for one micro-batch.
     """
-    workload = Workload(placement, micro_batches, costs, split)
-    unit = placement.num_devices / placement.stages  # activations of one stage
-    capacity = math.floor(min(max_activations / unit, placement.stages * micro_batches) + 1e-9)
-    least = max(devices.count(d) for devices in placement.pipes for d in range(placement.num_devices))
+    workload = Workload(placement, micro_batches, costs, split, slices=slices)
+    unit = placement.num_devices / placement.stages / slices  # activations of a slice of one stage
+    capacity = math.floor(min(max_activations / unit, placement.stages * micro_batches * slices) + 1e-9)
+    least = slices * max(
+        devices.count(d) for devices in placement.pipes for d in range(placement.num_devices)
+    )
     if capacity < least:
         raise ScheduleError(
             f"{schedule}: max_activations is too low for one micro-batch (got {max_activations:g}). "
             f"Use at least {least * unit:g} (units of 1/D of the model)."
         )
+    if slices > 1:
+        return _plan_slices(workload, capacity).orders
     limits = [capacity, capacity + least, capacity + 2 * least]
     best, guess = _search(workload, capacity, limits)
     if not costs.free_messages:
@@ -92,6 +102,38 @@ def plan(
     if split:
         return less_sensitive(workload, best.orders, fill_idle_time(slow, best.orders, capacity), capacity)
     return _search_less_sensitive(workload, slow, best.orders, guess, capacity, limits)
+
+
+def _plan_slices(workload: Workload, capacity: int) -> Run:
+    """Return the shortest run found with at most ``capacity`` live slices of stages, preferably with fewer of them."""
+    placement, slices = workload.placement, workload.slices
+    filled = (
+        (placement.num_devices - 1 + slices) * placement.stages / placement.num_devices
+    )  # those of Seq1F1B
+    target = lower_bound(workload) * (1 + _SLACK)
+    # A micro-batch at a time always fits.
+    best = backwards_first(workload, slices, slices)
+    num_ops = 0
+    for in_flight, limit in _slice_guesses(workload, filled, capacity):
+        if best.makespan <= target or num_ops >= _max_ops() * _SLICE_RUNS:
+            break
+        run = backwards_first(workload, in_flight, limit)
+        num_ops += workload.num_ops
+        if _cost(run)[1] <= capacity and (_cost(run) < _cost(best) or _cost(best)[1] > capacity):
+            best = run
+    return best
+
+
+def _slice_guesses(workload: Workload, filled: float, capacity: int) -> Iterator[tuple[int, int]]:
+    """Yield (slices in flight per pipe, live slices of stages per device), the most promising ones first."""
+    seen: set[tuple[int, int]] = set()
+    for more in _MORE_IN_FLIGHT:
+        for share in _SHARES:
+            limit = min(capacity, round(filled * share))
+            in_flight = max(workload.slices, round(limit / 2 / workload.placement.replicas) + more)
+            if (in_flight, limit) not in seen:
+                seen.add((in_flight, limit))
+                yield in_flight, limit
 
 
 class _Guesses:
@@ -249,7 +291,9 @@ def _device_bound(workload: Workload, device: int, counts: list[int]) -> float:
     if not chunks:
         return 0.0
     times = workload.times
-    busy = sum(counts[pipe] * times[kind][stage] for pipe, stage in chunks for kind in (FORWARD, BACKWARD))
+    busy = workload.slices * sum(
+        counts[pipe] * times[kind][stage] for pipe, stage in chunks for kind in (FORWARD, BACKWARD)
+    )
     start = min(workload.earliest_starts[pipe][FORWARD][stage] for pipe, stage in chunks)
     if workload.split:
         return start + busy

@@ -48,15 +48,21 @@ from ..registry import planned_schedule
     ],
 )
 def bitpipe(
-    placement: Placement, micro_batches: int, costs: Costs, mode: str, max_activations: float
+    placement: Placement, micro_batches: int, costs: Costs, mode: str, max_activations: float, slices: int
 ) -> Orders:
     """Two V-shaped pipes in opposite directions: bubble (D-2)/(3N+D-2) at N = D, twice the weights.
 
-    Raises ScheduleError if mode "unit" does not support N or an option.
+    Raises ScheduleError if mode "unit" does not support N, slices or an option.
     """
     if mode == "greedy":
         most = max_activations or 1.5 * placement.num_devices
-        return plan("bitpipe", placement, micro_batches, costs, split=False, max_activations=most)
+        return plan(
+            "bitpipe", placement, micro_batches, costs, split=False, max_activations=most, slices=slices
+        )
+    if slices > 1:
+        raise ScheduleError(
+            f'bitpipe: sequence_slices need mode "greedy" (got {slices} with mode "unit"). Set the mode, or use 1.'
+        )
     if max_activations:
         raise ScheduleError(
             f'bitpipe: max_activations needs mode "greedy" (got {max_activations:g} with mode "unit", which keeps at '

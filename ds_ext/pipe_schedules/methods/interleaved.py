@@ -12,6 +12,7 @@ long.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from ..definition import Option
 from ..ops import BACKWARD, FORWARD, Op
@@ -26,28 +27,30 @@ from ..registry import schedule
     options={"chunks": Option(2, 1, "stages per device")},
     variants=lambda num_devices, micro_batches: [{"chunks": chunks} for chunks in (2, 3, 4)],
 )
-def interleaved(device: int, num_devices: int, micro_batches: int, chunks: int) -> Iterator[Op]:
+def interleaved(device: int, num_devices: int, micro_batches: int, chunks: int, slices: int) -> Iterator[Op]:
     """1F1B over D x chunks stages: 1/chunks of the bubble, chunks times the messages."""
-    total = micro_batches * chunks
-    warmup = min((num_devices - device - 1) * 2 + (chunks - 1) * num_devices, total)
-    for k in range(warmup):
-        yield _forward(k, device, num_devices, chunks)
-    for k in range(warmup, total):
-        yield _forward(k, device, num_devices, chunks)
-        yield _backward(k - warmup, device, num_devices, chunks)
-    for k in range(total - warmup, total):
-        yield _backward(k, device, num_devices, chunks)
-
-
-def _forward(k: int, device: int, num_devices: int, chunks: int) -> Op:
-    """Return the k-th forward of a device: D micro-batches through chunk 0, then the same D through chunk 1, ..."""
-    group, within = divmod(k, num_devices * chunks)
-    chunk, m = divmod(within, num_devices)
-    return Op(FORWARD, group * num_devices + m, chunk * num_devices + device)
-
-
-def _backward(k: int, device: int, num_devices: int, chunks: int) -> Op:
-    """Return the k-th backward: the k-th forward with the chunks in reverse order."""
-    op = _forward(k, device, num_devices, chunks)
-    chunk = op.stage // num_devices
-    return Op(BACKWARD, op.micro_batch, (chunks - 1 - chunk) * num_devices + device)
+    # At least D slices of whole micro-batches pass through a chunk before the next one.
+    group = next(
+        n for n in range(1, micro_batches + 1) if micro_batches % n == 0 and n * slices >= num_devices
+    )
+    stages = range(device, num_devices * chunks, num_devices)
+    groups = range(0, micro_batches, group)
+    forwards = (
+        Op(FORWARD, m, stage, j)
+        for first in groups
+        for stage in stages
+        for m in range(first, first + group)
+        for j in range(slices)
+    )
+    backwards = (
+        Op(BACKWARD, m, stage, j)
+        for first in groups
+        for stage in reversed(stages)
+        for m in range(first, first + group)
+        for j in reversed(range(slices))
+    )
+    yield from islice(forwards, (num_devices - device - 1) * 2 + (chunks - 1) * group * slices + slices - 1)
+    for forward in forwards:
+        yield forward
+        yield next(backwards)
+    yield from backwards

@@ -49,9 +49,9 @@ _MAX_ACTIVATIONS = Option(
 
 
 @schedule("zb_h1", place=linear)
-def zb_h1(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
+def zb_h1(device: int, num_devices: int, micro_batches: int, slices: int) -> Iterator[Op]:
     """1F1B with split backwards: (D-1)F beyond ideal if F = I = W, a third of 1F1B's; D activations."""
-    return split_order(device, linear(num_devices), micro_batches)
+    return split_order(device, linear(num_devices), micro_batches, slices)
 
 
 @planned_schedule(
@@ -64,9 +64,11 @@ def zb_h1(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
         {"max_activations": 1.5 * num_devices},
     ],
 )
-def zb_v(placement: Placement, micro_batches: int, costs: Costs, max_activations: float) -> Orders:
+def zb_v(
+    placement: Placement, micro_batches: int, costs: Costs, max_activations: float, slices: int
+) -> Orders:
     """A V-shaped pipe with split backwards: (D-1)F/2 beyond ideal if F = I = W; D activations."""
-    return _order("zb_v", placement, micro_batches, costs, max_activations)
+    return _order("zb_v", placement, micro_batches, costs, max_activations, slices)
 
 
 @planned_schedule(
@@ -82,23 +84,23 @@ def zb_v(placement: Placement, micro_batches: int, costs: Costs, max_activations
     ],
 )
 def bitpipe_zb(
-    placement: Placement, micro_batches: int, costs: Costs, waves: int, max_activations: float
+    placement: Placement, micro_batches: int, costs: Costs, waves: int, max_activations: float, slices: int
 ) -> Orders:
     """BitPipe with split backwards: (D-2)F/(4 waves) beyond ideal if F = I = W; twice the weights."""
-    return _order("bitpipe_zb", placement, micro_batches, costs, max_activations)
+    return _order("bitpipe_zb", placement, micro_batches, costs, max_activations, slices)
 
 
 def _order(
-    name: str, placement: Placement, micro_batches: int, costs: Costs, max_activations: float
+    name: str, placement: Placement, micro_batches: int, costs: Costs, max_activations: float, slices: int
 ) -> Orders:
     """Return the orders of the tick rule where it reaches the lower bound, else planned orders."""
     num_devices = placement.num_devices
     # The search would find the same orders, more slowly.
     equal = costs == Costs(costs.forward, costs.forward, costs.forward)
-    if equal and not max_activations and micro_batches % num_devices == 0:
+    if equal and slices == 1 and not max_activations and micro_batches % num_devices == 0:
         orders = tuple(tuple(split_order(device, placement, micro_batches)) for device in range(num_devices))
         workload = Workload(placement, micro_batches, costs, split=True)
         slow = fill_idle_time(with_slow_links(workload), orders, placement.stages)
         return less_sensitive(workload, orders, slow, placement.stages)
     most = max_activations or (1 if costs.free_messages else 1.5) * num_devices
-    return plan(name, placement, micro_batches, costs, split=True, max_activations=most)
+    return plan(name, placement, micro_batches, costs, split=True, max_activations=most, slices=slices)

@@ -197,7 +197,7 @@ def random_order(placement: Placement, micro_batches: int, split: bool, seed: in
 
 
 def needs(op: Op, gradient: str, stages: int) -> list[Op]:
-    kind, m, stage = op
+    kind, m, stage, _ = op
     if kind == "F":
         return [Op("F", m, stage - 1)] * (stage > 0)
     if kind == "W":

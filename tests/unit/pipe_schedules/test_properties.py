@@ -198,7 +198,7 @@ def run(program: Program) -> None:
         moved = False
         for rank, instructions in enumerate(program.instructions):
             while at[rank] < len(instructions):
-                name, m, stage, _, _, peer, slot, to_buffer = instructions[at[rank]]
+                name, m, stage, _, _, peer, slot, to_buffer, _ = instructions[at[rank]]
                 if slot is not None:
                     assert m is not None and stage is not None
                     here, other = buffers[rank][slot], (rank, peer if peer is not None else rank)

@@ -124,7 +124,7 @@ def test_ops_that_the_sizes_do_not_have(op: Op, found: str) -> None:
 @pytest.mark.parametrize("sizes", [(4, 8), (4, 4)])
 def test_swapped_arguments_of_ops_are_named(name: str, sizes: tuple[int, int]) -> None:
     made = timetable(name, *sizes) if name != "dualpipev" else timetable(name, 2, 4)
-    swapped = tuple(tuple(Op(kind, stage, m) for kind, m, stage in order) for order in made.orders)
+    swapped = tuple(tuple(Op(op.kind, op.stage, op.micro_batch) for op in order) for order in made.orders)
     with pytest.raises(ScheduleError, match=r"Op\(kind, micro_batch, stage\)"):
         simulate(dataclasses.replace(made, orders=swapped))
 

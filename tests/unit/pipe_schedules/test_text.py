@@ -41,7 +41,7 @@ def test_what_is_written_is_read(name: str, ranks: int, micro_batches: int) -> N
         assert loads(torch_csv(made), name) == made
 
 
-ops = st.builds(Op, st.sampled_from("FBIW"), st.integers(0, 99), st.integers(0, 999))
+ops = st.builds(Op, st.sampled_from("FBIW"), st.integers(0, 99), st.integers(0, 999), st.integers(0, 9))
 
 
 @given(
@@ -49,11 +49,12 @@ ops = st.builds(Op, st.sampled_from("FBIW"), st.integers(0, 99), st.integers(0, 
     st.sampled_from([linear(2), looped(2, 2), bidirectional_v(2), Placement(((1, 1), (0, 1)))]),
     st.text(st.characters(codec="utf-8").filter(str.isprintable)),
     st.integers(1, 10**5),
+    st.integers(1, 9),
 )
 def test_any_timetable_round_trips_also_a_wrong_one(
-    ranks: list[tuple[Op, ...]], placement: Placement, name: str, micro_batches: int
+    ranks: list[tuple[Op, ...]], placement: Placement, name: str, micro_batches: int, slices: int
 ) -> None:
-    made = Timetable(name, placement, micro_batches, tuple(ranks))
+    made = Timetable(name, placement, micro_batches, tuple(ranks), slices)
     assert loads(dumps(made)) == made
 
 
