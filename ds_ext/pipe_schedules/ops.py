@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
     Messages between stages have names that begin with ``Send`` or ``Recv``, from which other code takes the direction.
 
     ``peer`` is the other device of a message. ``buffer`` holds the tensors of a slice of a micro-batch at a stage.
-    ``to_buffer`` is the destination of a copy on the same device. Fields that do not apply are None, or 0 for ``slice``.
+    ``to_buffer`` is the destination of a copy on the same device. Fields that do not apply are None, ``slice`` is 0.
     """
 
     name: str
