@@ -64,6 +64,7 @@ class Job:
     transport: str = "auto"
     rank_order: str = "tp-dp-pp"
     timeout_s: float = 120
+    slices: int | tuple[int, ...] = 1  # their number, or their lengths
 
     @property
     def layout(self) -> ParallelLayout:
@@ -90,6 +91,9 @@ class Job:
                 "schedule_options": self.options,
                 "eager_gradient_sync": self.eager,
                 "fbd": self.fbd,
+                "sequence_slices": self.slices if isinstance(self.slices, int) else len(self.slices),
+                "slice_lengths": "equal" if isinstance(self.slices, int) else list(self.slices),
+                "sequence_parallel": self.model.sequence_parallel,
                 "transport": self.transport,
                 "transport_options": {"timeout_s": self.timeout_s},
             },

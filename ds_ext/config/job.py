@@ -35,6 +35,8 @@ class DsExtConfig(Section):
     pipeline_parallel_size: int = Field(default=1, ge=1)
     tensor_parallel_size: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
+    sequence_slices: int = Field(default=1, ge=1)
+    slice_lengths: Literal["equal"] | list[int] = "equal"
     rank_order: str = str(DEEPSPEED_ORDER)
     schedule_options: dict[str, Any] = Field(default_factory=dict)
     modules: list[str] = Field(default_factory=list, alias="import")
@@ -136,8 +138,33 @@ def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
     except ValidationError as error:
         raise ConfigError(_explain(error)) from None
     valid.trace.check()
+    _check_slices(valid)
     parse_rank_order(valid.rank_order)
     return valid
+
+
+def _check_slices(settings: DsExtConfig) -> None:
+    """Raise ConfigError for lengths that are not those of the slices, and for settings that do not support slices."""
+    lengths, count = settings.slice_lengths, settings.sequence_slices
+    if lengths != "equal" and (len(lengths) != count or min(lengths) < 1):
+        raise ConfigError(
+            f"ds_ext.slice_lengths: must be {count} numbers of tokens, one per slice (got {lengths})."
+        )
+    if count == 1:
+        return
+    if settings.schedule == AUTO:
+        raise ConfigError(
+            f'ds_ext.sequence_slices: "auto" chooses no schedule with slices (got {count}). Name a schedule.'
+        )
+    if settings.loss_weighting == "micro_batches":
+        raise ConfigError(
+            f'ds_ext.loss_weighting: slices need "tokens" (got "micro_batches" with sequence_slices {count}).'
+        )
+    if settings.audit_interval:
+        raise ConfigError(
+            f"ds_ext.audit_interval: audits do not support slices (got {settings.audit_interval} with sequence_slices "
+            f"{count}). Remove one of them."
+        )
 
 
 def _decode(text: str) -> dict[str, Any] | None:

@@ -413,7 +413,7 @@ class StepData:
 
     def labels(self) -> Iterator[Any]:
         """Yield the labels of all micro-batches whose loss this rank computes, as the loss function gets them."""
-        for stage, micro_batch in self.loads:
+        for stage, micro_batch in dict.fromkeys(self.loads):  # slices load it several times
             if stage == self.last_stage:
                 _, labels = self.get(micro_batch)
                 yield tuple(labels) if isinstance(labels, list) else labels

@@ -60,6 +60,7 @@ from .recovery.recovery import Recovery
 from .role import Role
 from .run_control import RunControl
 from .schedules import Schedules
+from .slices import StageSlices
 from .stage import StageForward
 from .step_report import Gathered, Measured, StepReport, gather_step
 from .together import collective_device
@@ -130,7 +131,8 @@ class PipelineEngine(Measured, RunControl):
         self.activity = Activity(options.timeout_s, self.role.describe_ranks, self._where)
         self.step_losses = StepLosses.from_engine(self)
         forward, report = StageForward(self.module), self.activity.report_failure
-        self.executor = Executor(forward, self.step_losses, self.last_stage, self.device, report)
+        slices = StageSlices.from_plan(self.module, self.plan)
+        self.executor = Executor(forward, self.step_losses, self.last_stage, self.device, report, slices)
         self.pipe_buffers = self.executor.buffers
         self._schedules = Schedules(self.layout, self.module.device_index)
         self.schedule = self.executor.schedule = self._schedules.training(self.plan)

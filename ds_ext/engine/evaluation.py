@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import ConfigError
 from .batches import MicroBatches
+from .losses.step import mean_of
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Evaluation:
     Attributes:
         computes_loss: compute the loss.
         outputs: receives the outputs by micro-batch; None: not kept.
-        losses: receives the losses by micro-batch; None: not kept.
+        losses: receives the losses by micro-batch, in the form of :data:`.losses.step.Loss`; None: not kept.
         averages: whether the result is a mean over all micro-batches.
     """
 
@@ -65,6 +66,8 @@ class Evaluation:
             return loss
         by_id = self.losses if self.computes_loss else self.outputs
         values = [by_id[number] for number in sorted(by_id)] if by_id else None
+        if values and self.computes_loss:
+            values = [mean_of(loss) for loss in values]
         return mean_over_ranks(values, group) if values and self.averages else values
 
 

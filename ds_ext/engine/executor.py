@@ -1,6 +1,6 @@
 """Executor of a rank: it runs the instructions of a schedule, one handler per instruction.
 
-It has the buffers of the live (stage, micro-batch) pairs, and handlers for data, passes and messages. It knows no
+It has the buffers of the live slices of micro-batches, and handlers for data, passes and messages. It knows no
 optimizer, no checkpoint and no DeepSpeed engine: its owner gives it the handlers of the other instructions. Whatever
 measures or records instructions is an :class:`Observer`.
 
@@ -36,8 +36,9 @@ from .batches import StepData
 from .dynamic.messages import DynamicMessages
 from .dynamic.order import DynamicSchedule, decided_steps
 from .evaluation import Evaluation
-from .losses.step import Loss, mean_of
-from .messages import MessageKind, StageMessages, pack
+from .losses.step import Loss, join_losses, require_pairs
+from .messages import MessageKind, StageMessages, join_outputs, pack
+from .slices import StageSlices
 from .stage import Buffer
 
 Kinds = tuple[type[ds.PipeInstruction], ...]
@@ -94,9 +95,10 @@ class Executor:
         last_stage: last stage of the model.
         device: device of the tensors.
         on_failure: called with an instruction and its exception, before it is raised.
+        slices: slices of the sequences; None: schedules have none.
 
     Attributes:
-        buffers: storage of the live (stage, micro-batch) pairs, by buffer id.
+        buffers: storage of the live slices of micro-batches at stages, by buffer id.
         messages: messages between stages; the owner sets it before each run.
         handlers: instruction class -> handler, which gets the arguments of the instruction by name. The owner adds
             those of other instructions than this class's.
@@ -120,9 +122,11 @@ class Executor:
         last_stage: int,
         device: torch.device,
         on_failure: Callable[[Any, Exception], None] = lambda *_: None,
+        slices: StageSlices | None = None,
     ) -> None:
         self.forward_stage, self.losses, self.last_stage, self.device = forward, losses, last_stage, device
         self.on_failure = on_failure
+        self._all_slices, self._slices = slices, slices  # the second one is None in a run without slices
         self.buffers: list[Buffer] = []
         self.handlers: Mapping[type[ds.PipeInstruction], Callable[..., None]] = {
             kind: getattr(self, name) for kind, name in OWN_HANDLERS.items()
@@ -159,7 +163,11 @@ class Executor:
         """
         self.schedule, self.data, self._step = schedule, data, step
         self._evaluation = evaluation or Evaluation()
-        self._splits = schedule.program.timetable.split_backwards
+        timetable = schedule.program.timetable
+        self._splits = timetable.split_backwards
+        self._slices = self._all_slices if timetable.slices > 1 else None
+        if self._slices is not None:
+            self._slices.clear()
         self.buffers += [Buffer() for _ in range(schedule.num_pipe_buffers() - len(self.buffers))]
         active = [*self.observers, *observers]
         if profiler._is_profiler_enabled:  # creating a label takes as long as some handlers
@@ -202,7 +210,11 @@ class Executor:
             kind: Any = _RECEIVES.get(type(instruction))
             if kind is not None:
                 post = functools.partial(
-                    self.messages.post, kind, instruction.stage, instruction.micro_batch, instruction.peer
+                    self.messages.post,
+                    kind,
+                    instruction.stage,
+                    self._item(instruction.micro_batch, instruction.source.slice),
+                    instruction.peer,
                 )
                 yield _Call(post, instruction, (), ())
             waiting.append(self._bind(instruction, observers))
@@ -221,66 +233,82 @@ class Executor:
             tuple(watch.after for watch in reversed(active) if type(watch).after is not Observer.after),
         )
 
-    # --- handlers, in the order of the table below ---
+    def _item(self, micro_batch: int, index: int) -> int:
+        """Return the number of a slice in the tags of messages."""
+        return micro_batch if self._slices is None else micro_batch * self._slices.count + index
 
-    def load(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+    # --- handlers, in the order of the table below; ``slice`` is passed for all but the first one ---
+
+    def load(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
         """Load a micro-batch's inputs at the first stage, and its labels at the last one."""
         inputs, labels = self.data.take(micro_batch)
         buffer = self.buffers[buffer_id]
         if stage == 0:
-            buffer.inputs = self._to_device(inputs)
+            buffer.inputs = self._to_device(inputs, slice)
         if stage == self.last_stage:
-            buffer.labels = None if labels is None else self._to_device(labels)
+            buffer.labels = None if labels is None else self._to_device(labels, slice)
 
-    def _to_device(self, batch: Any) -> tuple[Tensor, ...]:
-        return tuple([t.to(self.device, non_blocking=True).detach() for t in pack(batch, "the data")])
+    def _to_device(self, batch: Any, index: int) -> tuple[Tensor, ...]:
+        tensors = pack(batch, "the data")
+        if self._slices is not None:
+            tensors = self._slices.cut(tensors, index)
+        return tuple([t.to(self.device, non_blocking=True).detach() for t in tensors])
 
-    def forward(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+    def forward(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
         """Run the forward of a stage; with the loss at the last one."""
         if self._splits and (stage, micro_batch) in self._splits:
             with deferrable():
-                self._forward(self.buffers[buffer_id], stage, micro_batch)
+                self._forward(self.buffers[buffer_id], stage, micro_batch, slice)
         else:
-            self._forward(self.buffers[buffer_id], stage, micro_batch)
+            self._forward(self.buffers[buffer_id], stage, micro_batch, slice)
 
-    def _forward(self, buffer: Buffer, stage: int, micro_batch: int) -> None:
+    def _forward(self, buffer: Buffer, stage: int, micro_batch: int, index: int) -> None:
         assert buffer.inputs is not None
-        outputs = self.forward_stage(stage, buffer.inputs, self._step, self.data.first_id + micro_batch)
+        number = self.data.first_id + micro_batch
+        if self._slices is None:
+            outputs = self.forward_stage(stage, buffer.inputs, self._step, number)
+        else:
+            run = functools.partial(self.forward_stage, stage, buffer.inputs, self._step, number)
+            outputs = self._slices.forward(run, stage, micro_batch, index, buffer.inputs)
         if stage == self.last_stage:
-            self._store_loss(buffer, micro_batch, outputs)
+            self._store_loss(buffer, micro_batch, outputs, index)
         buffer.outputs = pack(outputs, f"stage {stage}")
         if not torch.is_grad_enabled():
             buffer.inputs = None
 
-    def _store_loss(self, buffer: Buffer, micro_batch: int, outputs: Any) -> None:
-        """Store the loss of a micro-batch, and what an evaluation keeps."""
+    def _store_loss(self, buffer: Buffer, micro_batch: int, outputs: Any, index: int) -> None:
+        """Store the loss of a slice of a micro-batch, and what an evaluation keeps."""
         labels, buffer.labels = buffer.labels, None
         evaluation, weight = self._evaluation, self.data.weight(micro_batch)
         if evaluation.outputs is not None and weight:
-            evaluation.outputs[micro_batch] = outputs
+            earlier = (evaluation.outputs[micro_batch],) if index else ()
+            evaluation.outputs[micro_batch] = join_outputs((*earlier, outputs))
         if evaluation.computes_loss:
             loss = self.losses.compute(outputs, labels)
+            if self._slices is not None:
+                require_pairs(loss)
             self.losses.add(loss, weight)
             if evaluation.losses is not None and weight:
-                evaluation.losses[micro_batch] = mean_of(loss)
+                earlier = (evaluation.losses[micro_batch],) if index else ()
+                evaluation.losses[micro_batch] = join_losses((*earlier, loss))
             if torch.is_grad_enabled():
                 buffer.loss = loss
 
-    def backward(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+    def backward(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
         """Run the backward of a stage."""
         if self.accumulating is None:
-            self._backward(buffer_id, stage)
+            self._backward(buffer_id, stage, micro_batch, slice)
         else:
             with self.accumulating():
-                self._backward(buffer_id, stage)
+                self._backward(buffer_id, stage, micro_batch, slice)
 
-    def backward_input(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+    def backward_input(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
         """Run the first half of a split backward."""
         later = self.buffers[buffer_id].weights = WeightGradients()
         with deferring(later):
-            self.backward(buffer_id, stage, micro_batch)
+            self.backward(buffer_id, stage, micro_batch, slice)
 
-    def backward_weight(self, buffer_id: int, stage: int, micro_batch: int) -> None:
+    def backward_weight(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
         """Compute the weight gradients that the first half deferred."""
         buffer = self.buffers[buffer_id]
         later, buffer.weights = buffer.weights, None
@@ -291,37 +319,49 @@ class Executor:
             with self.accumulating():
                 later.compute()
 
-    def _backward(self, buffer_id: int, stage: int) -> None:
+    def _backward(self, buffer_id: int, stage: int, micro_batch: int, index: int) -> None:
         buffer = self.buffers[buffer_id]
-        buffer.backward(self.scale, self.parameters)
+        if self._slices is None:
+            buffer.backward(self.scale, self.parameters)
+        else:
+            with self._slices.backward(stage, micro_batch, index) as (roots, leaves):
+                buffer.backward(self.scale, self.parameters, roots, leaves)
         if stage == 0:
             buffer.inputs = None
 
-    def send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
+    def send_activations(
+        self, buffer_id: int, stage: int, micro_batch: int, peer: int, slice: int = 0
+    ) -> None:
         """Send the outputs of a stage to the next one."""
         outputs = self.buffers[buffer_id].take_outputs()
-        self.messages.send(MessageKind.ACTIVATION, outputs, stage + 1, micro_batch, peer)
+        self.messages.send(MessageKind.ACTIVATION, outputs, stage + 1, self._item(micro_batch, slice), peer)
 
-    def receive_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
+    def receive_activations(
+        self, buffer_id: int, stage: int, micro_batch: int, peer: int, slice: int = 0
+    ) -> None:
         """Receive the inputs of a stage."""
-        tensors = self.messages.receive(MessageKind.ACTIVATION, stage, micro_batch)
+        tensors = self.messages.receive(MessageKind.ACTIVATION, stage, self._item(micro_batch, slice))
         self.buffers[buffer_id].set_inputs(tensors)
 
-    def send_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
+    def send_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int, slice: int = 0) -> None:
         """Send the gradients of the inputs to the previous stage."""
         grads = self.buffers[buffer_id].take_input_grads()
-        self.messages.send(MessageKind.GRADIENT, grads, stage - 1, micro_batch, peer)
+        self.messages.send(MessageKind.GRADIENT, grads, stage - 1, self._item(micro_batch, slice), peer)
 
-    def receive_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
+    def receive_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int, slice: int = 0) -> None:
         """Receive the gradients of the outputs."""
-        self.buffers[buffer_id].grads = self.messages.receive(MessageKind.GRADIENT, stage, micro_batch)
+        self.buffers[buffer_id].grads = self.messages.receive(
+            MessageKind.GRADIENT, stage, self._item(micro_batch, slice)
+        )
 
-    def copy_activation(self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int) -> None:
+    def copy_activation(
+        self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int, slice: int = 0
+    ) -> None:
         """Pass the outputs on to the next stage, on this rank."""
         outputs = self.buffers[buffer_id].take_outputs()
         self.buffers[to_buffer].set_inputs(tuple([t.detach() for t in outputs]))
 
-    def copy_grad(self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int) -> None:
+    def copy_grad(self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int, slice: int = 0) -> None:
         """Pass the gradients of the inputs back to the previous stage, on this rank."""
         self.buffers[to_buffer].grads = self.buffers[buffer_id].take_input_grads()
 

@@ -96,8 +96,8 @@ def _tag(kind: MessageKind, stage: int, micro_batch: int) -> int:
 def max_held(layout: ParallelLayout, programs: Iterable[Program]) -> dict[tuple[int, int], int]:
     """Return how many messages the receiver of every link may hold, by (sender, receiver) global ranks.
 
-    The numbers are the same on all ranks. A receiver holds activations and gradients until the last op of their
-    (stage, micro-batch) pair, and one more may be on its way.
+    The numbers are the same on all ranks. A receiver holds activations and gradients until the last op of their slice
+    at a stage, and one more may be on its way.
     """
     programs = list(programs)
     peak: Counter[tuple[int, int]] = Counter()
@@ -116,19 +116,21 @@ def max_held(layout: ParallelLayout, programs: Iterable[Program]) -> dict[tuple[
 def _peak_messages(program: Program, device: int) -> Counter[int]:
     """Return a dict of sending device -> maximum number of its messages that are live on ``device``."""
     instructions = program.instructions[device]
-    last_op = {(i.stage, i.micro_batch): index for index, i in enumerate(instructions) if i.op is not None}
-    senders: dict[tuple[int | None, int | None], list[int]] = {}
+    last_op = {
+        (i.stage, i.micro_batch, i.slice): index for index, i in enumerate(instructions) if i.op is not None
+    }
+    senders: dict[tuple[int | None, int | None, int], list[int]] = {}
     live: Counter[int] = Counter()
     peak: Counter[int] = Counter()
     for index, instruction in enumerate(instructions):
-        pair = instruction.stage, instruction.micro_batch
+        key = instruction.stage, instruction.micro_batch, instruction.slice
         if instruction.name.startswith("Recv"):
             assert instruction.peer is not None
-            senders.setdefault(pair, []).append(instruction.peer)
+            senders.setdefault(key, []).append(instruction.peer)
             live[instruction.peer] += 1
             peak[instruction.peer] = max(peak[instruction.peer], live[instruction.peer])
-        elif last_op.get(pair) == index:
-            for sender in senders.pop(pair, ()):
+        elif last_op.get(key) == index:
+            for sender in senders.pop(key, ()):
                 live[sender] -= 1
     return peak
 
@@ -161,6 +163,15 @@ def pack(value: Any, source: str) -> tuple[Tensor, ...]:
             f"{types and f' of {types}'}). Return only tensors, and rebuild other values in the next layer."
         )
     return (*value, marker(value[0])) if len(value) == 1 else (*value,)
+
+
+def join_outputs(slices: Sequence[Any]) -> Any:
+    """Return the outputs of a layer for all slices of a sequence, joined in dimension 1."""
+    if len(slices) == 1:
+        return slices[0]
+    if torch.is_tensor(slices[0]):
+        return torch.cat(list(slices), 1) if slices[0].dim() > 1 else slices[0]
+    return tuple(join_outputs(parts) for parts in zip(*slices, strict=True))
 
 
 def unpack(tensors: Iterable[Tensor]) -> Any:

@@ -26,7 +26,7 @@ _alias = torch.ops.aten._unsafe_view.default
 
 @dataclass(slots=True)
 class Buffer:
-    """Storage for one live (stage, micro-batch) pair.
+    """Storage for one live slice of a micro-batch at a stage.
 
     Attributes:
         inputs: inputs of the stage, the leaves of its graph.
@@ -77,14 +77,22 @@ class Buffer:
         pairs = zip(self.edges, self.grads, strict=True)
         return [(edge, grad) for edge, grad in pairs if edge is not None and not is_marker(grad)]
 
-    def backward(self, scale: Callable[[Loss], Tensor], parameters: Iterable[Tensor]) -> None:
+    def backward(
+        self,
+        scale: Callable[[Loss], Tensor],
+        parameters: Iterable[Tensor],
+        more_roots: Iterable[Root] = (),
+        leaves: Iterable[Tensor] = (),
+    ) -> None:
         """Run the backward and drop the graph.
+
+        ``more_roots`` are started from together with :meth:`roots`; ``leaves`` are further leaves of the graph.
 
         Autograd may keep one tensor, without a copy, as the gradient of an input and of several of ``parameters``. The
         next micro-batch adds to a parameter's gradient in place, which would change the others too, and what the other
         stage and deferred gradients read. So no two of them keep the same memory.
         """
-        roots = self.roots(scale)
+        roots = [*self.roots(scale), *more_roots]
         self.outputs = None  # the loss has read them
         without_grad = [parameter for parameter in parameters if parameter.grad is None]
         if roots:  # none if all layers up to here are frozen, or the loss does not depend on them
@@ -92,7 +100,7 @@ class Buffer:
         self.grads = self.loss = None
         self.edges = ()
         read = set() if self.weights is None else self.weights.memory
-        _separate_grads((*(self.inputs or ()), *without_grad), read)
+        _separate_grads((*(self.inputs or ()), *leaves, *without_grad), read)
 
 
 def _differentiable(tensor: Tensor) -> bool:

@@ -215,6 +215,7 @@ def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
             f"instruction: unknown name {instruction.name!r} (got {instruction}). Names: {', '.join(INSTRUCTIONS)}."
         )
     fields = {name: getattr(instruction, field) for field, name in _KEYWORDS.items()}
+    fields["slice"] = instruction.slice or None
     converted = cls(**{name: value for name, value in fields.items() if value is not None})
     converted.label = str(instruction)  # pyright: ignore[reportAttributeAccessIssue]
     converted.source = instruction  # pyright: ignore[reportAttributeAccessIssue]

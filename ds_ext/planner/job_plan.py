@@ -100,7 +100,12 @@ class StagePlan:
         if micro_batches % self.layout.placement.replicas:
             return False
         try:
-            self.schedule.timetable(self.settings.pipeline_parallel_size, micro_batches, self.options)
+            self.schedule.timetable(
+                self.settings.pipeline_parallel_size,
+                micro_batches,
+                self.options,
+                slices=self.settings.sequence_slices,
+            )
         except ScheduleError:
             return False
         return True
@@ -191,7 +196,8 @@ def _complete_plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
     """Return the plan with its timetable and program. Raises ConfigError and ScheduleError."""
     devices, schedule = plan.settings.pipeline_parallel_size, plan.schedule
     with _as_config_error(plan.batch_hint):
-        timetable = schedule.timetable(devices, sizes.micro_batches, plan.options)
+        slices = plan.settings.sequence_slices
+        timetable = schedule.timetable(devices, sizes.micro_batches, plan.options, slices=slices)
         rules = schedule.make_dynamic_rules(devices, sizes.micro_batches, plan.options)
     program = lower(timetable)
     report = check(program, link_credits=_link_credits(plan.layout.placement))

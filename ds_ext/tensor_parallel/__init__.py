@@ -29,6 +29,15 @@ from ds_ext.tensor_parallel.random import (
     layer_key,
     mix_key,
 )
+from ds_ext.tensor_parallel.slice_attention import attend_slice
+from ds_ext.tensor_parallel.slices import (
+    Slice,
+    SliceStore,
+    computing,
+    current_slice,
+    earlier_slices,
+    slice_start,
+)
 from ds_ext.tensor_parallel.weight_gradients import (
     Deferral,
     DeferralWatch,
@@ -52,15 +61,21 @@ __all__ = [
     "KeyedDropout",
     "KeyedLayers",
     "RowParallelLinear",
+    "Slice",
+    "SliceStore",
     "TensorParallel",
     "VocabParallelEmbedding",
     "WeightGradients",
     "address",
+    "attend_slice",
     "backward",
+    "computing",
     "copy_to_tensor_model_parallel_region",
     "create_tensor_parallel",
+    "current_slice",
     "deferrable",
     "deferring",
+    "earlier_slices",
     "embedding",
     "enter_tensor_parallel",
     "gather_from_sequence_parallel_region",
@@ -76,6 +91,7 @@ __all__ = [
     "shard_dim",
     "shared_parameters",
     "skip_initial_values",
+    "slice_start",
     "unpadded_size",
     "vocab_parallel_cross_entropy",
 ]

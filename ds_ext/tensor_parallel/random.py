@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ds_ext.tensor_parallel.slices import current_slice
 
 _WORD = (1 << 64) - 1
 
@@ -99,6 +101,9 @@ class KeyedLayers:
             first: index of the first layer in the whole model.
         """
         micro_batch_key = splitmix64(_step_key(seed, step) ^ micro_batch)
+        part = current_slice()
+        if part is not None and part.index:
+            micro_batch_key = mix_key("slice", micro_batch_key, part.index)
         states = [generator.get_state() for generator in self._generators]
         try:
             for index, layer in enumerate(layers, first):
@@ -177,19 +182,36 @@ class KeyedDropout(nn.Module):
         self.shard = shard
 
     def key(self, shard: int | None = None) -> int:
-        """Return the 64-bit key of the current mask of this shard, or of ``shard``."""
-        clock = self.clock
+        """Return the 64-bit key of the current mask of this shard, or of ``shard``; later slices have their own."""
         shard = self.shard if shard is None else shard
-        return mix_key("dropout", self.seed, clock.step, clock.micro_batch, self.layer, self.site, shard)
+        part = current_slice()
+        return self._key(shard, part.index if part is not None else 0)
+
+    def _key(self, shard: int, index: int) -> int:
+        clock = self.clock
+        later = (index,) if index else ()
+        return mix_key(
+            "dropout", self.seed, clock.step, clock.micro_batch, self.layer, self.site, shard, *later
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``x``, of any shape, with elements zeroed at random and the others scaled by 1 / (1 - p)."""
+        """Return ``x``, of any shape, with elements zeroed at random and the others scaled by 1 / (1 - p).
+
+        A slice of the tokens, dimension 1, has its part of the sample's mask.
+        """
         if not self.training or self.p == 0.0:
             return x
-        generator = keyed_generator(self.key(), x.device)
-        keep = torch.empty(x.shape, dtype=torch.bool, device=x.device)
-        keep.bernoulli_(1.0 - self.p, generator=generator)
+        part = current_slice()
+        if part is None or x.dim() < 2 or x.size(1) != part.length:
+            keep = self._mask(x.shape, self.key(), x.device)
+        else:
+            whole = self._mask((x.size(0), part.total, *x.shape[2:]), self._key(self.shard, 0), x.device)
+            keep = whole[:, part.start : part.stop]
         return (x * keep).mul_(1.0 / (1.0 - self.p))
+
+    def _mask(self, shape: Sequence[int], key: int, device: torch.device) -> Tensor:
+        keep = torch.empty(shape, dtype=torch.bool, device=device)
+        return keep.bernoulli_(1.0 - self.p, generator=keyed_generator(key, device))
 
     def extra_repr(self) -> str:
         """Return the settings for ``repr``, without the seed."""

@@ -60,6 +60,30 @@ def mean_of(loss: Loss) -> Tensor:
     return torch.stack(means).sum() if len(means) > 1 else means[0]
 
 
+def join_losses(losses: Sequence[Loss]) -> Loss:
+    """Return the loss of a micro-batch from those of its slices."""
+    if len(losses) == 1:
+        return losses[0]
+    joined = {name: [loss[name] for loss in losses] for name in losses[0]}
+    return {
+        name: Term(
+            torch.stack([term.sum.detach() for term in terms]).sum(),
+            torch.stack([term.count for term in terms if term.count is not None]).sum(),
+        )
+        for name, terms in joined.items()
+    }
+
+
+def require_pairs(loss: Loss) -> None:
+    """Raise ConfigError for a term that is a mean: those of slices with different numbers of labels do not add up."""
+    names = [name or "the loss" for name, term in loss.items() if term.count is None]
+    if names:
+        raise ConfigError(
+            f"loss_fn: must return pairs (sum, count) with sequence_slices (got a mean for {', '.join(names)}). Return "
+            f"the sum over the labels and their number."
+        )
+
+
 @dataclass(frozen=True)
 class StepLoss:
     """Losses of a step or an evaluation over all micro-batches and ranks.

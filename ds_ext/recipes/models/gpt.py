@@ -46,6 +46,7 @@ from ds_ext.tensor_parallel import (
     keyed_normal,
     project_logits,
     shared_parameters,
+    slice_start,
     vocab_parallel_cross_entropy,
 )
 from ds_ext.tensor_parallel.layers import sharded_parameter
@@ -136,15 +137,15 @@ class GPTPositionEmbedding(nn.Module):
             ConfigError: if there are more tokens than positions.
         """
         hidden_BSD, starts_BS = unpack_starts(inputs)
-        tokens = hidden_BSD.size(1) * self.sequence_tp.size
-        check_positions(tokens, self.positions)
+        tokens, first = hidden_BSD.size(1) * self.sequence_tp.size, slice_start()
+        check_positions(first + tokens, self.positions)
         if self.weight is not None:
             (table_PD,) = shared_parameters(self.sequence_tp, self.weight)
             if self.reset and starts_BS is not None:
-                positions_BS = torch.arange(tokens, device=starts_BS.device) - starts_BS
+                positions_BS = torch.arange(first, first + tokens, device=starts_BS.device) - starts_BS
                 hidden_BSD = hidden_BSD + embedding(self.sequence_tp.shard(positions_BS, 1), table_PD)
             else:
-                hidden_BSD = hidden_BSD + self.sequence_tp.shard(table_PD[:tokens], 0)
+                hidden_BSD = hidden_BSD + self.sequence_tp.shard(table_PD[first : first + tokens], 0)
         hidden_BSD = self.dropout(hidden_BSD)
         return hidden_BSD if starts_BS is None else (hidden_BSD, starts_BS)
 

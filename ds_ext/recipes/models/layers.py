@@ -27,7 +27,11 @@ from ds_ext.tensor_parallel import (
     InitMethod,
     KeyedDropout,
     RowParallelLinear,
+    Slice,
     TensorParallel,
+    attend_slice,
+    current_slice,
+    earlier_slices,
     enter_tensor_parallel,
     keyed_normal,
     keyed_rng,
@@ -60,6 +64,7 @@ class SelfAttention(nn.Module):
         self.clock = clock
         self.tp = tp
         self.recompute = config.recomputes(layer) == "selective"
+        self.copies = config.recomputes(layer) == "full"  # of the keys and values that later slices need
         self.grouped = groups != heads
 
         def column(name: str, features: int, groups: int | None = None) -> ColumnParallelLinear:
@@ -108,7 +113,8 @@ class SelfAttention(nn.Module):
             positions = starts_BS if self.config.reset_position_ids else None
             cos, sin = rotary_tables(self.config, tokens, q_BNSH.dtype, q_BNSH.device, positions)
             q_BNSH, k_BGSH = rotate(q_BNSH, cos, sin), rotate(k_BGSH, cos, sin)
-        inputs = q_BNSH, k_BGSH, v_BGSH, mask_B11S, starts_BS
+        earlier = earlier_slices(self, k_BGSH, v_BGSH, copy=self.copies) if self.causal else []
+        inputs = q_BNSH, k_BGSH, v_BGSH, mask_B11S, starts_BS, earlier
         context_BNSH = (
             recomputed(self.clock, self._attend, *inputs) if self.recompute else self._attend(*inputs)
         )
@@ -134,10 +140,14 @@ class SelfAttention(nn.Module):
         v_BGSH: Tensor,
         mask: Tensor | None,
         starts_BS: Tensor | None,
+        earlier: list[tuple[Tensor, ...]],
     ) -> Tensor:
+        part = current_slice()
         if self.causal:
             # Computed here, because recomputation would otherwise keep it.
             documents = starts_BS if self.config.reset_attention_mask else None
+            if part is not None:
+                return self._attend_slice(part, q_BNSH, k_BGSH, v_BGSH, documents, earlier)
             mask = causal_mask(q_BNSH.size(2), self.window, documents, q_BNSH.device)
         num_shards = self.tp.merged
         if num_shards == 1:
@@ -148,6 +158,30 @@ class SelfAttention(nn.Module):
         shards = zip(*(x.chunk(num_shards, 1) for x in (q_BNSH, k_BGSH, v_BGSH)), strict=True)
         contexts = [self._attend_shard(i, q, k, v, mask) for i, (q, k, v) in enumerate(shards)]
         return torch.cat(contexts, 1)
+
+    def _attend_slice(
+        self,
+        part: Slice,
+        q_BNSH: Tensor,
+        k_BGSH: Tensor,
+        v_BGSH: Tensor,
+        starts_BS: Tensor | None,
+        earlier: list[tuple[Tensor, ...]],
+    ) -> Tensor:
+        """Return context_BNSH of a slice, whose tokens also attend to the earlier slices."""
+        window = self.window if self.window is not None and self.window < part.stop else None
+        if window is None and starts_BS is None and not (self.dropout.p and self.training):
+            return attend_slice(q_BNSH, k_BGSH, v_BGSH, earlier)
+        first = part.start
+        keys, values = [k_BGSH], [v_BGSH]
+        for k, v in reversed(earlier):
+            if window is not None and first <= part.start - window + 1:
+                break
+            keys.insert(0, k)
+            values.insert(0, v)
+            first -= k.size(2)
+        mask = slice_mask(part, first, window, starts_BS, q_BNSH.device)
+        return self._attend_shard(self.dropout.shard, q_BNSH, torch.cat(keys, 2), torch.cat(values, 2), mask)
 
     def _attend_shard(
         self, shard: int, q_BNSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask: Tensor | None
@@ -192,6 +226,16 @@ def causal_mask(
     if starts_BS is None:
         return mask_11SS
     return mask_11SS & (starts_BS[:, None, :, None] == starts_BS[:, None, None, :])
+
+
+def slice_mask(
+    part: Slice, first: int, window: int | None, starts_BS: Tensor | None, device: torch.device
+) -> Tensor:
+    """Return the mask of the queries of a slice and the keys from token ``first`` on; see :func:`causal_mask`."""
+    i_S1 = torch.arange(part.start, part.stop, device=device)[:, None]
+    j_T = torch.arange(first, part.stop, device=device)
+    mask_ST = (j_T <= i_S1) & (i_S1 - j_T < (window or part.total))
+    return mask_ST[None, None] if starts_BS is None else mask_ST & (j_T >= starts_BS[:, None, :, None])
 
 
 class MLP(nn.Module):

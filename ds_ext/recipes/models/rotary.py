@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_ext.recipes.models.config import RopeScaling, TransformerConfig
+from ds_ext.tensor_parallel import current_slice
 
 
 def rotary_tables(
@@ -24,7 +25,7 @@ def rotary_tables(
     device: torch.device,
     starts_BS: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines, (S, R), or (B, 1, S, R) for positions that restart.
+    """Return cosines and sines, (S, R), or (B, 1, S, R) for positions that restart; of a slice for its positions.
 
     Args:
         config: sizes.
@@ -32,10 +33,13 @@ def rotary_tables(
         dtype, device: those of the result; the angles are fp32.
         starts_BS: index of each token at which positions restart; None: positions are 0..S-1.
     """
-    tables = _tables(config.rotary_size, config.rotary_base, config.rope_scaling, tokens, dtype, device)
+    part = current_slice()
+    first, total = (0, tokens) if part is None else (part.start, part.total)
+    tables = _tables(config.rotary_size, config.rotary_base, config.rope_scaling, total, dtype, device)
     if starts_BS is None:
-        return tables
-    positions_BS = torch.arange(tokens, device=device) - starts_BS
+        cos_SR, sin_SR = tables
+        return cos_SR[first : first + tokens], sin_SR[first : first + tokens]
+    positions_BS = torch.arange(first, first + tokens, device=device) - starts_BS
     cos_BSR, sin_BSR = (table_SR[positions_BS] for table_SR in tables)
     return cos_BSR.unsqueeze(1), sin_BSR.unsqueeze(1)
 

@@ -1,0 +1,147 @@
+"""Slices of sequences: the slice of the current pass, and the keys and values of the slices before it.
+
+With slices, a micro-batch passes through a stage in parts of its sequence. The attention of a slice reads the keys and
+values of earlier slices as leaves of its graph, and stores its own. Its backward leaves gradients on these leaves. The
+backward of an earlier slice starts from them and from the gradients of its outputs together (arXiv 2406.03488).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ds_ext.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Tensors that one attention has of one slice: leaves that later slices read, and their edges in its graph."""
+
+    leaves: tuple[Tensor, ...]
+    edges: tuple[GradientEdge | None, ...]
+
+
+class SliceStore:
+    """Tensors that the later slices of a micro-batch need at a stage: keys and values, by attention and slice."""
+
+    def __init__(self) -> None:
+        self._entries: dict[object, list[_Entry]] = {}
+
+    def extend(
+        self, owner: object, index: int, tensors: tuple[Tensor, ...], copy: bool
+    ) -> list[tuple[Tensor, ...]]:
+        """Store the tensors of slice ``index``, and return those of the slices before it as leaves.
+
+        A repeated forward stores nothing. Arguments as for :func:`earlier_slices`.
+        """
+        entries = self._entries.setdefault(owner, [])
+        if len(entries) == index:
+            edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
+            values = [tensor.detach().clone() if copy else tensor.detach() for tensor in tensors]
+            leaves = [v.requires_grad_(t.requires_grad) for v, t in zip(values, tensors, strict=True)]
+            entries.append(_Entry(tuple(leaves), tuple(edges)))
+        return [entry.leaves for entry in entries[:index]]
+
+    def roots(self, index: int) -> list[tuple[GradientEdge, Tensor]]:
+        """Return the edges of the tensors of slice ``index`` with the gradients that later slices left, and drop these.
+
+        Slices from ``index`` + 1 on must have been released.
+        """
+        found = []
+        for entries in self._entries.values():
+            for leaf, edge in zip(entries[index].leaves, entries[index].edges, strict=True):
+                if edge is not None and leaf.grad is not None:
+                    found.append((edge, leaf.grad))
+                    leaf.grad = None
+        return found
+
+    def release(self, index: int) -> None:
+        """Drop the tensors of slice ``index``, the last one that is stored."""
+        for entries in self._entries.values():
+            del entries[index:]
+
+    @property
+    def leaves(self) -> list[Tensor]:
+        """Every tensor that is stored."""
+        return [leaf for entries in self._entries.values() for entry in entries for leaf in entry.leaves]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Slice of a sequence.
+
+    Attributes:
+        index: number of the slice, from 0.
+        start, stop: its tokens in the sample.
+        total: tokens of a sample.
+        store: tensors that later slices need.
+        trains: whether a backward follows.
+    """
+
+    index: int
+    start: int
+    stop: int
+    total: int
+    store: SliceStore = field(default_factory=SliceStore, compare=False)
+    trains: bool = False
+
+    @property
+    def length(self) -> int:
+        """Tokens of the slice."""
+        return self.stop - self.start
+
+
+# Not a context variable: autograd recomputes in threads of its own.
+_current: Slice | None = None
+
+
+def current_slice() -> Slice | None:
+    """Return the slice that the current forward or backward computes; None without slices."""
+    return _current
+
+
+@contextmanager
+def computing(part: Slice | None) -> Iterator[None]:
+    """Context of a forward or backward of a slice."""
+    global _current
+    previous, _current = _current, part
+    try:
+        yield
+    finally:
+        _current = previous
+
+
+def earlier_slices(owner: object, *tensors: Tensor, copy: bool = False) -> list[tuple[Tensor, ...]]:
+    """Return the tensors of the earlier slices of this sample, and keep ``tensors`` for the later ones.
+
+    A layer whose tokens read earlier tokens calls it once per forward, for example with keys and values. The result has
+    one tuple per earlier slice, in order; it is empty without slices. Gradients reach the slices that the tensors are
+    from.
+
+    Args:
+        owner: the layer.
+        tensors: tensors of this slice, with their graph.
+        copy: store copies. With recomputation, a view would keep memory that the graph does not.
+
+    Raises:
+        ConfigError: the forward runs without the graph that its backward needs, as in reentrant recomputation.
+    """
+    part = _current
+    if part is None:
+        return []
+    if part.trains and not torch.is_grad_enabled():
+        raise ConfigError(
+            "sequence_slices: layers need recomputation that keeps the graph (got a reentrant function). Remove "
+            'activation_checkpoint_func, or set "pipeline": {"use_reentrant": false}.'
+        )
+    return part.store.extend(owner, part.index, tensors, copy)
+
+
+def slice_start() -> int:
+    """Return the position of the first token of this slice in its sample; 0 without slices."""
+    return 0 if _current is None else _current.start
