@@ -75,6 +75,10 @@ class Job:
     def world_size(self) -> int:
         return self.layout.world_size
 
+    @property
+    def num_slices(self) -> int:
+        return self.slices if isinstance(self.slices, int) else len(self.slices)
+
     def config(self, replicas: int) -> dict[str, Any]:
         return {
             "train_micro_batch_size_per_gpu": 2,
@@ -91,7 +95,7 @@ class Job:
                 "schedule_options": self.options,
                 "eager_gradient_sync": self.eager,
                 "fbd": self.fbd,
-                "sequence_slices": self.slices if isinstance(self.slices, int) else len(self.slices),
+                "sequence_slices": self.num_slices,
                 "slice_lengths": "equal" if isinstance(self.slices, int) else list(self.slices),
                 "sequence_parallel": self.model.sequence_parallel,
                 "transport": self.transport,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 
 from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from ..pipe_schedules.placement import Placement, linear
@@ -66,8 +67,14 @@ def memory(timetable: Timetable, sizes: TrainingSizes) -> tuple[DeviceMemory, ..
     Raises:
         ScheduleError: the sizes do not fit the stages of the timetable.
     """
-    placement = timetable.placement
-    kept = stage_activations(sizes, placement.stages)
+    placement, slices = timetable.placement, timetable.slices
+    one_slice = sizes
+    if slices > 1:
+        one_slice = replace(
+            sizes, seq_length=-(-sizes.seq_length // slices), max_position_embeddings=sizes.positions
+        )
+    kept = stage_activations(one_slice, placement.stages)
+    keys = [_keys(one_slice, layers) for layers in _layers_of_stages(sizes, placement.stages)]
     copies = placement.replicas * sizes.data_parallel
     # With one rank per stage, reductions are not eager. The fp32 sums of the bf16 optimizer are reduced in place.
     in_place = sizes.precision == "bf16" and sizes.bytes.reduced == 4
@@ -82,7 +89,7 @@ def memory(timetable: Timetable, sizes: TrainingSizes) -> tuple[DeviceMemory, ..
             device in pair for pair in placement.split_ends
         )
         late = sizes.embedding_parameters * reduced_bytes if is_tied else 0.0
-        peaks = _peaks(timetable, device, kept, reduced, late)
+        peaks = _peaks(timetable, device, kept, keys, reduced, late)
         devices.append(_training_memory(sizes, count, copies, *peaks))
     return tuple(devices)
 
@@ -109,8 +116,55 @@ def _training_memory(
     )
 
 
+@dataclass(frozen=True)
+class _Keys:
+    """Bytes of the keys and values of one slice at a stage.
+
+    Attributes:
+        stored: copies that later slices read, of layers that recompute everything; other layers keep the tensors anyway.
+        gradients: what later slices leave on them.
+        layer: gradients of one layer.
+    """
+
+    stored: float
+    gradients: float
+    layer: float
+
+    def changes(self, kind: str, j: int, slices: int) -> tuple[float, float]:
+        """Return the bytes by which the op of slice ``j`` raises the live bytes at most, and changes them.
+
+        The first backward of a micro-batch is that of the last slice, and leaves gradients on all others.
+        """
+        if kind in (FORWARD, RECOMPUTE):
+            return self.stored, self.stored
+        if kind == BACKWARD_WEIGHT:
+            return 0.0, 0.0
+        if j == slices - 1:
+            rise = (slices - 1) * self.gradients
+            return rise, rise - self.stored
+        return j * self.layer, -self.gradients - self.stored
+
+
+def _layers_of_stages(sizes: TrainingSizes, stages: int) -> list[range]:
+    bounds = [0, *accumulate(sizes.stage_layer_counts(stages))]
+    return [range(first, stop) for first, stop in pairwise(bounds)]
+
+
+def _keys(sizes: TrainingSizes, layers: range) -> _Keys:
+    """Return the keys and values of a stage with these layers, for a micro-batch or a slice of these sizes."""
+    _, width = sizes.attention_widths
+    layer = 2 * width / sizes.tensor_parallel * sizes.token_bytes * sizes.tokens
+    full = sum(sizes.recomputes(index) == "full" for index in layers)
+    return _Keys(full * layer, len(layers) * layer, layer)
+
+
 def _peaks(
-    timetable: Timetable, device: int, stages: tuple[Activations, ...], reduced: list[float], late: float
+    timetable: Timetable,
+    device: int,
+    stages: tuple[Activations, ...],
+    keys: list[_Keys],
+    reduced: list[float],
+    late: float,
 ) -> tuple[float, float]:
     """Return the peaks of the live activations of a device, without and with the copies of eager reductions.
 
@@ -118,7 +172,8 @@ def _peaks(
     next one waits. On slow links, more of them may wait. A weight tied to another device comes last.
 
     Args:
-        stages: activations of a micro-batch at every stage.
+        stages: activations of a micro-batch, or of one of its slices, at every stage.
+        keys: keys and values of a slice at every stage.
         reduced: bytes of the copy of every stage.
         late: bytes of the copy of a weight tied to another device, else 0.
     """
@@ -127,8 +182,11 @@ def _peaks(
     changes = [_changes(stage) for stage in stages]
     live = peak = both = copies = 0.0
     started: list[float] = []
-    for kind, _, stage, _ in ops:
+    for kind, _, stage, j in ops:
         rise, change = changes[stage][kind]
+        if timetable.slices > 1:
+            more, kept = keys[stage].changes(kind, j, timetable.slices)
+            rise, change = rise + more, change + kept
         high = live + rise
         if high > peak:
             peak = high

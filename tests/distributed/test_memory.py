@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_ext.pipe_schedules import timetable
+from ds_ext.pipe_schedules import get_schedule
 from ds_ext.planner.auto import training_sizes
 from ds_ext.planner.memory import memory
 from ds_ext.recipes.models.gpt import GPTConfig
@@ -61,12 +61,15 @@ class Case:
     bucket: int = BUCKET
     model: GPTConfig = MODEL
     tensor: int = 1
+    slices: int = 1
+    devices: int = 2
 
     def __str__(self) -> str:
         adam = "".join(f"-{key}" for key, value in (self.adam or {}).items() if value) or "-loop"
         model, base = vars(self.model), vars(MODEL)
         changed = "".join(f"-{value}" for key, value in model.items() if value != base[key])
         sizes = f"tp{self.tensor}-dp{self.data}-{self.bucket:g}"
+        sizes += f"-k{self.slices}" if self.slices > 1 else ""
         return f"{self.schedule}-{self.precision}-zero{self.zero}{adam}-{sizes}{changed}"
 
     @property
@@ -82,8 +85,9 @@ class Case:
             scale = {"loss_scale": 128} if self.precision == "fp16" else {}
             deepspeed[self.precision] = {"enabled": True, **scale}
         # Two parameter groups, as in the training scripts.
-        sizes = 2, self.tensor, self.data, 4
-        return Job(self.schedule, *sizes, self.model, 4, deepspeed=deepspeed, decay_groups=True)
+        sizes = self.devices, self.tensor, self.data, 4
+        options = {"deepspeed": deepspeed, "decay_groups": True, "slices": self.slices}
+        return Job(self.schedule, *sizes, self.model, 4, **options)
 
 
 def peak_bytes(rank: int, job: Job) -> int:
@@ -104,7 +108,8 @@ def estimates(job: Job) -> list[int]:
     """Return the bytes that the planner estimates for every rank."""
     sizes = training_sizes(job.config(1), job.model, 2, job.tp, job.dp, on_cpu=True)
     sizes = replace(sizes, sequence_parallel=job.model.sequence_parallel)
-    devices = memory(timetable(job.schedule, job.pp, job.micro_batches), sizes)
+    planned = get_schedule(job.schedule).timetable(job.pp, job.micro_batches, slices=job.num_slices)
+    devices = memory(planned, sizes)
     return [devices[job.layout.coordinates(rank)[0]].total for rank in range(job.world_size)]
 
 
