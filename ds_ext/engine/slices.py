@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..errors import ConfigError
+from ..parallel.slices import slice_bounds
 from ..planner.job_plan import JobPlan
 from ..tensor_parallel import Slice, SliceStore, computing
 from .evaluation import evaluating
@@ -29,13 +29,11 @@ class StageSlices:
     Args:
         module: module of this rank.
         count: slices of a sequence.
-        lengths: tokens of every slice; None: equal slices of any sequence.
+        lengths: tokens of every slice; "equal": those of any sequence.
         shards: ranks over which sequence parallelism distributes the tokens between stages.
     """
 
-    def __init__(
-        self, module: PipelineModule, count: int, lengths: Sequence[int] | None, shards: int
-    ) -> None:
+    def __init__(self, module: PipelineModule, count: int, lengths: str | Sequence[int], shards: int) -> None:
         self.count, self._module, self._lengths, self._shards = count, module, lengths, shards
         self._live: dict[tuple[int, int], list[Slice]] = {}  # (stage, micro-batch) -> slices, with one store
         self._tried: set[int] = set()
@@ -46,9 +44,8 @@ class StageSlices:
         settings = plan.settings
         if settings.sequence_slices == 1:
             return None
-        lengths = None if settings.slice_lengths == "equal" else settings.slice_lengths
         shards = plan.layout.tensor_parallel_size if settings.sequence_parallel else 1
-        return cls(module, settings.sequence_slices, lengths, shards)
+        return cls(module, settings.sequence_slices, settings.slice_lengths, shards)
 
     def cut(self, tensors: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
         """Return slice ``index`` of the data of a micro-batch: of the tensors whose dimension 1 is the sequence.
@@ -61,24 +58,7 @@ class StageSlices:
 
     def _bounds(self, tokens: int) -> list[tuple[int, int]]:
         """Return start and stop of every slice of a sequence. Raises ConfigError if they do not fit it."""
-        lengths = self._lengths or [tokens // self.count] * self.count
-        if sum(lengths) != tokens:
-            needed = (
-                f"{sum(lengths)}, the sum of slice_lengths,"
-                if self._lengths
-                else f"a multiple of {self.count}"
-            )
-            raise ConfigError(
-                f"sequence_slices: the tokens of a sample must be {needed} (got {tokens}). Change the samples, "
-                f"sequence_slices or slice_lengths."
-            )
-        odd = next((length for length in lengths if length % self._shards), None)
-        if odd is not None:
-            raise ConfigError(
-                f"sequence_slices: sequence parallelism needs slices of a multiple of {self._shards} tokens (got "
-                f"{odd}). Change sequence_slices, or remove sequence_parallel."
-            )
-        return list(pairwise(accumulate(lengths, initial=0)))
+        return slice_bounds(tokens, self.count, self._lengths, self._shards)
 
     def forward(
         self,
@@ -93,7 +73,7 @@ class StageSlices:
         trains = torch.is_grad_enabled()
         if not live:
             tokens = _tokens(inputs) * (self._shards if stage else 1)
-            total = sum(self._lengths) if self._lengths else tokens * self.count
+            total = tokens * self.count if isinstance(self._lengths, str) else sum(self._lengths)
             store = SliceStore()
             live += [Slice(i, *bounds, total, store, trains) for i, bounds in enumerate(self._bounds(total))]
             if trains and stage not in self._tried:

@@ -67,13 +67,14 @@ def describe(
     """
     sizes = plan.sizes
     simulation = plan.simulation
+    slices = f" in {plan.timetable.slices} slices" if plan.timetable.slices > 1 else ""
     groups, rows = _describe_groups(plan.layout, plan.job.ds_ext.fbd.forward_hosts)
     auto, candidates = _describe_candidates(plan)
     recovery, failures = _describe_recovery(plan, memory, hosts)
     lines = [
         *(f"note: {note}" for note in plan.job.notes),
         f"schedule  {plan.timetable.schedule}, {counted(sizes.micro_batches, 'micro-batch')} of "
-        f"{sizes.micro_batch_size} per pipeline group, {counted(sizes.train_batch_size, 'sample')} per step",
+        f"{sizes.micro_batch_size}{slices} per pipeline group, {counted(sizes.train_batch_size, 'sample')} per step",
         *_describe_batch(plan),
         *settings,
         groups,

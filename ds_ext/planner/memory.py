@@ -121,7 +121,7 @@ class _Keys:
     """Bytes of the keys and values of one slice at a stage.
 
     Attributes:
-        stored: copies that later slices read, of layers that recompute everything; other layers keep the tensors anyway.
+        stored: copies of layers that recompute everything; other layers keep the tensors anyway.
         gradients: what later slices leave on them.
         layer: gradients of one layer.
     """

@@ -6,6 +6,7 @@ Checks that do not need torch run before torch is imported.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -17,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 from ...config.deepspeed_json import precision
 from ...config.job import require_section
 from ...environment import is_on_cpu, rank, world_size
-from ...errors import ConfigError
+from ...errors import ConfigError, ScheduleError
 from ...launch.job_facts import checksum, setting_facts
 from ...launch.launcher import require_restarts
 from ...launch.roll_call import Facts
 from ...parallel.crossing import require_slots
 from ...parallel.hosts import Hosts
 from ...parallel.partition import BALANCED, StageWork, layer_boundaries, stage_weights
+from ...parallel.slices import slice_bounds
 from ...planner.auto import training_sizes
 from ...planner.job_plan import JobPlan, make_job_plan
 from ...planner.job_text import describe
@@ -88,6 +90,7 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     hosts = hosts_of_flags(args)
     world = world_size() if launched else hosts and hosts.world_size
     plan = make_job_plan(job, world)
+    _check_slices(args, plan, model)
     if not args.data_path:
         raise ConfigError(
             '--data-path: missing. Add it or "train": {"data_path": ...}; `python -m ds_ext prepare` creates data.'
@@ -100,6 +103,24 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     if not args.dry_run:
         create_folders(args, job.deepspeed)
     return args, plan
+
+
+def _check_slices(args: argparse.Namespace, plan: JobPlan, model: Model) -> None:
+    """Raise ConfigError for slices that do not fit the samples or the model."""
+    settings = plan.settings
+    if settings.sequence_slices == 1:
+        return
+    if model == "bert":
+        raise ConfigError(
+            f"ds_ext.sequence_slices: BERT's tokens attend to later ones (got {settings.sequence_slices}). Use 1."
+        )
+    if args.transformer_impl != "local":
+        raise ConfigError(
+            f"ds_ext.sequence_slices: needs --transformer-impl local (got {args.transformer_impl} with "
+            f"{settings.sequence_slices})."
+        )
+    shards = plan.layout.tensor_parallel_size if settings.sequence_parallel else 1
+    slice_bounds(args.seq_length, settings.sequence_slices, settings.slice_lengths, shards)
 
 
 def _take_candidate(args: argparse.Namespace, plan: JobPlan) -> None:
@@ -299,12 +320,32 @@ def check_memory(
     needed = memory(plan.timetable, sizes)[device].total
     text = f"memory: rank {rank()} needs an estimated {format_bytes(needed)} for tensors (free: {format_bytes(free)})."
     if needed > free:
+        slices = _fitting_slices(plan, sizes, device, usable_bytes(free, HEADROOM, "headroom"))
+        fix = f"--sequence-slices {slices}, " if slices else ""
         raise ConfigError(
-            f"{text} Use smaller micro-batches, --recompute-granularity full or more devices; "
+            f"{text} Use {fix}smaller micro-batches, --recompute-granularity full or more devices; "
             f"`python -m ds_ext plan --memory {format_bytes(free).replace(' ', '')}` lists what fits."
         )
     if needed > usable_bytes(free, HEADROOM, "headroom"):
         logger.warning("%s Allocators and communicators may need more than the rest.", text)
+
+
+def _fitting_slices(plan: JobPlan, sizes: TrainingSizes, device: int, free: int) -> int | None:
+    """Return the fewest slices of the sequence with which the tensors of a device fit; None if no number does."""
+    for slices in (2, 4, 8, 16, 32, 64):
+        shards = plan.layout.tensor_parallel_size if sizes.sequence_parallel else 1
+        if (
+            slices <= plan.timetable.slices
+            or sizes.seq_length % (slices * shards)
+            or not plan.schedule.has_slices
+        ):
+            continue
+        with contextlib.suppress(ScheduleError):
+            options, devices = plan.options, plan.settings.pipeline_parallel_size
+            timetable = plan.schedule.timetable(devices, plan.sizes.micro_batches, options, slices=slices)
+            if memory(timetable, sizes)[device].total <= free:
+                return slices
+    return None
 
 
 def _has_gpus() -> bool:
@@ -346,7 +387,7 @@ def _host_lines(
 def _message_bytes(args: argparse.Namespace, plan: JobPlan, token_bytes: int) -> int:
     """Return the bytes of one message between stages: activations, and ``token_bytes`` more for every token."""
     number_bytes = 4 if precision(plan.job.deepspeed) == "fp32" else 2
-    tokens = plan.sizes.micro_batch_size * args.seq_length
+    tokens = plan.sizes.micro_batch_size * args.seq_length // plan.settings.sequence_slices
     # With sequence parallelism only the activations are sliced.
     slices = plan.layout.tensor_parallel_size if plan.job.ds_ext.sequence_parallel else 1
     return tokens // slices * args.hidden_size * number_bytes + tokens * token_bytes
