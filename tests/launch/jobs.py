@@ -189,11 +189,11 @@ def write_json(path: Path, config: dict[str, Any]) -> Path:
     return path
 
 
-def prepare_corpus(folder: Path) -> Path:
-    """Write a small text below ``folder`` and return the folder of its prepared data."""
+def prepare_corpus(folder: Path, files: int = 40) -> Path:
+    """Write a small text of about 400 tokens a file below ``folder`` and return the folder of its prepared data."""
     text = folder / "text"
     text.mkdir()
-    for number in range(40):
+    for number in range(files):
         order = [WORDS[(number * 7 + i * (1 + number % 5)) % len(WORDS)] for i in range(400)]
         (text / f"{number:02}.txt").write_text(" ".join(order) + "\n")
     made = folder / "data"
