@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import ds_ext
+from benchmarks.rank_pool import RankFailure
+from ds_ext.tensor_parallel import attend_slice, earlier_slices
 from tests.distributed.test_parity import assert_equal
 from tests.engine_runs import MODEL, Job, reference, train
-from tests.ranks import Ranks
+from tests.ranks import RankPool, Ranks
 from tests.selection import select
 
 UNEQUAL = (3, 6, 2, 5)
+REENTRANT = functools.partial(checkpoint, use_reentrant=True)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "bitpipe", "bitpipe_zb")
 OPTIONS: dict[str, dict[str, Any]] = {"bitpipe": {"mode": "greedy"}}
 LLAMA = dataclasses.replace(
@@ -58,3 +67,75 @@ def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
     sliced = JOBS[name]
     results = ranks(sliced.world_size).run(train, sliced, True, timeout_s=180)
     assert_equal(results, reference(sliced))
+
+
+class Attention(nn.Module):
+    """The example of docs/long_sequences.md, without ``earlier_slices`` if it is not ``aware``."""
+
+    def __init__(self, width: int, heads: int, aware: bool) -> None:
+        super().__init__()
+        self.heads, self.aware = heads, aware
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        q, k, v = self.qkv(x_BSD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        earlier = earlier_slices(self, k, v) if self.aware else []
+        context_BNSH = attend_slice(q, k, v, earlier)
+        return x_BSD + self.out(context_BNSH.transpose(1, 2).flatten(2))
+
+
+class Summed(nn.Module):
+    """Mean squared error, as a pair or as a mean."""
+
+    def __init__(self, pairs: bool) -> None:
+        super().__init__()
+        self.pairs = pairs
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> Any:
+        loss = (outputs - labels).square()
+        return (loss.sum(), torch.tensor(float(loss.numel()))) if self.pairs else loss.mean()
+
+
+def train_own_layers(
+    rank: int, slices: int, fields: dict[str, Any], aware: bool = True, pairs: bool = True
+) -> tuple[list[float], list[Tensor]]:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "steps_per_print": 10**9,
+        "ds_ext": {"schedule": "1f1b", "pipeline_parallel_size": 2, "sequence_slices": slices},
+    }
+    layers = [spec for _ in range(2) for spec in (LayerSpec(Attention, 8, 2, aware), nn.functional.gelu)]
+    model = ds_ext.PipelineModule(layers, config, loss_fn=Summed(pairs), partition_method="uniform", **fields)
+    engine, *_ = ds_ext.initialize(model=model, config=config, model_parameters=model.parameters())
+    generator = torch.Generator().manual_seed(0)
+    batches = iter([tuple(torch.randn(2, 12, 8, generator=generator) for _ in range(2)) for _ in range(12)])
+    losses = [float(engine.train_batch(batches)) for _ in range(3)]
+    return losses, [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("fields", [{}, {"activation_checkpoint_interval": 1}], ids=["plain", "recomputed"])
+def test_own_layers_that_keep_keys_and_values(ranks2: RankPool, fields: dict[str, Any]) -> None:
+    whole, sliced = (ranks2.run(train_own_layers, slices, fields) for slices in (1, 3))
+    for (losses, weights), (sliced_losses, sliced_weights) in zip(whole, sliced, strict=True):
+        assert sliced_losses == pytest.approx(losses, rel=1e-6)
+        for weight, sliced_weight in zip(weights, sliced_weights, strict=True):
+            torch.testing.assert_close(sliced_weight, weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((3, {}, False), r"sequence_slices: layer 0 \(Attention\)"),
+        ((3, {}, True, False), r"loss_fn: .*\(sum, count\)"),
+        ((5, {}), r"sequence_slices: .*multiple of 5 .*12"),
+        ((3, {"activation_checkpoint_interval": 1, "activation_checkpoint_func": REENTRANT}), "reentrant"),
+    ],
+    ids=["mixes tokens", "mean", "does not divide", "reentrant"],
+)
+def test_what_slices_cannot_train_is_refused(
+    ranks2: RankPool, arguments: tuple[Any, ...], named: str
+) -> None:
+    with pytest.raises(RankFailure, match=named):
+        ranks2.run(train_own_layers, *arguments)
