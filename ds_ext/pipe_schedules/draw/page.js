@@ -26,7 +26,8 @@ function* unpack(text) {
 
 /**
  * The ops of a device from its text, the numbers of its words. A word is the time of a wait, or an op: kind,
- * how many stages and micro-batches it is from the last one of that kind, its time, and how many slices it is from it.
+ * how many stages and micro-batches it is from the last one of that kind, its time, and how many slices it is from it
+ * if there are any.
  */
 function* computations(text, words) {
   const last = [...KINDS].map(() => ({ stage: 0, m: 0, slice: 0 }));
@@ -38,7 +39,8 @@ function* computations(text, words) {
       continue;
     }
     const [kind, stages, microBatches, duration, slices = 0] = word;
-    const stage = (last[kind].stage += stages), m = (last[kind].m += microBatches), slice = (last[kind].slice += slices);
+    const stage = (last[kind].stage += stages), m = (last[kind].m += microBatches);
+    const slice = (last[kind].slice += slices);
     yield { kind: KINDS[kind], m, stage, slice, start: time, end: (time += duration) };
   }
 }

@@ -243,8 +243,8 @@ def _plot(simulation: Simulation, axis: str | None, unit: str) -> Plot:
     """Return the data of one timetable. ``rows`` has one string per device: the packed numbers of its words.
 
     A word is the time of a wait, or an op: its kind, the difference in stage and micro-batch from the previous op of
-    that kind on the device, and its time; with slices also the difference in slice. Orders are repetitive, so there are few words. The most frequent ones have
-    the smallest numbers.
+    that kind on the device, and its time; with slices also the difference in slice. Orders are repetitive, so there are
+    few words. The most frequent ones have the smallest numbers.
     """
     timetable = simulation.timetable
     rows = [_words(spans, timetable.slices) for spans in simulation.spans]

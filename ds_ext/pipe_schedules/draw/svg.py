@@ -79,11 +79,11 @@ ON_DARK = (BACKWARD, BACKWARD_INPUT)
 # Shades of the first and the last slice of a kind, as positions on the scale paper, forward, weight gradient, input
 # gradient, backward, ink. Labels stay readable on every shade, and the shades of two kinds do not overlap.
 _SHADES = {
-    FORWARD: (0.4, 1.2),
-    BACKWARD_WEIGHT: (1.65, 2.0),
+    FORWARD: (0.4, 1.15),
+    BACKWARD_WEIGHT: (1.5, 2.0),
     BACKWARD_INPUT: (3.0, 3.5),
     BACKWARD: (3.8, 4.5),
-    RECOMPUTE: (0.4, 1.2),
+    RECOMPUTE: (0.4, 1.15),
 }
 _MOST_SHADES = 8
 
@@ -181,9 +181,7 @@ def paints(theme: Theme, counts: Collection[int] = ()) -> Iterator[tuple[str, st
 def _mix(scale: tuple[str, ...], position: float) -> str:
     """Return the color at ``position`` between the colors of ``scale``, which are at 0, 1, 2, ..."""
     lower, share = int(position), position % 1
-    channels = (
-        (int(scale[lower][i : i + 2], 16), int(scale[lower + 1][i : i + 2], 16)) for i in (1, 3, 5)
-    )
+    channels = ((int(scale[lower][i : i + 2], 16), int(scale[lower + 1][i : i + 2], 16)) for i in (1, 3, 5))
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
 
 
