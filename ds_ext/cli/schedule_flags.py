@@ -225,15 +225,18 @@ def _from_file(name: str, args: argparse.Namespace) -> Timetable:
     if args.option and "schedule" in args:
         raise ScheduleError(f"--option: a timetable file has no options (got {args.option[0]}). Remove it.")
     timetable = read_timetable(name)
-    devices, micro_batches = timetable.placement.num_devices, timetable.micro_batches
+    micro_batches = timetable.micro_batches
     forward_only = getattr(args, "forward_only", False)
-    others = args.num_devices not in (None, devices) or args.sequence_slices not in (None, timetable.slices)
-    if others or (args.micro_batches not in (None, micro_batches) and not forward_only):
-        raise ScheduleError(
-            f"{name}: has fixed sizes, --num-devices {devices} --micro-batches {micro_batches} --sequence-slices "
-            f"{timetable.slices} (got {args.num_devices}, {args.micro_batches} and {args.sequence_slices}). Remove "
-            f"these flags."
-        )
+    sizes = {
+        "--num-devices": (timetable.placement.num_devices, args.num_devices),
+        "--micro-batches": (micro_batches, None if forward_only else args.micro_batches),
+        "--sequence-slices": (timetable.slices, args.sequence_slices),
+    }
+    wrong = {flag: pair for flag, pair in sizes.items() if pair[1] not in (None, pair[0])}
+    if wrong:
+        fixed = " ".join(f"{flag} {size}" for flag, (size, _) in wrong.items())
+        requested = " and ".join(str(request) for _, request in wrong.values())
+        raise ScheduleError(f"{name}: has fixed sizes, {fixed} (got {requested}). Remove these flags.")
     if not forward_only:
         return timetable
     n = micro_batches if args.micro_batches is None else args.micro_batches
