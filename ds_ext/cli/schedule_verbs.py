@@ -329,7 +329,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         if model is not None:
             values |= {
                 "memory": _device_memory(timetable, model),
-                "message_bytes": message_bytes(model),
+                "message_bytes": message_bytes(model) // timetable.slices,
                 "layers": model.stage_layers,
                 "stage_bytes": _stage_bytes(model),
             }
@@ -350,7 +350,8 @@ def _simulation_lines(simulation: Simulation, model: TrainingSizes | None) -> It
     """Yield the sizes and the figures of a simulation, with a model also the size of a message."""
     peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
     share = f"1/{simulation.timetable.placement.num_devices} of the model"
-    size = "" if model is None else f", {format_bytes(message_bytes(model))} each"
+    slices = simulation.timetable.slices
+    size = "" if model is None else f", {format_bytes(message_bytes(model) // slices)} each"
     yield describe_sizes(simulation.timetable)
     yield f"  makespan          {simulation.makespan:g}"
     yield f"  ideal             {simulation.ideal:g}  (computing time per device)"

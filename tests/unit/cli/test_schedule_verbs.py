@@ -346,6 +346,27 @@ def test_slices(forward_only: bool, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed["compare"].splitlines()[1].split()[:2] == ["zb_v", f"{simulation.makespan:g}"]
 
 
+def test_messages_of_slices_are_smaller(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [
+        "simulate",
+        "1f1b",
+        "--num-devices",
+        "4",
+        "--micro-batches",
+        "4",
+        "--model",
+        "gpt-1.3b",
+        "--json",
+    ]
+    sizes = []
+    for slices in ("1", "4"):
+        assert main([*words, "--sequence-slices", slices]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        sizes.append((printed["messages"], printed["message_bytes"]))
+    (messages, size), in_slices = sizes
+    assert in_slices == (4 * messages, size / 4)
+
+
 @pytest.mark.parametrize(
     ("words", "error"),
     [
