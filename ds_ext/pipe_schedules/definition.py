@@ -106,8 +106,11 @@ class Schedule:
 
     @property
     def has_slices(self) -> bool:
-        """True if the schedule runs a micro-batch in slices of its sequence: its function has that parameter."""
-        return "slices" in inspect.signature(self.generate).parameters
+        """True if the schedule runs a micro-batch in slices of its sequence: its function has that parameter.
+
+        An option of the same name gets the parameter instead.
+        """
+        return "slices" in inspect.signature(self.generate).parameters and "slices" not in self.options
 
     @property
     def summary(self) -> str:

@@ -14,6 +14,7 @@ import pytest
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Chunk, Op, Placement, get_schedule, methods, timetable
 from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.definition import Option
 from ds_ext.pipe_schedules.draw.grid import time_grid
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped
 from ds_ext.pipe_schedules.registry import schedule
@@ -142,6 +143,16 @@ def test_schedules_without_slices_name_those_that_have_them() -> None:
         get_schedule("bitpipe").timetable(4, 8, slices=2)
     with pytest.raises(ScheduleError, match=r"4 stages x 8 micro-batches x 1,000,000 slices"):
         get_schedule("1f1b").timetable(4, 8, slices=10**6)
+
+
+def test_an_option_slices_keeps_its_value() -> None:
+    """Schedules of users may have had an option of that name."""
+    options = {"slices": Option(3, 1, "forwards in flight")}
+    method = replace(get_schedule("1f1b"), name="with_option", options=options)
+    assert not method.has_slices
+    assert len(method.timetable(2, 2).orders[0]) == 2 * 2 * 3
+    with pytest.raises(ScheduleError, match=r"^with_option: sequence_slices .*got 2"):
+        method.timetable(2, 2, slices=2)
 
 
 def test_an_op_unpacked_into_three_fields_gets_their_names() -> None:
