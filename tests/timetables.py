@@ -25,7 +25,7 @@ def followers(work: Workload, op: Op) -> list[tuple[Op, int]]:
 def assert_keeps_time(made: Timetable, costs: Costs) -> None:
     """Check that each op starts as soon as its device is free and its inputs have arrived."""
     simulation = simulate(made, costs)
-    times = costs.durations(made.placement)
+    times = costs.durations(made.placement, made.slices)
     ends = {op: end for spans in simulation.spans for op, _, end in spans}
     busy = []
     for rank, spans in enumerate(simulation.spans):
@@ -33,7 +33,7 @@ def assert_keeps_time(made: Timetable, costs: Costs) -> None:
         free = 0.0
         for op, start, end in spans:
             arrivals = [
-                ends[need] + costs.delay(owner, rank) * costs.factor(op, message=True)
+                ends[need] + costs.delay(owner, rank) / made.slices * costs.factor(op, message=True)
                 for need, owner in made.dependencies.needs(op)
             ]
             assert start == pytest.approx(max([free, *arrivals]))

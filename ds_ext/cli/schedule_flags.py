@@ -29,6 +29,7 @@ _WITH_OPTIONS = re.compile(r"[\w-]+:\w+=")
 _DESTS = {
     "pipeline_parallel_size": "num_devices",
     "micro_batches": "micro_batches",
+    "sequence_slices": "sequence_slices",
     "schedule_options": "option",
 }
 _WORDS = re.compile(rf"^\w+|\b(?:{'|'.join(_DESTS)})\b|(?<!: )\b[a-z]+_[a-z_]+\b")
@@ -48,6 +49,8 @@ def add_schedule_flags(verb: argparse.ArgumentParser, *, several: bool, forward_
     verb.add_argument("--num-devices", "--stages", type=int, metavar="D", help="devices of a pipeline group")
     micro_batches = "micro-batches per pipeline group and step"
     verb.add_argument("--micro-batches", type=int, metavar="N", help=micro_batches)
+    slices = "slices of the sequence of every micro-batch (1)"
+    verb.add_argument("--sequence-slices", type=int, metavar="K", help=slices)
     option = "option of the schedule, e.g. chunks=3"
     verb.add_argument("--option", action="append", default=[], metavar="K=V", help=option)
     verb.add_argument(
@@ -208,11 +211,13 @@ def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespac
         raise ScheduleError(f"{name}: sizes are missing. Add --num-devices D and --micro-batches N.")
     # Errors of the schedule come before errors of the costs.
     placement = schedule.placement(args.num_devices, options)
+    slices = 1 if args.sequence_slices is None else args.sequence_slices
+    schedule.check_slices(slices)
     if getattr(args, "forward_only", False):
-        timetable = forward_timetable(placement, args.micro_batches, schedule.name)
+        timetable = forward_timetable(placement, args.micro_batches, schedule.name, slices)
         return timetable, costs_on(placement)
     costs = costs_on(placement)
-    return schedule.timetable(args.num_devices, args.micro_batches, options, costs), costs
+    return schedule.timetable(args.num_devices, args.micro_batches, options, costs, slices), costs
 
 
 def _from_file(name: str, args: argparse.Namespace) -> Timetable:
@@ -220,18 +225,22 @@ def _from_file(name: str, args: argparse.Namespace) -> Timetable:
     if args.option and "schedule" in args:
         raise ScheduleError(f"--option: a timetable file has no options (got {args.option[0]}). Remove it.")
     timetable = read_timetable(name)
-    devices, micro_batches = timetable.placement.num_devices, timetable.micro_batches
+    micro_batches = timetable.micro_batches
     forward_only = getattr(args, "forward_only", False)
-    other_devices = args.num_devices not in (None, devices)
-    if other_devices or (args.micro_batches not in (None, micro_batches) and not forward_only):
-        raise ScheduleError(
-            f"{name}: has fixed sizes, --num-devices {devices} --micro-batches {micro_batches} (got "
-            f"{args.num_devices} and {args.micro_batches}). Remove both flags."
-        )
+    sizes = {
+        "--num-devices": (timetable.placement.num_devices, args.num_devices),
+        "--micro-batches": (micro_batches, None if forward_only else args.micro_batches),
+        "--sequence-slices": (timetable.slices, args.sequence_slices),
+    }
+    wrong = {flag: pair for flag, pair in sizes.items() if pair[1] not in (None, pair[0])}
+    if wrong:
+        fixed = " ".join(f"{flag} {size}" for flag, (size, _) in wrong.items())
+        requested = " and ".join(str(request) for _, request in wrong.values())
+        raise ScheduleError(f"{name}: has fixed sizes, {fixed} (got {requested}). Remove these flags.")
     if not forward_only:
         return timetable
     n = micro_batches if args.micro_batches is None else args.micro_batches
-    return forward_timetable(timetable.placement, n, timetable.schedule)
+    return forward_timetable(timetable.placement, n, timetable.schedule, timetable.slices)
 
 
 def _costs_of(args: argparse.Namespace, options: Mapping[str, object]) -> Costs:

@@ -135,7 +135,10 @@ def run_compare(args: argparse.Namespace) -> int:
     table = comparison(result.simulations, model, refused, runs)
     notes = [*result.notes, *filter(None, map(comparison_note, result.simulations))]
     if is_survey and result.refused:
-        reasons = "; ".join(f"{name}: {reason.rstrip('.')}" for name, reason in result.refused.values())
+        names_by_reason: dict[str, list[str]] = {}
+        for name, reason in result.refused.values():
+            names_by_reason.setdefault(reason.rstrip("."), []).append(name)
+        reasons = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in names_by_reason.items())
         notes.append(f"refused: {reasons}.")
     if runs:
         most = max(
@@ -297,7 +300,8 @@ def _proven(timetable: Timetable, report: Report) -> Iterator[str]:
     if report.messages:
         credits = report.link_credits
         yield f"links     no deadlock with room for {credits} message{'s' * (credits != 1)} per link"
-    yield f"buffers   {' '.join(map(str, report.num_buffers))}  (per device), one micro-batch at a time in each"
+    unit = "micro-batch" if timetable.slices == 1 else "slice of a micro-batch"
+    yield f"buffers   {' '.join(map(str, report.num_buffers))}  (per device), one {unit} at a time in each"
     yield f"loss      device {', '.join(map(str, report.loss_devices))}"
     if not timetable.trains:
         yield "backward  none: an evaluation"
@@ -325,7 +329,7 @@ def run_simulate(args: argparse.Namespace) -> int:
         if model is not None:
             values |= {
                 "memory": _device_memory(timetable, model),
-                "message_bytes": message_bytes(model),
+                "message_bytes": message_bytes(model) // timetable.slices,
                 "layers": model.stage_layers,
                 "stage_bytes": _stage_bytes(model),
             }
@@ -346,7 +350,8 @@ def _simulation_lines(simulation: Simulation, model: TrainingSizes | None) -> It
     """Yield the sizes and the figures of a simulation, with a model also the size of a message."""
     peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
     share = f"1/{simulation.timetable.placement.num_devices} of the model"
-    size = "" if model is None else f", {format_bytes(message_bytes(model))} each"
+    slices = simulation.timetable.slices
+    size = "" if model is None else f", {format_bytes(message_bytes(model) // slices)} each"
     yield describe_sizes(simulation.timetable)
     yield f"  makespan          {simulation.makespan:g}"
     yield f"  ideal             {simulation.ideal:g}  (computing time per device)"
@@ -393,6 +398,10 @@ def run_optimise(args: argparse.Namespace) -> int:
     from ..planner.solver import optimise
 
     original = simulation_of(args)
+    if original.timetable.slices > 1:
+        raise ScheduleError(
+            f"optimise: sequence_slices must be 1 (got {original.timetable.slices}). The search has no slices."
+        )
     original_peak = max(original.peak_activations)
     limit = original_peak if args.max_activations is None else args.max_activations
     if not args.time_limit > 0:

@@ -106,8 +106,11 @@ class Schedule:
 
     @property
     def has_slices(self) -> bool:
-        """True if the schedule runs a micro-batch in slices of its sequence: its function has that parameter."""
-        return "slices" in inspect.signature(self.generate).parameters
+        """True if the schedule runs a micro-batch in slices of its sequence: its function has that parameter.
+
+        An option of the same name gets the parameter instead.
+        """
+        return "slices" in inspect.signature(self.generate).parameters and "slices" not in self.options
 
     @property
     def summary(self) -> str:
@@ -216,7 +219,7 @@ class Schedule:
         placement = self.placement(num_devices, options)
         if self.micro_batches_multiple_of_devices:
             check_multiple(self.name, micro_batches, placement)
-        self._check_slices(slices)
+        self.check_slices(slices)
         check_size(self.name, placement, micro_batches, slices)
         values: dict[str, Any] = self.resolve_options(options)
         if self.has_slices:
@@ -231,14 +234,16 @@ class Schedule:
                 orders = self.generate(placement, micro_batches, costs, **values)
         return Timetable(self.name, placement, micro_batches, tuple(orders), slices)
 
-    def _check_slices(self, slices: int) -> None:
+    def check_slices(self, slices: int) -> None:
         """Raise ScheduleError for fewer than one slice, or more if the schedule has none."""
         if slices < 1:
             raise ScheduleError(f"{self.name}: sequence_slices must be at least 1 (got {slices}).")
         if slices > 1 and not self.has_slices:
+            from .registry import SCHEDULES  # which imports this module
+
+            names = ", ".join(sorted(name for name, schedule in SCHEDULES.items() if schedule.has_slices))
             raise ScheduleError(
-                f"{self.name}: has no sequence slices (got {slices}). Use 1, or a schedule with slices such as 1f1b or "
-                f"zb_v."
+                f"{self.name}: sequence_slices must be 1 (got {slices}). Schedules with slices: {names}."
             )
 
     def make_dynamic_rules(

@@ -10,29 +10,32 @@ from .placement import Placement
 from .timetables import Timetable
 
 
-def forward_timetable(placement: Placement, micro_batches: int, name: str = "inference") -> Timetable:
+def forward_timetable(
+    placement: Placement, micro_batches: int, name: str = "inference", slices: int = 1
+) -> Timetable:
     """Return a timetable in which every device computes the op that has been ready longest.
 
-    Messages are therefore received in the order of the sends. At most D micro-batches are in a pipe at a time, which
-    keeps D devices busy and bounds the messages on a link. The pipes share the micro-batches evenly.
+    Messages are therefore received in the order of the sends. At most D slices are in a pipe at a time, which keeps D
+    devices busy and bounds the messages on a link. They enter in order, so every stage computes the slices of a
+    micro-batch in order too. The pipes share the micro-batches evenly.
 
     Raises ScheduleError for fewer than one micro-batch, or too many for memory.
     """
-    check_size(name, placement, micro_batches)
+    check_size(name, placement, micro_batches, slices)
     pipes = placement.pipes_of(micro_batches)
     orders: list[list[Op]] = [[] for _ in range(placement.num_devices)]
-    waiting: list[list[int]] = [[] for _ in placement.pipes]
+    waiting: list[list[tuple[int, int]]] = [[] for _ in placement.pipes]
     for m in reversed(range(micro_batches)):
-        waiting[pipes[m]].append(m)
-    # Ready ops of every device: (ready since, micro-batch, stage). All forwards take one unit of time.
-    ready: list[list[tuple[int, int, int]]] = [[] for _ in orders]
+        waiting[pipes[m]] += ((m, j) for j in reversed(range(slices)))
+    # Ready ops of every device: (ready since, micro-batch, slice, stage). All forwards take one unit of time.
+    ready: list[list[tuple[int, int, int, int]]] = [[] for _ in orders]
 
-    def add_ready(now: int, m: int, stage: int) -> None:
-        heapq.heappush(ready[placement.device(FORWARD, stage, pipes[m])], (now, m, stage))
+    def add_ready(now: int, m: int, j: int, stage: int) -> None:
+        heapq.heappush(ready[placement.device(FORWARD, stage, pipes[m])], (now, m, j, stage))
 
     def admit(pipe: int, now: int) -> None:
         if waiting[pipe]:
-            add_ready(now, waiting[pipe].pop(), 0)
+            add_ready(now, *waiting[pipe].pop(), 0)
 
     for pipe in range(placement.replicas):
         for _ in range(placement.devices_per_pipe):
@@ -41,10 +44,10 @@ def forward_timetable(placement: Placement, micro_batches: int, name: str = "inf
     while any(ready):
         step = [(device, heapq.heappop(queue)) for device, queue in enumerate(ready) if queue]
         now += 1
-        for device, (_, m, stage) in step:
-            orders[device].append(Op(FORWARD, m, stage))
+        for device, (_, m, j, stage) in step:
+            orders[device].append(Op(FORWARD, m, stage, j))
             if stage + 1 < placement.stages:
-                add_ready(now, m, stage + 1)
+                add_ready(now, m, j, stage + 1)
             else:
                 admit(pipes[m], now)
-    return Timetable(name, placement, micro_batches, tuple(map(tuple, orders)))
+    return Timetable(name, placement, micro_batches, tuple(map(tuple, orders)), slices)

@@ -13,7 +13,7 @@ from ds_ext.cli.schedule_verbs import comparison
 from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.page import html
-from ds_ext.pipe_schedules.draw.svg import DARK, KINDS, LIGHT, WORDS, Theme
+from ds_ext.pipe_schedules.draw.svg import DARK, KINDS, LIGHT, WORDS, Theme, paints
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulation import Simulation, simulate
 from ds_ext.planner.named_models import MODELS
@@ -141,8 +141,11 @@ def test_every_computation_is_where_and_what_it_should_be(show: Show) -> None:
     ],
     ids=str,
 )
-def test_what_is_packed_is_unpacked(show: Show, name: str, options: dict[str, object], costs: Costs) -> None:
-    simulation = simulate(get_schedule(name).timetable(8, 32, options, costs), costs)
+@pytest.mark.parametrize("slices", [1, 3])
+def test_what_is_packed_is_unpacked(
+    show: Show, name: str, options: dict[str, object], costs: Costs, slices: int
+) -> None:
+    simulation = simulate(get_schedule(name).timetable(8, 32, options, costs, slices), costs)
     show(simulation)
     rows = show.window.run("return plots[0].rows.map((ops) => ops.map((op) => [name(op), op.start, op.end]))")
     for seen, spans in zip(rows, simulation.spans, strict=True):
@@ -172,6 +175,25 @@ def test_pointing_tells_op_start_and_end(show: Show) -> None:
         assert show.tip() == words(BITPIPE, rank, index)
     show.window.move(1, 1)
     assert show.tip() is None
+
+
+@pytest.mark.parametrize(("scheme", "theme"), [("light", LIGHT), ("dark", DARK)], ids=["light", "dark"])
+def test_slices_are_drawn_and_followed(show: Show, scheme: str, theme: Theme) -> None:
+    simulation = simulate(get_schedule("zb_v").timetable(4, 4, slices=4))
+    show(simulation)
+    spans = [(rank, *span) for rank, spans in enumerate(simulation.spans) for span in spans]
+    points = [((start + end) / 2, rank) for rank, _, start, end in spans]
+    show.window.prefer(prefers_color_scheme=scheme)
+    show.frame()
+    colors = dict(paints(theme, {4}))
+    assert show.colors(points) == [colors[f"{op.kind}0-{op.slice}-4"] for _, op, _, _ in spans]
+    rank, op, start, end = next(span for span in spans if span[1].slice == 2)
+    show.point((start + end) / 2, rank)
+    tip = show.tip()
+    assert tip is not None and tip[0] == str(op) and f"slice 2 of micro-batch {op.micro_batch}" in tip[1]
+    assert show.window.run("return plots[0].rows[0].map(label)") == [
+        f"{op.micro_batch}.{op.slice}".removesuffix(".0") for op in simulation.timetable.orders[0]
+    ]
 
 
 def test_pointing_at_waiting_time_says_nothing(show: Show) -> None:

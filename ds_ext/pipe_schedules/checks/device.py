@@ -163,7 +163,7 @@ class DeviceCheck:
                 needs |= Content.LABELS
         for dependency, _ in self.program.timetable.dependencies.needs(Op(kind, 0, stage)):
             if dependency.slice:
-                continue  # another slice has buffers of its own
+                continue  # another slice has other buffers
             result = _RESULT_OF[dependency.kind]
             needs |= result if dependency.stage == stage else _MESSAGE_OF[result]
         return needs

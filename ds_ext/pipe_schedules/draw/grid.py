@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
-from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
+from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, slice_text
 from ..simulation import Simulation
 from ..timetables import Timetable
 from .order import order_grid
@@ -13,6 +13,7 @@ from .order import order_grid
 LEGEND = "3 forward of micro-batch 3   3'- its backward   . waiting"
 SPLIT_LEGEND = "3' its input gradient   3\" its weight gradient"
 REPEATED_LEGEND = "3* its repeated forward, with the graph"
+SLICE_LEGEND = "3.2 slice 2 of micro-batch 3"
 
 _MARKS = {FORWARD: "", BACKWARD: "'", BACKWARD_INPUT: "'", BACKWARD_WEIGHT: '"', RECOMPUTE: "*"}
 _COLORS = ("36", "33", "35", "32")  # one terminal color per pipe
@@ -73,7 +74,7 @@ def _cell(op: Op, text: str, width: int, timetable: Timetable, color: bool) -> s
 
 
 def _short(op: Op) -> str:
-    return f"{op.micro_batch}{_MARKS[op.kind]}"
+    return f"{slice_text(op.micro_batch, op.slice)}{_MARKS[op.kind]}"
 
 
 def _column(time: float, unit: float) -> int:

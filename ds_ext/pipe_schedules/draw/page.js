@@ -26,10 +26,11 @@ function* unpack(text) {
 
 /**
  * The ops of a device from its text, the numbers of its words. A word is the time of a wait, or an op: kind,
- * how many stages and micro-batches it is from the last one of that kind, and its time.
+ * how many stages and micro-batches it is from the last one of that kind, its time, and how many slices it is from it
+ * if there are any.
  */
 function* computations(text, words) {
-  const last = [...KINDS].map(() => ({ stage: 0, m: 0 }));
+  const last = [...KINDS].map(() => ({ stage: 0, m: 0, slice: 0 }));
   let time = 0;
   for (const number of unpack(text)) {
     const word = words[number];
@@ -37,9 +38,10 @@ function* computations(text, words) {
       time += word;
       continue;
     }
-    const [kind, stages, microBatches, duration] = word;
+    const [kind, stages, microBatches, duration, slices = 0] = word;
     const stage = (last[kind].stage += stages), m = (last[kind].m += microBatches);
-    yield { kind: KINDS[kind], m, stage, start: time, end: (time += duration) };
+    const slice = (last[kind].slice += slices);
+    yield { kind: KINDS[kind], m, stage, slice, start: time, end: (time += duration) };
   }
 }
 
@@ -53,7 +55,8 @@ function read(data, canvas) {
   const visitsOf = visits.map((counts) => Math.max(1, ...counts));
   const rows = data.rows.map((text) => Array.from(computations(text, data.words), (op) => {
     const pipe = data.pipe[op.m];
-    return { ...op, pipe, visit: visits[pipe][op.stage] / visitsOf[pipe] };
+    const shade = data.slices ? `-${Math.floor((op.slice * data.shades) / data.slices)}-${data.shades}` : "";
+    return { ...op, pipe, paint: op.kind + (pipe % 4) + shade, visit: visits[pipe][op.stage] / visitsOf[pipe] };
   }));
   const held = data.rows.map((_, device) => (data.forward.includes(device) ? [data.forward] : data.pipes).map((devices) =>
     range(stages).filter((stage) => devices[stage] === device).join(" ")).join(" · "));
@@ -67,8 +70,9 @@ function read(data, canvas) {
 const inner = (plot) => Math.max(plot.width - LEFT - RIGHT, 50);
 const toX = (plot, time) => LEFT + ((time - view.from) * inner(plot)) / (view.to - view.from);
 const toTime = (plot, x) => view.from + ((x - LEFT) * (view.to - view.from)) / inner(plot);
-const name = (op) => `${op.kind}${op.m}@${op.stage}`;
-const label = (op) => op.m + (op.kind === "R" ? "*" : "");
+const part = (op) => op.m + (op.slice ? `.${op.slice}` : "");
+const name = (op) => `${op.kind}${part(op)}@${op.stage}`;
+const label = (op) => part(op) + (op.kind === "R" ? "*" : "");
 const opOf = (at) => at.plot.rows[at.row][at.index];
 
 function redraw() {
@@ -172,7 +176,9 @@ function drawRow(plot, ops, y, color, font) {
   const { pen, height } = plot;
   const fills = {}, tones = { F: color("text"), W: color("text"), R: color("text"), B: color("inverse"), I: color("inverse") };
   const paper = color("paper");
-  const digits = String(plot.data.pipe.length - 1).length; // all numbers have room, or none is written
+  const { pipe, slices } = plot.data;
+  // All labels have room, or none is written. A point is half as wide as a digit.
+  const digits = String(pipe.length - 1).length + (slices ? 0.5 + String(slices - 1).length : 0);
   let drawnTo = -Infinity;
   for (let i = firstFrom(ops, view.from); i < ops.length && ops[i].start < view.to; i++) {
     const op = ops[i], x = toX(plot, op.start), end = toX(plot, op.end), width = end - x;
@@ -184,7 +190,7 @@ function drawRow(plot, ops, y, color, font) {
       pen.fillRect(x, y + 2, width, height - 4);
       pen.globalAlpha = 0.22;
     }
-    pen.fillStyle = fills[op.kind + op.pipe] ??= color(op.kind + (op.pipe % 4));
+    pen.fillStyle = fills[op.paint] ??= color(op.paint);
     const gap = width > 8 ? 0.5 : width > 3 ? 0.3 : 0;
     if (width > 6) {
       pen.beginPath();
@@ -245,12 +251,12 @@ function drawMarks(plot, write, color) {
   line(data.makespan, [], `makespan ${text(data.makespan)}`, "right", -4, TOP - 11);
 }
 
-/** The path of the chosen micro-batch through the devices, and a frame around the chosen op. */
+/** The path of the chosen slice of a micro-batch through the devices, and a frame around the chosen op. */
 function drawChosen(plot, color) {
-  const { pen, rows, height } = plot, m = opOf(chosen).m;
+  const { pen, rows, height } = plot, followed = part(opOf(chosen));
   const way = [];
   rows.forEach((ops, r) => ops.forEach((op) => {
-    if (op.m === m && op.kind !== "W") way.push({ op, y: TOP + r * height + height / 2 });
+    if (part(op) === followed && op.kind !== "W") way.push({ op, y: TOP + r * height + height / 2 });
   }));
   way.sort((a, b) => a.op.start - b.op.start || a.op.end - b.op.end);
   pen.strokeStyle = color("ink");

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from ...errors import ScheduleError
 from ..ops import Op
@@ -26,6 +26,8 @@ from .svg import (
     numbers,
     paints,
     peak_unit,
+    shades,
+    slices_text,
     svg,
 )
 
@@ -110,7 +112,7 @@ def document(
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">',
             f"<title>{escape(title)}</title>",
-            f"<style>\n{_theme_css()}\n{_file('page.css')}{css}</style>",
+            f"<style>\n{_theme_css(drawn)}\n{_file('page.css')}{css}</style>",
             *body,
             *(_drawing(drawn) if drawn else ()),
             f"<script>\n{script}</script>\n</html>\n",
@@ -162,12 +164,13 @@ def _file(name: str) -> str:
     return files("ds_ext.pipe_schedules.draw").joinpath(name).read_text("utf-8")
 
 
-def _theme_css() -> str:
+def _theme_css(drawn: Sequence[Plot]) -> str:
+    counts = sorted({cast(int, plot["shades"]) for plot in drawn if "shades" in plot})
+
     def variables(theme: Theme) -> str:
         plain = theme._asdict()
-        kinds = plain.pop("kinds")
-        for pipe, colors in enumerate(kinds):
-            plain |= {f"{kind}{pipe}": color for kind, color in paints(colors)}
+        del plain["kinds"]
+        plain |= dict(paints(theme, counts))
         return ":root{" + ";".join(f"--{key}:{color}" for key, color in plain.items()) + "}"
 
     return f"{variables(LIGHT)}\n@media (prefers-color-scheme:dark){{{variables(DARK)}}}"
@@ -198,6 +201,12 @@ def _legend(simulations: Sequence[Simulation], marks: Sequence[Sequence[Sequence
         items.append('<span><i class="data"></i>loading data</span>')
     if any(s.timetable.placement.stages > s.timetable.placement.num_devices for s in simulations):
         items.append(f'<span><i class="later"></i>{LATER}</span>')
+    for slices in sorted({s.timetable.slices for s in simulations} - {1}):
+        count = shades(slices)
+        colors = ",".join(f"var(--{kinds[0]}0-{shade}-{count})" for shade in range(count))
+        items.append(
+            f'<span><i style="background:linear-gradient(90deg,{colors})"></i>{slices_text(slices)}</span>'
+        )
     if any(mark.below for rows in marks for row in rows for mark in row):
         items.append('<span><i class="below"></i>reduction of gradients, below the row</span>')
     return "".join(f"<li>{item}</li>" for item in items)
@@ -234,11 +243,11 @@ def _plot(simulation: Simulation, axis: str | None, unit: str) -> Plot:
     """Return the data of one timetable. ``rows`` has one string per device: the packed numbers of its words.
 
     A word is the time of a wait, or an op: its kind, the difference in stage and micro-batch from the previous op of
-    that kind on the device, and its time. Orders are repetitive, so there are few words. The most frequent ones have
-    the smallest numbers.
+    that kind on the device, and its time; with slices also the difference in slice. Orders are repetitive, so there are
+    few words. The most frequent ones have the smallest numbers.
     """
     timetable = simulation.timetable
-    rows = [_words(spans) for spans in simulation.spans]
+    rows = [_words(spans, timetable.slices) for spans in simulation.spans]
     words = [word for word, _ in Counter(itertools.chain.from_iterable(rows)).most_common()]
     number = {word: _packed(i) for i, word in enumerate(words)}
     return {
@@ -252,26 +261,28 @@ def _plot(simulation: Simulation, axis: str | None, unit: str) -> Plot:
         "pipes": timetable.placement.pipes,
         "forward": timetable.placement.forward_devices,
         "pipe": [timetable.pipe(m) for m in range(timetable.micro_batches)],
+        **({"slices": timetable.slices, "shades": shades(timetable.slices)} if timetable.slices > 1 else {}),
         "words": words,
         "rows": ["".join(map(number.__getitem__, row)) for row in rows],
     }
 
 
-def _words(spans: Sequence[tuple[Op, float, float]]) -> list[Word]:
+def _words(spans: Sequence[tuple[Op, float, float]], slices: int) -> list[Word]:
     """Return the waits and ops of a device as words."""
     words: list[Word] = []
-    previous = {kind: (0, 0) for kind in DRAWN}  # stage and micro-batch
+    previous = {kind: (0, 0, 0) for kind in DRAWN}  # stage, micro-batch and slice
     now = 0.0
-    for (kind, m, stage, _), start, end in spans:
+    for (kind, m, stage, j), start, end in spans:
         # The script adds up the words, so rounding errors must not accumulate, and must not appear as waits.
         wait = start - now
         if abs(wait) > _ROUNDING * start:
             words.append(_number(wait))
             now += _number(wait)
-        previous_stage, previous_m = previous[kind]
+        previous_stage, previous_m, previous_j = previous[kind]
         duration = _number(end - start)
-        words.append((DRAWN.index(kind), stage - previous_stage, m - previous_m, duration))
-        previous[kind] = (stage, m)
+        word = (DRAWN.index(kind), stage - previous_stage, m - previous_m, duration)
+        words.append(word if slices == 1 else (*word, j - previous_j))
+        previous[kind] = (stage, m, j)
         now += duration
     return words
 

@@ -10,7 +10,7 @@ function choose(at, aloud) {
     const { unit } = at.plot.data, length = short(op.end - op.start);
     const times = `start ${short(op.start)}${unit}, end ${short(op.end)}${unit}, duration ${length}${unit}`;
     const lines = at.mark ? [at.plot.names[at.row], times] : [
-      `${WORDS[op.kind]} of micro-batch ${op.m} at stage ${op.stage}`,
+      `${WORDS[op.kind]} of ${at.plot.data.slices ? `slice ${op.slice} of ` : ""}micro-batch ${op.m} at stage ${op.stage}`,
       `pipe ${op.pipe}, ${at.plot.names[at.row]}`,
       times,
     ];

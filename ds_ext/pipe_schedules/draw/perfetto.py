@@ -35,6 +35,7 @@ def chrome_trace(simulation: Simulation) -> dict[str, object]:
             "schedule": timetable.schedule,
             "stages": timetable.placement.devices_per_pipe,
             "micro_batches": timetable.micro_batches,
+            **({"slices": timetable.slices} if timetable.slices > 1 else {}),
             **simulation.as_dict(),
         },
     }
@@ -49,9 +50,10 @@ def _names(devices: int) -> Iterator[Event]:
 
 
 def _spans(simulation: Simulation) -> Iterator[Event]:
+    timetable = simulation.timetable
     for device, spans in enumerate(simulation.spans):
         for op, start, end in spans:
-            pipe = simulation.timetable.pipe(op.micro_batch)
+            slice_argument = {"slice": op.slice} if timetable.slices > 1 else {}
             yield {
                 "name": str(op),
                 "cat": _CATEGORY[op.kind],
@@ -60,7 +62,12 @@ def _spans(simulation: Simulation) -> Iterator[Event]:
                 "dur": (end - start) * _UNIT_US,
                 "pid": device,
                 "tid": _COMPUTE_THREAD,
-                "args": {"micro_batch": op.micro_batch, "stage": op.stage, "pipe": pipe},
+                "args": {
+                    "micro_batch": op.micro_batch,
+                    **slice_argument,
+                    "stage": op.stage,
+                    "pipe": timetable.pipe(op.micro_batch),
+                },
             }
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from html import escape
 from typing import NamedTuple
 
-from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
+from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, slice_text
 from ..simulation import Simulation
 from ..timetables import Timetable
 
@@ -76,11 +76,31 @@ LATER = "a later stage on the same device"
 KINDS = FORWARD + BACKWARD + BACKWARD_INPUT + BACKWARD_WEIGHT  # in the order of a palette
 DRAWN = KINDS + RECOMPUTE
 ON_DARK = (BACKWARD, BACKWARD_INPUT)
+# Shades of the first and the last slice of a kind, as positions on the scale paper, forward, weight gradient, input
+# gradient, backward, ink. Labels stay readable on every shade, and the shades of two kinds do not overlap.
+_SHADES = {
+    FORWARD: (0.4, 1.15),
+    BACKWARD_WEIGHT: (1.5, 2.0),
+    BACKWARD_INPUT: (3.0, 3.5),
+    BACKWARD: (3.8, 4.5),
+    RECOMPUTE: (0.4, 1.15),
+}
+_MOST_SHADES = 8
+
+
+def shades(slices: int) -> int:
+    """Return the number of shades of a kind: one per slice, or fewer if there are many slices."""
+    return min(slices, _MOST_SHADES)
 
 
 def color_class(op: Op, timetable: Timetable) -> str:
-    """Return the kind and pipe of ``op``, such as ``F0``; pipes beyond the palette reuse its colors."""
-    return f"{op.kind}{timetable.pipe(op.micro_batch) % len(LIGHT.kinds)}"
+    """Return the kind and pipe of ``op``, such as ``F0``, and with slices its shade, such as ``F0-2-4`` for 2 of 4.
+
+    Pipes beyond the palette reuse its colors.
+    """
+    name = f"{op.kind}{timetable.pipe(op.micro_batch) % len(LIGHT.kinds)}"
+    count = shades(timetable.slices)
+    return name if count == 1 else f"{name}-{op.slice * count // timetable.slices}-{count}"
 
 
 def heading(timetable: Timetable) -> str:
@@ -88,7 +108,8 @@ def heading(timetable: Timetable) -> str:
     placement, n = timetable.placement, timetable.micro_batches
     stages = f"{placement.stages} stages on " if placement.forward_devices else ""
     devices = f"{placement.num_devices} device{'s' * (placement.num_devices != 1)}"
-    return f"{stages}{devices}, {n} micro-batch{'es' * (n != 1)}"
+    slices = f" in {timetable.slices} slices" if timetable.slices > 1 else ""
+    return f"{stages}{devices}, {n} micro-batch{'es' * (n != 1)}{slices}"
 
 
 def numbers(simulation: Simulation, unit: str = "") -> list[tuple[str, str]]:
@@ -129,15 +150,39 @@ def kinds_of(timetable: Timetable) -> list[str]:
     return [kind for kind in DRAWN if kind in kinds]
 
 
+def slices_text(slices: int) -> str:
+    """Return the legend of the shades."""
+    return f"slices 0 to {slices - 1}"
+
+
 def legend(kind: str) -> str:
     """Return the legend of a kind. Only the star distinguishes a repeated forward from a forward."""
     return f"{WORDS[kind]}, 3*" if kind == RECOMPUTE else WORDS[kind]
 
 
-def paints(colors: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield every kind with its color in the palette of a pipe."""
-    yield from zip(KINDS, colors, strict=True)
-    yield RECOMPUTE, colors[KINDS.index(FORWARD)]
+def paints(theme: Theme, counts: Collection[int] = ()) -> Iterator[tuple[str, str]]:
+    """Yield every class of :func:`color_class` with its color; ``counts`` are the numbers of shades that occur."""
+    for pipe, colors in enumerate(theme.kinds):
+        palette = dict(zip(KINDS, colors, strict=True)) | {RECOMPUTE: colors[KINDS.index(FORWARD)]}
+        scale = (
+            theme.paper,
+            *map(palette.__getitem__, (FORWARD, BACKWARD_WEIGHT, BACKWARD_INPUT, BACKWARD)),
+            theme.ink,
+        )
+        for kind, color in palette.items():
+            yield f"{kind}{pipe}", color
+            first, last = _SHADES[kind]
+            for count in counts:
+                for shade in range(count):
+                    position = first + (last - first) * shade / (count - 1)
+                    yield f"{kind}{pipe}-{shade}-{count}", _mix(scale, position)
+
+
+def _mix(scale: tuple[str, ...], position: float) -> str:
+    """Return the color at ``position`` between the colors of ``scale``, which are at 0, 1, 2, ..."""
+    lower, share = int(position), position % 1
+    channels = ((int(scale[lower][i : i + 2], 16), int(scale[lower + 1][i : i + 2], 16)) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
 
 
 _ROW, _LEFT, _RIGHT, _TOP = 26, 64, 96, 90
@@ -182,7 +227,7 @@ def svg(*simulations: Simulation, axis: str | None = None, unit: str = "") -> st
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {y + 30}" width="{_n(width)}" '
         f'height="{y + 30}" role="img" aria-label="{"; ".join(labels)}">',
-        _style(),
+        _style({count for s in simulations if (count := shades(s.timetable.slices)) > 1}),
         '<defs><pattern id="wait" width="6" height="6" patternUnits="userSpaceOnUse"><path d="M-1 7L7 -1M-1 1L1 '
         '-1M5 7L7 5" class="hatch"/></pattern></defs><rect class="paper" width="100%" height="100%"/>',
         *blocks,
@@ -192,16 +237,16 @@ def svg(*simulations: Simulation, axis: str | None = None, unit: str = "") -> st
     return "\n".join(parts) + "\n"
 
 
-def _style() -> str:
-    """Return the style sheet: fonts, then the colors of both themes."""
+def _style(counts: Collection[int]) -> str:
+    """Return the style sheet: fonts, then the colors of both themes, with these numbers of shades."""
     return (
         f"<style>text{{font:11px {_FONT}}}.name{{font-size:17px;font-weight:600}}.sizes{{font-size:13px;"
         f"font-weight:400}}.c{{text-anchor:middle}}.e{{text-anchor:end}}.hatch,.grid,.mark{{fill:none}}"
-        f"{_colors(LIGHT)}@media(prefers-color-scheme:dark){{{_colors(DARK)}}}</style>"
+        f"{_colors(LIGHT, counts)}@media(prefers-color-scheme:dark){{{_colors(DARK, counts)}}}</style>"
     )
 
 
-def _colors(theme: Theme) -> str:
+def _colors(theme: Theme, counts: Collection[int]) -> str:
     """Return the rules of a theme: selector -> property and color."""
     rules = {
         ".paper": f"fill:{theme.paper}",
@@ -212,8 +257,7 @@ def _colors(theme: Theme) -> str:
         ".hatch,.grid": f"stroke:{theme.hatch}",
         ".mark": f"stroke:{theme.muted}",
     }
-    for pipe, colors in enumerate(theme.kinds):
-        rules |= {f".{kind}{pipe}": f"fill:{color}" for kind, color in paints(colors)}
+    rules |= {f".{name}": f"fill:{color}" for name, color in paints(theme, counts)}
     return "".join(f"{selector}{{{rule}}}" for selector, rule in rules.items())
 
 
@@ -244,9 +288,10 @@ def _box(
 ) -> str:
     """Return an op of the row at ``y``. ``visit`` has the number of earlier stages of the pipe there, and of all."""
     x, width = _LEFT + start * scale, (end - start) * scale
-    label = f"{op.micro_batch}{'*' * (op.kind == RECOMPUTE)}"
+    label = f"{slice_text(op.micro_batch, op.slice)}{'*' * (op.kind == RECOMPUTE)}"
     tone = "bright" if op.kind in ON_DARK else "dark"
-    tip = f"{op}: {WORDS[op.kind]}, pipe {timetable.pipe(op.micro_batch)}, {start:g} to {end:g}"
+    part = f", slice {op.slice}" if timetable.slices > 1 else ""
+    tip = f"{op}: {WORDS[op.kind]}{part}, pipe {timetable.pipe(op.micro_batch)}, {start:g} to {end:g}"
     box = (
         f'<rect class="{color_class(op, timetable)}" x="{_n(x + 0.5)}" y="{y + 2}" width="{_n(max(width - 1, 0))}" '
         f'height="{_ROW - 4}" rx="2"><title>{tip}</title></rect>'
@@ -256,7 +301,7 @@ def _box(
         bar = max((width - 5) * earlier / (count - 1), 0)
         position = f'x="{_n(x + 2.5)}" y="{y + _ROW - 6}" width="{_n(bar)}" height="2"'
         box += f'<rect class="{tone}" {position} opacity=".5"/>'
-    if width >= 6.5 * len(label) + 2:
+    if width >= 6.5 * len(label) - 3.5 * label.count(".") + 2:
         box += f'<text class="{tone} c" x="{_n(x + width / 2)}" y="{y + 16.5}" pointer-events="none">{label}</text>'
     return box
 
@@ -305,9 +350,17 @@ def _legend(timetable: Timetable, y: float) -> Iterator[str]:
             name = ""
     yield f'<rect x="{_n(x)}" y="{y}" width="13" height="11" fill="url(#wait)"/>'
     yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">waiting</text>'
+    x += 80
     if timetable.placement.stages > timetable.placement.num_devices:
-        yield f'<rect class="muted" x="{_n(x + 80)}" y="{y + 7}" width="13" height="2"/>'
-        yield f'<text class="muted" x="{_n(x + 98)}" y="{y + 10}">{LATER}</text>'
+        yield f'<rect class="muted" x="{_n(x)}" y="{y + 7}" width="13" height="2"/>'
+        yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">{LATER}</text>'
+        x += 34 + 5.8 * len(LATER)
+    if timetable.slices > 1:
+        count = shades(timetable.slices)
+        for shade in range(count):
+            name = f"{kinds_of(timetable)[0]}0-{shade}-{count}"
+            yield f'<rect class="{name}" x="{_n(x + 9 * shade)}" y="{y}" width="9" height="11"/>'
+        yield f'<text class="muted" x="{_n(x + 9 * count + 5)}" y="{y + 10}">{slices_text(timetable.slices)}</text>'
 
 
 def _n(value: float) -> str:

@@ -28,6 +28,11 @@ KEYS = {
     "OptimizerStep": {"op"},
 }
 Step = tuple[int, int]  # rank, position
+Part = tuple[int, int]  # micro-batch, slice
+
+
+def part_of(instruction: dict[str, Any]) -> Part:
+    return instruction["micro_batch"], instruction.get("slice", 0)
 
 
 class DumpChecker:
@@ -36,6 +41,7 @@ class DumpChecker:
     def __init__(self, dump: dict[str, Any]) -> None:
         self.dump = dump
         self.last = dump["model_stages"] - 1
+        self.slices = dump.get("slices", 1)
         self.home = {(c["stage"], c["pipe"]): c["rank"] for c in dump["chunks"]}
         self.steps = [((r, i), x) for r, order in enumerate(dump["ranks"]) for i, x in enumerate(order)]
 
@@ -49,14 +55,15 @@ class DumpChecker:
         self.check_ends(link_credits)
 
     def check_shape(self) -> None:
-        keys = ("schedule", "stages", "devices", "micro_batches", "model_stages", "chunks", "ranks")
-        assert tuple(self.dump) == keys
+        sizes = ("stages", "devices", "micro_batches", "model_stages", *["slices"] * (self.slices > 1))
+        assert tuple(self.dump) == ("schedule", *sizes, "chunks", "ranks")
         assert len(self.dump["ranks"]) == self.dump["stages"] == self.dump["devices"]
         for chunk in self.dump["chunks"]:
             assert list(chunk) == ["rank", "device", "chunk", "stage", "pipe"]
             assert chunk["rank"] == chunk["device"]
         for _, x in self.steps:
-            assert set(x) == KEYS[x["op"]], x
+            assert set(x) - {"slice"} == KEYS[x["op"]], x
+            assert x.get("slice", 1) in range(1, max(self.slices, 2)), x
 
     def check_pipes(self) -> None:
         chunks, pipes = self.dump["chunks"], {c["pipe"] for c in self.dump["chunks"]}
@@ -77,12 +84,13 @@ class DumpChecker:
         for (rank, _), x in self.steps:
             if "chunk" in x:
                 assert numbers[rank, x["stage"], x["pipe"]] == x["chunk"]
-                seen.append((x["op"], x["stage"], x["micro_batch"]))
-        stages, ids = range(self.last + 1), range(self.dump["micro_batches"])
+                seen.append((x["op"], x["stage"], part_of(x)))
+        stages = range(self.last + 1)
+        parts = [(m, j) for m in range(self.dump["micro_batches"]) for j in range(self.slices)]
         kinds = {kind for kind, _, _ in seen}
         backwards = ({"BackwardPass"}, {"BackwardInput", "BackwardWeight"}, set[str]())
         assert "ForwardPass" in kinds and kinds - {"ForwardPass"} in backwards
-        assert sorted(seen) == sorted((k, s, m) for k in kinds for s in stages for m in ids)
+        assert sorted(seen) == sorted((k, s, part) for k in kinds for s in stages for part in parts)
 
     def check_peers(self) -> None:
         for (rank, _), x in self.steps:
@@ -97,16 +105,19 @@ class DumpChecker:
     def check_data(self) -> None:
         """Check that inputs precede the computation, and results precede their sends and copies."""
         for order in self.dump["ranks"]:
-            there: set[tuple[str, int, int]] = set()
+            there: set[tuple[str, int, Part]] = set()
             for x in order:
                 if "stage" not in x:
                     continue
-                op, s, m = x["op"], x["stage"], x["micro_batch"]
-                needs: list[tuple[str, int, int]] = []
+                op, s, m = x["op"], x["stage"], part_of(x)
+                earlier, later = (m[0], m[1] - 1), (m[0], m[1] + 1)
+                needs: list[tuple[str, int, Part]] = []
                 if op == "ForwardPass":
                     needs = [("Load", s, m)] * (s in (0, self.last)) + [("x", s, m)] * (s > 0)
+                    needs += [("y", s, earlier)] * (m[1] > 0)
                 elif op in ("BackwardPass", "BackwardInput"):
                     needs = [("y", s, m)] + [("dy", s, m)] * (s < self.last)
+                    needs += [("dx", s, later)] * (m[1] < self.slices - 1)
                 elif op in ("SendActivation", "CopyActivation"):
                     needs = [("y", s, m)]
                 elif op in ("SendGrad", "CopyGrad", "BackwardWeight"):
@@ -127,18 +138,18 @@ class DumpChecker:
                 there |= {makes} if makes else set()
 
     def check_ends(self, link_credits: int | None) -> None:
-        sends: dict[Step, list[tuple[Step, tuple[str, int, int]]]] = defaultdict(list)
-        receives: dict[Step, list[tuple[Step, tuple[str, int, int]]]] = defaultdict(list)
+        sends: dict[Step, list[tuple[Step, tuple[str, int, Part]]]] = defaultdict(list)
+        receives: dict[Step, list[tuple[Step, tuple[str, int, Part]]]] = defaultdict(list)
         before: dict[Step, set[Step]] = defaultdict(set)
         for (rank, i), x in self.steps:
             before[rank, i] = {(rank, i - 1)} if i else set()
             if x["op"].startswith("Send"):
                 forward = x["op"] == "SendActivation"
-                item = ("x" if forward else "dy", x["stage"] + (1 if forward else -1), x["micro_batch"])
+                item = ("x" if forward else "dy", x["stage"] + (1 if forward else -1), part_of(x))
                 sends[rank, x["peer"]].append(((rank, i), item))
             elif x["op"].startswith("Recv"):
                 what = "x" if x["op"] == "RecvActivation" else "dy"
-                receives[x["peer"], rank].append(((rank, i), (what, x["stage"], x["micro_batch"])))
+                receives[x["peer"], rank].append(((rank, i), (what, x["stage"], part_of(x))))
         assert set(sends) == set(receives)
         for link, sent in sends.items():
             taken = receives[link]

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from ds_ext.errors import ScheduleError
-from ds_ext.pipe_schedules import Instruction, Op, Program, Timetable, timetable
+from ds_ext.pipe_schedules import Instruction, Op, Program, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.checks.program import Report, check
 from ds_ext.pipe_schedules.checks.timetable import check_timetable
 from ds_ext.pipe_schedules.lowering import lower
@@ -102,6 +102,25 @@ def test_messages_received_in_another_order_than_sent() -> None:
         "device 1  F1@1  F0@1  B0@1  B1@1   <-- ERROR HERE",
         "          ^^^^",
     ]
+
+
+@pytest.mark.parametrize(
+    ("device", "receive", "stage", "marked"),
+    [(1, "RecvActivation", 1, "F0.1@1"), (0, "RecvGrad", 0, "B0@0")],
+)
+def test_messages_of_slices_received_in_another_order_than_sent(
+    device: int, receive: str, stage: int, marked: str
+) -> None:
+    """Both receives precede the first op that needs one, so that only the order of the link is wrong."""
+    program = lower(get_schedule("gpipe").timetable(2, 1, slices=2))
+    order = list(program.instructions[device])
+    first, second = (i for i in order if i.name == receive)
+    order.remove(second)
+    order.insert(order.index(first), second)
+    with pytest.raises(ScheduleError, match=rf"device {device} .*0(\.1)? for stage {stage}") as caught:
+        check(with_instructions(program, device, order))
+    *_, row, arrow = (line for line in str(caught.value).splitlines() if ARROW in line or "^" in line)
+    assert row[arrow.index("^") :].split()[0] == marked
 
 
 def test_the_arrow_points_at_the_backward_of_a_wrong_gradient() -> None:

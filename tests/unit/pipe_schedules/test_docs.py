@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -12,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from ds_ext.__main__ import main
+from ds_ext.pipe_schedules import get_schedule
+from ds_ext.pipe_schedules.simulation import simulate
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-COMMAND = re.compile(r"    \$ python -m ds_ext ((?:show|check|simulate|dump) .*)")
+COMMAND = re.compile(r"    \$ python -m ds_ext ((?:show|check|simulate|dump|compare) .*)")
 
 
 def shown() -> Iterator[tuple[str, str, str]]:
@@ -46,6 +49,36 @@ def test_pages_show_what_is_printed(
     main(shlex.split(command))
     captured = capsys.readouterr()
     assert text == (captured.out + captured.err).strip()
+
+
+SLICES = [
+    (int(devices), int(n), name, slices, cell)
+    for devices, n, table in re.findall(
+        r"At D = (\d+) and N = (\d+)(.*?\n(?:\|[^\n]*\n)+)",
+        (ROOT / "docs" / "long_sequences.md").read_text(),
+        re.DOTALL,
+    )
+    for name, *cells in re.findall(r"^\| `(\w+)`" + r" \| ([\d.]+ %, [\d.]+)" * 5, table, re.MULTILINE)
+    for slices, cell in zip((1, 2, 4, 8, 16), cells, strict=True)
+]
+
+
+def test_the_tables_of_slices() -> None:
+    assert {(devices, n) for devices, n, *_ in SLICES} == {(8, 4), (4, 8)}
+    for devices, n, name, slices, cell in SLICES:
+        simulation = simulate(get_schedule(name).timetable(devices, n, slices=slices))
+        assert cell == f"{100 * simulation.bubble:.1f} %, {max(simulation.peak_activations):.3g}"
+
+
+def test_the_table_of_the_readme() -> None:
+    page = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) % \| ([\d.]+) %(.*?)\|", page, re.MULTILINE)
+    assert {name for name, *_ in rows} == {"1f1b", "interleaved", "bitpipe", "zb_v", "bitpipe_zb"}
+    for name, whole, in_slices, options in rows:
+        method = get_schedule(name)
+        assert whole == f"{100 * simulate(method.timetable(4, 8)).bubble:.1f}"
+        values = json.loads(f"{{{options.strip(', `')}}}") if options.strip() else {}
+        assert in_slices == f"{100 * simulate(method.timetable(4, 8, values, slices=4)).bubble:.1f}"
 
 
 def test_the_example_of_a_new_schedule(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ds_ext.pipe_schedules import Op, Timetable, timetable
+from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.grid import order_grid, time_grid
 from ds_ext.pipe_schedules.placement import linear
@@ -18,6 +18,15 @@ def test_labels_in_full() -> None:
         "device 0  F0@0 F1@0 .    .    B0@0----- .    B1@0-----",
         "device 1  .    F0@1 B0@1----- F1@1 B1@1----- .    .",
     ]
+
+
+def test_labels_of_slices() -> None:
+    made = get_schedule("1f1b").timetable(2, 1, slices=2)
+    assert time_grid(simulate(made)).splitlines() == [
+        "device 0  0   0.1 .   .   .   0.1'--- 0'-----",
+        "device 1  .   0   0.1 0.1'--- 0'----- .   .",
+    ]
+    assert "F0.1@1" in time_grid(simulate(made), labels="op")
 
 
 def test_columns_are_time() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator
 from xml.etree import ElementTree
 
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.errors import ScheduleError
-from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, timetable
+from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.page import html, svg
 from ds_ext.pipe_schedules.draw.svg import (
@@ -25,6 +26,7 @@ from ds_ext.pipe_schedules.draw.svg import (
     Theme,
     axis_title,
     nice_step,
+    paints,
 )
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulation import Simulation, simulate
@@ -53,15 +55,17 @@ def spans_of(plot: dict) -> list[list[tuple[Op, float, float]]]:
     """Return the spans that page.js computes from the data."""
     rows = []
     for text in plot["rows"]:
-        row, time, last = [], 0.0, {kind: (0, 0) for kind in DRAWN}
+        row, time, last = [], 0.0, {kind: (0, 0, 0) for kind in DRAWN}
         for word in (plot["words"][number] for number in numbers_of(text)):
             if not isinstance(word, list):
                 time += word
                 continue
-            number, stages, micro_batches, duration = word
+            number, stages, micro_batches, duration, *slices = word
+            assert len(slices) == ("slices" in plot)
             kind = DRAWN[number]
-            stage, m = last[kind] = (last[kind][0] + stages, last[kind][1] + micro_batches)
-            row.append((Op(kind, m, stage), time, time + duration))
+            stage, m, j = last[kind]
+            stage, m, j = last[kind] = (stage + stages, m + micro_batches, j + sum(slices))
+            row.append((Op(kind, m, stage, j), time, time + duration))
             time += duration
         rows.append(row)
     return rows
@@ -111,6 +115,35 @@ def test_the_page_is_small_at_costs_that_are_no_round_numbers(name: str) -> None
     options = {"chunks": 8} if name == "interleaved" else {"waves": 4}
     made = timetable(name, 8, 32, **options)
     assert len(html([simulate(made, costs)]).encode()) <= 60_000
+
+
+@pytest.mark.parametrize(("name", "slices"), [("1f1b", 4), ("zb_v", 3), ("bitpipe_zb", 12)])
+def test_slices_have_shades(name: str, slices: int) -> None:
+    """The page and the picture have a color for every slice, or for every few of many."""
+    simulation = simulate(get_schedule(name).timetable(4, 8, slices=slices))
+    page, picture = html([simulation]), svg(simulation)
+    (plot,) = data_of(page)
+    assert_has_everything(plot, simulation)
+    count = plot["shades"]
+    assert (plot["slices"], count) == (slices, min(slices, 8))
+    drawn = boxes(simulation)
+    for op in (op for order in simulation.timetable.orders for op in order):
+        pipe, shade = simulation.timetable.pipe(op.micro_batch), op.slice * count // slices
+        assert drawn[str(op)].attrib["class"] == f"{op.kind}{pipe}-{shade}-{count}"
+        assert f"slice {op.slice}," in str(drawn[str(op)][0].text)
+    for theme in (LIGHT, DARK):
+        for color_class, color in paints(theme, {count}):
+            assert f"--{color_class}:{color}" in page
+            assert f".{color_class}{{fill:{color}}}" in picture
+    assert f"slices 0 to {slices - 1}" in page and f"slices 0 to {slices - 1}" in picture
+
+
+def test_the_label_of_a_slice_is_written_where_it_fits() -> None:
+    """A forward of a slice is 12 pixels wide and a backward 24, on four devices; ``3.2`` needs 18."""
+    simulation = simulate(get_schedule("1f1b").timetable(4, 8, slices=4))
+    texts = ElementTree.fromstring(svg(simulation)).iter(f"{SVG}text")
+    labels = Counter(text.text for text in texts if text.get("class") in ("dark c", "bright c"))
+    assert (labels["3"], labels["3.2"]) == (8, 4)
 
 
 def test_the_page_has_the_table_of_a_comparison() -> None:
@@ -248,6 +281,23 @@ def test_colors_can_be_read_and_told_apart(theme: Theme) -> None:
         forward, _, _, weight = colors
         assert theme is LIGHT or contrast(forward, weight) >= 2.2, colors
     assert contrast(theme.muted, theme.paper) >= 4.5
+
+
+@pytest.mark.parametrize("theme", [LIGHT, DARK])
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_shades_can_be_read_and_told_apart(theme: Theme, count: int) -> None:
+    """Shades are in the order of the slices, and those of a kind are apart from those of the others."""
+    colors = dict(paints(theme, {count}))
+    for pipe in range(len(theme.kinds)):
+        ranges = []
+        for kind in KINDS:
+            fills = [colors[f"{kind}{pipe}-{shade}-{count}"] for shade in range(count)]
+            assert all(contrast(theme.inverse if kind in ON_DARK else theme.text, x) >= 4.5 for x in fills)
+            levels = [luminance(fill) for fill in fills]
+            assert levels == sorted(levels, reverse=theme is LIGHT)
+            assert len(set(levels)) == count and contrast(fills[0], fills[-1]) >= 1.2
+            ranges.append((min(levels), max(levels)))
+        assert all(above[0] > below[1] for below, above in itertools.pairwise(sorted(ranges)))
 
 
 def luminance(color: str) -> float:

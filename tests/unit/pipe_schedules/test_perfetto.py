@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ds_ext.pipe_schedules import timetable
+from ds_ext.pipe_schedules import get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.perfetto import chrome_trace
 from ds_ext.pipe_schedules.simulation import simulate
@@ -30,6 +30,17 @@ def test_spans_are_the_simulation(name: str) -> None:
             assert (event["ts"], event["ts"] + event["dur"]) == pytest.approx((start * 1000, end * 1000))
             pipe = simulation.timetable.pipe(op.micro_batch)
             assert event["args"] == {"micro_batch": op.micro_batch, "stage": op.stage, "pipe": pipe}
+
+
+def test_slices_are_arguments() -> None:
+    simulation = simulate(get_schedule("zb_v").timetable(2, 2, slices=3))
+    trace: dict[str, Any] = json.loads(json.dumps(chrome_trace(simulation)))
+    found = {event["name"]: event["args"] for event in events(trace, "X")}
+    assert len(found) == sum(map(len, simulation.timetable.orders))
+    for op in (op for order in simulation.timetable.orders for op in order):
+        args = found[str(op)]
+        assert (args["micro_batch"], args["stage"], args["slice"]) == op[1:]
+    assert trace["otherData"]["slices"] == 3
 
 
 def test_devices_and_threads_have_names() -> None:

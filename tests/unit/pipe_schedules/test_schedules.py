@@ -14,6 +14,7 @@ import pytest
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Chunk, Op, Placement, get_schedule, methods, timetable
 from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.definition import Option
 from ds_ext.pipe_schedules.draw.grid import time_grid
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped
 from ds_ext.pipe_schedules.registry import schedule
@@ -87,6 +88,87 @@ def test_linear_schedules_memory(ranks: int, n: int) -> None:
         min(ranks - r, n) for r in range(ranks)
     )
     assert simulate(timetable("gpipe", ranks, n)).peak_activations == (n,) * ranks
+
+
+@pytest.mark.parametrize("slices", [1, 2, 4, 5])
+@pytest.mark.parametrize(("ranks", "n"), [(1, 1), (2, 3), (4, 8), (5, 2), (8, 4), (4, 1)])
+def test_time_and_memory_with_slices(ranks: int, n: int, slices: int) -> None:
+    """1F1B and GPipe: 3N + 3(D-1)/k. 1F1B keeps (D - device - 1 + k)/k activations."""
+    one, gpipe, zb_h1 = (
+        simulate(get_schedule(name).timetable(ranks, n, slices=slices)) for name in ("1f1b", "gpipe", "zb_h1")
+    )
+    assert one.makespan == pytest.approx(3 * n + 3 * (ranks - 1) / slices)
+    assert gpipe.makespan == pytest.approx(one.makespan)
+    live = [min((ranks - device - 1 + slices) / slices, n) for device in range(ranks)]
+    assert one.peak_activations == pytest.approx(live)
+    assert gpipe.peak_activations == pytest.approx([n] * ranks)
+    assert one.messages == gpipe.messages == zb_h1.messages == 2 * n * slices * (ranks - 1)
+    if n * slices >= ranks + slices - 1:
+        assert zb_h1.makespan == pytest.approx(3 * n + (ranks - 1) / slices)
+        assert zb_h1.peak_activations == pytest.approx([live[0]] * ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "n", "activations", "bubble"),
+    [
+        ("1f1b", 4, 8, 1.75, 0.086),
+        ("zb_v", 4, 8, 2.0, 0.0154),
+        ("bitpipe_zb", 4, 8, 2.5, 0.008),
+        ("zb_v", 8, 16, 3.0, 0.02),
+        ("zb_v", 8, 4, 3.0, 0.07),
+        ("bitpipe_zb", 8, 4, 3.25, 0.035),
+    ],
+)
+def test_four_slices_leave_small_bubbles(
+    name: str, ranks: int, n: int, activations: float, bubble: float
+) -> None:
+    method = get_schedule(name)
+    options = {"max_activations": activations} if "max_activations" in method.options else {}
+    simulation = simulate(method.timetable(ranks, n, options, slices=4))
+    assert simulation.bubble <= bubble
+    assert max(simulation.peak_activations) <= activations
+
+
+def test_schedules_without_slices_name_those_that_have_them() -> None:
+    names = [name for name, method in sorted(SCHEDULES.items()) if method.has_slices]
+    assert names == ["1f1b", "bitpipe", "bitpipe_zb", "gpipe", "interleaved", "zb_h1", "zb_v"]
+    for name in SCHEDULES.keys() - {*names}:
+        with pytest.raises(
+            ScheduleError, match=rf"^{name}: sequence_slices .*1 .*got 2.* {', '.join(names)}\."
+        ):
+            get_schedule(name).timetable(4, 8, slices=2)
+    with pytest.raises(ScheduleError, match=r"sequence_slices .*1 .*got 0"):
+        get_schedule("1f1b").timetable(4, 8, slices=0)
+    with pytest.raises(ScheduleError, match=r"sequence_slices .*greedy.*got 2"):
+        get_schedule("bitpipe").timetable(4, 8, slices=2)
+    with pytest.raises(ScheduleError, match=r"4 stages x 8 micro-batches x 1,000,000 slices"):
+        get_schedule("1f1b").timetable(4, 8, slices=10**6)
+
+
+def test_an_option_slices_keeps_its_value() -> None:
+    """Schedules of users may have had an option of that name."""
+    options = {"slices": Option(3, 1, "forwards in flight")}
+    method = replace(get_schedule("1f1b"), name="with_option", options=options)
+    assert not method.has_slices
+    assert len(method.timetable(2, 2).orders[0]) == 2 * 2 * 3
+    with pytest.raises(ScheduleError, match=r"^with_option: sequence_slices .*got 2"):
+        method.timetable(2, 2, slices=2)
+
+
+def test_an_op_unpacked_into_three_fields_gets_their_names() -> None:
+    method = get_schedule("1f1b")
+
+    def old(device: int, num_devices: int, micro_batches: int) -> list[Op]:
+        return [
+            Op(kind, m, stage)
+            for kind, m, stage in method.generate(device, num_devices, micro_batches, slices=1)  # type: ignore[misc]
+        ]
+
+    old_schedule = replace(method, name="old", generate=old)
+    with pytest.raises(
+        ScheduleError, match=r"^old: .*ValueError .*kind, micro_batch, stage.*slice.*line \d+"
+    ):
+        old_schedule.timetable(2, 2)
 
 
 @pytest.mark.parametrize("chunks", [2, 3, 4])
