@@ -134,7 +134,7 @@ class PipelineEngine(Measured, RunControl):
         slices = StageSlices.from_plan(self.module, self.plan)
         self.executor = Executor(forward, self.step_losses, self.last_stage, self.device, report, slices)
         self.pipe_buffers = self.executor.buffers
-        self._schedules = Schedules(self.layout, self.module.device_index)
+        self._schedules = Schedules(self.layout, self.module.device_index, settings.sequence_slices)
         self.schedule = self.executor.schedule = self._schedules.training(self.plan)
         self._take_handlers()
         self._deferral: DeferralReport | None = None  # for the first step only

@@ -24,10 +24,11 @@ class Schedules:
     Args:
         layout: layout of the ranks.
         device: device of this rank in its pipeline group.
+        slices: parts of every sequence.
     """
 
-    def __init__(self, layout: ParallelLayout, device: int) -> None:
-        self._layout, self._device = layout, device
+    def __init__(self, layout: ParallelLayout, device: int, slices: int = 1) -> None:
+        self._layout, self._device, self._slices = layout, device, slices
         self.inference = functools.lru_cache(_MAX_SIZES)(self._inference)
 
     def training(self, plan: JobPlan) -> TimetableSchedule:
@@ -41,7 +42,8 @@ class Schedules:
         if micro_batches < 1:
             raise ConfigError(f"num_micro_batches: must be at least 1 (got {micro_batches}).")
         placement = self._layout.placement
-        program = lower(forward_timetable(placement, micro_batches * placement.replicas))
+        count = micro_batches * placement.replicas
+        program = lower(forward_timetable(placement, count, slices=self._slices))
         check(program)
         return TimetableSchedule(program, self._device)
 
