@@ -1,4 +1,4 @@
-"""Causal attention of a slice: its queries read the keys of earlier slices, and those of its own up to each query.
+"""Causal attention of a slice: a query reads the keys of earlier slices, and those of its slice up to its token.
 
 Each block of keys is one call of a flash kernel, without a mask. The outputs are merged by their log-sum-exp, as in
 FlashAttention-2 (arXiv 2307.08691, section 3.1). Nothing is concatenated, so the keys and values that later slices read

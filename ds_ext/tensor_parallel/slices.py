@@ -96,7 +96,7 @@ class Slice:
         return self.stop - self.start
 
 
-# Not a context variable: autograd recomputes in threads of its own.
+# Not a context variable: autograd also recomputes in other threads.
 _current: Slice | None = None
 
 

@@ -32,7 +32,7 @@ def select_device() -> None:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", _CUDA_QUEUES)  # read when CUDA starts
         if local_rank() >= torch.cuda.device_count():
             raise ConfigError(
-                f"ranks: each needs a GPU of its own (got LOCAL_RANK {local_rank()} on a host with "
+                f"ranks: every one needs another GPU (got LOCAL_RANK {local_rank()} on a host with "
                 f"{torch.cuda.device_count()}). Start fewer ranks per host, or set DS_ACCELERATOR=cpu."
             )
     accelerator.set_device(local_rank())
