@@ -36,6 +36,7 @@ LLAMA = dataclasses.replace(
     untie_embeddings_and_output_weights=True,
 )
 QWEN3 = dataclasses.replace(LLAMA, qk_layernorm=True)
+PACKED = {"reset_position_ids": True, "reset_attention_mask": True}
 
 
 def job(schedule: str, slices: int | tuple[int, ...] = 4, sizes: Any = (4, 1, 1), **fields: Any) -> Job:
@@ -58,6 +59,9 @@ JOBS = {
     "full split": job("zb_v", UNEQUAL, model=LLAMA, recompute="full"),
     "selective": job("bitpipe_zb", 4, model=QWEN3, recompute="selective"),
     "window": job("zb_v", UNEQUAL, model=LLAMA, sliding_window=5),
+    "packed": job("zb_v", UNEQUAL, model=LLAMA, **PACKED),
+    "packed learned": job("1f1b", 4, recompute="full", **PACKED),
+    "packed sequence parallel": job("1f1b", 4, (2, 2, 1), sequence_parallel=True, **PACKED),
     "hidden dropout": job("zb_h1", UNEQUAL, hidden_dropout=0.1),
     "hidden dropout full": job("1f1b", 4, hidden_dropout=0.1, recompute="full"),
 }
@@ -68,6 +72,53 @@ def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
     sliced = JOBS[name]
     results = ranks(sliced.world_size).run(train, sliced, True, timeout_s=180)
     assert_equal(results, reference(sliced))
+
+
+def train_in_fp64(rank: int, sliced: Job) -> dict[str, Tensor]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return train(rank, sliced)["weights"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", ["zb_v unequal", "full split", "tensor", "packed"])
+def test_weights_in_fp64(ranks: Ranks, name: str) -> None:
+    sliced = JOBS[name]
+    pool = ranks(sliced.world_size)
+    whole = pool.run(train_in_fp64, dataclasses.replace(sliced, slices=1), timeout_s=180)
+    for expected, found in zip(whole, pool.run(train_in_fp64, sliced, timeout_s=180), strict=True):
+        for key, weight in expected.items():
+            assert weight.dtype == torch.float64
+            assert (found[key] - weight).abs().max() <= 1e-10 * weight.abs().max().clamp(min=1e-3), key
+
+
+def train_twice(rank: int, sliced: Job, section: dict[str, Any]) -> list[list[float]]:
+    found = []
+    for slices in (1, sliced.slices):
+        run = dataclasses.replace(sliced, slices=slices, deepspeed=section)
+        found.append(train(rank, run)["losses"])
+    return found
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v unequal", "data", "full split"])
+def test_bf16_and_zero(ranks: Ranks, name: str) -> None:
+    section = {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
+    for whole, sliced in ranks(JOBS[name].world_size).run(train_twice, JOBS[name], section, timeout_s=180):
+        assert sliced == pytest.approx(whole, rel=2e-3)
+
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+
+
+def test_attention_dropout_does_not_depend_on_the_schedule(ranks: Ranks) -> None:
+    runs = [job("1f1b", 4, **DROPOUT), job("zb_v", 4, recompute="full", **DROPOUT)]
+    first, second = (ranks(4).run(train, run, timeout_s=180)[0]["losses"] for run in runs)
+    assert second == pytest.approx(first, rel=1e-5)
 
 
 class Attention(nn.Module):
