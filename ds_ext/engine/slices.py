@@ -50,11 +50,12 @@ class StageSlices:
     def cut(self, tensors: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
         """Return slice ``index`` of the data of a micro-batch: of the tensors whose dimension 1 is the sequence.
 
+        The tensors are copies, because a layer that changes one in place would change what other slices read.
         Raises ConfigError for a sequence that the slices do not divide.
         """
         tokens = _tokens(tensors)
         bounds = self._bounds(tokens)
-        return _cut(tensors, tokens, *bounds[index])
+        return _copies(_cut(tensors, tokens, *bounds[index]))
 
     def _bounds(self, tokens: int) -> list[tuple[int, int]]:
         """Return start and stop of every slice of a sequence. Raises ConfigError if they do not fit it."""
@@ -138,9 +139,8 @@ def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> A
 
     def run(value: Sequence[Tensor], part: Slice) -> tuple[Tensor, ...]:
         # Copies, because a layer may change its inputs in place, and strides may change the rounding of its outputs.
-        copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in value]
         with computing(part):
-            return pack(layer(unpack(copies)), name)
+            return pack(layer(unpack(_copies(value))), name)
 
     whole = run(inputs, Slice(0, 0, tokens, tokens))
     changed = run([_with_other_start(t, middle) for t in inputs], Slice(0, 0, tokens, tokens))
@@ -199,3 +199,7 @@ def _has_tokens(tensor: Tensor, tokens: int) -> bool:
 
 def _cut(tensors: Sequence[Tensor], tokens: int, start: int, stop: int) -> tuple[Tensor, ...]:
     return tuple([t[:, start:stop] if _has_tokens(t, tokens) else t for t in tensors])
+
+
+def _copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple([tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors])

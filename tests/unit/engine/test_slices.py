@@ -78,6 +78,16 @@ class OneLayer(nn.Module):
         return {}
 
 
+def test_a_layer_may_change_its_slice_of_the_data_in_place() -> None:
+    module: Any = OneLayer()
+    data = sample()
+    first, second = (StageSlices(module, 2, "equal", 1).cut((data,), j)[0] for j in range(2))
+    product = second.requires_grad_() * second.detach()  # keeps the second slice for its backward
+    first.mul_(2)
+    product.sum().backward()
+    assert torch.equal(data, sample())
+
+
 @pytest.mark.parametrize(("tokens", "trains"), [(1, True), (TOKENS, False)])
 def test_a_slice_of_one_token_and_an_evaluation_are_tried_too(tokens: int, trains: bool) -> None:
     module: Any = OneLayer()
