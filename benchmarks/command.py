@@ -6,6 +6,7 @@ import argparse
 import importlib.metadata
 import os
 import platform
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from ds_ext.errors import ConfigError
 from ds_ext.pipe_schedules import Schedule, Timetable, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 
+_IN_SLICES = re.compile(r"(.*) in (\d+) slices")  # "zb_v:max_activations=3 in 4 slices"
 _PACKAGES = ("ds_ext", "torch", "deepspeed")
 
 
@@ -72,9 +74,21 @@ def names_in(text: str) -> list[str]:
     return [] if names == ["none"] else names
 
 
+def in_slices(text: str, slices: int) -> str:
+    """Return a request for a schedule with slices of sequences."""
+    return text if slices == 1 else f"{text} in {slices} slices"
+
+
+def slices_of(text: str) -> int:
+    """Return the slices of a request of :func:`in_slices`."""
+    match = _IN_SLICES.fullmatch(text)
+    return int(match[2]) if match else 1
+
+
 def read_request(text: str) -> tuple[Schedule, dict[str, Any]]:
-    """Return the schedule and options of ``NAME[:KEY=VALUE...]``. Raises ScheduleError."""
-    name, options = split_request(text)
+    """Return the schedule and options of ``NAME[:KEY=VALUE...]``, in slices or not. Raises ScheduleError."""
+    match = _IN_SLICES.fullmatch(text)
+    name, options = split_request(match[1] if match else text)
     return get_schedule(name), options
 
 
@@ -90,7 +104,8 @@ def timetable_for(text: str, devices: int, micro_batches: int, costs: Costs) -> 
     """Return a request's timetable; for a dynamic schedule the simulated one. Raises ScheduleError."""
     schedule, _ = read_request(text)
     simulated = None if schedule.dynamic is None else costs
-    return schedule.timetable(devices, micro_batches, options_for(text, costs), simulated)
+    options = options_for(text, costs)
+    return schedule.timetable(devices, micro_batches, options, simulated, slices_of(text))
 
 
 def check_at_least(flag: str, value: float, least: float) -> None:

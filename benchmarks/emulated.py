@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from ds_ext.pipe_schedules.placement import Placement
+from ds_ext.tensor_parallel import current_slice
 
 WIDTH = 32
 LOSS_ROWS = 32  # rows of the last stage's output; few, so that the loss takes no time
@@ -52,17 +53,19 @@ def rows_of(message_kb: float) -> int:
     return max(1, round(message_kb * 1024 / (4 * WIDTH)))
 
 
-def make_batches(micro_batches: int, rows: int) -> list[tuple[Tensor, Tensor]]:
-    """Return (inputs, labels) of every micro-batch, the same in every process: (rows, WIDTH), (LOSS_ROWS, WIDTH).
+def make_batches(micro_batches: int, rows: int, slices: int = 1) -> list[tuple[Tensor, Tensor]]:
+    """Return (inputs, labels) of every micro-batch, the same in every process: (1, rows, WIDTH), (1, LOSS_ROWS, WIDTH).
 
-    Labels never have more rows than the inputs.
+    A micro-batch is one sample, whose rows are its tokens. Both numbers of rows are rounded up to a multiple of
+    ``slices``. Labels never have more rows than the inputs.
     """
     generator = torch.Generator().manual_seed(0)
+    inputs, labels = (-(-number // slices) * slices for number in (rows, min(rows, LOSS_ROWS)))
 
     def draw(number: int) -> Tensor:
-        return torch.randn(number, WIDTH, generator=generator)
+        return torch.randn(1, number, WIDTH, generator=generator)
 
-    return [(draw(rows), draw(min(rows, LOSS_ROWS))) for _ in range(micro_batches)]
+    return [(draw(inputs), draw(labels)) for _ in range(micro_batches)]
 
 
 class EmulatedDevice:
@@ -74,8 +77,10 @@ class EmulatedDevice:
     Args:
         costs: times in milliseconds, jitter included.
         placement: placement of the stages.
+        slices: equal slices of the sequence of every micro-batch; a pass computes one.
 
     Attributes:
+        loss_rows: rows of the last stage's output for a slice.
         split_backwards: (stage, micro-batch) pairs of split backwards, whose halves draw jitter separately.
         repeats: True if forwards repeat those of a forward device (FBD).
         last_end: end of the last pass, by time.perf_counter.
@@ -85,14 +90,15 @@ class EmulatedDevice:
     repeats = False
     split_backwards: frozenset[tuple[int, int]] = frozenset()
 
-    def __init__(self, costs: Costs, placement: Placement) -> None:
-        self.costs, self._durations = costs, costs.durations(placement)
+    def __init__(self, costs: Costs, placement: Placement, slices: int = 1) -> None:
+        self.costs, self._durations = costs, costs.durations(placement, slices)
+        self.slices, self.loss_rows = slices, -(-LOSS_ROWS // slices)
         self.last_stage = placement.stages - 1
         self.last_end = self.computed_ms = 0.0
         self._micro_batch: int | None = None
         self._last: Op | None = None
         self._forwards: defaultdict[int, int] = defaultdict(int)
-        self._need_weight_gradient: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._need_weight_gradient: defaultdict[int, deque[Op]] = defaultdict(deque)
 
     def next_seed(self) -> None:
         """Draw the jitter of the following passes from the next seed."""
@@ -108,22 +114,23 @@ class EmulatedDevice:
         """Set the micro-batch of the following forwards."""
         self._micro_batch = micro_batch
 
-    def next_micro_batch(self, stage: int) -> int:
-        """Return the micro-batch of the next forward of ``stage``."""
+    def next_forward(self, stage: int) -> Op:
+        """Return the next forward of ``stage``."""
+        kind, part = RECOMPUTE if self.repeats else FORWARD, current_slice()
         if self._micro_batch is not None:
-            return self._micro_batch
+            return Op(kind, self._micro_batch, stage, part.index if part else 0)
         self._forwards[stage] += 1
-        return self._forwards[stage] - 1
+        return Op(kind, self._forwards[stage] - 1, stage)
 
-    def forward(self, stage: int, micro_batch: int, start: float) -> None:
+    def forward(self, op: Op, start: float) -> None:
         """Wait for the end of a forward that began at ``start`` (by time.perf_counter)."""
-        kind = RECOMPUTE if self.repeats else FORWARD
-        self._wait(Op(kind, micro_batch, stage), start)
+        self._wait(op, start)
 
-    def input_gradient(self, stage: int, micro_batch: int, start: float) -> None:
-        """Wait for the end of an input gradient that began at ``start``."""
-        self._wait(Op(BACKWARD_INPUT, micro_batch, stage), start)
-        self._need_weight_gradient[stage].append(micro_batch)
+    def input_gradient(self, forward: Op, start: float) -> None:
+        """Wait for the end of the input gradient of a forward. It began at ``start``."""
+        op = forward._replace(kind=BACKWARD_INPUT)
+        self._wait(op, start)
+        self._need_weight_gradient[op.stage].append(op)
 
     def weight_gradient(self, stage: int) -> None:
         """Wait for a weight gradient. Those of a stage come in the order of its input gradients.
@@ -131,9 +138,9 @@ class EmulatedDevice:
         In a whole backward it starts at the end of the input gradient's wait, so the layer's real arithmetic since
         then is part of its time.
         """
-        micro_batch = self._need_weight_gradient[stage].popleft()
-        op = Op(BACKWARD_WEIGHT, micro_batch, stage)
-        follows = self._last == op._replace(kind=BACKWARD_INPUT) and self._in_timetable(op).kind == BACKWARD
+        of_input = self._need_weight_gradient[stage].popleft()
+        op = of_input._replace(kind=BACKWARD_WEIGHT)
+        follows = self._last == of_input and self._in_timetable(op).kind == BACKWARD
         self._wait(op, self.last_end if follows else time.perf_counter())
 
     def _wait(self, op: Op, start: float) -> None:
@@ -168,8 +175,9 @@ class EmulatedGpu(EmulatedDevice):
         placement: Placement,
         queue: Callable[[float], None],
         synchronize: Callable[[], None],
+        slices: int = 1,
     ) -> None:
-        super().__init__(costs, placement)
+        super().__init__(costs, placement, slices)
         self._queue, self._synchronize = queue, synchronize
 
     def _occupy(self, start: float, duration_ms: float) -> None:
@@ -181,16 +189,16 @@ class EmulatedGpu(EmulatedDevice):
         self.last_end = time.perf_counter()
 
 
-def emulated_device(device: str, costs: Costs, placement: Placement) -> EmulatedDevice:
+def emulated_device(device: str, costs: Costs, placement: Placement, slices: int = 1) -> EmulatedDevice:
     """Return the emulated device of this rank, on "cpu" or on the current GPU ("cuda")."""
     if device == "cpu":
-        return EmulatedDevice(costs, placement)
+        return EmulatedDevice(costs, placement, slices)
     cycles_per_ms = _cycles_per_ms()
 
     def queue(duration_ms: float) -> None:
         torch.cuda._sleep(round(duration_ms * cycles_per_ms))
 
-    return EmulatedGpu(costs, placement, queue, torch.cuda.synchronize)
+    return EmulatedGpu(costs, placement, queue, torch.cuda.synchronize, slices)
 
 
 def _cycles_per_ms(cycles: int = 2_000_000, repeats: int = 10) -> float:
@@ -207,10 +215,11 @@ def _cycles_per_ms(cycles: int = 2_000_000, repeats: int = 10) -> float:
 
 
 class EmulatedLayer(nn.Module):
-    """One stage: (rows, WIDTH) to (rows, WIDTH); the last stage returns only the first LOSS_ROWS.
+    """One stage: (1, rows, WIDTH) to (1, rows, WIDTH); the last stage returns only the first LOSS_ROWS.
 
-    Only the first LOSS_ROWS rows pass through the linear layer, so a large activation makes messages more expensive,
-    but not the arithmetic. A real device would write the other rows without using the host's processor.
+    Only the first LOSS_ROWS rows (1/k of them in each of k slices) pass through the linear layer, so a large activation
+    makes messages more expensive, but not the arithmetic. A real device would write the other rows without using the
+    host's processor.
 
     Args:
         stage: stage of the model; determines the initial weights.
@@ -228,9 +237,9 @@ class EmulatedLayer(nn.Module):
         """Wait for the time of a forward, then return the output."""
         start = time.perf_counter()
         whole = _Whole(x)
-        micro_batch = self.device.next_micro_batch(self.stage)
-        head = self.linear(_Head.apply(x, whole))
-        return _Wait.apply(head, whole, self.device, self.stage, micro_batch, start)
+        op = self.device.next_forward(self.stage)
+        head = self.linear(_Head.apply(x, whole, self.device.loss_rows))
+        return _Wait.apply(head, whole, self.device, op, start)
 
     def _weight_gradient(self, grad: Tensor) -> None:
         self.device.weight_gradient(self.stage)
@@ -243,8 +252,9 @@ def _unwritten(like: Tensor, rows: int) -> Tensor:
 
     The ranks share a small number of cores, so writing whole activations would delay the messages of other ranks.
     """
-    tensor = like.new_empty(rows, WIDTH)
-    tensor[::_PAGE_ROWS] = 0  # untouched pages all map to one page of zeros, which is read from the cache
+    tensor = like.new_empty(*like.shape[:-2], rows, WIDTH)
+    # Untouched pages all map to one page of zeros, which is read from the cache.
+    tensor[..., ::_PAGE_ROWS, :] = 0
     return tensor
 
 
@@ -259,16 +269,16 @@ class _Head(torch.autograd.Function):
     """Select the rows for the linear layer. The backward writes their gradient into the gradient of all rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, whole: _Whole) -> Tensor:
-        ctx.whole = whole
-        return x[:LOSS_ROWS].clone()
+    def forward(ctx: Any, x: Tensor, whole: _Whole, rows: int) -> Tensor:
+        ctx.whole, ctx.rows = whole, rows
+        return x[..., :rows, :].clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         tensor = ctx.whole.tensor
         del ctx.whole.tensor  # autograd adopts a gradient without other references, and copies others
-        tensor[:LOSS_ROWS] = grads[0]
-        return tensor, None
+        tensor[..., : ctx.rows, :] = grads[0]
+        return tensor, None, None
 
 
 class _Wait(torch.autograd.Function):
@@ -280,22 +290,21 @@ class _Wait(torch.autograd.Function):
         head: Tensor,
         whole: _Whole,
         device: EmulatedDevice,
-        stage: int,
-        micro_batch: int,
+        op: Op,
         start: float,
     ) -> Tensor:
-        ctx.whole, ctx.rows = whole, len(whole.tensor)
-        ctx.device, ctx.stage, ctx.micro_batch = device, stage, micro_batch
+        ctx.whole, ctx.rows = whole, whole.tensor.size(-2)
+        ctx.device, ctx.op = device, op
         # Not a view: torch.distributed.pipelining detaches outputs in place.
-        y = head.clone() if stage == device.last_stage else _unwritten(whole.tensor, len(whole.tensor))
-        y[:LOSS_ROWS] = head
+        y = head.clone() if op.stage == device.last_stage else _unwritten(whole.tensor, ctx.rows)
+        y[..., : device.loss_rows, :] = head
         del whole.tensor  # a layer that computes would not keep it
-        device.forward(stage, micro_batch, start)
+        device.forward(op, start)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         start, grad = time.perf_counter(), grads[0]
         ctx.whole.tensor = _unwritten(grad, ctx.rows)
-        ctx.device.input_gradient(ctx.stage, ctx.micro_batch, start)
-        return grad[:LOSS_ROWS], None, None, None, None, None
+        ctx.device.input_gradient(ctx.op, start)
+        return grad[..., : ctx.device.loss_rows, :], None, None, None, None

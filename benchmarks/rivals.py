@@ -26,7 +26,7 @@ from ds_ext.pipe_schedules.ops import BACKWARD, FORWARD, Op
 from ds_ext.pipe_schedules.placement import v
 from ds_ext.pipe_schedules.registry import import_modules
 
-from .command import options_for, timetable_for
+from .command import options_for, slices_of, timetable_for
 from .emulated import (
     EmulatedDevice,
     EmulatedLayer,
@@ -69,7 +69,7 @@ class Workload:
 
     layers: Sequence[LayerSpec]
     batches: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    loss_fn: Callable[..., torch.Tensor] = F.mse_loss
+    loss_fn: Callable[..., Any] = F.mse_loss
     partition_method: str = "uniform"
     optimizer: Mapping[str, Any] = field(default_factory=lambda: _SGD)
     precision: Mapping[str, Any] = field(default_factory=dict)
@@ -166,15 +166,21 @@ def build(name: str, job: Job) -> Emulated:
 def emulated_workload(job: Job, device: EmulatedDevice) -> Workload:
     """Return a model of emulated layers, one per stage, and its batches."""
     layers = [LayerSpec(EmulatedLayer, stage, device) for stage in range(device.last_stage + 1)]
-    return Workload(layers, make_batches(job.micro_batches, rows_of(job.message_kb)))
+    batches = make_batches(job.micro_batches, rows_of(job.message_kb), device.slices)
+    return Workload(layers, batches, F.mse_loss if device.slices == 1 else squared_error)
+
+
+def squared_error(outputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the squared error of a slice and the number of its values; over all slices, their ratio is mse_loss."""
+    return F.mse_loss(outputs, labels, reduction="sum"), labels.numel()
 
 
 def _ours(request: str, job: Job) -> Emulated:
     timetable = timetable_for(request, job.num_ranks, job.micro_batches, job.costs)
-    device = emulated_device(job.device, job.costs, timetable.placement)
-    options = options_for(request, job.costs)
-    workload = emulated_workload(job, device)
-    engine, step = workload.in_ours(job, timetable, clock=device, schedule_options=options)
+    slices = slices_of(request)
+    device = emulated_device(job.device, job.costs, timetable.placement, slices)
+    section = {"schedule_options": options_for(request, job.costs), "sequence_slices": slices}
+    engine, step = emulated_workload(job, device).in_ours(job, timetable, clock=device, **section)
     if job.costs.comm:
         slow_down(engine, _delay(device, timetable), job.costs.comm * (1 - job.costs.jitter) / 1000)
     return Emulated(step, timetable, device)
@@ -184,6 +190,8 @@ def _delay(device: EmulatedDevice, timetable: Timetable) -> Delay:
     """Return the simulator's delay of a message, jitter included; ranks are devices here."""
 
     def delay(source: int, target: int, op: Op) -> float:
+        micro_batch, index = divmod(op.micro_batch, timetable.slices)  # of the item in the tag
+        op = op._replace(micro_batch=micro_batch, slice=index)
         if op.kind != FORWARD:
             op = op._replace(kind=timetable.dependencies.gradient_kind(op.stage, op.micro_batch))
         costs = device.costs

@@ -29,9 +29,11 @@ from .command import (
     add_size_flags,
     check_at_least,
     count_gpus,
+    in_slices,
     json_item,
     names_in,
     read_request,
+    slices_of,
     table,
     timetable_for,
 )
@@ -71,6 +73,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--message-kb", 4.0, "KB", "size of an activation")
     schedules = "NAME[:OPTION=VALUE], or none (default: all that support the sizes)"
     parser.add_argument("--schedules", metavar="A,B", help=schedules)
+    slices = "of our schedules, each number in turn (%(default)s)"
+    parser.add_argument("--sequence-slices", default="1", metavar="K1,K2", help=slices)
     parser.add_argument("--rivals", default=",".join(RIVALS), metavar="A,B", help="or none (%(default)s)")
     add_number(parser, "--steps", 5, "K", "steps, after one warm-up step")
     add_device_flag(parser)
@@ -121,7 +125,9 @@ def _our_schedules(args: argparse.Namespace) -> list[str]:
             raise ConfigError(f"{flag}: must be greater than 0 (got {value:g}).")
     costs = _costs(args)
     found = []
-    for request in [*SCHEDULES, *VARIANTS] if args.schedules is None else names_in(args.schedules):
+    schedules = [*SCHEDULES, *VARIANTS] if args.schedules is None else names_in(args.schedules)
+    numbers = _slices(args.sequence_slices)
+    for request in [in_slices(name, slices) for name in schedules for slices in numbers]:
         try:
             _check_sizes(request, args.num_devices, args.micro_batches, costs)
             found.append(request)
@@ -130,6 +136,14 @@ def _our_schedules(args: argparse.Namespace) -> list[str]:
                 raise
             print(f"left out: {request}: {error}", file=sys.stderr)
     return found
+
+
+def _slices(text: str) -> list[int]:
+    """Return the numbers of slices in ``--sequence-slices``."""
+    numbers = names_in(text)
+    if not numbers or not all(number.isdecimal() and int(number) for number in numbers):
+        raise ConfigError(f"--sequence-slices: must be numbers from 1 up, such as 1,4 (got {text!r}).")
+    return [int(number) for number in numbers]
 
 
 def _check_sizes(request: str, devices: int, micro_batches: int, costs: Costs) -> None:
@@ -242,7 +256,7 @@ def as_json(results: Sequence[Result], params: dict[str, Any]) -> list[dict[str,
     """Return the items of ``--json``; an engine that failed has "error" in its params, and null for its times."""
     items = []
     for result in results:
-        item_params: dict[str, Any] = dict(params)
+        item_params: dict[str, Any] = {**params, "sequence_slices": slices_of(result.name)}
         if result.simulation is not None:
             item_params["simulated"] = statistics.median(result.simulated_ms or [result.simulation.makespan])
             item_params["ideal"] = result.simulation.ideal

@@ -41,7 +41,7 @@ class SlowLinks:
         self._poll_s = max(least_s, _POLL_S)
         self.timeout_s: float = inner.timeout_s
         self.name: str = inner.name
-        self.ready, self.abort, self.close = inner.ready, inner.abort, inner.close
+        self.ready, self.settle, self.abort, self.close = inner.ready, inner.settle, inner.abort, inner.close
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Ticket:
         """Send immediately. The receiver gets the message when it is due."""

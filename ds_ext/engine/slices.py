@@ -50,11 +50,12 @@ class StageSlices:
     def cut(self, tensors: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
         """Return slice ``index`` of the data of a micro-batch: of the tensors whose dimension 1 is the sequence.
 
+        The tensors are copies, because a layer that changes one in place would change what other slices read.
         Raises ConfigError for a sequence that the slices do not divide.
         """
         tokens = _tokens(tensors)
         bounds = self._bounds(tokens)
-        return _cut(tensors, tokens, *bounds[index])
+        return _copies(_cut(tensors, tokens, *bounds[index]))
 
     def _bounds(self, tokens: int) -> list[tuple[int, int]]:
         """Return start and stop of every slice of a sequence. Raises ConfigError if they do not fit it."""
@@ -76,7 +77,7 @@ class StageSlices:
             total = tokens * self.count if isinstance(self._lengths, str) else sum(self._lengths)
             store = SliceStore()
             live += [Slice(i, *bounds, total, store, trains) for i, bounds in enumerate(self._bounds(total))]
-            if trains and stage not in self._tried:
+            if stage not in self._tried:
                 self._tried.add(stage)
                 self._try_layers(stage, inputs)
         with computing(live[index]):
@@ -108,19 +109,19 @@ class StageSlices:
         """Raise ConfigError for a layer that does not compute in slices what it computes for a sequence.
 
         The first slice is tried as a sequence of two slices. A layer whose later tokens depend on earlier ones must
-        keep what the next slice needs.
+        keep what the next slice needs. A first slice of one token is repeated.
         """
         first = self._module.parts[stage]
         modules = self._module.stage_modules(stage)
-        x = unpack([tensor.detach() for tensor in inputs])
-        tokens = _tokens(pack(x, ""))
+        tensors, tokens = [tensor.detach() for tensor in inputs], _tokens(inputs)
+        if tokens == 1:
+            tensors, tokens = [torch.cat((t, t), 1) if _has_tokens(t, 1) else t for t in tensors], 2
+        x = unpack(tensors)
         for index, layer in enumerate(self._module.stage_funcs[stage], first):
             name = f"layer {index} ({type(modules.get(index, layer)).__name__})"
             if self._shards > 1 and stage:
                 self._require_own(name, modules.get(index, layer))
                 continue
-            if tokens < 2:
-                return
             with torch.no_grad(), evaluating(self._module):
                 x = _try_layer(layer, name, x, tokens)
 
@@ -137,37 +138,39 @@ def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> A
     inputs, middle = pack(x, name), tokens // 2
 
     def run(value: Sequence[Tensor], part: Slice) -> tuple[Tensor, ...]:
+        # Copies, because a layer may change its inputs in place, and strides may change the rounding of its outputs.
         with computing(part):
-            return pack(layer(unpack(value)), name)
+            return pack(layer(unpack(_copies(value))), name)
 
     whole = run(inputs, Slice(0, 0, tokens, tokens))
     changed = run([_with_other_start(t, middle) for t in inputs], Slice(0, 0, tokens, tokens))
-    pairs = [
-        (a, b)
+    mixes = any(
+        a.is_floating_point() and _has_tokens(a, tokens) and not torch.equal(a[:, middle:], b[:, middle:])
         for a, b in zip(whole, changed, strict=True)
-        if a.is_floating_point() and _has_tokens(a, tokens)
-    ]
-    if all(torch.equal(a[:, middle:], b[:, middle:]) for a, b in pairs):
-        return unpack(whole)
+    )
     store = SliceStore()
     bounds = (0, middle), (middle, tokens)
     parts = [
         run(_cut(inputs, tokens, *bound), Slice(j, *bound, tokens, store)) for j, bound in enumerate(bounds)
     ]
-    if not store.leaves:
+    if mixes and not store.leaves:
         raise ConfigError(
             f"sequence_slices: {name} mixes tokens, and keeps nothing for the next slice. Call "
             f"ds_ext.tensor_parallel.earlier_slices() in it (docs/long_sequences.md), or remove sequence_slices."
         )
     for i, expected in enumerate(whole):
-        if not expected.is_floating_point() or not _has_tokens(expected, tokens):
+        pieces = [part[i] for part in parts]
+        if _has_tokens(expected, tokens):
+            pieces = [torch.cat(pieces, 1)]
+        if not expected.is_floating_point() or not expected.numel() or pieces[0].shape != expected.shape:
             continue
-        difference = (torch.cat([part[i] for part in parts], 1) - expected).abs().max()
+        difference = (torch.stack(pieces) - expected).abs().max()
         limit = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE) * expected.abs().max()
         if not difference <= limit:
             raise ConfigError(
                 f"sequence_slices: {name} computes something else in slices (got a difference of {difference:.2g} in "
-                f"outputs up to {expected.abs().max():.2g}). Check its use of earlier_slices() and slice_start()."
+                f"outputs up to {expected.abs().max():.2g}). Check its use of earlier_slices() and slice_start(), or "
+                f"remove sequence_slices."
             )
     return unpack(whole)
 
@@ -196,3 +199,7 @@ def _has_tokens(tensor: Tensor, tokens: int) -> bool:
 
 def _cut(tensors: Sequence[Tensor], tokens: int, start: int, stop: int) -> tuple[Tensor, ...]:
     return tuple([t[:, start:stop] if _has_tokens(t, tokens) else t for t in tensors])
+
+
+def _copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple([tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors])

@@ -67,6 +67,24 @@ def test_measures_ours_and_deepspeed() -> None:
     assert found[0]["params"]["losses"][2] < found[0]["params"]["losses"][0]
 
 
+def test_slices_of_sequences_over_slow_links() -> None:
+    done = call(
+        "--schedules", "zb_v,1f1b", "--sequence-slices", "1,2", "--link-ms", "2", "--steps", "2", "--json"
+    )
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    assert [item["name"] for item in found] == ["zb_v", "zb_v in 2 slices", "1f1b", "1f1b in 2 slices"]
+    costs = Costs(5.0, 5.0, 5.0, comm=2.0)
+    for item, slices in zip(found, (1, 2, 1, 2), strict=True):
+        params = item["params"]
+        assert (params["sequence_slices"], params["ideal"]) == (slices, 60.0)
+        timetable = get_schedule(item["name"].split()[0]).timetable(2, 4, {}, Costs(5.0, 5.0, 5.0), slices)
+        assert params["simulated"] == pytest.approx(simulate(timetable, costs).makespan)
+        assert 0.95 < item["best"] / params["simulated"] < 500
+    for whole, sliced in (found[:2], found[2:]):
+        assert sliced["params"]["losses"] == pytest.approx(whole["params"]["losses"], rel=1e-5)
+
+
 @extensive
 def test_what_an_instruction_costs() -> None:
     flags = ["--micro-batches", "4", "--schedules", "bitpipe_zb", "--transports", "auto,torch"]
@@ -246,6 +264,9 @@ def test_a_rival_that_cannot_run_is_shown_as_failed() -> None:
         (["--schedules", "none", "--rivals", "none"], ["--schedules", "--rivals"]),
         (["--jitter", "2"], ["jitter", "2"]),
         (["--message-kb", "0"], ["--message-kb", "0"]),
+        (["--sequence-slices", "1,0"], ["--sequence-slices", "1,0"]),
+        (["--sequence-slices", "none"], ["--sequence-slices", "none"]),
+        (["--schedules", "chimera", "--sequence-slices", "2"], ["chimera", "2", "1f1b"]),
         (["--link-ms", "1", "--rivals", "torch_zbv"], ["--link-ms", "--rivals"]),
         (["--link-ms", "1", "--device", "cuda"], ["--link-ms", "--device"]),
     ],
@@ -412,7 +433,9 @@ def test_messages_have_the_size_that_is_asked_for() -> None:
     assert rows_of(4) * WIDTH * 4 == 4096
     assert rows_of(0.001) == 1
     inputs, labels = make_batches(3, rows_of(2))[2]
-    assert inputs.shape == labels.shape == (16, WIDTH)
+    assert inputs.shape == labels.shape == (1, 16, WIDTH)
+    inputs, labels = make_batches(1, rows_of(8), slices=3)[0]
+    assert (inputs.shape, labels.shape) == ((1, 66, WIDTH), (1, 33, WIDTH))
 
 
 def test_report_of_a_failure() -> None:
@@ -422,7 +445,7 @@ def test_report_of_a_failure() -> None:
     stopped = Result("1f1b", simulation, [80.0], simulated_ms=[75.0], error="rank 0: ValueError: no")
     first, second, third = as_json([failed, good, stopped], {"stages": 2})
     assert (first["best"], first["median"], first["repeats"]) == (None, None, 0)
-    assert first["params"] == {"stages": 2, "error": "rank 1: ValueError: no"}
+    assert first["params"] == {"stages": 2, "sequence_slices": 1, "error": "rank 1: ValueError: no"}
     assert (second["best"], second["median"], second["repeats"]) == (76.0, 80.0, 3)
     assert (third["best"], third["median"], third["repeats"]) == (None, None, 0)
     lines = as_table([failed, good, stopped]).splitlines()

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from ds_ext.tensor_parallel import keyed_rng, mix_key
 
 from .job import Job, Layout
-from .kinds import LENGTH
 from .zoo import ENDS, STARTS
 
 EVALUATION = 6 * 10**5  # first sample of evaluations, a multiple of every micro-batch size
@@ -21,9 +20,7 @@ OTHER_SAMPLES = 18 * 10**4  # first one of samples with the same lengths as thos
 
 def sample(job: Job, index: int) -> tuple[Any, Any]:
     """Return the (inputs, labels) of a sample."""
-    length = LENGTH
-    if job.variable_lengths:
-        length -= index // job.micro_batch_size % 3
+    length = job.lengths[index // job.micro_batch_size % len(job.lengths)]
     generator = Generator().manual_seed(index)
     inputs = STARTS[job.start].sample(length, generator)
     return _cast(job, inputs), _cast(job, ENDS[job.end].sample(length, generator))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -13,10 +15,12 @@ import torch
 
 from ds_ext.parallel.fbd import make_layout
 from ds_ext.parallel.layout import ParallelLayout
-from ds_ext.pipe_schedules import Placement
+from ds_ext.pipe_schedules import Placement, get_schedule
 from ds_ext.tensor_parallel import TensorParallel
 from tests.plans import placement_of
 
+from .kinds import LENGTH
+from .sliced_layers import SLICED
 from .zoo import ENDS, STARTS, ZOO, model_layers
 
 # Features that jobs may use.
@@ -56,6 +60,17 @@ SHARE_GRADIENTS = (
     "query_positions",
     "added_parameter",
 )  # with the layers whose weight gradients are deferred
+# Refused with slices: tokens that depend on tokens of other slices, on their position in the sample, or on all tokens.
+MIXES_TOKENS = (
+    *("self_attention", "causal_attention", "encoder_layer", "conv1d", "depthwise_conv", "conv_transpose"),
+    *("conv2d", "group_norm", "lstm", "gru", "rnn", "cell_loop", "positions", "either", "embedding_bag"),
+    *("double_weight", "flipped", "pooled", "views", "other_layouts", "auxiliary_loss", "transposed"),
+)
+# Differ with slices: statistics, counters and hooks of single passes, and numbers drawn per slice.
+OF_PASSES = (
+    *("batch_norm", "cumulative_batch_norm", "instance_norm", "counter", "weight_hook", "twice_hooked"),
+    *(name for name, kind in ZOO.items() if kind.statistics or kind.random or kind.fixed_length),
+)
 MAY_BE_UNUSED = ("unused", "either", "experts", "detached_input", "jvp")
 
 
@@ -69,6 +84,7 @@ class Layout:
     dp: int = 1
     options: dict[str, Any] = field(default_factory=dict)
     backward_per_forward: int = 1  # fbd
+    slices: int | tuple[int, ...] = 1  # equal slices of a sequence, or their lengths
 
     @property
     def section(self) -> dict[str, Any]:
@@ -78,12 +94,27 @@ class Layout:
             "pipeline_parallel_size": self.pp,
             "tensor_parallel_size": self.tp,
             "schedule_options": self.options,
+            "sequence_slices": self.num_slices,
+            "slice_lengths": "equal" if isinstance(self.slices, int) else list(self.slices),
             "print_plan": False,
             "transport_options": {"timeout_s": 20.0},
         }
         if self.schedule == "fbd":
             section["fbd"] = {"backward_per_forward": self.backward_per_forward}
         return section
+
+    @property
+    def num_slices(self) -> int:
+        return self.slices if isinstance(self.slices, int) else len(self.slices)
+
+    @property
+    def has_slices(self) -> bool:
+        """Return whether the schedule runs in slices of sequences."""
+        return get_schedule(self.schedule).has_slices and self.options.get("mode") != "unit"
+
+    def cuts(self, length: int) -> bool:
+        """Return whether the slices add up to a sequence."""
+        return length % self.slices == 0 if isinstance(self.slices, int) else length == sum(self.slices)
 
     @property
     def placement(self) -> Placement:
@@ -120,6 +151,7 @@ class Job:
         data: "dataset" (training_data), "random_dataset" (whose samples are drawn), "batches" (an object with get and
             advance), "iterator" (own micro-batches of each data-parallel rank), "loader" (the same from a shuffled
             DataLoader) or "unequal" (an iterator that yields other samples on ranks without a first stage).
+        length: tokens of the longest sample.
         variable_lengths: each micro-batch has a different number of tokens.
         evaluate_after: steps before an evaluation; None: no evaluation.
         set_weights: the script sets the weights: "load" or "assign" after initialize(), "save" before the checkpoint.
@@ -151,6 +183,7 @@ class Job:
     checkpoint_interval: int = 0
     eager_gradient_sync: bool = True
     data: str = "batches"
+    length: int = LENGTH
     variable_lengths: bool = False
     evaluate_after: int | None = None
     set_weights: str = ""
@@ -221,6 +254,17 @@ class Job:
         return model_layers(self.start, self.blocks, self.end, tp)
 
     @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the tokens of successive micro-batches: shorter ones have shorter slices."""
+        step = math.lcm(*(layout.num_slices for layout in self.layouts))
+        return tuple(self.length - step * i for i in range(3 if self.variable_lengths else 1))
+
+    @property
+    def is_sliced(self) -> bool:
+        """True if a layout runs in slices."""
+        return any(layout.num_slices > 1 for layout in self.layouts)
+
+    @property
     def layouts(self) -> list[Layout]:
         """The layouts in which the job runs, in order."""
         return [self.layout] if self.resume is None else [self.layout, self.resume]
@@ -243,12 +287,15 @@ class Job:
             kind.statistics for kind in kinds
         ):
             return False
+        fits = all(layout.cuts(length) for layout in self.layouts for length in self.lengths)
+        if not fits or (self.is_sliced and {*self.blocks} & {*OF_PASSES}):
+            return False
         if ENDS[self.end].start not in (None, self.start) or (self.start == "tied_tokens") != (
             ENDS[self.end].start == "tied_tokens"
         ):
             return False
         if (self.bf16 and (any(kind.fp32 for kind in kinds) or self.start == "complex_tokens")) or (
-            self.variable_lengths and any(kind.fixed_length for kind in kinds)
+            self.lengths != (LENGTH,) and any(kind.fixed_length for kind in kinds)
         ):
             return False
         if self.checkpoint_interval and (
@@ -291,7 +338,9 @@ class Job:
             "double",
             "checkpoint_interval",
             "data",
+            "length",
             "variable_lengths",
+            "is_sliced",
         )
         options += ("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "resume")
         options += ("rank_seeds", "audit", "empty_first", "resume_rate")
@@ -310,6 +359,8 @@ class Job:
         names |= {f"kind {name}" for name in self.blocks}
         for layout in self.layouts:
             names |= {f"schedule {layout.schedule}", f"sizes {layout.pp} x {layout.tp} x {layout.dp}"}
+            if layout.num_slices > 1:
+                names |= {f"sliced {layout.schedule}", f"slices {str(layout.slices).replace(' ', '')}"}
         for one in dataclasses.fields(self):
             value = getattr(self, one.name)
             if one.name not in ("seed", "optimizer", "data") and isinstance(value, bool | int | float):
@@ -403,9 +454,44 @@ def _draw(random: Random, seed: int) -> Job | None:
     )
     if job.zero and job.has_doubles and _chance(random, 0.9):  # refused, which a few jobs show
         job = dataclasses.replace(job, zero=0)
+    job = _draw_slices(Random(-1 - seed), job)
     partition = _draw_partition(random, job)
     audit = _chance(random, 0.15) and all(one.schedule != "fbd" for one in job.layouts)
+    audit = audit and not (job.is_sliced and random.random() < 0.9)  # refused, which a few jobs show
     return dataclasses.replace(job, partition=partition, audit=audit)
+
+
+def _draw_slices(random: Random, job: Job) -> Job:
+    """Draw slices for the layouts that support them, and layers and losses that mostly do."""
+    if not any(layout.has_slices for layout in job.layouts) or _chance(random, 0.5):
+        return job
+    if _chance(random, 0.3):
+        job = dataclasses.replace(job, length=random.randrange(4, 13), variable_lengths=False)
+        count, unit = random.choice((2, 3, 4)), job.length
+    else:
+        count, unit = 0, random.choice((2, 3, 4))
+        tokens = random.choice((1, 2, 2, 3)) + 2 * job.variable_lengths
+        job = dataclasses.replace(job, length=unit * tokens)
+
+    def sliced(layout: Layout) -> Layout:
+        if not layout.has_slices:
+            return layout
+        cuts = [0, *sorted(random.sample(range(1, unit), count - 1)), unit] if count else []
+        lengths = tuple(stop - start for start, stop in pairwise(cuts))
+        equal = random.choice([k for k in (1, unit, unit, 2) if unit % k == 0])
+        return dataclasses.replace(layout, slices=lengths or equal)
+
+    job = dataclasses.replace(job, layout=sliced(job.layout), resume=job.resume and sliced(job.resume))
+    unfit = {*OF_PASSES} if _chance(random, 0.15) else {*OF_PASSES, *MIXES_TOKENS}
+    fit = [*[name for name in ZOO if name not in unfit], *5 * [*SLICED]]
+    blocks = [random.choice(fit) if name in unfit else name for name in job.blocks]
+    blocks.insert(random.randrange(len(blocks) + 1), random.choice([*SLICED]))
+    end = job.end
+    if not ENDS[end].pairs and _chance(random, 0.9):
+        end = "tied_pair" if job.start == "tied_tokens" else random.choice(("loss_pair", "counted_pair"))
+    job = dataclasses.replace(job, blocks=tuple(blocks), end=end)
+    missing = max(layout.placement.stages for layout in job.layouts) - job.num_layers
+    return dataclasses.replace(job, blocks=(*job.blocks, *["linear"] * missing))
 
 
 def _draw_blocks(random: Random, start: str, end: str, layouts: list[Layout]) -> tuple[str, ...]:

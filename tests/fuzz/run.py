@@ -16,9 +16,9 @@ from tests.ranks import Ranks
 
 from . import reference
 from .compare import differences
-from .job import Job, Layout
+from .job import MIXES_TOKENS, Job, Layout
 from .ranks import train_on_rank
-from .zoo import ZOO
+from .zoo import ENDS, ZOO
 
 TIMEOUT_S = 15.0
 
@@ -115,6 +115,9 @@ def _refusal(job: Job, text: str) -> Outcome:
         "data": job.data == "unequal",
         # Without an input that has a gradient, reentrant checkpoints get none, also in one process.
         "activation_checkpoint_func": "checkpointed_reentrant" in job.blocks,
+        "sequence_slices": job.is_sliced and bool({*job.blocks} & {*MIXES_TOKENS}),
+        "loss_fn": job.is_sliced and not ENDS[job.end].pairs,
+        "ds_ext.audit_interval": job.is_sliced and job.audit,
         "data_iter": any(layout.schedule == "chimera" for layout in job.layouts),
     }
     return Outcome(REFUSED if expected.get(text.partition(":")[0]) else FAILED, [text.splitlines()[0]])
@@ -187,6 +190,8 @@ def _candidates(job: Job) -> Iterator[Job]:
 
 
 def _smaller_layouts(layout: Layout) -> Iterator[Layout]:
+    for slices in (1, 2):
+        yield dataclasses.replace(layout, slices=slices)
     if layout.tp > 1:
         yield dataclasses.replace(layout, tp=1)
     if layout.dp > 1:

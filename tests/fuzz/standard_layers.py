@@ -257,7 +257,7 @@ class Positions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.positions, self.linear = nn.Parameter(0.1 * torch.randn(2 * LENGTH, WIDTH)), linear()
+        self.positions, self.linear = nn.Parameter(0.1 * torch.randn(4 * LENGTH, WIDTH)), linear()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x) + self.positions[: x.shape[1]]

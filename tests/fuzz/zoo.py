@@ -10,10 +10,11 @@ from ds_ext.tensor_parallel import TensorParallel
 from .crossings import CROSSINGS
 from .ends import ENDS, STARTS
 from .kinds import Kind, Place
+from .sliced_layers import SLICED
 from .standard_layers import STANDARD
 from .unusual_layers import UNUSUAL
 
-ZOO: dict[str, Kind] = {**STANDARD, **UNUSUAL, **CROSSINGS}
+ZOO: dict[str, Kind] = {**STANDARD, **UNUSUAL, **CROSSINGS, **SLICED}
 
 
 def model_layers(start: str, blocks: Sequence[str], end: str, tp: TensorParallel) -> list[Any]:

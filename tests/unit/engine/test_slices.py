@@ -1,0 +1,96 @@
+"""Trial of layers before they run in slices of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ds_ext.engine.slices import StageSlices, _try_layer
+from ds_ext.errors import ConfigError
+from ds_ext.tensor_parallel import earlier_slices, slice_start
+
+TOKENS, WIDTH = 4, 8
+OWNER = object()
+POSITIONS = torch.linspace(0, 1, TOKENS)[:, None]
+_weights = torch.Generator().manual_seed(0)
+WEIGHT = torch.randn(WIDTH, WIDTH, generator=_weights)
+KERNEL = torch.randn(WIDTH, WIDTH, 3, generator=_weights)
+
+
+def in_place(x: Tensor) -> Tensor:
+    return F.linear(x.mul_(0.5), WEIGHT)
+
+
+def previous_token(x: Tensor) -> Tensor:
+    earlier = earlier_slices(OWNER, x[:, -1:])
+    first = earlier[-1][0] if earlier else torch.zeros_like(x[:, :1])
+    return x + torch.cat((first, x[:, :-1]), 1)
+
+
+def positions(x: Tensor) -> Tensor:
+    return x + POSITIONS[slice_start() :][: x.size(1)]
+
+
+def parameter_beside(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, WEIGHT
+
+
+REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "convolution": lambda x: F.conv1d(x.mT, KERNEL, padding=1).mT,
+    "positions without slice_start": lambda x: x + POSITIONS[: x.size(1)],
+    "mean of a slice beside the output": lambda x: (x, x.square().mean()),
+    "first token beside the output": lambda x: (x, x[:, :1]),
+}
+
+
+def sample(tokens: int = TOKENS) -> Tensor:
+    """Part of a longer sample, as the first slice is."""
+    return torch.randn(2, 2 * tokens, WIDTH, generator=torch.Generator().manual_seed(1))[:, :tokens]
+
+
+@pytest.mark.parametrize("layer", [in_place, previous_token, positions, parameter_beside, nn.Linear(8, 8)])
+def test_layers_that_compute_the_same_are_accepted_and_keep_their_inputs(layer: Any) -> None:
+    x = sample()
+    with torch.no_grad():
+        _try_layer(layer, "layer 0", x, TOKENS)
+    assert torch.equal(x, sample())
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_layers_that_compute_something_else_are_refused_by_name(name: str) -> None:
+    with pytest.raises(ConfigError, match="layer 7"), torch.no_grad():
+        _try_layer(REFUSED[name], "layer 7", sample(), TOKENS)
+
+
+class OneLayer(nn.Module):
+    """Module with one stage, of a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts, self.stage_funcs = [0, 1], {0: [REFUSED["convolution"]]}
+
+    def stage_modules(self, stage: int) -> dict[int, nn.Module]:
+        return {}
+
+
+def test_a_layer_may_change_its_slice_of_the_data_in_place() -> None:
+    module: Any = OneLayer()
+    data = sample()
+    first, second = (StageSlices(module, 2, "equal", 1).cut((data,), j)[0] for j in range(2))
+    product = second.requires_grad_() * second.detach()  # keeps the second slice for its backward
+    first.mul_(2)
+    product.sum().backward()
+    assert torch.equal(data, sample())
+
+
+@pytest.mark.parametrize(("tokens", "trains"), [(1, True), (TOKENS, False)])
+def test_a_slice_of_one_token_and_an_evaluation_are_tried_too(tokens: int, trains: bool) -> None:
+    module: Any = OneLayer()
+    slices = StageSlices(module, 2, "equal", 1)
+    with pytest.raises(ConfigError, match="layer 0"), torch.set_grad_enabled(trains):
+        slices.forward(lambda: None, 0, 0, 0, (sample(tokens),))
