@@ -39,7 +39,9 @@ QWEN3 = dataclasses.replace(LLAMA, qk_layernorm=True)
 PACKED = {"reset_position_ids": True, "reset_attention_mask": True}
 
 
-def job(schedule: str, slices: int | tuple[int, ...] = 4, sizes: Any = (4, 1, 1), **fields: Any) -> Job:
+def job(
+    schedule: str, slices: int | tuple[int, ...] = 4, sizes: tuple[int, int, int] = (4, 1, 1), **fields: Any
+) -> Job:
     model = fields.pop("model", MODEL)
     changes = {key: fields.pop(key) for key in list(fields) if hasattr(MODEL, key)}
     options = OPTIONS.get(schedule, {})

@@ -27,9 +27,9 @@ LIMIT_KB = 1_450_000  # that a rank may allocate; four ranks, two micro-batches 
 @extensive
 def test_a_sample_that_does_not_fit_trains_in_slices(tmp_path: Path, free_port: Callable[[], int]) -> None:
     corpus = prepare_corpus(tmp_path, files=TOKENS // 100)
-    config = tiny_config(corpus) | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    config = tiny_config(corpus, schedule="1f1b", pipeline_parallel_size=4)
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
     del config["zero_optimization"]
-    config["ds_ext"] |= {"schedule": "1f1b", "pipeline_parallel_size": 4}
     config["ds_ext"]["train"] = {"data_path": str(corpus)}
     path = str(write_json(tmp_path / "long.json", config))
     flags = ["--deepspeed_config", path, *FLAGS, *MORE, "--seq-length", str(TOKENS), "--vocab-size", "4096"]

@@ -175,8 +175,8 @@ def test_the_causes_of_a_bubble_equal_simulations_without_them() -> None:
 class SlowFirstForwards(Costs):
     """Forwards at stage 0 take twice the time."""
 
-    def durations(self, placement: Placement) -> dict[str, tuple[float, ...]]:
-        durations = super().durations(placement)
+    def durations(self, placement: Placement, slices: int = 1) -> dict[str, tuple[float, ...]]:
+        durations = super().durations(placement, slices)
         return durations | {"F": (2 * durations["F"][0], *durations["F"][1:])}
 
 
