@@ -232,6 +232,11 @@ def has_loaded(process: int, library: str) -> bool:
     return library in proc_text(f"{process}/maps")
 
 
+def data_bytes() -> int:
+    """Return the bytes of private memory that this process has, which RLIMIT_DATA limits; 0 if unknown."""
+    return 1024 * int(_value_in("self/status", "VmData:") or 0)
+
+
 def thread_states() -> dict[int, str]:
     """Return the state letter of every thread of this process, by its native id."""
     fields = {int(task): _after_name(f"self/task/{task}/stat") for task in os.listdir(_PROC / "self/task")}

@@ -239,9 +239,7 @@ class Schedule:
         if slices < 1:
             raise ScheduleError(f"{self.name}: sequence_slices must be at least 1 (got {slices}).")
         if slices > 1 and not self.has_slices:
-            from .registry import SCHEDULES  # which imports this module
-
-            names = ", ".join(sorted(name for name, schedule in SCHEDULES.items() if schedule.has_slices))
+            names = ", ".join(sorted(name for name, schedule in REGISTERED.items() if schedule.has_slices))
             raise ScheduleError(
                 f"{self.name}: sequence_slices must be 1 (got {slices}). Schedules with slices: {names}."
             )
@@ -259,6 +257,9 @@ class Schedule:
         values = self.resolve_options(options)
         with self._wrap_errors():
             return self.dynamic(placement, micro_batches, values)
+
+
+REGISTERED: dict[str, Schedule] = {}  # by name; :mod:`.registry` adds them
 
 
 def every_device(generate: Generator, placement: Placement, micro_batches: int, **options: object) -> Orders:

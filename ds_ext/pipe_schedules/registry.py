@@ -23,6 +23,7 @@ from types import MappingProxyType
 from ..errors import ScheduleError
 from .definition import (
     COSTS,
+    REGISTERED,
     Dynamic,
     Generator,
     Option,
@@ -35,8 +36,7 @@ from .definition import (
 from .placement import Placement
 from .timetables import Timetable
 
-_SCHEDULES: dict[str, Schedule] = {}
-SCHEDULES: Mapping[str, Schedule] = MappingProxyType(_SCHEDULES)
+SCHEDULES: Mapping[str, Schedule] = MappingProxyType(REGISTERED)
 _COSTS_OPTION = Option("f=1,b=1,w=1,comm=0", None, "costs to plan for, in the format of --costs")
 
 
@@ -108,20 +108,20 @@ def planned_schedule(
 
 def _register(new: Schedule) -> None:
     """Add a schedule; a module may register its schedules again. Raises ScheduleError for a name of another module."""
-    known = _SCHEDULES.get(new.name)
+    known = REGISTERED.get(new.name)
     if known is not None and known.generate.__module__ != new.generate.__module__:
         raise ScheduleError(f"schedule {new.name!r} is already registered by {known.generate.__module__}.")
-    _SCHEDULES[new.name] = new
+    REGISTERED[new.name] = new
 
 
 def get_schedule(name: str) -> Schedule:
     """Return the schedule called ``name``, which is case-insensitive. Raises ScheduleError for an unknown name."""
-    schedule = _SCHEDULES.get(name.lower())
+    schedule = REGISTERED.get(name.lower())
     if schedule is None:
         choice = ' "auto" is possible in the JSON of a job only.' if name.lower() == "auto" else ""
         raise ScheduleError(
-            f"schedule: unknown name {name!r}{did_you_mean(name, _SCHEDULES)}.{choice} "
-            f"Schedules: {', '.join(sorted(_SCHEDULES))}."
+            f"schedule: unknown name {name!r}{did_you_mean(name, REGISTERED)}.{choice} "
+            f"Schedules: {', '.join(sorted(REGISTERED))}."
         )
     return schedule
 

@@ -36,7 +36,7 @@ LLAMA = dataclasses.replace(
     untie_embeddings_and_output_weights=True,
 )
 QWEN3 = dataclasses.replace(LLAMA, qk_layernorm=True)
-PACKED = {"reset_position_ids": True, "reset_attention_mask": True}
+PACKED: dict[str, Any] = {"reset_position_ids": True, "reset_attention_mask": True}
 
 
 def job(
@@ -114,7 +114,7 @@ def test_bf16_and_zero(ranks: Ranks, name: str) -> None:
         assert sliced == pytest.approx(whole, rel=2e-3)
 
 
-DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def test_attention_dropout_does_not_depend_on_the_schedule(ranks: Ranks) -> None:

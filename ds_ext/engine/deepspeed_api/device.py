@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from pathlib import Path
 
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ...environment import local_rank
+from ...environment import data_bytes, local_rank
 from ...errors import ConfigError
 
 # Hardware queues of a CUDA process, at most 32. By default there are 8, and streams that share one wait for each other.
@@ -45,10 +44,7 @@ def free_bytes() -> int | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
     if limit == resource.RLIM_INFINITY:
         return None
-    used = next(
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData")
-    )
-    return max(0, limit - 1024 * int(used.split()[1]))
+    return max(0, limit - data_bytes())
 
 
 def peak_memory_bytes(device: torch.device) -> int:
