@@ -156,33 +156,38 @@ def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> A
     """Return the outputs of a layer for a sequence. Raises ConfigError; see :meth:`StageSlices._try_layers`."""
     inputs, middle = pack(x, name), tokens // 2
 
-    def run(value: Sequence[Tensor], part: Slice) -> tuple[Tensor, ...]:
+    def run(value: Any, part: Slice) -> tuple[Tensor, ...]:
         with computing(part):
-            return pack(layer(unpack(value)), name)
+            return pack(layer(value), name)
 
-    whole = run(inputs, Slice(0, 0, tokens, tokens))
-    changed = run([_with_other_start(t, middle) for t in inputs], Slice(0, 0, tokens, tokens))
+    def part_of_inputs(start: int, stop: int) -> Any:
+        cut = getattr(layer, "cut_sequence", None)  # of a layer whose inputs have masks
+        return unpack(_cut(inputs, tokens, start, stop)) if cut is None else cut(x, start, stop)
+
+    whole = run(x, Slice(0, 0, tokens, tokens))
+    changed = run(unpack([_with_other_start(t, middle) for t in inputs]), Slice(0, 0, tokens, tokens))
     pairs = [
         (a, b)
         for a, b in zip(whole, changed, strict=True)
         if a.is_floating_point() and _has_tokens(a, tokens)
     ]
-    if all(torch.equal(a[:, middle:], b[:, middle:]) for a, b in pairs):
+    if not pairs:
         return unpack(whole)
+    mixes = not all(torch.equal(a[:, middle:], b[:, middle:]) for a, b in pairs)
     store = SliceStore()
     bounds = (0, middle), (middle, tokens)
-    parts = [
-        run(_cut(inputs, tokens, *bound), Slice(j, *bound, tokens, store)) for j, bound in enumerate(bounds)
-    ]
-    if not store.leaves:
+    parts = [run(part_of_inputs(*bound), Slice(j, *bound, tokens, store)) for j, bound in enumerate(bounds)]
+    if mixes and not store.leaves:
         raise ConfigError(
             f"sequence_slices: {name} mixes tokens, and keeps nothing for the next slice. Call "
             f"ds_ext.tensor_parallel.earlier_slices() in it (docs/long_sequences.md), or remove sequence_slices."
         )
-    for i, expected in enumerate(whole):
-        if not expected.is_floating_point() or not _has_tokens(expected, tokens):
+    lengths = tokens, middle, tokens - middle
+    for expected, *halves in zip(whole, *parts, strict=True):
+        are_tokens = map(_has_tokens, (expected, *halves), lengths)
+        if expected.dtype == torch.bool or not all(are_tokens):  # masks
             continue
-        difference = (torch.cat([part[i] for part in parts], 1) - expected).abs().max()
+        difference = (torch.cat(halves, 1) - expected).abs().max()
         limit = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE) * expected.abs().max()
         if not difference <= limit:
             raise ConfigError(
@@ -215,4 +220,5 @@ def _has_tokens(tensor: Tensor, tokens: int) -> bool:
 
 
 def _cut(tensors: Sequence[Tensor], tokens: int, start: int, stop: int) -> tuple[Tensor, ...]:
-    return tuple([t[:, start:stop] if _has_tokens(t, tokens) else t for t in tensors])
+    # Contiguous, as loss functions expect of labels.
+    return tuple([t[:, start:stop].contiguous() if _has_tokens(t, tokens) else t for t in tensors])
