@@ -56,17 +56,17 @@ class SliceCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """As for :attr:`is_sliding`."""
+        """No layer has a recurrent state."""
         return [False]
 
     @property
     def is_dummy(self) -> list[bool]:
-        """As for :attr:`is_sliding`."""
+        """No layer is without keys and values."""
         return [False]
 
     @property
     def is_compileable(self) -> bool:
-        """Whether sizes are static."""
+        """The cache grows, so a compiled forward cannot use it."""
         return False
 
     @property
