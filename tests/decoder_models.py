@@ -72,7 +72,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 def random_decoder(name: str, **changes: Any) -> Any:
     """Return a causal language model with random weights, none of which is zero or one."""
-    config = getattr(transformers, f"{name}Config")(**{**MODELS[name], **changes})
+    config = getattr(transformers, f"{name}Config")(**{**MODELS.get(name, {}), **changes})
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
@@ -127,6 +127,6 @@ def own_name(cut: Any, index: int, name: str) -> str:
     """Return the name of a parameter in the transformers model, from its pipeline layer and its name there."""
     if index == 0:
         return name.replace("module", cut.embedding, 1)
-    if 2 <= index < 2 + len(cut.calls):
+    if 2 <= index < 2 + cut.num_layers:
         return name.replace("module", f"{cut.layers}.{index - 2}", 1)
     return name.removeprefix("skeleton.")

@@ -68,6 +68,10 @@ class Observer:
 class Losses(Protocol):
     """Losses of a step, such as :class:`.losses.step.StepLosses`."""
 
+    def shift_labels(self, labels: Any) -> Any:
+        """Return the labels of a micro-batch from which those of its slices are cut."""
+        ...
+
     def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
         """Return the loss of a micro-batch."""
         ...
@@ -246,6 +250,8 @@ class Executor:
         if stage == 0:
             buffer.inputs = self._to_device(inputs, slice)
         if stage == self.last_stage:
+            if labels is not None and self._slices is not None:
+                labels = self.losses.shift_labels(labels)
             buffer.labels = None if labels is None else self._to_device(labels, slice)
 
     def _to_device(self, batch: Any, index: int) -> tuple[Tensor, ...]:
@@ -264,14 +270,16 @@ class Executor:
 
     def _forward(self, buffer: Buffer, stage: int, micro_batch: int, index: int) -> None:
         assert buffer.inputs is not None
-        number = self.data.first_id + micro_batch
-        if self._slices is None:
-            outputs = self.forward_stage(stage, buffer.inputs, self._step, number)
-        else:
-            run = functools.partial(self.forward_stage, stage, buffer.inputs, self._step, number)
-            outputs = self._slices.forward(run, stage, micro_batch, index, buffer.inputs)
-        if stage == self.last_stage:
-            self._store_loss(buffer, micro_batch, outputs, index)
+        inputs, number = buffer.inputs, self.data.first_id + micro_batch
+
+        def run() -> Any:
+            outputs = self.forward_stage(stage, inputs, self._step, number)
+            if stage == self.last_stage:
+                self._store_loss(buffer, micro_batch, outputs, index)
+            return outputs
+
+        slices = self._slices
+        outputs = run() if slices is None else slices.forward(run, stage, micro_batch, index, inputs)
         buffer.outputs = pack(outputs, f"stage {stage}")
         if not torch.is_grad_enabled():
             buffer.inputs = None

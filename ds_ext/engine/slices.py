@@ -142,6 +142,10 @@ def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> A
         with computing(part):
             return pack(layer(unpack(_copies(value))), name)
 
+    def part_of_inputs(start: int, stop: int) -> Sequence[Tensor]:
+        cut = getattr(layer, "cut_sequence", None)  # of a layer whose inputs have masks
+        return _cut(inputs, tokens, start, stop) if cut is None else pack(cut(x, start, stop), name)
+
     whole = run(inputs, Slice(0, 0, tokens, tokens))
     changed = run([_with_other_start(t, middle) for t in inputs], Slice(0, 0, tokens, tokens))
     mixes = any(
@@ -150,9 +154,7 @@ def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> A
     )
     store = SliceStore()
     bounds = (0, middle), (middle, tokens)
-    parts = [
-        run(_cut(inputs, tokens, *bound), Slice(j, *bound, tokens, store)) for j, bound in enumerate(bounds)
-    ]
+    parts = [run(part_of_inputs(*bound), Slice(j, *bound, tokens, store)) for j, bound in enumerate(bounds)]
     if mixes and not store.leaves:
         raise ConfigError(
             f"sequence_slices: {name} mixes tokens, and keeps nothing for the next slice. Call "
@@ -165,7 +167,8 @@ def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> A
         if not expected.is_floating_point() or not expected.numel() or pieces[0].shape != expected.shape:
             continue
         difference = (torch.stack(pieces) - expected).abs().max()
-        limit = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE) * expected.abs().max()
+        dtypes = [tensor.dtype for tensor in (*inputs, expected) if tensor.is_floating_point()]
+        limit = max(_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes) * expected.abs().max()
         if not difference <= limit:
             raise ConfigError(
                 f"sequence_slices: {name} computes something else in slices (got a difference of {difference:.2g} in "

@@ -15,10 +15,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import ConfigError
+from ..tensor_parallel import current_slice
+
+
+class Uncuttable(Exception):
+    """Reason why a model cannot be cut, or cannot train in slices."""
 
 
 class Hidden(Enum):
     """Place of the hidden states among the arguments of a decoder layer."""
+
+    HERE = 0
+
+
+class Keys(Enum):
+    """Place of the cache of keys and values among the arguments of a decoder layer."""
 
     HERE = 0
 
@@ -43,13 +54,15 @@ class Call:
     leaves: tuple[Any, ...]
 
     def arguments(
-        self, hidden_BSD: Tensor, shared: Sequence[Tensor | None]
+        self, hidden_BSD: Tensor, shared: Sequence[Tensor | None], cache: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the decoder layer."""
 
         def value(leaf: Any) -> Any:
             if leaf is Hidden.HERE:
                 return hidden_BSD
+            if leaf is Keys.HERE:
+                return cache
             return shared[leaf.number] if isinstance(leaf, Slot) else leaf
 
         args, kwargs = tree_unflatten([value(leaf) for leaf in self.leaves], self.structure)
@@ -57,10 +70,61 @@ class Call:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Tensor that decoder layers share.
+
+    Attributes:
+        differentiable: whether it depends on trained parameters.
+        queries: its dimensions with the tokens of a slice.
+        keys: its dimensions with these and all earlier tokens.
+    """
+
+    differentiable: bool
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Arguments of all decoder layers.
+
+    Attributes:
+        layers: those of every decoder layer.
+        shared: every slot.
+    """
+
+    layers: tuple[Call, ...]
+    shared: tuple[Shared, ...]
+
+    def shared_tensors(self, records: Sequence[tuple[Any, ...]]) -> list[Tensor | None]:
+        """Return the value of every slot from the recorded arguments of all decoder layers.
+
+        Raises:
+            ConfigError: layers got other arguments than in the trial, so the cut would be wrong.
+        """
+        shared: dict[int, Tensor | None] = {}
+        for index, (record, call) in enumerate(zip(records, self.layers, strict=True)):
+            for value, leaf in zip(leaves_of(record)[0], call.leaves, strict=True):
+                if isinstance(leaf, Slot):
+                    if shared.setdefault(leaf.number, value) is not value:
+                        raise ConfigError(
+                            f"inputs: decoder layer {index} gets other masks or positions than in the trial of "
+                            f"from_transformers. This model cannot be cut for these inputs."
+                        )
+                elif not isinstance(leaf, Hidden | Keys) and (isinstance(value, Tensor) or value != leaf):
+                    raise ConfigError(
+                        f"inputs: decoder layer {index} expects the argument {leaf!r} (got {value!r}). This model "
+                        f"cannot be cut for these inputs."
+                    )
+        return [shared[number] for number in range(len(shared))]
+
+
+@dataclass(frozen=True)
 class Cut:
     """Parts of a causal language model. Paths are as in ``named_modules()``.
 
     Attributes:
+        name: class of the config, for errors.
         backbone: path of the module that owns the decoder layers.
         width: number of columns of the word embedding.
         layers: path of their list.
@@ -68,10 +132,11 @@ class Cut:
         before, after: paths of the backbone's other modules that run before and after the decoder layers.
         tied: whether the head's weight is the embedding's.
         tuple_size: size of the tuple that a decoder layer returns, with the hidden states first; 0: only the tensor.
-        calls: arguments of every decoder layer.
-        differentiable: for every shared tensor, whether it depends on trained parameters.
+        whole: arguments of the decoder layers for sequences.
+        sliced: arguments for slices of sequences; or the reason why the model cannot train in slices.
     """
 
+    name: str
     backbone: str
     width: int
     layers: str
@@ -81,8 +146,29 @@ class Cut:
     after: tuple[str, ...]
     tied: bool
     tuple_size: int
-    calls: tuple[Call, ...]
-    differentiable: tuple[bool, ...]
+    whole: Calls
+    sliced: Calls | str
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.whole.layers)
+
+    def calls(self) -> Calls:
+        """Return the arguments of the decoder layers in the current pass. Raises ConfigError; see ``sliced``."""
+        return self.whole if current_slice() is None else self.sliced_calls()
+
+    def sliced_calls(self) -> Calls:
+        """Return the arguments of the decoder layers for slices. Raises ConfigError; see ``sliced``."""
+        if isinstance(self.sliced, str):
+            raise self.no_slices(self.sliced)
+        return self.sliced
+
+    def no_slices(self, reason: object) -> ConfigError:
+        """Return the error for a model that cannot train in slices."""
+        return ConfigError(
+            f"sequence_slices: {self.name} cannot train in slices, because {reason}. Remove sequence_slices."
+        )
 
     def layer_output(self, hidden_BSD: Tensor) -> Any:
         """Return the hidden states in the form in which a decoder layer returns them."""
@@ -93,28 +179,6 @@ class Cut:
         """Return the hidden states among the recorded arguments of a decoder layer."""
         leaves, _ = leaves_of(record)
         return leaves[place_of_hidden(record)]
-
-    def shared_tensors(self, records: Sequence[tuple[Any, ...]]) -> list[Tensor | None]:
-        """Return the value of every slot from the recorded arguments of all decoder layers.
-
-        Raises:
-            ConfigError: layers got other arguments than in the trial, so the cut would be wrong.
-        """
-        shared: dict[int, Tensor | None] = {}
-        for index, (record, call) in enumerate(zip(records, self.calls, strict=True)):
-            for value, leaf in zip(leaves_of(record)[0], call.leaves, strict=True):
-                if isinstance(leaf, Slot):
-                    if shared.setdefault(leaf.number, value) is not value:
-                        raise ConfigError(
-                            f"inputs: decoder layer {index} gets other masks or positions than in the trial of "
-                            f"from_transformers. This model cannot be cut for these inputs."
-                        )
-                elif leaf is not Hidden.HERE and (isinstance(value, Tensor) or value != leaf):
-                    raise ConfigError(
-                        f"inputs: decoder layer {index} expects the argument {leaf!r} (got {value!r}). This model "
-                        f"cannot be cut for these inputs."
-                    )
-        return [shared[number] for number in range(len(shared))]
 
 
 def leaves_of(record: tuple[Any, ...]) -> tuple[list[Any], TreeSpec]:

@@ -9,13 +9,14 @@ layers exchange; that model is refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from ..errors import ConfigError
-from .cut import Cut
+from .cut import Calls, Cut, Uncuttable, leaves_of
 from .trial import Trial, merge_records
 from .weights import Source
 
@@ -37,14 +38,18 @@ def find_cut(source: Source) -> Cut:
     tied = _is_head_tied(reference, embedding, head, name)
     backbone = model.get_submodule(owner)
     trial = Trial(model, backbone, getattr(backbone, attribute), name)
-    padded_records = trial.run(padded=True)
-    plain_records = trial.run(padded=False)
+    with _refusing(name):
+        records = trial.run(padded=True), trial.run(padded=False)
     before, after = trial.modules_around(owner, layers, embedding)
     _check_sharing(reference, layers, (embedding, head), name)
     _check_coverage(model, (embedding, head, *before, *after, layers), name)
-    trial.check_tail(before)
-    calls, differentiable = merge_records(padded_records, plain_records, name)
+    tuple_size, sliced = trial.tuple_size, _sliced_calls(trial)
+    with _refusing(name):
+        trial.tuple_size = tuple_size
+        trial.check_tail(before)
+        whole = merge_records(*records)
     return Cut(
+        name=name,
         backbone=owner,
         width=model.get_submodule(embedding).weight.shape[1],
         layers=layers,
@@ -53,10 +58,37 @@ def find_cut(source: Source) -> Cut:
         before=before,
         after=after,
         tied=tied,
-        tuple_size=trial.tuple_size,
-        calls=tuple(calls),
-        differentiable=tuple(differentiable),
+        tuple_size=tuple_size,
+        whole=whole,
+        sliced=sliced,
     )
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Context that raises Uncuttable as ConfigError."""
+    try:
+        yield
+    except Uncuttable as error:
+        raise ConfigError(f"{name}: cannot be cut, because {error}.") from None
+
+
+def _sliced_calls(trial: Trial) -> Calls | str:
+    """Return the arguments of the decoder layers for slices; or the reason why the model cannot train in them."""
+    from .slices import SliceCache  # needs transformers
+
+    config, tuple_size = trial.model.config.get_text_config(), trial.tuple_size
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", False):
+        return "its attention is bidirectional"
+    try:
+        padded, plain = (trial.run(padded, in_slices=True) for padded in (True, False))
+        for index, record in enumerate(padded):
+            if not any(isinstance(leaf, SliceCache) for leaf in leaves_of(record)[0]):
+                return f"decoder layer {index} does not get the cache of keys and values"
+        calls = merge_records(padded, plain)
+    except Uncuttable as error:
+        return str(error)
+    return calls if trial.tuple_size == tuple_size else "its layers return something else with a cache"
 
 
 def _check_config(config: Any, name: str) -> None:

@@ -13,15 +13,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ..tensor_parallel import linear
-from .cut import Cut, Recorder
+from ..tensor_parallel import current_slice, earlier_slices, linear, slice_start
+from .cut import Cut, Recorder, Shared, Uncuttable
 from .lora import Adapters
 from .weights import Source
+
+if TYPE_CHECKING:
+    from .slices import SliceCache
 
 
 class Embedding(nn.Module):
@@ -82,17 +85,24 @@ class Positions(_Part):
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the backbone until it calls the last decoder layer."""
-        embeds_BSD, *mask = inputs
+        from .slices import cache_arguments
+
+        embeds_BSD, *masks = inputs
+        calls = self.cut.calls()
+        mask = None
+        if masks:  # with the tokens of earlier slices
+            mask = torch.cat([*(m for (m,) in earlier_slices(self, masks[0])), masks[0]], 1)
+        arguments = cache_arguments(_slice_cache(None))
         self._recorder.take()  # those of a forward that failed
         with contextlib.suppress(_AllRecorded):
-            self.backbone(inputs_embeds=embeds_BSD, attention_mask=mask[0] if mask else None, use_cache=False)
+            self.backbone(inputs_embeds=embeds_BSD, attention_mask=mask, **arguments)
         records = self._recorder.take()
         hidden_BSD = self.cut.hidden_states(records[0])
-        shared = self.cut.shared_tensors(records)
+        shared = calls.shared_tensors(records)
         return hidden_BSD, *(hidden_BSD.new_empty(0, dtype=torch.bool) if t is None else t for t in shared)
 
     def _output(self, index: int, record: tuple[Any, ...]) -> Any:
-        if index == len(self.cut.calls) - 1:
+        if index == self.cut.num_layers - 1:
             raise _AllRecorded
         return self.cut.layer_output(self.cut.hidden_states(record))
 
@@ -109,7 +119,7 @@ class DecoderLayer(nn.Module):
     def __init__(self, source: Source, cut: Cut, index: int, adapters: Adapters | None) -> None:
         super().__init__()
         self.cut = cut
-        self.call = cut.calls[index]
+        self.index = index
         self.path = f"{cut.layers}.{index}"
         self.base_model: str = source.config.name_or_path
         self.module = source.submodule(self.path)
@@ -119,13 +129,36 @@ class DecoderLayer(nn.Module):
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the decoder layer with the arguments that the backbone would give it."""
         hidden_BSD, *shared = inputs
+        calls, cache = self.cut.calls(), _slice_cache(self)
         # Messages make every floating-point tensor a leaf with a gradient. Masks and angles need none.
         shared = [
-            t if trained else t.detach() for t, trained in zip(shared, self.cut.differentiable, strict=True)
+            t if slot.differentiable else t.detach() for t, slot in zip(shared, calls.shared, strict=True)
         ]
-        args, kwargs = self.call.arguments(hidden_BSD, [t if t.numel() else None for t in shared])
-        output = self.module(*args, **kwargs)
+        tensors = [t if t.numel() else None for t in shared]
+        args, kwargs = calls.layers[self.index].arguments(hidden_BSD, tensors, cache)
+        try:
+            output = self.module(*args, **kwargs)
+        except Uncuttable as error:
+            raise self.cut.no_slices(error) from None
+        if cache is not None and not cache.updates:
+            raise self.cut.no_slices(self._reason_without_update())
         return (output[0] if self.cut.tuple_size else output), *shared
+
+    def _reason_without_update(self) -> str:
+        if getattr(self.module, "gradient_checkpointing", False):
+            return (
+                "its own gradient checkpointing drops keys and values (call gradient_checkpointing_disable(), and set "
+                "activation_checkpoint_interval in PipelineModule)"
+            )
+        return f"decoder layer {self.index} keeps no keys and values"
+
+    def cut_sequence(self, inputs: Sequence[Tensor], start: int, stop: int) -> tuple[Tensor, ...]:
+        """Return the inputs for tokens ``start`` to ``stop`` of a sequence, as Positions returns them for a slice."""
+        hidden_BSD, *shared = inputs
+        return hidden_BSD[:, start:stop], *(
+            _cut_shared(tensor, slot, start, stop)
+            for tensor, slot in zip(shared, self.cut.sliced_calls().shared, strict=True)
+        )
 
 
 class FinalNorm(_Part):
@@ -226,6 +259,27 @@ class Outputs:
 
     def __getitem__(self, index: int | slice) -> Any:
         return (self.last_hidden_state,)[index]
+
+
+def _slice_cache(owner: object) -> SliceCache | None:
+    """Return the cache of the current slice; None without slices."""
+    from .slices import SliceCache  # needs transformers
+
+    return None if current_slice() is None else SliceCache(slice_start(), owner)
+
+
+def _cut_shared(tensor: Tensor, slot: Shared, start: int, stop: int) -> Tensor:
+    """Return a shared tensor of a sequence for its tokens ``start`` to ``stop``."""
+    if not tensor.numel():
+        if start == 0 or not slot.queries or not slot.keys:
+            return tensor
+        # Attention without a mask is causal, from the first key on: later slices need a mask.
+        return tensor.new_ones(1, 1, stop, stop).tril()[:, :, start:]
+    for dim in slot.queries:
+        tensor = tensor.narrow(dim, start, stop - start)
+    for dim in slot.keys:
+        tensor = tensor.narrow(dim, 0, stop)
+    return tensor
 
 
 def _drop_weights(

@@ -12,6 +12,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..tensor_parallel import current_slice
 from .cut import Cut
 from .find import find_cut
 from .layers import DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
@@ -71,28 +72,36 @@ def _layer_specs(source: Source, cut: Cut, adapters: Adapters | None) -> list[La
     return [
         embedding,
         LayerSpec(Positions, *arguments),
-        *(LayerSpec(DecoderLayer, source, cut, index, adapters) for index in range(len(cut.calls))),
+        *(LayerSpec(DecoderLayer, source, cut, index, adapters) for index in range(cut.num_layers)),
         LayerSpec(FinalNorm, *arguments),
         head,
     ]
 
 
 class CausalLoss:
-    """Loss function of the model: (logits_BSV, labels_BS) to (sum, count) of the predicted tokens."""
+    """Loss function of the model: (logits_BSV, labels_BS) to (sum, count) of the predicted tokens.
+
+    In slices of sequences, ``labels_BS`` are those of :meth:`shift_labels`.
+    """
 
     def __init__(self, source: Source) -> None:
         self._function = source.loss_function
         self._vocab_size = source.config.get_text_config().vocab_size
 
     def __call__(self, logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-        total = self._function(
-            logits=logits_BSV, labels=labels_BS, vocab_size=self._vocab_size, num_items_in_batch=1
-        )
-        return total, self.counts(labels_BS)
+        arguments = {"logits": logits_BSV, "vocab_size": self._vocab_size, "num_items_in_batch": 1}
+        if current_slice() is None:
+            return self._function(labels=labels_BS, **arguments), self.counts(labels_BS)
+        total = self._function(labels=None, shift_labels=labels_BS, **arguments)
+        return total, (labels_BS != IGNORE_INDEX).sum()
 
     def counts(self, labels_BS: Tensor) -> Tensor:
         """Return the number of tokens that the model is trained to predict."""
         return (labels_BS[:, 1:] != IGNORE_INDEX).sum()
+
+    def shift_labels(self, labels_BS: Tensor) -> Tensor:
+        """Return the next label of every token, from which the slices of a sample are cut."""
+        return nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss) -> None:
@@ -125,5 +134,5 @@ def _layer_sizes(source: Source, cut: Cut) -> list[int]:
             parameter.numel() for path in paths for parameter in model.get_submodule(path).parameters()
         )
 
-    layers = [size(f"{cut.layers}.{index}") for index in range(len(cut.calls))]
+    layers = [size(f"{cut.layers}.{index}") for index in range(cut.num_layers)]
     return [size(cut.embedding), size(*cut.before), *layers, size(*cut.after), size(cut.head)]

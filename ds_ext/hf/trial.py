@@ -13,15 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from .cut import Call, Hidden, Recorder, Slot, leaves_of, place_of_hidden
+from .cut import (
+    Call,
+    Calls,
+    Hidden,
+    Keys,
+    Recorder,
+    Shared,
+    Slot,
+    Uncuttable,
+    leaves_of,
+    place_of_hidden,
+)
 
-_BATCH, _LENGTH, _PADDING = 7, 6, 2  # of the trial inputs; a batch has more rows than a layer returns values
+_BATCH, _PADDING = 7, 2  # of the trial inputs; a batch has more rows than a layer returns values
+_LENGTH, _EARLIER = 11, 2  # tokens, and in slices those before them; no other sizes of shared tensors
 _MAX_TUPLE = 3
 _CONSTANTS = (bool, int, float, str, torch.dtype)
-
-
-class Uncuttable(Exception):
-    """Reason why a model cannot be cut."""
 
 
 class _State:
@@ -59,35 +67,39 @@ class Trial:
             if module is not backbone and module is not layers:
                 module.register_forward_pre_hook(functools.partial(self._note_call, path))
 
-    def run(self, padded: bool) -> list[tuple[Any, ...]]:
-        """Return the arguments of every decoder layer, with or without a padding mask.
+    def run(self, padded: bool, in_slices: bool = False) -> list[tuple[Any, ...]]:
+        """Return the arguments of every decoder layer, with or without a padding mask, for sequences or a slice.
 
         The model may expect a tensor or a tuple from a decoder layer. ``tuple_size`` is set to the first form that it
         accepts.
 
         Raises:
-            ConfigError: the model cannot be cut.
+            Uncuttable: the model cannot be cut.
         """
-        mask_BS = None
+        from .slices import SliceCache, cache_arguments  # needs transformers
+
+        earlier = _EARLIER if in_slices else 0
+        arguments = cache_arguments(SliceCache(earlier) if in_slices else None)
         if padded:
-            mask_BS = torch.ones(_BATCH, _LENGTH, dtype=torch.int64)
+            mask_BS = torch.ones(_BATCH, earlier + _LENGTH, dtype=torch.int64)
             mask_BS[0, -_PADDING:] = 0
+            arguments["attention_mask"] = mask_BS
         failures: list[tuple[int, str]] = []  # (number of layers called, reason) for every form
         for tuple_size in range(_MAX_TUPLE + 1):
             self.tuple_size = tuple_size
-            reason = self._failure(mask_BS)
+            reason = self._failure(arguments)
             if reason is None:
                 return self._recorder.records
             failures.append((len(self._recorder.records), reason))
         # The run with the form that the model expects gets further.
         _, reason = max(failures, key=lambda failure: failure[0])
-        raise ConfigError(f"{self.name}: cannot be cut, because {reason}.")
+        raise Uncuttable(reason)
 
-    def _failure(self, mask_BS: Tensor | None) -> str | None:
-        """Run the backbone once and return why the model cannot be cut; None if the run shows no reason."""
+    def _failure(self, arguments: dict[str, Any]) -> str | None:
+        """Run the backbone and return why the model cannot be cut; None if the run shows no reason."""
         self._forget_run()
         try:
-            outputs = self.backbone(inputs_embeds=self._embeds(1.0), attention_mask=mask_BS, use_cache=False)
+            outputs = self.backbone(inputs_embeds=self._embeds(1.0), **arguments)
             self._check_result(getattr(outputs, "last_hidden_state", None))
         except Uncuttable as error:
             return str(error)
@@ -101,7 +113,7 @@ class Trial:
         self._recorder.records = []
 
     def check_tail(self, before: Sequence[str]) -> None:
-        """Raise ConfigError if the final hidden states depend on anything before the decoder layers.
+        """Raise Uncuttable if the final hidden states depend on anything before the decoder layers.
 
         This run has NaN in the word embeddings and in all weights of the modules ``before``. Call it last: the weights
         stay NaN.
@@ -111,11 +123,8 @@ class Trial:
         for path in before:
             for parameter in self.model.get_submodule(path).parameters():
                 parameter.data = torch.full((), float("nan"), dtype=parameter.dtype).expand(parameter.shape)
-        try:
-            outputs = self.backbone(inputs_embeds=self._embeds(float("nan")), use_cache=False)
-            self._check_result(outputs.last_hidden_state)
-        except Uncuttable as error:
-            raise ConfigError(f"{self.name}: cannot be cut, because {error}.") from None
+        outputs = self.backbone(inputs_embeds=self._embeds(float("nan")), use_cache=False)
+        self._check_result(outputs.last_hidden_state)
 
     def _embeds(self, value: float) -> Tensor:
         weight = self.model.get_input_embeddings().weight
@@ -197,27 +206,24 @@ def _give_free_weights(modules: Iterable[nn.Module]) -> None:
                 module._parameters[key] = nn.Parameter(ones, requires_grad=True)
 
 
-def merge_records(
-    padded: Sequence[tuple[Any, ...]], plain: Sequence[tuple[Any, ...]], name: str
-) -> tuple[list[Call], list[bool]]:
-    """Return the calls of all layers, and for every slot whether it depends on trained parameters.
+def merge_records(padded: Sequence[tuple[Any, ...]], plain: Sequence[tuple[Any, ...]]) -> Calls:
+    """Return the calls of all layers from their arguments with and without a padding mask.
 
-    ``padded`` and ``plain`` are the arguments of every layer with and without a padding mask; ``name`` is for errors.
-    Raises ConfigError if the mask changes their form, or if layers exchange an object that is not a tensor.
+    Raises Uncuttable if the mask changes their form, or if layers exchange an object that is not a tensor.
     """
     slots = _Slots()
-    calls = [_merge_record(*pair, slots, name) for pair in zip(padded, plain, strict=True)]
-    return calls, slots.differentiable
+    calls = [_merge_record(*pair, slots) for pair in zip(padded, plain, strict=True)]
+    return Calls(tuple(calls), tuple(slots.shared))
 
 
-def _merge_record(padded: tuple[Any, ...], plain: tuple[Any, ...], slots: _Slots, name: str) -> Call:
-    """Return the call of one layer, and add a slot for every new tensor. Raises ConfigError."""
+def _merge_record(padded: tuple[Any, ...], plain: tuple[Any, ...], slots: _Slots) -> Call:
+    """Return the call of one layer, and add a slot for every new tensor. Raises Uncuttable."""
+    from .slices import SliceCache
+
     values, structure = leaves_of(padded)
     plain_values, plain_structure = leaves_of(plain)
     if structure != plain_structure:
-        raise ConfigError(
-            f"{name}: cannot be cut, because a padding mask changes the arguments of its layers."
-        )
+        raise Uncuttable("a padding mask changes the arguments of its layers")
     hidden = values[place_of_hidden(padded)]
     plain_hidden = plain_values[place_of_hidden(plain)]
     leaves: list[Any] = []
@@ -226,12 +232,12 @@ def _merge_record(padded: tuple[Any, ...], plain: tuple[Any, ...], slots: _Slots
             leaves.append(Hidden.HERE)
         elif isinstance(value, Tensor) or isinstance(plain_value, Tensor):
             leaves.append(slots.slot(value, plain_value))
+        elif isinstance(value, SliceCache):
+            leaves.append(Keys.HERE)
         elif (value is None or isinstance(value, _CONSTANTS)) and value == plain_value:
             leaves.append(value)
         else:
-            raise ConfigError(
-                f"{name}: cannot be cut, because its decoder layers exchange a {type(value).__name__}."
-            )
+            raise Uncuttable(f"its decoder layers exchange a {type(value).__name__}")
     return Call(structure, tuple(leaves))
 
 
@@ -239,11 +245,11 @@ class _Slots:
     """Slots of the tensors that decoder layers get beside the hidden states.
 
     Attributes:
-        differentiable: for every slot, whether its tensor depends on trained parameters.
+        shared: the tensor of every slot.
     """
 
     def __init__(self) -> None:
-        self.differentiable: list[bool] = []
+        self.shared: list[Shared] = []
         self._slots: dict[tuple[int, int], Slot] = {}  # identities of the tensor in both runs -> slot
 
     def slot(self, value: Any, plain_value: Any) -> Slot:
@@ -255,7 +261,12 @@ class _Slots:
         key = (_identity(value), _identity(plain_value))
         if key not in self._slots:
             self._slots[key] = Slot(len(self._slots))
-            self.differentiable.append(any(isinstance(t, Tensor) and t.requires_grad for t in pair))
+            tensors = [t for t in pair if isinstance(t, Tensor)]
+            sizes = [*enumerate(tensors[0].shape)]
+            queries, keys = (
+                tuple(dim for dim, size in sizes if size == n) for n in (_LENGTH, _EARLIER + _LENGTH)
+            )
+            self.shared.append(Shared(any(t.requires_grad for t in tensors), queries, keys))
         return self._slots[key]
 
 

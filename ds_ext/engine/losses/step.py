@@ -177,6 +177,13 @@ class StepLosses:
         method = getattr(self._module.loss_fn, "counts", None)  # a module may have a tensor of this name
         return method if callable(method) else None
 
+    def shift_labels(self, labels: Any) -> Any:
+        """Return the labels of a sample from which those of slices are cut, by a method of the loss function."""
+        method = getattr(self._module.loss_fn, "shift_labels", None)
+        if not callable(method):
+            return labels
+        return method(tuple(labels) if isinstance(labels, list) else labels)
+
     def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
         """Return the loss of a micro-batch. Without a loss function the outputs are the loss, as in DeepSpeed.
 
