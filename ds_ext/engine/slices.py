@@ -167,7 +167,8 @@ def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> A
         if not expected.is_floating_point() or not expected.numel() or pieces[0].shape != expected.shape:
             continue
         difference = (torch.stack(pieces) - expected).abs().max()
-        limit = _TOLERANCE.get(expected.dtype, _HALF_TOLERANCE) * expected.abs().max()
+        dtypes = [tensor.dtype for tensor in (*inputs, expected) if tensor.is_floating_point()]
+        limit = max(_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes) * expected.abs().max()
         if not difference <= limit:
             raise ConfigError(
                 f"sequence_slices: {name} computes something else in slices (got a difference of {difference:.2g} in "
