@@ -122,6 +122,8 @@ class StageSlices:
             if self._shards > 1 and stage:
                 self._require_own(name, modules.get(index, layer))
                 continue
+            if self._module.loss_fn is None and index == self._module.parts[-1] - 1:
+                return  # it returns the loss, which slices add up
             with torch.no_grad(), evaluating(self._module):
                 x = _try_layer(layer, name, x, tokens)
 

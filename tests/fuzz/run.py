@@ -115,7 +115,7 @@ def _refusal(job: Job, text: str) -> Outcome:
         "data": job.data == "unequal",
         # Without an input that has a gradient, reentrant checkpoints get none, also in one process.
         "activation_checkpoint_func": "checkpointed_reentrant" in job.blocks,
-        "sequence_slices": job.is_sliced and bool({*job.blocks} & {*MIXES_TOKENS}),
+        "sequence_slices": job.is_sliced and bool({*job.blocks, job.end} & {*MIXES_TOKENS, "output_pair"}),
         "loss_fn": job.is_sliced and not ENDS[job.end].pairs,
         "ds_ext.audit_interval": job.is_sliced and job.audit,
         "data_iter": any(layout.schedule == "chimera" for layout in job.layouts),

@@ -53,7 +53,14 @@ def sample(tokens: int = TOKENS) -> Tensor:
     return torch.randn(2, 2 * tokens, WIDTH, generator=torch.Generator().manual_seed(1))[:, :tokens]
 
 
-@pytest.mark.parametrize("layer", [in_place, previous_token, positions, parameter_beside, nn.Linear(8, 8)])
+def rounded(x: Tensor) -> Tensor:
+    """Output in fp64 that rounds by the length of the slice as fp32 does."""
+    return (x * (1 + 1e-7 * x.size(1))).double()
+
+
+@pytest.mark.parametrize(
+    "layer", [in_place, previous_token, positions, parameter_beside, rounded, nn.Linear(8, 8)]
+)
 def test_layers_that_compute_the_same_are_accepted_and_keep_their_inputs(layer: Any) -> None:
     x = sample()
     with torch.no_grad():
@@ -68,18 +75,24 @@ def test_layers_that_compute_something_else_are_refused_by_name(name: str) -> No
 
 
 class OneLayer(nn.Module):
-    """Module with one stage, of a convolution."""
+    """Module with one stage of one layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, layer: Callable[[Tensor], Any], loss_fn: Any = F.mse_loss) -> None:
         super().__init__()
-        self.parts, self.stage_funcs = [0, 1], {0: [REFUSED["convolution"]]}
+        self.parts, self.stage_funcs, self.loss_fn = [0, 1], {0: [layer]}, loss_fn
 
     def stage_modules(self, stage: int) -> dict[int, nn.Module]:
         return {}
 
 
+def test_the_last_layer_may_return_the_loss() -> None:
+    module: Any = OneLayer(lambda x: (x.sum(), torch.tensor(x.numel())), None)
+    slices = StageSlices(module, 2, "equal", 1)
+    assert slices.forward(lambda: 3, 0, 0, 0, (sample(),)) == 3
+
+
 def test_a_layer_may_change_its_slice_of_the_data_in_place() -> None:
-    module: Any = OneLayer()
+    module: Any = OneLayer(in_place)
     data = sample()
     first, second = (StageSlices(module, 2, "equal", 1).cut((data,), j)[0] for j in range(2))
     product = second.requires_grad_() * second.detach()  # keeps the second slice for its backward
@@ -90,7 +103,7 @@ def test_a_layer_may_change_its_slice_of_the_data_in_place() -> None:
 
 @pytest.mark.parametrize(("tokens", "trains"), [(1, True), (TOKENS, False)])
 def test_a_slice_of_one_token_and_an_evaluation_are_tried_too(tokens: int, trains: bool) -> None:
-    module: Any = OneLayer()
+    module: Any = OneLayer(REFUSED["convolution"])
     slices = StageSlices(module, 2, "equal", 1)
     with pytest.raises(ConfigError, match="layer 0"), torch.set_grad_enabled(trains):
         slices.forward(lambda: None, 0, 0, 0, (sample(tokens),))
