@@ -38,7 +38,8 @@ def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
     group.add_argument("--ports", choices=[RANK_PORTS, HOST_PORTS], help=ports)
     memory = "bytes per second of a device's memory; then --tflops is the rate of matrix products alone"
     group.add_argument("--memory-bandwidth", metavar="1.6TB", help=memory)
-    group.add_argument("--collectives", choices=[NCCL, GLOO], help="algorithms of the collectives (nccl)")
+    text = "algorithms of the collectives (nccl)" + ("" if sizes else "; gloo: the devices are CPUs")
+    group.add_argument("--collectives", choices=[NCCL, GLOO], help=text)
     if sizes:
         group.add_argument("--tflops", type=float, metavar="T", help=RATE)
         group.add_argument(

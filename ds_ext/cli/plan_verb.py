@@ -13,14 +13,17 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ScheduleError
+from ..parallel.network import GLOO
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
+from ..planner.auto import SCORES_ON_CPU
 from ..planner.fbd import compare_with_fbd
 from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, plan_cluster
 from ..planner.text import (
     HEADROOM,
     aligned,
     format_bytes,
+    format_count,
     join_reasons,
     join_words,
     parse_bytes,
@@ -95,6 +98,8 @@ def run_plan(args: argparse.Namespace) -> int:
     if args.zero is None:
         # ZeRO-1 sends as many bytes as averaging gradients, so it takes no more time.
         model = replace(model, zero_stage=1)
+    if args.collectives == GLOO and model.attention_dropout:
+        model = replace(model, **SCORES_ON_CPU)
     forward_devices = _forward_devices(args, cluster)
     costs = read_costs(args.costs).ratios()
     with _progress() as progress:
@@ -177,7 +182,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, costs: Costs) -> list[str]:
-    parameters = model.device_parameters(linear(1), 0) / 1e9
+    parameters = model.device_parameters(linear(1), 0)
     zero = "1 with several copies of the weights" if model.bytes.sharded else "0"
     hosts, links = describe_network(cluster.links)
     whole = parse_bytes(args.memory, "--memory")
@@ -185,7 +190,7 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
     batch = "" if cluster.micro_batch is None else f", micro-batches of {cluster.micro_batch}"
     b, w = (time / costs.forward for time in (costs.backward_input, costs.backward_weight))
     return [
-        f"model       {args.model or 'custom'}, {parameters:,.2f} billion parameters, {model.precision}, "
+        f"model       {args.model or 'custom'}, {format_count(parameters)} parameters, {model.precision}, "
         f"ZeRO stage {zero}",
         f"devices     {cluster.devices} x {format_bytes(whole)}, {args.tflops:g} TFLOP/s each",
         f"memory      {format_bytes(cluster.memory_bytes)} planned, {format_bytes(whole - cluster.memory_bytes)} free: "
@@ -238,8 +243,7 @@ def _result_lines(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes) -> 
 def _reason(plan: ClusterPlan) -> str:
     """Return the best sizes, how much longer the next ones take, and the reason for the schedule."""
     best = plan.best
-    second = next((sizes for sizes in plan.ranked[1:] if sizes.fits and sizes.step_s is not None), None)
-    row, order = best.candidate, ""
+    second, row, order = plan.second, best.candidate, ""
     if best.fits and row is not None:
         order = (
             f"\n  rank order {row.rank_order}: reductions {row.reductions_s:.3g} s exposed, all-gather "
@@ -264,7 +268,8 @@ def _speed(args: argparse.Namespace, plan: ClusterPlan, cluster: Cluster, model:
     step_s = plan.best.step_s or math.inf
     tokens_s = cluster.batch * model.seq_length / step_s
     tflops = cluster.batch * model.flops_per_sample / step_s / cluster.devices / 1e12
-    line = f"  {tokens_s:,.0f} tokens/s, {tflops:.1f} TFLOP/s of the model per device (divided by its peak rate: MFU)"
+    rate = f"{tflops:.1f} TFLOP/s" if tflops >= 0.1 else f"{1e3 * tflops:.3g} GFLOP/s"
+    line = f"  {tokens_s:,.0f} tokens/s, {rate} of the model per device (divided by its peak rate: MFU)"
     return line if args.tokens is None else f"{line}, {args.tokens / tokens_s / 86400:,.1f} days"
 
 
@@ -283,13 +288,11 @@ def _remedies(cluster: Cluster, model: TrainingSizes) -> str:
 def _config(sizes: ParallelSizes, cluster: Cluster, model: TrainingSizes) -> dict[str, Any]:
     """Return a DeepSpeed JSON for the sizes, with usual values of AdamW. The sizes must have a candidate."""
     assert sizes.candidate is not None and sizes.candidate.sizes is not None
-    copies = sizes.data * sizes.candidate.replicas
     return {
         "train_batch_size": cluster.batch,
         "train_micro_batch_size_per_gpu": sizes.candidate.sizes.micro_batch,
         **({} if model.precision == "fp32" else {model.precision: {"enabled": True}}),
-        # A single copy of the weights has nothing to shard.
-        "zero_optimization": {"stage": model.zero_stage if copies > 1 else 0},
+        "zero_optimization": {"stage": sizes.candidate.sizes.zero_stage},
         "optimizer": {"type": "AdamW", "params": _ADAM},
         "ds_ext": sizes.section(),
     }

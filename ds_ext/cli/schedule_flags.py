@@ -20,9 +20,11 @@ from ..pipe_schedules.files import is_timetable_file, read_timetable
 from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.simulation import Simulation, simulate
 from ..planner.stage_costs import split_layers, stage_costs
+from ..planner.training_sizes import TrainingSizes
 from .model_flags import model_of
 
 _DEFAULT_COSTS = "f=1,b=1,w=1,comm=0"
+_MOST_END_LAYERS = 4  # pipeline layers of a model besides its transformer layers
 _WITH_OPTIONS = re.compile(r"[\w-]+:\w+=")
 # In errors: keys of the JSON whose flags have other names; words that may be flags, which are the first one and those
 # with an underscore, except options behind the name of their schedule; and a number that only jobs have.
@@ -200,6 +202,7 @@ def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespac
     def costs_on(placement: Placement) -> Costs:
         costs = base_costs
         if model is not None:
+            _check_measured(base_costs, model)
             costs = stage_costs(base_costs, split_layers(model, placement, name))
         return costs.fit(placement)
 
@@ -218,6 +221,17 @@ def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespac
         return timetable, costs_on(placement)
     costs = costs_on(placement)
     return schedule.timetable(args.num_devices, args.micro_batches, options, costs, slices), costs
+
+
+def _check_measured(costs: Costs, model: TrainingSizes) -> None:
+    """Raise ScheduleError for costs that were measured with another micro-batch size or number of layers."""
+    costs.check_measured({"micro_batch_size": model.micro_batch})
+    layers = sum(costs.measured.get("stage_layers") or ())
+    if layers and not 0 <= layers - model.num_layers <= _MOST_END_LAYERS:
+        raise ScheduleError(
+            f"costs: must be measured with {model.num_layers} transformer layers (got {layers} pipeline layers). "
+            "Trace a run with these sizes."
+        )
 
 
 def _from_file(name: str, args: argparse.Namespace) -> Timetable:

@@ -12,7 +12,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -324,6 +324,8 @@ def run_simulate(args: argparse.Namespace) -> int:
     on_hosts = step_on_hosts(args, simulation, model)
     if model is not None:
         model = split_layers(model, timetable.placement, timetable.schedule)
+        if on_hosts is not None:
+            model = replace(model, data_parallel=on_hosts.layout.data_parallel_size)
     if args.json:
         values = simulation.as_dict() | {"busy": list(simulation.busy)}
         if model is not None:

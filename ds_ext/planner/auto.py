@@ -233,7 +233,7 @@ def model_of_train(train: Mapping[str, Any], vocab_size: int) -> TransformerConf
 
 
 # torch's attention with dropout on CPUs keeps fp32 scores before and after it, the mask, and copies of its inputs.
-_SCORES_ON_CPU = {"attention_scores": True, "score_bytes": 12, "score_copies": 12}
+SCORES_ON_CPU = {"attention_scores": True, "score_bytes": 12, "score_copies": 12}
 
 
 def training_sizes(
@@ -266,7 +266,7 @@ def training_sizes(
         tensor_parallel=tensor_parallel,
         data_parallel=data,
         zero_stage=min(zero_stage(config), 1),
-        **(_SCORES_ON_CPU if on_cpu and model.attention_dropout else {}),
+        **(SCORES_ON_CPU if on_cpu and model.attention_dropout else {}),
     )
 
 

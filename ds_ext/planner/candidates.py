@@ -105,18 +105,21 @@ class Candidates:
     Attributes:
         memory_bytes: memory limit of a device; None: no limit.
         margin: relative saving below which a candidate was not evaluated.
-        least: lower bound on the time of the candidates that are not listed; infinite if all are.
+        least: lower bound on the time of the candidates that are not evaluated; infinite if all are.
+        least_bytes: lower bound on the memory of those that are not evaluated because they are too large.
     """
 
     ranked: tuple[Candidate, ...]
     memory_bytes: int | None = None
     margin: float = 0.0
     least: float = math.inf
+    least_bytes: float = math.inf
 
     @property
     def best(self) -> Candidate | None:
-        """Usable candidate with the least time, then the least memory; None if nothing fits."""
-        return self.ranked[0] if self.ranked and not self.ranked[0].refusal else None
+        """Usable candidate with the least time, then the least memory; None if nothing fits or another may win."""
+        best = self.ranked[0] if self.ranked and not self.ranked[0].refusal else None
+        return None if best and (best.time or 0.0) * (1 - self.margin) > self.least else best
 
     @property
     def usable(self) -> tuple[Candidate, ...]:

@@ -128,6 +128,8 @@ class ParallelSizes:
     def candidate(self) -> Candidate | None:
         """Best candidate, or the smallest if none fits; None if no schedule is possible, or not all are evaluated."""
         smallest = None if self.least_s < math.inf else self.candidates.smallest
+        if smallest is not None and (smallest.unpriced or smallest.size > (self.candidates.least_bytes,)):
+            smallest = None
         return self.candidates.best or smallest
 
     @property
@@ -182,15 +184,26 @@ class ClusterPlan:
 
     @property
     def shown(self) -> tuple[ParallelSizes, ...]:
-        """Sizes that fit or are not evaluated; all that have a candidate if none fits."""
+        """Sizes that fit or are not evaluated; if none fits, those that are smaller than all others."""
         if self.best.fits:
             return tuple(row for row in self.ranked if row.fits or row.least_s < math.inf)
-        return tuple(row for row in self.ranked if row.candidate is not None) or self.ranked[:1]
+        least = min(row.candidates.least_bytes for row in self.ranked)
+        return (
+            tuple(row for row in self.ranked if row.candidate and row.candidate.size <= (least,))
+            or self.ranked[:1]
+        )
 
     @property
     def best(self) -> ParallelSizes:
         """Sizes to use; the smallest if none fits."""
         return self.ranked[0]
+
+    @property
+    def second(self) -> ParallelSizes | None:
+        """Next sizes; None if no others fit, or if sizes that are not evaluated may take less time."""
+        least_s = min(row.least_s for row in self.ranked)
+        row = next((row for row in self.ranked[1:] if row.fits), None)
+        return row if row is not None and (row.step_s or 0.0) * (1 - _MARGIN) <= least_s else None
 
 
 def plan_cluster(
@@ -288,6 +301,7 @@ def _requests(
             intervals=_INTERVALS if cluster.interval is None else (cluster.interval,),
             network=cluster.links,
             unit_s=forward_s,
+            unsharded_alone=True,
         )
 
 

@@ -42,6 +42,8 @@ _NEAR = 0.25  # groups that take this much longer than the best one are not eval
 _ORDERS_KEPT = 64
 _FEW = 2  # micro-batches per device of an order that predicts those for many
 _MOST_OPS = 500_000  # maximum per candidate; planning takes about 5 microseconds per op, for up to a million
+_BRIEF_EXCESS = 1.2  # memory of an order that is searched briefly, relative to one that is not; rarely more
+_UNKNOWN = (math.inf,)  # sort key
 
 _Options = tuple[tuple[str, Any], ...]
 
@@ -65,6 +67,7 @@ class Request:
         network: hosts for the parallel sizes in ``sizes``. Candidates are simulated with its messages and collectives.
             Their orders are planned for free messages, so that candidates share them.
         unit_s: unit of the costs in seconds. With a network, times of candidates are in seconds.
+        unsharded_alone: a single copy of the weights uses no ZeRO.
 
     Raises:
         ScheduleError: a size is not positive, or there is a memory limit without a model.
@@ -83,6 +86,7 @@ class Request:
     intervals: tuple[int, ...] = (1,)
     network: Network | None = None
     unit_s: float = 1.0
+    unsharded_alone: bool = False
 
     def __post_init__(self) -> None:
         for name in ("devices", "micro_batches", "memory_bytes"):
@@ -154,7 +158,7 @@ def choose_each(
     """Evaluate several groups of requests, such as parallel sizes; the best candidate of each group.
 
     Groups are evaluated only until the choice and the best two groups are known: the choice is the first group within
-    the margin of the shortest time. Schedules that are slow to plan are evaluated only if they can change the choice.
+    the margin of the shortest time. If nothing fits, only the smallest candidate of every group is simulated.
 
     Args:
         groups: requests of every group, the simplest group first. Among ties in a group, the first request wins. Only
@@ -172,8 +176,9 @@ class _Search:
     def __init__(self, groups: Sequence[Sequence[Request]]) -> None:
         self._groups = groups
         self._rows: list[list[Candidate]] = [[] for _ in groups]
-        self._least = [math.inf] * len(groups)  # bound of what is not expanded
+        self._least: list[tuple[float, ...]] = [_UNKNOWN] * len(groups)  # bound of what is excluded
         self._best: list[tuple[float, ...] | None] = [None] * len(groups)  # sort key of the best candidate
+        self._smallest: dict[int, tuple[int, _Variant]] = {}  # group -> row of the smallest that is too large
         self._shared = _Shared()
         self._counter = count()
         self._queue: list[tuple[bool, tuple[float, ...], int, int, int, _Kind | _Variant]] = []
@@ -193,6 +198,9 @@ class _Search:
                 self._expand(group, item, bound)
             else:
                 self._evaluate(group, item, bound)
+        if not self._times():
+            for group, (row, variant) in self._smallest.items():
+                self._rows[group][row] = variant.price(simulate_large=True)
 
     def candidates(self) -> list[Candidates]:
         """Return the candidates of every group."""
@@ -201,9 +209,13 @@ class _Search:
         shortest = min(self._times(), default=math.inf)
         return [
             Candidates(
-                rank_candidates(refuse_duplicates(rows), limit, margin, shortest), limit, margin, least
+                rank_candidates(refuse_duplicates(rows), limit, margin, shortest),
+                limit,
+                margin,
+                bound[1] if bound[0] == 0 else math.inf,
+                bound[1] if bound[0] == 1 else math.inf,
             )
-            for rows, least in zip(self._rows, self._least, strict=True)
+            for rows, bound in zip(self._rows, self._least, strict=True)
         ]
 
     def _push(self, group: int, item: _Kind | _Variant, bound: tuple[float, ...]) -> None:
@@ -214,27 +226,22 @@ class _Search:
     def _times(self) -> list[float]:
         return [best[1] for best in self._best if best is not None and not best[0]]
 
-    def _is_excluded(self, group: int, bound: tuple[float, ...], slow: bool) -> bool:
-        """Return whether a candidate cannot be chosen and, unless it is slow, cannot be in the best two groups."""
-        most = self._most_time(group, slow)
-        return most < math.inf and bound > (0.0, most)
+    def _most(self) -> tuple[float, ...]:
+        """Return the largest sort key of a candidate that can be the choice or in the best two groups."""
+        if len(self._groups) == 1:
+            return _UNKNOWN
+        smallest, *others = [*sorted(best for best in self._best if best is not None), _UNKNOWN, _UNKNOWN]
+        if smallest[0]:
+            return others[0]
+        shortest, margin = smallest[1], self._groups[0][0].margin
+        return max((0.0, shortest * (1 + margin)), min(others[0], (0.0, shortest * (1 + _NEAR))))
 
-    def _most_time(self, group: int, slow: bool) -> float:
-        """Return the longest time of a candidate that can be the choice or, unless slow, in the best two groups."""
-        times = {g: best[1] for g, best in enumerate(self._best) if best is not None and not best[0]}
-        if len(self._groups) == 1 or not times:
-            return math.inf
-        margin = self._groups[0][0].margin
-        shortest, *others = sorted(times.values())
-        second = min([*others[:1], shortest * (1 + _NEAR)])
-        if not slow:
-            return max(shortest * (1 + margin), second)
-        simplest = min(g for g, time in times.items() if time <= shortest * (1 + margin))
-        return shortest * (1 + margin) if group < simplest else times[simplest] * (1 - margin)
+    def _exclude(self, group: int, bound: tuple[float, ...]) -> None:
+        self._least[group] = min(self._least[group], bound)
 
     def _expand(self, group: int, kind: _Kind, bound: tuple[float, ...]) -> None:
-        if self._is_excluded(group, bound, slow=False):
-            self._least[group] = min(self._least[group], math.inf if bound[0] else bound[1])
+        if bound > self._most():
+            self._exclude(group, bound)
             return
         for variant in kind.variants(self._shared):
             try:
@@ -245,27 +252,31 @@ class _Search:
     def _evaluate(self, group: int, variant: _Variant, bound: tuple[float, ...]) -> None:
         margin, best, slow = variant.request.margin, self._best[group], variant.slow_to_plan
         simpler = not slow and variant.complexity < self._complexity(group)
-        most = self._most_time(group, slow)
+        most = self._most()
         tighter = bound
         for tighter in self._tighter(variant, bound, most):
             if tighter > bound:
                 break
-        excluded = most < math.inf and tighter > (0.0, most)
+        excluded = tighter > most
         if tighter > bound and not excluded:
             self._push(group, variant, tighter)
             return
         if excluded or (best is not None and _cannot_win(tighter, best, slow, margin, simpler)):
-            if excluded and not tighter[0]:
-                self._least[group] = min(self._least[group], tighter[1])
+            if excluded:
+                self._exclude(group, tighter)
             need = math.ceil(tighter[1]) if tighter[0] else None
             refusal = _bound_refusal(tighter, margin)
             self._rows[group].append(variant.candidate(refusal=refusal, unpriced=True, memory_bytes=need))
             return
         try:
-            row = variant.price(simulate_large=len(self._groups) == 1 or not self._times())
+            row = variant.price(simulate_large=len(self._groups) == 1)
         except ScheduleError as error:
             self._rows[group].append(variant.candidate(refusal=_first_sentence(error)))
             return
+        if row.refusal:
+            smallest = self._smallest.get(group)
+            if smallest is None or row.tie_order < self._rows[group][smallest[0]].tie_order:
+                self._smallest[group] = len(self._rows[group]), variant
         self._rows[group].append(row)
         reached = _sort_key(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
         self._best[group] = reached if best is None else min(best, reached)
@@ -283,17 +294,19 @@ class _Search:
         return min(row.complexity for row in near)
 
     def _tighter(
-        self, variant: _Variant, bound: tuple[float, ...], most: float
+        self, variant: _Variant, bound: tuple[float, ...], most: tuple[float, ...]
     ) -> Iterator[tuple[float, ...]]:
         """Yield lower bounds on the sort key that take longer and longer to compute."""
-        if most < math.inf and bound > (0.0, most):
+        if bound > most:
             return
         yield variant.bound
         if len(self._groups) > 1:
             if variant.slow_to_plan:
-                yield variant.bound_within(most)
+                if not most[0]:
+                    yield variant.bound_within(most[1])
                 yield variant.brief_run
-            yield variant.short_run
+            if not (variant.slow_to_plan and bound[0]):
+                yield variant.short_run
 
 
 def _cannot_win(
@@ -474,7 +487,10 @@ class _Variant:
     @cached_property
     def sizes(self) -> TrainingSizes | None:
         """Model with the layers of each stage; None without a model. Raises ScheduleError if they do not fit."""
-        return self.kind.sizes and replace(self.kind.sizes, stage_layers=self._stages[1])
+        sizes = self.kind.sizes and replace(self.kind.sizes, stage_layers=self._stages[1])
+        if sizes and self.request.unsharded_alone and sizes.data_parallel * self.placement.replicas == 1:
+            return replace(sizes, zero_stage=0)
+        return sizes
 
     @property
     def complexity(self) -> tuple[object, ...]:
@@ -563,12 +579,19 @@ class _Variant:
             # Another order of the stages may need smaller buffers.
             needs.append(parts.total - parts.buffers + max(0, int(average) - parts.activations))
         need = max(needs)
-        return _sort_key(is_too_large(need, request.memory_bytes), self.least_time, need)
+        if not is_too_large(need, request.memory_bytes):
+            return 0.0, self.least_time
+        # Orders that take longer may fit, unless even one micro-batch at a time is too large.
+        return (1.0, need) if time == math.inf else max(self.bound, (0.0, time * (1 + SAME)))
 
     @property
     def brief_run(self) -> tuple[float, ...]:
         """Sort key from the memory of :meth:`short_run`, whose order is only searched for briefly."""
-        return self._preview(self.shared.brief_order)[0]
+        n, excess = min(self.request.micro_batches, self._few), 1.0 if self.bound[0] else _BRIEF_EXCESS
+        try:
+            return self._preview(self.shared.brief_order, n, excess)[0]
+        except ScheduleError:  # price() has the reason
+            return 0.0, 0.0
 
     @cached_property
     def short_run(self) -> tuple[float, ...]:
@@ -576,20 +599,28 @@ class _Variant:
 
         In the steady state, more micro-batches need no more memory, and no fewer waits than fill and drain.
         """
-        key, order = self._preview(self.shared.order)
+        if self.request.micro_batches < 2 * self._few:
+            return 0.0, 0.0
+        key, order = self._preview(self.shared.order, self._few)
         if order is None or key[0]:
             return key
         least = lower_bound(Workload(self.placement, order.timetable.micro_batches, self.costs, split=True))
         waits = (order.simulation.makespan - least) * self.request.unit_s * (1 - self.costs.jitter)
         return 0.0, self.least_time + max(waits, 0.0)
 
-    def _preview(self, build: Callable[..., _Order]) -> tuple[tuple[float, ...], _Order | None]:
-        """Return the sort key from the memory of an order for a few micro-batches, and the order."""
-        request, sizes, n = self.request, self.sizes, _FEW * self.request.devices
-        if request.micro_batches < 2 * n or sizes is None:
+    @property
+    def _few(self) -> int:
+        return _FEW * self.request.devices
+
+    def _preview(
+        self, build: Callable[..., _Order], micro_batches: int, excess: float = 1.0
+    ) -> tuple[tuple[float, ...], _Order | None]:
+        """Return the sort key from the memory of an order, divided by ``excess``, and the order."""
+        request, sizes = self.request, self.sizes
+        if sizes is None:
             return (0.0, 0.0), None
-        order = build(*self._key, n, self.costs)
-        need = max(device.total for device in memory(order.timetable, sizes))
+        order = build(*self._key, micro_batches, self.costs)
+        need = int(max(device.total for device in memory(order.timetable, sizes)) / excess)
         return _sort_key(is_too_large(need, request.memory_bytes), self.least_time, need), order
 
     def price(self, simulate_large: bool) -> Candidate:

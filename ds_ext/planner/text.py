@@ -61,6 +61,14 @@ def usable_bytes(size: int, headroom: float, name: str) -> int:
     return int(size * (1 - headroom))
 
 
+def format_count(number: float) -> str:
+    """Return a number such as ``"1.32 billion"``, ``"98.30 million"`` or ``"12,345"``."""
+    for unit, name in ((1e9, "billion"), (1e6, "million")):
+        if number >= unit / 10:
+            return f"{number / unit:,.2f} {name}"
+    return f"{number:,.0f}"
+
+
 def format_bytes(size: float) -> str:
     """Return a size in decimal units, such as ``"12.3 GB"``."""
     for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "KB")):

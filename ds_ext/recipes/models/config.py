@@ -191,7 +191,7 @@ class TransformerConfig:
     ffn_hidden_size: int | None = field(default=None, metadata=flag(planned=True))
     max_position_embeddings: int | None = field(default=None, metadata=flag(planned=True))
     hidden_dropout: float = field(default=0.1, metadata=flag(planned=True))
-    attention_dropout: float = 0.1
+    attention_dropout: float = field(default=0.1, metadata=flag(planned=True))
     init_std: float = field(default=0.02, metadata=flag("init_method_std"))
     layernorm_epsilon: float = field(default=1e-5, metadata=flag("norm_epsilon", default=None))
     make_vocab_size_divisible_by: int = 128

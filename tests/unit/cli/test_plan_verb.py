@@ -128,6 +128,36 @@ def test_a_tenth_of_the_memory_stays_free(capsys: pytest.CaptureFixture[str]) ->
     assert main([*PLAN, "--headroom", "1"]) == 2
 
 
+def test_a_tiny_model_has_digits(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 1000"
+    flags = "plan --devices 1 --memory 4GB --global-batch-size 4 --tflops 0.001"
+    assert main([*flags.split(), *words.split()]) == 0
+    out = capsys.readouterr().out
+    count = re.search(r"^model .*, ([\d.]+) million parameters", out, re.MULTILINE)
+    rate = re.search(r"tokens/s, ([\d.]+) GFLOP/s", out)
+    # 2 layers of 12 x 64^2 + 13 x 64, embeddings of 1000 and 32 rows, and the last norm.
+    assert count is not None and float(count[1]) == pytest.approx(0.17, abs=0.005)
+    assert rate is not None and float(rate[1]) == pytest.approx(1.0, rel=0.01)
+
+
+def test_attention_dropout_on_cpus_stores_scores(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 1024 --vocab-size 1000"
+    flags = "plan --devices 1 --memory 16GB --global-batch-size 1 --recompute-interval 1 --json"
+    bytes_of: dict[tuple[str, str], int] = {}
+    for collectives in ("nccl", "gloo"):
+        for dropout in ("0", "0.1", "0.2"):
+            words = [*flags.split(), *sizes.split(), "--collectives", collectives]
+            assert main([*words, "--attention-dropout", dropout]) == 0
+            found = json.loads(capsys.readouterr().out)
+            bytes_of[collectives, dropout] = found["best"][0]["memory_bytes"]
+            carried = found["config"]["ds_ext"]["train"].get("attention_dropout", 0.1)
+            assert carried == float(dropout)
+    assert bytes_of["gloo", "0"] == bytes_of["nccl", "0"] == bytes_of["nccl", "0.2"]
+    # 4 layers keep 12 bytes per score.
+    more = bytes_of["gloo", "0.2"] - bytes_of["gloo", "0"]
+    assert more > 0.9 * 4 * 12 * 8 * 1024**2
+
+
 def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert (
         main([*(word.replace("16GB", "1GB") for word in PLAN), "--headroom", "0", "--tensor-parallel", "8"])

@@ -197,6 +197,16 @@ def test_simulate_prints_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[0].endswith(format_bytes(worst.total)) and len(rows) == 4
 
 
+def test_simulate_on_hosts_prints_the_memory_of_their_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "1f1b", "--num-devices", "4", "--micro-batches", "8", *SMALL, "--json"]
+    found = []
+    for flags in (["--hosts", "2x8"], ["--hosts", "2x8", "--data-parallel", "4"], ["--data-parallel", "4"]):
+        assert main([*words, *flags]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["data_parallel_size"] == 4
+    assert found[0]["memory"] == found[1]["memory"] == found[2]["memory"]
+
+
 def test_sizes_change_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = "simulate 1f1b --num-devices 4 --micro-batches 4 --model gpt-10b --json"
     assert main(words.split()) == 0

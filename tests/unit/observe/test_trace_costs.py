@@ -165,6 +165,28 @@ def test_a_run_of_other_sizes_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     assert re.findall(r"\d+", capsys.readouterr().err) == ["2", "4"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "figures"),
+    [
+        (["--num-layers", "12", "--micro-batch-size", "4"], ["12", "20"]),
+        (["--num-layers", "24", "--micro-batch-size", "4"], ["24", "20"]),
+        (["--num-layers", "16", "--micro-batch-size", "2"], ["2", "4"]),
+        (["--num-layers", "16", "--micro-batch-size", "4"], []),
+    ],
+)
+def test_costs_of_another_model_are_refused(
+    flags: list[str], figures: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Costs of 16 layers, and of two more at each end."""
+    layers = [4, *[2] * 6, 4]
+    file = costs_file(tmp_path, trace(tmp_path / "run", "zb_v", micro_batch_size=4, stage_layers=layers))
+    model = "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 1000"
+    words = ["compare", "1f1b", "--num-devices", "4", "--micro-batches", "8", "--costs", file, *model.split()]
+    capsys.readouterr()
+    assert main([*words, *flags]) == (2 if figures else 0)
+    assert re.findall(r"\d+", capsys.readouterr().err) == figures
+
+
 def test_runs_are_found_where_the_report_finds_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,6 +11,8 @@ import pytest
 from ds_ext.config.batch_sizes import batch_sizes
 from ds_ext.config.job import load_config
 from ds_ext.errors import ScheduleError
+from ds_ext.parallel.hosts import Hosts
+from ds_ext.parallel.network import Link, Network
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.reductions import eager_reductions
@@ -19,7 +21,15 @@ from ds_ext.planner.candidates import Candidate
 from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.memory import memory
 from ds_ext.planner.named_models import named_model
-from ds_ext.planner.parallel_sizes import Cluster, ClusterPlan, default_hosts, plan_cluster, unit_costs
+from ds_ext.planner.parallel_sizes import (
+    BETWEEN,
+    INSIDE,
+    Cluster,
+    ClusterPlan,
+    default_hosts,
+    plan_cluster,
+    unit_costs,
+)
 from ds_ext.planner.search import _Variant
 from ds_ext.planner.stage_costs import message_bytes
 from ds_ext.planner.step_time import on_devices, step_time
@@ -209,8 +219,8 @@ def test_sequence_parallelism_saves_memory_and_takes_time() -> None:
     assert any("1023" in reason for _, reason in refused)
 
 
-def test_bounds_of_sizes_count_planned_orders() -> None:
-    """Here zb_v is the shortest for TP 1 x PP 6, and it is not planned among all sizes."""
+def test_rows_have_planned_orders() -> None:
+    """Here a planned order is the shortest for TP 1 x PP 6."""
     model = TrainingSizes(
         num_layers=12,
         hidden_size=4096,
@@ -224,8 +234,88 @@ def test_bounds_of_sizes_count_planned_orders() -> None:
         next(row for row in plan_cluster(c, model).ranked if (row.tensor, row.pipeline) == (1, 6))
         for c in (cluster, replace(cluster, tensor_parallel=1))
     )
-    assert alone.step_s is not None and not among_all.fits and among_all.least_s <= alone.step_s
-    assert f"{among_all.least_s:.4g}" in among_all.candidates.reason()
+    assert among_all.fits and among_all.candidate is not None and among_all.candidate.planned
+    assert among_all.step_s == alone.step_s
+
+
+def test_rows_whose_planned_orders_are_not_evaluated_are_bounds() -> None:
+    """A large vocabulary and slow links; among all sizes, zb_v is not planned for TP 2 x PP 2."""
+    model = TrainingSizes(
+        num_layers=5,
+        hidden_size=512,
+        num_attention_heads=8,
+        seq_length=2048,
+        vocab_size=500_000,
+        zero_stage=1,
+    )
+    network = Network(Hosts((4, 1, 3)), INSIDE, Link(1e9, 10e-6))
+    cluster = Cluster(8, 16 * 10**9, 4, network=network)
+    among_all = plan_cluster(cluster, model)
+    alone = {str(row): row for row in plan_cluster(replace(cluster, tensor_parallel=2), model).ranked}
+    for row in among_all.ranked:
+        exact = alone.get(str(row))
+        if exact is not None and exact.fits and exact.step_s is not None:
+            least = row.step_s if row.fits else row.least_s
+            assert least is not None and least * (1 - 0.01) <= exact.step_s
+    second = among_all.second
+    bounds = [row.least_s for row in among_all.ranked if not row.fits]
+    assert second is None or (second.step_s or 0.0) * 0.99 <= min(bounds)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "model"),
+    [
+        (
+            Cluster(20, 72 * 10**9, 60, network=Network(Hosts((8, 8, 4)), INSIDE, BETWEEN)),
+            TrainingSizes.of_model(named_model("llama-3-70b"), zero_stage=1),
+        ),
+        (
+            Cluster(16, 45 * 10**7, 32),
+            TrainingSizes(
+                num_layers=24,
+                hidden_size=2048,
+                num_attention_heads=8,
+                seq_length=512,
+                vocab_size=1000,
+                precision="fp32",
+                zero_stage=1,
+            ),
+        ),
+    ],
+    ids=["close", "far"],
+)
+def test_few_orders_are_planned_if_nothing_fits(
+    cluster: Cluster, model: TrainingSizes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full searches for an order; brief ones take a fortieth of the time."""
+    planned: list[str] = []
+    order = _Variant.price
+    monkeypatch.setattr(
+        _Variant, "price", lambda v, **k: planned.extend(["x"] * v.slow_to_plan) or order(v, **k)
+    )
+    result = plan_cluster(cluster, model)
+    assert not result.best.fits and result.best.candidate is not None and len(planned) <= 12
+    assert result.best.step_s is not None
+    needs = [row.candidate.memory_bytes or 0 for row in result.shown if row.candidate is not None]
+    assert needs == sorted(needs) and len(needs) >= 2
+
+
+def test_one_copy_of_the_weights_has_no_zero() -> None:
+    """In fp32, ZeRO-1 has master weights and buckets; a single copy of the weights is planned without it."""
+    model = replace(MODEL, precision="fp32", zero_stage=1)
+    one, stage0 = (
+        plan_cluster(replace(CLUSTER, devices=1, batch=4), m).best.candidate
+        for m in (model, replace(model, zero_stage=0))
+    )
+    assert one is not None and stage0 is not None and one.sizes is not None
+    assert (one.memory_bytes, one.sizes.zero_stage) == (stage0.memory_bytes, 0)
+    several = plan_cluster(replace(CLUSTER, tensor_parallel=1, memory_bytes=10**12), model).ranked
+    stages = {
+        row.data * row.candidate.replicas > 1: row.candidate.sizes.zero_stage
+        for row in several
+        if row.candidate and row.candidate.sizes
+    }
+    assert stages.get(True) == 1 and stages.get(False, 0) == 0
 
 
 def test_partial_recomputation_fits_between_none_and_all() -> None:
@@ -260,7 +350,7 @@ def test_rows_fit_or_have_a_bound_below_their_time(planned: ClusterPlan) -> None
         [same] = [r for r in alone.ranked if r.pipeline == row.pipeline]
         assert same.least_s == row.least_s or row.least_s <= (same.step_s or 0.0)
     nothing = plan(memory_bytes=10**9)
-    assert not nothing.best.fits and len(nothing.shown) > 3
+    assert not nothing.best.fits and len(nothing.shown) > 1
 
 
 def test_few_orders_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
