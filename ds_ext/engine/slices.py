@@ -163,14 +163,17 @@ def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> A
             f"ds_ext.tensor_parallel.earlier_slices() in it (docs/long_sequences.md), or remove sequence_slices."
         )
     for i, expected in enumerate(whole):
+        if expected.dtype == torch.bool or not expected.numel():  # masks
+            continue
         pieces = [part[i] for part in parts]
         if _has_tokens(expected, tokens):
             pieces = [torch.cat(pieces, 1)]
-        if not expected.is_floating_point() or not expected.numel() or pieces[0].shape != expected.shape:
+        if pieces[0].shape != expected.shape:
             continue
         difference = (torch.stack(pieces) - expected).abs().max()
         dtypes = [tensor.dtype for tensor in (*inputs, expected) if tensor.is_floating_point()]
-        limit = max(_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes) * expected.abs().max()
+        tolerance = max((_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes), default=0.0)
+        limit = tolerance * expected.abs().max() if expected.is_floating_point() else 0
         if not difference <= limit:
             raise ConfigError(
                 f"sequence_slices: {name} computes something else in slices (got a difference of {difference:.2g} in "
