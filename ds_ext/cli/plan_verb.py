@@ -16,7 +16,6 @@ from ..errors import ScheduleError
 from ..parallel.network import GLOO
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
-from ..planner.auto import SCORES_ON_CPU
 from ..planner.fbd import compare_with_fbd
 from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, plan_cluster
 from ..planner.text import (
@@ -29,7 +28,7 @@ from ..planner.text import (
     parse_bytes,
     usable_bytes,
 )
-from ..planner.training_sizes import TrainingSizes
+from ..planner.training_sizes import SCORES_ON_CPU, TrainingSizes
 from .model_flags import add_model_flags, model_of
 from .network_flags import RATE, TFLOPS, add_network_flags, describe_network, flops_of, network_of
 from .schedule_flags import add_import_flag

@@ -32,7 +32,7 @@ from ..recipes.models.field_flags import fields_of
 from .candidates import Candidates
 from .search import Request, choose
 from .text import HEADROOM, join_words, parse_bytes, usable_bytes
-from .training_sizes import RECOMPUTATIONS, TrainingSizes
+from .training_sizes import RECOMPUTATIONS, SCORES_ON_CPU, TrainingSizes
 
 _GPT2_VOCABULARY = 50257
 _OPTIONS = {
@@ -230,10 +230,6 @@ def model_of_train(train: Mapping[str, Any], vocab_size: int) -> TransformerConf
     if train.get("recompute_granularity") in RECOMPUTATIONS:  # not "auto"
         names += ["recompute", "recompute_interval"]
     return TransformerConfig(**{**fields_of(TransformerConfig, train, names), "vocab_size": vocab_size})
-
-
-# torch's attention with dropout on CPUs keeps fp32 scores before and after it, the mask, and copies of its inputs.
-SCORES_ON_CPU = {"attention_scores": True, "score_bytes": 12, "score_copies": 12}
 
 
 def training_sizes(

@@ -11,6 +11,8 @@ from ..recipes.models.config import TransformerConfig
 from ..recipes.models.field_flags import NO_FLAG, flag
 from .parameter_bytes import BUCKET, PRECISIONS, ParameterBytes, parameter_bytes
 
+# torch's attention with dropout on CPUs keeps fp32 scores before and after it, the mask, and copies of its inputs.
+SCORES_ON_CPU = {"attention_scores": True, "score_bytes": 12, "score_copies": 12}
 RECOMPUTATIONS = ("none", "selective", "full")
 
 
