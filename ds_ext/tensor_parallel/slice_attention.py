@@ -23,7 +23,9 @@ def attend_slice(q_BNSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, earlier: list[t
     """Return context_BNSH of a slice.
 
     Args:
-        q_BNSH, k_BGSH, v_BGSH: of this slice; G divides N.
+        q_BNSH: queries of this slice.
+        k_BGSH: keys of this slice; G divides N.
+        v_BGSH: values of this slice.
         earlier: (k_BGTH, v_BGTH) of every earlier slice.
     """
     return _SliceAttention.apply(q_BNSH, k_BGSH, v_BGSH, *(tensor for pair in earlier for tensor in pair))
