@@ -44,7 +44,8 @@ def test_trains_as_one_process(ranks: RankPool, schedule: str) -> None:
         job = dataclasses.replace(JOBS[schedule], transport=kind)
         runs[kind] = ranks.run(train_on_gpu, job, timeout_s=180)
         assert_as_one_process(runs[kind], reference(job))
-        assert all(result["counts"][route] > 5 for result in runs[kind])
+        senders = [result["counts"] for result in runs[kind] if sum(result["counts"].values()) > job.steps]
+        assert len(senders) > 1 and all(counts[route] > job.steps for counts in senders)
     assert [result["losses"] for result in runs["shm"]] == [result["losses"] for result in runs["tcp"]]
 
 
