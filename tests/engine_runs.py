@@ -97,7 +97,7 @@ class Job:
                 "fbd": self.fbd,
                 "sequence_slices": self.num_slices,
                 "slice_lengths": "equal" if isinstance(self.slices, int) else list(self.slices),
-                "sequence_parallel": self.model.sequence_parallel,
+                "sequence_parallel": bool(self.model and self.model.sequence_parallel),
                 "transport": self.transport,
                 "transport_options": {"timeout_s": self.timeout_s},
             },

@@ -119,7 +119,7 @@ class StageSlices:
         x = unpack(tensors)
         for index, layer in enumerate(self._module.stage_funcs[stage], first):
             name = f"layer {index} ({type(modules.get(index, layer)).__name__})"
-            if self._shards > 1 and stage:
+            if self._shards > 1:
                 self._require_own(name, modules.get(index, layer))
                 continue
             if self._module.loss_fn is None and index == self._module.parts[-1] - 1:
