@@ -1,22 +1,32 @@
 """Causal attention of a slice: a query reads the keys of earlier slices, and those of its slice up to its token.
 
-Each block of keys is one call of a flash kernel, without a mask. The outputs are merged by their log-sum-exp, as in
-FlashAttention-2 (arXiv 2307.08691, section 3.1). Nothing is concatenated, so the keys and values that later slices read
-are stored once. A backward passes the merged output and log-sum-exp to the kernel of every block.
+Each block of keys is one call of the kernel that torch would choose, without a mask. The outputs are merged by their
+log-sum-exp, as in FlashAttention-2 (arXiv 2307.08691, section 3.1). No joined keys outlive the call, so the keys and
+values that later slices read are stored once. A backward passes the merged output and log-sum-exp to the kernel of
+every block.
 
 Shapes: B samples, N heads, G key and value heads, S tokens of the slice, T tokens of a block, H head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend
 
 _aten = torch.ops.aten
+_Three = tuple[Tensor, Tensor, Tensor]
+_GROUPED = (
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+)  # kernels for fewer heads of keys than of queries
+_JOINED_TOKENS = 8192  # of a block: with fewer, GPUs wait for the kernels' launches
 _LSE_ALIGNMENT = 32  # of the memory-efficient kernel's log-sum-exp
+_HEAD_ALIGNMENT = 8  # of the head size, in elements, for the kernels of GPUs
 
 
 def attend_slice(q_BNSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, earlier: list[tuple[Tensor, ...]]) -> Tensor:
@@ -28,92 +38,133 @@ def attend_slice(q_BNSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, earlier: list[t
         v_BGSH: values of this slice.
         earlier: (k_BGTH, v_BGTH) of every earlier slice.
     """
-    return _SliceAttention.apply(q_BNSH, k_BGSH, v_BGSH, *(tensor for pair in earlier for tensor in pair))
+    size = q_BNSH.size(-1)
+    tensors = [q_BNSH, k_BGSH, v_BGSH, *(tensor for pair in earlier for tensor in pair)]
+    missing = -size % _HEAD_ALIGNMENT
+    if missing and q_BNSH.device.type != "cpu":
+        tensors = [torch.nn.functional.pad(tensor, (0, missing)) for tensor in tensors]
+    return _SliceAttention.apply(size**-0.5, *tensors)[..., :size]
 
 
 class _SliceAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *earlier: Tensor) -> Tensor:
-        blocks = [(k, v), *zip(earlier[::2], earlier[1::2], strict=True)]
-        out, lse, *ctx.random = _forward(q, *_expanded(q, k, v), causal=True)
+    def forward(ctx: Any, scale: float, q: Tensor, *keys_and_values: Tensor) -> Tensor:
+        blocks = _blocks(keys_and_values)
+        ctx.kernel = kernel = _kernel(q)
+        ctx.scale = scale
+        out, lse, *ctx.random = _forward(kernel, _inputs(kernel, q, blocks[0]), True, scale)
         if len(blocks) > 1:
             out = out.to(lse.dtype)
         for block in blocks[1:]:
-            block_out, block_lse, *_ = _forward(q, *_expanded(q, *block), causal=False)
+            block_out, block_lse, *_ = _forward(kernel, _inputs(kernel, q, block), False, scale)
             merged = torch.logaddexp(lse, block_lse)
             out = out * (lse - merged).exp_().unsqueeze(-1)
             out += block_out * (block_lse - merged).exp_().unsqueeze(-1)
             lse = merged
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, out, lse, *(tensor for block in blocks for tensor in block))
+        ctx.save_for_backward(q, out, lse, *keys_and_values)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, out, lse, *tensors = ctx.saved_tensors
-        grad = grads[0].contiguous()
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, out, lse, *keys_and_values = ctx.saved_tensors
+        merged = grads[0].contiguous(), out, lse
         grad_q: Tensor | None = None
-        of_blocks: list[Tensor] = []
-        for k, v in zip(tensors[::2], tensors[1::2], strict=True):
-            expanded = _expanded(q, k, v)
-            of_q, of_k, of_v = _backward(grad, q, *expanded, out, lse, ctx.random, causal=not of_blocks)
+        found: list[Tensor] = []
+        for block in _blocks(keys_and_values):
+            inputs, causal = _inputs(ctx.kernel, q, block), not found
+            of_q, *of_block = _backward(ctx.kernel, inputs, merged, ctx.random, causal, ctx.scale)
             grad_q = of_q if grad_q is None else grad_q.add_(of_q)
-            of_blocks += (_reduced(of_k, k), _reduced(of_v, v))
+            of_k, of_v = (_reduced(grad, block[0][0]) for grad in of_block)
+            lengths = [k.size(2) for k, _ in block]
+            for pair in zip(of_k.split(lengths, 2), of_v.split(lengths, 2), strict=True):
+                found += [grad.clone() for grad in pair] if len(block) > 1 else pair
         assert grad_q is not None
-        return grad_q, *of_blocks
+        return None, grad_q, *found
 
 
-def _expanded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return k and v with the heads of q."""
+def _blocks(keys_and_values: Sequence[Tensor]) -> list[list[tuple[Tensor, Tensor]]]:
+    """Return the pairs (k, v) of every block: this slice, then earlier slices, on GPUs several short ones together."""
+    own, *earlier = zip(keys_and_values[::2], keys_and_values[1::2], strict=True)
+    limit = 0 if own[0].device.type == "cpu" else _JOINED_TOKENS
+    blocks, tokens = [[own]], limit
+    for pair in earlier:
+        if tokens + pair[0].size(2) > limit:
+            blocks.append([])
+            tokens = 0
+        blocks[-1].append(pair)
+        tokens += pair[0].size(2)
+    return blocks
+
+
+def _inputs(kernel: SDPBackend | None, q: Tensor, block: Sequence[tuple[Tensor, Tensor]]) -> _Three:
+    """Return q, k and v of a block, with heads as the kernel needs them."""
+    k, v = block[0] if len(block) == 1 else (torch.cat(tensors, 2) for tensors in zip(*block, strict=True))
     copies = q.size(1) // k.size(1)
-    return (k, v) if copies == 1 else (k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1))
+    if copies == 1 or kernel in _GROUPED:
+        return q, k, v
+    return q, k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
 
 
 def _reduced(grad: Tensor, like: Tensor) -> Tensor:
-    """Return the gradient of a tensor whose heads :func:`_expanded` has copied."""
+    """Return the gradient of a tensor whose heads :func:`_inputs` has copied."""
     return grad if grad.size(1) == like.size(1) else grad.unflatten(1, (like.size(1), -1)).sum(2)
 
 
-def _is_flash(q: Tensor) -> bool:
-    """Return whether a GPU's flash kernel supports the queries; its memory-efficient one supports the others."""
-    return q.dtype in (torch.float16, torch.bfloat16) and q.size(-1) % 8 == 0
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    """Return (out_BNSH, lse_BNS) of one block, and on GPUs the state of a dropout that draws nothing."""
+def _kernel(q: Tensor) -> SDPBackend | None:
+    """Return the kernel that torch chooses for these queries without a mask; None: the one of CPUs."""
     if q.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    if _is_flash(q):
-        out, lse, _, _, _, _, *random, _ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-        return out, lse, *random
-    out, lse, *random = _aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
-    return out, lse[..., : q.size(2)], *random
+        return None
+    chosen = _aten._fused_sdp_choice(q, q, q, None, 0.0, True)
+    return next((kernel for kernel in _GROUPED if kernel.value == chosen), SDPBackend.EFFICIENT_ATTENTION)
+
+
+def _forward(kernel: SDPBackend | None, block: _Three, causal: bool, scale: float) -> tuple[Tensor, ...]:
+    """Return (out_BNSH, lse_BNS) of one block, and on GPUs the state of a dropout that draws nothing.
+
+    Args:
+        kernel: from :func:`_kernel`.
+        block: queries, keys and values.
+        causal: whether the keys are those of the queries' tokens.
+        scale: factor of the scores.
+    """
+    if kernel is None:
+        return _aten._scaled_dot_product_flash_attention_for_cpu(*block, 0.0, causal, scale=scale)
+    if kernel == SDPBackend.EFFICIENT_ATTENTION:
+        out, lse, *random = _aten._scaled_dot_product_efficient_attention(
+            *block, None, True, 0.0, causal, scale=scale
+        )
+        return out, lse[..., : out.size(2)], *random
+    if kernel == SDPBackend.FLASH_ATTENTION:
+        found = _aten._scaled_dot_product_flash_attention(*block, 0.0, causal, scale=scale)
+    else:
+        found = _aten._scaled_dot_product_cudnn_attention(*block, None, True, 0.0, causal, scale=scale)
+    out, lse, _, _, _, _, *random, _ = found
+    return out, lse.view(out.shape[:3]), *random
 
 
 def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    random: list[Tensor],
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v of one block, for the output and log-sum-exp of all blocks."""
-    if q.device.type == "cpu":
+    kernel: SDPBackend | None, block: _Three, merged: _Three, random: list[Tensor], causal: bool, scale: float
+) -> _Three:
+    """Return the gradients of a block of :func:`_forward`, from (grad_BNSH, out_BNSH, lse_BNS) of all blocks."""
+    grad, out, lse = merged
+    if kernel is None:
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal
+            grad, *block, out, lse, 0.0, causal, scale=scale
         )
-    if _is_flash(q):
-        lengths = (None, None, q.size(2), k.size(2))
+    if kernel == SDPBackend.EFFICIENT_ATTENTION:
+        padding = -lse.size(2) % _LSE_ALIGNMENT
+        lse = torch.nn.functional.pad(lse, (0, padding), value=float("inf"))
+        of_q, of_k, of_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
+            grad, *block, None, out, lse, *random, 0.0, (True, True, True, False), causal, scale=scale
+        )
+        return of_q, of_k, of_v
+    lengths = (None, None, block[0].size(2), block[1].size(2))
+    if kernel == SDPBackend.FLASH_ATTENTION:
         return _aten._scaled_dot_product_flash_attention_backward(
-            grad, q, k, v, out, lse, *lengths, 0.0, causal, *random
+            grad, *block, out, lse, *lengths, 0.0, causal, *random, scale=scale
         )
-    tokens = -(-q.size(2) // _LSE_ALIGNMENT) * _LSE_ALIGNMENT
-    padded = torch.nn.functional.pad(lse, (0, tokens - q.size(2)), value=float("inf"))
-    of_q, of_k, of_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, None, out, padded, *random, 0.0, (True, True, True, False), causal
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        grad, *block, out, lse.unsqueeze(-1), *random, None, *lengths, 0.0, causal, scale=scale
     )
-    return of_q, of_k, of_v

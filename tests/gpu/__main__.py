@@ -44,6 +44,7 @@ def steps(gpus: int) -> tuple[Step, ...]:
         _pytest("compile", 150, "test_compile.py"),
         _pytest("recovery", 60, "test_recovery.py"),
         _pytest("attention", 60, "test_attention.py"),
+        _pytest("slices", 120, "test_slices.py"),
         _pytest("Transformer Engine", 60, "test_te.py"),
         _bench(60, "transport", "--repeats", "3"),
         _bench(120, "schedules", "--schedules", "1f1b,zb_h1,bitpipe,bitpipe_zb", "--steps", "3", *two),
