@@ -292,6 +292,8 @@ class Executor:
             earlier = (evaluation.outputs[micro_batch],) if index else ()
             evaluation.outputs[micro_batch] = join_outputs((*earlier, outputs))
         if evaluation.computes_loss:
+            if self._slices is not None:
+                self._slices.try_loss(self.losses.compute, outputs, labels)
             loss = self.losses.compute(outputs, labels)
             if self._slices is not None:
                 require_pairs(loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -15,12 +16,14 @@ from ..parallel.slices import slice_bounds
 from ..planner.job_plan import JobPlan
 from ..tensor_parallel import Slice, SliceStore, computing
 from .evaluation import evaluating
+from .losses.step import Loss, require_pairs, terms_of
 from .messages import pack, unpack
 from .module import PipelineModule
 
 # Largest difference between a layer's outputs for a sequence and for its slices, relative to the largest output.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 5e-2
+_LOSS_TOLERANCE = 1e-2  # of a sum; without one of its last few labels it differs by more
 
 
 class StageSlices:
@@ -37,6 +40,7 @@ class StageSlices:
         self.count, self._module, self._lengths, self._shards = count, module, lengths, shards
         self._live: dict[tuple[int, int], list[Slice]] = {}  # (stage, micro-batch) -> slices, with one store
         self._tried: set[int] = set()
+        self._loss_tried = False
 
     @classmethod
     def from_plan(cls, module: PipelineModule, plan: JobPlan) -> StageSlices | None:
@@ -103,6 +107,27 @@ class StageSlices:
         """Drop the slices of a step that failed."""
         self._live.clear()
 
+    def try_loss(
+        self,
+        compute: Callable[[Any, tuple[Tensor, ...] | None], Loss],
+        outputs: Any,
+        labels: tuple[Tensor, ...] | None,
+    ) -> None:
+        """Try the loss function on the first slice with counted labels.
+
+        Raises ConfigError if the losses of its parts do not add up to its loss, as if labels are shifted in each part.
+        """
+        if self._loss_tried or labels is None:
+            return
+        tensors, tokens = pack(outputs, "the outputs"), _tokens(labels)
+
+        def loss(start: int, stop: int) -> Loss:
+            part, part_labels = (_copies(_cut(t, tokens, start, stop)) for t in (tensors, labels))
+            return compute(unpack(part), part_labels)
+
+        with torch.no_grad(), evaluating(self._module):
+            self._loss_tried = _try_sums(loss, "loss_fn", tokens)
+
     # --- trial ---
 
     def _try_layers(self, stage: int, inputs: tuple[Tensor, ...]) -> None:
@@ -122,10 +147,11 @@ class StageSlices:
             if self._shards > 1:
                 self._require_own(name, modules.get(index, layer))
                 continue
-            if self._module.loss_fn is None and index == self._module.parts[-1] - 1:
-                return  # it returns the loss, which slices add up
             with torch.no_grad(), evaluating(self._module):
-                x = _try_layer(layer, name, x, tokens)
+                if self._module.loss_fn is None and index == self._module.parts[-1] - 1:
+                    _try_sums(functools.partial(_loss_of, layer, pack(x, name), tokens), name, tokens)
+                else:
+                    x = _try_layer(layer, name, x, tokens)
 
     def _require_own(self, name: str, layer: object) -> None:
         """Raise ConfigError for a layer of others, which cannot be tried on tokens of several ranks."""
@@ -181,6 +207,52 @@ def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> A
                 f"remove sequence_slices."
             )
     return unpack(whole)
+
+
+def _try_sums(loss: Callable[[int, int], Loss], name: str, tokens: int) -> bool:
+    """Return whether a slice has counted labels.
+
+    The slice is halved down to one of its counted labels, so that one that a half loses matters.
+
+    Args:
+        loss: returns the loss of the tokens from start to stop.
+        name: name of the loss function in errors.
+        tokens: tokens of the slice.
+
+    Raises:
+        ConfigError: the losses of two halves do not add up to the one of both.
+    """
+    start, stop = 0, tokens
+    whole = loss(start, stop)
+    require_pairs(whole)
+    while stop - start > 1:
+        middle = (start + stop) // 2
+        halves = {bounds: loss(*bounds) for bounds in ((start, middle), (middle, stop))}
+        for key, term in whole.items():
+            sums, counts = zip(
+                *((half[key].sum, half[key].count or 0.0) for half in halves.values()), strict=True
+            )
+            count, size = float(term.count or 0.0), sum(float(abs(part)) for part in sums)
+            adds_up = abs(float(term.sum) - float(sum(sums))) <= _LOSS_TOLERANCE * size
+            if float(sum(counts)) != count or not adds_up:
+                raise ConfigError(
+                    f"sequence_slices: {name} is not the sum of its parts (got sums of {float(term.sum):.6g} and "
+                    f"{float(sum(sums)):.6g} over {count:g} and {float(sum(counts)):g} labels, for {stop - start} "
+                    f"tokens and for their two halves). If it shifts labels, let a method shift_labels(labels) of the "
+                    f"loss function do that for the whole sample (docs/long_sequences.md), or remove sequence_slices."
+                )
+        (start, stop), whole = max(
+            halves.items(), key=lambda half: [float(t.count or 0) for t in half[1].values()]
+        )
+    return any(term.count for term in whole.values())
+
+
+def _loss_of(
+    layer: Callable[[Any], Any], inputs: Sequence[Tensor], tokens: int, start: int, stop: int
+) -> Loss:
+    """Return the loss of a part of a slice, by a last layer that computes it."""
+    with computing(Slice(0, start, stop, tokens)):
+        return terms_of(layer(unpack(_copies(_cut(inputs, tokens, start, stop)))))
 
 
 def _with_other_start(tensor: Tensor, middle: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_ext
 from ds_ext.errors import ConfigError
-from ds_ext.tensor_parallel import attend_slice, earlier_slices
+from ds_ext.tensor_parallel import attend_slice, current_slice, earlier_slices
 from tests.distributed.test_parity import assert_equal
 from tests.engine_runs import MODEL, Job, reference, train
 from tests.ranks import RankPool, Ranks
@@ -159,8 +159,46 @@ class Summed(nn.Module):
         return (loss.sum(), torch.tensor(float(loss.numel()))) if self.pairs else loss.mean()
 
 
+PAIRS, MEANS = Summed(pairs=True), Summed(pairs=False)
+
+
+class Shifted(nn.Module):
+    """Squared error of each token's prediction of the next one, of which :class:`ShiftedFirst` shifts whole samples."""
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        loss = (outputs[:, :-1] - labels[:, 1:]).square()
+        return loss.sum(), torch.tensor(float(loss.numel()))
+
+
+class ShiftedFirst(nn.Module):
+    def shift_labels(self, labels: Tensor) -> Tensor:
+        return nn.functional.pad(labels[:, 1:], (0, 0, 0, 1), value=float("nan"))
+
+    def forward(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        if current_slice() is None:
+            labels = self.shift_labels(labels)
+        counted = ~labels.isnan()
+        return (outputs - labels)[counted].square().sum(), counted.sum()
+
+
+class LastLayer(nn.Module):
+    """Loss in the last layer, of pairs of activations and labels."""
+
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, x: Tensor) -> Any:
+        return self.loss(x, torch.ones_like(x))
+
+
 def train_own_layers(
-    rank: int, slices: int, fields: dict[str, Any], aware: bool = True, pairs: bool = True
+    rank: int,
+    slices: int,
+    fields: dict[str, Any],
+    aware: bool = True,
+    loss: nn.Module = PAIRS,
+    in_layer: bool = False,
 ) -> tuple[list[float], list[Tensor]]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -174,7 +212,10 @@ def train_own_layers(
         },
     }
     layers = [spec for _ in range(2) for spec in (LayerSpec(Attention, 8, 2, aware), nn.functional.gelu)]
-    model = ds_ext.PipelineModule(layers, config, loss_fn=Summed(pairs), partition_method="uniform", **fields)
+    if in_layer:
+        layers.append(LayerSpec(LastLayer, loss))
+    loss_fn = None if in_layer else loss
+    model = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn, partition_method="uniform", **fields)
     engine, *_ = ds_ext.initialize(model=model, config=config, model_parameters=model.parameters())
     generator = torch.Generator().manual_seed(0)
     batches = iter([tuple(torch.randn(2, 12, 8, generator=generator) for _ in range(2)) for _ in range(12)])
@@ -182,9 +223,16 @@ def train_own_layers(
     return losses, [parameter.detach() for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("fields", [{}, {"activation_checkpoint_interval": 1}], ids=["plain", "recomputed"])
-def test_own_layers_that_keep_keys_and_values(ranks2: RankPool, fields: dict[str, Any]) -> None:
-    whole, sliced = (ranks2.run(train_own_layers, slices, fields) for slices in (1, 3))
+RECOMPUTED = {"activation_checkpoint_interval": 1}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [({},), (RECOMPUTED,), ({}, True, ShiftedFirst()), ({}, True, PAIRS, True)],
+    ids=["plain", "recomputed", "labels shifted first", "loss in the last layer"],
+)
+def test_own_layers_that_keep_keys_and_values(ranks2: RankPool, arguments: tuple[Any, ...]) -> None:
+    whole, sliced = (ranks2.run(train_own_layers, slices, *arguments) for slices in (1, 3))
     for (losses, weights), (sliced_losses, sliced_weights) in zip(whole, sliced, strict=True):
         assert sliced_losses == pytest.approx(losses, rel=1e-6)
         for weight, sliced_weight in zip(weights, sliced_weights, strict=True):
@@ -195,11 +243,20 @@ def test_own_layers_that_keep_keys_and_values(ranks2: RankPool, fields: dict[str
     ("arguments", "named"),
     [
         ((3, {}, False), r"sequence_slices: layer 0 \(Attention\)"),
-        ((3, {}, True, False), r"loss_fn: .*\(sum, count\)"),
+        ((3, {}, True, MEANS), r"loss_fn: .*\(sum, count\)"),
+        ((3, {}, True, Shifted()), r"loss_fn .*48 and 32 labels"),
+        ((3, {}, True, Shifted(), True), r"layer 4 \(LastLayer\) .*48 and 32 labels"),
         ((5, {}), r"sequence_slices: .*multiple of 5 .*12"),
-        ((3, {"activation_checkpoint_interval": 1, "activation_checkpoint_func": REENTRANT}), "reentrant"),
+        ((3, {**RECOMPUTED, "activation_checkpoint_func": REENTRANT}), "reentrant"),
     ],
-    ids=["mixes tokens", "mean", "does not divide", "reentrant"],
+    ids=[
+        "mixes tokens",
+        "mean",
+        "shifted labels",
+        "shifted in the last layer",
+        "does not divide",
+        "reentrant",
+    ],
 )
 def test_what_slices_cannot_train_is_refused(ranks: Ranks, arguments: tuple[Any, ...], named: str) -> None:
     with pytest.raises(ConfigError, match=named):

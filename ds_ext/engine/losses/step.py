@@ -74,6 +74,11 @@ def join_losses(losses: Sequence[Loss]) -> Loss:
     }
 
 
+def terms_of(value: Any) -> Loss:
+    """Return the terms of a loss, from what the loss function returns. Raises ConfigError for what is none."""
+    return {name: _make_term(term) for name, term in _by_term(value).items()}
+
+
 def require_pairs(loss: Loss) -> None:
     """Raise ConfigError for a term that is a mean: those of slices with different numbers of labels do not add up."""
     names = [name or "the loss" for name, term in loss.items() if term.count is None]
@@ -192,7 +197,7 @@ class StepLosses:
         """
         loss_fn = self._module.loss_fn
         value = outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
-        loss = {name: _make_term(term) for name, term in _by_term(value).items()}
+        loss = terms_of(value)
         if self._by_micro_batch:
             return {name: Term(term.mean, None) for name, term in loss.items()}
         self._require_counts(loss)
