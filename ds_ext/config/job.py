@@ -160,11 +160,6 @@ def _check_slices(settings: DsExtConfig) -> None:
         raise ConfigError(
             f'ds_ext.loss_weighting: slices need "tokens" (got "micro_batches" with sequence_slices {count}).'
         )
-    if settings.audit_interval:
-        raise ConfigError(
-            f"ds_ext.audit_interval: audits do not support slices (got {settings.audit_interval} with sequence_slices "
-            f"{count}). Remove one of them."
-        )
 
 
 def _decode(text: str) -> dict[str, Any] | None:

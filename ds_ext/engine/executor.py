@@ -102,6 +102,7 @@ class Executor:
         slices: slices of the sequences; None: schedules have none.
 
     Attributes:
+        slices: the same; None also in a run without slices.
         buffers: storage of the live slices of micro-batches at stages, by buffer id.
         messages: messages between stages; the owner sets it before each run.
         handlers: instruction class -> handler, which gets the arguments of the instruction by name. The owner adds
@@ -130,7 +131,7 @@ class Executor:
     ) -> None:
         self.forward_stage, self.losses, self.last_stage, self.device = forward, losses, last_stage, device
         self.on_failure = on_failure
-        self._all_slices, self._slices = slices, slices  # the second one is None in a run without slices
+        self._all_slices, self.slices = slices, slices
         self.buffers: list[Buffer] = []
         self.handlers: Mapping[type[ds.PipeInstruction], Callable[..., None]] = {
             kind: getattr(self, name) for kind, name in OWN_HANDLERS.items()
@@ -169,9 +170,9 @@ class Executor:
         self._evaluation = evaluation or Evaluation()
         timetable = schedule.program.timetable
         self._splits = timetable.split_backwards
-        self._slices = self._all_slices if timetable.slices > 1 else None
-        if self._slices is not None:
-            self._slices.clear()
+        self.slices = self._all_slices if timetable.slices > 1 else None
+        if self.slices is not None:
+            self.slices.clear()
         self.buffers += [Buffer() for _ in range(schedule.num_pipe_buffers() - len(self.buffers))]
         active = [*self.observers, *observers]
         if profiler._is_profiler_enabled:  # creating a label takes as long as some handlers
@@ -239,7 +240,7 @@ class Executor:
 
     def _item(self, micro_batch: int, index: int) -> int:
         """Return the number of a slice in the tags of messages."""
-        return micro_batch if self._slices is None else micro_batch * self._slices.count + index
+        return micro_batch if self.slices is None else micro_batch * self.slices.count + index
 
     # --- handlers, in the order of the table below; ``slice`` is passed for all but the first one ---
 
@@ -250,14 +251,14 @@ class Executor:
         if stage == 0:
             buffer.inputs = self._to_device(inputs, slice)
         if stage == self.last_stage:
-            if labels is not None and self._slices is not None:
+            if labels is not None and self.slices is not None:
                 labels = self.losses.shift_labels(labels)
             buffer.labels = None if labels is None else self._to_device(labels, slice)
 
     def _to_device(self, batch: Any, index: int) -> tuple[Tensor, ...]:
         tensors = pack(batch, "the data")
-        if self._slices is not None:
-            tensors = self._slices.cut(tensors, index)
+        if self.slices is not None:
+            tensors = self.slices.cut(tensors, index)
         return tuple([t.to(self.device, non_blocking=True).detach() for t in tensors])
 
     def forward(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
@@ -278,7 +279,7 @@ class Executor:
                 self._store_loss(buffer, micro_batch, outputs, index)
             return outputs
 
-        slices = self._slices
+        slices = self.slices
         outputs = run() if slices is None else slices.forward(run, stage, micro_batch, index, inputs)
         buffer.outputs = pack(outputs, f"stage {stage}")
         if not torch.is_grad_enabled():
@@ -292,10 +293,10 @@ class Executor:
             earlier = (evaluation.outputs[micro_batch],) if index else ()
             evaluation.outputs[micro_batch] = join_outputs((*earlier, outputs))
         if evaluation.computes_loss:
-            if self._slices is not None:
-                self._slices.try_loss(self.losses.compute, outputs, labels)
+            if self.slices is not None:
+                self.slices.try_loss(self.losses.compute, outputs, labels)
             loss = self.losses.compute(outputs, labels)
-            if self._slices is not None:
+            if self.slices is not None:
                 require_pairs(loss)
             self.losses.add(loss, weight)
             if evaluation.losses is not None and weight:
@@ -331,10 +332,10 @@ class Executor:
 
     def _backward(self, buffer_id: int, stage: int, micro_batch: int, index: int) -> None:
         buffer = self.buffers[buffer_id]
-        if self._slices is None:
+        if self.slices is None:
             buffer.backward(self.scale, self.parameters)
         else:
-            with self._slices.backward(stage, micro_batch, index) as (roots, leaves):
+            with self.slices.backward(stage, micro_batch, index) as (roots, leaves):
                 buffer.backward(self.scale, self.parameters, roots, leaves)
         if stage == 0:
             buffer.inputs = None

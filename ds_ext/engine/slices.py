@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..parallel.slices import slice_bounds
 from ..planner.job_plan import JobPlan
 from ..tensor_parallel import Slice, SliceStore, computing
+from .deepspeed_api.recompute import preserve_buffers
 from .evaluation import evaluating
 from .losses.step import Loss, require_pairs, terms_of
 from .messages import pack, unpack
@@ -50,6 +51,12 @@ class StageSlices:
             return None
         shards = plan.layout.tensor_parallel_size if settings.sequence_parallel else 1
         return cls(module, settings.sequence_slices, settings.slice_lengths, shards)
+
+    def copy_empty(self) -> StageSlices:
+        """Return slices of other micro-batches in flight, whose layers were tried."""
+        copy = StageSlices(self._module, self.count, self._lengths, self._shards)
+        copy._tried, copy._loss_tried = self._tried, True
+        return copy
 
     def cut(self, tensors: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
         """Return slice ``index`` of the data of a micro-batch: of the tensors whose dimension 1 is the sequence.
@@ -125,7 +132,7 @@ class StageSlices:
             part, part_labels = (_copies(_cut(t, tokens, start, stop)) for t in (tensors, labels))
             return compute(unpack(part), part_labels)
 
-        with torch.no_grad(), evaluating(self._module):
+        with _trying(self._module):
             self._loss_tried = _try_sums(loss, "loss_fn", tokens)
 
     # --- trial ---
@@ -147,7 +154,7 @@ class StageSlices:
             if self._shards > 1:
                 self._require_own(name, modules.get(index, layer))
                 continue
-            with torch.no_grad(), evaluating(self._module):
+            with _trying(self._module):
                 if self._module.loss_fn is None and index == self._module.parts[-1] - 1:
                     _try_sums(functools.partial(_loss_of, layer, pack(x, name), tokens), name, tokens)
                 else:
@@ -159,6 +166,14 @@ class StageSlices:
             raise ConfigError(
                 f"sequence_slices: {name} cannot be checked with sequence_parallel. Remove one of them."
             )
+
+
+@contextmanager
+def _trying(module: PipelineModule) -> Iterator[None]:
+    """Context of a trial, which leaves buffers and random numbers as they are."""
+    gpus = {parameter.device.index for parameter in module.parameters() if parameter.is_cuda}
+    with torch.no_grad(), torch.random.fork_rng(gpus), evaluating(module), preserve_buffers([module], {}):
+        yield
 
 
 def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> Any:

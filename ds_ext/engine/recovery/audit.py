@@ -33,6 +33,7 @@ from ..deepspeed_api.recompute import Values, buffers_of, preserve_buffers
 from ..executor import Executor, Observer
 from ..messages import pack
 from ..module import PipelineModule
+from ..slices import StageSlices
 from ..stage import Buffer, Root
 from ..together import together
 
@@ -45,6 +46,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Weights = dict[tuple[int, int], int]  # (stage, tensor-parallel rank) -> checksum
 Problem = tuple[list[int], str]  # ranks, and what is wrong with them
 Result = tuple[int, int]  # checksums of the outputs and of the gradients of the inputs
+Results = tuple[Result, ...]  # of every slice
 
 
 class Audited(Protocol):
@@ -79,13 +81,10 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """Data of the forward and backward of one micro-batch at one stage, from which other ranks repeat them.
+class Pass:
+    """Data of the forward and backward of one slice of a micro-batch at one stage, from which other ranks repeat them.
 
     Attributes:
-        op: the forward.
-        number: global number of the micro-batch.
-        splits: whether its backward is split.
         inputs: inputs of the stage.
         leaves: which of them get gradients.
         labels: labels of the micro-batch; last stage only.
@@ -95,9 +94,6 @@ class Evidence:
         result: checksums.
     """
 
-    op: Op
-    number: int
-    splits: bool
     inputs: tuple[Tensor, ...]
     leaves: tuple[bool, ...]
     labels: tuple[Tensor, ...] | None
@@ -105,6 +101,28 @@ class Evidence:
     random: dict[str, Tensor]
     grads: tuple[Tensor, ...] | None = None
     result: Result = (0, 0)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Forward and backward of one micro-batch at one stage.
+
+    Attributes:
+        op: the forward, of the first slice.
+        number: global number of the micro-batch.
+        splits: whether its backward is split.
+        passes: of every slice, in order.
+    """
+
+    op: Op
+    number: int
+    splits: bool
+    passes: tuple[Pass, ...]
+
+    @property
+    def results(self) -> Results:
+        """Checksums of every slice."""
+        return tuple([one.result for one in self.passes])
 
 
 @dataclass(frozen=True)
@@ -118,7 +136,7 @@ class Finding:
         owner: rank whose computation was repeated.
         op: that computation.
         original: its checksums.
-        result: checksums that this rank computed.
+        results: checksums that this rank computed.
     """
 
     place: str
@@ -126,8 +144,8 @@ class Finding:
     after: Weights
     owner: int
     op: Op
-    original: Result
-    result: Result
+    original: Results
+    results: Results
 
 
 class Audit(Observer):
@@ -150,8 +168,8 @@ class Audit(Observer):
         self._members: list[int] = dist.get_process_group_ranks(self._group)
         self._place = f"host {socket.gethostname()}, {engine.device}"
         self.clean = self.done = 0
-        self._watched: Op | None = None  # forward to repeat, on its owner during an audited step
-        self._evidence: Evidence | None = None  # of the watched forward, once it has begun
+        self._watched: Op | None = None  # first forward to repeat, on its owner during an audited step
+        self._passes: list[Pass] = []  # of the watched slices that have begun
         self._before: Weights = {}
         self._has_warned = False
 
@@ -171,61 +189,69 @@ class Audit(Observer):
         if step % self._interval != 0:
             return None
         self._before = self._weight_checksums()
-        self._evidence = None
+        self._passes = []
         self._watched = self._next_forward() if self._owner == self._engine.global_rank else None
         return self
 
     def _next_forward(self) -> Op:
-        """Return the forward of this rank to repeat: after each member has had its turn, the next one."""
+        """Return the first forward of the slices to repeat: after each member has had its turn, the next ones."""
         timetable, device = self._engine.plan.timetable, self._engine.module.device_index
-        forwards = [op for op in timetable.orders[device] if op.kind == FORWARD]
+        forwards = [op for op in timetable.orders[device] if op.kind == FORWARD and op.slice == 0]
         return forwards[self.done // len(self._members) % len(forwards)]
 
     # --- recording, around the instructions ---
 
     def before(self, instruction: Any) -> None:
-        """Keep the inputs of the watched forward, and the gradients that its backward starts from."""
+        """Keep the inputs of a watched forward, and the gradients that its backward starts from."""
         if not self._watches(instruction):
             return
         buffer = self._engine.executor.buffers[instruction.buffer_id]
         if isinstance(instruction, ds.ForwardPass):
-            self._evidence = self._make_evidence(buffer)
-        elif self._evidence is not None:
-            self._evidence = replace(self._evidence, grads=_copy_to_host(buffer.grads))
+            self._passes.append(self._make_pass(buffer))
+        else:
+            self._change(instruction, grads=_copy_to_host(buffer.grads))
 
     def after(self, instruction: Any) -> None:
-        """Take the checksums of what the watched forward or backward has computed."""
-        if not self._watches(instruction) or self._evidence is None:
+        """Take the checksums of what a watched forward or backward has computed."""
+        if not self._watches(instruction):
             return
         buffer = self._engine.executor.buffers[instruction.buffer_id]
-        forward, backward = self._evidence.result
+        forward, backward = self._passes[_slice(instruction)].result
         if isinstance(instruction, ds.ForwardPass):
             forward = checksum(_outputs(buffer))
         else:
             backward = checksum(t.grad for t in buffer.inputs or () if t.grad is not None)
-        self._evidence = replace(self._evidence, result=(forward, backward))
+        self._change(instruction, result=(forward, backward))
+
+    def _change(self, instruction: Any, **changes: Any) -> None:
+        self._passes[_slice(instruction)] = replace(self._passes[_slice(instruction)], **changes)
 
     def _watches(self, instruction: Any) -> bool:
-        """Return whether an instruction is the watched forward, or its backward."""
+        """Return whether an instruction is the forward or backward of a watched slice."""
         op = self._watched
         return op is not None and instruction.stage == op.stage and instruction.micro_batch == op.micro_batch
 
-    def _make_evidence(self, buffer: Buffer) -> Evidence:
-        """Return the evidence before the watched forward, without gradients and result."""
+    def _make_pass(self, buffer: Buffer) -> Pass:
+        """Return what a watched forward starts from."""
         assert self._watched is not None and buffer.inputs is not None
-        stage, micro_batch = self._watched.stage, self._watched.micro_batch
         engine = self._engine
-        layer_buffers = buffers_of(engine.module.stage_modules(stage).values())
-        return Evidence(
-            op=self._watched,
-            number=engine.executor.data.first_id + micro_batch,
-            splits=(stage, micro_batch) in engine.plan.timetable.split_backwards,
+        layer_buffers = buffers_of(engine.module.stage_modules(self._watched.stage).values())
+        return Pass(
             inputs=_copy_to_host(buffer.inputs) or (),
             leaves=tuple(t.requires_grad for t in buffer.inputs),
             labels=_copy_to_host(buffer.labels),
             buffers=_copy_to_host(tuple(tensor for _, _, tensor in layer_buffers)) or (),
             random=_random_states(engine.device),
         )
+
+    def _evidence(self) -> Evidence | None:
+        """Return the evidence of the watched forwards; None on ranks that watched none."""
+        if self._watched is None:
+            return None
+        executor, (_, micro_batch, stage, _) = self._engine.executor, self._watched
+        splits = (stage, micro_batch) in self._engine.plan.timetable.split_backwards
+        number = executor.data.first_id + micro_batch
+        return Evidence(self._watched, number, splits, tuple(self._passes))
 
     # --- comparison ---
 
@@ -237,22 +263,22 @@ class Audit(Observer):
         """
         step = self._engine.global_steps + 1
         after = self._weight_checksums()
-        box: list[Any] = [self._evidence]
+        box: list[Any] = [self._evidence()]
         dist.broadcast_object_list(box, src=self._owner, group=self._group)
         evidence: Evidence = box[0]
         repeats = self._engine.global_rank != self._owner or len(self._members) == 1
 
         def find() -> Finding:
-            original = evidence.result
-            result = self._repeat(evidence) if repeats else original
-            return Finding(self._place, self._before, after, self._owner, evidence.op, original, result)
+            original = evidence.results
+            results = self._repeat(evidence) if repeats else original
+            return Finding(self._place, self._before, after, self._owner, evidence.op, original, results)
 
         findings: list[Finding] = together(find)
         differing = differing_weights(findings)
         problem = changed_weights(findings) or differing
-        if problem is None and any(finding.result != finding.original for finding in findings):
+        if problem is None and any(finding.results != finding.original for finding in findings):
             problem = self._faulty_computation(findings, evidence)
-        self._watched = self._evidence = None
+        self._watched, self._passes = None, []
         if problem is not None:
             self._raise(problem, step, lasting=differing is not None)
         self.clean = step
@@ -267,11 +293,13 @@ class Audit(Observer):
             ConfigError: on all ranks, if a rank gets another result each time, or several are at fault. Then a layer
                 keeps state outside its buffers.
         """
-        runs: list[tuple[Result, Result]] = together(lambda: (self._repeat(evidence), self._repeat(evidence)))
+        runs: list[tuple[Results, Results]] = together(
+            lambda: (self._repeat(evidence), self._repeat(evidence))
+        )
         faulty = []
         changing = []  # ranks whose two repetitions differ
         for rank, (finding, (second, third)) in enumerate(zip(findings, runs, strict=True)):
-            first = finding.original if rank == finding.owner else finding.result
+            first = finding.original if rank == finding.owner else finding.results
             if first != second:
                 faulty.append(rank)
             if second != third:
@@ -281,7 +309,7 @@ class Audit(Observer):
         if faulty:
             op = findings[faulty[0]].op
             return faulty, f"{_places(faulty, findings)} did not compute {op} twice with the same result"
-        rank = next(rank for rank, finding in enumerate(findings) if finding.result != finding.original)
+        rank = next(rank for rank, finding in enumerate(findings) if finding.results != finding.original)
         pair = sorted({rank, findings[rank].owner})
         return (
             pair,
@@ -353,39 +381,58 @@ class Audit(Observer):
             checksums[stage, tensor_rank] = checksum(parameters)
         return checksums
 
-    def _repeat(self, evidence: Evidence) -> Result:
-        """Repeat the forward and backward of ``evidence`` on this rank, and return their checksums.
+    def _repeat(self, evidence: Evidence) -> Results:
+        """Repeat the forwards and backwards of ``evidence`` on this rank, and return their checksums.
 
         Gradients of weights and buffers stay unchanged. The backward of a reentrant checkpoint cannot be repeated: a
         warning is logged once, and its original checksum is returned.
         """
         engine, stage = self._engine, evidence.op.stage
-        inputs = tuple(
-            t.to(engine.device, copy=True).requires_grad_(leaf)
-            for t, leaf in zip(evidence.inputs, evidence.leaves, strict=True)
-        )
-        buffer = Buffer(inputs, _copy_to(evidence.labels, engine.device))
-        layers = engine.module.stage_modules(stage).values()
-        values = {
-            (module, name): value.to(tensor.device)
-            for (module, name, tensor), value in zip(buffers_of(layers), evidence.buffers, strict=True)
-        }
-        with _start_state(layers, values, evidence.random, engine.device):
-            with deferrable() if evidence.splits else nullcontext():
-                outputs = engine.executor.forward_stage(stage, inputs, engine.global_steps, evidence.number)
-                if stage == engine.last_stage:
-                    buffer.loss = engine.executor.losses.compute(outputs, buffer.labels)
-            buffer.outputs = pack(outputs, f"stage {stage}")
-            forward = checksum(_outputs(buffer))
-            buffer.grads = _copy_to(evidence.grads, engine.device)
+        slices = None if engine.executor.slices is None else engine.executor.slices.copy_empty()
+        buffers = [self._repeat_forward(evidence, index, slices) for index in range(len(evidence.passes))]
+        forwards = [checksum(_outputs(buffer)) for buffer in buffers]
+        backwards: list[int] = []
+        for index in reversed(range(len(buffers))):
+            buffer, one = buffers.pop(), evidence.passes[index]
+            buffer.grads = _copy_to(one.grads, engine.device)
             try:
-                grads = _gradients(buffer.roots(engine.executor.scale), inputs, evidence.splits)
+                with slices.backward(stage, 0, index) if slices else nullcontext(([], [])) as (roots, leaves):
+                    roots = [*buffer.roots(engine.executor.scale), *roots]
+                    backwards.append(
+                        checksum(_gradients(roots, buffer.inputs or (), leaves, evidence.splits))
+                    )
             except RuntimeError as error:
                 if ".grad()" not in str(error):  # torch: "incompatible with .grad()"
                     raise
                 self._warn_of_reentrance(stage)
-                return forward, evidence.result[1]
-        return forward, checksum(grads)
+                backwards.append(one.result[1])
+        return tuple(zip(forwards, reversed(backwards), strict=True))
+
+    def _repeat_forward(self, evidence: Evidence, index: int, slices: StageSlices | None) -> Buffer:
+        """Repeat the forward of a slice. Returns its outputs with their graph."""
+        engine, stage, one = self._engine, evidence.op.stage, evidence.passes[index]
+        inputs = tuple(
+            t.to(engine.device, copy=True).requires_grad_(leaf)
+            for t, leaf in zip(one.inputs, one.leaves, strict=True)
+        )
+        buffer = Buffer(inputs, _copy_to(one.labels, engine.device))
+        layers = engine.module.stage_modules(stage).values()
+        values = {
+            (module, name): value.to(tensor.device)
+            for (module, name, tensor), value in zip(buffers_of(layers), one.buffers, strict=True)
+        }
+
+        def run() -> Any:
+            outputs = engine.executor.forward_stage(stage, inputs, engine.global_steps, evidence.number)
+            if stage == engine.last_stage:
+                buffer.loss = engine.executor.losses.compute(outputs, buffer.labels)
+            return outputs
+
+        splitting = deferrable() if evidence.splits else nullcontext()
+        with _start_state(layers, values, one.random, engine.device), splitting:
+            outputs = run() if slices is None else slices.forward(run, stage, 0, index, inputs)
+        buffer.outputs = pack(outputs, f"stage {stage}")
+        return buffer
 
     def _warn_of_reentrance(self, stage: int) -> None:
         if not self._has_warned:
@@ -397,22 +444,32 @@ class Audit(Observer):
         self._has_warned = True
 
 
-def _gradients(roots: Sequence[Root], inputs: Iterable[Tensor], splits: bool) -> list[Tensor]:
+def _slice(instruction: Any) -> int:
+    return instruction.kwargs.get("slice", 0)
+
+
+def _gradients(
+    roots: Sequence[Root], inputs: Iterable[Tensor], leaves: Sequence[Tensor], splits: bool
+) -> list[Tensor]:
     """Return the gradients of the inputs that have one, without adding to those of the weights.
 
     Args:
-        roots: outputs with their gradients, from :meth:`..stage.Buffer.roots`.
+        roots: outputs with their gradients.
         inputs: inputs of the stage.
+        leaves: tensors of earlier slices, whose gradients are added to them.
         splits: whether the backward is split.
     """
-    leaves = [t for t in inputs if t.requires_grad]
-    if not roots or not leaves:
+    inputs, others = ([t for t in tensors if t.requires_grad] for tensors in (inputs, leaves))
+    if not roots or not inputs + others:
         return []
     outputs, output_grads = zip(*roots, strict=True)
     # The collected weight gradients are dropped: only those of the inputs are compared.
     with deferring(WeightGradients()) if splits else nullcontext():
-        grads = torch.autograd.grad(outputs, leaves, output_grads, allow_unused=True)
-    return [grad for grad in grads if grad is not None]
+        grads = torch.autograd.grad(outputs, inputs + others, output_grads, allow_unused=True)
+    for leaf, grad in zip(others, grads[len(inputs) :], strict=True):
+        if grad is not None:
+            leaf.grad = grad if leaf.grad is None else leaf.grad + grad
+    return [grad for grad in grads[: len(inputs)] if grad is not None]
 
 
 def changed_weights(findings: Sequence[Finding]) -> Problem | None:
