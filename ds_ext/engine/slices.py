@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ..errors import ConfigError
@@ -24,6 +24,10 @@ from .module import PipelineModule
 # Largest difference between a layer's outputs for a sequence and for its slices, relative to the largest output.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
 _HALF_TOLERANCE = 5e-2
+# Largest effect of earlier tokens on a layer that does not read them, such as one with experts: it changes the shapes
+# of matrices and so their rounding. In half precision it would hide that of an attention.
+_ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6}
+_SMALL = 1e-3  # elements of parameters
 _LOSS_TOLERANCE = 1e-2  # of a sum; without one of its last few labels it differs by more
 
 
@@ -126,13 +130,16 @@ class StageSlices:
         """
         if self._loss_tried or labels is None:
             return
-        tensors, tokens = pack(outputs, "the outputs"), _tokens(labels)
+        tokens = _tokens(labels)
+        tensors, _ = _at_least_two(pack(outputs, "the outputs"), tokens)
+        targets, tokens = _at_least_two(labels, tokens)
 
         def loss(start: int, stop: int) -> Loss:
-            part, part_labels = (_copies(_cut(t, tokens, start, stop)) for t in (tensors, labels))
+            part, part_labels = (_copies(_cut(t, tokens, start, stop)) for t in (tensors, targets))
             return compute(unpack(part), part_labels)
 
-        with _trying(self._module):
+        loss_fn = self._module.loss_fn
+        with _trying(self._module, [loss_fn] if isinstance(loss_fn, nn.Module) else []):
             self._loss_tried = _try_sums(loss, "loss_fn", tokens)
 
     # --- trial ---
@@ -141,21 +148,18 @@ class StageSlices:
         """Raise ConfigError for a layer that does not compute in slices what it computes for a sequence.
 
         The first slice is tried as a sequence of two slices. A layer whose later tokens depend on earlier ones must
-        keep what the next slice needs. A first slice of one token is repeated.
+        keep what the next slice needs.
         """
         first = self._module.parts[stage]
         modules = self._module.stage_modules(stage)
-        tensors, tokens = [tensor.detach() for tensor in inputs], _tokens(inputs)
-        if tokens == 1:
-            tensors, tokens = [torch.cat((t, t), 1) if _has_tokens(t, 1) else t for t in tensors], 2
+        tensors, tokens = _at_least_two([tensor.detach() for tensor in inputs], _tokens(inputs))
         x = unpack(tensors)
-        for index, layer in enumerate(self._module.stage_funcs[stage], first):
-            name = f"layer {index} ({type(modules.get(index, layer)).__name__})"
-            if self._shards > 1:
-                self._require_own(name, modules.get(index, layer))
-                continue
-            with _trying(self._module):
-                if self._module.loss_fn is None and index == self._module.parts[-1] - 1:
+        with _trying(self._module, modules.values()):
+            for index, layer in enumerate(self._module.stage_funcs[stage], first):
+                name = f"layer {index} ({type(modules.get(index, layer)).__name__})"
+                if self._shards > 1:
+                    self._require_own(name, modules.get(index, layer))
+                elif self._module.loss_fn is None and index == self._module.parts[-1] - 1:
                     _try_sums(functools.partial(_loss_of, layer, pack(x, name), tokens), name, tokens)
                 else:
                     x = _try_layer(layer, name, x, tokens)
@@ -169,16 +173,32 @@ class StageSlices:
 
 
 @contextmanager
-def _trying(module: PipelineModule) -> Iterator[None]:
-    """Context of a trial, which leaves buffers and random numbers as they are."""
-    gpus = {parameter.device.index for parameter in module.parameters() if parameter.is_cuda}
-    with torch.no_grad(), torch.random.fork_rng(gpus), evaluating(module), preserve_buffers([module], {}):
-        yield
+def _trying(module: PipelineModule, tried: Iterable[nn.Module]) -> Iterator[None]:
+    """Context of a trial of modules, which leaves their parameters and buffers and the random numbers as they are.
+
+    Parameters that are almost 0, such as those of an output at the start of training, get larger values: they would
+    hide an attention.
+    """
+    tried = list(tried)
+    parameters = dict.fromkeys(p for one in tried for p in one.parameters() if _is_real_or_complex(p))
+    gpus = {parameter.device.index for parameter in parameters if parameter.is_cuda}
+    with torch.no_grad(), torch.random.fork_rng(gpus), evaluating(module), preserve_buffers(tried, {}):
+        small = [p.data for p in parameters if p.numel() and p.abs().max() < _SMALL]
+        originals = [data.clone() for data in small]
+        try:
+            for data in small:
+                data.normal_(std=0.1)
+            yield
+        finally:
+            for data, original in zip(small, originals, strict=True):
+                data.copy_(original)
 
 
 def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> Any:
     """Return the outputs of a layer for a sequence. Raises ConfigError; see :meth:`StageSlices._try_layers`."""
     inputs, middle = pack(x, name), tokens // 2
+    if tokens == 2:  # they may be equal
+        inputs = [torch.cat((t[:, :1], t[:, 1:] / 2), 1) if _can_change(t) else t for t in inputs]
 
     def run(value: Sequence[Tensor], part: Slice) -> tuple[Tensor, ...]:
         # Copies, because a layer may change its inputs in place, and strides may change the rounding of its outputs.
@@ -192,7 +212,7 @@ def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> A
     whole = run(inputs, Slice(0, 0, tokens, tokens))
     changed = run([_with_other_start(t, middle) for t in inputs], Slice(0, 0, tokens, tokens))
     mixes = any(
-        a.is_floating_point() and _has_tokens(a, tokens) and not torch.equal(a[:, middle:], b[:, middle:])
+        _is_real_or_complex(a) and _has_tokens(a, tokens) and _differ(a[:, middle:], b[:, middle:], _ROUNDING)
         for a, b in zip(whole, changed, strict=True)
     )
     store = SliceStore()
@@ -212,9 +232,9 @@ def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> A
         if pieces[0].shape != expected.shape:
             continue
         difference = (torch.stack(pieces) - expected).abs().max()
-        dtypes = [tensor.dtype for tensor in (*inputs, expected) if tensor.is_floating_point()]
+        dtypes = [tensor.dtype.to_real() for tensor in (*inputs, expected) if _is_real_or_complex(tensor)]
         tolerance = max((_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes), default=0.0)
-        limit = tolerance * expected.abs().max() if expected.is_floating_point() else 0
+        limit = tolerance * expected.abs().max() if _is_real_or_complex(expected) else 0
         if not difference <= limit:
             raise ConfigError(
                 f"sequence_slices: {name} computes something else in slices (got a difference of {difference:.2g} in "
@@ -270,9 +290,32 @@ def _loss_of(
         return terms_of(layer(unpack(_copies(_cut(inputs, tokens, start, stop)))))
 
 
+def _at_least_two(tensors: Sequence[Tensor], tokens: int) -> tuple[Sequence[Tensor], int]:
+    """Return tensors with at least two tokens, and their number: one is repeated."""
+    if tokens > 1:
+        return tensors, tokens
+    return tuple([torch.cat((t, t), 1) if _has_tokens(t, 1) else t for t in tensors]), 2
+
+
+def _can_change(tensor: Tensor) -> bool:
+    return _is_real_or_complex(tensor) and tensor.dim() > 1
+
+
+def _is_real_or_complex(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _differ(a: Tensor, b: Tensor, tolerances: Mapping[torch.dtype, float]) -> bool:
+    """Return whether tensors differ by more than a share of their largest element; without a tolerance, in any bit."""
+    tolerance = tolerances.get(a.dtype.to_real())
+    if tolerance is None:
+        return not torch.equal(a, b)
+    return a.numel() > 0 and not (a - b).abs().max() <= tolerance * a.abs().max()
+
+
 def _with_other_start(tensor: Tensor, middle: int) -> Tensor:
-    """Return floating-point inputs with the opposite sign in the first half of the tokens; other tensors unchanged."""
-    if not tensor.is_floating_point() or tensor.dim() < 2:
+    """Return inputs with the opposite sign in the first half of the tokens; integers unchanged."""
+    if not _can_change(tensor):
         return tensor
     return torch.cat((-tensor[:, :middle], tensor[:, middle:]), 1)
 

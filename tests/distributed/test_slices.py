@@ -139,6 +139,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.aware = heads, aware
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        nn.init.zeros_(self.out.weight)  # so the outputs do not depend on other tokens yet
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         q, k, v = self.qkv(x_BSD).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
