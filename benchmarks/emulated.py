@@ -144,7 +144,7 @@ class EmulatedDevice:
         self._wait(op, self.last_end if follows else time.perf_counter())
 
     def _wait(self, op: Op, start: float) -> None:
-        duration_ms = self._durations[op.kind][op.stage] * self.costs.factor(self._in_timetable(op))
+        duration_ms = self._durations[op.kind][op.stage] * self.costs.jitter_factor(self._in_timetable(op))
         self._occupy(start, duration_ms)
         self.last_end, self._last = time.perf_counter(), op
         self.computed_ms += duration_ms

@@ -195,7 +195,7 @@ def _delay(device: EmulatedDevice, timetable: Timetable) -> Delay:
         if op.kind != FORWARD:
             op = op._replace(kind=timetable.dependencies.gradient_kind(op.stage, op.micro_batch))
         costs = device.costs
-        return costs.delay(source, target) * costs.factor(op, message=True) / 1000
+        return costs.delay(source, target) * costs.jitter_factor(op, message=True) / 1000
 
     return delay
 

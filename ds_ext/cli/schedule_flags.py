@@ -19,7 +19,7 @@ from ..pipe_schedules.definition import COSTS
 from ..pipe_schedules.files import is_timetable_file, read_timetable
 from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.simulation import Simulation, simulate
-from ..planner.stage_costs import split_layers, stage_costs
+from ..planner.stage_costs import slice_costs, split_layers, stage_costs
 from ..planner.training_sizes import TrainingSizes
 from .model_flags import model_of
 
@@ -199,16 +199,17 @@ def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespac
     base_costs = _costs_of(args, options)
     model = model_of(args) if "model" in args else None
 
-    def costs_on(placement: Placement) -> Costs:
+    def costs_on(placement: Placement, slices: int) -> Costs:
         costs = base_costs
         if model is not None:
             _check_measured(base_costs, model)
             costs = stage_costs(base_costs, split_layers(model, placement, name))
+            costs = slice_costs(costs, model, [model.seq_length / slices] * slices)
         return costs.fit(placement)
 
     if is_file(name):
         timetable = _from_file(name, args)
-        return timetable, costs_on(timetable.placement)
+        return timetable, costs_on(timetable.placement, timetable.slices)
     schedule = get_schedule(name)
     if args.num_devices is None or args.micro_batches is None:
         raise ScheduleError(f"{name}: sizes are missing. Add --num-devices D and --micro-batches N.")
@@ -218,8 +219,8 @@ def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespac
     schedule.check_slices(slices)
     if getattr(args, "forward_only", False):
         timetable = forward_timetable(placement, args.micro_batches, schedule.name, slices)
-        return timetable, costs_on(placement)
-    costs = costs_on(placement)
+        return timetable, costs_on(placement, slices)
+    costs = costs_on(placement, slices)
     return schedule.timetable(args.num_devices, args.micro_batches, options, costs, slices), costs
 
 

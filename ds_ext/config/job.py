@@ -36,7 +36,7 @@ class DsExtConfig(Section):
     tensor_parallel_size: int = Field(default=1, ge=1)
     sequence_parallel: bool = False
     sequence_slices: int = Field(default=1, ge=1)
-    slice_lengths: Literal["equal"] | list[int] = "equal"
+    slice_lengths: Literal["equal", "balanced"] | list[int] = "equal"
     rank_order: str = str(DEEPSPEED_ORDER)
     schedule_options: dict[str, Any] = Field(default_factory=dict)
     modules: list[str] = Field(default_factory=list, alias="import")
@@ -146,7 +146,7 @@ def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
 def _check_slices(settings: DsExtConfig) -> None:
     """Raise ConfigError for lengths that are not those of the slices, and for settings that do not support slices."""
     lengths, count = settings.slice_lengths, settings.sequence_slices
-    if lengths != "equal" and (len(lengths) != count or min(lengths) < 1):
+    if not isinstance(lengths, str) and (len(lengths) != count or min(lengths) < 1):
         raise ConfigError(
             f"ds_ext.slice_lengths: must be {count} numbers of tokens, one per slice (got {lengths})."
         )

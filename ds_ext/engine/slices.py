@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ..errors import ConfigError
-from ..parallel.slices import slice_bounds
+from ..parallel.slices import BALANCED, EQUAL, slice_bounds
 from ..planner.job_plan import JobPlan
 from ..tensor_parallel import Slice, SliceStore, computing
 from .deepspeed_api.recompute import preserve_buffers
@@ -53,6 +53,11 @@ class StageSlices:
         settings = plan.settings
         if settings.sequence_slices == 1:
             return None
+        if settings.slice_lengths == BALANCED:
+            raise ConfigError(
+                f"slice_lengths: {BALANCED!r} needs the sizes of the model, which only ds_ext's scripts know. List the "
+                f"tokens of the {settings.sequence_slices} slices, or use {EQUAL!r}."
+            )
         shards = plan.layout.tensor_parallel_size if settings.sequence_parallel else 1
         return cls(module, settings.sequence_slices, settings.slice_lengths, shards)
 

@@ -77,15 +77,17 @@ def layer_boundaries(
 
 @dataclass(frozen=True)
 class StageWork:
-    """Work of the stages, relative to the mean, from :func:`stage_weights`.
+    """Work of the stages and slices of a model; that of stages is relative to the mean, from :func:`stage_weights`.
 
     Attributes:
         stages: as the layers are divided; None: equal.
         balanced: as ``BALANCED`` divides them; None: equal.
+        slices: work of every slice of a sequence; None: equal.
     """
 
     stages: tuple[float, ...] | None
     balanced: tuple[float, ...] | None
+    slices: tuple[float, ...] | None = None
 
     @property
     def is_balanced(self) -> bool:

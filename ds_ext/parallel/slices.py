@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
 from ..errors import ConfigError
 
-EQUAL = "equal"
+EQUAL, BALANCED = "equal", "balanced"
+
+
+def balanced_lengths(
+    work_until: Callable[[float], float], tokens: int, count: int, multiple: int
+) -> list[int]:
+    """Return the tokens of slices that take about equally long.
+
+    Args:
+        work_until: returns the work of the first tokens of a sample.
+        tokens: length of the sequence.
+        count: number of slices.
+        multiple: every slice has a multiple of this many tokens.
+
+    Raises:
+        ConfigError: there are too few tokens, or they are no multiple.
+    """
+    places = range(0, tokens + 1, multiple)
+    total = work_until(tokens)
+    ends = [bisect_left(places, total * j / count, key=work_until) for j in range(count + 1)]
+    lengths = [multiple * (end - start) for start, end in pairwise(ends)]
+    if tokens % multiple or not all(lengths):
+        raise ConfigError(
+            f"slice_lengths: {count} balanced slices need samples of many times {multiple} tokens, and no remainder "
+            f"(got {tokens}). Use longer samples, fewer slices or {EQUAL!r}."
+        )
+    return lengths
 
 
 def slice_bounds(

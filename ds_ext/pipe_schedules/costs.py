@@ -23,7 +23,7 @@ _TIMES = {
     "w": "backward_weight",
     **{k: k for k in ("comm", "overhead")},
 }
-_TEXT_KEYS = (*_TIMES, "stages", "jitter", "seed")
+_TEXT_KEYS = (*_TIMES, "stages", "slices", "jitter", "seed")
 _MAX_FACTORS = 200_000
 # With these limits, sums of ten million times and ratios of times do not overflow.
 _MIN_TIME, _MAX_TIME = 1e-15, 1e15
@@ -53,6 +53,8 @@ class Costs:
         overhead: time of every op besides its computation, at any size of its stage.
         measured: description of the traced run whose times in milliseconds these are, with its number of "devices"
             and its MEASURED_SIZES; empty: not measured.
+        slices: times of the slices of a sequence, which are divided by their mean, for example because attention makes
+            later ones dearer. None: all 1.
 
     Raises:
         ScheduleError: a time is neither 0 nor between 1e-15 and 1e15, the jitter is not between 0 and 1, or the seed or
@@ -69,6 +71,7 @@ class Costs:
     seed: int = 0
     overhead: float = 0.0
     measured: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    slices: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.stages is not None:
@@ -81,12 +84,18 @@ class Costs:
                 times |= {f"stages[{i}][{k}]": factor for k, factor in enumerate(stage)}
             else:
                 times[f"stages[{i}]"] = stage
+        times |= {f"slices[{j}]": time for j, time in enumerate(self.slices or ())}
         times |= {f"links {a}>{b}": time for (a, b), time in self.links.items()}
         for name, time in times.items():
             if not _is_number(time) or not (time == 0 or _MIN_TIME <= time <= _MAX_TIME):
                 raise ScheduleError(
                     f"costs: {name} must be 0 or between {_MIN_TIME:g} and {_MAX_TIME:g} (got {_short(time)})."
                 )
+        if self.slices is not None:
+            mean = statistics.fmean(self.slices) if self.slices else 0.0
+            if not mean:
+                raise ScheduleError(f"costs: slices must have a time above 0 (got {_short(self.slices)}).")
+            object.__setattr__(self, "slices", tuple(time / mean for time in self.slices))
         if not _is_number(self.jitter) or not 0 <= self.jitter <= 1:
             raise ScheduleError(f"costs: jitter must be between 0 and 1 (got {_short(self.jitter)}).")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
@@ -155,10 +164,14 @@ class Costs:
             )
 
     def durations(self, placement: Placement, slices: int = 1) -> dict[str, tuple[float, ...]]:
-        """Return the time of every kind of op at every stage, for one of equal slices, without jitter.
+        """Return the time of every kind of op at every stage, for the mean of the slices, without jitter.
 
-        Raises ScheduleError if the costs do not fit the placement.
+        Raises ScheduleError if the costs do not fit the placement or the slices.
         """
+        if self.slices is not None and len(self.slices) != slices:
+            raise ScheduleError(
+                f"costs: slices must have {slices} times, one per slice (got {len(self.slices)})."
+            )
         costs = self.fit(placement)
         share = placement.devices_per_pipe / placement.stages / slices
         stages = costs.stage_factors or (_EVEN,) * placement.stages
@@ -224,7 +237,7 @@ class Costs:
         """Return the time of a message between two devices, without jitter; 0 on one device."""
         return 0.0 if sender == receiver else self.links.get((sender, receiver), self.comm)
 
-    def factor(self, op: Op, *, message: bool = False) -> float:
+    def jitter_factor(self, op: Op, *, message: bool = False) -> float:
         """Return the jitter factor of ``op``, or of the message that it receives."""
         if not self.jitter:
             return 1.0
@@ -250,7 +263,7 @@ def read_costs(text: str) -> Costs:
 
 
 def parse_costs(text: str) -> Costs:
-    """Return the costs in ``"f=1,b=1,w=1,comm=0,stages=0.9x7/1.7:1.8:1.6,jitter=0,seed=0"``. All keys are optional.
+    """Return the costs in ``"f=1,b=1,w=1,comm=0,stages=0.9x7/1.7:1.8:1.6,slices=1/3,jitter=0"``. All keys are optional.
 
     Raises ScheduleError for an unknown or repeated key and for an invalid value.
     """
@@ -264,7 +277,7 @@ def parse_costs(text: str) -> Costs:
         if key in values:
             raise ScheduleError(f"costs: {key} is repeated (got {_short(text)}).")
         try:
-            if key == "stages":
+            if key in ("stages", "slices"):
                 values[key] = _parse_factors(value)
             else:
                 values[key] = int(value) if key == "seed" else float(value)
@@ -331,10 +344,9 @@ def load_costs(path: str) -> Costs:
         raise ScheduleError(
             f"costs {path}: unknown keys (got {', '.join(unknown)[:_MAX_CHARACTERS]}). Keys: {', '.join(known)}."
         )
-    if "stages" in values and not isinstance(values["stages"], list | None):
-        raise ScheduleError(
-            f"costs {path}: stages must be a list of factors (got {_short(values['stages'])})."
-        )
+    for key in {"stages", "slices"} & set(values):
+        if not isinstance(values[key], list | None):
+            raise ScheduleError(f"costs {path}: {key} must be a list of factors (got {_short(values[key])}).")
     if "links" in values:
         values["links"] = _parse_links(values["links"], path)
     return _make_costs(values)

@@ -53,8 +53,13 @@ class Workload:
 
     @cached_property
     def times(self) -> dict[str, tuple[float, ...]]:
-        """Kind of op -> its time at every stage, for one slice."""
+        """Kind of op -> its time at every stage, for the mean of the slices."""
         return self.costs.durations(self.placement, self.slices)
+
+    @cached_property
+    def shortest_slice(self) -> float:
+        """Time of the shortest slice of a sequence, relative to their mean."""
+        return min(self.costs.slices or (1.0,))
 
     @cached_property
     def num_ops(self) -> int:
@@ -72,7 +77,7 @@ class Workload:
         return tuple(self._earliest_starts(devices) for devices in self.placement.pipes)
 
     def _earliest_starts(self, devices: tuple[int, ...]) -> dict[str, tuple[float, ...]]:
-        """Return the starts of one pipe with these devices, by kind and stage."""
+        """Return the starts of one pipe with these devices, by kind and stage, for its shortest slice."""
         now = 0.0
         starts: dict[str, dict[int, float]] = {FORWARD: {}, self.gradient_kind: {}}
         previous = 0
@@ -83,19 +88,21 @@ class Workload:
             for stage in path:
                 now += self.costs.delay(devices[previous], devices[stage])  # 0 at the turn
                 starts[kind][stage] = now
-                now += self.times[kind][stage]
+                now += self.times[kind][stage] * self.shortest_slice
                 previous = stage
         return {kind: tuple(row[stage] for stage in sorted(row)) for kind, row in starts.items()}
 
     def time(self, op: Op) -> float:
         """Return the time of ``op``."""
         time = self.times[op.kind][op.stage]
-        return time * self.costs.factor(op) if self.jittered else time
+        if self.costs.slices is not None:
+            time *= self.costs.slices[op.slice]
+        return time * self.costs.jitter_factor(op) if self.jittered else time
 
     def delay(self, op: Op, sender: int, receiver: int) -> float:
         """Return the time of a message that ``op`` receives."""
         delay = self.costs.delay(sender, receiver) / self.slices
-        return delay * self.costs.factor(op, message=True) if delay and self.jittered else delay
+        return delay * self.costs.jitter_factor(op, message=True) if delay and self.jittered else delay
 
 
 class Policy(Protocol):

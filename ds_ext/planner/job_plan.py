@@ -305,7 +305,10 @@ def _costs(plan: StagePlan) -> Costs:
     else:
         text = plan.options.get("costs")
         costs = Costs() if text is None else read_costs(text)
-    return costs if plan.work is None or costs.stages is not None else replace(costs, stages=plan.work.stages)
+    if plan.work is None:
+        return costs
+    stages = plan.work.stages if costs.stages is None else costs.stages
+    return replace(costs, stages=stages, slices=plan.work.slices if costs.slices is None else costs.slices)
 
 
 def _link_credits(placement: Placement) -> int | None:

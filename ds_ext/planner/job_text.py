@@ -68,6 +68,8 @@ def describe(
     sizes = plan.sizes
     simulation = plan.simulation
     slices = f" in {plan.timetable.slices} slices" if plan.timetable.slices > 1 else ""
+    lengths = plan.job.ds_ext.slice_lengths
+    slices += "" if isinstance(lengths, str) else f" ({', '.join(map(str, lengths))} tokens)"
     groups, rows = _describe_groups(plan.layout, plan.job.ds_ext.fbd.forward_hosts)
     auto, candidates = _describe_candidates(plan)
     recovery, failures = _describe_recovery(plan, memory, hosts)
@@ -161,10 +163,11 @@ def _describe_stages(plan: JobPlan, boundaries: list[int], layer_names: list[str
 
 
 def _describe_bubble(plan: JobPlan) -> list[str]:
-    stages = plan.work and plan.work.stages
+    stages, slices = (plan.work.stages, plan.work.slices) if plan.work else (None, None)
     priced = "equal stages" if stages is None else "layers and head"
+    priced += "" if slices is None else ", causal slices"
     costs = f"{priced}, forward : backward = 1 : 2, free messages"
-    if plan.costs != Costs(stages=stages):
+    if plan.costs != Costs(stages=stages, slices=slices):
         costs = describe_costs(plan.costs)
     return [f"bubble    {plan.simulation.bubble:.1%} (simulated: {costs})"]
 

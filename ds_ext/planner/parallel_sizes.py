@@ -226,7 +226,13 @@ def plan_cluster(
         ScheduleError: no sizes fit the devices, heads, layers and batch; or ``ratios`` contain message times.
     """
     ratios = ratios or Costs()
-    if ratios.comm or ratios.links or ratios.stages is not None or not ratios.forward:
+    if (
+        ratios.comm
+        or ratios.links
+        or ratios.stages is not None
+        or ratios.slices is not None
+        or not ratios.forward
+    ):
         raise ScheduleError(
             "costs: `plan` takes f, b, w and jitter only, with f above 0, because it computes the times of messages "
             "and stages itself. Remove the other keys."

@@ -6,6 +6,7 @@ on the last stage, and recomputation repeats the layers but not the head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
@@ -13,6 +14,7 @@ from ..errors import ConfigError, ScheduleError
 from ..parallel.partition import BALANCED, layer_boundaries
 from ..pipe_schedules import Placement
 from ..pipe_schedules.costs import Costs
+from ..recipes.models.config import TransformerConfig
 from .training_sizes import TrainingSizes
 
 _DIGITS = 8  # of a factor: precise enough for any plan, short enough for a readable JSON
@@ -53,6 +55,19 @@ def split_layers(
     counts[0] -= 1
     counts[-1] -= 1
     return replace(sizes, stage_layers=tuple(counts))
+
+
+def slice_costs(costs: Costs, sizes: TransformerConfig, lengths: Sequence[float]) -> Costs:
+    """Return ``costs`` with the work of every slice, unless they have it. Later tokens attend to more keys.
+
+    Args:
+        lengths: tokens of every slice.
+    """
+    if len(lengths) == 1 or costs.slices is not None:
+        return costs
+    mean = sizes.work_until(sum(lengths)) / len(lengths)
+    ends = map(sizes.work_until, accumulate(lengths, initial=0))
+    return replace(costs, slices=tuple(round((end - start) / mean, _DIGITS) for start, end in pairwise(ends)))
 
 
 def stage_costs(costs: Costs, sizes: TrainingSizes) -> Costs:

@@ -281,7 +281,9 @@ def lower_bound(workload: Workload) -> float:
         for starts, count in zip(workload.earliest_starts, counts, strict=True)
         if count
     ]
-    single = max(last_starts) + workload.times[BACKWARD][0]  # up to its last backward for the weights
+    single = (
+        max(last_starts) + workload.times[BACKWARD][0] * workload.shortest_slice
+    )  # up to its last backward for the weights
     return max(single, *(_device_bound(workload, device, counts) for device in range(placement.num_devices)))
 
 
@@ -304,4 +306,4 @@ def _time_to_stage_0(workload: Workload, pipe: int, stage: int) -> float:
     """Return the time from the end of the backward at ``stage`` to the end of the backward at stage 0."""
     starts = workload.earliest_starts[pipe][workload.gradient_kind]
     times = workload.times[workload.gradient_kind]
-    return starts[0] + times[0] - (starts[stage] + times[stage])
+    return starts[0] - starts[stage] + (times[0] - times[stage]) * workload.shortest_slice

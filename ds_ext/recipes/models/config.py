@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
@@ -242,6 +243,15 @@ class TransformerConfig:
         queries, keys = self.num_attention_heads * self.head_size, self.query_groups * self.head_size
         matrices = 2 * queries + 2 * keys + (3 if self.swiglu else 2) * self.ffn_size
         return LayerWork(self.hidden_size * matrices, 2 * self.seq_length * queries)
+
+    def work_until(self, tokens: float) -> float:
+        """Return the work of the first ``tokens`` of a sample, in layers and head: each attends to those before it."""
+        windows = [self.window(layer) or math.inf for layer in range(self.num_layers)]
+        keys = sum(
+            tokens * tokens / 2 if tokens <= window else window * (tokens - window / 2) for window in windows
+        )
+        matrices = self.num_layers * self.layer_work.matrices + self.vocab_size * self.hidden_size
+        return tokens * matrices + keys * self.layer_work.attention / self.seq_length
 
     @property
     def repeated_share(self) -> float:

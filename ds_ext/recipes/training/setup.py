@@ -25,11 +25,14 @@ from ...launch.roll_call import Facts
 from ...parallel.crossing import require_slots
 from ...parallel.hosts import Hosts
 from ...parallel.partition import BALANCED, StageWork, layer_boundaries, stage_weights
-from ...parallel.slices import slice_bounds
+from ...parallel.slices import BALANCED as BALANCED_SLICES
+from ...parallel.slices import balanced_lengths, slice_bounds
+from ...pipe_schedules.costs import Costs
 from ...planner.auto import training_sizes
 from ...planner.job_plan import JobPlan, make_job_plan
 from ...planner.job_text import describe
 from ...planner.memory import memory, model_parameters, rank_parameters
+from ...planner.stage_costs import slice_costs
 from ...planner.text import HEADROOM, format_bytes, usable_bytes
 from ...planner.traffic import traffic
 from ...planner.training_sizes import TrainingSizes
@@ -45,6 +48,7 @@ if TYPE_CHECKING:
     from ...engine.batches import MapDataset, MicroBatches
 
 logger = logging.getLogger(__name__)
+_TILE, _LONG_SLICE = 128, 1024  # tokens of a kernel's tile, and of slices with whole tiles
 # Flags that may differ between hosts: only rank 0 reads them, or the content of their files is compared.
 _PER_HOST = frozenset(
     {
@@ -119,8 +123,6 @@ def _check_slices(args: argparse.Namespace, plan: JobPlan, model: Model) -> None
             f"ds_ext.sequence_slices: needs --transformer-impl local (got {args.transformer_impl} with "
             f"{settings.sequence_slices})."
         )
-    shards = plan.layout.tensor_parallel_size if settings.sequence_parallel else 1
-    slice_bounds(args.seq_length, settings.sequence_slices, settings.slice_lengths, shards)
 
 
 def _take_candidate(args: argparse.Namespace, plan: JobPlan) -> None:
@@ -191,15 +193,27 @@ def with_stage_work(
     after: list[str],
     model: TransformerConfig,
 ) -> JobPlan:
-    """Return the plan with the work of the stages. Arguments as for :func:`describe_plan`."""
+    """Return the plan with the work of the stages, and with balanced slices. Arguments as for :func:`describe_plan`."""
     ends, work = (len(before), len(after)), (0.0, model.head_work(model.repeated_share))
     placement, schedule = plan.layout.placement, plan.timetable.schedule
     balanced, layers = boundaries, boundaries[-1] - sum(ends)
     if layers >= placement.stages:
         balanced = layer_boundaries(layers, *ends, placement, schedule, BALANCED, work)
-    return plan.with_work(
-        StageWork(*(stage_weights(bounds, *ends, work) for bounds in (boundaries, balanced)))
-    )
+    stages = [stage_weights(bounds, *ends, work) for bounds in (boundaries, balanced)]
+    settings, tokens, lengths = plan.settings, model.seq_length, plan.settings.slice_lengths
+    if settings.sequence_slices == 1:
+        return plan.with_work(StageWork(*stages))
+    shards = plan.layout.tensor_parallel_size if settings.sequence_parallel else 1
+    if lengths == BALANCED_SLICES:
+        multiple = shards * (
+            1 if tokens % (_TILE * shards) or tokens < _LONG_SLICE * settings.sequence_slices else _TILE
+        )
+        lengths = balanced_lengths(model.work_until, tokens, settings.sequence_slices, multiple)
+        section = settings.model_copy(update={"slice_lengths": lengths})
+        plan = replace(plan, job=replace(plan.job, ds_ext=section))
+    bounds = slice_bounds(tokens, settings.sequence_slices, lengths, shards)
+    slices = slice_costs(Costs(), model, [stop - start for start, stop in bounds]).slices
+    return plan.with_work(StageWork(*stages, slices))
 
 
 def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts:

@@ -15,9 +15,13 @@ from typing import Any
 import pytest
 
 from ds_ext.errors import ScheduleError
-from ds_ext.pipe_schedules import Op
+from ds_ext.pipe_schedules import Op, get_schedule
 from ds_ext.pipe_schedules.costs import Costs, load_costs, parse_costs
+from ds_ext.pipe_schedules.events import Workload
+from ds_ext.pipe_schedules.list_scheduling.search import lower_bound
+from ds_ext.pipe_schedules.ops import FORWARD
 from ds_ext.pipe_schedules.placement import linear, looped, v
+from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.text import costs_text
 
 
@@ -186,22 +190,22 @@ def test_values_out_of_range(arguments: dict[str, Any], sentence: str) -> None:
 def test_jitter_is_even_and_depends_on_seed_and_op_alone() -> None:
     ops = [Op(kind, m, stage) for kind in "FBIW" for stage in range(16) for m in range(64)]
     costs = Costs(jitter=0.25, seed=3)
-    factors = [costs.factor(op) for op in ops]
-    assert factors == [Costs(jitter=0.25, seed=3).factor(op) for op in ops]
+    factors = [costs.jitter_factor(op) for op in ops]
+    assert factors == [Costs(jitter=0.25, seed=3).jitter_factor(op) for op in ops]
     assert all(0.75 <= factor <= 1.25 for factor in factors) and len(set(factors)) == len(ops)
     # Mean and variance of 4096 uniform numbers in [-1, 1], within five standard errors.
     u = [(factor - 1) / 0.25 for factor in factors]
     assert abs(statistics.fmean(u)) < 5 * math.sqrt(1 / 3 / 4096)
     assert abs(statistics.pvariance(u) - 1 / 3) < 5 * math.sqrt(4 / 45 / 4096)
     for others in (
-        [Costs(jitter=0.25, seed=4).factor(op) for op in ops],
-        [costs.factor(op, message=True) for op in ops],
+        [Costs(jitter=0.25, seed=4).jitter_factor(op) for op in ops],
+        [costs.jitter_factor(op, message=True) for op in ops],
         [*factors[1:], factors[0]],
         [*factors[64:], *factors[:64]],
     ):
         assert abs(statistics.correlation(factors, others)) < 5 / math.sqrt(4096)
-    assert Costs(seed=3).factor(ops[0]) == 1
-    assert Costs(jitter=1, seed=-5).factor(ops[0]) == Costs(jitter=1, seed=-5).factor(ops[0])
+    assert Costs(seed=3).jitter_factor(ops[0]) == 1
+    assert Costs(jitter=1, seed=-5).jitter_factor(ops[0]) == Costs(jitter=1, seed=-5).jitter_factor(ops[0])
 
 
 def test_costs_from_a_file(tmp_path: Path) -> None:
@@ -228,7 +232,7 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
         ("{", "not JSON"),
         (
             "[1]",
-            r"f, b, w, comm, overhead, stages, links, jitter, seed, measured .*got \[1\]",
+            r"f, b, w, comm, overhead, stages, links, jitter, seed, measured, slices .*got \[1\]",
         ),
         ('{"g": 1}', "got g"),
         ('{"stages": 2}', "stages .*got 2"),
@@ -251,6 +255,32 @@ def test_files_that_make_no_sense(text: str, sentence: str, tmp_path: Path) -> N
     path.write_text(text)
     with pytest.raises(ScheduleError, match=sentence):
         load_costs(str(path))
+
+
+def test_times_of_slices() -> None:
+    costs = parse_costs("slices=1/3/5/7")
+    assert costs.slices == (0.25, 0.75, 1.25, 1.75) == parse_costs(costs_text(costs)).slices
+    timetable = get_schedule("1f1b").timetable(1, 2, slices=4)
+    spans = simulate(timetable, costs).spans[0]
+    assert {op.slice: end - start for op, start, end in spans if op.kind == FORWARD} == pytest.approx(
+        {j: time / 4 for j, time in enumerate(costs.slices)}
+    )
+    assert simulate(timetable, costs).makespan == pytest.approx(6)
+    for text, wrong in (
+        ("slices=1/2", "slices .*4 .*got 2"),
+        ("slices=0/0", "slices"),
+        ("slices=-1/1", r"slices\[0\]"),
+    ):
+        with pytest.raises(ScheduleError, match=wrong):
+            simulate(timetable, parse_costs(text))
+
+
+@pytest.mark.parametrize("name", ["zb_v", "bitpipe_zb", "1f1b", "zb_h1"])
+def test_no_order_is_shorter_than_the_bound_of_slices(name: str) -> None:
+    costs = Costs(comm=0.1, slices=(1, 3, 5, 7))
+    timetable = get_schedule(name).timetable(4, 4, costs=costs, slices=4)
+    workload = Workload(timetable.placement, 4, costs, split=timetable.dependencies.split, slices=4)
+    assert lower_bound(workload) <= simulate(timetable, costs).makespan
 
 
 def test_no_file(tmp_path: Path) -> None:
