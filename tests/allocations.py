@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +20,8 @@ class AllocatedBytes(TorchDispatchMode):
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._see((args, kwargs), counts=False)  # older storages, of which the result may be a view
+        # Older storages, of which the result may be a view. Tensors of messages are resized; nothing allocates them.
+        self._see((args, kwargs), counts=func is torch.ops.aten.resize_.default)
         result = func(*args, **(kwargs or {}))
         self._see(result, counts=True)
         return result

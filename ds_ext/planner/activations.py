@@ -20,6 +20,10 @@ was recomputed.
 The first half of a split backward frees everything but the inputs and the output gradients of the linear layers, which
 the second half reads. These are about as many bytes, also for a layer that was recomputed. The second half computes a
 weight gradient, which autograd copies if the engine sums it elsewhere, in fp32 for bf16.
+
+With slices of sequences, the backward of a micro-batch's last slice leaves gradients on the keys and values of all
+others. The attention of every other backward computes gradients for the slices before it, and adds them. The MLP is
+free by then. Layers that recompute everything store copies of the keys and values.
 """
 
 from __future__ import annotations
@@ -30,16 +34,21 @@ from dataclasses import dataclass, replace
 from .training_sizes import TrainingSizes
 
 CHUNKS, LEAST_CHUNK = 16, 1 << 20  # of the fp32 logits in tensor_parallel/loss.py: number, and bytes
+_RMS_NORM_BACKWARD = (
+    5 * 4
+)  # bytes per element in the backward of torch's RMSNorm without a fused kernel: fp32
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch at a stage or in one of its layers.
+    """Bytes of one micro-batch, or of one of its slices, at a stage or in one of its layers.
 
     Attributes:
         kept: from the forward to the backward, or to its first half.
         deferred: from the first half of a split backward to the second.
         forward, backward, backward_input, backward_weight: largest rise in a pass above the bytes before it.
+        stored: part of ``kept`` that exists until the backward of the whole stage ends.
+        gradients: change of the gradients of keys and values in the backward of a slice, or in its first half.
     """
 
     kept: float
@@ -48,12 +57,23 @@ class Activations:
     backward: float
     backward_input: float
     backward_weight: float
+    stored: float = 0.0
+    gradients: float = 0.0
 
 
-def stage_activations(sizes: TrainingSizes, num_stages: int) -> tuple[Activations, ...]:
-    """Return the activations of every stage. Raises ScheduleError if the layers do not fit the stages."""
+def stage_activations(
+    sizes: TrainingSizes, num_stages: int, index: int = 0, slices: int = 1
+) -> tuple[Activations, ...]:
+    """Return the activations of every stage. Raises ScheduleError if the layers do not fit the stages.
+
+    Args:
+        sizes: sizes of the model; ``seq_length`` is that of a slice.
+        num_stages: stages of the model.
+        index: number of the slice in its micro-batch.
+        slices: slices of a micro-batch.
+    """
     layers = sizes.stage_layer_counts(num_stages)
-    kinds = {kind: layer_activations(sizes, kind) for kind in {"none", sizes.recompute}}
+    kinds = {kind: layer_activations(sizes, kind, index, slices) for kind in {"none", sizes.recompute}}
     copied = sizes.tokens * _between(sizes) * sizes.token_bytes if _keeps_a_copy(sizes) else 0.0
     stages: dict[tuple[object, ...], Activations] = {}  # equal stages are computed once
     result, first, last = [], 0, len(layers) - 1
@@ -83,10 +103,14 @@ def _sum(parts: Sequence[Activations]) -> Activations:
     for part in reversed(parts):
         backward = max(backward, after + part.backward)
         backward_input = max(backward_input, after_input + part.backward_input)
-        after -= part.kept
-        after_input += part.deferred - part.kept
+        change = part.stored + max(part.gradients, 0) - part.kept
+        after += change
+        after_input += part.deferred + change
     weight = max((part.backward_weight for part in parts), default=0.0)
-    return Activations(kept, after_input + kept, forward, backward, backward_input, weight)
+    deferred, stored, gradients = (
+        sum(getattr(part, name) for part in parts) for name in ("deferred", "stored", "gradients")
+    )
+    return Activations(kept, deferred, forward, backward, backward_input, weight, stored, gradients)
 
 
 def _keeps_a_copy(sizes: TrainingSizes) -> bool:
@@ -99,17 +123,19 @@ def _between(sizes: TrainingSizes) -> float:
     return sizes.hidden_size / sizes.tensor_parallel if sizes.sequence_parallel else sizes.hidden_size
 
 
-def layer_activations(sizes: TrainingSizes, recompute: str) -> Activations:
-    """Return the activations of a transformer layer with a kind of recomputation."""
+def layer_activations(sizes: TrainingSizes, recompute: str, index: int = 0, slices: int = 1) -> Activations:
+    """Return the activations of a transformer layer with a kind of recomputation; see :func:`stage_activations`."""
     size, t, gated = sizes.token_bytes, sizes.tensor_parallel, sizes.swiglu
     h, c = sizes.hidden_size, _between(sizes)
     q, k, f = (width / t for width in (*sizes.attention_widths, sizes.ffn_size))
     dropout = sizes.hidden_dropout > 0
-    inner = (4 if gated else 2) * f  # elements of the MLP
+    fc1 = (2 if gated else 1) * f  # elements of the outputs of the MLP's first layers
+    inner = 2 * fc1  # elements of the MLP
+    scored = sizes.num_attention_heads * sizes.seq_length * (index + 1) / t
     # Bytes of a token.
     core = 4 * sizes.num_attention_heads / t  # log-sum-exp
     if sizes.attention_scores:
-        core = sizes.score_bytes * sizes.num_attention_heads * sizes.seq_length / t
+        core = sizes.score_bytes * scored
         core += sizes.score_copies * q
     everything = _norms(sizes, 2 * c) + size * (2 * c + q + inner) + 2 * c * dropout
     everything += size * _attention_inputs(sizes, q, k) + core
@@ -122,23 +148,38 @@ def layer_activations(sizes: TrainingSizes, recompute: str) -> Activations:
         repeated = max(everything - kept - size * inner, 0)
     scores = 0.0  # gradient of the scores; a whole backward has freed the MLP by then
     if sizes.attention_scores and recompute != "none":
-        scores = sizes.score_bytes / 3 * sizes.num_attention_heads * sizes.seq_length / t
+        scores = sizes.score_bytes / 3 * scored
     freed = size * (h + inner) if recompute == "full" else 0
     # With tensor parallelism also that of the output over all tokens, or that of the input before its sum, and parts
     # from which sequence parallelism puts it together.
     gathered = (2 if sizes.sequence_parallel else 1) * h if t > 1 else 0
     above = size * (c + gathered) + (size - 1) * c * dropout + repeated
     weight = size * h * f
-    deferred = size * (4 * h + 2 * q + 2 * k + (3 if gated else 2) * f)
-    temporary = size * (3 * c + (0 if recompute != "full" else (3 if gated else 2) * f))
+    deferred = size * (4 * h + 2 * q + 2 * k + f + fc1)
+    temporary = size * (3 * c + (0 if recompute != "full" else f + fc1))
+    backward = above + max(scores - freed, 0) + size * fc1
+    backward_input = above + scores + size * (fc1 + f)
+    stored = gradients = 0.0
+    if slices > 1:
+        keys = 2 * size * k
+        stored = keys if recompute == "full" else 0.0
+        gradients = keys * (slices - 1) if index == slices - 1 else -keys
+        # At the last block: gradient of the context, its copy, gradients of the queries, those of the block's queries,
+        # keys and values, with fewer heads of keys also copies of keys and values, and gradients of earlier keys.
+        attention = size * (6 if k == q else 8) * q + index * keys
+        attention += size * c + everything - kept - _norms(sizes, c) - size * (c + inner) - c * dropout
+        backward = max(backward, attention)
+        backward_input = max(backward_input, attention + size * (c + h + f + fc1))
     tokens = sizes.tokens
     return Activations(
-        tokens * kept,
+        tokens * (kept + stored),
         tokens * deferred,
         tokens * temporary,
-        tokens * (above + max(scores - freed, 0) + size * inner / 2) + weight,
-        tokens * (above + scores + size * (inner / 2 + f)),
+        tokens * backward + weight,
+        tokens * backward_input,
         _deferred_gradient(sizes, weight),
+        tokens * stored,
+        tokens * gradients,
     )
 
 
@@ -187,11 +228,13 @@ def _head(sizes: TrainingSizes) -> Activations:
     fp32 = 4 * tokens * vocabulary
     chunk = max(fp32 / CHUNKS, min(LEAST_CHUNK, fp32))
     kept = tokens * (_norms(sizes, c) + size * c) + logits
+    # Its backward starts without the normalized input and the output of the norm, and without the logits.
+    norm = tokens * (_RMS_NORM_BACKWARD - 2 * size) * c - logits if sizes.normalization == "RMSNorm" else 0.0
     return Activations(
         kept,
         tokens * size * h + logits,
         chunk,
-        max(logits + chunk, tokens * size * (c + h) + weight),
-        logits + chunk,
+        max(logits + chunk, tokens * size * (c + h) + weight, norm),
+        logits + max(chunk, norm + tokens * size * h),
         _deferred_gradient(sizes, weight),
     )

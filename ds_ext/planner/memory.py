@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 
 from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from ..pipe_schedules.placement import Placement, linear
@@ -73,8 +72,12 @@ def memory(timetable: Timetable, sizes: TrainingSizes) -> tuple[DeviceMemory, ..
         one_slice = replace(
             sizes, seq_length=-(-sizes.seq_length // slices), max_position_embeddings=sizes.positions
         )
-    kept = stage_activations(one_slice, placement.stages)
-    keys = [_keys(one_slice, layers) for layers in _layers_of_stages(sizes, placement.stages)]
+    changes = [
+        [_changes(stage) for stage in stage_activations(one_slice, placement.stages, index, slices)]
+        for index in range(slices)
+    ]
+    rotary = sizes.position_embedding_type == "rope"  # a rank keeps cosines and sines of a whole sequence
+    tables = 2 * sizes.seq_length * sizes.rotary_size * sizes.token_bytes if rotary else 0
     copies = placement.replicas * sizes.data_parallel
     # With one rank per stage, reductions are not eager. The fp32 sums of the bf16 optimizer are reduced in place.
     in_place = sizes.precision == "bf16" and sizes.bytes.reduced == 4
@@ -89,8 +92,8 @@ def memory(timetable: Timetable, sizes: TrainingSizes) -> tuple[DeviceMemory, ..
             device in pair for pair in placement.split_ends
         )
         late = sizes.embedding_parameters * reduced_bytes if is_tied else 0.0
-        peaks = _peaks(timetable, device, kept, keys, reduced, late)
-        devices.append(_training_memory(sizes, count, copies, *peaks))
+        peaks = _peaks(timetable, device, changes, reduced, late)
+        devices.append(_training_memory(sizes, count, copies, *(peak + tables for peak in peaks)))
     return tuple(devices)
 
 
@@ -116,53 +119,10 @@ def _training_memory(
     )
 
 
-@dataclass(frozen=True)
-class _Keys:
-    """Bytes of the keys and values of one slice at a stage.
-
-    Attributes:
-        stored: copies of layers that recompute everything; other layers keep the tensors anyway.
-        gradients: what later slices leave on them.
-        layer: gradients of one layer.
-    """
-
-    stored: float
-    gradients: float
-    layer: float
-
-    def changes(self, kind: str, j: int, slices: int) -> tuple[float, float]:
-        """Return the bytes by which the op of slice ``j`` raises the live bytes at most, and changes them.
-
-        The first backward of a micro-batch is that of the last slice, and leaves gradients on all others.
-        """
-        if kind in (FORWARD, RECOMPUTE):
-            return self.stored, self.stored
-        if kind == BACKWARD_WEIGHT:
-            return 0.0, 0.0
-        if j == slices - 1:
-            rise = (slices - 1) * self.gradients
-            return rise, rise - self.stored
-        return j * self.layer, -self.gradients - self.stored
-
-
-def _layers_of_stages(sizes: TrainingSizes, stages: int) -> list[range]:
-    bounds = [0, *accumulate(sizes.stage_layer_counts(stages))]
-    return [range(first, stop) for first, stop in pairwise(bounds)]
-
-
-def _keys(sizes: TrainingSizes, layers: range) -> _Keys:
-    """Return the keys and values of a stage with these layers, for a micro-batch or a slice of these sizes."""
-    _, width = sizes.attention_widths
-    layer = 2 * width / sizes.tensor_parallel * sizes.token_bytes * sizes.tokens
-    full = sum(sizes.recomputes(index) == "full" for index in layers)
-    return _Keys(full * layer, len(layers) * layer, layer)
-
-
 def _peaks(
     timetable: Timetable,
     device: int,
-    stages: tuple[Activations, ...],
-    keys: list[_Keys],
+    changes: list[list[dict[str, tuple[float, float]]]],
     reduced: list[float],
     late: float,
 ) -> tuple[float, float]:
@@ -172,21 +132,16 @@ def _peaks(
     next one waits. On slow links, more of them may wait. A weight tied to another device comes last.
 
     Args:
-        stages: activations of a micro-batch, or of one of its slices, at every stage.
-        keys: keys and values of a slice at every stage.
+        changes: results of :func:`_changes` for every slice and stage.
         reduced: bytes of the copy of every stage.
         late: bytes of the copy of a weight tied to another device, else 0.
     """
     ops = timetable.orders[device]
     backwards = Counter(stage for kind, _, stage, _ in ops if kind in (BACKWARD, BACKWARD_WEIGHT))
-    changes = [_changes(stage) for stage in stages]
     live = peak = both = copies = 0.0
     started: list[float] = []
     for kind, _, stage, j in ops:
-        rise, change = changes[stage][kind]
-        if timetable.slices > 1:
-            more, kept = keys[stage].changes(kind, j, timetable.slices)
-            rise, change = rise + more, change + kept
+        rise, change = changes[j][stage][kind]
         high = live + rise
         if high > peak:
             peak = high
@@ -207,8 +162,8 @@ def _changes(stage: Activations) -> dict[str, tuple[float, float]]:
     return {
         FORWARD: (stage.forward, stage.kept),
         RECOMPUTE: (stage.forward, stage.kept),
-        BACKWARD: (stage.backward, -stage.kept),
-        BACKWARD_INPUT: (stage.backward_input, stage.deferred - stage.kept),
+        BACKWARD: (stage.backward, stage.gradients - stage.kept),
+        BACKWARD_INPUT: (stage.backward_input, stage.gradients + stage.deferred - stage.kept),
         BACKWARD_WEIGHT: (stage.backward_weight, -stage.deferred),
     }
 

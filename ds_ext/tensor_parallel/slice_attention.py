@@ -73,15 +73,25 @@ class _SliceAttention(torch.autograd.Function):
         grad_q: Tensor | None = None
         found: list[Tensor] = []
         for block in _blocks(keys_and_values):
-            inputs, causal = _inputs(ctx.kernel, q, block), not found
-            of_q, *of_block = _backward(ctx.kernel, inputs, merged, ctx.random, causal, ctx.scale)
+            of_q, *of_block = _block_gradients(ctx, q, block, merged, not found)
             grad_q = of_q if grad_q is None else grad_q.add_(of_q)
-            of_k, of_v = (_reduced(grad, block[0][0]) for grad in of_block)
-            lengths = [k.size(2) for k, _ in block]
-            for pair in zip(of_k.split(lengths, 2), of_v.split(lengths, 2), strict=True):
-                found += [grad.clone() for grad in pair] if len(block) > 1 else pair
+            found += of_block
+            del of_q, of_block  # before those of the next block exist
         assert grad_q is not None
         return None, grad_q, *found
+
+
+def _block_gradients(
+    ctx: Any, q: Tensor, block: list[tuple[Tensor, Tensor]], merged: _Three, causal: bool
+) -> list[Tensor]:
+    """Return the gradients of q, and of k and v of every pair in a block. Arguments as for :func:`_backward`."""
+    inputs = _inputs(ctx.kernel, q, block)
+    of_q, *of_block = _backward(ctx.kernel, inputs, merged, ctx.random, causal, ctx.scale)
+    of_k, of_v = (_reduced(grad, block[0][0]) for grad in of_block)
+    found, lengths = [of_q], [k.size(2) for k, _ in block]
+    for pair in zip(of_k.split(lengths, 2), of_v.split(lengths, 2), strict=True):
+        found += [grad.clone() for grad in pair] if len(block) > 1 else pair
+    return found
 
 
 def _blocks(keys_and_values: Sequence[Tensor]) -> list[list[tuple[Tensor, Tensor]]]:

@@ -41,6 +41,7 @@ LLAMA = replace(
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
 )
+LONG_LLAMA = replace(LLAMA, seq_length=1024)
 BUCKET = 10**6
 LOOP, FOREACH, FUSED = (
     {"foreach": False},
@@ -92,10 +93,9 @@ class Case:
 
 def peak_bytes(rank: int, job: Job) -> int:
     """Return the least peak of a step of this rank. On a busy host, more copies of gradients wait in some steps."""
-    peaks = []
+    peaks, batches = [], StepBatches(batches_of(job))
     with AllocatedBytes() as allocated:
         engine, _ = build(job)
-        batches = StepBatches(batches_of(job))
         for _ in range(job.steps):
             allocated.peak = allocated.live
             engine.train_batch(batches)
@@ -138,13 +138,16 @@ MORE = [
 HALF = [Case(schedule, "fp16", adam=adam) for schedule in SCHEDULES for adam in (LOOP, FUSED)]
 
 
-def active(schedule: str, precision: str = "bf16", zero: int = 1, tensor: int = 1, **model: Any) -> Case:
+def active(
+    schedule: str, precision: str = "bf16", zero: int = 1, tensor: int = 1, slices: int = 1, **model: Any
+) -> Case:
     """Return a job whose activations dominate."""
     base = model.pop("base", NARROW)
-    return Case(schedule, precision, zero, FUSED, model=replace(base, **model), tensor=tensor)
+    return Case(schedule, precision, zero, FUSED, model=replace(base, **model), tensor=tensor, slices=slices)
 
 
-# Schedule x recomputation x vocabulary x sequence x precision and ZeRO x tensor and sequence parallelism x model.
+# Schedule x recomputation x vocabulary x sequence x precision and ZeRO x tensor and sequence parallelism x model x
+# slices.
 ACTIVE = [
     active("1f1b", vocab_size=2048, recompute="full"),
     active("zb_v", recompute="full"),
@@ -154,6 +157,8 @@ ACTIVE = [
     active("1f1b", tensor=2, sequence_parallel=True),
     active("zb_v", tensor=2, recompute="full"),
     active("1f1b", attention_dropout=0.1),
+    active("1f1b", slices=8, base=LONG_LLAMA, recompute="full"),
+    active("zb_v", slices=4, base=LONG_LLAMA, recompute="selective"),
 ]
 RECOMPUTATIONS: list[dict[str, Any]] = [
     {},
@@ -182,6 +187,20 @@ MORE_ACTIVE = [
         for s in SPLIT_AND_WHOLE
         for r in RECOMPUTATIONS
         for sequence in (False, True)
+    ),
+    *(
+        active(s, slices=k, base=base, **r)
+        for s in SPLIT_AND_WHOLE
+        for k in (4, 8)
+        for base in (LONG_LLAMA, replace(NARROW, seq_length=1024))
+        for r in RECOMPUTATIONS
+    ),
+    *(active(s, slices=32, base=LONG_LLAMA, **r) for s in SPLIT_AND_WHOLE for r in RECOMPUTATIONS),
+    *(
+        active(s, slices=4, tensor=2, base=LONG_LLAMA, sequence_parallel=sequence, recompute=r)
+        for s in SPLIT_AND_WHOLE
+        for sequence in (False, True)
+        for r in ("none", "full")
     ),
 ]
 

@@ -246,6 +246,29 @@ def test_logits_and_their_gradient_count_together() -> None:
     assert stage_activations(large, 2)[1].backward == logits + 2 * logits / 16
 
 
+def test_the_backward_of_the_last_norm_counts() -> None:
+    """Five fp32 tensors of an RMSNorm, without two of 16 bits and the logits: 64 (20 - 4) - 256 bytes of a token."""
+    sizes = replace(
+        PLAIN, num_layers=2, stage_layers=(1, 1), hidden_size=64, seq_length=1 << 16, normalization="RMSNorm"
+    )
+    assert stage_activations(sizes, 2)[1].backward == (1 << 17) * 768
+
+
+def test_slices_add_gradients_of_keys_in_the_attention() -> None:
+    """Keys and values of a slice take 16 bytes per token and layer.
+
+    Attention needs 104 bytes per token and 16 for every earlier slice, the MLP before it 168.
+    """
+    sizes = replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2), recompute="full")
+    third, ninth, tenth = (stage_activations(sizes, 3, index, 10)[1] for index in (2, 8, 9))
+    assert third.kept == 2 * 16 * (8 + 16)
+    assert third.backward == 16 * 168 + WEIGHT
+    assert ninth.backward == 16 * (104 + 8 * 16) + WEIGHT
+    # The other layer is done: without its input, with nine gradients.
+    assert tenth.backward == 16 * (104 + 9 * 16 - 8 + 9 * 16) + WEIGHT
+    assert (ninth.gradients, tenth.gradients) == (-2 * 16 * 16, 9 * 2 * 16 * 16)
+
+
 def test_parameters_of_a_grouped_layer() -> None:
     sizes = replace(
         SMALL,
