@@ -62,18 +62,17 @@ class Activations:
 
 
 def stage_activations(
-    sizes: TrainingSizes, num_stages: int, index: int = 0, slices: int = 1
+    sizes: TrainingSizes, num_stages: int, earlier: int = 0, later: int = 0
 ) -> tuple[Activations, ...]:
     """Return the activations of every stage. Raises ScheduleError if the layers do not fit the stages.
 
     Args:
         sizes: sizes of the model; ``seq_length`` is that of a slice.
         num_stages: stages of the model.
-        index: number of the slice in its micro-batch.
-        slices: slices of a micro-batch.
+        earlier, later: tokens of the other slices of a sample.
     """
     layers = sizes.stage_layer_counts(num_stages)
-    kinds = {kind: layer_activations(sizes, kind, index, slices) for kind in {"none", sizes.recompute}}
+    kinds = {kind: layer_activations(sizes, kind, earlier, later) for kind in {"none", sizes.recompute}}
     copied = sizes.tokens * _between(sizes) * sizes.token_bytes if _keeps_a_copy(sizes) else 0.0
     stages: dict[tuple[object, ...], Activations] = {}  # equal stages are computed once
     result, first, last = [], 0, len(layers) - 1
@@ -123,7 +122,7 @@ def _between(sizes: TrainingSizes) -> float:
     return sizes.hidden_size / sizes.tensor_parallel if sizes.sequence_parallel else sizes.hidden_size
 
 
-def layer_activations(sizes: TrainingSizes, recompute: str, index: int = 0, slices: int = 1) -> Activations:
+def layer_activations(sizes: TrainingSizes, recompute: str, earlier: int = 0, later: int = 0) -> Activations:
     """Return the activations of a transformer layer with a kind of recomputation; see :func:`stage_activations`."""
     size, t, gated = sizes.token_bytes, sizes.tensor_parallel, sizes.swiglu
     h, c = sizes.hidden_size, _between(sizes)
@@ -131,7 +130,7 @@ def layer_activations(sizes: TrainingSizes, recompute: str, index: int = 0, slic
     dropout = sizes.hidden_dropout > 0
     fc1 = (2 if gated else 1) * f  # elements of the outputs of the MLP's first layers
     inner = 2 * fc1  # elements of the MLP
-    scored = sizes.num_attention_heads * sizes.seq_length * (index + 1) / t
+    scored = sizes.num_attention_heads * (earlier + sizes.seq_length) / t
     # Bytes of a token.
     core = 4 * sizes.num_attention_heads / t  # log-sum-exp
     if sizes.attention_scores:
@@ -160,13 +159,13 @@ def layer_activations(sizes: TrainingSizes, recompute: str, index: int = 0, slic
     backward = above + max(scores - freed, 0) + size * fc1
     backward_input = above + scores + size * (fc1 + f)
     stored = gradients = 0.0
-    if slices > 1:
-        keys = 2 * size * k
+    if earlier + later:
+        keys, before = 2 * size * k, earlier / sizes.seq_length
         stored = keys if recompute == "full" else 0.0
-        gradients = keys * (slices - 1) if index == slices - 1 else -keys
+        gradients = -keys if later else keys * before
         # At the last block: gradient of the context, its copy, gradients of the queries, those of the block's queries,
         # keys and values, with fewer heads of keys also copies of keys and values, and gradients of earlier keys.
-        attention = size * (6 if k == q else 8) * q + index * keys
+        attention = size * (6 if k == q else 8) * q + before * keys
         attention += size * c + everything - kept - _norms(sizes, c) - size * (c + inner) - c * dropout
         backward = max(backward, attention)
         backward_input = max(backward_input, attention + size * (c + h + f + fc1))

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
+from ..parallel.slices import EQUAL
 from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from ..pipe_schedules.placement import Placement, linear
 from ..pipe_schedules.timetables import Timetable
@@ -57,25 +60,33 @@ class DeviceMemory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
-def memory(timetable: Timetable, sizes: TrainingSizes) -> tuple[DeviceMemory, ...]:
+def memory(
+    timetable: Timetable, sizes: TrainingSizes, lengths: str | Sequence[int] = EQUAL
+) -> tuple[DeviceMemory, ...]:
     """Return the memory of every device; an evaluation needs weights only.
 
     A device holds its stages of all pipes, so BitPipe doubles the weights. ZeRO-1 shards the
     optimizer states over the devices that hold the same stages and their data-parallel copies.
 
+    Args:
+        timetable: the timetable.
+        sizes: sizes of the model.
+        lengths: tokens of every slice of a sample.
+
     Raises:
         ScheduleError: the sizes do not fit the stages of the timetable.
     """
     placement, slices = timetable.placement, timetable.slices
-    one_slice = sizes
-    if slices > 1:
-        one_slice = replace(
-            sizes, seq_length=-(-sizes.seq_length // slices), max_position_embeddings=sizes.positions
+    tokens = [-(-sizes.seq_length // slices)] * slices if isinstance(lengths, str) else lengths
+    changes = []
+    for end, length in zip(accumulate(tokens), tokens, strict=True):
+        part = (
+            replace(sizes, seq_length=length, max_position_embeddings=sizes.positions)
+            if slices > 1
+            else sizes
         )
-    changes = [
-        [_changes(stage) for stage in stage_activations(one_slice, placement.stages, index, slices)]
-        for index in range(slices)
-    ]
+        stages = stage_activations(part, placement.stages, end - length, sum(tokens) - end)
+        changes.append([_changes(stage) for stage in stages])
     rotary = sizes.position_embedding_type == "rope"  # a rank keeps cosines and sines of a whole sequence
     tables = 2 * sizes.seq_length * sizes.rotary_size * sizes.token_bytes if rotary else 0
     copies = placement.replicas * sizes.data_parallel

@@ -209,8 +209,12 @@ def with_stage_work(
             1 if tokens % (_TILE * shards) or tokens < _LONG_SLICE * settings.sequence_slices else _TILE
         )
         lengths = balanced_lengths(model.work_until, tokens, settings.sequence_slices, multiple)
-        section = settings.model_copy(update={"slice_lengths": lengths})
-        plan = replace(plan, job=replace(plan.job, ds_ext=section))
+        change = {"slice_lengths": lengths}
+        section = {**plan.job.deepspeed["ds_ext"], **change}
+        settings = settings.model_copy(update=change)
+        plan = replace(
+            plan, job=replace(plan.job, deepspeed={**plan.job.deepspeed, "ds_ext": section}, ds_ext=settings)
+        )
     bounds = slice_bounds(tokens, settings.sequence_slices, lengths, shards)
     slices = slice_costs(Costs(), model, [stop - start for start, stop in bounds]).slices
     return plan.with_work(StageWork(*stages, slices))
@@ -299,7 +303,7 @@ def describe_plan(
         message_bytes=message_bytes,
         model=f"{round(model_parameters(sizes)):,} parameters (estimated)",
         parameters=[round(count) for count in rank_parameters(sizes, plan.layout.placement)],
-        memory=memory(plan.timetable, sizes),
+        memory=memory(plan.timetable, sizes, plan.settings.slice_lengths),
         defers=args.transformer_impl == "local",
         hosts=None if hosts is None else list(map(hosts.host, range(hosts.world_size))),
         settings=[f"rate      {_rate(plan.job.deepspeed)}", *args.notes],
@@ -331,7 +335,7 @@ def check_memory(
         return
     sizes = _model_sizes(plan, boundaries, len(before), len(after), model)
     device, _, _ = plan.layout.coordinates(rank())
-    needed = memory(plan.timetable, sizes)[device].total
+    needed = memory(plan.timetable, sizes, plan.settings.slice_lengths)[device].total
     text = f"memory: rank {rank()} needs an estimated {format_bytes(needed)} for tensors (free: {format_bytes(free)})."
     if needed > free:
         slices = _fitting_slices(plan, sizes, device, usable_bytes(free, HEADROOM, "headroom"))

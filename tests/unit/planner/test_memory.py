@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ds_ext.errors import ConfigError, ScheduleError
-from ds_ext.pipe_schedules import timetable
+from ds_ext.pipe_schedules import get_schedule, timetable
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulation import simulate
@@ -260,13 +260,26 @@ def test_slices_add_gradients_of_keys_in_the_attention() -> None:
     Attention needs 104 bytes per token and 16 for every earlier slice, the MLP before it 168.
     """
     sizes = replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2), recompute="full")
-    third, ninth, tenth = (stage_activations(sizes, 3, index, 10)[1] for index in (2, 8, 9))
+    tokens = sizes.seq_length
+    third, ninth, tenth = (
+        stage_activations(sizes, 3, index * tokens, (9 - index) * tokens)[1] for index in (2, 8, 9)
+    )
     assert third.kept == 2 * 16 * (8 + 16)
     assert third.backward == 16 * 168 + WEIGHT
     assert ninth.backward == 16 * (104 + 8 * 16) + WEIGHT
     # The other layer is done: without its input, with nine gradients.
     assert tenth.backward == 16 * (104 + 9 * 16 - 8 + 9 * 16) + WEIGHT
     assert (ninth.gradients, tenth.gradients) == (-2 * 16 * 16, 9 * 2 * 16 * 16)
+
+
+def test_long_first_slices_need_more() -> None:
+    sliced = get_schedule("1f1b").timetable(2, 4, slices=4)
+    sizes = replace(PLAIN, num_layers=4, seq_length=64)
+    equal, listed, longer = (
+        [device.activations for device in memory(sliced, sizes, lengths)]
+        for lengths in ("equal", [16] * 4, [40, 8, 8, 8])
+    )
+    assert equal == listed and all(more > less for more, less in zip(longer, equal, strict=True))
 
 
 def test_parameters_of_a_grouped_layer() -> None:
