@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any, TypeVar
 
@@ -21,17 +21,21 @@ def select(everything: list[T], few: list[T]) -> list[T]:
 
 
 def covering(cases: Iterable[T], strength: int, traits: Callable[[T], Any] = lambda case: case) -> list[T]:
-    """Return few of ``cases`` that contain every combination of values; all cases with ``make test-all``.
+    """Return the cases of :func:`cover`, or all with ``make test-all``."""
+    cases = list(cases)
+    return cases if EVERYTHING else cover(cases, strength, traits)
+
+
+def cover(cases: Sequence[T], strength: int, traits: Callable[[T], Any] = lambda case: case) -> list[T]:
+    """Return few of ``cases`` that contain every combination of values.
 
     The greedy algorithm always takes the first case with the most missing combinations.
 
     Args:
+        cases: the cases.
         strength: number of factors of a combination: 1 covers every value, 2 every pair of values.
         traits: values of a case, one for each factor. By default the case is a tuple of them.
     """
-    cases = list(cases)
-    if EVERYTHING:
-        return cases
 
     def combined(case: T) -> set[Any]:
         return set(combinations(enumerate(traits(case)), strength))

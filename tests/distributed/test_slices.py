@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import random
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +22,7 @@ from ds_ext.tensor_parallel import attend_slice, current_slice, earlier_slices
 from tests.distributed.test_parity import assert_equal
 from tests.engine_runs import MODEL, Job, reference, train
 from tests.ranks import RankPool, Ranks
-from tests.selection import select
+from tests.selection import EVERYTHING, cover, select
 
 UNEQUAL = (3, 6, 2, 5)
 REENTRANT = functools.partial(checkpoint, use_reentrant=True)
@@ -81,25 +84,48 @@ def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
     assert_equal(results, reference(sliced))
 
 
-def train_in_fp64(rank: int, sliced: Job) -> dict[str, Tensor]:
+def train_in_fp64(rank: int, sliced: Job) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     try:
-        return train(rank, sliced)["weights"]
+        return train(rank, sliced)
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(
-    "name", select(["zb_v unequal", "full split", "tensor", "packed"], ["full split", "packed"])
-)
-def test_weights_in_fp64(ranks: Ranks, name: str) -> None:
-    sliced = JOBS[name]
+MODELS = {"gpt": MODEL, "llama": LLAMA, "qwen3": QWEN3}
+SIZES = {"pipeline": (4, 1, 1), "tensor": (2, 2, 1), "sequence": (2, 2, 1), "data": (2, 1, 2)}
+RECOMPUTATIONS = ("none", "selective", "full")
+FACTORS = [
+    case
+    for case in product(
+        SCHEDULES, ("2", "4", "unequal"), MODELS, SIZES, RECOMPUTATIONS, ("", "packed"), ("", "dropout")
+    )
+    if case[3] != "sequence" or not case[6]  # its hidden dropout depends on the slices
+]
+
+random.Random(0).shuffle(FACTORS)  # or most cases would have the first values of several factors
+
+
+def job_of(case: Sequence[str]) -> Job:
+    schedule, slices, model, sizes, recompute, packed, dropout = case
+    changes: dict[str, Any] = {"recompute": recompute, **(PACKED if packed else {})}
+    changes |= {"sequence_parallel": sizes == "sequence", "hidden_dropout": 0.1 if dropout else 0.0}
+    lengths = (4, 6, 2, 4) if slices == "unequal" else int(slices)
+    return job(schedule, lengths, SIZES[sizes], model=MODELS[model], steps=3, **changes)
+
+
+@pytest.mark.parametrize("case", cover(FACTORS, 2 if EVERYTHING else 1), ids="-".join)
+def test_numbers_in_fp64_are_those_of_whole_sequences(ranks: Ranks, case: tuple[str, ...]) -> None:
+    sliced = job_of(case)
     pool = ranks(sliced.world_size)
     whole = pool.run(train_in_fp64, dataclasses.replace(sliced, slices=1), timeout_s=180)
     for expected, found in zip(whole, pool.run(train_in_fp64, sliced, timeout_s=180), strict=True):
-        for key, weight in expected.items():
+        assert found["losses"] == pytest.approx(expected["losses"], rel=2e-7)  # which are fp32
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-10)
+        for key, weight in expected["weights"].items():
             assert weight.dtype == torch.float64
-            assert (found[key] - weight).abs().max() <= 1e-10 * weight.abs().max().clamp(min=1e-3), key
+            worst = (found["weights"][key] - weight).abs().max() / weight.abs().max().clamp(min=1e-3)
+            assert worst <= 1e-10, key
 
 
 def train_twice(rank: int, sliced: Job, section: dict[str, Any]) -> list[list[float]]:
