@@ -195,7 +195,7 @@ MORE_ACTIVE = [
         for base in (LONG_LLAMA, replace(NARROW, seq_length=1024))
         for r in RECOMPUTATIONS
     ),
-    *(active(s, slices=32, base=LONG_LLAMA, **r) for s in SPLIT_AND_WHOLE for r in RECOMPUTATIONS),
+    *(active("1f1b", slices=32, base=LONG_LLAMA, **r) for r in RECOMPUTATIONS),
     *(
         active(s, slices=4, tensor=2, base=LONG_LLAMA, sequence_parallel=sequence, recompute=r)
         for s in SPLIT_AND_WHOLE
