@@ -66,7 +66,9 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--tensor-parallel", type=int, metavar="T", help="only this size (all up to 8)")
     slices = "sequence parallelism (with tensor parallelism, if it divides the tokens)"
     verb.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, help=slices)
-    numbers = "only these numbers of slices of the sequence in a pipeline (1, 2, 4 and 8, of 2,048 tokens or more)"
+    numbers = (
+        "only these numbers of slices of the sequence in a pipeline (1, 2, 4 and 8, of 2,048 tokens or more)"
+    )
     verb.add_argument("--sequence-slices", metavar="K[,K]", help=numbers)
     interval = "only this interval of full recomputation: every n-th layer (1 to 4)"
     verb.add_argument("--recompute-interval", type=int, metavar="K", help=interval)
@@ -212,7 +214,11 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
         f"links       {links}",
         f"costs       1 : {b:.3g} : {w:.3g}, forward : backward_input : backward_weight",
         f"batch       {cluster.batch} samples per step{batch}",
-        *([f"slices      {join_words(several)} of a sample; each one more takes as long as {more}"] if several else []),
+        *(
+            [f"slices      {join_words(several)} of a sample; each one more takes as long as {more}"]
+            if several
+            else []
+        ),
         "not modeled messages waiting for other messages or collectives, optimizer step, loss and norm, savings below "
         "1%",
     ]

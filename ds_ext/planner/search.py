@@ -39,7 +39,7 @@ from .training_sizes import RECOMPUTATIONS, TrainingSizes
 _ORDERS = 12  # approximate number of orders that a planned schedule simulates
 _SEARCHED_OPS = 60_000  # minimum over all orders of a search that does not reach its bound
 _NEAR = 0.25  # groups that take this much longer than the best one are not evaluated
-_NEAR_SLICES = 0.1  # the same, for planned orders with slices: they save less than this compared with closed forms
+_NEAR_SLICES = 0.1  # the same for planned orders with slices, by their closed forms
 _ORDERS_KEPT = 64
 _FEW = 2  # micro-batches per device of an order that predicts those for many
 _MOST_OPS = 500_000  # maximum per candidate; planning takes about 5 microseconds per op, for up to a million
@@ -181,7 +181,8 @@ class _Search:
         self._rows: list[list[Candidate]] = [[] for _ in groups]
         self._least: list[tuple[float, ...]] = [_UNKNOWN] * len(groups)  # bound of what is excluded
         self._best: list[tuple[float, ...] | None] = [None] * len(groups)  # sort key of the best candidate
-        self._closed_form: dict[int, tuple[tuple[float, ...], _Kind]] = {}  # group -> the best that is not slow to plan
+        # Group -> the best that is not slow to plan.
+        self._closed_form: dict[int, tuple[tuple[float, ...], _Kind]] = {}
         self._smallest: dict[int, tuple[int, _Variant]] = {}  # group -> row of the smallest that is too large
         self._shared = _Shared()
         self._counter = count()
@@ -292,7 +293,8 @@ class _Search:
     def _refines(self, group: int, kind: _Kind) -> bool:
         """Return whether to plan orders with slices, which takes long: for the kind of a good order of closed form."""
         reached, best = self._closed_form.get(group, (_UNKNOWN, None))
-        return kind is best and reached <= (0.0, min(self._times(), default=0.0) * (1 + _NEAR_SLICES))
+        shortest = min((time for (large, time), _ in self._closed_form.values() if not large), default=0.0)
+        return kind is best and reached <= (0.0, shortest * (1 + _NEAR_SLICES))
 
     def _complexity(self, group: int) -> tuple[object, ...]:
         """Return the complexity of the simplest candidate within the margin of the best one of the group."""
@@ -565,7 +567,12 @@ class _Variant:
     @cached_property
     def _one_micro_batch(self) -> tuple[DeviceMemory, ...]:
         """Memory of every device for one micro-batch at a time, at least; empty without a model."""
-        placement, sizes, n, slices = self.placement, self.sizes, self.request.micro_batches, self.request.slices
+        placement, sizes, n, slices = (
+            self.placement,
+            self.sizes,
+            self.request.micro_batches,
+            self.request.slices,
+        )
         if sizes is None:
             return ()
 

@@ -15,8 +15,8 @@ from ..pipe_schedules import Placement
 from ..pipe_schedules.costs import Costs
 from .training_sizes import TrainingSizes
 
-# A further slice takes as long as this many tokens in the matrix products of a layer: shorter kernels, and attention that
-# joins blocks. Fitted to Llama 3 8B on an H200, in 2 to 8 slices of 8,192 and 32,768 tokens.
+# A further slice takes as long as this many tokens in the matrix products of a layer: its kernels are shorter, and its
+# attention joins blocks. Fitted to the layers of Llama 3 8B on an H200, in 2 to 8 slices of 8,192 and 32,768 tokens.
 SLICE_TOKENS = 1300
 _DIGITS = 8  # of a factor: precise enough for any plan, short enough for a readable JSON
 
