@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
 from ..planner.fbd import compare_with_fbd
 from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, plan_cluster
+from ..planner.stage_costs import SLICE_TOKENS
 from ..planner.text import (
     HEADROOM,
     aligned,
@@ -64,6 +66,10 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--tensor-parallel", type=int, metavar="T", help="only this size (all up to 8)")
     slices = "sequence parallelism (with tensor parallelism, if it divides the tokens)"
     verb.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, help=slices)
+    numbers = (
+        "only these numbers of slices of the sequence in a pipeline (1, 2, 4 and 8, of 2,048 tokens or more)"
+    )
+    verb.add_argument("--sequence-slices", metavar="K[,K]", help=numbers)
     interval = "only this interval of full recomputation: every n-th layer (1 to 4)"
     verb.add_argument("--recompute-interval", type=int, metavar="K", help=interval)
     extra = 'extra devices for forwards only: report whether "fbd" pays'
@@ -139,7 +145,15 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         args.micro_batch_size,
         args.recompute_interval,
         args.sequence_parallel,
+        None if args.sequence_slices is None else _numbers(args.sequence_slices, "--sequence-slices"),
     )
+
+
+def _numbers(text: str, flag: str) -> tuple[int, ...]:
+    """Return the numbers in ``"2,4"``, in ascending order. Raises ScheduleError."""
+    if not re.fullmatch(r"0*[1-9]\d{0,3}(,0*[1-9]\d{0,3})*", text):
+        raise ScheduleError(f"{flag}: must be numbers from 1 up, such as 1,4 (got {text!r}).")
+    return tuple(sorted({*map(int, text.split(","))}))
 
 
 def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | None:
@@ -188,6 +202,8 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
     default = "" if args.hosts else " (default: 8 devices per host)"
     batch = "" if cluster.micro_batch is None else f", micro-batches of {cluster.micro_batch}"
     b, w = (time / costs.forward for time in (costs.backward_input, costs.backward_weight))
+    more = f"{SLICE_TOKENS:,} tokens in a layer's matrices"
+    several = [k for k in cluster.slice_numbers(model.seq_length, cluster.devices) if k > 1]
     return [
         f"model       {args.model or 'custom'}, {format_count(parameters)} parameters, {model.precision}, "
         f"ZeRO stage {zero}",
@@ -198,6 +214,11 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
         f"links       {links}",
         f"costs       1 : {b:.3g} : {w:.3g}, forward : backward_input : backward_weight",
         f"batch       {cluster.batch} samples per step{batch}",
+        *(
+            [f"slices      {join_words(several)} of a sample; each one more takes as long as {more}"]
+            if several
+            else []
+        ),
         "not modeled messages waiting for other messages or collectives, optimizer step, loss and norm, savings below "
         "1%",
     ]
@@ -339,6 +360,7 @@ def _sizes_as_dict(sizes: ParallelSizes) -> dict[str, Any]:
             "micro_batch_size": candidate.sizes.micro_batch,
             "micro_batches": candidate.micro_batches,
             "schedule": candidate.schedule,
+            "sequence_slices": candidate.slices,
             "schedule_options": candidate.settings,
             "recompute": candidate.recompute,
             "recompute_interval": candidate.sizes.recompute_interval,

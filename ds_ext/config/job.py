@@ -152,10 +152,6 @@ def _check_slices(settings: DsExtConfig) -> None:
         )
     if count == 1:
         return
-    if settings.schedule == AUTO:
-        raise ConfigError(
-            f'ds_ext.sequence_slices: "auto" chooses no schedule with slices (got {count}). Name a schedule.'
-        )
     if settings.loss_weighting == "micro_batches":
         raise ConfigError(
             f'ds_ext.loss_weighting: slices need "tokens" (got "micro_batches" with sequence_slices {count}).'

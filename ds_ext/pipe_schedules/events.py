@@ -73,7 +73,7 @@ class Workload:
 
     @cached_property
     def earliest_starts(self) -> tuple[dict[str, tuple[float, ...]], ...]:
-        """Start of each op relative to the entry of its micro-batch, if it never waits: per pipe, by kind and stage."""
+        """Start of each op relative to the entry of its slice, if it never waits: per pipe, by kind and stage."""
         return tuple(self._earliest_starts(devices) for devices in self.placement.pipes)
 
     def _earliest_starts(self, devices: tuple[int, ...]) -> dict[str, tuple[float, ...]]:
@@ -86,7 +86,7 @@ class Workload:
             (self.gradient_kind, reversed(range(len(devices)))),
         ):
             for stage in path:
-                now += self.costs.delay(devices[previous], devices[stage])  # 0 at the turn
+                now += self.costs.delay(devices[previous], devices[stage]) / self.slices  # 0 at the turn
                 starts[kind][stage] = now
                 now += self.times[kind][stage] * self.shortest_slice
                 previous = stage

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,7 @@ def choose_for_job(
     train: Mapping[str, Any],
     world_size: int | None = None,
     layers: int | None = None,
+    slices: int = 1,
 ) -> Candidates:
     """Rank the schedules for a job with ``"schedule": "auto"``.
 
@@ -63,6 +65,7 @@ def choose_for_job(
         train: "train" of the section; ``"recompute_granularity": "auto"`` lets the planner choose it.
         world_size: number of processes; None: one pipeline group.
         layers: number of the model's pipeline layers; None: unknown.
+        slices: parts of the sequence of every micro-batch.
 
     Raises:
         ConfigError: the batch is not fixed, sizes do not fit, or no schedule fits in memory.
@@ -70,6 +73,7 @@ def choose_for_job(
     data = 1 if world_size is None else data_parallel_size(world_size, linear(devices), tensor_parallel)
     try:
         request = _make_request(config, devices, tensor_parallel, data, options, train, layers)
+        request = replace(request, slices=slices)
         _require_layers(request)
         candidates = choose(request)
     except ScheduleError as error:
@@ -134,8 +138,10 @@ def best_schedule(candidates: Candidates) -> Schedule:
     def place(num_devices: int) -> Placement:
         return schedule.placement(num_devices, best.options)
 
-    def program(placement: Placement, micro_batches: int, costs: Costs, **_: object) -> Orders:
-        return schedule.timetable(placement.num_devices, micro_batches, best.options, best.costs).orders
+    def program(placement: Placement, micro_batches: int, costs: Costs, slices: int, **_: object) -> Orders:
+        return schedule.timetable(
+            placement.num_devices, micro_batches, best.options, best.costs, slices
+        ).orders
 
     return Schedule(schedule.name, program, place, options=_OPTIONS, planned=True)
 

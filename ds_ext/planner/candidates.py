@@ -32,6 +32,7 @@ class Candidate:
         stages: stages of the model.
         sizes: the model with the layers of every stage; None without a model or a simulation.
         micro_batches: N.
+        slices: parts of the sequence of every micro-batch.
         unpriced: True if a lower bound ruled out the candidate: on its time, or on its ``memory_bytes``.
         rank_order: order with the shortest step; None without a network.
         reductions_s, gather_s: parts of the step after the last op, in seconds.
@@ -51,6 +52,7 @@ class Candidate:
     stages: int = 0
     sizes: TrainingSizes | None = field(default=None, compare=False)
     micro_batches: int = 0
+    slices: int = 1
     unpriced: bool = False
     rank_order: RankOrder | None = None
     reductions_s: float = 0.0
@@ -58,8 +60,9 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """Name and options, such as ``interleaved chunks=3``."""
-        return " ".join([self.schedule, *(f"{key}={format_number(v)}" for key, v in self.options.items())])
+        """Name, options and slices, such as ``interleaved chunks=3 in 4 slices``."""
+        options = (f"{key}={format_number(v)}" for key, v in self.options.items())
+        return " ".join([self.schedule, *options, *([f"in {self.slices} slices"] if self.slices > 1 else [])])
 
     @property
     def layers(self) -> tuple[int, ...] | None:
@@ -93,9 +96,9 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[object, ...]:
-        """Key that sorts candidates of about equal time: least recomputation, fewest stages and micro-batches."""
+        """Key that sorts candidates of about equal time: fewest slices, least recomputation, fewest stages, least N."""
         repeated = self.sizes.repeated_share if self.sizes is not None else 0.0
-        return (repeated, self.stages * self.replicas, self.micro_batches, self.planned)
+        return (self.slices, repeated, self.stages * self.replicas, self.micro_batches, self.planned)
 
 
 @dataclass(frozen=True)
@@ -179,7 +182,8 @@ def refuse_duplicates(rows: Iterable[Candidate]) -> Iterator[Candidate]:
     """Yield the candidates; every one that equals an earlier one in all figures is refused."""
     seen: dict[tuple[object, ...], Candidate] = {}
     for row in rows:
-        key = (row.schedule, row.recompute_text, row.time, row.bubble, row.memory_bytes, row.activations)
+        parts = row.recompute_text, row.slices
+        key = (row.schedule, parts, row.time, row.bubble, row.memory_bytes, row.activations)
         if row.refusal or row.time is None:
             yield row
         elif key in seen:

@@ -242,6 +242,7 @@ def resolve_schedule(
             train=settings.train,
             world_size=world_size,
             layers=layers,
+            slices=settings.sequence_slices,
         )
         return best_schedule(candidates), candidates
     schedule = named_schedule(settings.schedule)

@@ -6,7 +6,8 @@ are assigned to balance the work of the devices, with the head on the last stage
 
 Every candidate is simulated for each rank order, with links, reductions and tensor-parallel all-reduces
 (:mod:`.step_time`). Without hosts, the devices are on hosts of 8. Not modeled: the optimizer step, and the higher
-efficiency of larger micro-batches. Therefore the largest micro-batch wins among those that take as long.
+efficiency of larger micro-batches. Therefore the largest micro-batch wins among those that take as long. Slices of a
+sequence have the cost of shorter kernels (:func:`.stage_costs.slice_slowdown`).
 
 With tensor parallelism, sequence parallelism keeps less and sends smaller messages between stages, and its collectives
 send as many bytes. So sizes that allow it are not planned without it.
@@ -28,6 +29,7 @@ from ..recipes.models.config import TransformerConfig
 from ..recipes.models.field_flags import keys_of
 from .candidates import Candidate, Candidates
 from .search import Request, choose_each
+from .stage_costs import slice_slowdown
 from .text import join_reasons, join_words
 from .training_sizes import TrainingSizes
 
@@ -35,6 +37,8 @@ MOST_TENSOR_PARALLEL = 8
 TRAINED = ("none", "full")  # kinds of recomputation that `plan` considers
 INSIDE, BETWEEN = Link(300e9, 2e-6), Link(25e9, 10e-6)  # links inside a host and between hosts by default
 _INTERVALS = (1, 2, 3, 4)  # of full recomputation
+_SLICES, _LEAST_SLICE = (2, 4, 8), 2048  # numbers of slices by default, and tokens of the shortest
+_MOST_SLICES = 64  # in an error
 _MARGIN = 0.01  # schedules that save less are not evaluated
 _RANKS_PER_HOST = 8
 _SEARCHED = 100  # distance within which an error looks for sizes that fit
@@ -54,6 +58,7 @@ class Cluster:
         micro_batch: the only micro-batch size to consider; None: all powers of two.
         interval: the only interval of full recomputation to consider; None: 1 to 4.
         sequence_parallel: use sequence parallelism; None: with tensor parallelism, if it divides the tokens.
+        slices: the only numbers of slices of the sequence to consider in a pipeline; None: see :meth:`slice_numbers`.
 
     Raises:
         ScheduleError: a value is not positive, or the hosts do not have one slot per device.
@@ -68,6 +73,7 @@ class Cluster:
     micro_batch: int | None = None
     interval: int | None = None
     sequence_parallel: bool | None = None
+    slices: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -98,6 +104,13 @@ class Cluster:
         """Return a cluster with other devices, on hosts of 8 with the same links."""
         network = replace(self.links, hosts=default_hosts(devices))
         return replace(self, devices=devices, memory_bytes=memory_bytes, flops=flops, network=network)
+
+    def slice_numbers(self, tokens: int, pipeline: int) -> tuple[int, ...]:
+        """Return the numbers of slices of a sample to consider for PP: by default slices of 2,048 tokens or more."""
+        if pipeline == 1:
+            return (1,)
+        fitting = (k for k in _SLICES if tokens % k == 0 and tokens // k >= _LEAST_SLICE)
+        return (1, *fitting) if self.slices is None else self.slices
 
     def micro_batches(self, data: int) -> Iterator[tuple[int, int]]:
         """Yield every (micro-batch size, N) to consider for DP pipeline groups."""
@@ -165,6 +178,7 @@ class ParallelSizes:
             "pipeline_parallel_size": self.pipeline,
             "tensor_parallel_size": self.tensor,
             **({"sequence_parallel": True} if sizes.sequence_parallel else {}),
+            **({"sequence_slices": candidate.slices} if candidate.slices > 1 else {}),
             "rank_order": str(candidate.rank_order),
             "schedule_options": candidate.settings,
             "train": train,
@@ -237,6 +251,11 @@ def plan_cluster(
             "costs: `plan` takes f, b, w and jitter only, with f above 0, because it computes the times of messages "
             "and stages itself. Remove the other keys."
         )
+    if odd := [k for k in cluster.slices or () if k < 1 or sizes.seq_length % k]:
+        fitting = join_words(k for k in range(1, _MOST_SLICES + 1) if sizes.seq_length % k == 0)
+        raise ScheduleError(
+            f"--sequence-slices: must divide {sizes.seq_length} tokens (got {odd[0]}). Use {fitting}."
+        )
     try:
         factors = list(_factors(cluster))
     except _Undivided as error:
@@ -281,12 +300,18 @@ def unit_costs(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, pipeline: 
 def _requests(
     cluster: Cluster, sizes: TrainingSizes, ratios: Costs, tensor: int, pipeline: int, data: int
 ) -> Iterator[Request]:
-    """Yield a request for every micro-batch size, the largest first, with and without sequence parallelism."""
-    possible = _shares_tokens(sizes, tensor)
-    sequence = [s for s in (True, False) if cluster.sequence_parallel in (None, s)] if possible else [False]
-    for (micro_batch, micro_batches), sequence_parallel in product(
-        reversed(list(cluster.micro_batches(data))), sequence
-    ):
+    """Yield a request for every micro-batch size, the largest first, with and without sequence parallelism.
+
+    Only the smallest micro-batches are sliced, because smaller ones cost less than slices of larger ones.
+    """
+    numbers = cluster.slice_numbers(sizes.seq_length, pipeline)
+    smallest, *larger = cluster.micro_batches(data)
+    batches = [*product(reversed(larger), {1} & {*numbers}), *product([smallest], numbers)]
+    for ((micro_batch, micro_batches), slices), sequence_parallel in product(batches, (True, False)):
+        possible = _shares_tokens(sizes, tensor, slices)
+        wanted = cluster.sequence_parallel if tensor > 1 else False
+        if (sequence_parallel and not possible) or wanted not in (None, sequence_parallel):
+            continue
         split = replace(
             sizes,
             micro_batch=micro_batch,
@@ -306,14 +331,15 @@ def _requests(
             margin=_MARGIN,
             intervals=_INTERVALS if cluster.interval is None else (cluster.interval,),
             network=cluster.links,
-            unit_s=forward_s,
+            unit_s=forward_s * slice_slowdown(split, slices),
             unsharded_alone=True,
+            slices=slices,
         )
 
 
-def _shares_tokens(sizes: TrainingSizes, tensor: int) -> bool:
+def _shares_tokens(sizes: TrainingSizes, tensor: int, slices: int) -> bool:
     """Return whether sequence parallelism is possible."""
-    return tensor > 1 and sizes.seq_length % tensor == 0
+    return tensor > 1 and sizes.seq_length % (tensor * slices) == 0
 
 
 def _sort_key(sizes: ParallelSizes) -> tuple[float, ...]:
@@ -352,8 +378,9 @@ def _refusal(cluster: Cluster, sizes: TrainingSizes, tensor: int, pipeline: int,
         return f"{sizes.ffn_size} channels of the MLP are not divisible by TP {tensor}"
     if not sizes.shares_groups(tensor):
         return f"{sizes.query_groups} query groups are not divisible by TP {tensor}"
-    if cluster.sequence_parallel and tensor > 1 and not _shares_tokens(sizes, tensor):
-        return f"{sizes.seq_length} tokens are not divisible by TP {tensor}"
+    least = min(cluster.slice_numbers(sizes.seq_length, pipeline))
+    if cluster.sequence_parallel and tensor > 1 and not _shares_tokens(sizes, tensor, least):
+        return f"{sizes.seq_length // least} tokens are not divisible by TP {tensor}"
     if sizes.num_layers < pipeline:
         return f"{sizes.num_layers} layers are fewer than PP {pipeline}"
     micro_batch = cluster.micro_batch or 1

@@ -39,6 +39,7 @@ from .training_sizes import RECOMPUTATIONS, TrainingSizes
 _ORDERS = 12  # approximate number of orders that a planned schedule simulates
 _SEARCHED_OPS = 60_000  # minimum over all orders of a search that does not reach its bound
 _NEAR = 0.25  # groups that take this much longer than the best one are not evaluated
+_NEAR_SLICES = 0.1  # the same for planned orders with slices, by their closed forms
 _ORDERS_KEPT = 64
 _FEW = 2  # micro-batches per device of an order that predicts those for many
 _MOST_OPS = 500_000  # maximum per candidate; planning takes about 5 microseconds per op, for up to a million
@@ -68,6 +69,7 @@ class Request:
             Their orders are planned for free messages, so that candidates share them.
         unit_s: unit of the costs in seconds. With a network, times of candidates are in seconds.
         unsharded_alone: a single copy of the weights uses no ZeRO.
+        slices: parts of the sequence of every micro-batch. With several, only schedules that have slices are evaluated.
 
     Raises:
         ScheduleError: a size is not positive, or there is a memory limit without a model.
@@ -87,9 +89,10 @@ class Request:
     network: Network | None = None
     unit_s: float = 1.0
     unsharded_alone: bool = False
+    slices: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("devices", "micro_batches", "memory_bytes"):
+        for name in ("devices", "micro_batches", "memory_bytes", "slices"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ScheduleError(f"{name}: must be at least 1 (got {value}).")
@@ -116,7 +119,7 @@ class Request:
         """Return the costs with the tensor-parallel all-reduces of the network."""
         if self.network is None or sizes is None:
             return costs
-        return on_devices(costs, sizes, self.network, self.devices, self.unit_s)
+        return on_devices(costs, sizes, self.network, self.devices, self.unit_s, self.slices)
 
     def collectives(self, replicas: int, reduced: float, gathered: float) -> float:
         """Return a lower bound on the time of the collectives after the last op, in the unit of candidates' times.
@@ -178,6 +181,8 @@ class _Search:
         self._rows: list[list[Candidate]] = [[] for _ in groups]
         self._least: list[tuple[float, ...]] = [_UNKNOWN] * len(groups)  # bound of what is excluded
         self._best: list[tuple[float, ...] | None] = [None] * len(groups)  # sort key of the best candidate
+        # Group -> the best that is not slow to plan.
+        self._closed_form: dict[int, tuple[tuple[float, ...], _Kind]] = {}
         self._smallest: dict[int, tuple[int, _Variant]] = {}  # group -> row of the smallest that is too large
         self._shared = _Shared()
         self._counter = count()
@@ -251,6 +256,8 @@ class _Search:
 
     def _evaluate(self, group: int, variant: _Variant, bound: tuple[float, ...]) -> None:
         margin, best, slow = variant.request.margin, self._best[group], variant.slow_to_plan
+        if slow and variant.request.slices > 1 and not self._refines(group, variant.kind):
+            return
         simpler = not slow and variant.complexity < self._complexity(group)
         most = self._most()
         tighter = bound
@@ -280,6 +287,14 @@ class _Search:
         self._rows[group].append(row)
         reached = _sort_key(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
         self._best[group] = reached if best is None else min(best, reached)
+        if not slow and (group not in self._closed_form or reached < self._closed_form[group][0]):
+            self._closed_form[group] = reached, variant.kind
+
+    def _refines(self, group: int, kind: _Kind) -> bool:
+        """Return whether to plan orders with slices, which takes long: for the kind of a good order of closed form."""
+        reached, best = self._closed_form.get(group, (_UNKNOWN, None))
+        shortest = min((time for (large, time), _ in self._closed_form.values() if not large), default=0.0)
+        return kind is best and reached <= (0.0, shortest * (1 + _NEAR_SLICES))
 
     def _complexity(self, group: int) -> tuple[object, ...]:
         """Return the complexity of the simplest candidate within the margin of the best one of the group."""
@@ -350,6 +365,9 @@ class _Kind:
         """Yield every registered schedule with its options."""
         for _, schedule in sorted(SCHEDULES.items()):
             for options in schedule.variants(self.request.devices, self.request.micro_batches):
+                # Slices keep so little that limits on activations change nothing.
+                if self.request.slices > 1 and (not schedule.has_slices or "max_activations" in options):
+                    continue
                 # Orders are planned for the smallest micro-batch only: it has the shortest bubble and needs the least.
                 if self.plans_orders or not schedule.planned:
                     yield _Variant(self, schedule, options, shared)
@@ -410,8 +428,10 @@ class _Shared:
         self.stages = cache(self._stages)
 
     @staticmethod
-    def _order(name: str, options: _Options, devices: int, micro_batches: int, costs: Costs) -> _Order:
-        return _Order(SCHEDULES[name].timetable(devices, micro_batches, dict(options), costs), costs)
+    def _order(
+        name: str, options: _Options, devices: int, micro_batches: int, costs: Costs, slices: int
+    ) -> _Order:
+        return _Order(SCHEDULES[name].timetable(devices, micro_batches, dict(options), costs, slices), costs)
 
     @staticmethod
     def _placement(name: str, options: _Options, devices: int) -> Placement:
@@ -477,7 +497,7 @@ class _Variant:
         return placement
 
     def _ops(self, placement: Placement) -> int:
-        return (len(KINDS) - 1) * placement.stages * self.request.micro_batches
+        return (len(KINDS) - 1) * placement.stages * self.request.micro_batches * self.request.slices
 
     @cached_property
     def _stages(self) -> tuple[Costs, tuple[int, ...] | None]:
@@ -513,6 +533,7 @@ class _Variant:
         """True for a planned order of many ops; with equal costs and free messages the search ends early."""
         ops, f = self._ops(self.placement) * _ORDERS, self.costs.forward
         ends_early = self.costs == Costs(f, f, f) and self.request.micro_batches % self.request.devices == 0
+        ends_early = ends_early and self.request.slices == 1
         ops = ops if ends_early else max(ops, _SEARCHED_OPS)
         return self.schedule.planned and ops > self.request.cheap_ops
 
@@ -521,13 +542,16 @@ class _Variant:
         """Costs of each stage, with tensor-parallel all-reduces."""
         return self.request.on_network(self.costs, self.kind.sizes)
 
+    def _workload(self, micro_batches: int, costs: Costs) -> Workload:
+        return Workload(self.placement, micro_batches, costs, split=True, slices=self.request.slices)
+
     @cached_property
     def least_time(self) -> float:
         """Lower bound on the time of any order. Raises ScheduleError if the sizes are not supported."""
         request, placement = self.request, self.placement
         # Split backwards shorten the waits, so the bound also holds for whole ones. Jitter may shorten all ops, and
         # sums of the same times differ by rounding.
-        least = lower_bound(Workload(placement, request.micro_batches, self.network_costs, split=True))
+        least = lower_bound(self._workload(request.micro_batches, self.network_costs))
         least *= request.unit_s * (1 - self.costs.jitter) * (1 - SAME)
         if request.network is not None and self.sizes is not None:
             parameters = self.sizes.stage_parameters(placement)
@@ -543,18 +567,25 @@ class _Variant:
     @cached_property
     def _one_micro_batch(self) -> tuple[DeviceMemory, ...]:
         """Memory of every device for one micro-batch at a time, at least; empty without a model."""
-        placement, sizes = self.placement, self.sizes
+        placement, sizes, n, slices = (
+            self.placement,
+            self.sizes,
+            self.request.micro_batches,
+            self.request.slices,
+        )
         if sizes is None:
             return ()
 
-        def devices(*kinds: str) -> tuple[DeviceMemory, ...]:
+        def devices(*backwards: str) -> tuple[DeviceMemory, ...]:
+            passes = [(FORWARD, j) for j in range(slices)]
+            passes += [(kind, j) for j in reversed(range(slices)) for kind in backwards]
             orders = tuple(
-                tuple(Op(kind, 0, stage) for stage in placement.stages_of(d) for kind in kinds)
+                tuple(Op(kind, 0, stage, j) for stage in placement.stages_of(d) for kind, j in passes)
                 for d in range(placement.num_devices)
             )
-            return memory(Timetable("", placement, self.request.micro_batches, orders), sizes)
+            return memory(Timetable("", placement, n, orders, slices), sizes)
 
-        whole, split = devices(FORWARD, BACKWARD), devices(FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+        whole, split = devices(BACKWARD), devices(BACKWARD_INPUT, BACKWARD_WEIGHT)
         return tuple(
             min(parts, key=lambda device: device.activations) for parts in zip(whole, split, strict=True)
         )
@@ -562,12 +593,14 @@ class _Variant:
     def bound_within(self, time: float) -> tuple[float, ...]:
         """Return a lower bound on the sort key of the orders that take at most ``time``.
 
-        The average of the live activations is the sum of their lifetimes, divided by the time (Little's law).
+        The average of the live activations is the sum of their lifetimes, divided by the time (Little's law). Those of
+        slices are short.
         """
         placement, request = self.placement, self.request
-        workload = Workload(placement, request.micro_batches, self.network_costs, split=True)
+        workload = self._workload(request.micro_batches, self.network_costs)
         kind, needs, sizes = workload.gradient_kind, [0], self.sizes
-        kept = stage_activations(sizes, placement.stages) if sizes and time < math.inf else ()
+        averages = sizes is not None and time < math.inf and request.slices == 1
+        kept = stage_activations(sizes, placement.stages) if sizes and averages else ()
         for device, parts in enumerate(self._one_micro_batch):
             average = 0.0
             if kept:
@@ -588,10 +621,7 @@ class _Variant:
     def brief_run(self) -> tuple[float, ...]:
         """Sort key from the memory of :meth:`short_run`, whose order is only searched for briefly."""
         n, excess = min(self.request.micro_batches, self._few), 1.0 if self.bound[0] else _BRIEF_EXCESS
-        try:
-            return self._preview(self.shared.brief_order, n, excess)[0]
-        except ScheduleError:  # price() has the reason
-            return 0.0, 0.0
+        return self._preview(self.shared.brief_order, n, excess)[0]
 
     @cached_property
     def short_run(self) -> tuple[float, ...]:
@@ -604,7 +634,7 @@ class _Variant:
         key, order = self._preview(self.shared.order, self._few)
         if order is None or key[0]:
             return key
-        least = lower_bound(Workload(self.placement, order.timetable.micro_batches, self.costs, split=True))
+        least = lower_bound(self._workload(order.timetable.micro_batches, self.costs))
         waits = (order.simulation.makespan - least) * self.request.unit_s * (1 - self.costs.jitter)
         return 0.0, self.least_time + max(waits, 0.0)
 
@@ -619,8 +649,11 @@ class _Variant:
         request, sizes = self.request, self.sizes
         if sizes is None:
             return (0.0, 0.0), None
-        order = build(*self._key, micro_batches, self.costs)
-        need = int(max(device.total for device in memory(order.timetable, sizes)) / excess)
+        try:
+            order = build(*self._key, micro_batches, self.costs, request.slices)
+            need = int(max(device.total for device in memory(order.timetable, sizes)) / excess)
+        except ScheduleError:  # price() has the reason
+            return (0.0, 0.0), None
         return _sort_key(is_too_large(need, request.memory_bytes), self.least_time, need), order
 
     def price(self, simulate_large: bool) -> Candidate:
@@ -629,7 +662,7 @@ class _Variant:
         A timetable that is too large is simulated only if ``simulate_large``.
         """
         request, sizes = self.request, self.sizes
-        order = self.shared.order(*self._key, request.micro_batches, self.costs)
+        order = self.shared.order(*self._key, request.micro_batches, self.costs, request.slices)
         timetable = order.timetable
         need = None if sizes is None else max(device.total for device in memory(timetable, sizes))
         too_large = is_too_large(need, request.memory_bytes)
@@ -671,7 +704,7 @@ class _Variant:
 
     def candidate(self, **values: Any) -> Candidate:
         """Return the candidate with these values."""
-        values = {"costs": self.request.costs, **values}
+        values = {"costs": self.request.costs, "slices": self.request.slices, **values}
         name, recompute = self.schedule.name, self.kind.recompute
         return Candidate(name, self.options, recompute, planned=self.schedule.planned, **values)
 

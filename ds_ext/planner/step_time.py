@@ -51,7 +51,9 @@ class StepTime:
         return self.makespan_s + self.reductions_s + self.gather_s
 
 
-def on_devices(costs: Costs, sizes: TrainingSizes, network: Network, devices: int, unit_s: float) -> Costs:
+def on_devices(
+    costs: Costs, sizes: TrainingSizes, network: Network, devices: int, unit_s: float, slices: int = 1
+) -> Costs:
     """Return stage costs with the all-reduces of the layers over the tensor-parallel group, and element-wise ops.
 
     A layer all-reduces its output twice in the forward, and its input's gradient twice in the backward (arXiv
@@ -67,14 +69,15 @@ def on_devices(costs: Costs, sizes: TrainingSizes, network: Network, devices: in
         sizes: model with the layers of each stage.
         devices: D.
         unit_s: unit of the costs in seconds.
+        slices: parts of every micro-batch, each with its all-reduces.
     """
     share = (sizes.num_layers + sizes.head_work()) / devices / unit_s
     repeated = sizes.repeated_share if sizes.recompute == "full" else 0.0
     recomputed = -(-sizes.num_layers // sizes.recompute_interval) / sizes.num_layers
     forward = backward = 0.0
     if sizes.tensor_parallel > 1:
-        size = sizes.token_bytes * sizes.tokens * sizes.hidden_size
-        forward = 2 * _tensor_all_reduce_s(size, sizes.tensor_parallel, network) * share
+        size = sizes.token_bytes * sizes.tokens * sizes.hidden_size // slices
+        forward = 2 * slices * _tensor_all_reduce_s(size, sizes.tensor_parallel, network) * share
         backward = (1 + repeated) * forward
         if sizes.sequence_parallel:  # an all-gather is half an all-reduce
             backward += forward / 2 * (1 - recomputed * (sizes.recompute == "full"))
@@ -189,11 +192,12 @@ def step_times(
     for layout in layouts:
         require_slots(layout, network.hosts)
         keys = set()
-        for links in message_links(layout, network, pairs, volumes.message):
+        for links in message_links(layout, network, pairs, volumes.message / timetable.slices):
             key = tuple(links.values())
             keys.add(key)
             if key not in simulations:
-                units = {link: seconds / unit_s for link, seconds in links.items()}
+                # Of whole micro-batches: a message of a slice takes its share.
+                units = {link: seconds * timetable.slices / unit_s for link, seconds in links.items()}
                 simulations[key] = simulate(timetable, replace(costs, comm=0.0, links=units))
         distinct = [simulations[key] for key in sorted(keys)]
         steps.append(_with_collectives(distinct, layout, network, volumes, unit_s, reductions))

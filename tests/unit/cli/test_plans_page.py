@@ -22,7 +22,8 @@ FEW = ("7 devices", "tiny model")
 def way(row: dict[str, Any]) -> str:
     """Return sizes, schedule and recomputation as the page writes them."""
     options = [f"{key}={value}" for key, value in row["schedule_options"].items() if key != "costs"]
-    text = f"`{' '.join([row['schedule'], *options])}`"
+    slices = [f"in {row['sequence_slices']} slices"] if row["sequence_slices"] > 1 else []
+    text = f"`{' '.join([row['schedule'], *options, *slices])}`"
     if row["recompute"] != "none":
         every = row["recompute_interval"]
         text += f", recompute {row['recompute']}" + (f"/{every}" if every > 1 else "")
