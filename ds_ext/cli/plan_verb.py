@@ -361,6 +361,7 @@ def _sizes_as_dict(sizes: ParallelSizes) -> dict[str, Any]:
             "micro_batches": candidate.micro_batches,
             "schedule": candidate.schedule,
             "sequence_slices": candidate.slices,
+            "slice_lengths": candidate.slice_lengths,
             "schedule_options": candidate.settings,
             "recompute": candidate.recompute,
             "recompute_interval": candidate.sizes.recompute_interval,

@@ -23,6 +23,7 @@ from ..config.job import AUTO
 from ..errors import ConfigError, ScheduleError
 from ..parallel.layout import data_parallel_size
 from ..parallel.partition import BALANCED
+from ..parallel.slices import EQUAL
 from ..pipe_schedules import Placement, Schedule, get_schedule
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.definition import Option, Orders
@@ -54,6 +55,7 @@ def choose_for_job(
     world_size: int | None = None,
     layers: int | None = None,
     slices: int = 1,
+    lengths: str | Sequence[int] = EQUAL,
 ) -> Candidates:
     """Rank the schedules for a job with ``"schedule": "auto"``.
 
@@ -66,6 +68,7 @@ def choose_for_job(
         world_size: number of processes; None: one pipeline group.
         layers: number of the model's pipeline layers; None: unknown.
         slices: parts of the sequence of every micro-batch.
+        lengths: tokens of every slice.
 
     Raises:
         ConfigError: the batch is not fixed, sizes do not fit, or no schedule fits in memory.
@@ -73,7 +76,9 @@ def choose_for_job(
     data = 1 if world_size is None else data_parallel_size(world_size, linear(devices), tensor_parallel)
     try:
         request = _make_request(config, devices, tensor_parallel, data, options, train, layers)
-        request = replace(request, slices=slices)
+        request = replace(
+            request, slices=slices, lengths=lengths if isinstance(lengths, str) else tuple(lengths)
+        )
         _require_layers(request)
         candidates = choose(request)
     except ScheduleError as error:

@@ -33,6 +33,7 @@ class Candidate:
         sizes: the model with the layers of every stage; None without a model or a simulation.
         micro_batches: N.
         slices: parts of the sequence of every micro-batch.
+        slice_lengths: tokens of every slice, in a simulation with several and with a model.
         unpriced: True if a lower bound ruled out the candidate: on its time, or on its ``memory_bytes``.
         rank_order: order with the shortest step; None without a network.
         reductions_s, gather_s: parts of the step after the last op, in seconds.
@@ -53,6 +54,7 @@ class Candidate:
     sizes: TrainingSizes | None = field(default=None, compare=False)
     micro_batches: int = 0
     slices: int = 1
+    slice_lengths: tuple[int, ...] = ()
     unpriced: bool = False
     rank_order: RankOrder | None = None
     reductions_s: float = 0.0

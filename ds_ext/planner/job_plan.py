@@ -243,6 +243,7 @@ def resolve_schedule(
             world_size=world_size,
             layers=layers,
             slices=settings.sequence_slices,
+            lengths=settings.slice_lengths,
         )
         return best_schedule(candidates), candidates
     schedule = named_schedule(settings.schedule)

@@ -168,7 +168,7 @@ class ParallelSizes:
         candidate = self.candidate
         if candidate is None or candidate.sizes is None:
             raise ScheduleError(self.candidates.reason())
-        sizes, layers = candidate.sizes, candidate.layers
+        sizes, layers, lengths = candidate.sizes, candidate.layers, candidate.slice_lengths
         train = {**keys_of(TransformerConfig, sizes), "recompute_granularity": candidate.recompute}
         del train["vocab_size"]  # that of the data
         if layers is not None and len(set(layers)) > 1:
@@ -179,6 +179,7 @@ class ParallelSizes:
             "tensor_parallel_size": self.tensor,
             **({"sequence_parallel": True} if sizes.sequence_parallel else {}),
             **({"sequence_slices": candidate.slices} if candidate.slices > 1 else {}),
+            **({"slice_lengths": [*lengths]} if len({*lengths}) > 1 else {}),
             "rank_order": str(candidate.rank_order),
             "schedule_options": candidate.settings,
             "train": train,

@@ -16,10 +16,11 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from ..errors import ScheduleError
+from ..errors import ConfigError, ScheduleError
 from ..parallel.crossing import rank_orders
 from ..parallel.layout import ParallelLayout
 from ..parallel.network import Network
+from ..parallel.slices import BALANCED, EQUAL
 from ..pipe_schedules import SCHEDULES, Op, Placement, Schedule, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.events import Workload
@@ -30,7 +31,7 @@ from ..pipe_schedules.simulation import Simulation, simulate
 from .activations import layer_activations, stage_activations
 from .candidates import SAME, Candidate, Candidates, is_too_large, rank_candidates, refuse_duplicates
 from .memory import DeviceMemory, memory
-from .stage_costs import split_layers, stage_costs
+from .stage_costs import slice_costs, slice_tokens, split_layers, stage_costs
 from .step_time import Reductions, least_collectives_s, on_devices, step_times
 from .text import format_bytes
 from .traffic import traffic
@@ -70,6 +71,7 @@ class Request:
         unit_s: unit of the costs in seconds. With a network, times of candidates are in seconds.
         unsharded_alone: a single copy of the weights uses no ZeRO.
         slices: parts of the sequence of every micro-batch. With several, only schedules that have slices are evaluated.
+        lengths: tokens of every slice.
 
     Raises:
         ScheduleError: a size is not positive, or there is a memory limit without a model.
@@ -90,6 +92,7 @@ class Request:
     unit_s: float = 1.0
     unsharded_alone: bool = False
     slices: int = 1
+    lengths: str | tuple[int, ...] = BALANCED
 
     def __post_init__(self) -> None:
         for name in ("devices", "micro_batches", "memory_bytes", "slices"):
@@ -114,6 +117,18 @@ class Request:
         return tuple(
             (kind, every) for kind in kinds for every in (self.intervals if kind == "full" else (1,))
         )
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """Tokens of every slice of a sample; empty for one. Raises ScheduleError if they do not fit."""
+        sizes = self.sizes
+        if self.slices == 1 or sizes is None:
+            return ()
+        shards = sizes.tensor_parallel if sizes.sequence_parallel else 1
+        try:
+            return slice_tokens(sizes, self.slices, self.lengths, shards)
+        except ConfigError as error:
+            raise ScheduleError(str(error)) from None
 
     def on_network(self, costs: Costs, sizes: TrainingSizes | None) -> Costs:
         """Return the costs with the tensor-parallel all-reduces of the network."""
@@ -445,12 +460,13 @@ class _Shared:
         costs: Costs,
         sizes: TrainingSizes | None,
         layers: str | None,
+        tokens: tuple[int, ...],
     ) -> tuple[Costs, tuple[int, ...] | None]:
-        """Return the costs and the layers of every stage."""
+        """Return the costs and the layers of every stage. Slices of other ``tokens`` than balanced ones have costs."""
         placement = self.placement(name, options, devices)
         if sizes is not None:
             sizes = split_layers(sizes, placement, name, layers)
-            costs = stage_costs(costs, sizes)
+            costs = slice_costs(stage_costs(costs, sizes), sizes, tokens)
         return costs.fit(placement), sizes and sizes.stage_layers
 
 
@@ -502,7 +518,8 @@ class _Variant:
     @cached_property
     def _stages(self) -> tuple[Costs, tuple[int, ...] | None]:
         request = self.request
-        return self.shared.stages(*self._key, request.costs, self.kind.whole, request.stage_layers)
+        tokens = () if request.lengths == BALANCED else request.tokens
+        return self.shared.stages(*self._key, request.costs, self.kind.whole, request.stage_layers, tokens)
 
     @cached_property
     def sizes(self) -> TrainingSizes | None:
@@ -583,7 +600,7 @@ class _Variant:
                 tuple(Op(kind, 0, stage, j) for stage in placement.stages_of(d) for kind, j in passes)
                 for d in range(placement.num_devices)
             )
-            return memory(Timetable("", placement, n, orders, slices), sizes)
+            return self._memory(Timetable("", placement, n, orders, slices), sizes)
 
         whole, split = devices(BACKWARD), devices(BACKWARD_INPUT, BACKWARD_WEIGHT)
         return tuple(
@@ -638,6 +655,9 @@ class _Variant:
         waits = (order.simulation.makespan - least) * self.request.unit_s * (1 - self.costs.jitter)
         return 0.0, self.least_time + max(waits, 0.0)
 
+    def _memory(self, timetable: Timetable, sizes: TrainingSizes) -> tuple[DeviceMemory, ...]:
+        return memory(timetable, sizes, self.request.tokens or EQUAL)
+
     @property
     def _few(self) -> int:
         return _FEW * self.request.devices
@@ -651,7 +671,7 @@ class _Variant:
             return (0.0, 0.0), None
         try:
             order = build(*self._key, micro_batches, self.costs, request.slices)
-            need = int(max(device.total for device in memory(order.timetable, sizes)) / excess)
+            need = int(max(device.total for device in self._memory(order.timetable, sizes)) / excess)
         except ScheduleError:  # price() has the reason
             return (0.0, 0.0), None
         return _sort_key(is_too_large(need, request.memory_bytes), self.least_time, need), order
@@ -664,7 +684,7 @@ class _Variant:
         request, sizes = self.request, self.sizes
         order = self.shared.order(*self._key, request.micro_batches, self.costs, request.slices)
         timetable = order.timetable
-        need = None if sizes is None else max(device.total for device in memory(timetable, sizes))
+        need = None if sizes is None else max(device.total for device in self._memory(timetable, sizes))
         too_large = is_too_large(need, request.memory_bytes)
         values: dict[str, Any] = {
             "refusal": f"It needs {format_bytes(need)}." if need and too_large else "",
@@ -674,6 +694,7 @@ class _Variant:
             "costs": self.costs,
             "sizes": sizes,
             "micro_batches": request.micro_batches,
+            "slice_lengths": request.tokens,
         }
         if too_large and not simulate_large:
             return self.candidate(**values)

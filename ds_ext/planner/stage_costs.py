@@ -11,7 +11,9 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from ..errors import ConfigError, ScheduleError
-from ..parallel.partition import BALANCED, layer_boundaries
+from ..parallel.partition import BALANCED as BALANCED_LAYERS
+from ..parallel.partition import layer_boundaries
+from ..parallel.slices import BALANCED, EQUAL, balanced_lengths, slice_bounds
 from ..pipe_schedules import Placement
 from ..pipe_schedules.costs import Costs
 from ..recipes.models.config import TransformerConfig
@@ -20,6 +22,7 @@ from .training_sizes import TrainingSizes
 # A further slice takes as long as this many tokens in the matrix products of a layer: its kernels are shorter, and its
 # attention joins blocks. Fitted to the layers of Llama 3 8B on an H200, in 2 to 8 slices of 8,192 and 32,768 tokens.
 SLICE_TOKENS = 1300
+_TILE, _LONG_SLICE = 128, 1024  # tokens of a kernel's tile, and of slices with whole tiles
 _DIGITS = 8  # of a factor: precise enough for any plan, short enough for a readable JSON
 
 
@@ -50,7 +53,7 @@ def split_layers(
     if sizes.stage_layers is not None:
         sizes.stage_layer_counts(placement.stages)
         return sizes
-    if sizes.num_layers < placement.stages and stage_layers in (None, BALANCED):
+    if sizes.num_layers < placement.stages and stage_layers in (None, BALANCED_LAYERS):
         raise ScheduleError(
             f"{sizes.num_layers} layers are fewer than {placement.stages} stages. Use more layers or fewer stages."
         )
@@ -66,13 +69,31 @@ def split_layers(
     return replace(sizes, stage_layers=tuple(counts))
 
 
+def slice_tokens(
+    sizes: TransformerConfig, count: int, lengths: str | Sequence[int] = EQUAL, shards: int = 1
+) -> tuple[int, ...]:
+    """Return the tokens of every slice; balanced long ones are multiples of a kernel's tile. Raises ConfigError.
+
+    Args:
+        sizes: the model, and tokens of a sample.
+        count: number of slices.
+        lengths: value of ``"slice_lengths"``.
+        shards: ranks over which sequence parallelism distributes the tokens of a slice.
+    """
+    tokens = sizes.seq_length
+    if lengths == BALANCED:
+        in_tiles = tokens % (_TILE * shards) == 0 and tokens >= _LONG_SLICE * count
+        lengths = balanced_lengths(sizes.work_until, tokens, count, shards * (_TILE if in_tiles else 1))
+    return tuple(stop - start for start, stop in slice_bounds(tokens, count, lengths, shards))
+
+
 def slice_costs(costs: Costs, sizes: TransformerConfig, lengths: Sequence[float]) -> Costs:
     """Return ``costs`` with the work of every slice, unless they have it. Later tokens attend to more keys.
 
     Args:
         lengths: tokens of every slice.
     """
-    if len(lengths) == 1 or costs.slices is not None:
+    if len(lengths) < 2 or costs.slices is not None:
         return costs
     mean = sizes.work_until(sum(lengths)) / len(lengths)
     ends = map(sizes.work_until, accumulate(lengths, initial=0))

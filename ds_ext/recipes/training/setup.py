@@ -26,13 +26,12 @@ from ...parallel.crossing import require_slots
 from ...parallel.hosts import Hosts
 from ...parallel.partition import BALANCED, StageWork, layer_boundaries, stage_weights
 from ...parallel.slices import BALANCED as BALANCED_SLICES
-from ...parallel.slices import balanced_lengths, slice_bounds
 from ...pipe_schedules.costs import Costs
 from ...planner.auto import training_sizes
 from ...planner.job_plan import JobPlan, make_job_plan
 from ...planner.job_text import describe
 from ...planner.memory import memory, model_parameters, rank_parameters
-from ...planner.stage_costs import slice_costs
+from ...planner.stage_costs import slice_costs, slice_tokens
 from ...planner.text import HEADROOM, format_bytes, usable_bytes
 from ...planner.traffic import traffic
 from ...planner.training_sizes import TrainingSizes
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
     from ...engine.batches import MapDataset, MicroBatches
 
 logger = logging.getLogger(__name__)
-_TILE, _LONG_SLICE = 128, 1024  # tokens of a kernel's tile, and of slices with whole tiles
 # Flags that may differ between hosts: only rank 0 reads them, or the content of their files is compared.
 _PER_HOST = frozenset(
     {
@@ -199,25 +197,20 @@ def with_stage_work(
     balanced, layers = boundaries, boundaries[-1] - sum(ends)
     if layers >= placement.stages:
         balanced = layer_boundaries(layers, *ends, placement, schedule, BALANCED, work)
-    stages = [stage_weights(bounds, *ends, work) for bounds in (boundaries, balanced)]
-    settings, tokens, lengths = plan.settings, model.seq_length, plan.settings.slice_lengths
+    stages, even = (stage_weights(bounds, *ends, work) for bounds in (boundaries, balanced))
+    settings = plan.settings
     if settings.sequence_slices == 1:
-        return plan.with_work(StageWork(*stages))
+        return plan.with_work(StageWork(stages, even))
     shards = plan.layout.tensor_parallel_size if settings.sequence_parallel else 1
-    if lengths == BALANCED_SLICES:
-        multiple = shards * (
-            1 if tokens % (_TILE * shards) or tokens < _LONG_SLICE * settings.sequence_slices else _TILE
-        )
-        lengths = balanced_lengths(model.work_until, tokens, settings.sequence_slices, multiple)
-        change = {"slice_lengths": lengths}
-        section = {**plan.job.deepspeed["ds_ext"], **change}
-        settings = settings.model_copy(update=change)
+    tokens = slice_tokens(model, settings.sequence_slices, settings.slice_lengths, shards)
+    slices = slice_costs(Costs(), model, tokens).slices
+    if settings.slice_lengths == BALANCED_SLICES:
+        change = {"slice_lengths": [*tokens]}
+        deepspeed = {**plan.job.deepspeed, "ds_ext": {**plan.job.deepspeed["ds_ext"], **change}}
         plan = replace(
-            plan, job=replace(plan.job, deepspeed={**plan.job.deepspeed, "ds_ext": section}, ds_ext=settings)
+            plan, job=replace(plan.job, deepspeed=deepspeed, ds_ext=settings.model_copy(update=change))
         )
-    bounds = slice_bounds(tokens, settings.sequence_slices, lengths, shards)
-    slices = slice_costs(Costs(), model, [stop - start for start, stop in bounds]).slices
-    return plan.with_work(StageWork(*stages, slices))
+    return plan.with_work(StageWork(stages, even, slices))
 
 
 def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts:

@@ -62,7 +62,9 @@ def test_few_long_samples_are_sliced_and_train_as_planned() -> None:
         eager_reductions(simulate(timetable, row.costs)),
     )
     assert step.step_s == best.step_s
-    assert max(device.total for device in memory(timetable, row.sizes)) == row.memory_bytes
+    lengths = section["slice_lengths"]
+    assert sum(lengths) == 32768 and lengths == sorted(lengths, reverse=True)
+    assert max(device.total for device in memory(timetable, row.sizes, lengths)) == row.memory_bytes
 
 
 def test_many_micro_batches_need_no_slices() -> None:
