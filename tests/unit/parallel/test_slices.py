@@ -75,9 +75,11 @@ def test_slices_that_do_not_fit_are_refused(tokens: int, count: int, multiple: i
 def test_bounds() -> None:
     assert slice_bounds(12, 3) == [(0, 4), (4, 8), (8, 12)]
     assert slice_bounds(12, 2, [8, 4], shards=4) == [(0, 8), (8, 12)]
-    for arguments in ((13, 3), (12, 2, [8, 3]), (12, 2, [9, 3], 4)):
+    wrong: list[tuple[int, int, str | list[int], int]]
+    wrong = [(13, 3, "equal", 1), (12, 2, [8, 3], 1), (12, 2, [9, 3], 4)]
+    for tokens, count, lengths, shards in wrong:
         with pytest.raises(ConfigError, match="sequence_slices"):
-            slice_bounds(*arguments)
+            slice_bounds(tokens, count, lengths, shards)
 
 
 def test_the_plan_of_a_script_has_the_balanced_lengths() -> None:

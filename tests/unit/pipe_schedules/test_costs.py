@@ -259,11 +259,12 @@ def test_files_that_make_no_sense(text: str, sentence: str, tmp_path: Path) -> N
 
 def test_times_of_slices() -> None:
     costs = parse_costs("slices=1/3/5/7")
-    assert costs.slices == (0.25, 0.75, 1.25, 1.75) == parse_costs(costs_text(costs)).slices
+    times = 0.25, 0.75, 1.25, 1.75
+    assert costs.slices == times == parse_costs(costs_text(costs)).slices
     timetable = get_schedule("1f1b").timetable(1, 2, slices=4)
     spans = simulate(timetable, costs).spans[0]
     assert {op.slice: end - start for op, start, end in spans if op.kind == FORWARD} == pytest.approx(
-        {j: time / 4 for j, time in enumerate(costs.slices)}
+        {j: time / 4 for j, time in enumerate(times)}
     )
     assert simulate(timetable, costs).makespan == pytest.approx(6)
     for text, wrong in (
