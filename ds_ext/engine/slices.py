@@ -49,7 +49,7 @@ class StageSlices:
 
     @classmethod
     def from_plan(cls, module: PipelineModule, plan: JobPlan) -> StageSlices | None:
-        """Return the slices of a job; None if it has none."""
+        """Return the slices of a job; None if it has none. Raises ConfigError for balanced lengths."""
         settings = plan.settings
         if settings.sequence_slices == 1:
             return None
