@@ -268,3 +268,17 @@ def test_a_schedule_that_fails_is_one_refusal(monkeypatch: pytest.MonkeyPatch) -
     refused = {row.schedule: row.refusal for row in choose(Request(4, 8, cheap_ops=ALL_OPS)).ranked}
     assert re.search(r"^broken: .*ZeroDivisionError.*no reason.*test_search\.py, line \d+", refused["broken"])
     assert refused["1f1b"] == ""
+
+
+def test_weight_gradients_at_once_are_no_better_than_whole_backwards() -> None:
+    """Of recomputed layers: docs/schedules.md. The forward is repeated, so whole backwards take 3 forwards."""
+
+    def bubble(name: str, costs: Costs, **options: Any) -> float:
+        return simulate(get_schedule(name).timetable(4, 8, options, costs), costs).bubble
+
+    at_once, whole = Costs(backward_input=3, backward_weight=0), Costs().with_recompute(1.0)
+    interleaved = bubble("interleaved", whole, chunks=4)
+    assert bubble("zb_h1", at_once) == bubble("1f1b", whole) == pytest.approx(0.273, abs=5e-4)
+    assert bubble("zb_v", at_once) == pytest.approx(0.22, abs=5e-4)
+    assert interleaved == pytest.approx(0.086, abs=5e-4)
+    assert interleaved <= bubble("bitpipe_zb", at_once) + 1e-9
