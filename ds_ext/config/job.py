@@ -148,7 +148,8 @@ def _check_slices(settings: DsExtConfig) -> None:
     lengths, count = settings.slice_lengths, settings.sequence_slices
     if not isinstance(lengths, str) and (len(lengths) != count or min(lengths) < 1):
         raise ConfigError(
-            f"ds_ext.slice_lengths: must be {count} numbers of tokens, one per slice (got {lengths})."
+            f"ds_ext.slice_lengths: must be {count} positive numbers of tokens, as many as sequence_slices (got "
+            f"{lengths}). Set sequence_slices to {len(lengths)}, or change them."
         )
     if count == 1:
         return

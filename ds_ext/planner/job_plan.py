@@ -307,10 +307,13 @@ def _costs(plan: StagePlan) -> Costs:
     else:
         text = plan.options.get("costs")
         costs = Costs() if text is None else read_costs(text)
-    if plan.work is None:
-        return costs
-    stages = plan.work.stages if costs.stages is None else costs.stages
-    return replace(costs, stages=stages, slices=plan.work.slices if costs.slices is None else costs.slices)
+    lengths, slices = plan.settings.slice_lengths, costs.slices
+    if slices is None and plan.work is not None:
+        slices = plan.work.slices
+    elif slices is None and not isinstance(lengths, str):
+        slices = tuple(lengths)
+    stages = plan.work.stages if costs.stages is None and plan.work is not None else costs.stages
+    return replace(costs, stages=stages, slices=slices)
 
 
 def _link_credits(placement: Placement) -> int | None:

@@ -54,7 +54,7 @@ def describe(
     Args:
         boundaries: stage s holds layers ``boundaries[s]`` to ``boundaries[s + 1]``.
         layer_names: one name per layer; consecutive numbers ("layer 3") are merged into ranges.
-        message_bytes: size of an activation or gradient between stages; None: unknown.
+        message_bytes: largest size of an activation or gradient between stages; None: unknown.
         model: text on the parameters of the whole model; empty: unknown.
         parameters: parameters on each rank of every device; empty: unknown.
         empty_stages: stages without parameters.
@@ -203,7 +203,8 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int | 
     copies = "1 copy" if placement.copies == 1 else f"{placement.copies} copies"
     credits = counted(report.link_credits, "message")
     losses = ", ".join(map(str, report.loss_devices))
-    size = "" if message_bytes is None else f", {message_bytes:,} bytes each"
+    up_to = "" if isinstance(plan.settings.slice_lengths, str) else "up to "
+    size = "" if message_bytes is None else f", {up_to}{message_bytes:,} bytes each"
     return [
         f"peak      {peaks} live activations per device, in units of 1/{placement.devices_per_pipe} of the model for "
         f"one micro-batch",

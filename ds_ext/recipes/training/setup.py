@@ -293,7 +293,7 @@ def describe_plan(
         plan,
         boundaries=boundaries,
         layer_names=layer_names,
-        message_bytes=message_bytes,
+        message_bytes=_longest_slice(args, plan, message_bytes),
         model=f"{round(model_parameters(sizes)):,} parameters (estimated)",
         parameters=[round(count) for count in rank_parameters(sizes, plan.layout.placement)],
         memory=memory(plan.timetable, sizes, plan.settings.slice_lengths),
@@ -396,12 +396,22 @@ def _host_lines(
 
 
 def _message_bytes(args: argparse.Namespace, plan: JobPlan, token_bytes: int) -> int:
-    """Return the bytes of one message between stages: activations, and ``token_bytes`` more for every token."""
+    """Return the bytes of a micro-batch between two stages: activations, and ``token_bytes`` more for every token."""
     number_bytes = 4 if precision(plan.job.deepspeed) == "fp32" else 2
-    tokens = plan.sizes.micro_batch_size * args.seq_length // plan.settings.sequence_slices
+    tokens = plan.sizes.micro_batch_size * args.seq_length
     # With sequence parallelism only the activations are sliced.
     slices = plan.layout.tensor_parallel_size if plan.job.ds_ext.sequence_parallel else 1
     return tokens // slices * args.hidden_size * number_bytes + tokens * token_bytes
+
+
+def _longest_slice(args: argparse.Namespace, plan: JobPlan, message_bytes: int) -> int:
+    """Return the bytes of the longest slice of a micro-batch."""
+    lengths, count = plan.settings.slice_lengths, plan.settings.sequence_slices
+    return (
+        message_bytes // count
+        if isinstance(lengths, str)
+        else message_bytes * max(lengths) // args.seq_length
+    )
 
 
 def _model_sizes(

@@ -91,6 +91,20 @@ def test_groups_of_bitpipe_3d_on_two_hosts(described: Any) -> None:
     assert "warning" not in better
 
 
+def test_slices_send_the_bytes_of_whole_samples(described: Any) -> None:
+    texts = [
+        described("1f1b", "--hosts", "2x2", sequence_slices=k, slice_lengths=lengths)
+        for k, lengths in ((1, "equal"), (4, "equal"), (4, [64, 32, 16, 16]))
+    ]
+    (whole,), (equal,), (longest,) = (
+        re.findall(r"^messages .* ([\d,]+) bytes each$", text, re.M) for text in texts
+    )
+    sizes = [int(text.replace(",", "")) for text in (whole, equal, longest)]
+    assert sizes == [sizes[0], sizes[0] // 4, sizes[0] // 2]
+    totals = {tuple(re.findall(r"^  total +(.*) per step$", text, re.M)) for text in texts}
+    assert len(totals) == 1 and all(totals)
+
+
 def test_one_host_adds_nothing(described: Any) -> None:
     assert table(described("bitpipe_3d", "--hosts", "1x8")) == {}
     assert described("bitpipe_3d", "--hosts", "1x4") == described("bitpipe_3d")
