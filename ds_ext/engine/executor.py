@@ -31,7 +31,7 @@ from ..pipe_schedules.bridge import (
     RecomputeForward,
     TimetableSchedule,
 )
-from ..tensor_parallel import WeightGradients, deferrable, deferring
+from ..tensor_parallel import WeightGradients, current_slice, deferrable, deferring
 from .batches import StepData
 from .dynamic.messages import DynamicMessages
 from .dynamic.order import DynamicSchedule, decided_steps
@@ -290,8 +290,10 @@ class Executor:
         labels, buffer.labels = buffer.labels, None
         evaluation, weight = self._evaluation, self.data.weight(micro_batch)
         if evaluation.outputs is not None and weight:
-            earlier = (evaluation.outputs[micro_batch],) if index else ()
-            evaluation.outputs[micro_batch] = join_outputs((*earlier, outputs))
+            part, joined = current_slice(), outputs
+            if index and part is not None:
+                joined = join_outputs(evaluation.outputs[micro_batch], outputs, part.length)
+            evaluation.outputs[micro_batch] = joined
         if evaluation.computes_loss:
             if self.slices is not None:
                 self.slices.try_loss(self.losses.compute, outputs, labels)

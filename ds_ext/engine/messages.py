@@ -165,13 +165,18 @@ def pack(value: Any, source: str) -> tuple[Tensor, ...]:
     return (*value, marker(value[0])) if len(value) == 1 else (*value,)
 
 
-def join_outputs(slices: Sequence[Any]) -> Any:
-    """Return the outputs of a layer for all slices of a sequence, joined in dimension 1."""
-    if len(slices) == 1:
-        return slices[0]
-    if torch.is_tensor(slices[0]):
-        return torch.cat(list(slices), 1) if slices[0].dim() > 1 else slices[0]
-    return tuple(join_outputs(parts) for parts in zip(*slices, strict=True))
+def join_outputs(earlier: Any, outputs: Any, tokens: int) -> Any:
+    """Return the outputs of a layer for a sequence, joined in dimension 1. Those of whole samples are the last ones.
+
+    Args:
+        earlier: outputs of the slices before the last one.
+        outputs: outputs of the last one.
+        tokens: tokens of the last one.
+    """
+    if torch.is_tensor(outputs):
+        has_tokens = outputs.dim() > 1 and outputs.size(1) == tokens
+        return torch.cat((earlier, outputs), 1) if has_tokens else outputs
+    return tuple(join_outputs(*pair, tokens) for pair in zip(earlier, outputs, strict=True))
 
 
 def unpack(tensors: Iterable[Tensor]) -> Any:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from .messages import pack, unpack
 from .module import PipelineModule
 
 # Largest difference between a layer's outputs for a sequence and for its slices, relative to the largest output.
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
+_TF32_TOLERANCE = 1e-3
 _HALF_TOLERANCE = 5e-2
 # Largest effect of earlier tokens on a layer that does not read them, such as one with experts: it changes the shapes
 # of matrices and so their rounding. In half precision it would hide that of an attention.
@@ -113,7 +116,7 @@ class StageSlices:
         """Context of the backward of a slice: what it starts from beside its outputs, and the leaves of its graph."""
         part = self._live[stage, micro_batch][index]
         roots = part.store.roots(index)
-        with computing(part):
+        with computing(replace(part, repeats=True)):
             yield roots, part.store.leaves
         part.store.release(index)
         if index == 0:
@@ -144,7 +147,8 @@ class StageSlices:
             return compute(unpack(part), part_labels)
 
         loss_fn = self._module.loss_fn
-        with _trying(self._module, [loss_fn] if isinstance(loss_fn, nn.Module) else []):
+        tried = [loss_fn] if isinstance(loss_fn, nn.Module) else []
+        with _trying(tried), evaluating(self._module):
             self._loss_tried = _try_sums(loss, "loss_fn", tokens)
 
     # --- trial ---
@@ -159,15 +163,16 @@ class StageSlices:
         modules = self._module.stage_modules(stage)
         tensors, tokens = _at_least_two([tensor.detach() for tensor in inputs], _tokens(inputs))
         x = unpack(tensors)
-        with _trying(self._module, modules.values()):
+        with _trying(modules.values()):
             for index, layer in enumerate(self._module.stage_funcs[stage], first):
                 name = f"layer {index} ({type(modules.get(index, layer)).__name__})"
                 if self._shards > 1:
                     self._require_own(name, modules.get(index, layer))
                 elif self._module.loss_fn is None and index == self._module.parts[-1] - 1:
-                    _try_sums(functools.partial(_loss_of, layer, pack(x, name), tokens), name, tokens)
+                    with evaluating(self._module):
+                        _try_sums(functools.partial(_loss_of, layer, pack(x, name), tokens), name, tokens)
                 else:
-                    x = _try_layer(layer, name, x, tokens)
+                    x = _try_layer(self._module, layer, name, x, tokens)
 
     def _require_own(self, name: str, layer: object) -> None:
         """Raise ConfigError for a layer of others, which cannot be tried on tokens of several ranks."""
@@ -178,7 +183,7 @@ class StageSlices:
 
 
 @contextmanager
-def _trying(module: PipelineModule, tried: Iterable[nn.Module]) -> Iterator[None]:
+def _trying(tried: Iterable[nn.Module]) -> Iterator[None]:
     """Context of a trial of modules, which leaves their parameters and buffers and the random numbers as they are.
 
     Parameters that are almost 0, such as those of an output at the start of training, get larger values: they would
@@ -186,8 +191,7 @@ def _trying(module: PipelineModule, tried: Iterable[nn.Module]) -> Iterator[None
     """
     tried = list(tried)
     parameters = dict.fromkeys(p for one in tried for p in one.parameters() if _is_real_or_complex(p))
-    gpus = {parameter.device.index for parameter in parameters if parameter.is_cuda}
-    with torch.no_grad(), torch.random.fork_rng(gpus), evaluating(module), preserve_buffers(tried, {}):
+    with torch.no_grad(), torch.random.fork_rng(_gpus(parameters)), preserve_buffers(tried, {}):
         small = [p.data for p in parameters if p.numel() and p.abs().max() < _SMALL]
         originals = [data.clone() for data in small]
         try:
@@ -199,11 +203,16 @@ def _trying(module: PipelineModule, tried: Iterable[nn.Module]) -> Iterator[None
                 data.copy_(original)
 
 
-def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> Any:
+def _gpus(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.device.index for tensor in tensors if tensor.is_cuda}
+
+
+def _try_layer(module: PipelineModule, layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> Any:
     """Return the outputs of a layer for a sequence. Raises ConfigError; see :meth:`StageSlices._try_layers`."""
     inputs, middle = pack(x, name), tokens // 2
     if tokens == 2:  # they may be equal
-        inputs = [torch.cat((t[:, :1], t[:, 1:] / 2), 1) if _can_change(t) else t for t in inputs]
+        inputs = [torch.cat((t[:, :1], t[:, 1:] / 2), 1) if _can_change(t, tokens) else t for t in inputs]
+        x = unpack(inputs)
 
     def run(value: Sequence[Tensor], part: Slice) -> tuple[Tensor, ...]:
         # Copies, because a layer may change its inputs in place, and strides may change the rounding of its outputs.
@@ -214,15 +223,21 @@ def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> A
         cut = getattr(layer, "cut_sequence", None)  # of a layer whose inputs have masks
         return _cut(inputs, tokens, start, stop) if cut is None else pack(cut(x, start, stop), name)
 
-    whole = run(inputs, Slice(0, 0, tokens, tokens))
-    changed = run([_with_other_start(t, middle) for t in inputs], Slice(0, 0, tokens, tokens))
+    pair: list[tuple[Tensor, ...]] = []
+    for value in (inputs, [_with_other_start(tensor, middle, tokens) for tensor in inputs]):
+        with torch.random.fork_rng(_gpus(inputs)):  # the same random numbers
+            pair.append(run(value, Slice(0, 0, tokens, tokens)))
     mixes = any(
         _is_real_or_complex(a) and _has_tokens(a, tokens) and _differ(a[:, middle:], b[:, middle:], _ROUNDING)
-        for a, b in zip(whole, changed, strict=True)
+        for a, b in zip(*pair, strict=True)
     )
     store = SliceStore()
     bounds = (0, middle), (middle, tokens)
-    parts = [run(part_of_inputs(*bound), Slice(j, *bound, tokens, store)) for j, bound in enumerate(bounds)]
+    with evaluating(module):
+        whole = run(inputs, Slice(0, 0, tokens, tokens))
+        parts = [
+            run(part_of_inputs(*bound), Slice(j, *bound, tokens, store)) for j, bound in enumerate(bounds)
+        ]
     if mixes and not store.leaves:
         raise ConfigError(
             f"sequence_slices: {name} mixes tokens, and keeps nothing for the next slice. Call "
@@ -236,14 +251,15 @@ def _try_layer(layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> A
             pieces = [torch.cat(pieces, 1)]
         if pieces[0].shape != expected.shape:
             continue
-        difference = (torch.stack(pieces) - expected).abs().max()
-        dtypes = [tensor.dtype.to_real() for tensor in (*inputs, expected) if _is_real_or_complex(tensor)]
-        tolerance = max((_TOLERANCE.get(dtype, _HALF_TOLERANCE) for dtype in dtypes), default=0.0)
-        limit = tolerance * expected.abs().max() if _is_real_or_complex(expected) else 0
-        if not difference <= limit:
+        found = torch.stack(pieces)
+        equal = found == expected  # also those that are infinite, as in masks
+        difference = torch.where(equal, 0, found - expected).abs().max()
+        largest = torch.where(expected.abs().isinf(), 0, expected).abs().max()
+        tolerance = max((_tolerance(t) for t in (*inputs, expected) if _is_real_or_complex(t)), default=0.0)
+        if not difference <= (tolerance * largest if _is_real_or_complex(expected) else 0):
             raise ConfigError(
                 f"sequence_slices: {name} computes something else in slices (got a difference of {difference:.2g} in "
-                f"outputs up to {expected.abs().max():.2g}). Check its use of earlier_slices() and slice_start(), or "
+                f"outputs up to {largest:.2g}). Check its use of earlier_slices() and slice_start(), or "
                 f"remove sequence_slices."
             )
     return unpack(whole)
@@ -274,7 +290,7 @@ def _try_sums(loss: Callable[[int, int], Loss], name: str, tokens: int) -> bool:
             )
             count, size = float(term.count or 0.0), sum(float(abs(part)) for part in sums)
             adds_up = abs(float(term.sum) - float(sum(sums))) <= _LOSS_TOLERANCE * size
-            if float(sum(counts)) != count or not adds_up:
+            if not (adds_up and math.isclose(float(sum(counts)), count, rel_tol=1e-5)):
                 raise ConfigError(
                     f"sequence_slices: {name} is not the sum of its parts (got sums of {float(term.sum):.6g} and "
                     f"{float(sum(sums)):.6g} over {count:g} and {float(sum(counts)):g} labels, for {stop - start} "
@@ -302,8 +318,16 @@ def _at_least_two(tensors: Sequence[Tensor], tokens: int) -> tuple[Sequence[Tens
     return tuple([torch.cat((t, t), 1) if _has_tokens(t, 1) else t for t in tensors]), 2
 
 
-def _can_change(tensor: Tensor) -> bool:
-    return _is_real_or_complex(tensor) and tensor.dim() > 1
+def _can_change(tensor: Tensor, tokens: int) -> bool:
+    return _is_real_or_complex(tensor) and _has_tokens(tensor, tokens)
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """Return the largest difference of outputs, relative to the largest output."""
+    dtype = tensor.dtype.to_real()
+    if dtype == torch.float32 and tensor.is_cuda:
+        return _TF32_TOLERANCE
+    return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
 
 
 def _is_real_or_complex(tensor: Tensor) -> bool:
@@ -318,9 +342,9 @@ def _differ(a: Tensor, b: Tensor, tolerances: Mapping[torch.dtype, float]) -> bo
     return a.numel() > 0 and not (a - b).abs().max() <= tolerance * a.abs().max()
 
 
-def _with_other_start(tensor: Tensor, middle: int) -> Tensor:
+def _with_other_start(tensor: Tensor, middle: int, tokens: int) -> Tensor:
     """Return inputs with the opposite sign in the first half of the tokens; integers unchanged."""
-    if not _can_change(tensor):
+    if not _can_change(tensor, tokens):
         return tensor
     return torch.cat((-tensor[:, :middle], tensor[:, middle:]), 1)
 

@@ -7,7 +7,7 @@ backward of an earlier slice starts from them and from the gradients of its outp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -20,10 +20,14 @@ from ds_ext.errors import ConfigError
 
 @dataclass(frozen=True)
 class _Entry:
-    """Tensors that one attention has of one slice: leaves that later slices read, and their edges in its graph."""
+    """Tensors that one attention has of one slice: leaves that later slices read, and their edges in its graph.
+
+    ``versions`` are those of the leaves, which share the memory of the tensors.
+    """
 
     leaves: tuple[Tensor, ...]
     edges: tuple[GradientEdge | None, ...]
+    versions: tuple[int, ...]
 
 
 class SliceStore:
@@ -33,18 +37,28 @@ class SliceStore:
         self._entries: dict[object, list[_Entry]] = {}
 
     def extend(
-        self, owner: object, index: int, tensors: tuple[Tensor, ...], copy: bool
+        self, owner: object, index: int, tensors: tuple[Tensor, ...], copy: bool, repeats: bool
     ) -> list[tuple[Tensor, ...]]:
         """Store the tensors of slice ``index``, and return those of the slices before it as leaves.
 
-        A repeated forward stores nothing. Arguments as for :func:`earlier_slices`.
+        A repeated forward stores nothing. Arguments as for :func:`earlier_slices`, whose ConfigErrors it raises.
         """
         entries = self._entries.setdefault(owner, [])
         if len(entries) == index:
             edges = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in tensors]
             values = [tensor.detach().clone() if copy else tensor.detach() for tensor in tensors]
             leaves = [v.requires_grad_(t.requires_grad) for v, t in zip(values, tensors, strict=True)]
-            entries.append(_Entry(tuple(leaves), tuple(edges)))
+            entries.append(_Entry(tuple(leaves), tuple(edges), _versions(leaves)))
+        elif not repeats:
+            raise ConfigError(
+                f"sequence_slices: {type(owner).__name__} calls earlier_slices() twice in a forward (got a layer "
+                f"that a stage uses twice). Use a layer for each, or remove sequence_slices."
+            )
+        if any(entry.versions != _versions(entry.leaves) for entry in entries[:index]):
+            raise ConfigError(
+                f"sequence_slices: tensors of {type(owner).__name__} were changed in place after earlier_slices(). "
+                f"Pass copies to it, such as k.clone()."
+            )
         return [entry.leaves for entry in entries[:index]]
 
     def roots(self, index: int) -> list[tuple[GradientEdge, Tensor]]:
@@ -71,6 +85,10 @@ class SliceStore:
         return [leaf for entries in self._entries.values() for entry in entries for leaf in entry.leaves]
 
 
+def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple([tensor._version for tensor in tensors])
+
+
 @dataclass(frozen=True)
 class Slice:
     """Slice of a sequence.
@@ -81,6 +99,7 @@ class Slice:
         total: tokens of a sample.
         store: tensors that later slices need.
         trains: whether a backward follows.
+        repeats: whether this is a backward, in which forwards are recomputed.
     """
 
     index: int
@@ -89,6 +108,7 @@ class Slice:
     total: int
     store: SliceStore = field(default_factory=SliceStore, compare=False)
     trains: bool = False
+    repeats: bool = False
 
     @property
     def length(self) -> int:
@@ -129,7 +149,8 @@ def earlier_slices(owner: object, *tensors: Tensor, copy: bool = False) -> list[
         copy: store copies. With recomputation, a view would keep memory that the graph does not.
 
     Raises:
-        ConfigError: the forward runs without the graph that its backward needs, as in reentrant recomputation.
+        ConfigError: the forward runs without the graph that its backward needs, as in reentrant recomputation; or the
+            layer runs twice in a forward, or the tensors were changed afterwards.
     """
     part = _current
     if part is None:
@@ -139,7 +160,7 @@ def earlier_slices(owner: object, *tensors: Tensor, copy: bool = False) -> list[
             "sequence_slices: layers need recomputation that keeps the graph (got a reentrant function). Remove "
             'activation_checkpoint_func, or set "pipeline": {"use_reentrant": false}.'
         )
-    return part.store.extend(owner, part.index, tensors, copy)
+    return part.store.extend(owner, part.index, tensors, copy, part.repeats)
 
 
 def slice_start() -> int:

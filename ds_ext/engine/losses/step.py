@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_map
 
 from ...config.deepspeed_json import precision
 from ...errors import ConfigError
@@ -187,6 +188,8 @@ class StepLosses:
         method = getattr(self._module.loss_fn, "shift_labels", None)
         if not callable(method):
             return labels
+        # Copies, because every slice is cut from the labels, and the method may change them in place.
+        labels = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, labels)
         return method(tuple(labels) if isinstance(labels, list) else labels)
 
     def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
