@@ -38,17 +38,17 @@ def steps(gpus: int) -> tuple[Step, ...]:
         Step("doctor", [_PYTHON, "-m", "ds_ext", "doctor"], 60),
         _pytest("construction", 90, "test_construction.py"),
         _pytest("transport", 150, "test_transport.py"),
-        _pytest("schedules", 240, "test_schedules.py"),
+        _pytest("schedules", 200, "test_schedules.py"),
         _pytest("bf16 and ZeRO-1", 90, "test_precision.py"),
-        _pytest("memory", 120, "test_memory.py"),
-        _pytest("compile", 150, "test_compile.py"),
+        _pytest("memory", 90, "test_memory.py"),
+        _pytest("compile", 120, "test_compile.py"),
         _pytest("recovery", 60, "test_recovery.py"),
         _pytest("attention", 60, "test_attention.py"),
-        _pytest("slices", 120, "test_slices.py"),
+        _pytest("slices", 110, "test_slices.py"),
         _pytest("Transformer Engine", 60, "test_te.py"),
         _bench(60, "transport", "--repeats", "3"),
         _bench(120, "schedules", "--schedules", "1f1b,zb_h1,bitpipe,bitpipe_zb", "--steps", "3", *two),
-        _bench(240, "training", "--schedules", "1f1b,bitpipe,bitpipe_zb", *four),
+        _bench(200, "training", "--schedules", "1f1b,bitpipe,bitpipe_zb", *four),
     )
 
 
