@@ -207,7 +207,7 @@ def _gpus(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.device.index for tensor in tensors if tensor.is_cuda}
 
 
-def _try_layer(module: PipelineModule, layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> Any:
+def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> Any:
     """Return the outputs of a layer for a sequence. Raises ConfigError; see :meth:`StageSlices._try_layers`."""
     inputs, middle = pack(x, name), tokens // 2
     if tokens == 2:  # they may be equal

@@ -64,14 +64,14 @@ def rounded(x: Tensor) -> Tensor:
 def test_layers_that_compute_the_same_are_accepted_and_keep_their_inputs(layer: Any) -> None:
     x = sample()
     with torch.no_grad():
-        _try_layer(layer, "layer 0", x, TOKENS)
+        _try_layer(nn.Module(), layer, "layer 0", x, TOKENS)
     assert torch.equal(x, sample())
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_layers_that_compute_something_else_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match="layer 7"), torch.no_grad():
-        _try_layer(REFUSED[name], "layer 7", sample(), TOKENS)
+        _try_layer(nn.Module(), REFUSED[name], "layer 7", sample(), TOKENS)
 
 
 class OneLayer(nn.Module):
