@@ -251,10 +251,7 @@ def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, x: Any
             pieces = [torch.cat(pieces, 1)]
         if pieces[0].shape != expected.shape:
             continue
-        found = torch.stack(pieces)
-        equal = found == expected  # also those that are infinite, as in masks
-        difference = torch.where(equal, 0, found - expected).abs().max()
-        largest = torch.where(expected.abs().isinf(), 0, expected).abs().max()
+        difference, largest = _difference(torch.stack(pieces), expected), _largest(expected)
         tolerance = max((_tolerance(t) for t in (*inputs, expected) if _is_real_or_complex(t)), default=0.0)
         if not difference <= (tolerance * largest if _is_real_or_complex(expected) else 0):
             raise ConfigError(
@@ -281,6 +278,8 @@ def _try_sums(loss: Callable[[int, int], Loss], name: str, tokens: int) -> bool:
     start, stop = 0, tokens
     whole = loss(start, stop)
     require_pairs(whole)
+    if not all(term.sum.isfinite() for term in whole.values()):
+        return False  # a later slice shows it
     while stop - start > 1:
         middle = (start + stop) // 2
         halves = {bounds: loss(*bounds) for bounds in ((start, middle), (middle, stop))}
@@ -339,7 +338,17 @@ def _differ(a: Tensor, b: Tensor, tolerances: Mapping[torch.dtype, float]) -> bo
     tolerance = tolerances.get(a.dtype.to_real())
     if tolerance is None:
         return not torch.equal(a, b)
-    return a.numel() > 0 and not (a - b).abs().max() <= tolerance * a.abs().max()
+    return a.numel() > 0 and not _difference(b, a) <= tolerance * _largest(a)
+
+
+def _difference(found: Tensor, expected: Tensor) -> Tensor:
+    """Return the largest difference of elements; equal ones may be infinite, as in masks."""
+    return torch.where(found == expected, 0, found - expected).abs().max()
+
+
+def _largest(tensor: Tensor) -> Tensor:
+    """Return the largest finite element."""
+    return torch.where(tensor.abs().isinf(), 0, tensor).abs().max()
 
 
 def _with_other_start(tensor: Tensor, middle: int, tokens: int) -> Tensor:

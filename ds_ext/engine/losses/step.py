@@ -76,7 +76,7 @@ def join_losses(losses: Sequence[Loss]) -> Loss:
 
 
 def terms_of(value: Any) -> Loss:
-    """Return the terms of a loss, from what the loss function returns. Raises ConfigError for what is none."""
+    """Return the terms of a loss, from a result of the loss function. Raises ConfigError for other values."""
     return {name: _make_term(term) for name, term in _by_term(value).items()}
 
 

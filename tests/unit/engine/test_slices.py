@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ds_ext.engine.slices import StageSlices, _try_layer
 from ds_ext.errors import ConfigError
-from ds_ext.tensor_parallel import earlier_slices, slice_start
+from ds_ext.tensor_parallel import Slice, SliceStore, computing, earlier_slices, slice_start
 
 TOKENS, WIDTH = 4, 8
 OWNER = object()
@@ -72,6 +73,45 @@ def test_layers_that_compute_the_same_are_accepted_and_keep_their_inputs(layer: 
 def test_layers_that_compute_something_else_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match="layer 7"), torch.no_grad():
         _try_layer(nn.Module(), REFUSED[name], "layer 7", sample(), TOKENS)
+
+
+def test_layers_that_mix_tokens_in_training_only_are_refused() -> None:
+    norm = nn.BatchNorm1d(WIDTH)
+
+    def layer(x: Tensor) -> Tensor:
+        return norm(x.transpose(1, 2)).transpose(1, 2)
+
+    with pytest.raises(ConfigError, match="mixes tokens"), torch.no_grad():
+        _try_layer(norm, layer, "layer 0", sample(), TOKENS)
+    norm.eval()
+    with torch.no_grad():
+        _try_layer(norm, layer, "layer 0", sample(), TOKENS)
+
+
+def test_conditions_and_infinite_masks_beside_the_outputs_are_accepted() -> None:
+    condition = torch.randn(2, 1, WIDTH)
+    mask = torch.full((2, TOKENS), -torch.inf)
+
+    def layer(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, condition, mask = inputs
+        return x + condition, condition, mask
+
+    with torch.no_grad():
+        _try_layer(nn.Module(), layer, "layer 0", (sample(), condition, mask), TOKENS)
+
+
+def test_stored_tensors_are_those_of_one_forward() -> None:
+    store, k = SliceStore(), torch.randn(1, 2, 3, requires_grad=True) * 1
+    first, second = (Slice(j, 2 * j, 2 * j + 2, 4, store) for j in range(2))
+    with computing(first):
+        assert earlier_slices(OWNER, k) == []
+        with pytest.raises(ConfigError, match="twice"):
+            earlier_slices(OWNER, k)
+    with computing(replace(first, repeats=True)):
+        assert earlier_slices(OWNER, k) == []
+    k.mul_(2)
+    with computing(second), pytest.raises(ConfigError, match="in place"):
+        earlier_slices(OWNER, k)
 
 
 class OneLayer(nn.Module):

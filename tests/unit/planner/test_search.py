@@ -271,7 +271,7 @@ def test_a_schedule_that_fails_is_one_refusal(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_weight_gradients_at_once_are_no_better_than_whole_backwards() -> None:
-    """Of recomputed layers: docs/schedules.md. The forward is repeated, so whole backwards take 3 forwards."""
+    """A backward of recomputed layers takes as long as three forwards; docs/schedules.md has the figures."""
 
     def bubble(name: str, costs: Costs, **options: Any) -> float:
         return simulate(get_schedule(name).timetable(4, 8, options, costs), costs).bubble
