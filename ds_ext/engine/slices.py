@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +31,7 @@ _HALF_TOLERANCE = 5e-2
 # of matrices and so their rounding. In half precision it would hide that of an attention.
 _ROUNDING = {torch.float64: 1e-14, torch.float32: 2e-6}
 _SMALL = 1e-3  # elements of parameters
-_LOSS_TOLERANCE = 1e-2  # of a sum; without one of its last few labels it differs by more
+_LARGEST_TOLERANCE = 1e-2  # of a sum of losses; without one of its last few labels it differs by more
 
 
 class StageSlices:
@@ -109,7 +109,7 @@ class StageSlices:
             del self._live[stage, micro_batch]
         return outputs
 
-    @contextmanager
+    @contextlib.contextmanager
     def backward(
         self, stage: int, micro_batch: int, index: int
     ) -> Iterator[tuple[list[tuple[GradientEdge, Tensor]], list[Tensor]]]:
@@ -165,14 +165,22 @@ class StageSlices:
         x = unpack(tensors)
         with _trying(modules.values()):
             for index, layer in enumerate(self._module.stage_funcs[stage], first):
-                name = f"layer {index} ({type(modules.get(index, layer)).__name__})"
+                module = modules.get(index, layer)
+                name = f"layer {index} ({type(module).__name__})"
                 if self._shards > 1:
-                    self._require_own(name, modules.get(index, layer))
-                elif self._module.loss_fn is None and index == self._module.parts[-1] - 1:
-                    with evaluating(self._module):
-                        _try_sums(functools.partial(_loss_of, layer, pack(x, name), tokens), name, tokens)
+                    self._require_own(name, module)
+                    continue
+                if self._module.loss_fn is None and index == self._module.parts[-1] - 1:
+                    attempt = functools.partial(self._try_last_layer, layer, name, tokens)
                 else:
-                    x = _try_layer(self._module, layer, name, x, tokens)
+                    attempt = functools.partial(_try_layer, self._module, layer, name, tokens)
+                _try_in_fp32(module, attempt, x, name)
+                x = attempt(x)
+
+    def _try_last_layer(self, layer: Callable[[Any], Any], name: str, tokens: int, x: Any) -> None:
+        """Try a layer that returns the loss."""
+        with evaluating(self._module):
+            _try_sums(functools.partial(_loss_of, layer, pack(x, name), tokens), name, tokens)
 
     def _require_own(self, name: str, layer: object) -> None:
         """Raise ConfigError for a layer of others, which cannot be tried on tokens of several ranks."""
@@ -182,7 +190,7 @@ class StageSlices:
             )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _trying(tried: Iterable[nn.Module]) -> Iterator[None]:
     """Context of a trial of modules, which leaves their parameters and buffers and the random numbers as they are.
 
@@ -203,11 +211,47 @@ def _trying(tried: Iterable[nn.Module]) -> Iterator[None]:
                 data.copy_(original)
 
 
+def _try_in_fp32(module: object, attempt: Callable[[Any], Any], x: Any, name: str) -> None:
+    """Try a module of half precision in fp32 too, because rounding hides small effects.
+
+    Its parameters are replaced, not changed, because hooks on their gradients would be lost. Nothing is tried if the
+    module fails in fp32: it may need its precision, or be too large for another one.
+    """
+    inputs = [_to_fp32(tensor) for tensor in pack(x, name)]
+    modules = module.modules() if isinstance(module, nn.Module) else ()
+    stores: list[dict[str, Any]] = [store for one in modules for store in (one._parameters, one._buffers)]
+    changes = [
+        {key: _to_fp32(tensor) for key, tensor in store.items() if tensor is not None and _is_half(tensor)}
+        for store in stores
+    ]
+    if not any(changes):
+        return
+    originals = [dict(store) for store in stores]
+    try:
+        for store, change in zip(stores, changes, strict=True):
+            store.update(change)
+        attempt(unpack(inputs))
+    except (RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+    finally:
+        for store, original in zip(stores, originals, strict=True):
+            store.update(original)
+
+
+def _is_half(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _to_fp32(tensor: Tensor) -> Tensor:
+    return tensor.float() if _is_half(tensor) else tensor
+
+
 def _gpus(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.device.index for tensor in tensors if tensor.is_cuda}
 
 
-def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> Any:
+def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, tokens: int, x: Any) -> Any:
     """Return the outputs of a layer for a sequence. Raises ConfigError; see :meth:`StageSlices._try_layers`."""
     inputs, middle = pack(x, name), tokens // 2
     if tokens == 2:  # they may be equal
@@ -288,7 +332,8 @@ def _try_sums(loss: Callable[[int, int], Loss], name: str, tokens: int) -> bool:
                 *((half[key].sum, half[key].count or 0.0) for half in halves.values()), strict=True
             )
             count, size = float(term.count or 0.0), sum(float(abs(part)) for part in sums)
-            adds_up = abs(float(term.sum) - float(sum(sums))) <= _LOSS_TOLERANCE * size
+            tolerance = min(_tolerance(term.sum), _LARGEST_TOLERANCE)
+            adds_up = abs(float(term.sum) - float(sum(sums))) <= tolerance * size
             if not (adds_up and math.isclose(float(sum(counts)), count, rel_tol=1e-5)):
                 raise ConfigError(
                     f"sequence_slices: {name} is not the sum of its parts (got sums of {float(term.sum):.6g} and "

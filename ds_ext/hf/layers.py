@@ -11,8 +11,8 @@ B: batch, S: sequence, D: hidden size, V: vocabulary.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,6 +82,11 @@ class Positions(_Part):
     def __init__(self, source: Source, cut: Cut, adapters: Adapters | None) -> None:
         super().__init__(source, cut, cut.before, adapters)
         self._recorder = Recorder(self.skeleton.get_submodule(cut.layers), self._output)
+        config = source.config.get_text_config()
+        self._is_eager = getattr(config, "_attn_implementation", None) == "eager"
+        for module in self.skeleton.modules():
+            if "longrope" in str(getattr(module, "rope_type", "")):  # a name, or one for every kind of layer
+                module.forward = functools.partial(_rotary_of_sample, module.forward)
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run the backbone until it calls the last decoder layer."""
@@ -90,7 +95,10 @@ class Positions(_Part):
         embeds_BSD, *masks = inputs
         calls = self.cut.calls()
         mask = None
-        if masks:  # with the tokens of earlier slices
+        if masks:
+            if self._is_eager and current_slice() is not None:
+                self._require_first_tokens(masks[0])
+            # With the tokens of earlier slices.
             mask = torch.cat([*(m for (m,) in earlier_slices(self, masks[0])), masks[0]], 1)
         arguments = cache_arguments(_slice_cache(None))
         self._recorder.take()  # those of a forward that failed
@@ -100,6 +108,15 @@ class Positions(_Part):
         hidden_BSD = self.cut.hidden_states(records[0])
         shared = calls.shared_tensors(records)
         return hidden_BSD, *(hidden_BSD.new_empty(0, dtype=torch.bool) if t is None else t for t in shared)
+
+    def _require_first_tokens(self, mask_BS: Tensor) -> None:
+        """Raise ConfigError for padding at the start: without a key to read, eager attention reads all of them."""
+        if slice_start() == 0 and not mask_BS[:, 0].all():
+            raise self.cut.no_slices(
+                f"its eager attention of padding at the start of a sample reads all slices (got "
+                f"{int((mask_BS[:, 0] == 0).sum())} of {mask_BS.size(0)} samples). Pad at the end, or load the model "
+                f'with attn_implementation="sdpa" if it has that'
+            )
 
     def _output(self, index: int, record: tuple[Any, ...]) -> Any:
         if index == self.cut.num_layers - 1:
@@ -234,7 +251,7 @@ class TiedHead:
         self._source = source
         self._cut = cut
 
-    @cached_property
+    @functools.cached_property
     def _head(self) -> Head:
         # Only the last stage needs it.
         return Head(self._source, self._cut, None)
@@ -259,6 +276,18 @@ class Outputs:
 
     def __getitem__(self, index: int | slice) -> Any:
         return (self.last_hidden_state,)[index]
+
+
+def _rotary_of_sample(
+    forward: Callable[..., tuple[Tensor, ...]], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, ...]:
+    """Return cosines and sines of "longrope" for a slice, which depend on the last position of the sample."""
+    part = current_slice()
+    if part is None:
+        return forward(x, position_ids, *args, **kwargs)
+    last = position_ids.new_full((*position_ids.shape[:-1], 1), part.total - 1)
+    tables = forward(x, torch.cat((position_ids, last), -1), *args, **kwargs)
+    return tuple([table[..., :-1, :] for table in tables])
 
 
 def _slice_cache(owner: object) -> SliceCache | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -45,6 +46,13 @@ MORE: dict[str, dict[str, Any]] = {
     "Qwen2": {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
     "Qwen3": HEADS_OF_8,
     "Phi3": {**GROUPED, "sliding_window": 4},
+    "Phi3 longrope": {
+        **{**GROUPED, "original_max_position_embeddings": 6, "max_position_embeddings": 32},
+        "rope_parameters": {
+            **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4},
+            **{"long_factor": [4.0] * 4, "original_max_position_embeddings": 6},
+        },
+    },
     "Gemma": HEADS_OF_8,
     "Cohere2": {**GROUPED, "sliding_window": 4},
     "Glm4": HEADS_OF_8,
@@ -110,7 +118,7 @@ JOBS = covering(product(SCHEDULES, (2, 5, (3, 5, 2)), (0, 1), (True, False)), 2)
 
 def decoder(name: str) -> Any:
     """Return a decoder with random weights, in fp64 if it can compute in it."""
-    model = random_decoder(name, **MORE.get(name, {}))
+    model = random_decoder(name.split()[0], **MORE.get(name, {}))
     return model if name in IN_FP32 else model.double()
 
 
@@ -208,6 +216,17 @@ def test_losses_with_attention_dropout_depend_on_the_slices_only(ranks: Ranks, t
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[2][0] == pytest.approx(losses[0][0], rel=1e-6)  # an evaluation
     assert losses[2][1] != pytest.approx(losses[0][1], rel=1e-6)
+
+
+@pytest.mark.parametrize("first_token", [0, 1])
+def test_padding_at_the_start_is_refused_with_eager_attention(first_token: int) -> None:
+    layers, _ = ds_ext.from_transformers(random_decoder("Llama", attn_implementation="eager"))
+    (ids_BS, mask_BS), _ = micro_batch(0, 0)
+    mask_BS[1, 0] = first_token
+    chain(layers)((ids_BS, mask_BS))
+    refused = contextlib.nullcontext() if first_token else pytest.raises(ConfigError, match="1 of 2 samples")
+    with computing(Slice(0, 0, 10, 20)), refused:
+        chain(layers)((ids_BS, mask_BS))
 
 
 @pytest.mark.parametrize("name", REFUSED)

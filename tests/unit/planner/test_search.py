@@ -207,19 +207,22 @@ def test_many_devices_need_few_planned_orders() -> None:
     assert 1 <= sum(row.planned and row.time is not None for row in candidates.ranked) <= 3
 
 
+@pytest.mark.parametrize("slices", [1, 2, 4])
 @pytest.mark.parametrize("costs", [Costs(), Costs(1, 1.3, 0.7), Costs(1, 2, 1, comm=0.1)], ids=str)
 @pytest.mark.parametrize("name", sorted(n for n, s in SCHEDULES.items() if not s.planned and n != "fbd"))
-def test_few_micro_batches_wait_no_longer_than_many(name: str, costs: Costs) -> None:
+def test_few_micro_batches_wait_no_longer_than_many(name: str, costs: Costs, slices: int) -> None:
     schedule = get_schedule(name)
+    if slices > 1 and not schedule.has_slices:
+        pytest.skip("no slices")
     for devices in (2, 4):
         few, many = _FEW * devices, 4 * _FEW * devices
         for options in schedule.variants(devices, many):
             waits, peaks = [], []
             for count in (few, many):
-                timetable = schedule.timetable(devices, count, options, costs)
+                timetable = schedule.timetable(devices, count, options, costs, slices)
                 simulation = simulate(timetable, costs)
                 least = lower_bound(
-                    Workload(timetable.placement, count, costs.fit(timetable.placement), True)
+                    Workload(timetable.placement, count, costs.fit(timetable.placement), True, slices=slices)
                 )
                 waits.append(simulation.makespan - least)
                 peaks.append(max(simulation.peak_activations))
