@@ -151,7 +151,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 def _numbers(text: str, flag: str) -> tuple[int, ...]:
     """Return the numbers in ``"2,4"``, in ascending order. Raises ScheduleError."""
-    if not re.fullmatch(r"0*[1-9]\d{0,3}(,0*[1-9]\d{0,3})*", text):
+    if not re.fullmatch(r"0*[1-9]\d{0,8}(,0*[1-9]\d{0,8})*", text):
         raise ScheduleError(f"{flag}: must be numbers from 1 up, such as 1,4 (got {text!r}).")
     return tuple(sorted({*map(int, text.split(","))}))
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ScheduleError
+from ..parallel.slices import EQUAL
 from ..pipe_schedules import SCHEDULES, Placement, Timetable, get_schedule
 from ..pipe_schedules.checks.timetable import check_timetable
 from ..pipe_schedules.costs import Costs, read_costs
@@ -19,7 +20,7 @@ from ..pipe_schedules.definition import COSTS
 from ..pipe_schedules.files import is_timetable_file, read_timetable
 from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.simulation import Simulation, simulate
-from ..planner.stage_costs import slice_costs, split_layers, stage_costs
+from ..planner.stage_costs import slice_costs, slice_tokens, split_layers, stage_costs
 from ..planner.training_sizes import TrainingSizes
 from .model_flags import model_of
 
@@ -204,7 +205,7 @@ def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespac
         if model is not None:
             _check_measured(base_costs, model)
             costs = stage_costs(base_costs, split_layers(model, placement, name))
-            costs = slice_costs(costs, model, [model.seq_length / slices] * slices)
+            costs = slice_costs(costs, model, slice_tokens(model, slices, EQUAL, shards=1))
         return costs.fit(placement)
 
     if is_file(name):

@@ -37,6 +37,7 @@ class DsExtConfig(Section):
     sequence_parallel: bool = False
     sequence_slices: int = Field(default=1, ge=1)
     slice_lengths: Literal["equal", "balanced"] | list[int] = "equal"
+    max_activation_memory: str | None = None
     rank_order: str = str(DEEPSPEED_ORDER)
     schedule_options: dict[str, Any] = Field(default_factory=dict)
     modules: list[str] = Field(default_factory=list, alias="import")

@@ -28,7 +28,7 @@ from ..config.deepspeed_json import (
     require_monitors,
     zero_stage,
 )
-from ..config.job import JobConfig, load_config
+from ..config.job import DsExtConfig, JobConfig, load_config
 from ..config.merge import merge
 from ..config.schedulers import MegatronLR
 from ..environment import (
@@ -48,6 +48,7 @@ from ..launch.launcher import require_restarts, set_single_rank
 from ..launch.process import has_logging, print_stacks_on_signal, set_up_logging
 from ..launch.roll_call import Facts, RollCall, compare, make_early_roll_call, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
+from ..parallel.slices import BALANCED, EQUAL
 from .batches import MicroBatches
 from .deepspeed_api.device import select_device
 from .deepspeed_api.muon import import_muon
@@ -292,8 +293,10 @@ def _check_json(job: JobConfig, has_optimizer: bool, has_scheduler: bool) -> Non
         job: JSON and arguments.
         has_optimizer, has_scheduler: whether the script passes its own, so that the JSON needs none.
     """
-    if job.ds_ext.recovery is not None:
+    settings = job.ds_ext
+    if settings.recovery is not None:
         require_restarts()
+    _require_resolved(settings)
     if not has_optimizer:
         _require_optimizer_for_zero(job.deepspeed)
     check_deepspeed(job.deepspeed, optimizer=not has_optimizer, scheduler=not has_scheduler)
@@ -301,6 +304,21 @@ def _check_json(job: JobConfig, has_optimizer: bool, has_scheduler: bool) -> Non
         require_monitors(job.deepspeed)
         if unknown := unknown_keys(job.deepspeed):
             logger.warning("unknown keys without effect: %s", ", ".join(unknown))
+
+
+def _require_resolved(settings: DsExtConfig) -> None:
+    """Raise ConfigError for settings that ds_ext's scripts replace, because they know the sizes of the model."""
+    reason = "needs the sizes of the model, which only ds_ext's scripts know"
+    if settings.slice_lengths == BALANCED and settings.sequence_slices > 1:
+        raise ConfigError(
+            f"slice_lengths: {BALANCED!r} {reason}. List the tokens of the {settings.sequence_slices} slices, or use "
+            f"{EQUAL!r}."
+        )
+    if settings.max_activation_memory is not None:
+        raise ConfigError(
+            f"max_activation_memory: {reason} (got {settings.max_activation_memory}). Use max_activations in "
+            f"schedule_options."
+        )
 
 
 def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any) -> PipelineEngine:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from ..errors import ConfigError
-from ..parallel.slices import BALANCED, EQUAL, slice_bounds
+from ..parallel.slices import slice_bounds
 from ..planner.job_plan import JobPlan
 from ..tensor_parallel import Slice, SliceStore, computing
 from .deepspeed_api.recompute import preserve_buffers
@@ -52,15 +52,10 @@ class StageSlices:
 
     @classmethod
     def from_plan(cls, module: PipelineModule, plan: JobPlan) -> StageSlices | None:
-        """Return the slices of a job; None if it has none. Raises ConfigError for balanced lengths."""
+        """Return the slices of a job; None if it has none."""
         settings = plan.settings
         if settings.sequence_slices == 1:
             return None
-        if settings.slice_lengths == BALANCED:
-            raise ConfigError(
-                f"slice_lengths: {BALANCED!r} needs the sizes of the model, which only ds_ext's scripts know. List the "
-                f"tokens of the {settings.sequence_slices} slices, or use {EQUAL!r}."
-            )
         shards = plan.layout.tensor_parallel_size if settings.sequence_parallel else 1
         return cls(module, settings.sequence_slices, settings.slice_lengths, shards)
 

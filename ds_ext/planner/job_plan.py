@@ -154,6 +154,10 @@ class JobPlan(StagePlan):
         simulation = simulate(self.timetable, _costs(replace(self.stages, work=work)))
         return replace(self, work=work, simulation=simulation, reductions=eager_reductions(simulation))
 
+    def with_options(self, options: Mapping[str, Any]) -> JobPlan:
+        """Return the plan with these options of the schedule. Raises ConfigError if it does not support them."""
+        return _complete_plan(replace(self.stages, options=options), self.sizes)
+
     def resized(self, gradient_accumulation_steps: int) -> JobPlan:
         """Return the plan for a new number of micro-batches. Raises ConfigError if the schedule does not support it."""
         sizes = replace(self.sizes, gradient_accumulation_steps=gradient_accumulation_steps)

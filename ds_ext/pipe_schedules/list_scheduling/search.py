@@ -87,13 +87,15 @@ def plan(
     least = slices * max(
         devices.count(d) for devices in placement.pipes for d in range(placement.num_devices)
     )
+    run = _plan_slices(workload, capacity) if slices > 1 and capacity >= least else None
+    least = least if run is None else _cost(run)[1]  # a micro-batch of every pipe at a time
     if capacity < least:
         raise ScheduleError(
             f"{schedule}: max_activations is too low for one micro-batch (got {max_activations:g}). "
             f"Use at least {least * unit:g} (units of 1/D of the model)."
         )
-    if slices > 1:
-        return _plan_slices(workload, capacity).orders
+    if run is not None:
+        return run.orders
     limits = [capacity, capacity + least, capacity + 2 * least]
     best, guess = _search(workload, capacity, limits)
     if not costs.free_messages:

@@ -27,6 +27,7 @@ from ...parallel.hosts import Hosts
 from ...parallel.partition import BALANCED, StageWork, layer_boundaries, stage_weights
 from ...parallel.slices import BALANCED as BALANCED_SLICES
 from ...pipe_schedules.costs import Costs
+from ...planner.activation_memory import within_activation_memory
 from ...planner.auto import training_sizes
 from ...planner.job_plan import JobPlan, make_job_plan
 from ...planner.job_text import describe
@@ -191,7 +192,10 @@ def with_stage_work(
     after: list[str],
     model: TransformerConfig,
 ) -> JobPlan:
-    """Return the plan with the work of the stages, and with balanced slices. Arguments as for :func:`describe_plan`."""
+    """Return the plan with the work of the stages, balanced slices, and the order that fits "max_activation_memory".
+
+    Arguments as for :func:`describe_plan`. Raises ConfigError.
+    """
     ends, work = (len(before), len(after)), (0.0, model.head_work(model.repeated_share))
     placement, schedule = plan.layout.placement, plan.timetable.schedule
     balanced, layers = boundaries, boundaries[-1] - sum(ends)
@@ -199,18 +203,26 @@ def with_stage_work(
         balanced = layer_boundaries(layers, *ends, placement, schedule, BALANCED, work)
     stages, even = (stage_weights(bounds, *ends, work) for bounds in (boundaries, balanced))
     settings = plan.settings
-    if settings.sequence_slices == 1:
-        return plan.with_work(StageWork(stages, even))
-    shards = plan.layout.tensor_parallel_size if settings.sequence_parallel else 1
-    tokens = slice_tokens(model, settings.sequence_slices, settings.slice_lengths, shards)
-    slices = slice_costs(Costs(), model, tokens).slices
-    if settings.slice_lengths == BALANCED_SLICES:
-        change = {"slice_lengths": [*tokens]}
-        deepspeed = {**plan.job.deepspeed, "ds_ext": {**plan.job.deepspeed["ds_ext"], **change}}
-        plan = replace(
-            plan, job=replace(plan.job, deepspeed=deepspeed, ds_ext=settings.model_copy(update=change))
-        )
-    return plan.with_work(StageWork(stages, even, slices))
+    slices = None
+    if settings.sequence_slices > 1:
+        shards = plan.layout.tensor_parallel_size if settings.sequence_parallel else 1
+        tokens = slice_tokens(model, settings.sequence_slices, settings.slice_lengths, shards)
+        slices = slice_costs(Costs(), model, tokens).slices
+        if settings.slice_lengths == BALANCED_SLICES:
+            plan = _with_settings(plan, slice_lengths=[*tokens])
+    plan = plan.with_work(StageWork(stages, even, slices))
+    if settings.max_activation_memory is not None:
+        plan = within_activation_memory(plan, _model_sizes(plan, boundaries, *ends, model))
+        plan = _with_settings(plan, max_activation_memory=None)
+    return plan
+
+
+def _with_settings(plan: JobPlan, **change: Any) -> JobPlan:
+    """Return the plan with these values of the "ds_ext" section."""
+    deepspeed = {**plan.job.deepspeed, "ds_ext": {**plan.job.deepspeed["ds_ext"], **change}}
+    return replace(
+        plan, job=replace(plan.job, deepspeed=deepspeed, ds_ext=plan.settings.model_copy(update=change))
+    )
 
 
 def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts:
