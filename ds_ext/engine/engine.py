@@ -328,8 +328,8 @@ class PipelineEngine(Measured, RunControl):
             self.busy.start_step()
             self._auditing = self.audit.start_step(self.global_steps + 1) if trains and self.audit else None
             tracer = self.tracer if self.tracer and self.tracer.active else None
-            of_step = (self._deferral, self.update.reduction) if trains else ()
-            observers = [one for one in (self._auditing, tracer, *of_step, self.busy) if one is not None]
+            deferral = self._deferral if trains else None
+            observers = [one for one in (self._auditing, tracer, deferral, self.busy) if one is not None]
             self.executor.run(pipe_schedule, data, self.global_steps, observers, evaluation)
         if self._deferral is not None and trains:
             self.deferred_share, self._deferral = self._deferral.finish(), None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -21,7 +21,6 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
@@ -29,10 +28,7 @@ from torch.distributed import ProcessGroup, Work
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..errors import ConfigError
-from ..pipe_schedules.bridge import BackwardWeight
-from ..pipe_schedules.ops import BACKWARD, BACKWARD_WEIGHT, Op
 from .deepspeed_api.names import model_groups
-from .executor import Observer
 from .module import PipelineModule
 from .tracing.recorder import Tracer
 
@@ -292,64 +288,47 @@ def _copy_parts(flat: Tensor, tensors: Sequence[Tensor]) -> None:
 # --- eager reduction ---
 
 
-class EagerReduction(Observer):
+class EagerReduction:
     """Reductions of one rank that overlap with later computations.
-
-    The reduction of a stage starts when the device has run all backwards of the stage. All ranks of a collective start
-    their reductions in the order of the plan, so a finished stage also waits for the stages before it.
 
     Args:
         gradients: gradients of this rank.
         module: holds the parameters of the stages.
         order: stages of this rank, in the order of their reductions.
-        ops: ops of this device in a step, in any order.
         dtype: dtype of the reduced gradients.
         tracer: records the reductions; None without tracing.
     """
-
-    kinds = (ds.BackwardPass, BackwardWeight)
 
     def __init__(
         self,
         gradients: Gradients,
         module: PipelineModule,
         order: Sequence[int],
-        ops: Iterable[Op],
         dtype: torch.dtype,
         tracer: Tracer | None,
     ) -> None:
-        self._gradients, self._order, self._dtype, self._tracer = gradients, order, dtype, tracer
+        self._gradients, self._dtype, self._tracer = gradients, dtype, tracer
         self._parameters = _by_last_stage(module, order)
-        self._backwards = Counter(op.stage for op in ops if op.kind in (BACKWARD, BACKWARD_WEIGHT))
         self._pending: deque[tuple[Work, Tensor, list[Tensor]]] = deque()
         self._used: list[
             tuple[list[nn.Parameter], Tensor]
         ] = []  # parameters, reduced flags of those with a gradient
-        self._start_step()
 
-    def _start_step(self) -> None:
-        self._backwards_left = Counter(self._backwards)
-        self._stages_left = deque(self._order)
-
-    def after(self, instruction: Any) -> None:
-        """Count a backward of a stage, and start every reduction that no longer has to wait."""
-        self._backwards_left[instruction.stage] -= 1
+    def start(self, stage: int) -> None:
+        """Start to average the gradients of a stage. All replicas call this in one order; the plan has been checked."""
         # Free the buffers of finished reductions before the next one needs memory.
         while self._pending and self._pending[0][0].is_completed():
             self._finish_oldest()
-        while self._stages_left and not self._backwards_left[self._stages_left[0]]:
-            self._reduce(self._stages_left.popleft())
+        self._reduce(stage)
 
     def finish(self) -> None:
         """Wait for all reductions, and pass the averages to DeepSpeed's optimizer."""
-        assert not self._stages_left, "every backward of the step has been counted"
         self._reduce(None)
         while self._pending:
             self._finish_oldest()
         for parameters, flags in self._used:
             self._gradients.drop_unused(parameters, (flags != 0).tolist())
         self._used.clear()
-        self._start_step()
         optimizer = self._gradients.optimizer
         if isinstance(optimizer, DeepSpeedZeroOptimizer):
             with _without_averaging(optimizer):

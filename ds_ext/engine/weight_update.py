@@ -81,9 +81,8 @@ class WeightUpdate:
         engine = self._engine
         device = engine.module.device_index
         order = [stage for stages in engine.plan.reductions[device].values() for stage in stages]
-        ops = engine.plan.timetable.orders[device]
         dtype = engine.communication_data_type
-        return EagerReduction(self.gradients, engine.module, order, ops, dtype, engine.tracer)
+        return EagerReduction(self.gradients, engine.module, order, dtype, engine.tracer)
 
     def is_outdated(self) -> bool:
         """Return whether a script has changed what this object depends on.

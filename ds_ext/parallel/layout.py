@@ -36,6 +36,11 @@ class ParallelLayout:
         """Number of processes."""
         return self.placement.num_devices * self.tensor_parallel_size * self.data_parallel_size
 
+    @property
+    def copies(self) -> int:
+        """Number of copies of the model: data-parallel ranks, replicas inside a placement included."""
+        return self.placement.replicas * self.data_parallel_size
+
     def rank(self, device: int, data: int, tensor: int) -> int:
         """Return the global rank of a device of pipeline group ``data``."""
         index = {TENSOR: tensor, DATA: data, PIPELINE: device}

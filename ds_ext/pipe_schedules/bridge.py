@@ -55,6 +55,13 @@ class RecomputeForward(ds.BufferOpInstruction):
     """
 
 
+class ReduceStage(ds.PipeInstruction):
+    """Start to average the gradients of ``stage`` over its replicas. ``ReduceGrads`` waits for it.
+
+    Effect: ``work = all_reduce([parameter.grad for parameter in stage.parameters()], async_op=True)``
+    """
+
+
 class SyncWeights(ds.PipeInstruction):
     """Send the new weights of ``stage`` from a backward device to a forward device (``fbd``).
 
@@ -81,6 +88,7 @@ INSTRUCTIONS: dict[str, type[ds.PipeInstruction]] = {
         BackwardInput,
         BackwardWeight,
         RecomputeForward,
+        ReduceStage,
         SyncWeights,
     )
 }

@@ -68,8 +68,10 @@ class Instruction(NamedTuple):
         op = self.op
         if op is not None:
             return str(op)
-        if self.micro_batch is None or self.stage is None:
+        if self.stage is None:
             where = ""
+        elif self.micro_batch is None:
+            where = f" @{self.stage}"
         else:
             where = f" {Op('', self.micro_batch, self.stage, self.slice).where}"
         way = "from" if self.name.startswith("Recv") else "to"
@@ -77,6 +79,7 @@ class Instruction(NamedTuple):
         return f"{self.name}{where}{peer}"
 
 
+REDUCE_STAGE = "ReduceStage"
 COMPUTE = {
     "ForwardPass": FORWARD,
     "BackwardPass": BACKWARD,

@@ -6,11 +6,19 @@ must start the reductions in a common order: by the time at which the last repli
 
 from __future__ import annotations
 
-from .ops import BACKWARD, BACKWARD_WEIGHT, Op
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from .ops import BACKWARD, BACKWARD_WEIGHT, REDUCE_STAGE, Instruction, Op
 from .simulation import Simulation
+from .timetables import Program
+
+Reductions = Sequence[Mapping[Op, tuple[int, ...]]]
+"""For every device: op -> stages whose reductions start after it."""
 
 
-def eager_reductions(simulation: Simulation) -> tuple[dict[Op, tuple[int, ...]], ...]:
+def eager_reductions(simulation: Simulation) -> Reductions:
     """Return, for every device, op -> stages whose reductions start after that op, in order.
 
     A device starts the reduction of a stage when it has finished that stage and all earlier ones in the common order.
@@ -52,3 +60,51 @@ def _starts(
             latest = max(latest, position[last_backwards[stage][1]])
         starts[ops[latest]] = (*starts.get(ops[latest], ()), stage)
     return starts
+
+
+def with_reductions(program: Program, reductions: Reductions) -> Program:
+    """Return the program with these eager reductions, in the place of its own. Each follows the messages of its op."""
+    instructions = [tuple(_insert(*pair)) for pair in zip(program.instructions, reductions, strict=True)]
+    return replace(program, instructions=tuple(instructions))
+
+
+def order_of_reductions(program: Program, device: int) -> list[int]:
+    """Return the stages that a device reduces eagerly, in order."""
+    instructions = program.instructions[device]
+    return [i.stage for i in instructions if i.name == REDUCE_STAGE and i.stage is not None]
+
+
+class StageReductions:
+    """Reductions of one device in a step whose order is decided at run time.
+
+    Args:
+        program: program of a simulated step, with the common order of the reductions.
+        device: the device.
+    """
+
+    def __init__(self, program: Program, device: int) -> None:
+        self._order = deque(order_of_reductions(program, device))
+        self._left = Counter(
+            op.stage for op in program.timetable.orders[device] if op.kind in (BACKWARD, BACKWARD_WEIGHT)
+        )
+
+    def after(self, op: Op) -> Iterator[Instruction]:
+        """Yield the reductions that start after ``op``: of the next stages in order without further backwards."""
+        self._left[op.stage] -= op.kind in (BACKWARD, BACKWARD_WEIGHT)
+        while self._order and not self._left[self._order[0]]:
+            yield Instruction(REDUCE_STAGE, stage=self._order.popleft())
+
+
+def _insert(
+    instructions: Iterable[Instruction], reductions: Mapping[Op, tuple[int, ...]]
+) -> Iterator[Instruction]:
+    stages: tuple[int, ...] = ()
+    for instruction in instructions:
+        if instruction.name == REDUCE_STAGE:
+            continue
+        if stages and not instruction.name.startswith(("Send", "Copy")):
+            yield from (Instruction(REDUCE_STAGE, stage=stage) for stage in stages)
+            stages = ()
+        yield instruction
+        if instruction.op is not None:
+            stages = reductions.get(instruction.op, ())

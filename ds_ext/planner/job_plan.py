@@ -21,13 +21,13 @@ from ..parallel.layout import ParallelLayout, data_parallel_size
 from ..parallel.partition import StageWork
 from ..parallel.rank_order import parse_rank_order
 from ..pipe_schedules import Placement, Program, Schedule, Timetable
+from ..pipe_schedules.checks.collectives import check_reductions
 from ..pipe_schedules.checks.program import Report, check
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.dynamic import DynamicRules
 from ..pipe_schedules.lowering import lower
 from ..pipe_schedules.methods.fbd import most_ahead
-from ..pipe_schedules.ops import Op
-from ..pipe_schedules.reductions import eager_reductions
+from ..pipe_schedules.reductions import Reductions, eager_reductions, with_reductions
 from ..pipe_schedules.simulation import Simulation, simulate
 from .auto import best_schedule, choose_for_job
 from .candidates import Candidates
@@ -116,11 +116,11 @@ class JobPlan(StagePlan):
     """Everything that follows from the JSON, the flags and the world size.
 
     Attributes:
-        program: the timetable, lowered.
+        program: the timetable, lowered, with the eager reductions.
         report: proof that the program runs to completion.
         simulation: simulation with the costs that the schedule was planned or chosen for, by default equal ones of 1/D
             of the model; and with ``work`` if these have no factors of the stages.
-        reductions: for each device: op -> stages whose gradients are reduced after it.
+        reductions: eager reductions of the program; those that it would have with several replicas.
         rules: runtime scheduling rules; None for a static schedule.
     """
 
@@ -129,7 +129,7 @@ class JobPlan(StagePlan):
     program: Program
     report: Report
     simulation: Simulation
-    reductions: tuple[Mapping[Op, tuple[int, ...]], ...]
+    reductions: Reductions
     rules: DynamicRules | None = None
 
     @property
@@ -152,7 +152,7 @@ class JobPlan(StagePlan):
     def with_work(self, work: StageWork) -> JobPlan:
         """Return the plan of a model with this work of the stages."""
         simulation = simulate(self.timetable, _costs(replace(self.stages, work=work)))
-        return replace(self, work=work, simulation=simulation, reductions=eager_reductions(simulation))
+        return _reduce_eagerly(replace(self, work=work, simulation=simulation))
 
     def with_options(self, options: Mapping[str, Any]) -> JobPlan:
         """Return the plan with these options of the schedule. Raises ConfigError if it does not support them."""
@@ -206,8 +206,7 @@ def _complete_plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
     program = lower(timetable)
     report = check(program, link_credits=_link_credits(plan.layout.placement))
     simulation = simulate(timetable, _costs(plan))
-    reductions = eager_reductions(simulation)
-    return JobPlan(
+    plan = JobPlan(
         plan.job,
         schedule,
         plan.options,
@@ -218,10 +217,21 @@ def _complete_plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
         program,
         report,
         simulation,
-        reductions,
+        (),
         rules,
         work=plan.work,
     )
+    return _reduce_eagerly(plan)
+
+
+def _reduce_eagerly(plan: JobPlan) -> JobPlan:
+    """Return the plan with the eager reductions of its simulation."""
+    plan = replace(plan, reductions=eager_reductions(plan.simulation))
+    if not plan.settings.eager_gradient_sync or plan.layout.copies == 1:
+        return plan
+    program = with_reductions(plan.program, plan.reductions)
+    check_reductions(program)
+    return replace(plan, program=program)
 
 
 def resolve_schedule(

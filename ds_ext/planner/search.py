@@ -26,13 +26,13 @@ from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.events import Workload
 from ..pipe_schedules.list_scheduling.search import brief_search, lower_bound
 from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS
-from ..pipe_schedules.reductions import eager_reductions
+from ..pipe_schedules.reductions import Reductions, eager_reductions
 from ..pipe_schedules.simulation import Simulation, simulate
 from .activations import layer_activations, stage_activations
 from .candidates import SAME, Candidate, Candidates, is_too_large, rank_candidates, refuse_duplicates
 from .memory import DeviceMemory, memory
 from .stage_costs import slice_costs, slice_tokens, split_layers, stage_costs
-from .step_time import Reductions, least_collectives_s, on_devices, step_times
+from .step_time import least_collectives_s, on_devices, step_times
 from .text import format_bytes
 from .traffic import traffic
 from .training_sizes import RECOMPUTATIONS, TrainingSizes

@@ -21,12 +21,10 @@ from ..parallel.layout import ParallelLayout
 from ..parallel.network import HOST_PORTS, Network
 from ..pipe_schedules import Timetable
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.ops import Op
+from ..pipe_schedules.reductions import Reductions
 from ..pipe_schedules.simulation import Simulation, simulate
 from .activations import layer_activations
 from .training_sizes import TrainingSizes
-
-Reductions = tuple[dict[Op, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...comm.transport import Transport
 from ...errors import ConfigError
-from ...pipe_schedules.bridge import TimetableSchedule
+from ...pipe_schedules.bridge import ReduceStage, TimetableSchedule
 from ...planner.job_plan import JobPlan
 from ..batches import Batches, MicroBatches
 from ..executor import Executor
@@ -149,6 +149,10 @@ class AdaptedEngine(PipelineEngine):
     def _exec_reduce_tied_grads(self) -> None:
         self.update.gradients.sum_tied(self.module.get_tied_weights_and_groups())
 
+    def _exec_reduce_stage(self, stage: int) -> None:
+        if self.update.reduction is not None:
+            self.update.reduction.start(stage)
+
     def _exec_reduce_grads(self) -> None:
         self.transport.settle()  # the reduction and the optimizer may make the host wait for the GPU
         self.update.begin_reduction(self.global_steps + 1, self.module)
@@ -192,6 +196,7 @@ class AdaptedEngine(PipelineEngine):
     _INSTRUCTION_MAP: ClassVar[dict[type[ds.PipeInstruction], Callable[..., None]]] = {
         **PipelineEngine._INSTRUCTION_MAP,
         **ENGINE_HANDLERS,
+        ReduceStage: _exec_reduce_stage,
         ds.ReduceTiedGrads: _exec_reduce_tied_grads,
         ds.ReduceGrads: _exec_reduce_grads,
         ds.OptimizerStep: _exec_optimizer_step,

@@ -35,7 +35,7 @@ from ...observe.trace.event import EventText, reduction_lanes
 from ...observe.trace.file import TraceFile, write_timetable
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules import Instruction, Timetable
-from ...pipe_schedules.ops import COMPUTE
+from ...pipe_schedules.ops import COMPUTE, REDUCE_STAGE
 from ..executor import Observer
 from .clock import BusyClock, Clocks, Reading, Times, clock_event
 
@@ -167,6 +167,8 @@ class Tracer(Observer):
     def after(self, instruction: Any) -> None:
         """Record an instruction whose handler has returned."""
         source: Instruction = instruction.source
+        if source.name == REDUCE_STAGE:
+            return  # recorded from its start to its end
         # Computations use the readings from which the bubble is measured.
         span = self.busy.spans[-1] if source.name in COMPUTE else (self._begin, self.now())
         self._executed.append((source, *span, self._moved_bytes))

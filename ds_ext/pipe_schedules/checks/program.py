@@ -2,7 +2,7 @@
 
 The check rejects: an op that is missing, repeated or on the wrong device; a missing input; a message that is never
 received, or received out of order; a deadlock, including one caused by having only ``link_credits`` credits per link; a
-buffer shared by two live slices.
+buffer shared by two live slices; reductions that start early, or in another order than on a replica.
 
 The proof has two parts, because devices interact only through messages. :mod:`.device` proves that each device is
 correct if every receive gets the expected message. :mod:`.links` proves that it does. A link has one sender and one
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ...errors import ScheduleError
 from ..ops import FORWARD
 from ..timetables import Program
+from .collectives import check_reductions
 from .device import DeviceCheck
 from .links import Links
 from .timetable import check_timetable
@@ -52,6 +53,7 @@ def check(program: Program, *, link_credits: int | None = None) -> Report:
             f"{timetable.schedule}: the program needs instructions and a number of buffers for each of "
             f"{len(timetable.orders)} devices (got {len(program.instructions)} and {len(program.num_buffers)})."
         )
+    check_reductions(program)
     devices = DeviceCheck(program)
     links = Links(program, [devices.messages(device) for device in range(len(program.instructions))])
     links.check_run(links.run(link_credits), link_credits)
