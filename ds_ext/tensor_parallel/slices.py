@@ -158,8 +158,9 @@ def earlier_slices(owner: object, *tensors: Tensor, copy: bool = False) -> list[
         return []
     if part.trains and not torch.is_grad_enabled():
         raise ConfigError(
-            "sequence_slices: layers need recomputation that keeps the graph (got a reentrant function). Remove "
-            'activation_checkpoint_func, or set "pipeline": {"use_reentrant": false}.'
+            "sequence_slices: earlier_slices() needs the graph of its tensors (got a forward without gradients: of "
+            'reentrant recomputation, or in torch.no_grad()). Remove activation_checkpoint_func, set "pipeline": '
+            '{"use_reentrant": false}, or freeze parameters with requires_grad_(False) instead.'
         )
     return part.store.extend(owner, part.index, tensors, copy, part.repeats)
 
