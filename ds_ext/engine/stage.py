@@ -110,7 +110,7 @@ def _differentiable(tensor: Tensor) -> bool:
 def _separate_grads(tensors: Iterable[Tensor], taken: set[int]) -> None:
     """Copy the gradients of ``tensors`` whose memory is in ``taken`` or is that of an earlier one."""
     for tensor in tensors:
-        if tensor.grad is None:
+        if not tensor.is_leaf or tensor.grad is None:  # a layer may change the data in place
             continue
         if address(tensor.grad) in taken:
             tensor.grad = tensor.grad.clone()

@@ -292,9 +292,20 @@ class Reentrant(Block):
         return checkpoint(super().forward, x, use_reentrant=True)
 
 
-def audit_layers(rank: int, schedule: str, pipeline: int, layer: type[Block], steps: int) -> Any:
+class InPlace(Block):
+    """It changes its input in place, which at the first layer is the data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += super().forward(x.clone())
+        return x.mul_(0.9)
+
+
+def audit_layers(
+    rank: int, schedule: str, pipeline: int, layer: type[Block], steps: int, place: int = 5
+) -> Any:
     """(steps, error type and named rank or layer) of a run in which layer 5 is another one."""
-    engine = make_engine(schedule, pipeline, 0, 1, layers=[Block] * 5 + [layer] + [Block] * 2)
+    layers = [Block] * place + [layer] + [Block] * (7 - place)
+    engine = make_engine(schedule, pipeline, 0, 1, layers=layers)
     try:
         for _ in range(steps):
             engine.train_batch()
@@ -309,6 +320,7 @@ def audit_layers(rank: int, schedule: str, pipeline: int, layer: type[Block], st
 def test_state_of_a_layer_is_no_fault_of_a_host(ranks: Ranks, job: str) -> None:
     for layer in (Spectral, Reentrant):
         assert ranks(4).run(audit_layers, *JOBS[job], layer, 16) == [16] * 4
+    assert ranks(4).run(audit_layers, *JOBS[job], InPlace, 16, 0) == [16] * 4
     assert (
         ranks(4).run(audit_layers, *JOBS[job], Attribute, STEPS)
         == [(ConfigError, ["layer 5", "Attribute"])] * 4

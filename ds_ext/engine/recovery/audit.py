@@ -220,7 +220,8 @@ class Audit(Observer):
         if isinstance(instruction, ds.ForwardPass):
             forward = checksum(_outputs(buffer))
         else:
-            backward = checksum(t.grad for t in buffer.inputs or () if t.grad is not None)
+            # A layer that changes the data in place makes it part of the graph, without a gradient.
+            backward = checksum(t.grad for t in buffer.inputs or () if t.is_leaf and t.grad is not None)
         self._change(instruction, result=(forward, backward))
 
     def _change(self, instruction: Any, **changes: Any) -> None:
@@ -459,7 +460,7 @@ def _gradients(
         leaves: tensors of earlier slices, whose gradients are added to them.
         splits: whether the backward is split.
     """
-    inputs, others = ([t for t in tensors if t.requires_grad] for tensors in (inputs, leaves))
+    inputs, others = ([t for t in tensors if t.requires_grad and t.is_leaf] for tensors in (inputs, leaves))
     if not roots or not inputs + others:
         return []
     outputs, output_grads = zip(*roots, strict=True)
