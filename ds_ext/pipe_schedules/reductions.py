@@ -63,7 +63,7 @@ def _starts(
 
 
 def with_reductions(program: Program, reductions: Reductions) -> Program:
-    """Return the program with these eager reductions, instead of those that it has. Each follows the messages of its op."""
+    """Return the program with only these eager reductions. Each follows the messages of its op."""
     instructions = [tuple(_insert(*pair)) for pair in zip(program.instructions, reductions, strict=True)]
     return replace(program, instructions=tuple(instructions))
 
