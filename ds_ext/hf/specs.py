@@ -128,10 +128,7 @@ class CausalLoss:
 
 
 def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss, chunked_loss: bool) -> None:
-    """Raise ConfigError if the model's own forward computes another loss from random logits.
-
-    With ``chunked_loss``, its logits must be the output of the projection, and its loss their cross entropy.
-    """
+    """Raise ConfigError if the model's own forward computes another loss from random logits, or needs whole ones."""
     head = Head(source, dataclasses.replace(cut, tied=True), None)
     vocab_size = source.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -154,53 +151,36 @@ def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss, chunked_loss: boo
             f"(got {model_loss:.6g}, and {logits_loss:.6g} without). Set the extra loss to 0 in the config."
         )
     if chunked_loss:
-        _require_linear_head(source, cut, projected[-1], hidden_BSD, outputs_BSV, logits_BSV)
+        reason = _reason_for_whole_logits(source, cut, (projected[-1], hidden_BSD), (outputs_BSV, logits_BSV))
         targets_N = loss_fn.shift_labels(labels_BS).flatten()
         plain = float(nn.functional.cross_entropy(logits_BSV[0], targets_N, ignore_index=IGNORE_INDEX))
-        if not math.isclose(logits_loss, plain, rel_tol=1e-5):
+        if not reason and not math.isclose(logits_loss, plain, rel_tol=1e-5):
+            reason = f"its loss is not the cross entropy ({logits_loss:.6g} for {plain:.6g})"
+        if reason:
             raise ConfigError(
-                f"chunked_loss: the loss of {cut.name} is not the cross entropy of its logits (got {logits_loss:.6g}, "
-                f"and {plain:.6g} for the cross entropy). Remove chunked_loss."
+                f"chunked_loss: {cut.name} needs whole logits (got {reason}). Remove chunked_loss."
             )
 
 
-def _require_linear_head(
-    source: Source,
-    cut: Cut,
-    projected_BSD: Tensor,
-    hidden_BSD: Tensor,
-    outputs_BSV: Tensor,
-    logits_BSV: Tensor,
-) -> None:
-    """Raise ConfigError if logits are not the product of the last hidden states and the weight of the head.
+def _reason_for_whole_logits(source: Source, cut: Cut, *pairs: tuple[Tensor, Tensor]) -> str:
+    """Return why logits are not the product of hidden states and the head's weight; "" if they are.
 
     Args:
-        projected_BSD: input of the projection, for the last hidden states ``hidden_BSD``.
-        outputs_BSV: logits that the model returns, for the output ``logits_BSV`` of the projection.
+        pairs: input and output of the head in a trial, each as it is and as it should be.
     """
     projection: Any = source.skeleton().get_submodule(cut.head)
-    reason = ""
     if type(projection) is not nn.Linear:
-        reason = f"its head is a {type(projection).__name__}"
-    elif projection.bias is not None:
-        reason = f"its head has a bias of {projection.bias.numel()} elements"
-    for name, value, expected in (
-        ("hidden state", projected_BSD, hidden_BSD),
-        ("logit", outputs_BSV, logits_BSV),
-    ):
+        return f"a head of class {type(projection).__name__}"
+    if projection.bias is not None:
+        return f"a head with a bias of {projection.bias.numel()} elements"
+    values = source.config.get_text_config().to_dict().items()
+    settings = "".join(f"{key} {value}, " for key, value in values if "logit" in key and type(value) is float)
+    for name, (value, expected) in zip(("hidden state", "logit"), pairs, strict=True):
         if not torch.equal(value, expected):
             place = (value - expected).abs().argmax()
-            settings = "".join(
-                f"{key} {setting}, "
-                for key, setting in source.config.get_text_config().to_dict().items()
-                if "logit" in key and isinstance(setting, float)
-            )
-            got = f"{float(value.flatten()[place]):.6g} for {float(expected.flatten()[place]):.6g}"
-            reason = f"its forward changes the {name} ({settings}{got})"
-    if reason:
-        raise ConfigError(
-            f"chunked_loss: {cut.name} needs whole logits, because {reason}. Remove chunked_loss."
-        )
+            numbers = f"{value.flatten()[place]:.6g} for {expected.flatten()[place]:.6g}"
+            return f"{settings}a {name} of {numbers} of the plain product"
+    return ""
 
 
 def _layer_sizes(source: Source, cut: Cut) -> list[int]:

@@ -245,13 +245,7 @@ def _head(sizes: TrainingSizes) -> Activations:
 
 
 def _chunked_head(sizes: TrainingSizes, chunk: float, weight: float) -> Activations:
-    """Return the activations of the last norm and a chunked loss.
-
-    Args:
-        sizes: sizes of the model.
-        chunk: bytes of the fp32 logits of a chunk.
-        weight: bytes of this rank's weight of the head.
-    """
+    """Return the activations of the last norm and a chunked loss: ``chunk`` bytes of fp32 logits exist at a time."""
     tokens, size, c, h = sizes.tokens, sizes.token_bytes, _between(sizes), sizes.hidden_size
     is_half = sizes.precision != "fp32"
     chunk *= 1.5 if is_half else 1.0  # with a copy in half precision

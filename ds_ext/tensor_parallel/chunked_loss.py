@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ds_ext.tensor_parallel.group import TensorParallel
 from ds_ext.tensor_parallel.layers import check_ids, enter_tensor_parallel
@@ -26,7 +25,7 @@ from ds_ext.tensor_parallel.loss import (
     largest_logits,
     local_labels,
 )
-from ds_ext.tensor_parallel.mappings import keep_slice
+from ds_ext.tensor_parallel.mappings import keep_slice, once
 from ds_ext.tensor_parallel.weight_gradients import anchor, defer, is_deferrable, linear
 
 
@@ -42,7 +41,7 @@ class ChunkedHead:
 
     def __init__(self, tp: TensorParallel) -> None:
         self._tp = tp
-        self._weight: Tensor | None = None  # that of the last forward, because the engine may replace weights
+        self._weight: Tensor  # of the last forward, because the engine may replace weights
 
     def enter(self, hidden_BSD: Tensor, weight_VD: Tensor, sequence_parallel: bool = False) -> Tensor:
         """Return the hidden states of all tokens, from those of this rank with sequence parallelism."""
@@ -51,12 +50,10 @@ class ChunkedHead:
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         """Return all logits of this rank's vocabulary, (B, S, V)."""
-        assert self._weight is not None, "the last layer calls enter()"
         return linear(hidden_BSD, self._weight)
 
     def loss(self, hidden_BSD: Tensor, labels_BS: Tensor, vocab_size: int) -> Tensor:
         """Return the sum of the losses; see :func:`linear_cross_entropy`."""
-        assert self._weight is not None, "the last layer calls enter()"
         return linear_cross_entropy(hidden_BSD, self._weight, labels_BS, self._tp, vocab_size)
 
 
@@ -134,6 +131,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 x_CR.mul_((counts_N[chunk] / sums_2C[0]).unsqueeze(-1))
                 _subtract(x_CR, local_C, is_local_C * counts_N[chunk])
                 torch.mm(x_CR.to(weight_RD.dtype), weight_RD, out=grad_ND[chunk])
+            del x_CR  # before the next chunk exists
         ctx.first, ctx.real, ctx.parameters, ctx.deferred = first, real, parameters, deferred
         ctx.shape = hidden_BSD.shape
         read = (hidden_BSD, weight_VD.detach(), labels_N, log_sum_exp_N) if ctx.needs_input_grad[1] else ()
@@ -141,7 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss_N.sum()
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (factor,) = grads
         grad_ND, *read = ctx.saved_tensors
@@ -154,8 +152,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             first, real = ctx.first, ctx.real
 
             def gradient() -> Tensor:
-                tokens = hidden.flatten(0, -2), labels_N, log_sum_exp_N, factor
-                return _weight_gradient(weight, first, real, *tokens)
+                tokens = labels_N, log_sum_exp_N
+                return _weight_gradient(weight, first, real, hidden.flatten(0, -2), tokens, factor)
 
             if ctx.deferred:
                 defer(ctx.parameters[0], gradient, hidden, labels_N, log_sum_exp_N)
@@ -165,15 +163,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _weight_gradient(
-    weight_VD: Tensor,
-    first: int,
-    real: int,
-    hidden_ND: Tensor,
-    labels_N: Tensor,
-    log_sum_exp_N: Tensor,
-    factor: Tensor,
+    weight_VD: Tensor, first: int, real: int, hidden_ND: Tensor, tokens: tuple[Tensor, Tensor], factor: Tensor
 ) -> Tensor:
-    """Return the gradient of the weight, in chunks of C of its ``real`` rows; ``first`` is the id of the first one."""
+    """Return the gradient of the weight, in chunks of C of its ``real`` rows; ``first`` is the id of the first one.
+
+    ``tokens`` are labels and logarithms of the sums of exponentials.
+    """
+    labels_N, log_sum_exp_N = tokens
     factor_N = factor * (labels_N != IGNORE_INDEX)
     grad_VD = torch.empty_like(weight_VD, memory_format=torch.contiguous_format)
     grad_VD[real:] = 0.0
@@ -185,6 +181,7 @@ def _weight_gradient(
         local_N, is_local_N = local_labels(labels_N, first + start, rows.stop - start)
         _subtract(x_NC, local_N, is_local_N * factor_N)
         torch.mm(x_NC.to(weight_VD.dtype).t(), hidden_ND, out=grad_VD[rows])
+        del x_NC
     return grad_VD
 
 

@@ -84,7 +84,7 @@ class Case:
             sequence_parallel=self.tensor == "sequence",
             chunked_loss=chunked,
         )
-        half = {} if self.precision == "fp32" else {self.precision: {"enabled": True}}
+        half: dict[str, Any] = {} if self.precision == "fp32" else {self.precision: {"enabled": True}}
         if self.precision == "fp16":
             half["fp16"]["loss_scale"] = 1024
         tp = 1 if self.tensor == "none" else 2
