@@ -251,7 +251,7 @@ def _chunked_head(sizes: TrainingSizes, chunk: float, weight: float) -> Activati
     chunk *= 1.5 if is_half else 1.0  # with a copy in half precision
     gathered = size * h if c < h else 0.0
     statistics = size * h + 4  # gradient of the hidden states, and fp32 logarithm of the sum of exponentials
-    scaled = size * h + (8 * h if is_half else 0.0)  # their product with the factor of the loss, in fp32
+    scaled = (8 if is_half else size) * h  # the gradient times the factor of the loss, in fp32
     norm = (
         (_RMS_NORM_BACKWARD - 2 * size) * c - statistics - gathered if sizes.normalization == "RMSNorm" else 0
     )

@@ -146,7 +146,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden_grad = weight_grad = None
         if grad_ND is not None:
             # In fp32: the factor may exceed the range of fp16.
-            hidden_grad = (grad_ND.to(factor.dtype, copy=True) * factor).to(grad_ND.dtype).view(ctx.shape)
+            hidden_grad = (grad_ND.to(factor.dtype) * factor).to(grad_ND.dtype).view(ctx.shape)
         if read:
             hidden, weight, labels_N, log_sum_exp_N = (tensor.detach() for tensor in read)
             first, real = ctx.first, ctx.real
