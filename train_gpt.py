@@ -91,11 +91,12 @@ def main() -> int:
     tp = create_tensor_parallel(plan.layout.groups()["tensor"])
     clock = DropoutClock()
     initial = None if args.load else folder  # the weights of a checkpoint replace those of the folder
+    loss_fn = gpt_loss(config, tp)
     with skip_initial_values() if initial else nullcontext():
         model = ds_ext.PipelineModule(
-            gpt_layer_specs(config, tp, clock),
+            gpt_layer_specs(config, tp, clock, loss_fn.chunked),
             plan,
-            loss_fn=gpt_loss(config, tp),
+            loss_fn=loss_fn,
             clock=clock,
             partition_method=boundaries,
         )

@@ -143,11 +143,11 @@ def build(job: Job) -> tuple[PipelineEngine, TensorParallel]:
     """The engine of this rank."""
     config = job.config(job.layout.placement.replicas)
     tp = create_tensor_parallel(job.layout.groups()["tensor"])
-    clock = DropoutClock()
+    clock, loss_fn = DropoutClock(), gpt_loss(job.model, tp)
     model = PipelineModule(
-        gpt_layer_specs(job.model, tp, clock),
+        gpt_layer_specs(job.model, tp, clock, loss_fn.chunked),
         config,
-        loss_fn=gpt_loss(job.model, tp),
+        loss_fn=loss_fn,
         clock=clock,
         partition_method=job.partition_method,
     )

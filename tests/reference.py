@@ -39,6 +39,7 @@ class Chain(nn.Module):
         self.layers = nn.ModuleDict()
         self.calls: list[Callable[[Any], Any]] = []
         tied: dict[str, nn.Module] = {}
+        config = dataclasses.replace(config, chunked_loss=False)  # the yardstick has whole logits
         for index, spec in enumerate(gpt_layer_specs(config, tp, clock)):
             if isinstance(spec, TiedLayerSpec) and spec.key in tied:
                 module = tied[spec.key]
@@ -117,7 +118,7 @@ def train_reference(
     tp = tp or TensorParallel()
     clock = DropoutClock()
     model = Chain(config, tp, clock).to(dtype)
-    loss_fn = gpt_loss(config, tp)
+    loss_fn = gpt_loss(dataclasses.replace(config, chunked_loss=False), tp)
     groups = [
         {"params": [p for p in model.parameters() if not no_decay(p)], "weight_decay": weight_decay},
         {"params": [p for p in model.parameters() if no_decay(p)], "weight_decay": 0.0},

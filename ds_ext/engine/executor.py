@@ -72,6 +72,10 @@ class Losses(Protocol):
         """Return the labels of a micro-batch from which those of its slices are cut."""
         ...
 
+    def return_logits(self, outputs: Any) -> Any:
+        """Return what an evaluation returns for outputs of the last layer."""
+        ...
+
     def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
         """Return the loss of a micro-batch."""
         ...
@@ -290,9 +294,9 @@ class Executor:
         labels, buffer.labels = buffer.labels, None
         evaluation, weight = self._evaluation, self.data.weight(micro_batch)
         if evaluation.outputs is not None and weight:
-            part, joined = current_slice(), outputs
+            part, joined = current_slice(), self.losses.return_logits(outputs)
             if index and part is not None:
-                joined = join_outputs(evaluation.outputs[micro_batch], outputs, part.length)
+                joined = join_outputs(evaluation.outputs[micro_batch], joined, part.length)
             evaluation.outputs[micro_batch] = joined
         if evaluation.computes_loss:
             if self.slices is not None:

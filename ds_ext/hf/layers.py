@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..tensor_parallel import current_slice, earlier_slices, linear, slice_start
+from ..tensor_parallel import ChunkedHead, current_slice, earlier_slices, linear, slice_start
 from .cut import Cut, Recorder, Shared, Uncuttable
 from .lora import Adapters
 from .weights import Source
@@ -215,15 +215,24 @@ class FinalNorm(_Part):
 
 
 class Head(_Part):
-    """Output projection, with what the model does to the logits: hidden_BSD to logits_BSV."""
+    """Output projection, with what the model does to the logits: hidden_BSD to logits_BSV.
 
-    def __init__(self, source: Source, cut: Cut, adapters: Adapters | None) -> None:
+    With a chunked loss, it returns the hidden states, and ``chunked`` has the weight.
+    """
+
+    def __init__(
+        self, source: Source, cut: Cut, adapters: Adapters | None, chunked: ChunkedHead | None = None
+    ) -> None:
         super().__init__(source, cut, () if cut.tied else (cut.head,), adapters)
+        self._chunked = chunked
         self._hidden: Tensor | None = None
         self.backbone.forward = lambda *args, **kwargs: Outputs(self._hidden)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         """Run the model with a backbone that returns the hidden states."""
+        if self._chunked is not None:
+            projection: Any = self.skeleton.get_submodule(self.cut.head)
+            return self._chunked.enter(hidden_BSD, projection.weight)
         return self._run(hidden_BSD).logits
 
     def set_projection(self, weight: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
@@ -247,9 +256,10 @@ class Head(_Part):
 class TiedHead:
     """Head whose weight is that of the word embedding: ``forward_fn`` of a TiedLayerSpec."""
 
-    def __init__(self, source: Source, cut: Cut) -> None:
+    def __init__(self, source: Source, cut: Cut, chunked: ChunkedHead | None) -> None:
         self._source = source
         self._cut = cut
+        self._chunked = chunked
 
     @functools.cached_property
     def _head(self) -> Head:
@@ -257,9 +267,11 @@ class TiedHead:
         return Head(self._source, self._cut, None)
 
     def __call__(self, embedding: Embedding, hidden_BSD: Tensor) -> Tensor:
-        """Return the logits. The weight is looked up each time, because the engine may replace it."""
+        """Return the logits, or see :class:`Head`. The weight is looked up each time: the engine may replace it."""
         table: Any = embedding.module
         weight: Tensor = table.weight
+        if self._chunked is not None:
+            return self._chunked.enter(hidden_BSD, weight)
         self._head.set_projection(weight, lambda x_BSD: linear(x_BSD, weight))
         return self._head(hidden_BSD)
 

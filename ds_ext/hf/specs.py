@@ -12,7 +12,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from ..tensor_parallel import current_slice
+from ..tensor_parallel import ChunkedHead, TensorParallel, current_slice
 from .cut import Cut
 from .find import find_cut
 from .layers import DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
@@ -24,7 +24,11 @@ _TIE = "embedding"
 
 
 def from_transformers(
-    model_or_folder: nn.Module | str | Path, *, lora: Any = None, dtype: torch.dtype | None = None
+    model_or_folder: nn.Module | str | Path,
+    *,
+    lora: Any = None,
+    dtype: torch.dtype | None = None,
+    chunked_loss: bool = False,
 ) -> tuple[list[LayerSpec], CausalLoss]:
     """Cut a causal language model of transformers into layers for :class:`ds_ext.PipelineModule`.
 
@@ -38,6 +42,7 @@ def from_transformers(
         lora: ``peft.LoraConfig``: freeze all weights and train adapters in the decoder layers; None: train everything,
             or what a model in memory trains.
         dtype: dtype of the weights from a folder; None: as in the folder.
+        chunked_loss: compute head and loss in chunks of tokens, without storing the logits.
 
     Returns:
         ``(layers, loss_fn)``. The inputs of a micro-batch are ``ids_BS`` or ``(ids_BS, mask_BS)``, with a mask of 0 for
@@ -45,30 +50,35 @@ def from_transformers(
         counted tokens of a step have the same weight, as with ``num_items_in_batch`` in transformers.
 
     Raises:
-        ConfigError: the model cannot be cut, the folder is incomplete, or a package is missing.
+        ConfigError: the model cannot be cut, the folder is incomplete, or a package is missing; or with
+            ``chunked_loss``, the model changes its logits or has another loss than the cross entropy.
     """
     source = make_source(model_or_folder, dtype)
     cut = find_cut(source)
     adapters = None if lora is None else Adapters(lora, source, cut)
-    loss_fn = CausalLoss(source)
-    _check_loss(source, cut, loss_fn)
-    layers = _layer_specs(source, cut, adapters)
+    _check_loss(source, cut, CausalLoss(source, None), chunked_loss)
+    chunked = ChunkedHead(TensorParallel()) if chunked_loss else None
+    loss_fn = CausalLoss(source, chunked)
+    layers = _layer_specs(source, cut, adapters, chunked)
     for layer, num_parameters in zip(layers, _layer_sizes(source, cut), strict=True):
         # PipelineModule divides the layers by their parameters, and builds none of them for this.
         layer.num_parameters = num_parameters
     return layers, loss_fn
 
 
-def _layer_specs(source: Source, cut: Cut, adapters: Adapters | None) -> list[LayerSpec]:
+def _layer_specs(
+    source: Source, cut: Cut, adapters: Adapters | None, chunked: ChunkedHead | None
+) -> list[LayerSpec]:
     """Return word embedding, positions, every decoder layer, final norm and head."""
     arguments = (source, cut, adapters)
     if cut.tied:
         tie = {"tied_weight_attr": ["module.weight"]}
         embedding = TiedLayerSpec(_TIE, Embedding, *arguments, forward_fn=embed, **tie)
-        head = TiedLayerSpec(_TIE, Embedding, *arguments, forward_fn=TiedHead(source, cut), **tie)
+        tied_head = TiedHead(source, cut, chunked)
+        head = TiedLayerSpec(_TIE, Embedding, *arguments, forward_fn=tied_head, **tie)
     else:
         embedding = LayerSpec(Embedding, *arguments)
-        head = LayerSpec(Head, *arguments)
+        head = LayerSpec(Head, *arguments, chunked)
     return [
         embedding,
         LayerSpec(Positions, *arguments),
@@ -82,14 +92,23 @@ class CausalLoss:
     """Loss function of the model: (logits_BSV, labels_BS) to (sum, count) of the predicted tokens.
 
     In slices of sequences, ``labels_BS`` are those of :meth:`shift_labels`.
+
+    Args:
+        source: the model.
+        chunked: its head with a chunked loss, which takes hidden_BSD instead of logits_BSV; None: without.
     """
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: Source, chunked: ChunkedHead | None) -> None:
         self._function = source.loss_function
         self._vocab_size = source.config.get_text_config().vocab_size
+        self._chunked = chunked
 
-    def __call__(self, logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-        arguments = {"logits": logits_BSV, "vocab_size": self._vocab_size, "num_items_in_batch": 1}
+    def __call__(self, outputs: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        if self._chunked is not None:
+            shifted_BS = self.shift_labels(labels_BS) if current_slice() is None else labels_BS
+            total = self._chunked.loss(outputs, shifted_BS, self._vocab_size)
+            return total, (shifted_BS != IGNORE_INDEX).sum()
+        arguments = {"logits": outputs, "vocab_size": self._vocab_size, "num_items_in_batch": 1}
         if current_slice() is None:
             return self._function(labels=labels_BS, **arguments), self.counts(labels_BS)
         total = self._function(labels=None, shift_labels=labels_BS, **arguments)
@@ -99,30 +118,69 @@ class CausalLoss:
         """Return the number of tokens that the model is trained to predict."""
         return (labels_BS[:, 1:] != IGNORE_INDEX).sum()
 
+    def return_logits(self, outputs: Tensor) -> Tensor:
+        """Return logits_BSV for the outputs of the last layer."""
+        return outputs if self._chunked is None else self._chunked.logits(outputs)
+
     def shift_labels(self, labels_BS: Tensor) -> Tensor:
         """Return the next label of every token, from which the slices of a sample are cut."""
         return nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss) -> None:
-    """Raise ConfigError if the model's own forward computes another loss from random logits."""
+def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss, chunked_loss: bool) -> None:
+    """Raise ConfigError if the model's own forward computes another loss from random logits, or needs whole ones."""
     head = Head(source, dataclasses.replace(cut, tied=True), None)
     vocab_size = source.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     logits_BSV = torch.randn(1, 6, vocab_size, generator=generator)
     labels_BS = torch.randint(vocab_size, (1, 6), generator=generator)
     labels_BS[0, 2] = IGNORE_INDEX
-    head.set_projection(torch.ones(()).expand(vocab_size, cut.width), lambda x_BSD: logits_BSV)
-    hidden_BSD = torch.zeros(1, 6, cut.width)
+    projected: list[Tensor] = []
+    head.set_projection(
+        torch.ones(()).expand(vocab_size, cut.width), lambda x_BSD: projected.append(x_BSD) or logits_BSV
+    )
+    hidden_BSD = torch.randn(1, 6, cut.width, generator=generator)
     with torch.no_grad():
         model_loss = float(head.loss(hidden_BSD, labels_BS))
-        total, count = loss_fn(head(hidden_BSD), labels_BS)
+        outputs_BSV = head(hidden_BSD)
+        total, count = loss_fn(outputs_BSV, labels_BS)
         logits_loss = float(total / count)
     if not math.isclose(model_loss, logits_loss, rel_tol=1e-5):
         raise ConfigError(
             f"{type(source.config).__name__}: cannot be cut, because its forward adds to the loss of the logits "
             f"(got {model_loss:.6g}, and {logits_loss:.6g} without). Set the extra loss to 0 in the config."
         )
+    if chunked_loss:
+        reason = _reason_for_whole_logits(source, cut, (projected[-1], hidden_BSD), (outputs_BSV, logits_BSV))
+        targets_N = loss_fn.shift_labels(labels_BS).flatten()
+        plain = float(nn.functional.cross_entropy(logits_BSV[0], targets_N, ignore_index=IGNORE_INDEX))
+        if not reason and not math.isclose(logits_loss, plain, rel_tol=1e-5):
+            reason = f"its loss is not the cross entropy ({logits_loss:.6g} for {plain:.6g})"
+        if reason:
+            raise ConfigError(
+                f"chunked_loss: {cut.name} needs whole logits (got {reason}). Remove chunked_loss."
+            )
+
+
+def _reason_for_whole_logits(source: Source, cut: Cut, *pairs: tuple[Tensor, Tensor]) -> str:
+    """Return why logits are not the product of hidden states and the head's weight; "" if they are.
+
+    Args:
+        pairs: input and output of the head in a trial, each as it is and as it should be.
+    """
+    projection: Any = source.skeleton().get_submodule(cut.head)
+    if type(projection) is not nn.Linear:
+        return f"a head of class {type(projection).__name__}"
+    if projection.bias is not None:
+        return f"a head with a bias of {projection.bias.numel()} elements"
+    values = source.config.get_text_config().to_dict().items()
+    settings = "".join(f"{key} {value}, " for key, value in values if "logit" in key and type(value) is float)
+    for name, (value, expected) in zip(("hidden state", "logit"), pairs, strict=True):
+        if not torch.equal(value, expected):
+            place = (value - expected).abs().argmax()
+            numbers = f"{value.flatten()[place]:.6g} for {expected.flatten()[place]:.6g}"
+            return f"{settings}a {name} of {numbers} of the plain product"
+    return ""
 
 
 def _layer_sizes(source: Source, cut: Cut) -> list[int]:

@@ -21,6 +21,9 @@ The first half of a split backward frees everything but the inputs and the outpu
 the second half reads. These are about as many bytes, also for a layer that was recomputed. The second half computes a
 weight gradient, which autograd copies if the engine sums it elsewhere, in fp32 for bf16.
 
+With a chunked loss, the last stage keeps the gradient of its hidden states instead of the logits. The second half of a
+split backward reads the hidden states, and computes the logits in chunks again.
+
 With slices of sequences, the backward of a micro-batch's last slice leaves gradients on the keys and values of all
 others. The attention of every other backward computes gradients for the slices before it, and adds them. The MLP is
 free by then. Layers that recompute everything store copies of the keys and values.
@@ -226,6 +229,8 @@ def _head(sizes: TrainingSizes) -> Activations:
     logits, weight = tokens * size * vocabulary, size * vocabulary * h
     fp32 = 4 * tokens * vocabulary
     chunk = max(fp32 / CHUNKS, min(LEAST_CHUNK, fp32))
+    if sizes.chunked_loss:
+        return _chunked_head(sizes, chunk, weight)
     kept = tokens * (_norms(sizes, c) + size * c) + logits
     # Its backward starts without the normalized input and the output of the norm, and without the logits.
     norm = tokens * (_RMS_NORM_BACKWARD - 2 * size) * c - logits if sizes.normalization == "RMSNorm" else 0.0
@@ -236,4 +241,30 @@ def _head(sizes: TrainingSizes) -> Activations:
         max(logits + chunk, tokens * size * (c + h) + weight, norm),
         logits + max(chunk, norm + tokens * size * h),
         _deferred_gradient(sizes, weight),
+    )
+
+
+def _chunked_head(sizes: TrainingSizes, chunk: float, weight: float) -> Activations:
+    """Return the activations of the last norm and a chunked loss: ``chunk`` bytes of fp32 logits exist at a time."""
+    tokens, size, c, h = sizes.tokens, sizes.token_bytes, _between(sizes), sizes.hidden_size
+    is_half = sizes.precision != "fp32"
+    chunk *= 1.5 if is_half else 1.0  # with a copy in half precision
+    gathered = size * h if c < h else 0.0
+    statistics = size * h + 4  # gradient of the hidden states, and fp32 logarithm of the sum of exponentials
+    scaled = (8 if is_half else size) * h  # the gradient times the factor of the loss, in fp32
+    norm = (
+        (_RMS_NORM_BACKWARD - 2 * size) * c - statistics - gathered if sizes.normalization == "RMSNorm" else 0
+    )
+    return Activations(
+        tokens * (_norms(sizes, c) + size * c + gathered + statistics),
+        tokens * (size * h + 4),
+        chunk,
+        max(
+            tokens * scaled,
+            tokens * size * h + weight + chunk,
+            tokens * (size * (c + h) - gathered) + weight,
+            tokens * norm,
+        ),
+        tokens * max(scaled, norm + size * h),
+        max(weight + chunk, _deferred_gradient(sizes, weight)),
     )

@@ -1,5 +1,6 @@
 """Megatron-style tensor parallelism. Process groups are arguments; the package has no global group."""
 
+from ds_ext.tensor_parallel.chunked_loss import ChunkedHead, linear_cross_entropy
 from ds_ext.tensor_parallel.group import TensorParallel, create_tensor_parallel
 from ds_ext.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -53,6 +54,7 @@ from ds_ext.tensor_parallel.weight_gradients import (
 
 __all__ = [
     "IGNORE_INDEX",
+    "ChunkedHead",
     "ColumnParallelLinear",
     "Deferral",
     "DeferralWatch",
@@ -84,6 +86,7 @@ __all__ = [
     "layer_key",
     "let_defer",
     "linear",
+    "linear_cross_entropy",
     "mix_key",
     "project_logits",
     "reduce_from_tensor_model_parallel_region",

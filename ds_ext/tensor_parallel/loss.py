@@ -52,19 +52,14 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         first = tp.rank * logits_BSV.size(-1)
         real = max(0, min(logits_BSV.size(-1), vocab_size - first))
         logits_NR, labels_N = logits_BSV[..., :real].flatten(0, -2), labels_BS.flatten()
-        dtype = _at_least_fp32(logits_BSV.dtype)
+        dtype = at_least_fp32(logits_BSV.dtype)
 
-        # The last ranks may hold only padding, and an empty slice has no maximum.
-        max_N = (
-            logits_NR.amax(-1).to(dtype)
-            if real
-            else logits_NR.new_full(labels_N.shape, -math.inf, dtype=dtype)
-        )
+        max_N = largest_logits(logits_NR, dtype)
         if tp.size > 1:
             dist.all_reduce(max_N, op=dist.ReduceOp.MAX, group=tp.group)
 
-        local_N, is_local_N = _local_labels(labels_N, first, real)
-        label_N = (_gather_columns(logits_NR, local_N).to(dtype) - max_N).masked_fill(~is_local_N, 0.0)
+        local_N, is_local_N = local_labels(labels_N, first, real)
+        label_N = (gather_columns(logits_NR, local_N).to(dtype) - max_N).masked_fill(~is_local_N, 0.0)
         chunks = zip(
             *(x.split(chunk_tokens(labels_BS.numel(), logits_BSV.size(-1))) for x in (logits_NR, max_N)),
             strict=True,
@@ -90,7 +85,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             tokens = (
                 logits_NR,
                 log_sum_exp_N,
-                *_local_labels(labels_BS.flatten(), ctx.first, ctx.real),
+                *local_labels(labels_BS.flatten(), ctx.first, ctx.real),
                 loss_grad_N,
             )
             chunks = (
@@ -120,17 +115,25 @@ def _logits_grad(
     return grad_CR.mul_(loss_grad_C.unsqueeze(-1))
 
 
-def _local_labels(labels_N: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
+def largest_logits(logits_NR: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the largest logit of each token; minus infinity if this rank holds only padding."""
+    if logits_NR.size(-1) == 0:
+        return logits_NR.new_full(logits_NR.shape[:-1], -math.inf, dtype=dtype)
+    return logits_NR.amax(-1).to(dtype)
+
+
+def local_labels(labels_N: Tensor, first: int, real: int) -> tuple[Tensor, Tensor]:
     """Return each label's column in this rank's slice (0 if on another rank), and whether it is on this rank."""
     is_local_N = (labels_N >= first) & (labels_N < first + real)
     return (labels_N - first).masked_fill(~is_local_N, 0), is_local_N
 
 
-def _at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of the arithmetic: fp64 for fp64, else fp32."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
-def _gather_columns(logits_NR: Tensor, columns_N: Tensor) -> Tensor:
+def gather_columns(logits_NR: Tensor, columns_N: Tensor) -> Tensor:
     """Return the logit of each token's column; 0 if this rank holds only padding."""
     if logits_NR.size(-1) == 0:
         return logits_NR.new_zeros(columns_N.shape)

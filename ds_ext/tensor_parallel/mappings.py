@@ -48,7 +48,7 @@ _TOKENS = 1
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _once(backward: _F) -> _F:
+def once(backward: _F) -> _F:
     """Refuse to differentiate a backward again: autograd does not see its collectives."""
     return cast(_F, once_differentiable(backward))
 
@@ -189,7 +189,7 @@ class _CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return all_reduce(grads[0], ctx.tp), None
 
@@ -200,7 +200,7 @@ class _ReduceFrom(torch.autograd.Function):
         return all_reduce(x, tp)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
@@ -212,7 +212,7 @@ class _Gather(torch.autograd.Function):
         return _all_gather(x, tp)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _reduce_scatter(grads[0], ctx.tp), None
 
@@ -224,7 +224,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _reduce_scatter(x, tp)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _all_gather(grads[0], ctx.tp), None
 
@@ -236,7 +236,7 @@ class _Shared(torch.autograd.Function):
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
-    @_once
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         total = torch.cat([grad.reshape(-1) for grad in grads])
         dist.all_reduce(total, group=ctx.tp.group)

@@ -191,14 +191,14 @@ class Rows:
 
 def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None = None) -> Tensor:
     """Compute ``F.linear`` with all rows or with ``rows``, and defer the gradients of the parameters."""
-    return _Linear.apply(x, _anchor(x.dtype, x.device), (weight, bias), rows)
+    return _Linear.apply(x, anchor(x.dtype, x.device), (weight, bias), rows)
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
     """Compute ``F.embedding`` with a deferrable weight gradient: ids (...), (rows, columns) to (..., columns)."""
     if not (_deferrable and _is_trained(weight)) or _is_transformed():
         return torch.embedding(weight, ids, padding_idx)
-    return _Embedding.apply(_anchor(weight.dtype, weight.device), ids, (weight,), padding_idx)
+    return _Embedding.apply(anchor(weight.dtype, weight.device), ids, (weight,), padding_idx)
 
 
 def _is_trained(weight: Tensor) -> bool:
@@ -220,9 +220,10 @@ def _is_transformed() -> bool:
 
 
 @functools.cache
-def _anchor(dtype: torch.dtype, device: torch.device) -> Tensor:
-    # The functions below get their parameters in a tuple, which hides them from autograd: otherwise it would run the
-    # parameters' hooks in the first half, without a gradient. This tensor makes the result require a gradient instead.
+def anchor(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return an input that makes the result of a function with deferred gradients require a gradient."""
+    # These functions get their parameters in a tuple, which hides them from autograd: otherwise it would run the
+    # parameters' hooks in the first half, without a gradient.
     return torch.empty(0, dtype=dtype if dtype.is_floating_point else None, device=device).requires_grad_()
 
 
@@ -255,9 +256,9 @@ class _Linear(torch.autograd.Function):
         def full_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
             return gradient if rows is None else rows.full_gradient(gradient, parameter)
 
-        _defer(weight, lambda: full_gradient(grad.t() @ x.reshape(-1, x.shape[-1]).conj(), weight), grad, x)
+        defer(weight, lambda: full_gradient(grad.t() @ x.reshape(-1, x.shape[-1]).conj(), weight), grad, x)
         if bias is not None:
-            _defer(bias, lambda: full_gradient(grad.sum(0), bias), grad)
+            defer(bias, lambda: full_gradient(grad.sum(0), bias), grad)
         return grad_x, None, None, None
 
 
@@ -277,14 +278,14 @@ class _Embedding(torch.autograd.Function):
         def gradient() -> Tensor:
             return torch.ops.aten.embedding_dense_backward(grads[0], ids, len(weight), padding_idx, False)
 
-        _defer(weight, gradient, grads[0], ids)
+        defer(weight, gradient, grads[0], ids)
         return None, None, None, None
 
 
-def _defer(weight: Tensor, gradient: Gradient, *reads: Tensor) -> None:
+def defer(weight: Tensor, gradient: Gradient, *reads: Tensor) -> None:
     """Add the gradient of a parameter, computed from ``reads``, to the deferred ones.
 
-    The parameter is hidden from autograd, so any other backward would lose its gradient.
+    Raises ConfigError in any other backward, which would lose the gradient: the parameter is hidden from autograd.
     """
     # Grad mode is on in a backward only with create_graph=True.
     if _later is None or torch.is_grad_enabled():

@@ -93,6 +93,39 @@ def test_losses_and_gradients_are_the_models_own(ranks: Ranks, number: int, tmp_
         assert found.keys() == expected.keys(), name
 
 
+# --- chunked loss ---
+
+
+def losses_and_logits(rank: int, folder: str, chunked: bool, compiled: bool) -> tuple[list[float], Any]:
+    """Return the losses of two steps in two slices, and the logits of the last stage."""
+    layers, loss_fn = ds_ext.from_transformers(folder, chunked_loss=chunked)
+    config = config_of("zb_v", 2, 4)
+    config["ds_ext"]["sequence_slices"] = 2
+    module = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn, partition_method="uniform")
+    if compiled:
+        module.compile(backend="eager")
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine, *_ = ds_ext.initialize(model=module, optimizer=optimizer, config=config)
+    losses = [float(engine.train_batch(Batches(micro_batch))) for _ in range(2)]  # pyright: ignore[reportArgumentType]
+    _, logits = engine.eval_batch(Batches(micro_batch), return_logits=True)  # pyright: ignore[reportArgumentType]
+    engine.transport.close()
+    return losses, logits
+
+
+@pytest.mark.parametrize(("name", "compiled"), [("Llama", False), ("Llama", True), ("GPTNeoX", False)])
+def test_a_chunked_loss_is_the_one_of_whole_logits(
+    ranks: Ranks, name: str, compiled: bool, tmp_path: Path
+) -> None:
+    tied = {"tie_word_embeddings": name == "Llama"}
+    folder = save_decoder(name, tmp_path / name, **tied)
+    ours, theirs = (
+        ranks(2).run(losses_and_logits, folder, chunked, compiled, timeout_s=120) for chunked in (True, False)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert one[0] == pytest.approx(other[0], rel=1e-6)
+        torch.testing.assert_close(one[1], other[1], rtol=1e-5, atol=1e-5)
+
+
 # --- memory ---
 
 

@@ -157,6 +157,8 @@ ACTIVE = [
     active("1f1b", tensor=2, sequence_parallel=True),
     active("zb_v", tensor=2, recompute="full"),
     active("1f1b", attention_dropout=0.1),
+    active("1f1b", vocab_size=8192, chunked_loss=True),
+    active("zb_v", "fp32", 0, vocab_size=8192, chunked_loss=True),
     active("1f1b", slices=8, base=LONG_LLAMA, recompute="full"),
     active("zb_v", slices=4, base=LONG_LLAMA, recompute="selective"),
 ]
@@ -194,6 +196,13 @@ MORE_ACTIVE = [
         for k in (4, 8)
         for base in (LONG_LLAMA, replace(NARROW, seq_length=1024))
         for r in RECOMPUTATIONS
+    ),
+    *(
+        active(s, p, zero, tensor, base=base, vocab_size=8192, chunked_loss=True, sequence_parallel=sequence)
+        for s in SPLIT_AND_WHOLE
+        for p, zero in (("bf16", 1), ("fp32", 0))
+        for tensor, sequence in ((1, False), (2, False), (2, True))
+        for base in (NARROW, LLAMA)
     ),
     *(active("1f1b", slices=32, base=LONG_LLAMA, **r) for r in RECOMPUTATIONS),
     *(

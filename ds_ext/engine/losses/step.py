@@ -192,6 +192,11 @@ class StepLosses:
         labels = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, labels)
         return method(tuple(labels) if isinstance(labels, list) else labels)
 
+    def return_logits(self, outputs: Any) -> Any:
+        """Return what an evaluation returns for outputs of the last layer, by a method of the loss function."""
+        method = getattr(self._module.loss_fn, "return_logits", None)
+        return method(outputs) if callable(method) else outputs
+
     def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
         """Return the loss of a micro-batch. Without a loss function the outputs are the loss, as in DeepSpeed.
 

@@ -179,6 +179,7 @@ class TransformerConfig:
         sliding_window_layers: numbers of the transformer layers with the window; None: all layers.
         reset_position_ids: positions restart at every document of a sample.
         reset_attention_mask: tokens attend only to their own document of a sample.
+        chunked_loss: compute head and loss in chunks of tokens, without storing the logits.
 
     Raises:
         ConfigError: if a size is not positive, or if sizes contradict each other.
@@ -217,6 +218,7 @@ class TransformerConfig:
     sliding_window_layers: tuple[int, ...] | None = field(default=None, metadata=NO_FLAG)
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
+    chunked_loss: bool = field(default=False, metadata=flag(planned=True))
 
     _unchecked: ClassVar[tuple[str, ...]] = ("seed",)  # fields with any number
 
@@ -262,10 +264,13 @@ class TransformerConfig:
     def head_work(self, repeated: float = 0.0) -> float:
         """Return the work of the head, in transformer layers. A backward takes twice as many operations as a forward.
 
+        A chunked loss computes the logits twice: 4 products of the head's weight instead of 3.
+
         Args:
             repeated: share of a layer's forward that its backward recomputes; 1 for full recomputation.
         """
-        return self.vocab_size * self.hidden_size / self.layer_work.total * 3 / (3 + repeated)
+        products = 4 if self.chunked_loss else 3
+        return self.vocab_size * self.hidden_size / self.layer_work.total * products / (3 + repeated)
 
     @property
     def forward_flops(self) -> int:
@@ -426,7 +431,7 @@ GPT_FIELDS = _NAMES[_NAMES.index("position_embedding_type") :]
 # Fields that decide neither the weights nor what they compute, and those that matter only in training.
 RUN_FIELDS = (
     *("seq_length", "make_vocab_size_divisible_by", "recompute", "recompute_interval", "sequence_parallel"),
-    *("transformer_impl", "seed", "reset_position_ids", "reset_attention_mask"),
+    *("transformer_impl", "seed", "reset_position_ids", "reset_attention_mask", "chunked_loss"),
 )
 TRAINED_FIELDS = ("hidden_dropout", "attention_dropout", "init_std")
 # Fields that decide the weights and what they compute.

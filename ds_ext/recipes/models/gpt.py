@@ -9,7 +9,8 @@
 
 Shapes: B samples of a micro-batch, S tokens, D hidden size, V this rank's slice of the padded vocabulary.
 The first and the last layer share a module that contains only the word embeddings. A stage with only the last layer
-then has no parameter without a gradient. Without the tie, the last layer is a GPTHead.
+then has no parameter without a gradient. Without the tie, the last layer is a GPTHead. With a chunked loss, the last
+layer returns the hidden states of all tokens, and the loss function computes the logits.
 
 If documents are separated (``config.packed``), inputs and outputs of the layers 0..L are pairs with ``starts_BS``: the
 index of the first token of every token's document in its sample, 0 for a document that started before the sample.
@@ -18,6 +19,7 @@ An end-of-document token belongs to the document that it ends.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +40,7 @@ from ds_ext.recipes.models.layers import (
 from ds_ext.recipes.models.te import TransformerEngineLayer, check_transformer_engine
 from ds_ext.tensor_parallel import (
     IGNORE_INDEX,
+    ChunkedHead,
     DropoutClock,
     InitMethod,
     TensorParallel,
@@ -153,15 +156,19 @@ class GPTPositionEmbedding(nn.Module):
 class GPTHead(nn.Module):
     """Language model head that is not tied to the word embeddings. Padding rows are zero and stay zero."""
 
-    def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
+    def __init__(
+        self, config: TransformerConfig, tp: TensorParallel, chunked: ChunkedHead | None = None
+    ) -> None:
         super().__init__()
-        self.tp, self.sequence_parallel = tp, config.sequence_parallel
+        self.tp, self.sequence_parallel, self.chunked = tp, config.sequence_parallel, chunked
         shape = config.padded_vocab_size(tp.shards), config.hidden_size
         init = _vocabulary_init(config, config.num_layers, "output_layer.weight")
         self.weight = sharded_parameter(shape, 0, tp, init, unpadded=config.vocab_size)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        """Map hidden_BSD to this rank's logits_BSV."""
+        """Map hidden_BSD to this rank's logits_BSV, or with a chunked loss to the hidden states of all tokens."""
+        if self.chunked is not None:
+            return self.chunked.enter(hidden_BSD, self.weight, self.sequence_parallel)
         return project_logits(hidden_BSD, self.weight, self.tp, self.sequence_parallel)
 
 
@@ -180,7 +187,15 @@ def output_logits(embedding: GPTEmbedding, hidden_BSD: Tensor) -> Tensor:
     return project_logits(hidden_BSD, table.weight, table.tp, table.sequence_parallel)
 
 
-def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> list[LayerSpec]:
+def enter_head(chunked: ChunkedHead, embedding: GPTEmbedding, hidden_BSD: Tensor) -> Tensor:
+    """Apply the tied language model head with a chunked loss: hidden_BSD to the hidden states of all tokens."""
+    table = embedding.word_embeddings
+    return chunked.enter(hidden_BSD, table.weight, table.sequence_parallel)
+
+
+def gpt_layer_specs(
+    config: TransformerConfig, tp: TensorParallel, clock: DropoutClock, chunked: ChunkedHead | None = None
+) -> list[LayerSpec]:
     """Return the whole model as num_layers + 4 specs, of which a rank may build any subset.
 
     Building a spec neither communicates nor uses a global generator. Initial weights depend only on ``config``.
@@ -189,20 +204,26 @@ def gpt_layer_specs(config: TransformerConfig, tp: TensorParallel, clock: Dropou
         config: sizes.
         tp: position of this rank in its tensor-parallel group.
         clock: current step and micro-batch, for the dropout masks.
+        chunked: attribute ``chunked`` of the loss function, with ``config.chunked_loss``.
 
     Raises:
-        ConfigError: if the tensor-parallel size does not divide the heads or the MLP.
+        ConfigError: if the tensor-parallel size does not divide the heads or the MLP, or ``chunked`` is missing.
     """
+    if config.chunked_loss and chunked is None:
+        raise ConfigError(
+            "chunked_loss: gpt_layer_specs() needs the head of the loss function (got none). Pass "
+            "chunked=gpt_loss(config, tp).chunked of the same loss function."
+        )
     config.check_tensor_parallel(tp.size)
     layer_class = TransformerLayer if config.transformer_impl == "local" else TransformerEngineLayer
     if config.untie_embeddings_and_output_weights:
         embedding_spec = LayerSpec(GPTEmbedding, config, tp)
-        head_spec = LayerSpec(GPTHead, config, tp)
+        head_spec = LayerSpec(GPTHead, config, tp, chunked)
     else:
         weight = "word_embeddings.weight"
         embedding_spec, head_spec = (
             TiedLayerSpec("embed", GPTEmbedding, config, tp, forward_fn=forward, tied_weight_attr=weight)
-            for forward in (None, output_logits)
+            for forward in (None, functools.partial(enter_head, chunked) if chunked else output_logits)
         )
     return [
         embedding_spec,
@@ -217,14 +238,24 @@ class GPTLoss:
     """Loss function of the last stage: (logits_BSV, labels_BS) to (sum, count), in nats.
 
     The labels other than ``IGNORE_INDEX`` count. The sum is fp32 and the same on all tensor-parallel ranks.
+
+    Attributes:
+        chunked: head of the model with a chunked loss, which takes hidden_BSD instead of logits_BSV; None: without.
     """
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
         self._vocab_size, self._tp = config.vocab_size, tp
+        self.chunked = ChunkedHead(tp) if config.chunked_loss else None
 
-    def __call__(self, logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-        loss_BS = vocab_parallel_cross_entropy(logits_BSV, labels_BS, self._tp, self._vocab_size)
+    def __call__(self, outputs: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        if self.chunked is not None:
+            return self.chunked.loss(outputs, labels_BS, self._vocab_size), self.counts(labels_BS)
+        loss_BS = vocab_parallel_cross_entropy(outputs, labels_BS, self._tp, self._vocab_size)
         return loss_BS.sum(), self.counts(labels_BS)
+
+    def return_logits(self, outputs: Tensor) -> Tensor:
+        """Return logits_BSV for the outputs of the last layer."""
+        return outputs if self.chunked is None else self.chunked.logits(outputs)
 
     def counts(self, labels_BS: Tensor) -> Tensor:
         """Return the number of labels that count."""

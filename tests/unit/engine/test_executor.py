@@ -59,6 +59,9 @@ class Losses:
         assert weight == 1
         self.seen.append(float(loss[""].sum.detach()))
 
+    def return_logits(self, outputs: Any) -> Any:
+        return outputs
+
     def shift_labels(self, labels: Any) -> Any:
         return labels
 

@@ -62,6 +62,51 @@ def test_a_model_in_memory_is_used_and_not_copied(name: str, attention: str) -> 
         torch.testing.assert_close(parameter.grad, gradients[key], msg=key)
 
 
+# A head with its own weight, a tied one, and a frozen model with adapters.
+@pytest.mark.parametrize(("name", "lora"), [("Llama", False), ("GPT2", False), ("Mixtral", True)])
+def test_a_chunked_loss_has_the_models_loss_and_gradients(name: str, lora: bool) -> None:
+    results = []
+    for chunked in (True, False):
+        model = random_decoder(name).train()
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False) if lora else None
+        torch.manual_seed(1)
+        layers, loss_fn = ds_ext.from_transformers(model, lora=config, chunked_loss=chunked)
+        inputs, labels_BS = micro_batch(0, 1)
+        outputs = chain(layers)(inputs)
+        loss = mean(loss_fn(outputs, labels_BS))
+        loss.backward()
+        gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        results.append((loss.detach(), gradients, loss_fn.return_logits(outputs).detach()))
+        assert outputs.shape[-1] == (32 if chunked else WORDS)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("Gemma2", "final_logit_softcapping 30"),
+        ("Cohere", "logit_scale 0.0625"),
+        ("Granite", "logits_scaling 2"),
+        ("Phi", "bias of 67"),
+    ],
+)
+def test_a_head_that_changes_its_logits_has_no_chunked_loss(name: str, values: str) -> None:
+    with pytest.raises(ConfigError, match=rf"chunked_loss: {name}Config.*{values}"):
+        ds_ext.from_transformers(random_decoder(name), chunked_loss=True)
+
+
+def test_another_loss_than_cross_entropy_has_no_chunked_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_decoder("Llama")
+    plain = model.loss_function
+
+    def doubled(*args: Any, **kwargs: Any) -> Tensor:
+        return 2 * plain(*args, **kwargs)
+
+    monkeypatch.setattr(type(model), "loss_function", property(lambda _: doubled))
+    with pytest.raises(ConfigError, match=r"chunked_loss: LlamaConfig.*cross entropy"):
+        ds_ext.from_transformers(model, chunked_loss=True)
+
+
 @pytest.mark.parametrize("name", ["GPT2", "Mixtral"])
 def test_padded_conversations_have_the_losses_of_each(name: str) -> None:
     layers, loss_fn = ds_ext.from_transformers(random_decoder(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -119,6 +120,7 @@ def test_a_heavy_end_leaves_its_stage_fewer_layers() -> None:
     gpt = TransformerConfig(32, 4096, 32, 4096, 128256)
     assert gpt.head_work() == 128256 / 57344
     assert gpt.head_work(1.0) == pytest.approx(128256 / 57344 * 3 / 4)
+    assert replace(gpt, chunked_loss=True).head_work() == pytest.approx(128256 / 57344 * 4 / 3)
 
 
 def test_work_of_a_layer() -> None:

@@ -1,0 +1,163 @@
+"""A chunked loss trains to the losses and weights of whole logits, on all layouts, and evaluates to the same logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ds_ext.tensor_parallel import (
+    IGNORE_INDEX,
+    TensorParallel,
+    enter_tensor_parallel,
+    linear_cross_entropy,
+    project_logits,
+    vocab_parallel_cross_entropy,
+)
+from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, reference, train
+from tests.precisions import is_supported
+from tests.ranks import Ranks
+from tests.selection import cover
+
+CHUNKED = replace(MODEL, chunked_loss=True)
+
+
+# --- function ---
+
+
+def loss_equals_whole_logits(rank: int, vocab_size: int, padded: int, sequence_parallel: bool) -> None:
+    """Loss, gradient of this rank's hidden states and of its weight, in fp64."""
+    size = dist.get_world_size()
+    tp = TensorParallel(rank, size, dist.group.WORLD)
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(2, 8, 6, generator=generator, dtype=torch.float64)
+    weight = torch.randn(padded, 6, generator=generator, dtype=torch.float64)
+    labels = torch.randint(vocab_size, (2, 8), generator=generator)
+    labels[0, :3] = IGNORE_INDEX
+
+    def leaves() -> tuple[Tensor, Tensor]:
+        mine = tp.shard(hidden, 1) if sequence_parallel else hidden
+        return mine.clone().requires_grad_(), tp.shard(weight, 0).clone().requires_grad_()
+
+    x, w = leaves()
+    total = linear_cross_entropy(enter_tensor_parallel(x, tp, sequence_parallel), w, labels, tp, vocab_size)
+    (total * 0.7).backward()
+    x0, w0 = leaves()
+    logits = project_logits(x0, w0, tp, sequence_parallel)
+    expected = vocab_parallel_cross_entropy(logits, labels, tp, vocab_size).sum()
+    (expected * 0.7).backward()
+    for ours, theirs in ((total, expected), (x.grad, x0.grad), (w.grad, w0.grad)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(("vocab_size", "padded"), [(32, 32), (27, 32), (5, 32)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_sharded_loss(ranks: Ranks, size: int, vocab_size: int, padded: int, sequence_parallel: bool) -> None:
+    ranks(size).run(loss_equals_whole_logits, vocab_size, padded, sequence_parallel)
+
+
+# --- engine ---
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings that the loss may depend on."""
+
+    schedule: str
+    tensor: str
+    slices: int
+    untied: bool
+    recompute: Any
+    precision: str
+
+    def job(self, chunked: bool) -> Job:
+        model = replace(
+            MODEL,
+            untie_embeddings_and_output_weights=self.untied,
+            recompute=self.recompute,
+            sequence_parallel=self.tensor == "sequence",
+            chunked_loss=chunked,
+        )
+        half: dict[str, Any] = {} if self.precision == "fp32" else {self.precision: {"enabled": True}}
+        if self.precision == "fp16":
+            half["fp16"]["loss_scale"] = 1024
+        tp = 1 if self.tensor == "none" else 2
+        options: dict[str, Any] = {"deepspeed": half, "slices": self.slices}
+        return Job(self.schedule, 2, tp, 1, 4, model, 3, **options)
+
+
+def factors(case: Case) -> tuple[Any, ...]:
+    return tuple(vars(case).values())
+
+
+CASES = cover(
+    [
+        Case(*values)
+        for values in product(
+            ("1f1b", "zb_v", "bitpipe_zb"),
+            ("none", "tensor", "sequence"),
+            (1, 2),
+            (False, True),
+            ("none", "selective", "full"),
+            ("fp32", *(name for name in ("bf16", "fp16") if is_supported(name))),
+        )
+        if values[2] == 1 or values[0] != "bitpipe_zb"
+    ],
+    2,
+    factors,
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, factors(case))))
+def test_trains_as_with_whole_logits(ranks: Ranks, case: Case) -> None:
+    pool = ranks(case.job(True).world_size)
+    chunked, whole = (pool.run(train, case.job(one), timeout_s=120) for one in (True, False))
+    tolerance = 1e-6 if case.precision == "fp32" else 1e-2
+    for ours, theirs in zip(chunked, whole, strict=True):
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=tolerance)
+        assert ours["norms"] == pytest.approx(theirs["norms"], rel=tolerance)
+        assert ours["weights"].keys() == theirs["weights"].keys()
+        for name, weight in ours["weights"].items():
+            torch.testing.assert_close(weight, theirs["weights"][name], rtol=tolerance, atol=tolerance)
+
+
+def logits_and_losses(rank: int, job: Job) -> Any:
+    engine, _ = build(job)
+    batches = batches_of(job)
+    loss, logits = engine.eval_batch(StepBatches(batches), return_logits=True)
+    outputs = engine.eval_batch(StepBatches(batches), compute_loss=False, reduce_output=None)
+    engine.transport.close()
+    return float(loss), logits, outputs
+
+
+@pytest.mark.parametrize(("slices", "tensor"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_evaluations_return_logits(ranks: Ranks, slices: int, tensor: int) -> None:
+    sequence = replace(MODEL, sequence_parallel=tensor > 1)
+    jobs = [
+        Job("1f1b", 2, tensor, 1, 4, replace(sequence, chunked_loss=chunked), 1, slices=slices)
+        for chunked in (True, False)
+    ]
+    ours, theirs = (ranks(job.world_size).run(logits_and_losses, job) for job in jobs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one[0] == pytest.approx(other[0], rel=1e-6)
+        torch.testing.assert_close(one[1:], other[1:])
+    vocabulary = MODEL.vocab_size // tensor
+    assert ours[-1][1][0].shape == (2, MODEL.seq_length, vocabulary)
+
+
+@pytest.mark.parametrize("schedule", ["fbd", "fbd-merged", "dpp"])
+def test_forward_devices_and_dynamic_orders(ranks: Ranks, schedule: str) -> None:
+    name, _, merged = schedule.partition("-")
+    fbd: dict[str, Any] = {"merge_forward_tensor_parallel": True} if merged else {}
+    job = Job(name, 2, 2 if merged else 1, 1, 4, CHUNKED, 3, fbd=fbd)
+    expected = reference(job)
+    for result in ranks(job.world_size).run(train, job, timeout_s=120):
+        assert result["losses"] == pytest.approx(expected.losses, rel=1e-5)
+        for key, value in result["weights"].items():
+            torch.testing.assert_close(value, expected.parameters[key], rtol=1e-4, atol=1e-5)
