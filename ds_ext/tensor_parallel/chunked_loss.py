@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel.group import TensorParallel
 from ds_ext.tensor_parallel.layers import check_ids, enter_tensor_parallel
 from ds_ext.tensor_parallel.loss import (
@@ -41,12 +42,21 @@ class ChunkedHead:
 
     def __init__(self, tp: TensorParallel) -> None:
         self._tp = tp
-        self._weight: Tensor  # of the last forward, because the engine may replace weights
+        self._last: Tensor | None = None  # weight of the last forward, because the engine may replace weights
 
     def enter(self, hidden_BSD: Tensor, weight_VD: Tensor, sequence_parallel: bool = False) -> Tensor:
         """Return the hidden states of all tokens, from those of this rank with sequence parallelism."""
-        self._weight = weight_VD
+        self._last = weight_VD
         return enter_tensor_parallel(hidden_BSD, self._tp, sequence_parallel)
+
+    @property
+    def _weight(self) -> Tensor:
+        if self._last is None:
+            raise ConfigError(
+                "chunked_loss: the layers have another head than the loss function (got no forward of this head). Pass "
+                "loss_fn.chunked of the same loss_fn to gpt_layer_specs()."
+            )
+        return self._last
 
     def logits(self, hidden_BSD: Tensor) -> Tensor:
         """Return all logits of this rank's vocabulary, (B, S, V)."""

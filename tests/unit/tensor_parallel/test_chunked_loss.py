@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ds_ext.errors import ConfigError
 from ds_ext.recipes.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import (
     IGNORE_INDEX,
+    ChunkedHead,
     DropoutClock,
     TensorParallel,
     WeightGradients,
@@ -195,3 +197,9 @@ def test_the_head_of_a_gpt_needs_its_loss_function(untied: bool) -> None:
     total, count = loss_fn(outputs, labels_BS)
     torch.testing.assert_close(total, torch_loss(hidden_BSD, weight_VD, labels_BS))
     assert int(count) == 9
+
+
+def test_a_head_without_a_forward_is_refused() -> None:
+    hidden_BSD, labels_BS = torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="chunked_loss"):
+        ChunkedHead(TensorParallel()).loss(hidden_BSD, labels_BS, 3)
