@@ -137,11 +137,11 @@ def in_one_process(name: str) -> tuple[list[float], dict[str, Tensor], dict[str,
     return losses, gradients, {key: parameters[key].detach() for key in gradients}
 
 
-def train(rank: int, folders: dict[str, str], job: Any) -> dict[str, Any]:
-    return {name: train_one(folder, *job) for name, folder in folders.items()}
+def train_on_rank(rank: int, folder: str, job: Any) -> Any:
+    return train(folder, *job)
 
 
-def train_one(folder: str, schedule: str, slices: Any, recompute: int, masked: bool) -> Any:
+def train(folder: str, schedule: str, slices: Any, recompute: int, masked: bool) -> Any:
     """Return (losses, gradients of the last step, weights) of this rank by the model's names.
 
     The first loss is that of an evaluation. Without a mask, padding at the end changes only its own outputs, whose
@@ -199,10 +199,10 @@ def test_trains_as_the_model_on_whole_sequences(ranks: Ranks, number: int, tmp_p
     folders = {name: str(tmp_path / name) for name in names}
     for name, folder in folders.items():
         decoder(name).save_pretrained(folder)
-    by_rank = ranks(2).run(train, folders, JOBS[number], timeout_s=60.0 + 15 * len(names))
-    for name in names:
+    # In many calls, because engines leave threads that end with their process.
+    for name, folder in folders.items():
         losses, gradients, weights = in_one_process(name)
-        results = [result[name] for result in by_rank]
+        results = ranks(2).run(train_on_rank, folder, JOBS[number], timeout_s=75)
         for found, _, _ in results:
             assert found == pytest.approx([losses[0], *losses], rel=1e-6), name
         for index, expected in (1, gradients), (2, weights):
@@ -212,7 +212,7 @@ def test_trains_as_the_model_on_whole_sequences(ranks: Ranks, number: int, tmp_p
 def test_losses_with_attention_dropout_depend_on_the_slices_only(ranks: Ranks, tmp_path: Path) -> None:
     random_decoder("GPT2", attn_pdrop=0.1).save_pretrained(tmp_path)
     jobs = [("1f1b", 2, 0, True), ("zb_h1", 2, 1, True), ("1f1b", 5, 0, True)]
-    losses = [ranks(2).run(train, {"": str(tmp_path)}, job, timeout_s=60)[0][""][0] for job in jobs]
+    losses = [ranks(2).run(train_on_rank, str(tmp_path), job, timeout_s=60)[0][0] for job in jobs]
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     assert losses[2][0] == pytest.approx(losses[0][0], rel=1e-6)  # an evaluation
     assert losses[2][1] != pytest.approx(losses[0][1], rel=1e-6)
