@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError
 from ..parallel.slices import slice_bounds
@@ -160,22 +162,14 @@ class StageSlices:
         x = unpack(tensors)
         with _trying(modules.values()):
             for index, layer in enumerate(self._module.stage_funcs[stage], first):
-                module = modules.get(index, layer)
-                name = f"layer {index} ({type(module).__name__})"
+                name = f"layer {index} ({type(modules.get(index, layer)).__name__})"
                 if self._shards > 1:
-                    self._require_own(name, module)
-                    continue
-                if self._module.loss_fn is None and index == self._module.parts[-1] - 1:
-                    attempt = functools.partial(self._try_last_layer, layer, name, tokens)
+                    self._require_own(name, modules.get(index, layer))
+                elif self._module.loss_fn is None and index == self._module.parts[-1] - 1:
+                    with evaluating(self._module):
+                        _try_sums(functools.partial(_loss_of, layer, pack(x, name), tokens), name, tokens)
                 else:
-                    attempt = functools.partial(_try_layer, self._module, layer, name, tokens)
-                _try_in_fp32(module, attempt, x, name)
-                x = attempt(x)
-
-    def _try_last_layer(self, layer: Callable[[Any], Any], name: str, tokens: int, x: Any) -> None:
-        """Try a layer that returns the loss."""
-        with evaluating(self._module):
-            _try_sums(functools.partial(_loss_of, layer, pack(x, name), tokens), name, tokens)
+                    x = _try_layer(self._module, layer, name, x, tokens)
 
     def _require_own(self, name: str, layer: object) -> None:
         """Raise ConfigError for a layer of others, which cannot be tried on tokens of several ranks."""
@@ -206,47 +200,11 @@ def _trying(tried: Iterable[nn.Module]) -> Iterator[None]:
                 data.copy_(original)
 
 
-def _try_in_fp32(module: object, attempt: Callable[[Any], Any], x: Any, name: str) -> None:
-    """Try a module of half precision in fp32 too, because rounding hides small effects.
-
-    Its parameters are replaced, not changed, because hooks on their gradients would be lost. Nothing is tried if the
-    module fails in fp32: it may need its precision, or be too large for another one.
-    """
-    inputs = [_to_fp32(tensor) for tensor in pack(x, name)]
-    modules = module.modules() if isinstance(module, nn.Module) else ()
-    stores: list[dict[str, Any]] = [store for one in modules for store in (one._parameters, one._buffers)]
-    changes = [
-        {key: _to_fp32(tensor) for key, tensor in store.items() if tensor is not None and _is_half(tensor)}
-        for store in stores
-    ]
-    if not any(changes):
-        return
-    originals = [dict(store) for store in stores]
-    try:
-        for store, change in zip(stores, changes, strict=True):
-            store.update(change)
-        attempt(unpack(inputs))
-    except (RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, ConfigError):
-            raise
-    finally:
-        for store, original in zip(stores, originals, strict=True):
-            store.update(original)
-
-
-def _is_half(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.bfloat16, torch.float16)
-
-
-def _to_fp32(tensor: Tensor) -> Tensor:
-    return tensor.float() if _is_half(tensor) else tensor
-
-
 def _gpus(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.device.index for tensor in tensors if tensor.is_cuda}
 
 
-def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, tokens: int, x: Any) -> Any:
+def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> Any:
     """Return the outputs of a layer for a sequence. Raises ConfigError; see :meth:`StageSlices._try_layers`."""
     inputs, middle = pack(x, name), tokens // 2
     if tokens == 2:  # they may be equal
@@ -270,6 +228,11 @@ def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, tokens
         _is_real_or_complex(a) and _has_tokens(a, tokens) and _differ(a[:, middle:], b[:, middle:], _ROUNDING)
         for a, b in zip(*pair, strict=True)
     )
+
+    def uses_half() -> bool:
+        with evaluating(module):
+            return _uses_half(lambda: run(inputs, Slice(0, 0, tokens, tokens)))
+
     store = SliceStore()
     bounds = (0, middle), (middle, tokens)
     with evaluating(module):
@@ -292,7 +255,11 @@ def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, tokens
             continue
         difference, largest = _difference(torch.stack(pieces), expected), _largest(expected)
         tolerance = max((_tolerance(t) for t in (*inputs, expected) if _is_real_or_complex(t)), default=0.0)
-        if not difference <= (tolerance * largest if _is_real_or_complex(expected) else 0):
+        if not _is_real_or_complex(expected):
+            tolerance = 0.0
+        elif not difference <= tolerance * largest and uses_half():
+            tolerance = _HALF_TOLERANCE
+        if not difference <= tolerance * largest:
             raise ConfigError(
                 f"sequence_slices: {name} computes something else in slices (got a difference of {difference:.2g} in "
                 f"outputs up to {largest:.2g}). Check its use of earlier_slices() and slice_start(), or "
@@ -327,8 +294,10 @@ def _try_sums(loss: Callable[[int, int], Loss], name: str, tokens: int) -> bool:
                 *((half[key].sum, half[key].count or 0.0) for half in halves.values()), strict=True
             )
             count, size = float(term.count or 0.0), sum(float(abs(part)) for part in sums)
-            tolerance = min(_tolerance(term.sum), _LARGEST_TOLERANCE)
-            adds_up = abs(float(term.sum) - float(sum(sums))) <= tolerance * size
+            error = abs(float(term.sum) - float(sum(sums)))
+            adds_up = error <= min(_tolerance(term.sum), _LARGEST_TOLERANCE) * size
+            if not adds_up and error <= _LARGEST_TOLERANCE * size:
+                adds_up = _uses_half(functools.partial(loss, start, stop))
             if not (adds_up and math.isclose(float(sum(counts)), count, rel_tol=1e-5)):
                 raise ConfigError(
                     f"sequence_slices: {name} is not the sum of its parts (got sums of {float(term.sum):.6g} and "
@@ -359,6 +328,29 @@ def _at_least_two(tensors: Sequence[Tensor], tokens: int) -> tuple[Sequence[Tens
 
 def _can_change(tensor: Tensor, tokens: int) -> bool:
     return _is_real_or_complex(tensor) and _has_tokens(tensor, tokens)
+
+
+class _HalfWatch(TorchDispatchMode):
+    """Context that watches whether something is computed in half precision, as in autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found = self.found or any(
+            isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)
+            for leaf in tree_leaves(result)
+        )
+        return result
+
+
+def _uses_half(run: Callable[[], object]) -> bool:
+    """Return whether a computation has parts in half precision."""
+    with _HalfWatch() as watch:
+        run()
+    return watch.found
 
 
 def _tolerance(tensor: Tensor) -> float:

@@ -95,11 +95,10 @@ class Positions(_Part):
         embeds_BSD, *masks = inputs
         calls = self.cut.calls()
         mask = None
-        if masks:
-            if self._is_eager and current_slice() is not None:
-                self._require_first_tokens(masks[0])
-            # With the tokens of earlier slices.
+        if masks:  # with the tokens of earlier slices
             mask = torch.cat([*(m for (m,) in earlier_slices(self, masks[0])), masks[0]], 1)
+            if self._is_eager and current_slice() is not None:
+                self._require_padding_last(mask)
         arguments = cache_arguments(_slice_cache(None))
         self._recorder.take()  # those of a forward that failed
         with contextlib.suppress(_AllRecorded):
@@ -109,13 +108,15 @@ class Positions(_Part):
         shared = calls.shared_tensors(records)
         return hidden_BSD, *(hidden_BSD.new_empty(0, dtype=torch.bool) if t is None else t for t in shared)
 
-    def _require_first_tokens(self, mask_BS: Tensor) -> None:
-        """Raise ConfigError for padding at the start: without a key to read, eager attention reads all of them."""
-        if slice_start() == 0 and not mask_BS[:, 0].all():
+    def _require_padding_last(self, mask_BS: Tensor) -> None:
+        """Raise ConfigError for padding before tokens: without a key to read, eager attention reads all of them."""
+        is_padding_BS = mask_BS == 0
+        early_B = is_padding_BS[:, 0] | (is_padding_BS[:, :-1] & ~is_padding_BS[:, 1:]).any(1)
+        if early_B.any():
             raise self.cut.no_slices(
-                f"its eager attention of padding at the start of a sample reads all slices (got "
-                f"{int((mask_BS[:, 0] == 0).sum())} of {mask_BS.size(0)} samples). Pad at the end, or load the model "
-                f'with attn_implementation="sdpa" if it has that'
+                f"its eager attention of padding before tokens may read all slices (got {int(early_B.sum())} of "
+                f"{mask_BS.size(0)} samples). Pad at the end, or load the model with attn_implementation "
+                f'"sdpa" if it has that'
             )
 
     def _output(self, index: int, record: tuple[Any, ...]) -> Any:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 from ..errors import ConfigError, ScheduleError
+from ..pipe_schedules import Timetable
 from .job_plan import JobPlan
 from .memory import memory
-from .text import format_bytes, join_words, parse_bytes
+from .text import parse_bytes
 from .training_sizes import TrainingSizes
 
 KEY = "ds_ext.max_activation_memory"
@@ -23,10 +27,11 @@ def within_activation_memory(plan: JobPlan, sizes: TrainingSizes) -> JobPlan:
     """
     text = plan.settings.max_activation_memory
     assert text is not None
-    if not (plan.schedule.planned and OPTION in plan.schedule.options):
+    schedule, slices = plan.schedule, plan.settings.sequence_slices
+    if not (schedule.planned and OPTION in schedule.options) or plan.rules is not None:
         raise ConfigError(
-            f'{KEY}: needs a schedule that plans its order (got schedule "{plan.schedule.name}"). Remove it, or use '
-            f'{join_words(["zb_v", "bitpipe_zb", "bitpipe"])} with "mode": "greedy".'
+            f'{KEY}: needs a schedule that plans its order (got schedule "{plan.settings.schedule}"). Remove it, or '
+            f'use "zb_v", "bitpipe_zb", or "bitpipe" with "mode": "greedy".'
         )
     if plan.options.get(OPTION):
         raise ConfigError(
@@ -37,32 +42,38 @@ def within_activation_memory(plan: JobPlan, sizes: TrainingSizes) -> JobPlan:
     except ScheduleError as error:
         raise ConfigError(str(error)) from None
 
-    def need(candidate: JobPlan) -> int:
-        devices = memory(candidate.timetable, sizes, candidate.settings.slice_lengths)
-        return max(device.activations for device in devices)
+    devices, micro_batches = plan.settings.pipeline_parallel_size, plan.sizes.micro_batches
 
-    least = need(plan)
+    def need(timetable: Timetable) -> int:
+        parts = memory(timetable, sizes, plan.settings.slice_lengths)
+        return max(device.activations for device in parts)
+
+    def limited(activations: int) -> dict[str, Any]:
+        return {**plan.options, OPTION: activations * unit}
+
+    least = need(plan.timetable)
     if least <= limit:
         return plan
-    best = None
-    unit = plan.timetable.placement.num_devices / plan.timetable.placement.stages / plan.timetable.slices
+    unit = plan.timetable.placement.num_devices / plan.timetable.placement.stages / slices
     # In slices of a stage: fewer than one micro-batch has, and more than the order without a limit.
     low, high = 0, round(max(plan.simulation.peak_activations) / unit) + 1
+    plan.with_options(limited(high))  # raises for other options
+    best = None
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            candidate = plan.with_options({**plan.options, OPTION: middle * unit})
-        except ConfigError:  # too few for one micro-batch
+            timetable = schedule.timetable(devices, micro_batches, limited(middle), slices=slices)
+        except ScheduleError:  # too few for one micro-batch
             low = middle
             continue
-        least = min(least, need(candidate))
-        if need(candidate) <= limit:
-            best, low = candidate, middle
+        least = min(least, need(timetable))
+        if need(timetable) <= limit:
+            best = low = middle
         else:
             high = middle
     if best is None:
         raise ConfigError(
-            f"{KEY}: too small for one micro-batch at a time (got {text}). Use at least {format_bytes(least)}, more "
-            f"recomputation, a smaller micro-batch or more sequence_slices."
+            f"{KEY}: too small for one micro-batch at a time (got {text}). Use at least "
+            f"{math.ceil(least / 1e5) / 10:g}MB, more recomputation or a smaller micro-batch."
         )
-    return best
+    return plan.with_options(limited(best))

@@ -87,15 +87,16 @@ def plan(
     least = slices * max(
         devices.count(d) for devices in placement.pipes for d in range(placement.num_devices)
     )
-    run = _plan_slices(workload, capacity) if slices > 1 and capacity >= least else None
-    least = least if run is None else _cost(run)[1]  # a micro-batch of every pipe at a time
+    # With slices, a micro-batch of every pipe at a time.
+    first = backwards_first(workload, slices, slices) if slices > 1 else None
+    least = least if first is None else _cost(first)[1]
     if capacity < least:
         raise ScheduleError(
             f"{schedule}: max_activations is too low for one micro-batch (got {max_activations:g}). "
             f"Use at least {least * unit:g} (units of 1/D of the model)."
         )
-    if run is not None:
-        return run.orders
+    if first is not None:
+        return _plan_slices(workload, capacity, first).orders
     limits = [capacity, capacity + least, capacity + 2 * least]
     best, guess = _search(workload, capacity, limits)
     if not costs.free_messages:
@@ -106,22 +107,23 @@ def plan(
     return _search_less_sensitive(workload, slow, best.orders, guess, capacity, limits)
 
 
-def _plan_slices(workload: Workload, capacity: int) -> Run:
-    """Return the shortest run found with at most ``capacity`` live slices of stages, preferably with fewer of them."""
+def _plan_slices(workload: Workload, capacity: int, best: Run) -> Run:
+    """Return the shortest run found with at most ``capacity`` live slices of stages, preferably with fewer of them.
+
+    ``best`` is one that fits.
+    """
     placement, slices = workload.placement, workload.slices
     filled = (
         (placement.num_devices - 1 + slices) * placement.stages / placement.num_devices
     )  # those of Seq1F1B
     target = lower_bound(workload) * (1 + _SLACK)
-    # A micro-batch at a time always fits.
-    best = backwards_first(workload, slices, slices)
     num_ops = 0
     for in_flight, limit in _slice_guesses(workload, filled, capacity):
         if best.makespan <= target or num_ops >= _max_ops() * _SLICE_RUNS:
             break
         run = backwards_first(workload, in_flight, limit)
         num_ops += workload.num_ops
-        if _cost(run)[1] <= capacity and (_cost(run) < _cost(best) or _cost(best)[1] > capacity):
+        if _cost(run)[1] <= capacity and _cost(run) < _cost(best):
             best = run
     return best
 

@@ -44,18 +44,18 @@ class Cutting(MaskedSum):
 
 def test_a_layer_that_ignores_the_start_of_the_slice_is_refused() -> None:
     x_BSD = torch.randn(2, TOKENS, 3)
-    _try_layer(nn.Module(), Positions(True), "layer 0", TOKENS, x_BSD)
+    _try_layer(nn.Module(), Positions(True), "layer 0", x_BSD, TOKENS)
     with pytest.raises(ConfigError):
-        _try_layer(nn.Module(), Positions(False), "layer 0", TOKENS, x_BSD)
+        _try_layer(nn.Module(), Positions(False), "layer 0", x_BSD, TOKENS)
 
 
 def test_a_layer_cuts_its_own_masks() -> None:
     x_BSD, mask_1QK = torch.randn(2, TOKENS, 3), torch.ones(1, TOKENS, TOKENS, dtype=torch.bool).tril()
-    _try_layer(nn.Module(), Cutting(), "layer 0", TOKENS, (x_BSD, mask_1QK))
+    _try_layer(nn.Module(), Cutting(), "layer 0", (x_BSD, mask_1QK), TOKENS)
     with pytest.raises(ConfigError):
-        _try_layer(nn.Module(), Cutting(), "layer 0", TOKENS, (x_BSD, torch.ones_like(mask_1QK)))
+        _try_layer(nn.Module(), Cutting(), "layer 0", (x_BSD, torch.ones_like(mask_1QK)), TOKENS)
 
 
 def test_a_layer_that_mixes_tokens_without_keeping_them_is_refused() -> None:
     with pytest.raises(ConfigError):
-        _try_layer(nn.Module(), lambda x_BSD: x_BSD.cumsum(1), "layer 0", TOKENS, torch.randn(2, TOKENS, 3))
+        _try_layer(nn.Module(), lambda x_BSD: x_BSD.cumsum(1), "layer 0", torch.randn(2, TOKENS, 3), TOKENS)

@@ -66,14 +66,14 @@ def rounded(x: Tensor) -> Tensor:
 def test_layers_that_compute_the_same_are_accepted_and_keep_their_inputs(layer: Any) -> None:
     x = sample()
     with torch.no_grad():
-        _try_layer(nn.Module(), layer, "layer 0", TOKENS, x)
+        _try_layer(nn.Module(), layer, "layer 0", x, TOKENS)
     assert torch.equal(x, sample())
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_layers_that_compute_something_else_are_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match="layer 7"), torch.no_grad():
-        _try_layer(nn.Module(), REFUSED[name], "layer 7", TOKENS, sample())
+        _try_layer(nn.Module(), REFUSED[name], "layer 7", sample(), TOKENS)
 
 
 def test_layers_that_mix_tokens_in_training_only_are_refused() -> None:
@@ -83,10 +83,10 @@ def test_layers_that_mix_tokens_in_training_only_are_refused() -> None:
         return norm(x.transpose(1, 2)).transpose(1, 2)
 
     with pytest.raises(ConfigError, match="mixes tokens"), torch.no_grad():
-        _try_layer(norm, layer, "layer 0", TOKENS, sample())
+        _try_layer(norm, layer, "layer 0", sample(), TOKENS)
     norm.eval()
     with torch.no_grad():
-        _try_layer(norm, layer, "layer 0", TOKENS, sample())
+        _try_layer(norm, layer, "layer 0", sample(), TOKENS)
 
 
 def test_conditions_and_infinite_masks_beside_the_outputs_are_accepted() -> None:
@@ -98,7 +98,7 @@ def test_conditions_and_infinite_masks_beside_the_outputs_are_accepted() -> None
         return x + condition, condition, mask
 
     with torch.no_grad():
-        _try_layer(nn.Module(), layer, "layer 0", TOKENS, (sample(), condition, mask))
+        _try_layer(nn.Module(), layer, "layer 0", (sample(), condition, mask), TOKENS)
 
 
 def test_stored_tensors_are_those_of_one_forward() -> None:
@@ -142,30 +142,24 @@ def test_an_attention_of_the_slice_in_a_last_layer_that_returns_the_loss_is_refu
         StageSlices(module, 2, "equal", 1).forward(lambda: None, 0, 0, 0, (sample(),))
 
 
-class Positions(nn.Module):
-    """Adds a little for the position in the slice; in half precision less than the rounding of large values."""
-
-    def __init__(self, any_precision: bool) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.full((WIDTH,), 1e-2, dtype=torch.bfloat16))
-        self.any_precision = any_precision
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not (self.any_precision or self.scale.dtype == torch.bfloat16):
-            raise RuntimeError("a kernel for bf16")
-        return x + POSITIONS[: x.size(1)].to(x.dtype) * self.scale
+def rounding_by_length(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a function of every token with a rounding of bf16 that depends on the length of the slice."""
+    return (x.to(dtype) * (1 + 2**-7 * (x.size(1) == TOKENS))).float()
 
 
-@pytest.mark.parametrize("any_precision", [True, False])
-def test_small_effects_in_half_precision_are_found_in_fp32(any_precision: bool) -> None:
-    layer = Positions(any_precision)
-    scale = layer.scale
-    module: Any = OneLayer(layer)
-    module.stage_modules = lambda stage: {0: layer}
-    slices = StageSlices(module, 2, "equal", 1)
-    with pytest.raises(ConfigError) if any_precision else contextlib.nullcontext():
-        slices.forward(lambda: None, 0, 0, 0, (sample().bfloat16(),))
-    assert layer.scale is scale and scale.dtype == torch.bfloat16
+@pytest.mark.parametrize(("dtype", "accepted"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_half_precision_inside_a_layer_or_a_loss_is_no_difference(dtype: torch.dtype, accepted: bool) -> None:
+    def loss(x: Tensor) -> tuple[Tensor, Tensor]:
+        return rounding_by_length(x.square(), dtype).sum(), torch.tensor(x.numel())
+
+    def outcome() -> Any:
+        return contextlib.nullcontext() if accepted else pytest.raises(ConfigError, match="layer 0")
+
+    with torch.no_grad(), outcome():
+        _try_layer(nn.Module(), lambda x: x + rounding_by_length(x, dtype), "layer 0", sample(), TOKENS)
+    module: Any = OneLayer(loss, None)
+    with outcome():
+        StageSlices(module, 2, "equal", 1).forward(lambda: None, 0, 0, 0, (sample(),))
 
 
 def test_a_layer_may_change_its_slice_of_the_data_in_place() -> None:

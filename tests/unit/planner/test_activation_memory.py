@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -58,10 +59,21 @@ def test_the_order_keeps_within_the_memory_and_uses_it(
     assert small.simulation.makespan >= plan.simulation.makespan
 
 
+def test_the_least_memory_in_the_error_is_enough() -> None:
+    for schedule in ("zb_v", "bitpipe_zb"):
+        plan, sizes = make("1KB", schedule, 4)
+        with pytest.raises(ConfigError) as caught:
+            within_activation_memory(plan, sizes)
+        (least,) = re.findall(r"at least ([\d.]+MB)", str(caught.value))
+        within_activation_memory(*make(least, schedule, 4))
+
+
 @pytest.mark.parametrize(
     ("limit", "schedule", "options", "match"),
     [
-        ("100KB", "zb_v", {}, r"at least [\d.]+ MB"),
+        ("100KB", "zb_v", {}, r"at least [\d.]+MB"),
+        ("1MB", "bitpipe", {}, "greedy"),
+        ("20GB", "dpp", {}, "bitpipe_zb"),
         ("20GB", "1f1b", {}, "zb_v"),
         ("20GB", "zb_v", {"max_activations": 2}, "contradicts"),
         ("20Gb", "zb_v", {}, "bits"),
