@@ -71,7 +71,7 @@ class BackgroundSave:
             for descriptor in task.files.values():
                 os.close(descriptor)
         assert self._process.stdin is not None
-        with self._process.stdin as stream, contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:  # also at the flush of its end
             json.dump(task._asdict(), stream)
         _running.append(self)
 
