@@ -146,7 +146,7 @@ from deepspeed import comm
 ds_ext.engine.init_distributed()
 ranks = [None] * dist.get_world_size()
 comm.all_gather_object(ranks, comm.get_rank())
-print("ranks", *ranks, flush=True)
+print(f"ranks {ranks[0]} {ranks[1]}\\n", end="", flush=True)  # in one write
 """
 
 

@@ -71,7 +71,8 @@ class BackgroundSave:
             for descriptor in task.files.values():
                 os.close(descriptor)
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:  # also at the flush of its end
+        # Also at the flush when the stream is closed.
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:
             json.dump(task._asdict(), stream)
         _running.append(self)
 
