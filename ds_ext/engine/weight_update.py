@@ -17,6 +17,7 @@ from torch import Tensor
 from ..config.deepspeed_json import precision
 from ..config.schedulers import require_plain_step
 from ..errors import ConfigError
+from ..pipe_schedules.reductions import order_of_reductions
 from .checkpoint.master_weights import MasterWeights
 from .checkpoint.states import parameters_of
 from .deepspeed_api.handlers import is_patch
@@ -80,7 +81,7 @@ class WeightUpdate:
     def _make_reduction(self) -> EagerReduction:
         engine = self._engine
         device = engine.module.device_index
-        order = [stage for stages in engine.plan.reductions[device].values() for stage in stages]
+        order = order_of_reductions(engine.plan.program, device)
         dtype = engine.communication_data_type
         return EagerReduction(self.gradients, engine.module, order, dtype, engine.tracer)
 

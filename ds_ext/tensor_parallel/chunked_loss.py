@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel.group import TensorParallel
-from ds_ext.tensor_parallel.layers import check_ids, enter_tensor_parallel
+from ds_ext.tensor_parallel.layers import enter_tensor_parallel
 from ds_ext.tensor_parallel.loss import (
     IGNORE_INDEX,
     at_least_fp32,
+    check_labels,
     chunk_tokens,
     gather_columns,
     largest_logits,
@@ -85,7 +86,7 @@ def linear_cross_entropy(
     Raises:
         IndexError: on CPU, for any other label. On CUDA this is a device assertion.
     """
-    check_ids(labels_BS.masked_fill(labels_BS == IGNORE_INDEX, 0), vocab_size)
+    check_labels(labels_BS, vocab_size)
     device = hidden_BSD.device.type
     if torch.is_autocast_enabled(device):  # the backward runs without it
         dtype = torch.get_autocast_dtype(device)

@@ -37,7 +37,7 @@ def vocab_parallel_cross_entropy(
     Raises:
         IndexError: on CPU, for any other label. On CUDA this is a device assertion.
     """
-    check_ids(labels_BS.masked_fill(labels_BS == IGNORE_INDEX, 0), vocab_size)
+    check_labels(labels_BS, vocab_size)
     return _VocabParallelCrossEntropy.apply(logits_BSV, labels_BS, tp, vocab_size)
 
 
@@ -94,6 +94,11 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             for grad_CR, *chunk in zip(*chunks, strict=True):
                 grad_CR.copy_(_logits_grad(*chunk))
         return grad_BSV, None, None, None
+
+
+def check_labels(labels_BS: Tensor, vocab_size: int) -> None:
+    """Raise IndexError on CPU for a label that is neither a token id nor ``IGNORE_INDEX``; on CUDA, assert it."""
+    check_ids(labels_BS.masked_fill(labels_BS == IGNORE_INDEX, 0), vocab_size)
 
 
 def chunk_tokens(tokens: int, columns: int) -> int:
