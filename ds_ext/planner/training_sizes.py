@@ -155,13 +155,12 @@ class TrainingSizes(TransformerConfig):
 
         Raises ScheduleError if the layers do not fit.
         """
-        chunks, stages = placement.chunks[device], placement.stages
-        layers, untied = self.stage_layer_counts(stages), self.untie_embeddings_and_output_weights
-        embedding = self.embedding_parameters
-        total = sum(layers[chunk.stage] for chunk in chunks) * self.layer_parameters
-        for pipe in range(placement.replicas):
-            first, last = (0, pipe) in chunks, (stages - 1, pipe) in chunks
-            total += first * (embedding + self.position_parameters)
-            # A tied head is the embedding: one tensor.
-            total += last * (2 * self.hidden_size + (0 if first and not untied else embedding))
+        held = [chunk.stage for chunk in placement.chunks[device]]
+        layers = self.stage_layer_counts(placement.stages)
+        firsts, lasts = held.count(0), held.count(placement.stages - 1)
+        total = sum(layers[stage] for stage in held) * self.layer_parameters
+        total += firsts * self.position_parameters + lasts * 2 * self.hidden_size
+        # A tied head is the embedding: one tensor, also if they belong to two pipes.
+        embeddings = firsts + lasts if self.untie_embeddings_and_output_weights else bool(firsts + lasts)
+        total += embeddings * self.embedding_parameters
         return total

@@ -27,6 +27,8 @@ MODEL = GPTConfig(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
+# A quarter of the parameters is the embedding, which both pipes of a device share with their heads.
+LARGE_VOCABULARY = replace(MODEL, vocab_size=8192)
 # Activations as large as the temporary tensors of the optimizer.
 LONG_SAMPLES = replace(MODEL, seq_length=128)
 # Activations dominate: micro-batches of 512 tokens.
@@ -122,8 +124,14 @@ CASES = [
     Case("bitpipe"),
     Case("bitpipe_zb", zero=1, adam=FUSED),
     Case("bitpipe_zb", "bf16", adam=FUSED),
+    Case("chimera", "bf16", adam=FUSED, model=LARGE_VOCABULARY),
 ]
 MORE = [
+    *(
+        Case(schedule, precision, zero, FUSED, model=LARGE_VOCABULARY)
+        for schedule in ("chimera", "zb_v", *TWO_COPIES)
+        for precision, zero in (("fp32", 0), ("fp32", 1), ("bf16", 1))
+    ),
     *(
         Case(schedule, precision, zero, adam)
         for schedule in SCHEDULES

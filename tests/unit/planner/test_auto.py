@@ -229,8 +229,8 @@ def test_recomputation_is_chosen_unless_a_flag_sets_it(tmp_path: Path) -> None:
     def rank(memory: int | None, *flags: str) -> Any:
         options = {} if memory is None else {"memory": f"{memory}B", "headroom": 0}
         file.write_text(json.dumps(AUTO | {"ds_ext": AUTO["ds_ext"] | {"schedule_options": options}}))
-        _, job = parse("train_gpt.py", ["--deepspeed_config", str(file), "--data-path", "x", *flags])
-        return candidates_of(job)
+        words = ["--deepspeed_config", str(file), "--data-path", "x", "--seq-length", "1024", *flags]
+        return candidates_of(parse("train_gpt.py", words)[1])
 
     wide = rank(None)
     least = min(row.memory_bytes for row in wide.ranked if row.memory_bytes and row.recompute == "none")
