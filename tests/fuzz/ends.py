@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Generator, Tensor, nn
+
+from ds_ext.tensor_parallel import TensorParallel, chunked_loss
 
 from .kinds import VOCABULARY, WIDTH
 from .standard_layers import linear
@@ -42,6 +45,7 @@ class End:
         loss: returns the loss function; its result is None if the last layer returns the loss.
         pairs: the loss is a pair (sum, count).
         start: start that the end needs; None: any.
+        plain_loss: returns the loss function of the plain process; None: as in the job.
     """
 
     sample: Sample
@@ -49,6 +53,7 @@ class End:
     loss: Callable[[], Any]
     pairs: bool = False
     start: str | None = None
+    plain_loss: Callable[[], Any] | None = None
 
 
 # --- starts ---
@@ -191,6 +196,41 @@ class CountedCrossEntropy:
         return (labels != IGNORED).sum()
 
 
+class LinearHead(nn.Module):
+    """Weight of a head that the loss function applies in chunks of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(VOCABULARY, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return CHUNKED.enter(x, self.weight)
+
+
+class ChunkedCrossEntropy(CountedCrossEntropy):
+    """Pair of a sum and a count, without whole logits."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        with mock.patch.object(
+            chunked_loss, "chunk_tokens", lambda *_: 3
+        ):  # its smallest chunks have thousands
+            return CHUNKED.loss(outputs, labels, VOCABULARY), self.counts(labels)
+
+
+class WholeCrossEntropy(CountedCrossEntropy):
+    """The same pair, from whole logits."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return super().__call__(CHUNKED.logits(outputs), labels)
+
+
+def _mean(pair: tuple[Tensor, Tensor]) -> Tensor:
+    return pair[0] / pair[1]
+
+
+CHUNKED = chunked_loss.ChunkedHead(TensorParallel())
+
+
 class OutputPair(nn.Module):
     """Output of a linear layer, and its mean square."""
 
@@ -232,6 +272,15 @@ def _tied_head() -> list[Any]:
     return [TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH, forward_fn=tied_head)]
 
 
+def _chunked_tied_head(module: nn.Module, x: Tensor) -> Tensor:
+    assert isinstance(module.weight, Tensor)
+    return CHUNKED.enter(x, module.weight)
+
+
+def _chunked_tied() -> list[Any]:
+    return [TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH, forward_fn=_chunked_tied_head)]
+
+
 ENDS: dict[str, End] = {
     "mean_square": End(_targets, lambda: [], lambda: mean_square),
     "weighted": End(_weighted_targets, lambda: [], WeightedLoss),
@@ -242,4 +291,25 @@ ENDS: dict[str, End] = {
     "loss_pair": End(_some_labels, _head, lambda: _cross_entropy_sum, pairs=True),
     "counted_pair": End(_some_labels, _head, CountedCrossEntropy, pairs=True),
     "tied_pair": End(_some_labels, _tied_head, CountedCrossEntropy, pairs=True, start="tied_tokens"),
+    "chunked_head": End(
+        _token_labels,
+        lambda: [LayerSpec(LinearHead)],
+        lambda: lambda *pair: _mean(ChunkedCrossEntropy()(*pair)),
+        plain_loss=lambda: lambda *pair: _mean(WholeCrossEntropy()(*pair)),
+    ),
+    "chunked_pair": End(
+        _some_labels,
+        lambda: [LayerSpec(LinearHead)],
+        ChunkedCrossEntropy,
+        pairs=True,
+        plain_loss=WholeCrossEntropy,
+    ),
+    "chunked_tied_pair": End(
+        _some_labels,
+        _chunked_tied,
+        ChunkedCrossEntropy,
+        pairs=True,
+        start="tied_tokens",
+        plain_loss=WholeCrossEntropy,
+    ),
 }

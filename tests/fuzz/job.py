@@ -488,7 +488,8 @@ def _draw_slices(random: Random, job: Job) -> Job:
     blocks.insert(random.randrange(len(blocks) + 1), random.choice([*SLICED]))
     end = job.end
     if not ENDS[end].pairs and _chance(random, 0.9):
-        end = "tied_pair" if job.start == "tied_tokens" else random.choice(("loss_pair", "counted_pair"))
+        tied = job.start == "tied_tokens"
+        end = random.choice([name for name, one in ENDS.items() if one.pairs and bool(one.start) == tied])
     job = dataclasses.replace(job, blocks=tuple(blocks), end=end)
     missing = max(layout.placement.stages for layout in job.layouts) - job.num_layers
     return dataclasses.replace(job, blocks=(*job.blocks, *["linear"] * missing))

@@ -60,7 +60,8 @@ class Model:
                     self.modules[index] = module
                 function = getattr(spec, "forward_fn", None)
                 self.calls.append(module if function is None else _Bound(function, module))
-        self.loss = ENDS[job.end].loss()
+        end = ENDS[job.end]
+        self.loss = (end.plain_loss or end.loss)()
         for module in self.modules.values():
             if job.bf16:  # DeepSpeed leaves buffers in fp32
                 for p in module.parameters():
