@@ -58,6 +58,7 @@ class Job:
     deepspeed: dict[str, Any] = field(default_factory=dict)
     partition_method: str | list[int] = "type:TransformerLayer"
     eager: bool = True
+    overlap: bool = False  # of gathers and the next step
     ragged: bool = False
     decay_groups: bool = False
     fbd: dict[str, Any] = field(default_factory=dict)
@@ -94,6 +95,7 @@ class Job:
                 "rank_order": self.rank_order,
                 "schedule_options": self.options,
                 "eager_gradient_sync": self.eager,
+                "overlap_across_steps": self.overlap,
                 "fbd": self.fbd,
                 "sequence_slices": self.num_slices,
                 "slice_lengths": "equal" if isinstance(self.slices, int) else list(self.slices),
@@ -158,6 +160,7 @@ def build(job: Job) -> tuple[PipelineEngine, TensorParallel]:
 
 def weights(engine: PipelineEngine, tp: TensorParallel) -> dict[str, Tensor]:
     """Full parameters of this rank's stages by "layer index.name in the layer", gathered over tensor-parallel ranks."""
+    engine.wait_for_weights()
     found = {}
     for name, parameter in sorted(engine.module.named_parameters()):
         key = name.replace("tied_modules.embed.", "0.")
@@ -167,6 +170,7 @@ def weights(engine: PipelineEngine, tp: TensorParallel) -> dict[str, Tensor]:
 
 def digest(engine: PipelineEngine) -> str:
     """A hash of this rank's parameter bytes."""
+    engine.wait_for_weights()
     mine = hashlib.sha256()
     for _, parameter in sorted(engine.module.named_parameters()):
         mine.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())

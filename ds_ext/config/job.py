@@ -43,6 +43,7 @@ class DsExtConfig(Section):
     modules: list[str] = Field(default_factory=list, alias="import")
     loss_weighting: Literal["tokens", "micro_batches"] = "tokens"
     eager_gradient_sync: bool = True
+    overlap_across_steps: bool = False
     keyed_random: bool = True
     print_plan: Literal[True, False, "all"] = True
     max_nonfinite_losses: int = Field(default=10, ge=0)

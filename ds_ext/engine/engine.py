@@ -402,6 +402,7 @@ class PipelineEngine(Measured, RunControl):
                 self.tracer.evaluation() if self.tracer else nullcontext(),
                 self.activity.whole_step(self.timers(TRAIN_BATCH_TIMER).reset),
             ):
+                self.wait_for_weights()
                 self.average_buffers()
                 self._exec_schedule(self._schedules.inference(count), evaluation)
                 loss = None

@@ -59,6 +59,7 @@ from .fbd.backward import BackwardRole
 from .fbd.forward import ForwardRole
 from .module import PipelineModule
 from .together import by_rank_0, together
+from .weight_gathers import repeat_lists, split_by_stage
 
 logger = logging.getLogger(__name__)
 
@@ -238,6 +239,12 @@ def initialize(
     if model_parameters is not None:
         groups = _drop_empty_groups([_list_parameters(group) for group in model_parameters])
         model_parameters = _add_placeholder(model, groups)
+    if model.plan.settings.overlap_across_steps and not isinstance(optimizer, torch.optim.Optimizer):
+        if model_parameters is None:
+            model_parameters = _add_placeholder(model, [p for p in model.parameters() if p.requires_grad])
+        model_parameters, sources = split_by_stage(model_parameters, model)
+        if "params" in config_dict.get("scheduler", {}):
+            config_dict["scheduler"] = {**scheduler, "params": repeat_lists(scheduler["params"], sources)}
     data = data_facts(model, training_data)
     compare(
         {

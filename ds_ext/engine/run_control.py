@@ -71,6 +71,13 @@ class RunControl(AdaptedEngine):
         with self.activity.during(f"checking the folder {save_dir}"):
             try_folder(self, Path(save_dir), tags)
 
+    def wait_for_weights(self) -> None:
+        """Wait until this rank has the weights of the last step, before the script reads or sets a parameter.
+
+        With ``overlap_across_steps``, they may still be gathered when :meth:`train_batch` returns.
+        """
+        self.update.wait_for_weights()
+
     def wait_for_save(self) -> None:
         """Wait until the last save in the background is complete. All ranks must call this together.
 

@@ -125,6 +125,7 @@ class RankState:
     """
 
     def __init__(self, engine: Checkpointed) -> None:
+        engine.wait_for_weights()
         self._engine = engine
         self.optimizer = OptimizerStates(engine.optimizer)
         self.parameters: dict[str, LocalParameter] = {}

@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from .deepspeed_api.handlers import is_patch
 from .grad_sync import EagerReduction, Gradients, as_real, clip_grad_norm, why_not_eager
 from .losses.step import Loss
 from .losses.watch import LossWatch
+from .weight_gathers import WeightGathers
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class WeightUpdate:
         gradients: gradients of this rank's parameters.
         masters: fp32 master weights.
         reduction: eager reduction of the gradients; None: they are reduced after the last backward.
+        gathers: gathers that overlap with the next step; None: DeepSpeed gathers at the end of the step.
         loss_watch: counter of consecutive steps with a non-finite loss or gradient.
 
     Raises:
@@ -58,6 +60,7 @@ class WeightUpdate:
         self.gradients = Gradients(self._optimizer, engine.mpu.get_data_parallel_group(), names)
         self.masters = MasterWeights(self._optimizer)
         self.reduction = self._make_reduction() if self.is_eager(engine) else None
+        self.gathers = self._make_gathers()
         # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
         deepspeed_json = engine.plan.job.deepspeed
         dynamic_scale = precision(deepspeed_json) == "fp16" and not deepspeed_json["fp16"].get("loss_scale")
@@ -85,6 +88,12 @@ class WeightUpdate:
         dtype = engine.communication_data_type
         return EagerReduction(self.gradients, engine.module, order, dtype, engine.tracer)
 
+    def _make_gathers(self) -> WeightGathers | None:
+        engine, optimizer = self._engine, self._optimizer
+        if not engine.plan.settings.overlap_across_steps or not isinstance(optimizer, ZeROOptimizer):
+            return None
+        return WeightGathers(optimizer, engine.module)
+
     def is_outdated(self) -> bool:
         """Return whether a script has changed what this object depends on.
 
@@ -107,6 +116,11 @@ class WeightUpdate:
             self.reduction = self._make_reduction()
 
     # --- in a step ---
+
+    def wait_for_weights(self, stage: int | None = None) -> None:
+        """Wait until the weights of a stage are gathered; None: those of all stages."""
+        if self.gathers is not None:
+            self.gathers.wait(stage)
 
     def scale(self, loss: Loss) -> Tensor:
         """Return the root of a backward: the loss divided by the counts of the step, times the fp16 loss scale."""

@@ -62,6 +62,13 @@ class ReduceStage(ds.PipeInstruction):
     """
 
 
+class WaitStage(ds.PipeInstruction):
+    """Wait until the weights of ``stage``, which the last optimizer step has updated, are gathered.
+
+    Effect: ``work.wait()`` for ``work = all_gather(stage.parameters(), async_op=True)``
+    """
+
+
 class SyncWeights(ds.PipeInstruction):
     """Send the new weights of ``stage`` from a backward device to a forward device (``fbd``).
 
@@ -89,6 +96,7 @@ INSTRUCTIONS: dict[str, type[ds.PipeInstruction]] = {
         BackwardWeight,
         RecomputeForward,
         ReduceStage,
+        WaitStage,
         SyncWeights,
     )
 }
@@ -236,7 +244,7 @@ COMPUTATIONS = tuple(INSTRUCTIONS[name] for name in COMPUTE)
 def _split_steps(instructions: list[ds.PipeInstruction]) -> list[list[ds.PipeInstruction]]:
     """Split the instructions into steps: one computation each, with the messages before and after it."""
     steps: list[list[ds.PipeInstruction]] = [[]]
-    before = (ds.LoadMicroBatch, ds.RecvActivation, ds.RecvGrad)
+    before = (ds.LoadMicroBatch, ds.RecvActivation, ds.RecvGrad, WaitStage)
     for instruction in instructions:
         begins = isinstance(instruction, (*before, *COMPUTATIONS))
         if begins and steps[-1] and not isinstance(steps[-1][-1], before):

@@ -80,6 +80,7 @@ class Instruction(NamedTuple):
 
 
 REDUCE_STAGE = "ReduceStage"
+WAIT_STAGE = "WaitStage"
 COMPUTE = {
     "ForwardPass": FORWARD,
     "BackwardPass": BACKWARD,

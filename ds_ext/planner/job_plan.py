@@ -21,10 +21,11 @@ from ..parallel.layout import ParallelLayout, data_parallel_size
 from ..parallel.partition import StageWork
 from ..parallel.rank_order import parse_rank_order
 from ..pipe_schedules import Placement, Program, Schedule, Timetable
-from ..pipe_schedules.checks.collectives import check_reductions
+from ..pipe_schedules.checks.collectives import check_reductions, check_waits
 from ..pipe_schedules.checks.program import Report, check
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.dynamic import DynamicRules
+from ..pipe_schedules.gathers import with_waits
 from ..pipe_schedules.lowering import lower
 from ..pipe_schedules.methods.fbd import most_ahead
 from ..pipe_schedules.reductions import Reductions, eager_reductions, with_reductions
@@ -116,7 +117,7 @@ class JobPlan(StagePlan):
     """Everything that follows from the JSON, the flags and the world size.
 
     Attributes:
-        program: the timetable, lowered, with the eager reductions.
+        program: the timetable, lowered, with the eager reductions and the waits for gathered weights.
         report: proof that the program runs to completion.
         simulation: simulation with the costs that the schedule was planned or chosen for, by default equal ones of 1/D
             of the model; and with ``work`` if these have no factors of the stages.
@@ -152,7 +153,7 @@ class JobPlan(StagePlan):
     def with_work(self, work: StageWork) -> JobPlan:
         """Return the plan of a model with this work of the stages."""
         simulation = simulate(self.timetable, _costs(replace(self.stages, work=work)))
-        return _reduce_eagerly(replace(self, work=work, simulation=simulation))
+        return _with_collectives(replace(self, work=work, simulation=simulation))
 
     def with_options(self, options: Mapping[str, Any]) -> JobPlan:
         """Return the plan with these options of the schedule. Raises ConfigError if it does not support them."""
@@ -221,17 +222,19 @@ def _complete_plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
         rules,
         work=plan.work,
     )
-    return _reduce_eagerly(plan)
+    return _with_collectives(plan)
 
 
-def _reduce_eagerly(plan: JobPlan) -> JobPlan:
-    """Return the plan with the eager reductions of its simulation."""
-    plan = replace(plan, reductions=eager_reductions(plan.simulation))
-    if not plan.settings.eager_gradient_sync or plan.layout.copies == 1:
-        return plan
-    program = with_reductions(plan.program, plan.reductions)
-    check_reductions(program)
-    return replace(plan, program=program)
+def _with_collectives(plan: JobPlan) -> JobPlan:
+    """Return the plan with the eager reductions of its simulation, and the waits for gathered weights."""
+    program, reductions = plan.program, eager_reductions(plan.simulation)
+    if plan.settings.eager_gradient_sync and plan.layout.copies > 1:
+        program = with_reductions(program, reductions)
+        check_reductions(program)
+    if plan.settings.overlap_across_steps:
+        program = with_waits(program)
+        check_waits(program)
+    return replace(plan, program=program, reductions=reductions)
 
 
 def resolve_schedule(
@@ -300,6 +303,11 @@ def _require_supported(settings: DsExtConfig, schedule: Schedule, placement: Pla
         raise ConfigError(
             f"audit_interval: needs ranks that compute both forwards and backwards (got {settings.audit_interval} with "
             f'schedule "{schedule.name}"). Remove it, or use another schedule.'
+        )
+    if placement.forward_devices and settings.overlap_across_steps:
+        raise ConfigError(
+            f"overlap_across_steps: needs ranks that compute both forwards and backwards (got true with schedule "
+            f'"{schedule.name}"). Remove it, or use another schedule.'
         )
     if placement.merged > 1 and settings.sequence_parallel:
         raise ConfigError(

@@ -11,6 +11,7 @@ optimizer's arithmetic, and collectives of single numbers (loss, norm, overflow)
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from ..parallel.layout import ParallelLayout
 from ..parallel.network import HOST_PORTS, Network
 from ..pipe_schedules import Timetable
 from ..pipe_schedules.costs import Costs
+from ..pipe_schedules.gathers import order_of_first_use
 from ..pipe_schedules.reductions import Reductions
 from ..pipe_schedules.simulation import Simulation, simulate
 from .activations import layer_activations
@@ -35,7 +37,7 @@ class StepTime:
         simulation: simulation of the slowest pipeline group, in the unit of its costs.
         makespan_s: time until the last op.
         reductions_s: further time until the last reduction: the exposed reduction time.
-        gather_s: time of the last all-gather of ZeRO-1.
+        gather_s: time of the last all-gather of ZeRO-1; or by how much it delays the next step, which it overlaps.
     """
 
     simulation: Simulation
@@ -157,9 +159,10 @@ def step_time(
     volumes: Traffic,
     unit_s: float,
     reductions: Reductions,
+    overlaps: bool = False,
 ) -> StepTime:
     """Simulate a step on a network; the arguments and errors are those of :func:`step_times`."""
-    return step_times(timetable, costs, [layout], network, volumes, unit_s, reductions)[0]
+    return step_times(timetable, costs, [layout], network, volumes, unit_s, reductions, overlaps)[0]
 
 
 def step_times(
@@ -170,6 +173,7 @@ def step_times(
     volumes: Traffic,
     unit_s: float,
     reductions: Reductions,
+    overlaps: bool = False,
 ) -> list[StepTime]:
     """Simulate a step on a network for every layout.
 
@@ -179,6 +183,7 @@ def step_times(
         volumes: bytes of messages, of the gradients of every stage, and of weights.
         unit_s: unit of the costs in seconds.
         reductions: op -> stages to reduce after it, by device, from the simulation in the job plan.
+        overlaps: the next step starts while weights are gathered.
 
     Raises:
         ConfigError: the hosts do not have one slot per rank.
@@ -198,7 +203,7 @@ def step_times(
                 units = {link: seconds * timetable.slices / unit_s for link, seconds in links.items()}
                 simulations[key] = simulate(timetable, replace(costs, comm=0.0, links=units))
         distinct = [simulations[key] for key in sorted(keys)]
-        steps.append(_with_collectives(distinct, layout, network, volumes, unit_s, reductions))
+        steps.append(_with_collectives(distinct, layout, network, volumes, unit_s, reductions, overlaps))
     return steps
 
 
@@ -209,6 +214,7 @@ def _with_collectives(
     volumes: Traffic,
     unit_s: float,
     reductions: Reductions,
+    overlaps: bool,
 ) -> StepTime:
     """Return the step of the given pipeline groups with the collectives that follow their ops."""
     groups = layout.placement.replica_groups
@@ -219,12 +225,45 @@ def _with_collectives(
     ]
     reduced_s = max(makespan_s, _reductions_end(queues, network.lanes))
     gather_s = 0.0
-    if volumes.zero_stage:
+    if volumes.zero_stage and overlaps:
+        gather_s = max(
+            _gathers_delay(devices, simulations, layout, network, volumes, unit_s) for devices in groups
+        )
+    elif volumes.zero_stage:
         gather_s = max(
             _over_tensor_ranks(layout, network, devices, volumes.weights[devices[0]], gather=True)
             for devices in groups
         )
     return StepTime(slowest, makespan_s, reduced_s - makespan_s, gather_s)
+
+
+def _gathers_delay(
+    devices: Sequence[int],
+    simulations: Sequence[Simulation],
+    layout: ParallelLayout,
+    network: Network,
+    volumes: Traffic,
+    unit_s: float,
+) -> float:
+    """Return by how many seconds the gathers of the weights, one stage after the other, delay the next step at most.
+
+    The first op of a stage starts when its weights are gathered, and the ops that depend on it are no later than that.
+    """
+    order = order_of_first_use(simulations[0], devices[0])
+    share = volumes.weights[devices[0]] / (sum(volumes.stages[stage] for stage in order) or 1.0)
+    gathered_s = delay_s = 0.0
+    for stage in order:
+        size = share * volumes.stages[stage]
+        gathered_s += _over_tensor_ranks(layout, network, devices, size, gather=True)
+        starts = [
+            start
+            for simulation in simulations
+            for device in devices
+            for op, start, _ in simulation.spans[device]
+            if op.stage == stage
+        ]
+        delay_s = max(delay_s, gathered_s - min(starts, default=math.inf) * unit_s)
+    return delay_s
 
 
 @dataclass

@@ -160,6 +160,7 @@ class Job:
         own_optimizer: the script passes the optimizer instead of the JSON.
         rank_seeds: the ranks have different seeds after the model is built, and others after a resume.
         audit: every step is audited.
+        overlap: weights are gathered beside the next step.
         empty_first: the script passes an empty iterator to train_batch(), and catches the error.
         resume: layout that continues from a checkpoint; None: no checkpoint.
         resume_after: steps before the checkpoint.
@@ -192,6 +193,7 @@ class Job:
     own_optimizer: bool = False
     rank_seeds: bool = False
     audit: bool = False
+    overlap: bool = False
     empty_first: bool = False
     resume: Layout | None = None
     resume_after: int = 1
@@ -210,6 +212,7 @@ class Job:
                 **layout.section,
                 "eager_gradient_sync": self.eager_gradient_sync,
                 "audit_interval": int(self.audit),
+                "overlap_across_steps": self.overlap,
             },
         }
         if not self.own_optimizer:
@@ -343,7 +346,7 @@ class Job:
             "is_sliced",
         )
         options += ("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "resume")
-        options += ("rank_seeds", "audit", "empty_first", "resume_rate")
+        options += ("rank_seeds", "audit", "overlap", "empty_first", "resume_rate")
         names |= {name for name in options if getattr(self, name) != getattr(plain, name)}
         return frozenset(names - {"linear", plain.start, plain.end, plain.layout.schedule})
 
@@ -458,7 +461,9 @@ def _draw(random: Random, seed: int) -> Job | None:
     partition = _draw_partition(random, job)
     audit = _chance(random, 0.15) and all(one.schedule != "fbd" for one in job.layouts)
     audit = audit and not (job.is_sliced and random.random() < 0.9)  # refused, which a few jobs show
-    return dataclasses.replace(job, partition=partition, audit=audit)
+    overlap = _chance(random, 0.6) and (job.bf16 or job.zero > 0)
+    overlap = overlap and all(one.schedule != "fbd" for one in job.layouts)
+    return dataclasses.replace(job, partition=partition, audit=audit, overlap=overlap)
 
 
 def _draw_slices(random: Random, job: Job) -> Job:

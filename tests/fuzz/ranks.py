@@ -53,9 +53,11 @@ def train_on_rank(rank: int, job: Job, part: int, folder: str) -> Result:
             _evaluate(job, step + 1, engine, result)
         if last < job.steps:
             if job.set_weights == "save":
+                engine.wait_for_weights()
                 engine.module.load_state_dict(halved(engine.module.state_dict()))
             engine.save_checkpoint(folder)
         else:
+            engine.wait_for_weights()
             engine.average_buffers()  # all ranks together, as before an evaluation or a save
             if engine.role.in_checkpoints:
                 result.state = _state(engine, tp)

@@ -39,7 +39,7 @@ OPTIONS = (  # set to their defaults to reduce a job
         "variable_lengths",
     ),
     *("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "eager_gradient_sync"),
-    *("rank_seeds", "audit", "empty_first", "resume_rate"),
+    *("rank_seeds", "audit", "overlap", "empty_first", "resume_rate"),
 )
 AUTOGRAD = "autograd"  # key of a refusal by torch
 CHANGED_IN_PLACE = "modified by an inplace operation"  # torch's error

@@ -55,6 +55,10 @@ class Checkpointed(Protocol):
         """Return the largest gradient norm of a step; 0: no limit."""
         ...
 
+    def wait_for_weights(self) -> None:
+        """Wait until this rank has the weights of the last step."""
+        ...
+
 
 @dataclass(frozen=True)
 class Shape:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, ClassVar
 
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from ...comm.transport import Transport
 from ...errors import ConfigError
-from ...pipe_schedules.bridge import ReduceStage, TimetableSchedule
+from ...pipe_schedules.bridge import ReduceStage, TimetableSchedule, WaitStage
 from ...planner.job_plan import JobPlan
 from ..batches import Batches, MicroBatches
 from ..executor import Executor
@@ -109,6 +110,7 @@ class AdaptedEngine(PipelineEngine):
             )
         self._take_handlers()
         if self.update.is_outdated():
+            self.update.wait_for_weights()
             self._use_optimizer()
         self._weights_set = self.update.masters.take_changes()
 
@@ -149,6 +151,9 @@ class AdaptedEngine(PipelineEngine):
     def _exec_reduce_tied_grads(self) -> None:
         self.update.gradients.sum_tied(self.module.get_tied_weights_and_groups())
 
+    def _exec_wait_stage(self, stage: int) -> None:
+        self.update.wait_for_weights(stage)
+
     def _exec_reduce_stage(self, stage: int) -> None:
         if self.update.reduction is not None:
             self.update.reduction.start(stage)
@@ -178,7 +183,11 @@ class AdaptedEngine(PipelineEngine):
         if self._auditing is not None:
             self._auditing.finish()
         correction = self.gather().losses.correction
-        with self.update.gradients.corrected(correction, self.module.parameters()):
+        gathers = self.update.gathers
+        with (
+            self.update.gradients.corrected(correction, self.module.parameters()),
+            nullcontext() if gathers is None else gathers.replacing(),
+        ):
             if self.gradient_clipping() == 0 and not isinstance(self.optimizer, DeepSpeedOptimizer):
                 self.clip_fp32_gradients()  # without clipping, DeepSpeed does not measure the norm
             super()._exec_optimizer_step()
@@ -197,6 +206,7 @@ class AdaptedEngine(PipelineEngine):
         **PipelineEngine._INSTRUCTION_MAP,
         **ENGINE_HANDLERS,
         ReduceStage: _exec_reduce_stage,
+        WaitStage: _exec_wait_stage,
         ds.ReduceTiedGrads: _exec_reduce_tied_grads,
         ds.ReduceGrads: _exec_reduce_grads,
         ds.OptimizerStep: _exec_optimizer_step,

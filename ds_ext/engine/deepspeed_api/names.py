@@ -128,6 +128,8 @@ NAMES = OVERRIDDEN + _parse(f"""
     {BF16} of objects: _hp_optimizer_states_linked real_dp_process_group
     {BF16} of objects: bf16_partitioned_groups fp32_groups_flat_partition
     {BF16} of parameters: _hp_mapping
+    deepspeed.runtime.bf16_optimizer callable: all_gather_dp_groups
+    deepspeed.runtime.zero.stage_1_and_2 callable: all_gather_dp_groups
     {SCALERS}:LossScalerBase of objects: cur_scale
     {SCALERS}:DynamicLossScaler of objects: cur_iter last_overflow_iter cur_hysteresis
     {FRAGMENT}:tensor_fragment field: lp_fragment_address hp_fragment_address hp_fragment

@@ -10,6 +10,7 @@ from ...pipe_schedules import Instruction, Op, Program
 from ...pipe_schedules.bridge import TimetableSchedule, to_pipe_instruction
 from ...pipe_schedules.dependencies import Inputs
 from ...pipe_schedules.dynamic import DynamicRules
+from ...pipe_schedules.gathers import StageWaits
 from ...pipe_schedules.lowering import AFTER_BACKWARDS, Lowering
 from ...pipe_schedules.ops import FORWARD
 from ...pipe_schedules.reductions import StageReductions
@@ -59,12 +60,15 @@ def decided_steps(schedule: DynamicSchedule, messages: DynamicMessages) -> Itera
         TransportError: no message arrived in time, or a peer is gone.
     """
     lowering = Lowering(schedule.stage_id, schedule.program.timetable)
+    waits = StageWaits(schedule.program, schedule.stage_id)
     reductions = StageReductions(schedule.program, schedule.stage_id)
     schedule.executed = []
     try:
         for op in _chosen(schedule, messages) if messages.decides else _received(schedule, messages):
             schedule.executed.append(op)
-            yield list(map(to_pipe_instruction, (*lowering.add(op), *reductions.after(op))))
+            yield list(
+                map(to_pipe_instruction, (*waits.before(op), *lowering.add(op), *reductions.after(op)))
+            )
     except Exception as error:
         error.add_note(f"while waiting for the next op:\n{schedule.picture(None)}")
         messages.transport.abort(f"{type(error).__name__}: {error}")

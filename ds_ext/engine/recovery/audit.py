@@ -63,6 +63,10 @@ class Audited(Protocol):
     global_steps: int
     last_stage: int
 
+    def wait_for_weights(self) -> None:
+        """Wait until this rank has the weights of the last step."""
+        ...
+
 
 def checksum(tensors: Iterable[Tensor]) -> int:
     """Return a 64-bit checksum of the bits of tensors, computed on their device; 0 without tensors.
@@ -188,6 +192,7 @@ class Audit(Observer):
         """
         if step % self._interval != 0:
             return None
+        self._engine.wait_for_weights()
         self._before = self._weight_checksums()
         self._passes = []
         self._watched = self._next_forward() if self._owner == self._engine.global_rank else None

@@ -1,10 +1,14 @@
-"""Check the eager reductions of a program: after the last backward of their stage, and in one order on all replicas."""
+"""Check the collectives of a program.
+
+Eager reductions come after the last backward of their stage, in one order on all replicas. Waits for gathered weights
+come before the first op of their stage.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from ..ops import BACKWARD, BACKWARD_WEIGHT, REDUCE_STAGE, Op
+from ..ops import BACKWARD, BACKWARD_WEIGHT, REDUCE_STAGE, WAIT_STAGE, Op
 from ..timetables import Program
 from .timetable import error_at
 
@@ -28,6 +32,23 @@ def check_reductions(program: Program) -> None:
                     f"{orders[first]}. Both must start the same reductions in the same order.",
                     device,
                     None,
+                )
+
+
+def check_waits(program: Program) -> None:
+    """Raise ScheduleError for an op that may read weights of its stage before they are gathered."""
+    for device, instructions in enumerate(program.instructions):
+        waited: set[int | None] = set()
+        for instruction in instructions:
+            op = instruction.op
+            if instruction.name == WAIT_STAGE:
+                waited.add(instruction.stage)
+            elif op is not None and op.stage not in waited:
+                raise error_at(
+                    program.timetable,
+                    f"device {device} uses the weights of stage {op.stage} without a wait for their gathering.",
+                    device,
+                    op,
                 )
 
 

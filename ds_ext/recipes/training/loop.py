@@ -135,6 +135,7 @@ class Trainer:
                 self.save(step, loss)
                 if not (is_last or self.stopped):
                     self._agree()  # on requests during the save
+        self.engine.wait_for_weights()  # other ranks gather this rank's part
         self.finish_save()
         agreed = self.engine.stops.agreed
         if agreed is not None and agreed.cause == stop.DEADLINE and step - first <= 1:

@@ -51,6 +51,7 @@ def test_section_with_all_keys() -> None:
         "rank_order": "tp-mirror-dp-pp",
         "schedule_options": {},
         "eager_gradient_sync": True,
+        "overlap_across_steps": False,
         "transport": "auto",
         "transport_options": {"timeout_s": 3, "node_ips": None},
         "fbd": {"merge_forward_tensor_parallel": False, "backward_per_forward": 1},

@@ -52,6 +52,23 @@ def test_messages_take_the_time_of_their_link() -> None:
     assert step.step_s == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(("schedule", "exposed"), [("1f1b", 1.0), ("interleaved", 0.5), ("zb_v", 0.5)])
+def test_only_the_gather_of_the_first_stage_delays_the_next_step(schedule: str, exposed: float) -> None:
+    """Two halves of a device's weights: the second is gathered while the first stage computes."""
+    timetable = get_schedule(schedule).timetable(4, 8)
+    stages = timetable.placement.stages
+    volumes = Traffic(1.0, (), (2.0,) * 4, zero_stage=1, stages=(8 / stages,) * stages)
+    layout = ParallelLayout(timetable.placement, 1, 2, parse_rank_order("tp-pp-dp"))
+    network = Network(Hosts((4, 4)), FREE, Link(1.0, 0.0), RANK_PORTS)
+    reductions = eager_reductions(simulate(timetable))
+    alone, beside = (
+        step_time(timetable, Costs(), layout, network, volumes, 1.0, reductions, overlaps)
+        for overlaps in (False, True)
+    )
+    assert (alone.gather_s, beside.gather_s) == (pytest.approx(1.0), pytest.approx(exposed))
+    assert alone.step_s - beside.step_s == pytest.approx(1.0 - exposed)
+
+
 def test_only_the_last_reduction_is_exposed() -> None:
     # 2 ranks, 1 byte: a ring takes 1 s; the reductions of other devices end before the last op of device 0.
     step = on_hosts(Hosts((4, 4)), Link(1.0, 0.0), 1.0, "tp-pp-dp")

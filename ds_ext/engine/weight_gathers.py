@@ -1,0 +1,134 @@
+"""Gathers of the weights after an optimizer step that still run when the next step starts.
+
+With ZeRO stage 1 and in half precision, every data-parallel rank updates its part of the weights, and gathers the parts
+of the others. DeepSpeed waits for this at the end of the step. Here the gathers of the stages start in the order of
+their first use. The next step waits for each before the first op of its stage; the timetable has these waits. Whatever
+else reads weights waits for all: evaluations, checkpoints, snapshots and audits.
+
+A gather needs parameter groups of single stages, so the groups of a script are split before DeepSpeed builds its
+optimizer. A group with several stages would be gathered before the first of them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero import stage_1_and_2
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from ..pipe_schedules.gathers import order_of_first_use
+from .deepspeed_api.names import model_groups
+from .module import PipelineModule
+
+
+class WeightGathers:
+    """Gathers of one rank, in the order of the first uses of its stages.
+
+    Args:
+        optimizer: DeepSpeed's ZeRO or bf16 optimizer.
+        module: holds the parameters of the stages.
+    """
+
+    def __init__(self, optimizer: ZeROOptimizer, module: PipelineModule) -> None:
+        order, first = _order(module), _first_uses(module)
+        groups = enumerate(model_groups(optimizer))
+        stages = {i: min((first.get(id(p), 0) for p in group), default=0) for i, group in groups}
+        self._places = [(order[place], i) for i, place in sorted(stages.items(), key=lambda item: item[1])]
+        self._pending: deque[tuple[int, Work]] = deque()
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Context of an optimizer step, in which DeepSpeed starts these gathers and does not gather itself."""
+        modules = bf16_optimizer, stage_1_and_2
+        originals = [module.all_gather_dp_groups for module in modules]
+        for module in modules:
+            module.all_gather_dp_groups = self._start
+        try:
+            yield
+        finally:
+            for module, original in zip(modules, originals, strict=True):
+                module.all_gather_dp_groups = original
+
+    def _start(
+        self,
+        groups_flat: Sequence[Tensor],
+        partitioned_param_groups: Sequence[Sequence[Tensor]],
+        dp_process_group: Sequence[ProcessGroup],
+        **_: Any,
+    ) -> None:
+        """Start the gathers. The arguments are those of DeepSpeed's ``all_gather_dp_groups``, one per group."""
+        for stage, i in self._places:
+            group = dp_process_group[i]
+            if dist.get_world_size(group) == 1:
+                continue
+            mine = partitioned_param_groups[i][dist.get_rank(group)]
+            work = dist.all_gather_into_tensor(groups_flat[i], mine, group=group, async_op=True)
+            assert work is not None
+            self._pending.append((stage, work))
+
+    def wait(self, stage: int | None = None) -> None:
+        """Wait for the weights of a stage, and of those that are gathered before it; None: of all."""
+        while self._pending and (stage is None or any(stage == pending for pending, _ in self._pending)):
+            self._pending[0][1].wait()
+            self._pending.popleft()
+
+
+def split_by_stage(groups: Sequence[Any], module: PipelineModule) -> tuple[list[dict[str, Any]], list[int]]:
+    """Return parameter groups of single stages, and for each the index of the group that it is a part of.
+
+    A parameter of several stages, such as a tied embedding, belongs to the first that this rank uses. Parts without
+    elements, on which DeepSpeed fails, are joined to another one.
+
+    Args:
+        groups: parameters, or parameter groups.
+        module: holds the parameters of the stages.
+    """
+    first = _first_uses(module)
+    if not all(isinstance(group, Mapping) for group in groups):
+        groups = [{"params": list(groups)}]
+    parts: list[dict[str, Any]] = []
+    sources: list[int] = []
+    for source, group in enumerate(groups):
+        by_place: dict[int, list[Any]] = {}
+        empty = []
+        for entry in group["params"]:
+            parameter = entry[1] if isinstance(entry, tuple) else entry
+            here = by_place.setdefault(first.get(id(parameter), 0), []) if parameter.numel() else empty
+            here.append(entry)
+        of_stages = [by_place[place] for place in sorted(by_place)] or [[]]
+        of_stages[0] += empty
+        parts += [{**group, "params": entries} for entries in of_stages]
+        sources += [source] * len(of_stages)
+    return parts, sources
+
+
+def repeat_lists(values: Mapping[str, Any], sources: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of a scheduler, with lists of a value per parameter group expanded to the split groups."""
+    count = max(sources, default=-1) + 1
+    return {
+        key: [value[source] for source in sources]
+        if isinstance(value, list | tuple) and len(value) == count
+        else value
+        for key, value in values.items()
+    }
+
+
+def _order(module: PipelineModule) -> list[int]:
+    """Return the stages of this rank in the order of their gathers."""
+    return order_of_first_use(module.plan.simulation, module.device_index)
+
+
+def _first_uses(module: PipelineModule) -> dict[int, int]:
+    """Return a dict of ``id`` of a parameter -> place of the first stage that uses it in the order of the gathers."""
+    first: dict[int, int] = {}
+    for place, stage in enumerate(_order(module)):
+        for parameter in module.stage_parameters(stage):
+            first.setdefault(id(parameter), place)
+    return first

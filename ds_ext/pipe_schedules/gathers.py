@@ -1,0 +1,67 @@
+"""Gathering of updated weights (ZeRO stage 1) beside the first ops of the next step.
+
+The optimizer step of a rank updates its part of every stage. The ranks then start to gather the stages, in the order of
+their first use, and the next step waits for each stage where it uses it first. Without these waits, a forward would
+read weights of the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from .ops import WAIT_STAGE, Instruction, Op
+from .simulation import Simulation
+from .timetables import Program
+
+
+def order_of_first_use(simulation: Simulation, device: int) -> list[int]:
+    """Return the stages of a device in the order in which its replicas gather them: by their first use on any of them.
+
+    Gathers are collectives over these replicas, so all must start them in one order.
+    """
+    placement = simulation.timetable.placement
+    group = next(group for group in placement.replica_groups if device in group)
+    first: dict[int, float] = {}
+    for op, start, _ in (span for member in group for span in simulation.spans[member]):
+        first[op.stage] = min(start, first.get(op.stage, start))
+    stages = {chunk.stage for chunk in placement.chunks[device]}
+    return sorted(stages, key=lambda stage: (first.get(stage, simulation.end), stage))
+
+
+def with_waits(program: Program) -> Program:
+    """Return the program with a wait for the weights of every stage, before its first op."""
+    instructions = [
+        tuple(_insert(program, device)) for device in range(program.timetable.placement.num_devices)
+    ]
+    return replace(program, instructions=tuple(instructions))
+
+
+class StageWaits:
+    """Waits of one device for the weights of its stages, in a step.
+
+    Args:
+        program: program of the step, or of a simulated one.
+        device: the device.
+    """
+
+    def __init__(self, program: Program, device: int) -> None:
+        self._left = {i.stage for i in program.instructions[device] if i.name == WAIT_STAGE}
+
+    def before(self, op: Op) -> Iterator[Instruction]:
+        """Yield the wait that ``op`` needs, if it is the first one of its stage."""
+        if op.stage in self._left:
+            self._left.remove(op.stage)
+            yield Instruction(WAIT_STAGE, stage=op.stage)
+
+
+def _insert(program: Program, device: int) -> Iterator[Instruction]:
+    waited = set()
+    for instruction in program.instructions[device]:
+        op = instruction.op
+        if instruction.name == WAIT_STAGE:
+            continue
+        if op is not None and op.stage not in waited:
+            waited.add(op.stage)
+            yield Instruction(WAIT_STAGE, stage=op.stage)
+        yield instruction
