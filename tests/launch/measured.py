@@ -6,6 +6,7 @@ the states of the optimizer. On a busy host, more messages wait in some steps.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import runpy
@@ -27,10 +28,11 @@ if __name__ == "__main__":
         peaks.append(allocated.peak)
         return loss
 
+    file = Path(f"{words[0]}.{os.environ['RANK']}")
+    atexit.register(
+        lambda: file.write_text(json.dumps(min(peaks[1:], default=0)))
+    )  # the script does not return
     sys.argv = words[1:]
     sys.path.insert(0, str(Path(words[1]).parent))
     with AllocatedBytes() as allocated, mock.patch.object(PipelineEngine, "train_batch", measured):
-        try:
-            runpy.run_path(words[1], run_name="__main__")
-        finally:
-            Path(f"{words[0]}.{os.environ['RANK']}").write_text(json.dumps(min(peaks[1:], default=0)))
+        runpy.run_path(words[1], run_name="__main__")
