@@ -46,6 +46,7 @@ class WeightGathers:
     @contextmanager
     def replacing(self) -> Iterator[None]:
         """Context of an optimizer step, in which DeepSpeed starts these gathers and does not gather itself."""
+        self.wait()  # a step may have used no weight of a stage
         modules = bf16_optimizer, stage_1_and_2
         originals = [module.all_gather_dp_groups for module in modules]
         for module in modules:
