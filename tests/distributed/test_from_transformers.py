@@ -25,7 +25,7 @@ from tests.decoder_models import (
 from tests.distributed.test_own_layers import Batches
 from tests.ranks import Ranks
 from tests.reference import assert_close_gradients
-from tests.selection import EVERYTHING, select
+from tests.selection import EVERYTHING, extensive, select
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -112,7 +112,9 @@ def losses_and_logits(rank: int, folder: str, chunked: bool, compiled: bool) -> 
     return losses, logits
 
 
-@pytest.mark.parametrize(("name", "compiled"), [("Llama", False), ("Llama", True), ("GPTNeoX", False)])
+@pytest.mark.parametrize(
+    ("name", "compiled"), [("Llama", False), pytest.param("Llama", True, marks=extensive), ("GPTNeoX", False)]
+)
 def test_a_chunked_loss_is_the_one_of_whole_logits(
     ranks: Ranks, name: str, compiled: bool, tmp_path: Path
 ) -> None:

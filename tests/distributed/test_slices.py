@@ -73,7 +73,9 @@ JOBS = {
 
 
 ALWAYS = [
-    name for name in JOBS if name not in ("gpipe", "zb_v", "1f1b", "1f1b 2", "full", "hidden dropout full")
+    name
+    for name in JOBS
+    if name not in ("gpipe", "zb_v", "1f1b", "1f1b 2", "full", "hidden dropout full", "sequence parallel")
 ]
 
 

@@ -70,7 +70,7 @@ def runs(rank: int, one: Job, other: Job, folder: str) -> list[Run]:
     return found
 
 
-@pytest.mark.parametrize("name", select([*JOBS], [*JOBS]))
+@pytest.mark.parametrize("name", select([*JOBS], ["unsliced", "data"]))
 def test_a_run_continues_bitwise_with_equal_slices_and_closely_with_others(
     ranks: Ranks, tmp_path: Path, name: str
 ) -> None:
@@ -114,7 +114,7 @@ def assert_close(found: Any, expected: Any) -> None:
         torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.parametrize("name", select([*JOBS], [*JOBS]))
+@pytest.mark.parametrize("name", select([*JOBS], ["tensor"]))
 def test_evaluations_are_those_of_whole_sequences(ranks: Ranks, name: str) -> None:
     one, slices = JOBS[name]
     pool = ranks(one.world_size)
