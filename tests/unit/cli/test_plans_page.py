@@ -14,8 +14,9 @@ from ds_ext.planner.text import format_bytes
 from tests.selection import EVERYTHING
 
 PAGE = (Path(__file__).parents[3] / "docs" / "plans.md").read_text()
-ROWS = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| ")][2:]
-COMMANDS = re.findall(r"^    (plan .*)$", PAGE.replace("\\\n", ""), re.MULTILINE)
+TABLE = PAGE.partition("\n## ")[0]
+ROWS = [line.strip("| ").split(" | ") for line in TABLE.splitlines() if line.startswith("| ")][2:]
+COMMANDS = re.findall(r"^    (plan .*)$", TABLE.replace("\\\n", ""), re.MULTILINE)
 FEW = ("7 devices", "tiny model")
 
 
