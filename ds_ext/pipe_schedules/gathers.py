@@ -59,9 +59,8 @@ def _insert(program: Program, device: int) -> Iterator[Instruction]:
     waited = set()
     for instruction in program.instructions[device]:
         op = instruction.op
-        if instruction.name == WAIT_STAGE:
-            continue
         if op is not None and op.stage not in waited:
             waited.add(op.stage)
             yield Instruction(WAIT_STAGE, stage=op.stage)
-        yield instruction
+        if instruction.name != WAIT_STAGE:
+            yield instruction
