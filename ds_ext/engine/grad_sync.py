@@ -3,6 +3,9 @@
 DeepSpeed reduces all gradients after the last backward of a step. An eager reduction starts right after the last
 backward of a stage and overlaps with later computations. The engine waits for it before the optimizer step. The
 averages are the same, so the rest of the step is DeepSpeed's.
+
+ZeRO's optimizers read the gradients of this rank's part of every parameter group. A reduce-scatter of a group computes
+only these averages, with half the bytes of an all-reduce.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
@@ -33,6 +37,8 @@ from .module import PipelineModule
 from .tracing.recorder import Tracer
 
 logger = logging.getLogger(__name__)
+# The older name, before torch 2.13, is deprecated.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Gradients:
@@ -147,6 +153,78 @@ class Gradients:
                     self.drop_unused([parameter], [False])
                     continue
             dist.all_reduce(gradient, group=group)
+
+    def groups_within(self, parameters: Iterable[nn.Parameter]) -> list[int]:
+        """Return the parameter groups of ZeRO that have no other parameters, and whose parts follow their order."""
+        if not self._is_zero or getattr(self.optimizer, "round_robin_gradients", False):
+            return []
+        ids = {id(parameter) for parameter in parameters}
+        groups = enumerate(model_groups(self.optimizer))
+        return [i for i, group in groups if group and all(id(parameter) in ids for parameter in group)]
+
+    def of_group(self, index: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+        """Return the gradients of a parameter group as one padded vector of ``dtype``, and those of this rank's part.
+
+        The vector is memory of the optimizer, and the list empty, if the optimizer has such a vector.
+        """
+        if self._is_bf16:
+            flat = self.optimizer.fp32_groups_gradients_flat[index]
+            part = self.optimizer.fp32_groups_gradient_flat_partition[index]
+            return (flat, []) if flat.dtype == dtype else (flat.to(dtype), [part])
+        gradients = []
+        for parameter in model_groups(self.optimizer)[index]:
+            gradient = self.get(parameter)
+            assert gradient is not None, "fill_missing() comes first"
+            gradient.data = gradient.contiguous()
+            gradients.append(gradient.view(-1))
+        size = self.optimizer.bit16_groups_flat[index].numel()
+        flat = torch.cat([*gradients, gradients[0].new_zeros(size - sum(g.numel() for g in gradients))])
+        return flat.to(dtype), [piece for _, piece in self._own_pieces(gradients, size)]
+
+    def _own_pieces(self, tensors: Sequence[Tensor], size: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield (index, elements) of the tensors in this rank's part of ``size`` elements, the tensors one by one."""
+        length = size // self.replicas
+        first, offset = dist.get_rank(self.group) * length, 0
+        for i, tensor in enumerate(tensors):
+            flat = tensor.view(-1)
+            start, stop = max(first - offset, 0), min(first + length - offset, flat.numel())
+            if start < stop:
+                yield i, flat[start:stop]
+            offset += flat.numel()
+
+    @contextmanager
+    def norm_of_parts(self) -> Iterator[None]:
+        """Context of an optimizer step in which only the parts of the ranks hold averages.
+
+        The norm of the bf16 optimizer would read all gradients of a rank; ZeRO's reads its parts.
+        """
+        if not self._is_bf16:
+            yield
+            return
+        optimizer = self.optimizer
+        get_gradients = optimizer.get_grads_for_norm
+
+        def norm(for_clipping: bool = False) -> Any:
+            if for_clipping:
+                return get_gradients(for_clipping)
+            tensor_rank = bwc_tensor_model_parallel_rank(mpu=optimizer.mpu)
+            pieces = [
+                piece
+                for group, gradients, flat in zip(
+                    optimizer.bf16_groups,
+                    optimizer.fp32_groups_gradients,
+                    optimizer.fp32_groups_gradients_flat,
+                    strict=True,
+                )
+                for i, piece in self._own_pieces(gradients, flat.numel())
+                if counts_here(group[i], tensor_rank)
+            ]
+            square = get_total_norm(pieces).to(get_accelerator().current_device_name()).square()
+            dist.all_reduce(square, group=self.group)
+            return [square.sqrt()], {}
+
+        with _set_attribute(optimizer, "get_grads_for_norm", norm):
+            yield
 
     @property
     def accumulating(self) -> Callable[[], AbstractContextManager[None]] | None:
@@ -280,8 +358,9 @@ def _follows(tensor: Tensor, last: Tensor) -> bool:
 
 
 def _copy_parts(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the elements of a vector to tensors, in the order of :func:`flatten`."""
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+    """Copy the elements of a vector, which may be padded, to tensors in the order of :func:`flatten`."""
+    sizes = [tensor.numel() for tensor in tensors]
+    for tensor, part in zip(tensors, flat[: sum(sizes)].split(sizes), strict=True):
         tensor.copy_(part.view_as(tensor))
 
 
@@ -297,6 +376,7 @@ class EagerReduction:
         order: stages of this rank, in the order of their reductions.
         dtype: dtype of the reduced gradients.
         tracer: records the reductions; None without tracing.
+        scatters: True to reduce-scatter parameter groups of one stage.
     """
 
     def __init__(
@@ -306,9 +386,14 @@ class EagerReduction:
         order: Sequence[int],
         dtype: torch.dtype,
         tracer: Tracer | None,
+        scatters: bool = False,
     ) -> None:
         self._gradients, self._dtype, self._tracer = gradients, dtype, tracer
-        self._parameters = _by_last_stage(module, order)
+        self._parameters = parameters_by_reduction(module, order)
+        self._groups = {
+            stage: gradients.groups_within(parameters) if scatters else []
+            for stage, parameters in self._parameters.items()
+        }
         self._pending: deque[tuple[Work, Tensor, list[Tensor]]] = deque()
         self._used: list[
             tuple[list[nn.Parameter], Tensor]
@@ -349,6 +434,12 @@ class EagerReduction:
         """
         parameters = self._parameters[stage]
         used = self._gradients.fill_missing(parameters)
+        if self._groups[stage]:
+            scattered = set()
+            for index in self._groups[stage]:
+                scattered.update(map(id, model_groups(self._gradients.optimizer)[index]))
+                self._start(stage, *self._gradients.of_group(index, self._dtype), is_group=True)
+            parameters = [parameter for parameter in parameters if id(parameter) not in scattered]
         gradients = [as_real(g) for g in map(self._gradients.get, parameters) if g is not None]
         if self._gradients.may_be_missing and gradients:
             flags = torch.tensor(used, dtype=gradients[0].dtype, device=gradients[0].device)
@@ -364,13 +455,24 @@ class EagerReduction:
             if copied:
                 self._start(stage, flatten(copied).to(reduced_dtype), copied)
 
-    def _start(self, stage: int | None, flat: Tensor, gradients: list[Tensor]) -> None:
-        """Start to average a vector over the replicas; ``gradients`` receive its parts at the end."""
-        flat.div_(self._gradients.replicas)
+    def _start(
+        self, stage: int | None, flat: Tensor, gradients: list[Tensor], is_group: bool = False
+    ) -> None:
+        """Start to average a vector over the replicas; ``gradients`` receive its parts at the end.
+
+        Of a whole parameter group, this rank gets the averages of its part.
+        """
+        group, replicas = self._gradients.group, self._gradients.replicas
+        flat.div_(replicas)
         begin = 0.0 if self._tracer is None else self._tracer.now()
-        work = dist.all_reduce(flat, group=self._gradients.group, async_op=True)
+        average = flat
+        if is_group:
+            average = flat.chunk(replicas)[dist.get_rank(group)]
+            work = _reduce_scatter(average, flat, group=group, async_op=True)
+        else:
+            work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
-        self._pending.append((work, flat, gradients))
+        self._pending.append((work, average, gradients))
         if self._tracer is not None:
             self._tracer.reducing(stage, flat, begin, work)
 
@@ -392,7 +494,9 @@ def why_not_eager(engine: DeepSpeedEngine) -> str | None:
     return None
 
 
-def _by_last_stage(module: PipelineModule, order: Sequence[int]) -> dict[int | None, list[nn.Parameter]]:
+def parameters_by_reduction(
+    module: PipelineModule, order: Sequence[int]
+) -> dict[int | None, list[nn.Parameter]]:
     """Return a dict of stage -> parameters to reduce with it; None -> parameters tied to other ranks.
 
     A parameter used by several stages belongs to the last one in ``order``. Gradients of tied parameters are first

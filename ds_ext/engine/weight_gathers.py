@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from ..pipe_schedules.gathers import order_of_first_use
+from ..pipe_schedules.reductions import order_of_reductions
 from .deepspeed_api.names import model_groups
+from .grad_sync import parameters_by_reduction
 from .module import PipelineModule
 
 
@@ -69,8 +71,9 @@ class WeightGathers:
             group = dp_process_group[i]
             if dist.get_world_size(group) == 1:
                 continue
-            mine = partitioned_param_groups[i][dist.get_rank(group)]
-            work = dist.all_gather_into_tensor(groups_flat[i], mine, group=group, async_op=True)
+            # Of one parameter, the vector is a view of it.
+            flat, mine = groups_flat[i].detach(), partitioned_param_groups[i][dist.get_rank(group)].detach()
+            work = dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)
             assert work is not None
             self._pending.append((stage, work))
 
@@ -84,25 +87,30 @@ class WeightGathers:
 def split_by_stage(groups: Sequence[Any], module: PipelineModule) -> tuple[list[dict[str, Any]], list[int]]:
     """Return parameter groups of single stages, and for each the index of the group that it is a part of.
 
-    A parameter of several stages, such as a tied embedding, belongs to the first that this rank uses. Parts without
-    elements, on which DeepSpeed fails, are joined to another one.
+    A parameter of several stages, such as a tied embedding, belongs to the first that this rank uses. Parameters whose
+    gradients are reduced with other stages have their own group. Parts without elements, on which DeepSpeed fails, are
+    joined to another one.
 
     Args:
         groups: parameters, or parameter groups.
         module: holds the parameters of the stages.
     """
     first = _first_uses(module)
+    reductions = parameters_by_reduction(
+        module, order_of_reductions(module.plan.program, module.device_index)
+    )
+    reduced = {id(p): place for place, parameters in enumerate(reductions.values()) for p in parameters}
     if not all(isinstance(group, Mapping) for group in groups):
         groups = [{"params": list(groups)}]
     parts: list[dict[str, Any]] = []
     sources: list[int] = []
     for source, group in enumerate(groups):
-        by_place: dict[int, list[Any]] = {}
+        by_place: dict[tuple[int, int], list[Any]] = {}
         empty = []
         for entry in group["params"]:
             parameter = entry[1] if isinstance(entry, tuple) else entry
-            here = by_place.setdefault(first.get(id(parameter), 0), []) if parameter.numel() else empty
-            here.append(entry)
+            place = first.get(id(parameter), 0), reduced.get(id(parameter), 0)
+            (by_place.setdefault(place, []) if parameter.numel() else empty).append(entry)
         of_stages = [by_place[place] for place in sorted(by_place)] or [[]]
         of_stages[0] += empty
         parts += [{**group, "params": entries} for entries in of_stages]

@@ -6,7 +6,8 @@ DeepSpeed's or torch's optimizer takes the step itself.
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -86,7 +87,8 @@ class WeightUpdate:
         device = engine.module.device_index
         order = order_of_reductions(engine.plan.program, device)
         dtype = engine.communication_data_type
-        return EagerReduction(self.gradients, engine.module, order, dtype, engine.tracer)
+        scatters = engine.plan.settings.overlap_across_steps
+        return EagerReduction(self.gradients, engine.module, order, dtype, engine.tracer, scatters)
 
     def _make_gathers(self) -> WeightGathers | None:
         engine, optimizer = self._engine, self._optimizer
@@ -121,6 +123,18 @@ class WeightUpdate:
         """Wait until the weights of a stage are gathered; None: those of all stages."""
         if self.gathers is not None:
             self.gathers.wait(stage)
+
+    @contextmanager
+    def overlapping(self) -> Iterator[None]:
+        """Context of an optimizer step that reads the ranks' parts of the gradients, and starts to gather the weights.
+
+        It does nothing for a job without "overlap_across_steps".
+        """
+        if self.gathers is None:
+            yield
+            return
+        with self.gathers.replacing(), self.gradients.norm_of_parts():
+            yield
 
     def scale(self, loss: Loss) -> Tensor:
         """Return the root of a backward: the loss divided by the counts of the step, times the fp16 loss scale."""

@@ -1,4 +1,7 @@
-"""Steps that start before the weights of the last step are gathered train to the same weights, bit for bit."""
+"""Steps that start before the weights of the last step are gathered train to the same weights, bit for bit.
+
+Their gradients are reduce-scattered: no rank reads the averages of another one's part.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ds_ext.config.job import load_config
-from ds_ext.engine import weight_gathers
+from ds_ext.engine import grad_sync, weight_gathers
 from ds_ext.engine.weight_gathers import WeightGathers
 from ds_ext.errors import ConfigError
 from ds_ext.pipe_schedules import Program
@@ -56,19 +59,40 @@ class Late:
         self.flat.copy_(self.gathered)
 
 
+class Scattered:
+    """Reduce-scatter after which the other ranks' parts are not numbers."""
+
+    count = 0
+
+    def __init__(self, mine: Tensor, flat: Tensor, group: Any, async_op: bool) -> None:
+        assert async_op
+        Scattered.count += 1
+        self.mine, self.flat, self.reduced = mine, flat, torch.empty_like(mine)
+        self.work: Any = SCATTER(self.reduced, flat, group=group, async_op=True)
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.flat.fill_(math.nan)
+        self.mine.copy_(self.reduced)
+
+
 def gather_and_wait(self: WeightGathers, *args: Any, **kwargs: Any) -> None:
     START(self, *args, **kwargs)
     self.wait()
 
 
-START = WeightGathers._start
+START, SCATTER = WeightGathers._start, grad_sync._reduce_scatter
 
 
 def run(rank: int, job: Job, late: bool = True, waits: bool = True, evaluate: bool = False) -> dict[str, Any]:
     """Train without a look at the weights between the steps.
 
     Args:
-        late: weights are numbers only after their wait; False: every gather ends before its step does.
+        late: weights are numbers only after their wait, and averages of gradients only in the rank's own part; False:
+            every gather ends before its step does.
         waits: the program has its waits; False: it lacks those of stage 1, and is not checked.
         evaluate: after every step.
     """
@@ -79,14 +103,17 @@ def run(rank: int, job: Job, late: bool = True, waits: bool = True, evaluate: bo
         engine, tp = build(job)
         if late:
             patches.enter_context(mock.patch.object(weight_gathers.dist, "all_gather_into_tensor", Late))
+            patches.enter_context(mock.patch.object(grad_sync, "_reduce_scatter", Scattered))
         else:
             patches.enter_context(mock.patch.object(WeightGathers, "_start", gather_and_wait))
         gathers = engine.update.gathers
         assert gathers is not None
-        batches, losses, evaluated, pending = StepBatches(batches_of(job)), [], [], []
+        batches, losses, evaluated, pending, norms = StepBatches(batches_of(job)), [], [], [], []
+        Scattered.count = 0
         for _ in range(job.steps):
             losses.append(float(engine.train_batch(batches)))
             pending.append(len(gathers._pending))
+            norms.append(float(engine.get_global_grad_norm() or 0.0))
             if evaluate:
                 evaluated.append(float(engine.eval_batch(StepBatches(batches_of(job)))))
         engine.wait_for_weights()
@@ -96,6 +123,8 @@ def run(rank: int, job: Job, late: bool = True, waits: bool = True, evaluate: bo
         "weights": weights(engine, tp),
         "digest": digest(engine),
         "pending": pending,
+        "norms": norms,
+        "scattered": Scattered.count,
         "skipped": engine.skipped_steps,
     }
     engine.transport.close()
@@ -127,7 +156,8 @@ def test_weights_are_those_of_gathers_within_the_step(ranks: Ranks, schedule: st
     late = ranks(job.world_size).run(run, job, timeout_s=120)
     early = ranks(job.world_size).run(run, job, False, timeout_s=120)
     for one, other in zip(late, early, strict=True):
-        assert one["losses"] == other["losses"]
+        assert (one["losses"], one["norms"]) == (other["losses"], other["norms"])
+        assert one["scattered"] and not other["scattered"]
         assert one["digest"] == other["digest"]
         assert one["skipped"] == other["skipped"] and bool(one["skipped"]) == (precision == "fp16")
         assert any(one["pending"]) and not any(other["pending"])
@@ -143,6 +173,24 @@ def test_weights_are_those_of_one_process(ranks: Ranks, schedule: str) -> None:
         for name, weight in result["weights"].items():
             full = expected.parameters[name]
             torch.testing.assert_close(weight[: len(full)], full, rtol=1e-4, atol=1e-5)
+
+
+def first_norm(rank: int, job: Job) -> float:
+    engine, _ = build(job)
+    engine.train_batch(StepBatches(batches_of(job)))
+    engine.transport.close()
+    norm = engine.get_global_grad_norm()
+    assert norm is not None
+    return float(norm)
+
+
+@pytest.mark.parametrize(("schedule", "tensor"), [("1f1b", 1), ("bitpipe_zb", 1), ("zb_h1", 2)])
+def test_the_norm_of_parts_is_that_of_whole_gradients(ranks: Ranks, schedule: str, tensor: int) -> None:
+    job = make_job(schedule, decay_groups=True)
+    assert job.tp == tensor
+    parts = ranks(job.world_size).run(first_norm, job, timeout_s=120)
+    whole = ranks(job.world_size).run(first_norm, replace(job, overlap=False), timeout_s=120)
+    assert parts == pytest.approx(whole, rel=1e-6)
 
 
 def test_evaluations_wait_for_all_weights(ranks: Ranks) -> None:
@@ -197,8 +245,9 @@ def lists_of_rates(rank: int) -> list[float]:
 
 
 def test_lists_of_a_scheduler_are_expanded(ranks: Ranks) -> None:
+    # Every device has two stages, and the embedding, which is tied to the head, in a group of its own.
     for rates in ranks(4).run(lists_of_rates, timeout_s=120):
-        assert rates == pytest.approx([0.1, 0.1, 0.2, 0.2])
+        assert rates == pytest.approx([0.1, 0.1, 0.1, 0.2, 0.2])
 
 
 def test_forward_ranks_are_refused() -> None:

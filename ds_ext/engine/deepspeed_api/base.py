@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any, ClassVar
 
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
@@ -183,10 +182,9 @@ class AdaptedEngine(PipelineEngine):
         if self._auditing is not None:
             self._auditing.finish()
         correction = self.gather().losses.correction
-        gathers = self.update.gathers
         with (
             self.update.gradients.corrected(correction, self.module.parameters()),
-            nullcontext() if gathers is None else gathers.replacing(),
+            self.update.overlapping(),
         ):
             if self.gradient_clipping() == 0 and not isinstance(self.optimizer, DeepSpeedOptimizer):
                 self.clip_fp32_gradients()  # without clipping, DeepSpeed does not measure the norm

@@ -118,6 +118,7 @@ NAMES = OVERRIDDEN + _parse(f"""
     {ZERO} of objects: optimizer bit16_groups use_grad_accum_attribute gradient_accumulation_dtype
     {ZERO} of objects: cpu_offload overlap_comm contiguous_gradients reduce_scatter loss_scaler
     {ZERO} callable: get_grad_norm_direct complete_grad_norm_calculation_for_cpu_offload
+    {ZERO} of objects: round_robin_gradients bit16_groups_flat
     {ZERO} of objects: _hp_optimizer_states_linked model_parallel_group real_dp_process_group
     {ZERO} of objects: parallel_partitioned_bit16_groups single_partition_of_fp32_groups
     {ZERO} of parameters: _hp_mapping grad_accum
@@ -125,6 +126,7 @@ NAMES = OVERRIDDEN + _parse(f"""
     {BF16} callable: update_lp_params scale_if_loss
     {BF16} of objects: optimizer bf16_groups fp32_groups_gradients fp32_groups_has_gradients
     {BF16} callable: get_grads_for_norm
+    {BF16} of objects: mpu fp32_groups_gradients_flat fp32_groups_gradient_flat_partition
     {BF16} of objects: _hp_optimizer_states_linked real_dp_process_group
     {BF16} of objects: bf16_partitioned_groups fp32_groups_flat_partition
     {BF16} of parameters: _hp_mapping
