@@ -94,7 +94,6 @@ def step_on_hosts(
         volumes,
         unit_s,
         eager_reductions(simulation),
-        bool(args.overlap_across_steps),
     )
     between = traffic_between_hosts(layout, network.hosts, volumes, timetable.micro_batches).bytes
     return HostStep(network, layout, step, between)

@@ -12,7 +12,7 @@ from ..recipes.models.field_flags import add_flags, fields_of, flag_name, flags_
 
 # Settings of the job that `plan` chooses itself, and all settings with a flag.
 _CHOSEN = ("tensor_parallel", "data_parallel", "attention_scores")
-_SETTINGS = ("micro_batch", "precision", "zero_stage", *_CHOSEN)
+_SETTINGS = ("micro_batch", "precision", "zero_stage", "overlap_across_steps", *_CHOSEN)
 
 
 def add_model_flags(verb: argparse.ArgumentParser, *, all_settings: bool = True) -> None:

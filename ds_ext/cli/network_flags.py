@@ -17,10 +17,7 @@ RATE = (
     f"10^12 operations per second of a device in its ops, without bubbles and communication ({TFLOPS:g}). Rates that "
     "others report count both: they are lower"
 )
-_ONLY_WITH_HOSTS = (
-    *("inside", "between", "ports", "collectives", "rank_order", "tflops", "memory_bandwidth"),
-    "overlap_across_steps",
-)
+_ONLY_WITH_HOSTS = ("inside", "between", "ports", "collectives", "rank_order", "tflops", "memory_bandwidth")
 _TFLOPS_RANGE = 1e-3, 1e6
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
@@ -45,12 +42,6 @@ def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
     group.add_argument("--collectives", choices=[NCCL, GLOO], help=text)
     if sizes:
         group.add_argument("--tflops", type=float, metavar="T", help=RATE)
-        group.add_argument(
-            "--overlap-across-steps",
-            action="store_true",
-            default=None,
-            help="the job has the key overlap_across_steps: weights are gathered beside the next step",
-        )
         group.add_argument(
             "--rank-order", metavar="tp-dp-pp", help="same as a job's rank_order key (tp-dp-pp)"
         )

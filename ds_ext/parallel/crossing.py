@@ -34,6 +34,7 @@ class Traffic:
         tensor: for each device, the tensors that one rank all-reduces over its tensor-parallel group; empty: 0.
         tied: gradient of a weight that the first and the last stage share.
         zero_stage: 1 if the ranks that average gradients also gather the weights after the step.
+        overlaps: with ZeRO, gradients are reduce-scattered, and the weights gathered beside the next step.
         stages: for each stage, the gradients of one rank, without weights tied to other devices; empty: unknown.
     """
 
@@ -43,6 +44,7 @@ class Traffic:
     tensor: tuple[float, ...] = ()
     tied: float = 0.0
     zero_stage: int = 0
+    overlaps: bool = False
     stages: tuple[float, ...] = ()
 
 
@@ -208,7 +210,7 @@ def _reductions(layout: ParallelLayout, traffic: Traffic) -> Iterable[tuple[list
     for devices in layout.placement.replica_groups:
         for tensor in range(layout.tensor_parallel_size):
             ranks = [layout.rank(device, group, tensor) for group in groups for device in devices]
-            size = _all_reduce(len(ranks), traffic.gradients[devices[0]])
+            size = _all_reduce(len(ranks), traffic.gradients[devices[0]]) / (2 if traffic.overlaps else 1)
             if traffic.zero_stage:
                 # The all-gather of the weights.
                 size += _all_reduce(len(ranks), traffic.weights[devices[0]]) / 2

@@ -68,6 +68,10 @@ class Network:
         """Collectives of one process group that run at the same time: torch gives gloo two threads."""
         return 2 if self.backend == GLOO else 1
 
+    def needs_processors(self, ranks: Sequence[int]) -> bool:
+        """Return whether processors transfer and sum the data of a collective, as those of a host in gloo."""
+        return self.backend == GLOO and not self.hosts.cross(ranks)
+
     def link(self, a: int, b: int) -> Link:
         """Return the link between two ranks."""
         return self.between if self.hosts.cross((a, b)) else self.inside
@@ -79,11 +83,11 @@ class Network:
         return replace(self, between=Link(self.between.bandwidth / share, self.between.latency))
 
     def port_time(self, size: float, ranks: Sequence[int]) -> float:
-        """Return the seconds for which an all-reduce of ``size`` bytes in a ring occupies the busiest host's port."""
+        """Return the seconds for which a pass of ``size`` bytes through a ring occupies the busiest host's port."""
         hosts = [self.hosts.host(rank) for rank in sorted(ranks)]
         leaving = Counter(a for a, b in pairwise([*hosts, hosts[0]]) if a != b)
         block = size * (len(hosts) - 1) / len(hosts)
-        return 2 * block * max(leaving.values(), default=0) / self.between.bandwidth
+        return block * max(leaving.values(), default=0) / self.between.bandwidth
 
     def message_time(self, size: float, a: int, b: int) -> float:
         """Return the seconds of a message of ``size`` bytes from rank ``a`` to rank ``b``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from .placement import Placement
 
@@ -145,15 +147,15 @@ class Dependencies:
 
 
 class Inputs:
-    """Counter of the inputs that each op still waits for."""
+    """Counter of the inputs that each op still waits for; those in ``one_more`` have one besides other ops."""
 
-    def __init__(self, dependencies: Dependencies) -> None:
-        self._dependencies = dependencies
+    def __init__(self, dependencies: Dependencies, one_more: Container[Op] = ()) -> None:
+        self._dependencies, self._one_more = dependencies, one_more
         self._missing: dict[Op, int] = {}  # only ops that have some, but not all, of their inputs
 
     def deliver(self, op: Op) -> bool:
         """Count one more input of ``op``; return True if it was the last one."""
-        missing = self._missing.pop(op, 0) or self._dependencies.count(op)
+        missing = self._missing.pop(op, 0) or self._dependencies.count(op) + (op in self._one_more)
         if missing > 1:
             self._missing[op] = missing - 1
         return missing == 1

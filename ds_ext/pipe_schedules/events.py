@@ -6,10 +6,10 @@ share this loop and differ in their policies.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Protocol, TypeVar
 
 from .costs import Costs
@@ -186,7 +186,12 @@ class Run:
 
 
 def run(
-    workload: Workload, policies: Sequence[Policy], admission: Admission, *, tolerance: float = 0.0
+    workload: Workload,
+    policies: Sequence[Policy],
+    admission: Admission,
+    *,
+    tolerance: float = 0.0,
+    weights: Mapping[Op, float] | None = None,
 ) -> Run:
     """Run until no device can continue. A free device computes the op that its policy chooses.
 
@@ -194,14 +199,17 @@ def run(
 
     Args:
         tolerance: relative difference up to which times count as equal. Rounding must not change what a policy sees.
+        weights: op -> time at which its device has the weights, a further input of these ops.
     """
-    dependencies = workload.dependencies
-    inputs = Inputs(dependencies)
+    dependencies, weights = workload.dependencies, weights or {}
+    inputs = Inputs(dependencies, weights)
     orders: list[list[Op]] = [[] for _ in policies]
     starts: list[list[float]] = [[] for _ in policies]
     ends: list[list[float]] = [[] for _ in policies]
     busy = [False] * len(policies)
-    events: list[tuple[float, bool, int, Op]] = []  # time, True for an arrival, device, op
+    # Time, True for an arrival, device, op.
+    events = [(time, True, dependencies.device(op), op) for op, time in weights.items()]
+    heapify(events)
     awake: set[int] = set()
     now = 0.0
     messages = 0
@@ -210,8 +218,12 @@ def run(
         policies[device].add_ready(op)
         awake.add(device)
 
+    def enter(op: Op) -> None:
+        if op not in weights:
+            add_ready(dependencies.device(op), op)
+
     for op in admission.admit():
-        add_ready(dependencies.device(op), op)
+        enter(op)
     while True:
         for device in sorted(awake):
             op = None if busy[device] else policies[device].choose()
@@ -243,7 +255,7 @@ def run(
                 elif inputs.deliver(consumer):
                     add_ready(receiver, consumer)
             for entry in admission.mark_done(device, op):
-                add_ready(dependencies.device(entry), entry)
+                enter(entry)
 
 
 def _frozen(rows: list[list[T]]) -> tuple[tuple[T, ...], ...]:

@@ -5,7 +5,7 @@ Costs are for 1/D of the model and one micro-batch. A stage that is a smaller pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .checks.timetable import check_timetable, deadlock_at
@@ -58,8 +58,13 @@ class Simulation:
         }
 
 
-def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
+def simulate(
+    timetable: Timetable, costs: Costs | None = None, gathered: Mapping[tuple[int, int], float] | None = None
+) -> Simulation:
     """Run the timetable on simulated devices.
+
+    Args:
+        gathered: (device, stage) -> time at which the device has the weights of the stage; 0 for others.
 
     Raises:
         ScheduleError: the timetable is incomplete, or it deadlocks.
@@ -76,7 +81,12 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
         dependencies.trains,
         timetable.slices,
     )
-    result = run_orders(workload, timetable.orders)
+    weights: dict[Op, float] = {}
+    for (device, stage), time in (gathered or {}).items():
+        first = next((op for op in timetable.orders[device] if op.stage == stage), None)
+        if first is not None and time:
+            weights[first] = time
+    result = run_orders(workload, timetable.orders, weights)
     _check_complete(timetable, result)
     busy = [sum(map(workload.time, order)) for order in timetable.orders]
     share = timetable.placement.devices_per_pipe / timetable.placement.stages / timetable.slices
@@ -95,9 +105,11 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
     )
 
 
-def run_orders(workload: Workload, orders: Sequence[Sequence[Op]]) -> Run:
-    """Run the given orders of all devices."""
-    return run(workload, [FixedOrder(order) for order in orders], NoAdmission(workload))
+def run_orders(
+    workload: Workload, orders: Sequence[Sequence[Op]], weights: Mapping[Op, float] | None = None
+) -> Run:
+    """Run the given orders of all devices; ``weights`` as in :func:`.events.run`."""
+    return run(workload, [FixedOrder(order) for order in orders], NoAdmission(workload), weights=weights)
 
 
 def _check_complete(timetable: Timetable, result: Run) -> None:

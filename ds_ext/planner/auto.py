@@ -262,9 +262,11 @@ def training_sizes(
         on_cpu: attention with dropout stores its scores.
     """
     reduced = fp32_sums_of_bf16(config).get("communication_data_type") or precision(config)
+    section = config.get("ds_ext", {})
     return TrainingSizes.of_model(
         model,
-        sequence_parallel=bool(config.get("ds_ext", {}).get("sequence_parallel")),
+        sequence_parallel=bool(section.get("sequence_parallel")),
+        overlap_across_steps=bool(section.get("overlap_across_steps")),
         micro_batch=micro_batch,
         precision=precision(config),
         optimizer=adam_implementation(config),

@@ -180,6 +180,7 @@ class ParallelSizes:
             **({"sequence_parallel": True} if sizes.sequence_parallel else {}),
             **({"sequence_slices": candidate.slices} if candidate.slices > 1 else {}),
             **({"slice_lengths": [*lengths]} if len({*lengths}) > 1 else {}),
+            **({"overlap_across_steps": True} if sizes.overlap_across_steps and sizes.bytes.sharded else {}),
             "rank_order": str(candidate.rank_order),
             "schedule_options": candidate.settings,
             "train": train,

@@ -147,6 +147,8 @@ class Request:
         if self.network is None or sizes is None:
             return 0.0
         volumes = reduced * sizes.bytes.reduced, gathered * sizes.bytes.weights * sizes.bytes.sharded
+        if sizes.overlap_across_steps and sizes.bytes.sharded:
+            volumes = volumes[0] / 2, 0.0  # scattered, and beside the next step
         return least_collectives_s(
             self.network, sizes.tensor_parallel, replicas * sizes.data_parallel, *volumes
         )

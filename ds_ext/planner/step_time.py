@@ -3,7 +3,7 @@
 Each distinct pipeline group is simulated once. A device starts the reduction of a stage at the op of its eager
 reduction (:mod:`..pipe_schedules.reductions`). The collective begins when all ranks of the group have started it and
 the process group is free. The engine waits for all reductions before the optimizer step. ZeRO-1 then gathers the
-weights.
+weights, which may overlap with the next step: each stage's first op starts when its weights are there.
 
 Collectives on a shared port share its rate. Not modeled: messages that wait for other messages or collectives, the
 optimizer's arithmetic, and collectives of single numbers (loss, norm, overflow).
@@ -11,11 +11,11 @@ optimizer's arithmetic, and collectives of single numbers (loss, norm, overflow)
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 from ..parallel.crossing import Traffic, messages_between, require_slots
 from ..parallel.layout import ParallelLayout
@@ -37,7 +37,7 @@ class StepTime:
         simulation: simulation of the slowest pipeline group, in the unit of its costs.
         makespan_s: time until the last op.
         reductions_s: further time until the last reduction: the exposed reduction time.
-        gather_s: time of the last all-gather of ZeRO-1; or by how much it delays the next step, which it overlaps.
+        gather_s: time of the last all-gather of ZeRO-1; or by how much the gathers delay a step that they overlap.
     """
 
     simulation: Simulation
@@ -159,10 +159,9 @@ def step_time(
     volumes: Traffic,
     unit_s: float,
     reductions: Reductions,
-    overlaps: bool = False,
 ) -> StepTime:
     """Simulate a step on a network; the arguments and errors are those of :func:`step_times`."""
-    return step_times(timetable, costs, [layout], network, volumes, unit_s, reductions, overlaps)[0]
+    return step_times(timetable, costs, [layout], network, volumes, unit_s, reductions)[0]
 
 
 def step_times(
@@ -173,7 +172,6 @@ def step_times(
     volumes: Traffic,
     unit_s: float,
     reductions: Reductions,
-    overlaps: bool = False,
 ) -> list[StepTime]:
     """Simulate a step on a network for every layout.
 
@@ -183,87 +181,147 @@ def step_times(
         volumes: bytes of messages, of the gradients of every stage, and of weights.
         unit_s: unit of the costs in seconds.
         reductions: op -> stages to reduce after it, by device, from the simulation in the job plan.
-        overlaps: the next step starts while weights are gathered.
 
     Raises:
         ConfigError: the hosts do not have one slot per rank.
         ScheduleError: the timetable is incomplete, or it deadlocks.
     """
     pairs = list(messages_between(timetable.placement, timetable.micro_batches))
-    simulations: dict[tuple[float, ...], Simulation] = {}
+    results: dict[tuple[Any, ...], Simulation] = {}
+
+    def simulated(
+        units: Mapping[tuple[int, int], float], gathered: Mapping[tuple[int, int], float]
+    ) -> Simulation:
+        key = tuple(units.values()), *gathered.values()
+        if key not in results:
+            results[key] = simulate(timetable, replace(costs, comm=0.0, links=units), gathered)
+        return results[key]
+
     steps = []
     for layout in layouts:
         require_slots(layout, network.hosts)
-        keys = set()
-        for links in message_links(layout, network, pairs, volumes.message / timetable.slices):
-            key = tuple(links.values())
-            keys.add(key)
-            if key not in simulations:
-                # Of whole micro-batches: a message of a slice takes its share.
-                units = {link: seconds * timetable.slices / unit_s for link, seconds in links.items()}
-                simulations[key] = simulate(timetable, replace(costs, comm=0.0, links=units))
-        distinct = [simulations[key] for key in sorted(keys)]
-        steps.append(_with_collectives(distinct, layout, network, volumes, unit_s, reductions, overlaps))
+        links = {}
+        for seconds_of in message_links(layout, network, pairs, volumes.message / timetable.slices):
+            # Of whole micro-batches: a message of a slice takes its share.
+            units = {link: seconds * timetable.slices / unit_s for link, seconds in seconds_of.items()}
+            links[tuple(units.values())] = units
+        distinct = [links[key] for key in sorted(links)]
+        collectives = _Collectives(layout, network, volumes, unit_s, reductions)
+        simulations = [simulated(units, {}) for units in distinct]
+        step = collectives.step(simulations)
+        if volumes.overlaps:
+            gathered = collectives.gathered(simulations[0])
+            later = collectives.step([simulated(units, gathered) for units in distinct])
+            step = replace(step, gather_s=max(0.0, later.step_s - step.step_s))
+        steps.append(step)
     return steps
 
 
-def _with_collectives(
-    simulations: Sequence[Simulation],
-    layout: ParallelLayout,
-    network: Network,
-    volumes: Traffic,
-    unit_s: float,
-    reductions: Reductions,
-    overlaps: bool,
-) -> StepTime:
-    """Return the step of the given pipeline groups with the collectives that follow their ops."""
-    groups = layout.placement.replica_groups
-    slowest = max(simulations, key=lambda simulation: simulation.makespan)
-    makespan_s = slowest.makespan * unit_s
-    queues = [
-        _queue(devices, simulations, reductions, layout, network, volumes, unit_s) for devices in groups
-    ]
-    reduced_s = max(makespan_s, _reductions_end(queues, network.lanes))
-    gather_s = 0.0
-    if volumes.zero_stage and overlaps:
-        gather_s = max(
-            _gathers_delay(devices, simulations, layout, network, volumes, unit_s) for devices in groups
+@dataclass(frozen=True)
+class _Collectives:
+    """Collectives of the replicas of every device: reductions of gradients, and all-gathers of weights."""
+
+    layout: ParallelLayout
+    network: Network
+    volumes: Traffic
+    unit_s: float
+    reductions: Reductions
+
+    def step(self, simulations: Sequence[Simulation]) -> StepTime:
+        """Return the step of pipeline groups, with the reductions and, unless it overlaps, the gathers after it."""
+        groups = self.layout.placement.replica_groups
+        slowest = max(simulations, key=lambda simulation: simulation.makespan)
+        makespan_s = slowest.makespan * self.unit_s
+        queues = [self._queue(devices, simulations) for devices in groups]
+        # On the processors that compute, reductions do not overlap with ops.
+        busy_s = max(
+            sum(collective.latency_s + collective.transfer_s for collective in queue)
+            if self.network.needs_processors(self._ranks(devices))
+            else 0.0
+            for queue, devices in zip(queues, groups, strict=True)
         )
-    elif volumes.zero_stage:
-        gather_s = max(
-            _over_tensor_ranks(layout, network, devices, volumes.weights[devices[0]], gather=True)
-            for devices in groups
-        )
-    return StepTime(slowest, makespan_s, reduced_s - makespan_s, gather_s)
+        reduced_s = max(makespan_s + busy_s, _reductions_end(queues, self.network.lanes))
+        gather_s = 0.0
+        if self.volumes.zero_stage and not self.volumes.overlaps:
+            gather_s = max(self._ring_pass(devices, self.volumes.weights[devices[0]]) for devices in groups)
+        return StepTime(slowest, makespan_s, reduced_s - makespan_s, gather_s)
 
+    def gathered(self, simulation: Simulation) -> dict[tuple[int, int], float]:
+        """Return (device, stage) -> time at which the weights are gathered, in the unit of the costs.
 
-def _gathers_delay(
-    devices: Sequence[int],
-    simulations: Sequence[Simulation],
-    layout: ParallelLayout,
-    network: Network,
-    volumes: Traffic,
-    unit_s: float,
-) -> float:
-    """Return by how many seconds the gathers of the weights, one stage after the other, delay the next step at most.
+        The gathers of a device start with the step, one stage after the other.
+        """
+        times: dict[tuple[int, int], float] = {}
+        volumes = self.volumes
+        for devices in self.layout.placement.replica_groups:
+            order = order_of_first_use(simulation, devices[0])
+            share = volumes.weights[devices[0]] / (sum(volumes.stages[stage] for stage in order) or 1.0)
+            now_s = 0.0
+            for stage in order:
+                now_s += self._ring_pass(devices, share * volumes.stages[stage])
+                times |= {(device, stage): now_s / self.unit_s for device in devices}
+        return times
 
-    The first op of a stage starts when its weights are gathered, and the ops that depend on it are no later than that.
-    """
-    order = order_of_first_use(simulations[0], devices[0])
-    share = volumes.weights[devices[0]] / (sum(volumes.stages[stage] for stage in order) or 1.0)
-    gathered_s = delay_s = 0.0
-    for stage in order:
-        size = share * volumes.stages[stage]
-        gathered_s += _over_tensor_ranks(layout, network, devices, size, gather=True)
-        starts = [
-            start
-            for simulation in simulations
-            for device in devices
-            for op, start, _ in simulation.spans[device]
-            if op.stage == stage
-        ]
-        delay_s = max(delay_s, gathered_s - min(starts, default=math.inf) * unit_s)
-    return delay_s
+    def _ranks(self, devices: Sequence[int], tensor_rank: int = 0) -> list[int]:
+        """Return the ranks of a collective: all replicas, in all pipeline groups."""
+        groups = range(self.layout.data_parallel_size)
+        return [self.layout.rank(device, data, tensor_rank) for data in groups for device in devices]
+
+    def _ring_pass(self, devices: Sequence[int], size: float) -> float:
+        """Return the seconds of an all-gather or a reduce-scatter, for the slowest tensor-parallel rank.
+
+        The groups of all tensor-parallel ranks run at the same time.
+        """
+        tensor = self.layout.tensor_parallel_size
+        network = self.network.shared(tensor)
+        return max(network.all_gather_time(size, self._ranks(devices, t)) for t in range(tensor))
+
+    def _all_reduce(self, devices: Sequence[int], size: float) -> float:
+        """Return the seconds of an all-reduce, as :meth:`_ring_pass`."""
+        tensor = self.layout.tensor_parallel_size
+        network = self.network.shared(tensor)
+        return max(network.all_reduce_time(size, self._ranks(devices, t)) for t in range(tensor))
+
+    def _queue(self, devices: Sequence[int], simulations: Sequence[Simulation]) -> list[_Collective]:
+        """Return the reductions of replicas in their common order."""
+        starts: dict[int, float] = {}  # by stage
+        last_s = 0.0
+        for simulation in simulations:
+            for device in devices:
+                for op, _, end in simulation.spans[device]:
+                    last_s = max(last_s, end * self.unit_s)
+                    for stage in self.reductions[device].get(op, ()):
+                        starts[stage] = max(starts.get(stage, 0.0), end * self.unit_s)
+        sizes = [(start_s, self.volumes.stages[stage]) for stage, start_s in starts.items()]
+        tie_s = self._tie_s(devices)
+        if tie_s is not None:
+            sizes.append((last_s + tie_s, self.volumes.tied))
+        return [self._reduction(start_s, size, devices) for start_s, size in sizes]
+
+    def _reduction(self, start_s: float, size: float, devices: Sequence[int]) -> _Collective:
+        """Return the reduction of ``size`` bytes."""
+        seconds = (self._ring_pass if self.volumes.overlaps else self._all_reduce)(devices, size)
+        if self.network.ports != HOST_PORTS:
+            return _Collective(start_s, seconds, 0.0, frozenset())
+        ranks = self._ranks(devices)
+        port_s = self.network.shared(self.layout.tensor_parallel_size).port_time(size, ranks)
+        transfer_s = min(seconds, port_s if self.volumes.overlaps else 2 * port_s)
+        hosts = frozenset(map(self.network.hosts.host, ranks))
+        return _Collective(start_s, seconds - transfer_s, transfer_s, hosts)
+
+    def _tie_s(self, devices: Sequence[int]) -> float | None:
+        """Return the seconds to sum a tied weight's gradient over the devices that hold it; None without one."""
+        if not self.volumes.tied:
+            return None
+        layout, seconds = self.layout, []
+        for first, last in layout.placement.split_ends:
+            if first in devices or last in devices:
+                groups, tensor = range(layout.data_parallel_size), range(layout.tensor_parallel_size)
+                for data in groups:
+                    for t in tensor:
+                        ranks = [layout.rank(first, data, t), layout.rank(last, data, t)]
+                        seconds.append(self.network.all_reduce_time(self.volumes.tied, ranks))
+        return max(seconds, default=None)
 
 
 @dataclass
@@ -325,74 +383,3 @@ def _reductions_end(queues: Sequence[Sequence[_Collective]], lanes: int) -> floa
                 collective.advance(passed_s, users)
             running[:] = [c for c in running if c.transfer_s > 0 or c.latency_s > 0]
     return now
-
-
-def _queue(
-    devices: Sequence[int],
-    simulations: Sequence[Simulation],
-    reductions: Reductions,
-    layout: ParallelLayout,
-    network: Network,
-    volumes: Traffic,
-    unit_s: float,
-) -> list[_Collective]:
-    """Return the reductions of replicas in their common order."""
-    starts: dict[int, float] = {}  # by stage
-    last_s = 0.0
-    for simulation in simulations:
-        for device in devices:
-            for op, _, end in simulation.spans[device]:
-                last_s = max(last_s, end * unit_s)
-                for stage in reductions[device].get(op, ()):
-                    starts[stage] = max(starts.get(stage, 0.0), end * unit_s)
-    sizes = [(start_s, volumes.stages[stage]) for stage, start_s in starts.items()]
-    tie_s = _tie_time(devices, layout, network, volumes)
-    if tie_s is not None:
-        sizes.append((last_s + tie_s, volumes.tied))
-    return [_collective(start_s, size, devices, layout, network) for start_s, size in sizes]
-
-
-def _collective(
-    start_s: float, size: float, devices: Sequence[int], layout: ParallelLayout, network: Network
-) -> _Collective:
-    """Return the reduction of ``size`` bytes over replicas and data-parallel ranks."""
-    seconds = _over_tensor_ranks(layout, network, devices, size)
-    if network.ports != HOST_PORTS:
-        return _Collective(start_s, seconds, 0.0, frozenset())
-    groups = range(layout.data_parallel_size)
-    ranks = [layout.rank(device, data, 0) for data in groups for device in devices]
-    transfer_s = min(seconds, network.shared(layout.tensor_parallel_size).port_time(size, ranks))
-    return _Collective(start_s, seconds - transfer_s, transfer_s, frozenset(map(network.hosts.host, ranks)))
-
-
-def _tie_time(
-    devices: Sequence[int], layout: ParallelLayout, network: Network, volumes: Traffic
-) -> float | None:
-    """Return the seconds to sum a tied weight's gradient over the devices that hold it; None without one."""
-    if not volumes.tied:
-        return None
-    seconds = []
-    for first, last in layout.placement.split_ends:
-        if first in devices or last in devices:
-            groups, tensor = range(layout.data_parallel_size), range(layout.tensor_parallel_size)
-            for data in groups:
-                for t in tensor:
-                    ranks = [layout.rank(first, data, t), layout.rank(last, data, t)]
-                    seconds.append(network.all_reduce_time(volumes.tied, ranks))
-    return max(seconds, default=None)
-
-
-def _over_tensor_ranks(
-    layout: ParallelLayout, network: Network, devices: Sequence[int], size: float, gather: bool = False
-) -> float:
-    """Return the seconds of a collective over replicas and data-parallel ranks, for the slowest tensor-parallel rank.
-
-    The groups of all tensor-parallel ranks run at the same time.
-    """
-    tensor, groups = layout.tensor_parallel_size, range(layout.data_parallel_size)
-    network = network.shared(tensor)
-    collective = network.all_gather_time if gather else network.all_reduce_time
-    return max(
-        collective(size, [layout.rank(device, data, t) for data in groups for device in devices])
-        for t in range(tensor)
-    )

@@ -53,5 +53,6 @@ def traffic(sizes: TrainingSizes, placement: Placement, micro_batches: int) -> T
         if sizes.untie_embeddings_and_output_weights
         else sizes.embedding_parameters * per_parameter.reduced,
         zero_stage=int(per_parameter.sharded),
+        overlaps=sizes.overlap_across_steps and per_parameter.sharded,
         stages=tuple(count * per_parameter.reduced for count in sizes.stage_parameters(placement)),
     )

@@ -32,6 +32,7 @@ class TrainingSizes(TransformerConfig):
         data_parallel: number of pipeline groups.
         zero_stage: 0, or 1 to shard the optimizer states over replicas x data-parallel ranks. Half precision always
             shards them.
+        overlap_across_steps: reduce-scatter the gradients of a stage, and gather its weights beside the next step.
         attention_scores: the attention stores its s x s scores; selective recomputation drops them.
         score_bytes: bytes per score that are stored.
         score_copies: bytes of copies of queries, keys and values with the scores, per element of the queries.
@@ -50,6 +51,7 @@ class TrainingSizes(TransformerConfig):
     tensor_parallel: int = field(default=1, metadata=flag(metavar="T"))
     data_parallel: int = field(default=1, metadata=flag(metavar="DP"))
     zero_stage: int = field(default=0, metadata=flag("zero", choices=(0, 1)))
+    overlap_across_steps: bool = False
     attention_scores: bool = False
     score_bytes: int = field(default=5, metadata=NO_FLAG)
     score_copies: int = field(default=0, metadata=NO_FLAG)
