@@ -24,7 +24,6 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor, nn
@@ -156,7 +155,7 @@ class Gradients:
 
     def groups_within(self, parameters: Iterable[nn.Parameter]) -> list[int]:
         """Return the parameter groups of ZeRO that have no other parameters, and whose parts follow their order."""
-        if not self._is_zero or getattr(self.optimizer, "round_robin_gradients", False):
+        if not self._is_zero or (self._has_sums and self.optimizer.round_robin_gradients):
             return []
         ids = {id(parameter) for parameter in parameters}
         groups = enumerate(model_groups(self.optimizer))
@@ -541,33 +540,34 @@ def counts_here(parameter: Tensor, tensor_rank: int) -> bool:
 
 
 def let_parameters_differ(optimizer: Any) -> None:
-    """Let the ranks of a model copy have different parameter groups. They call this together after construction.
+    """Let the ranks of a model copy have different parameter groups.
 
-    ZeRO reduces one norm per group over these ranks, so a rank with fewer groups adds empty ones. The bf16 optimizer
-    fails on a rank whose gradients other ranks count, so its norm gets a zero.
+    ZeRO reduces one norm per group over these ranks, one after the other; here it is one norm. The bf16 optimizer fails
+    on a rank whose gradients other ranks count, so its norm gets a zero.
     """
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        _pad_zero_groups(optimizer)
+        _join_zero_norms(optimizer)
     elif type(optimizer) is BF16_Optimizer:
         _pad_bf16_norm(optimizer)
 
 
-def _pad_zero_groups(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Let the norm of ZeRO have as many parameter groups on every rank of a model copy."""
-    scaled_norm, groups = optimizer.scaled_global_norm, len(optimizer.bit16_groups)
-    max_groups = torch.tensor(groups, device=get_accelerator().current_device_name())
-    dist.all_reduce(max_groups, dist.ReduceOp.MAX, group=optimizer.model_parallel_group)
+def _join_zero_norms(optimizer: DeepSpeedZeroOptimizer) -> None:
+    """Let the norm of ZeRO be one reduction for all parameter groups."""
 
-    def padded_norm(norm_type: int = 2) -> Tensor:
-        norms = [scaled_norm(norm_type)]
-        for _ in range(groups, int(max_groups)):
-            if optimizer.cpu_offload:
-                norms.append(optimizer.complete_grad_norm_calculation_for_cpu_offload([]))
-            else:
-                norms.append(optimizer.get_grad_norm_direct([], []))
-        return combine_grad_norm_groups(norms, norm_type)
+    def joint_norm(norm_type: int = 2) -> Tensor:
+        parameters = [p for of_group in optimizer.params_in_partition for p in of_group]
+        if optimizer.cpu_offload:
+            return optimizer.complete_grad_norm_calculation_for_cpu_offload(parameters)
+        gradients = [
+            gradient * optimizer.loss_scale if optimizer._muon_update_lacks_loss_scale(i) else gradient
+            for i in range(len(optimizer.bit16_groups))
+            for gradient in optimizer.averaged_gradients[i]
+            if not getattr(gradient, "_zero_padding", False)
+        ]
+        return optimizer.get_grad_norm_direct(gradients, parameters, norm_type)
 
-    optimizer.scaled_global_norm = padded_norm
+    if not optimizer.has_moe_layers:
+        optimizer.scaled_global_norm = joint_norm
 
 
 def _pad_bf16_norm(optimizer: BF16_Optimizer) -> None:

@@ -240,10 +240,11 @@ class _Collectives:
             else 0.0
             for queue, devices in zip(queues, groups, strict=True)
         )
-        reduced_s = max(makespan_s + busy_s, _reductions_end(queues, self.network.lanes))
+        reduced_s = max(makespan_s + busy_s, _run(queues, self.network.lanes))
         gather_s = 0.0
         if self.volumes.zero_stage and not self.volumes.overlaps:
-            gather_s = max(self._ring_pass(devices, self.volumes.weights[devices[0]]) for devices in groups)
+            gathers = [[self._gather(self.volumes.weights[devices[0]], devices)] for devices in groups]
+            gather_s = _run(gathers, self.network.lanes)
         return StepTime(slowest, makespan_s, reduced_s - makespan_s, gather_s)
 
     def gathered(self, simulation: Simulation) -> dict[tuple[int, int], float]:
@@ -251,16 +252,19 @@ class _Collectives:
 
         The gathers of a device start with the step, one stage after the other.
         """
-        times: dict[tuple[int, int], float] = {}
-        volumes = self.volumes
-        for devices in self.layout.placement.replica_groups:
+        groups, volumes = self.layout.placement.replica_groups, self.volumes
+        queues: list[dict[int, _Collective]] = []
+        for devices in groups:
             order = order_of_first_use(simulation, devices[0])
             share = volumes.weights[devices[0]] / (sum(volumes.stages[stage] for stage in order) or 1.0)
-            now_s = 0.0
-            for stage in order:
-                now_s += self._ring_pass(devices, share * volumes.stages[stage])
-                times |= {(device, stage): now_s / self.unit_s for device in devices}
-        return times
+            queues.append({stage: self._gather(share * volumes.stages[stage], devices) for stage in order})
+        _run([[*queue.values()] for queue in queues], self.network.lanes)
+        return {
+            (device, stage): gather.end_s / self.unit_s
+            for devices, queue in zip(groups, queues, strict=True)
+            for stage, gather in queue.items()
+            for device in devices
+        }
 
     def _ranks(self, devices: Sequence[int], tensor_rank: int = 0) -> list[int]:
         """Return the ranks of a collective: all replicas, in all pipeline groups."""
@@ -300,12 +304,21 @@ class _Collectives:
 
     def _reduction(self, start_s: float, size: float, devices: Sequence[int]) -> _Collective:
         """Return the reduction of ``size`` bytes."""
-        seconds = (self._ring_pass if self.volumes.overlaps else self._all_reduce)(devices, size)
+        if self.volumes.overlaps and self.network.scatters:
+            return self._collective(start_s, self._ring_pass(devices, size), size, devices)
+        return self._collective(start_s, self._all_reduce(devices, size), 2 * size, devices)
+
+    def _gather(self, size: float, devices: Sequence[int]) -> _Collective:
+        """Return the all-gather of ``size`` bytes."""
+        return self._collective(0.0, self._ring_pass(devices, size), size, devices)
+
+    def _collective(self, start_s: float, seconds: float, size: float, devices: Sequence[int]) -> _Collective:
+        """Return a collective that takes ``seconds`` alone, and passes ``size`` bytes through a ring."""
         if self.network.ports != HOST_PORTS:
             return _Collective(start_s, seconds, 0.0, frozenset())
         ranks = self._ranks(devices)
         port_s = self.network.shared(self.layout.tensor_parallel_size).port_time(size, ranks)
-        transfer_s = min(seconds, port_s if self.volumes.overlaps else 2 * port_s)
+        transfer_s = min(seconds, port_s)
         hosts = frozenset(map(self.network.hosts.host, ranks))
         return _Collective(start_s, seconds - transfer_s, transfer_s, hosts)
 
@@ -326,18 +339,20 @@ class _Collectives:
 
 @dataclass
 class _Collective:
-    """Reduction that waits or runs: first the transfer over the ports, then the latency.
+    """Collective that waits or runs: first the transfer over the ports, then the latency.
 
     Attributes:
         start_s: earliest start.
         latency_s, transfer_s: remaining time.
         hosts: hosts whose ports it uses; empty: it shares no port.
+        end_s: its end, as soon as it has ended.
     """
 
     start_s: float
     latency_s: float
     transfer_s: float
     hosts: frozenset[int]
+    end_s: float = 0.0
 
     def slowdown(self, users: Counter[int]) -> int:
         """Return the number of users of its busiest port; ``users`` counts them for every host."""
@@ -356,8 +371,8 @@ class _Collective:
             self.latency_s = 0.0 if ends else self.latency_s - passed_s
 
 
-def _reductions_end(queues: Sequence[Sequence[_Collective]], lanes: int) -> float:
-    """Return the second at which the last reduction ends.
+def _run(queues: Sequence[Sequence[_Collective]], lanes: int) -> float:
+    """Run collectives, and return the second at which the last one ends.
 
     Collectives share ports equally, as fluids. Those of one process group begin in order.
 
@@ -381,5 +396,6 @@ def _reductions_end(queues: Sequence[Sequence[_Collective]], lanes: int) -> floa
         for _, running in groups:
             for collective in running:
                 collective.advance(passed_s, users)
+                collective.end_s = now
             running[:] = [c for c in running if c.transfer_s > 0 or c.latency_s > 0]
     return now

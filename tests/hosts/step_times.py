@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ RANKS = 8
 _WIDTH_BYTES = 4 * 32 * 32  # weight of an emulated layer
 _WARM_UP = 1
 _HEADER_BYTES = 200  # of a message
+ZERO = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Case:
         devices: D; the data-parallel size is RANKS / D.
         delay_ms, rate_mbit: of every link between hosts.
         ballast: fp32 parameters added to every layer, to make reductions long.
+        overlap: value of "overlap_across_steps" in a job with ZeRO stage 1, whose steps follow each other; None: no
+            ZeRO, and all ranks start a step together.
     """
 
     schedule: str
@@ -55,6 +59,7 @@ class Case:
     rate_mbit: float = 0.0
     ballast: int = 0
     rank_order: str = "tp-dp-pp"
+    overlap: bool | None = None
 
     @property
     def data(self) -> int:
@@ -84,7 +89,15 @@ class Case:
         )
         gradient = _WIDTH_BYTES + 4.0 * self.ballast
         stages = (gradient,) * timetable.placement.stages
-        volumes = Traffic(4096 + _HEADER_BYTES, (), (0.0,) * self.devices, stages=stages)
+        per_device = gradient * timetable.placement.stages * timetable.placement.replicas / self.devices
+        volumes = Traffic(
+            4096 + _HEADER_BYTES,
+            (),
+            (per_device,) * self.devices,
+            zero_stage=int(self.overlap is not None),
+            overlaps=bool(self.overlap),
+            stages=stages,
+        )
         reductions = eager_reductions(simulate(timetable))
         return 1000 * step_time(timetable, self.costs, layout, network, volumes, 1e-3, reductions).step_s
 
@@ -98,7 +111,10 @@ def cases() -> list[Case]:
     for devices, micro_batches in ((8, 16), (4, 8)):
         for schedule in SCHEDULES:
             rows += [Case(schedule, devices, micro_batches, 80.0, delay_ms) for delay_ms in (0.0, 15.0, 50.0)]
-    rows += [Case(schedule, 4, 8, 60.0, 15.0, 100.0, 750_000, "tp-pp-dp") for schedule in SCHEDULES]
+    slow = 60.0, 15.0, 100.0, 750_000, "tp-pp-dp"
+    rows += [
+        Case(schedule, 4, 8, *slow, overlap) for schedule in SCHEDULES for overlap in (None, False, True)
+    ]
     return rows
 
 
@@ -131,6 +147,10 @@ def run_rank(folder: Path, rows: list[Case], steps: int) -> None:
         times = []
         for _ in range(_WARM_UP + steps):
             device.start_step()
+            if times and row.overlap is not None:
+                step()
+                times.append(1000 * time.perf_counter())
+                continue
             start = torch.tensor([time.perf_counter() + 0.5 + 0.02 * row.delay_ms], dtype=torch.float64)
             dist.barrier()
             dist.broadcast(start, 0)
@@ -139,8 +159,12 @@ def run_rank(folder: Path, rows: list[Case], steps: int) -> None:
             late = time.perf_counter() > begin
             sleep_until(begin)
             step()
+            if row.overlap is not None:
+                times.append(1000 * time.perf_counter())
+                continue
             times.append(-1.0 if late else 1000 * (max(device.last_end, finish[0]) - begin))
-        results.append(times[_WARM_UP:])
+        engine.wait_for_weights()
+        results.append(times if row.overlap is not None else times[_WARM_UP:])
         dist.barrier()
         engine.transport.close()
     (folder / f"rank{rank}.json").write_text(json.dumps(results))
@@ -182,8 +206,10 @@ def _engine(row: Case) -> tuple[Any, Any, Any]:
         "gradient_accumulation_steps": row.micro_batches // timetable.placement.replicas,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
         "steps_per_print": 10**9,
+        **({} if row.overlap is None else ZERO),
         "ds_ext": {
             "schedule": row.schedule,
+            "overlap_across_steps": bool(row.overlap),
             "pipeline_parallel_size": row.devices,
             "rank_order": row.rank_order,
             "transport_options": {"timeout_s": 120},
@@ -226,6 +252,8 @@ def measure(hosts: int, rows: list[Case], steps: int) -> list[dict[str, Any]]:
         times = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
         for number, row in enumerate(rows):
             ends = [max(ranks) for ranks in zip(*(t[number] for t in times), strict=True) if min(ranks) > 0]
+            if row.overlap is not None:  # moments
+                ends = [b - a for a, b in pairwise(ends)]
             measured = statistics.median(ends)
             predicted = row.predict_ms(hosts, *delays[number])
             found.append(
