@@ -1,8 +1,8 @@
 """Runs train_gpt.py, and kills ranks at given points of given attempts.
 
 DS_EXT_TEST_KILLS is a JSON list with a [rank, step, point] for each attempt of the launcher. Points are names of
-instructions, also with "after ", and "snapshot" (written but not committed), "recover" (before loading) and "save"
-(in a checkpoint after the step).
+instructions, also with "after ", and "gather" (the gathers beside the next step have started), "snapshot" (written but
+not committed), "recover" (before loading) and "save" (in a checkpoint after the step).
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ def kill_at(rank: int, step: int, point: str) -> None:
     from ds_ext.engine.executor import Executor, Observer
     from ds_ext.engine.recovery import slots
     from ds_ext.engine.state import RankState
+    from ds_ext.engine.weight_gathers import WeightGathers
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    run, crc32, load = Executor.run, slots.zlib.crc32, RankState.load
+    run, crc32, load, gather = Executor.run, slots.zlib.crc32, RankState.load, WeightGathers._start
     train, save = PipelineEngine.train_batch, PipelineEngine.save_checkpoint
     steps = [0]
 
@@ -64,11 +65,17 @@ def kill_at(rank: int, step: int, point: str) -> None:
             die()
         load(*args)
 
+    def gather_and_die(gathers: WeightGathers, *args: Any, **options: Any) -> None:
+        gather(gathers, *args, **options)
+        if point == "gather" and steps[0] == step:
+            die()
+
     def save_or_die(engine: Any, *args: Any, **options: Any) -> Any:
         if point == "save" and engine.global_steps == step:
             die()
         return save(engine, *args, **options)
 
+    WeightGathers._start = gather_and_die  # type: ignore[method-assign]
     PipelineEngine.save_checkpoint = save_or_die  # type: ignore[method-assign]
     PipelineEngine.train_batch = train_batch  # type: ignore[method-assign]
     Executor.run = run_or_die  # type: ignore[method-assign]

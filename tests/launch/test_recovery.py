@@ -44,7 +44,7 @@ if EVERYTHING:
     ]
 FORWARD_KILLS: list[tuple[Kill, int]] = [((0, 3, "ForwardPass"), 2), ((1, 5, "OptimizerStep"), 4)]
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
-    "bitpipe fp32 ZeRO 1": ("bitpipe", {"zero_optimization": {"stage": 1}}),
+    "bitpipe fp32 ZeRO 1, overlap": ("bitpipe", {"zero_optimization": {"stage": 1}}),
     **(
         {
             "1f1b bf16 ZeRO 0": ("1f1b", {"bf16": {"enabled": True}, "zero_optimization": {"stage": 0}}),
@@ -98,6 +98,9 @@ def test_every_kill_ends_with_the_same_weights(
     ranks, kills = (4, FORWARD_KILLS) if schedule == "fbd" else (2, KILLS)
     config = {**tiny_config(corpus), **more}
     config["ds_ext"] |= {"schedule": schedule}
+    if "overlap" in job:
+        config["ds_ext"]["overlap_across_steps"] = True
+        kills = sorted([*KILLS, ((0, 3, "gather"), 2)], key=lambda kill: kill[0][1])
     plain = write_json(tmp_path / "plain.json", config)
     config["ds_ext"]["recovery"] = {"every": 1}
     with_recovery = write_json(tmp_path / "recovery.json", config)
