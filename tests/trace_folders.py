@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ds_ext.observe.trace.event import EventText, reduction_lanes
+from ds_ext.observe.trace.event import EventText, collective_lanes
 from ds_ext.observe.trace.file import CLOCK, TraceFile, metadata, write_timetable
 from ds_ext.pipe_schedules import Instruction
 from ds_ext.pipe_schedules import timetable as generate
@@ -95,7 +95,8 @@ def _step(simulation: Simulation, rank: int, step: int, load_share: float) -> li
     lines.append(text.instruction(Instruction("OptimizerStep"), last + 100, last + 300, 0, step))
     lines.append(text.step(step, zero, last + 400, simulation.timetable.micro_batches))
     stages = sorted({op.stage for op, _, _ in simulation.spans[rank]})
-    return lines + reduction_lanes(rank, step, [(stage, BYTES, last - 2000, last + 50) for stage in stages])
+    reductions = [(step, stage, BYTES, last - 2000, last + 50) for stage in stages]
+    return lines + collective_lanes(rank, "reduce", reductions)
 
 
 def _received(

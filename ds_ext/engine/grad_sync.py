@@ -37,7 +37,7 @@ from .tracing.recorder import Tracer
 
 logger = logging.getLogger(__name__)
 # The older name, before torch 2.13, is deprecated.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Gradients:
@@ -467,13 +467,20 @@ class EagerReduction:
         average = flat
         if is_group:
             average = flat.chunk(replicas)[dist.get_rank(group)]
-            work = _reduce_scatter(average, flat, group=group, async_op=True)
+            work = _reduce_scatter(average, flat, group)
         else:
             work = dist.all_reduce(flat, group=group, async_op=True)
         assert work is not None
         self._pending.append((work, average, gradients))
         if self._tracer is not None:
             self._tracer.reducing(stage, flat, begin, work)
+
+
+def _reduce_scatter(mine: Tensor, flat: Tensor, group: ProcessGroup | None) -> Work | None:
+    """Start to sum this rank's part of a vector, ``mine``, over the replicas."""
+    if dist.get_backend(group) == "gloo":  # torch's reduce-scatter would all-reduce a copy
+        return dist.all_reduce(flat, group=group, async_op=True)
+    return _SCATTER(mine, flat, group=group, async_op=True)
 
 
 def why_not_eager(engine: DeepSpeedEngine) -> str | None:

@@ -28,6 +28,7 @@ from ..pipe_schedules.reductions import order_of_reductions
 from .deepspeed_api.names import model_groups
 from .grad_sync import parameters_by_reduction
 from .module import PipelineModule
+from .tracing.recorder import Tracer
 
 
 class WeightGathers:
@@ -36,9 +37,11 @@ class WeightGathers:
     Args:
         optimizer: DeepSpeed's ZeRO or bf16 optimizer.
         module: holds the parameters of the stages.
+        tracer: records the gathers; None without tracing.
     """
 
-    def __init__(self, optimizer: ZeROOptimizer, module: PipelineModule) -> None:
+    def __init__(self, optimizer: ZeROOptimizer, module: PipelineModule, tracer: Tracer | None) -> None:
+        self._tracer = tracer
         order, first = _order(module), _first_uses(module)
         groups = enumerate(model_groups(optimizer))
         stages = {i: min((first.get(id(p), 0) for p in group), default=0) for i, group in groups}
@@ -73,8 +76,11 @@ class WeightGathers:
                 continue
             # Of one parameter, the vector is a view of it.
             flat, mine = groups_flat[i].detach(), partitioned_param_groups[i][dist.get_rank(group)].detach()
+            begin = 0.0 if self._tracer is None else self._tracer.now()
             work = dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)
             assert work is not None
+            if self._tracer is not None:
+                self._tracer.gathering(stage, flat, begin, work)
             self._pending.append((stage, work))
 
     def wait(self, stage: int | None = None) -> None:

@@ -94,7 +94,7 @@ class WeightUpdate:
         engine, optimizer = self._engine, self._optimizer
         if not engine.plan.settings.overlap_across_steps or not isinstance(optimizer, ZeROOptimizer):
             return None
-        return WeightGathers(optimizer, engine.module)
+        return WeightGathers(optimizer, engine.module, engine.tracer)
 
     def is_outdated(self) -> bool:
         """Return whether a script has changed what this object depends on.

@@ -199,6 +199,28 @@ def test_reductions_after_the_last_backward_overlap_nothing(ranks4: RankPool, tm
         assert not overlapping(trace)
 
 
+def test_gathers_last_from_their_step_to_a_wait_of_the_next(ranks4: RankPool, tmp_path: Path) -> None:
+    zero = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    traced = job(tmp_path, "interleaved", 2, dp=2, deepspeed=zero, overlap=True)
+    ranks4.run(train_traced, traced)
+    for trace in read_traces(tmp_path).ranks.values():
+        begins: dict[tuple[str, int, int], float] = {}
+        ends: dict[tuple[str, int, int], float] = {}
+        for event in (event for event in trace.events() if event.get("ph") == "X"):
+            name = event["name"].partition(" ")[0]
+            key = name, event["args"].get("step", 0), event["args"].get("stage", -1)
+            begins.setdefault(key, event["ts"])
+            ends[key] = event["ts"] + event["dur"]
+        gathers = [(step, stage) for name, step, stage in begins if name == "GatherWeights"]
+        held = {stage for name, _, stage in begins if name.startswith("F")}
+        assert {*gathers} == {(step, stage) for step in range(1, traced.steps + 1) for stage in held}
+        for step, stage in gathers:
+            assert begins["GatherWeights", step, stage] >= begins["OptimizerStep", step, -1]
+            if step < traced.steps:
+                end = ends["GatherWeights", step, stage]
+                assert end <= ends["WaitStage", step + 1, stage] + 1000  # the callback has its own thread
+
+
 def test_some_steps_of_several_pipeline_groups(ranks4: RankPool, tmp_path: Path) -> None:
     """The window; peers are global ranks; what an earlier run has left is kept in a folder with its name."""
     bounds = [0, 3, MODEL.num_layers + 4]

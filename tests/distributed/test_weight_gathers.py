@@ -64,8 +64,7 @@ class Scattered:
 
     count = 0
 
-    def __init__(self, mine: Tensor, flat: Tensor, group: Any, async_op: bool) -> None:
-        assert async_op
+    def __init__(self, mine: Tensor, flat: Tensor, group: Any) -> None:
         Scattered.count += 1
         self.mine, self.flat, self.reduced = mine, flat, torch.empty_like(mine)
         self.work: Any = SCATTER(self.reduced, flat, group=group, async_op=True)
@@ -84,7 +83,7 @@ def gather_and_wait(self: WeightGathers, *args: Any, **kwargs: Any) -> None:
     self.wait()
 
 
-START, SCATTER = WeightGathers._start, grad_sync._reduce_scatter
+START, SCATTER = WeightGathers._start, grad_sync._SCATTER
 
 
 def run(rank: int, job: Job, late: bool = True, waits: bool = True, evaluate: bool = False) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from torch.distributed import ProcessGroup, Work
 from ...comm.spin import usable_cores
 from ...config.sections import TraceOptions
 from ...errors import ConfigError
-from ...observe.trace.event import EventText, reduction_lanes
+from ...observe.trace.event import EventText, collective_lanes
 from ...observe.trace.file import TraceFile, write_timetable
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules import Instruction, Timetable
@@ -45,9 +45,10 @@ _FLUSH_S = 1.0  # on CPU; a killed run loses at most this much
 
 
 @dataclass
-class _Reduction:
-    """Asynchronous reduction. ``end`` is None until it ends."""
+class _Collective:
+    """Asynchronous reduction or gather. ``end`` is None until it ends."""
 
+    step: int
     stage: int | None
     size_bytes: int
     begin: Reading
@@ -105,7 +106,8 @@ class Tracer(Observer):
         self._timetable: Timetable | None = None
         # Instruction, begin, end and bytes of the message.
         self._executed: list[tuple[Instruction, Reading, Reading, int]] = []
-        self._reductions: list[_Reduction] = []
+        self._reductions: list[_Collective] = []
+        self._gathers: list[_Collective] = []
         # Of the current instruction.
         self._begin: Reading = 0.0
         self._moved_bytes = 0
@@ -178,11 +180,20 @@ class Tracer(Observer):
 
     def reducing(self, stage: int | None, tensor: Tensor, begin: Reading, work: Work) -> None:
         """Record the start of a reduction of a stage's gradients (None: tied ones), and later its end."""
+        self._start(self._reductions, stage, tensor, begin, work)
+
+    def gathering(self, stage: int, tensor: Tensor, begin: Reading, work: Work) -> None:
+        """Record the start of a gather of a stage's weights, and later its end, maybe in the next step."""
+        self._start(self._gathers, stage, tensor, begin, work)
+
+    def _start(
+        self, started: list[_Collective], stage: int | None, tensor: Tensor, begin: Reading, work: Work
+    ) -> None:
         if self.active:
-            reduction = _Reduction(stage, tensor.nbytes, begin)
-            self._reductions.append(reduction)
-            # On CUDA the callback runs immediately, on a stream that waits for the reduction.
-            work.get_future().add_done_callback(lambda _: setattr(reduction, "end", self.now()))
+            collective = _Collective(self._step, stage, tensor.nbytes, begin)
+            started.append(collective)
+            # On CUDA the callback runs immediately, on a stream that waits for the collective.
+            work.get_future().add_done_callback(lambda _: setattr(collective, "end", self.now()))
 
     def end_step(self) -> None:
         """End the step, after all ranks have its loss."""
@@ -194,13 +205,12 @@ class Tracer(Observer):
         self._flush()
         us = self.times.us
         begin_us, end_us = us(self.busy.started), us(end)
-        reductions = [
-            (r.stage, r.size_bytes, us(r.begin), us(end if r.end is None else r.end))
-            for r in self._reductions
-        ]
+        ended = [gather for gather in self._gathers if gather.end is not None]
+        self._gathers = [gather for gather in self._gathers if gather.end is None]
+        self._append([self._text.step(self._step, begin_us, end_us, self._timetable.micro_batches)])
+        self._append(self._lanes("reduce", self._reductions, end))
+        self._append(self._lanes("gather", ended, end))
         self._reductions.clear()
-        step_line = self._text.step(self._step, begin_us, end_us, self._timetable.micro_batches)
-        self._append([step_line, *reduction_lanes(self.rank, self._step, reductions)])
         if self._step == self.last:
             self.finish()
         elif self._clocks.is_due((end_us - begin_us) / 1e6):
@@ -229,7 +239,19 @@ class Tracer(Observer):
         """Compare the clocks one last time and close the file. All ranks must call this together."""
         if self.times is not None and not self._has_ended:
             self._compare()
+            self._append(self._lanes("gather", self._gathers, self.now()))
+            self._gathers.clear()
         self._close()
+
+    def _lanes(self, thread: str, collectives: Sequence[_Collective], end: Reading) -> list[str]:
+        """Return the events of collectives; ``end`` is that of running ones."""
+        assert self.times is not None
+        us = self.times.us
+        spans = [
+            (c.step, c.stage, c.size_bytes, us(c.begin), us(end if c.end is None else c.end))
+            for c in collectives
+        ]
+        return collective_lanes(self.rank, thread, spans)
 
     # --- files ---
 

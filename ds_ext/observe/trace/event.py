@@ -25,6 +25,8 @@ CATEGORIES = {
 }
 LOAD = "LoadMicroBatch"
 REDUCTIONS = ("ReduceGrads", "ReduceTiedGrads")
+# Thread of collectives beside the instructions of a step -> their name and category.
+ASYNCHRONOUS = {"reduce": ("ReduceGrads", "reduction"), "gather": ("GatherWeights", "gather")}
 _CACHE_LIMIT = 100_000  # instructions; more than any timetable has
 
 
@@ -90,32 +92,33 @@ class EventText:
         return json.dumps({**event, "ts": round(at_us, 3)})
 
 
-def reduction_lanes(
-    rank: int, step: int, reductions: Iterable[tuple[int | None, int, float, float]]
+def collective_lanes(
+    rank: int, thread: str, collectives: Iterable[tuple[int, int | None, int, float, float]]
 ) -> list[str]:
-    """Return the events of asynchronous reductions.
+    """Return the events of asynchronous reductions (thread ``reduce``) or gathers of weights (``gather``).
 
-    Spans of one thread must not overlap partially, so overlapping reductions get the threads ``reduce 2`` and so on.
+    Spans of one thread must not overlap partially, so overlapping ones get the threads ``reduce 2`` and so on.
 
     Args:
         rank: global rank of this process.
-        step: number of the step.
-        reductions: (stage, bytes, begin, end) of every reduction, in microseconds; stage None for weights tied between
-            stages.
+        thread: one of ``ASYNCHRONOUS``.
+        collectives: (step, stage, bytes, begin, end) of each, in microseconds; stage None for weights tied between
+            stages. A gather belongs to the step whose weights it gathers.
     """
     lines: list[str] = []
     ends: list[float] = []  # of every lane
-    for stage, size, begin_us, end_us in sorted(reductions, key=lambda reduction: reduction[2]):
+    instruction, category = ASYNCHRONOUS[thread]
+    for step, stage, size, begin_us, end_us in sorted(collectives, key=lambda one: one[3]):
         lane = next((i for i, end in enumerate(ends) if end <= begin_us), len(ends))
-        thread = "reduce" if lane == 0 else f"reduce {lane + 1}"
+        lane_thread = thread if lane == 0 else f"{thread} {lane + 1}"
         if lane == len(ends):
             ends.append(0.0)
         ends[lane] = end_us
-        name = "ReduceGrads tied" if stage is None else f"ReduceGrads @{stage}"
+        name = f"{instruction} tied" if stage is None else f"{instruction} @{stage}"
         values: dict[str, Any] = {"step": step, "bytes": size}
         if stage is not None:
             values["stage"] = stage
-        lines.append(_span(name, "reduction", rank, thread, begin_us, end_us, values))
+        lines.append(_span(name, category, rank, lane_thread, begin_us, end_us, values))
     return lines
 
 

@@ -19,7 +19,7 @@ from ...pipe_schedules import Timetable
 from ...pipe_schedules.text import dumps
 
 RUN, CLOCK = "ds_ext_run", "ds_ext_clock"
-THREADS = ("step", "compute", "recv", "send", "reduce")
+THREADS = ("step", "compute", "recv", "send", "reduce", "gather")
 VERSION = 1
 TIMETABLE = "timetable.txt"
 _HEAD_BYTES = 1 << 16

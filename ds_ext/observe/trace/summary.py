@@ -16,7 +16,7 @@ from typing import Any
 from ...errors import DsExtError
 from ...pipe_schedules import Op
 from .causes import Causes, Row, RowSteps, find_causes
-from .event import LOAD, REDUCTIONS
+from .event import ASYNCHRONOUS, LOAD, REDUCTIONS
 from .merge import UnpairedEnds, list_messages, order_ends
 from .read import Event, RankTrace, Traces
 
@@ -323,13 +323,13 @@ class _RankSteps:
         }
 
     def _add(self, event: Event, step: int) -> None:
-        is_reduction = event["tid"].startswith("reduce")
-        if step in self._whole and not is_reduction:
+        is_asynchronous = event["tid"].startswith(tuple(ASYNCHRONOUS))
+        if step in self._whole and not is_asynchronous:
             self._forget(step)
         if event["cat"] == "step":
             self._whole[step] = event
             return
-        if not is_reduction:
+        if not is_asynchronous:
             self._count_idle(event, step)
         self._add_time(event, step)
         if event["tid"] in ("compute", "recv"):

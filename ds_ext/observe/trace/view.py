@@ -24,7 +24,7 @@ from ...pipe_schedules.draw.page import Mark, html
 from ...pipe_schedules.draw.svg import svg
 from ...pipe_schedules.simulation import Simulation, peak_stages, simulate
 from .costs import Quantity, Spans, costs_of_ops
-from .event import LOAD
+from .event import ASYNCHRONOUS, LOAD
 from .read import Event, Traces
 from .summary import Summary, summarize, summary_table
 
@@ -217,7 +217,9 @@ class _Row:
         elif event["cat"] == LOAD:
             self.marks.append(Mark(begin, end, below=False, text=f"loads data: {event['name']}", data=True))
         elif event["cat"] != "step":
-            self.marks.append(Mark(begin, end, below=thread.startswith("reduce"), text=event["name"]))
+            self.marks.append(
+                Mark(begin, end, below=thread.startswith(tuple(ASYNCHRONOUS)), text=event["name"])
+            )
 
 
 def _rows(step_events: StepEvents) -> dict[int, dict[int, _Row]]:

@@ -35,6 +35,7 @@ def test_a_file_is_strict_json_with_one_event_per_line(whole: Path) -> None:
         "reduce 2",
         "reduce 3",
         "reduce 4",
+        "gather",
     }
 
 
