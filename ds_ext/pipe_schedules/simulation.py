@@ -79,7 +79,8 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
     result = run_orders(workload, timetable.orders)
     _check_complete(timetable, result)
     busy = [sum(map(workload.time, order)) for order in timetable.orders]
-    share = timetable.placement.devices_per_pipe / timetable.placement.stages / timetable.slices
+    stages = timetable.placement.stages
+    share = timetable.placement.devices_per_pipe / stages / timetable.slices
     return Simulation(
         timetable,
         tuple(
@@ -88,7 +89,10 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
         ),
         result.makespan,
         ideal=sum(busy) / max(len(busy), 1),
-        peak_activations=tuple(peak_stages(order, timetable.trains) * share for order in timetable.orders),
+        peak_activations=tuple(
+            peak_stages([op for op in order if op.stage < stages], timetable.trains) * share
+            for order in timetable.orders
+        ),
         messages=result.messages,
         costs=costs,
         busy=tuple(time / result.makespan if result.makespan else 0.0 for time in busy),
