@@ -66,6 +66,7 @@ class Job:
     rank_order: str = "tp-dp-pp"
     timeout_s: float = 120
     slices: int | tuple[int, ...] = 1  # their number, or their lengths
+    head_parts: bool = False
 
     @property
     def layout(self) -> ParallelLayout:
@@ -97,6 +98,7 @@ class Job:
                 "eager_gradient_sync": self.eager,
                 "overlap_across_steps": self.overlap,
                 "fbd": self.fbd,
+                "vocabulary_parallel_head": self.head_parts,
                 "sequence_slices": self.num_slices,
                 "slice_lengths": "equal" if isinstance(self.slices, int) else list(self.slices),
                 "sequence_parallel": bool(self.model and self.model.sequence_parallel),

@@ -193,10 +193,12 @@ class JoinedLoss:
     Attributes:
         loss: cross entropy of every token (N,); 0 for an ignored label.
         log_sum_exp: logarithm of the sum of the exponentials of all logits (N,).
+        is_counted: whether the label is not ignored (N,).
     """
 
     loss: Tensor
     log_sum_exp: Tensor
+    is_counted: Tensor
     _shares: Sequence[HeadShare]
     _ratio_PN: Tensor
 
@@ -226,12 +228,13 @@ def join_shares(shares: Sequence[HeadShare]) -> JoinedLoss:
     sum_PN = sum_PN * (max_PN - max_N).exp()
     sum_N = sum_PN.sum(0)
     label_N = (label_PN + (max_PN - max_N)).amax(0)  # finite in the part with the label
-    loss_N = (sum_N.log() - label_N).masked_fill(label_N == -math.inf, 0.0)
-    return JoinedLoss(loss_N, sum_N.log() + max_N, shares, sum_PN / sum_N)
+    is_counted_N, log_sum_N = label_N > -math.inf, sum_N.log()
+    loss_N = (log_sum_N - label_N).masked_fill(~is_counted_N, 0.0)
+    return JoinedLoss(loss_N, log_sum_N + max_N, is_counted_N, shares, sum_PN / sum_N)
 
 
 class HeadPart(nn.Module):
-    """Part of the rows of a head, on a device of its own.
+    """Part of the rows of a head, whose other parts are on other devices.
 
     Args:
         weight: this rank's rows of the part. The rows of all ranks are divided evenly, padding included.
