@@ -67,6 +67,7 @@ class Job:
     timeout_s: float = 120
     slices: int | tuple[int, ...] = 1  # their number, or their lengths
     head_parts: bool = False
+    ds_ext: dict[str, Any] = field(default_factory=dict)  # further keys of the section
 
     @property
     def layout(self) -> ParallelLayout:
@@ -104,6 +105,7 @@ class Job:
                 "sequence_parallel": bool(self.model and self.model.sequence_parallel),
                 "transport": self.transport,
                 "transport_options": {"timeout_s": self.timeout_s},
+                **self.ds_ext,
             },
         }
 
