@@ -198,7 +198,8 @@ class Costs:
                 costs.time(kind, _three(costs.head)) / placement.head_parts
                 for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
             )
-            parts = {FORWARD: forward + backward_input, BACKWARD_WEIGHT: weight}
+            # Bounds of orders with whole backwards count the weight gradient as one.
+            parts = {FORWARD: forward + backward_input, BACKWARD: weight, BACKWARD_WEIGHT: weight}
             for kind, row in durations.items():
                 head = (parts.get(kind, 0.0) + costs.overhead,) * placement.head_parts
                 durations[kind] = (*row, *head, 0.0)

@@ -83,6 +83,15 @@ class Dependencies:
         """Return the ops that must end before ``op`` starts, each with its device."""
         return self._ops(self._input_rule(op), op)
 
+    def tensors(self, op: Op) -> int:
+        """Return the number of tensors of hidden states in a message that ``op`` receives.
+
+        The loss gets two from each head part, which gets a few numbers per token back.
+        """
+        if op.stage <= self._last:
+            return 1
+        return (0 if op.kind == BACKWARD_WEIGHT else 1) if op.stage in self._parts else 2
+
     def count(self, op: Op) -> int:
         """Return the number of ops that ``op`` depends on."""
         return len(self._input_rule(op))

@@ -265,8 +265,9 @@ def resolve_schedule(
             layers=layers,
             slices=settings.sequence_slices,
             lengths=settings.slice_lengths,
+            head_parts=settings.vocabulary_parallel_head,
         )
-        return best_schedule(candidates), candidates
+        return best_schedule(candidates, settings.vocabulary_parallel_head), candidates
     schedule = named_schedule(settings.schedule)
     if schedule.dynamic is not None and settings.transport in UNPOLLED:
         raise ConfigError(

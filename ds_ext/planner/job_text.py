@@ -13,7 +13,7 @@ from ..parallel.hosts import copy_hosts, fatal_pairs
 from ..parallel.layout import ParallelLayout, links_of
 from ..parallel.partition import StageWork
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
+from ..pipe_schedules.draw.grid import HEAD_LEGEND, LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
 from ..pipe_schedules.simulation import Simulation, simulate
 from .auto import vocabulary
 from .job_plan import JobPlan
@@ -329,6 +329,7 @@ def _describe_candidates(plan: JobPlan) -> tuple[list[str], list[str]]:
 
 def _legend(plan: JobPlan) -> str:
     legend = f"{LEGEND}; {REPEATED_LEGEND}" if plan.layout.placement.forward_devices else LEGEND
+    legend = f"{legend}; {HEAD_LEGEND}" if plan.timetable.placement.head_parts else legend
     return f"{legend}; {SPLIT_LEGEND}" if plan.timetable.split_backwards else legend
 
 
