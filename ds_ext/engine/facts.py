@@ -216,7 +216,7 @@ def plan_text(model: PipelineModule, facts: Mapping[str, Any], *, verbose: bool 
     hosts = [rank["host"] for rank in facts["ranks"]]
     return describe(
         model.plan,
-        boundaries=model.parts,
+        boundaries=model.parts[: model.num_stages + 1],
         layer_names=model.layer_names,
         model=_model_text(facts["parameters"], facts["trained_parameters"]),
         parameters=[max_parameters[device] for device in sorted(max_parameters)],

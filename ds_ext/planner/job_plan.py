@@ -342,7 +342,8 @@ def _costs(plan: StagePlan) -> Costs:
     elif slices is None and not isinstance(lengths, str):
         slices = tuple(lengths)
     stages = plan.work.stages if costs.stages is None and plan.work is not None else costs.stages
-    return replace(costs, stages=stages, slices=slices)
+    head = plan.work.head if not costs.head and plan.work is not None else costs.head
+    return replace(costs, stages=stages, slices=slices, head=head)
 
 
 def _link_credits(placement: Placement) -> int | None:
