@@ -133,7 +133,11 @@ class PipelineEngine(Measured, RunControl):
         self.step_losses = StepLosses.from_engine(self)
         forward, report = StageForward(self.module), self.activity.report_failure
         slices = StageSlices.from_plan(self.module, self.plan)
-        head = PipelineHead(self.module, self.step_losses) if self.layout.placement.head_parts else None
+        head = (
+            PipelineHead(self.module, self.step_losses.shift_labels)
+            if self.layout.placement.head_parts
+            else None
+        )
         self.executor = Executor(
             forward, self.step_losses, self.last_stage, self.device, report, slices, head
         )

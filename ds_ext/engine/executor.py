@@ -31,7 +31,7 @@ from ..pipe_schedules.bridge import (
     RecomputeForward,
     TimetableSchedule,
 )
-from ..tensor_parallel import HeadShare, WeightGradients, current_slice, deferrable, deferring
+from ..tensor_parallel import HeadShare, WeightGradients, backward, current_slice, deferrable, deferring
 from .batches import StepData
 from .dynamic.messages import DynamicMessages
 from .dynamic.order import DynamicSchedule, decided_steps
@@ -305,11 +305,12 @@ class Executor:
         if stage != self.loss_stage:
             self.head.forward_part(stage, buffer)
             return
-
-        def store_loss(losses_BS: Tensor) -> None:
-            self._store_loss(buffer, micro_batch, losses_BS, 0)
-
-        self.head.join(buffer, micro_batch, store_loss, self.scale)
+        joined, losses_BS = self.head.join(buffer, micro_batch)
+        self._store_loss(buffer, micro_batch, losses_BS, 0)
+        loss, buffer.loss = buffer.loss, None
+        if loss is not None:
+            backward([self.scale(loss)], [None])
+            self.head.set_gradients(buffer, joined, losses_BS)
 
     def _store_loss(self, buffer: Buffer, micro_batch: int, outputs: Any, index: int) -> None:
         """Store the loss of a slice of a micro-batch, and what an evaluation keeps."""

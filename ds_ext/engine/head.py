@@ -15,19 +15,15 @@ Stage S + D is on the device of stage S - 1. It runs the backward of the loss fu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..tensor_parallel import HeadPart, backward, join_shares
-from .losses.step import Loss
+from ..tensor_parallel import HeadPart, JoinedLoss, join_shares
 from .module import PipelineModule
 from .stage import Buffer
-
-if TYPE_CHECKING:
-    from .executor import Losses
 
 
 class PipelineHead:
@@ -35,16 +31,16 @@ class PipelineHead:
 
     Args:
         module: module with at least one part.
-        losses: losses of the micro-batches.
+        shift_labels: returns the labels of the tokens for those of a micro-batch.
 
     Attributes:
         loss_stage: stage that joins the parts.
     """
 
-    def __init__(self, module: PipelineModule, losses: Losses) -> None:
+    def __init__(self, module: PipelineModule, shift_labels: Callable[[Any], Any]) -> None:
         placement = module.layout.placement
         self.first_stage, self.loss_stage = placement.stages, placement.stages + placement.head_parts
-        self._losses = losses
+        self._shift_labels = shift_labels
         self._parts = {
             stage: cast(HeadPart, layer)
             for stage in module.stages
@@ -70,7 +66,7 @@ class PipelineHead:
                     f"{len(outputs)} and {len(labels or ())}). Remove vocabulary_parallel_head."
                 )
             self._labels[micro_batch] = labels[0]
-            buffer.head_inputs = outputs[0].detach(), self._losses.shift_labels(labels[0])
+            buffer.head_inputs = outputs[0].detach(), self._shift_labels(labels[0])
         return buffer.head_inputs
 
     def forward_part(self, stage: int, buffer: Buffer) -> None:
@@ -82,39 +78,26 @@ class PipelineHead:
         if not trains:
             buffer.inputs = None
 
-    def join(
-        self,
-        buffer: Buffer,
-        micro_batch: int,
-        store_loss: Callable[[Tensor], None],
-        scale: Callable[[Loss], Tensor],
-    ) -> None:
-        """Compute the loss of a micro-batch, and in training the gradients that start from it.
+    def join(self, buffer: Buffer, micro_batch: int) -> tuple[JoinedLoss, Tensor]:
+        """Return the joined shares of a micro-batch, and the losses of its tokens, in training as a leaf of a graph.
 
-        Args:
-            buffer: buffer of the loss.
-            store_loss: computes the loss of the micro-batch from the losses of the tokens, and stores it in the buffer.
-            scale: function of a loss; returns what its backward starts from.
+        The labels are then in the buffer.
         """
-        shares = [share for _, share in sorted(buffer.shares.items())]
+        joined = join_shares([share for _, share in sorted(buffer.shares.items())])
         buffer.shares.clear()
         labels_BS = self._labels.pop(micro_batch)
         buffer.labels = (labels_BS,)
-        joined = join_shares(shares)
-        losses_BS = joined.loss.view(labels_BS.shape).requires_grad_(torch.is_grad_enabled())
-        store_loss(losses_BS)
-        loss, buffer.loss = buffer.loss, None
-        if loss is None:
-            return
-        backward([scale(loss)], [None])
+        return joined, joined.loss.view(labels_BS.shape).requires_grad_(torch.is_grad_enabled())
+
+    def set_gradients(self, buffer: Buffer, joined: JoinedLoss, losses_BS: Tensor) -> None:
+        """Set the gradients of the hidden states and those that the parts need, after the backward of the loss."""
         grads_BS = torch.zeros_like(losses_BS) if losses_BS.grad is None else losses_BS.grad
         factor_N = grads_BS.flatten().masked_fill(~joined.is_counted, 0.0)
-        dtype = cast(Tensor, shares[0].gradient).dtype
-        buffer.grads = (next(iter(self._parts.values())).input_gradient(joined, factor_N, dtype),)
+        buffer.grads = (next(iter(self._parts.values())).input_gradient(joined, factor_N),)
         buffer.head_grads = joined.log_sum_exp, factor_N
 
     def set_grads(self, stage: int, buffer: Buffer, tensors: Sequence[Tensor]) -> None:
-        """Let a part compute its weight gradient, from the tensors that :meth:`join` has left in ``head_grads``."""
+        """Let a part compute its weight gradient from the ``head_grads`` of :meth:`set_gradients`."""
         inputs, buffer.inputs = buffer.inputs, None
         assert inputs is not None
         buffer.weights = self._parts[stage].weight_gradients(*inputs, *tensors)

@@ -4,6 +4,7 @@ from ds_ext.tensor_parallel.chunked_loss import (
     ChunkedHead,
     HeadPart,
     HeadShare,
+    JoinedLoss,
     join_shares,
     linear_cross_entropy,
 )
@@ -68,6 +69,7 @@ __all__ = [
     "HeadPart",
     "HeadShare",
     "InitMethod",
+    "JoinedLoss",
     "KeyedDropout",
     "KeyedLayers",
     "RowParallelLinear",

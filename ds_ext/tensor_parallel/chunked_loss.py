@@ -9,7 +9,7 @@ The rows of the head may be divided into parts on several devices (arXiv 2411.05
 
     shares = [part.share(hidden_BSD, labels_BS, True) for part in parts]
     joined = join_shares(shares)                             # joined.loss: loss of every token
-    parts[0].input_gradient(joined, factor_N, hidden.dtype)  # for gradients of the losses
+    parts[0].input_gradient(joined, factor_N)                # for gradients of the losses
     parts[i].weight_gradients(hidden_BSD, labels_BS, joined.log_sum_exp, factor_N).compute()
 
 A chunked loss is the case of one part. With the softmax p over the rows of part i, whose share of the sum of all
@@ -20,10 +20,9 @@ one part.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -174,8 +173,9 @@ class HeadShare(NamedTuple):
     """Share of a part of the head in the losses of all tokens and in the gradients of their hidden states.
 
     Attributes:
-        statistics: largest logit of the part; sum of the exponentials of the logits minus it; and the logit of the
-            label minus it, minus infinity if another part has the label. fp32 or fp64 (3, N), the same on all ranks.
+        statistics: largest logit of the part; sum of the exponentials of the logits minus it; logit of the label minus
+            it, 0 if another part has the label; and 1 if this part has the label. fp32 or fp64 (4, N), the same on all
+            ranks.
         gradient: gradient of the cross entropy over the part alone; without the label if another part has it. This
             rank's share, zero for ignored labels; None in an evaluation.
         label_rows: row of the label in the weight, zero if another rank has it; None in an evaluation or with one part.
@@ -203,7 +203,7 @@ class JoinedLoss:
     _ratio_PN: Tensor
 
     def gradient(self, factor_N: Tensor) -> Tensor:
-        """Return this rank's share of the gradient of the hidden states, fp32 or fp64, for those of the losses.
+        """Return this rank's share of the gradient of the hidden states, for those of the losses.
 
         Gradients of ignored labels must be zero.
         """
@@ -212,25 +212,23 @@ class JoinedLoss:
         for share, ratio_N in zip(self._shares, self._ratio_PN, strict=True):
             gradient, label_rows = share.gradient, share.label_rows
             assert gradient is not None and label_rows is not None
-            has_label_N = share.statistics[2] > -math.inf
-            label_factor_N = ((ratio_N - 1) * factor_N).masked_fill(~has_label_N, 0.0)
+            label_factor_N = ((ratio_N - 1) * factor_N).masked_fill(share.statistics[3] == 0, 0.0)
             for x, x_factor_N in ((gradient, ratio_N * factor_N), (label_rows, label_factor_N)):
                 scaled = x.to(dtype) * x_factor_N.view(*x.shape[:-1], 1)
                 total = scaled if total is None else total.add_(scaled)
         assert total is not None
-        return total
+        return total.to(cast(Tensor, self._shares[0].gradient).dtype)
 
 
 def join_shares(shares: Sequence[HeadShare]) -> JoinedLoss:
     """Return the losses of all tokens from the shares of all parts."""
-    max_PN, sum_PN, label_PN = torch.stack([share.statistics for share in shares]).unbind(1)
-    max_N = max_PN.amax(0)
+    max_PN, sum_PN, label_PN, has_label_PN = torch.stack([share.statistics for share in shares]).unbind(1)
+    max_N, has_label_PN = max_PN.amax(0), has_label_PN > 0
     sum_PN = sum_PN * (max_PN - max_N).exp()
-    sum_N = sum_PN.sum(0)
-    label_N = (label_PN + (max_PN - max_N)).amax(0)  # finite in the part with the label
-    is_counted_N, log_sum_N = label_N > -math.inf, sum_N.log()
-    loss_N = (log_sum_N - label_N).masked_fill(~is_counted_N, 0.0)
-    return JoinedLoss(loss_N, log_sum_N + max_N, is_counted_N, shares, sum_PN / sum_N)
+    sum_N, is_counted_N = sum_PN.sum(0), has_label_PN.any(0)
+    label_N = torch.where(has_label_PN, label_PN + (max_PN - max_N), 0.0).sum(0)
+    loss_N = (sum_N.log() - label_N).masked_fill(~is_counted_N, 0.0)
+    return JoinedLoss(loss_N, sum_N.log() + max_N, is_counted_N, shares, sum_PN / sum_N)
 
 
 class HeadPart(nn.Module):
@@ -271,10 +269,10 @@ class HeadPart(nn.Module):
         return HeadShare(share.statistics, *(x.view_as(hidden_BSD) for x in (share.gradient, label_rows)))
 
     @torch.no_grad()
-    def input_gradient(self, joined: JoinedLoss, factor_N: Tensor, dtype: torch.dtype) -> Tensor:
+    def input_gradient(self, joined: JoinedLoss, factor_N: Tensor) -> Tensor:
         """Return the gradient of the hidden states, for the gradients of the losses of :func:`join_shares`."""
         # Summed like the partial results of a layer: the backward of enter_tensor_parallel().
-        return leave_tensor_parallel(joined.gradient(factor_N).to(dtype), self._tp, self._sequence_parallel)
+        return leave_tensor_parallel(joined.gradient(factor_N), self._tp, self._sequence_parallel)
 
     def weight_gradients(
         self, hidden_BSD: Tensor, labels_BS: Tensor, log_sum_exp_N: Tensor, factor_N: Tensor
@@ -323,7 +321,8 @@ def _share(
     """Return statistics and gradient of a part. Every chunk of tokens needs two all-reduces."""
     weight_RD, dtype = weight_VD[: rows.real], at_least_fp32(hidden_ND.dtype)
     counts_N = (labels_N != IGNORE_INDEX).to(dtype)
-    statistics_3N = counts_N.new_empty(3, len(counts_N))
+    statistics_4N = counts_N.new_empty(4, len(counts_N))
+    statistics_4N[3] = (labels_N >= rows.of_part.start) & (labels_N < rows.of_part.stop)
     grad_ND = torch.empty_like(hidden_ND) if keeps_gradient else None
     for chunk in _chunks(len(labels_N), chunk_tokens(len(labels_N), len(weight_VD))):
         # One name for the logits and what becomes of them, so that each is freed by the next.
@@ -337,15 +336,13 @@ def _share(
         sums_2C = torch.stack((x_CR.sum(-1), label_C))
         if tp.size > 1:
             dist.all_reduce(sums_2C, group=tp.group)
-        statistics_3N[0, chunk], statistics_3N[1:, chunk] = max_C, sums_2C
+        statistics_4N[0, chunk], statistics_4N[1:3, chunk] = max_C, sums_2C
         if grad_ND is not None:
             x_CR.mul_((counts_N[chunk] / sums_2C[0]).unsqueeze(-1))
             _subtract(x_CR, local_C, is_local_C * counts_N[chunk])
             torch.mm(x_CR.to(weight_RD.dtype), weight_RD, out=grad_ND[chunk])
         del x_CR  # before the next chunk exists
-    in_part_N = (labels_N >= rows.of_part.start) & (labels_N < rows.of_part.stop)
-    statistics_3N[2].masked_fill_(~in_part_N, -math.inf)
-    return HeadShare(statistics_3N, grad_ND)
+    return HeadShare(statistics_4N, grad_ND)
 
 
 def _weight_gradient(

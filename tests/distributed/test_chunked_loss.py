@@ -83,7 +83,7 @@ def parts_equal_whole_logits(rank: int, vocab_size: int, padded: int, sequence_p
         for part, rows in enumerate(weight.chunk(parts))
     ]
     joined = join_shares([head.share(x, labels, True) for head in heads])
-    x_grad = heads[0].input_gradient(joined, factor, x.dtype)
+    x_grad = heads[0].input_gradient(joined, factor)
     for head in heads:
         head.weight_gradients(x, labels, joined.log_sum_exp, factor).compute()
 

@@ -44,7 +44,7 @@ def run_parts(
     joined = join_shares([head.share(hidden_BSD, labels_BS, True) for head in heads])
     for head in heads:
         head.weight_gradients(hidden_BSD, labels_BS, joined.log_sum_exp, factor_N).compute()
-    gradient = heads[0].input_gradient(joined, factor_N, hidden_BSD.dtype)
+    gradient = heads[0].input_gradient(joined, factor_N)
     weight_gradients = [head.weight.grad for head in heads]
     assert all(grad is not None for grad in weight_gradients)
     return joined.loss, gradient, torch.cat([grad for grad in weight_gradients if grad is not None])
@@ -95,11 +95,19 @@ def test_half_precision_rounds_small_gradients_as_one_part_does() -> None:
     assert errors_BS.max() < 0.02
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_is_seen(value: float) -> None:
+    hidden_BSD, weight_VD, labels_BS = sample(16, 16)
+    hidden_BSD[0, 0], hidden_BSD[1, 1] = value, value  # of an ignored token, and of another one
+    loss_N = run_parts(hidden_BSD, weight_VD, labels_BS, 16, 4, torch.ones(12))[0]
+    assert loss_N[0] == 0 and not loss_N[7].isfinite() and loss_N.isfinite().sum() == 11
+
+
 def test_an_evaluation_has_only_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "mm", _refuse)
     hidden_BSD, weight_VD, labels_BS = sample(16, 16)
     share = HeadPart(nn.Parameter(weight_VD[:8]), 0, ONE, 16).share(hidden_BSD, labels_BS, False)
-    assert share.gradient is None and share.label_rows is None and share.statistics.shape == (3, 12)
+    assert share.gradient is None and share.label_rows is None and share.statistics.shape == (4, 12)
 
 
 def _refuse(*_: object, **__: object) -> None:
