@@ -51,11 +51,8 @@ def split_layers(
         ScheduleError: there are fewer layers than stages, ``stage_layers`` does not fit the stages, or a head with a
             part on every device is tied to the embedding.
     """
-    if placement.head_parts and not sizes.untie_embeddings_and_output_weights:
-        raise ScheduleError(
-            f"vocabulary_parallel_head: needs a head of its own (got {placement.head_parts} parts of an embedding). "
-            f"Add --untie-embeddings-and-output-weights."
-        )
+    if placement.head_parts:
+        sizes.check_untied()
     if sizes.stage_layers is not None:
         sizes.stage_layer_counts(placement.stages)
         return sizes
