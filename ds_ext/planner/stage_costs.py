@@ -139,7 +139,7 @@ def stage_costs(costs: Costs, sizes: TrainingSizes, head_parts: int = 0) -> Cost
     # Cost of a stage if the model were divided evenly and the head recomputed too.
     even_share = (sizes.num_layers + head_layers) * layer_cost / len(stage_cost)
     factors = tuple(round(cost / even_share, _DIGITS) for cost in stage_cost)
-    if head_parts:
+    if head_parts and not costs.head:
         share = head_layers / (sizes.num_layers + head_layers) * head_parts  # of 1/D of the model
         head = _head_factors(costs, recomputed, share)
         recomputed = replace(recomputed, head=tuple(round(factor, _DIGITS) for factor in head))
