@@ -216,6 +216,7 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
         f"links       {links}",
         f"costs       1 : {b:.3g} : {w:.3g}, forward : backward_input : backward_weight",
         f"batch       {cluster.batch} samples per step{batch}",
+        *(["head        in parts on all devices of a pipeline"] if cluster.head_parts else []),
         *(
             [f"slices      {join_words(several)} of a sample; each one more takes as long as {more}"]
             if several

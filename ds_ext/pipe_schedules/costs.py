@@ -211,8 +211,14 @@ class Costs:
         Measured times carry over to another number of devices, and to stages that each join several measured ones.
 
         Raises ScheduleError if the number of factors is not the number of stages, a link has an unknown device, or
-        measured times do not carry over.
+        measured times do not carry over, as those of a head on the last stage to parts of it.
         """
+        if self.measured and bool(self.head) != bool(placement.head_parts):
+            known = ("without", "with")
+            raise ScheduleError(
+                f"costs: must be measured {known[bool(placement.head_parts)]} vocabulary_parallel_head (got a run "
+                f"{known[bool(self.head)]} it on {self.measured['devices']} devices). Trace such a run."
+            )
         costs = self._carry_over(placement) if self.measured else self
         if costs.stages is not None and len(costs.stages) != placement.stages:
             raise ScheduleError(
@@ -239,7 +245,8 @@ class Costs:
         if ratio != 1:
             names = ("forward", "backward_input", "backward_weight")
             times = {name: getattr(self, name) * ratio for name in names}
-            costs = replace(self, **times, measured={**self.measured, "devices": devices})
+            head = tuple(round(factor / ratio, 8) for factor in _three(self.head)) if self.head else 0.0
+            costs = replace(self, **times, head=head, measured={**self.measured, "devices": devices})
         if len(stages) % placement.stages:
             raise ScheduleError(
                 f"costs: the {len(stages)} measured stages cannot be joined to {placement.stages} (got "

@@ -90,8 +90,7 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Simulation:
         result.makespan,
         ideal=sum(busy) / max(len(busy), 1),
         peak_activations=tuple(
-            peak_stages([op for op in order if op.stage < stages], timetable.trains) * share
-            for order in timetable.orders
+            peak_stages(order, timetable.trains, stages) * share for order in timetable.orders
         ),
         messages=result.messages,
         costs=costs,
@@ -120,11 +119,13 @@ def _check_complete(timetable: Timetable, result: Run) -> None:
     raise deadlock_at(timetable, waits, first, timetable.orders[first][steps[first]])
 
 
-def peak_stages(order: Sequence[Op], trains: bool = True) -> int:
+def peak_stages(order: Sequence[Op], trains: bool = True, stages: int | None = None) -> int:
     """Return the largest number of live activations, in slices of stages: from a forward to the end of its backward.
 
-    A forward device of ``fbd`` keeps none in training.
+    A forward device of ``fbd`` keeps none in training. Parts of the head do not count: ops of ``stages`` and later.
     """
+    if stages is not None:
+        order = [op for op in order if op.stage < stages]
     if not trains:
         return min(len(order), 1)
     live = peak = 0

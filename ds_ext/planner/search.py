@@ -75,7 +75,7 @@ class Request:
         head_parts: every device computes a part of the head. Schedules that do not support it are refused.
 
     Raises:
-        ScheduleError: a size is not positive, or there is a memory limit without a model.
+        ScheduleError: a size is not positive, there is a memory limit without a model, or head parts of a tied head.
     """
 
     devices: int
@@ -105,6 +105,8 @@ class Request:
             raise ScheduleError(
                 f"memory limit: needs the sizes of the model (got {format_bytes(self.memory_bytes)}, no sizes)."
             )
+        if self.head_parts and self.sizes is not None:
+            self.sizes.check_untied()
         if not set(self.recompute) <= set(RECOMPUTATIONS):
             kinds = ", ".join(self.recompute)
             raise ScheduleError(f"recompute: unknown kind (got {kinds}). Use {', '.join(RECOMPUTATIONS)}.")

@@ -51,11 +51,8 @@ def split_layers(
         ScheduleError: there are fewer layers than stages, ``stage_layers`` does not fit the stages, or a head with a
             part on every device is tied to the embedding.
     """
-    if placement.head_parts and not sizes.untie_embeddings_and_output_weights:
-        raise ScheduleError(
-            f"vocabulary_parallel_head: needs a head of its own (got {placement.head_parts} parts of an embedding). "
-            f"Add --untie-embeddings-and-output-weights."
-        )
+    if placement.head_parts:
+        sizes.check_untied()
     if sizes.stage_layers is not None:
         sizes.stage_layer_counts(placement.stages)
         return sizes
@@ -142,7 +139,7 @@ def stage_costs(costs: Costs, sizes: TrainingSizes, head_parts: int = 0) -> Cost
     # Cost of a stage if the model were divided evenly and the head recomputed too.
     even_share = (sizes.num_layers + head_layers) * layer_cost / len(stage_cost)
     factors = tuple(round(cost / even_share, _DIGITS) for cost in stage_cost)
-    if head_parts:
+    if head_parts and not costs.head:
         share = head_layers / (sizes.num_layers + head_layers) * head_parts  # of 1/D of the model
         head = _head_factors(costs, recomputed, share)
         recomputed = replace(recomputed, head=tuple(round(factor, _DIGITS) for factor in head))

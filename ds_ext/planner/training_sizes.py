@@ -153,6 +153,15 @@ class TrainingSizes(TransformerConfig):
             parameters[-1] += self.embedding_parameters if untied else 0
         return tuple(parameters)
 
+    def check_untied(self) -> None:
+        """Raise ScheduleError for a head that is tied to the embedding, which has no parts."""
+        if not self.untie_embeddings_and_output_weights:
+            raise ScheduleError(
+                f"vocabulary_parallel_head: needs a head that is not tied to the embedding (got a tied one of "
+                f"{self.vocab_size:,} rows). Add untie_embeddings_and_output_weights, or remove "
+                f"vocabulary_parallel_head."
+            )
+
     def head_part_parameters(self, placement: Placement) -> float:
         """Return the parameters of a part of the head on a rank."""
         return self.embedding_parameters / placement.head_parts

@@ -18,7 +18,7 @@ from ds_ext.pipe_schedules.gathers import with_waits
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.lowering import dump, lower
 from ds_ext.pipe_schedules.reductions import eager_reductions, with_reductions
-from ds_ext.pipe_schedules.simulation import simulate
+from ds_ext.pipe_schedules.simulation import peak_stages, simulate
 from ds_ext.pipe_schedules.text import dumps, loads, torch_csv
 from ds_ext.planner.job_plan import make_job_plan
 from tests.selection import EVERYTHING
@@ -190,3 +190,21 @@ def test_weight_gradients_of_parts_do_not_pile_up() -> None:
                 waiting.append(waiting[-1] + (1 if op.kind == "F" else -1))
         assert max(waiting) <= 6 and waiting[-1] == 0
         assert all(abs(a - b) == 1 for a, b in pairwise(waiting))
+
+
+def test_measured_costs_carry_over_to_other_devices() -> None:
+    measured = Costs(2.0, 2.0, 2.0, stages=(1.0,) * 8, head=0.5, measured={"devices": 4})
+    four, two = made("1f1b", 4, 2).placement, made("1f1b", 2, 2).placement
+    wide, narrow = measured.durations(four), measured.durations(two)
+    assert (narrow["F"][0], wide["F"][0]) == (4, 2)  # of half and of a quarter of the model
+    assert (2 * narrow["F"][2], 4 * wide["F"][4]) == (2, 2)  # of the whole head
+    plain = Costs(stages=(1.0,) * 4, measured={"devices": 4})
+    for costs, placement in ((plain, four), (measured, get_schedule("1f1b").placement(4))):
+        with pytest.raises(ScheduleError, match=r"vocabulary_parallel_head .* 4 devices"):
+            costs.durations(placement)
+
+
+def test_parts_of_the_head_are_no_activations() -> None:
+    timetable = made("1f1b", 4, 8)
+    peaks = [peak_stages(order, stages=4) for order in timetable.orders]
+    assert peaks == [*simulate(timetable).peak_activations] == [5, 4, 3, 2]
