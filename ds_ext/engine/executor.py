@@ -300,7 +300,7 @@ class Executor:
             buffer.inputs = None
 
     def _forward_head(self, buffer: Buffer, stage: int, micro_batch: int) -> None:
-        """Compute the share of a part of the head; at the last stage, join the shares to the loss."""
+        """Compute the share of a part of the head, or join the shares to the loss."""
         assert self.head is not None
         if stage != self.loss_stage:
             self.head.forward_part(stage, buffer)
@@ -409,7 +409,7 @@ class Executor:
     def _set_inputs(
         self, buffer_id: int, tensors: tuple[Tensor, ...], stage: int, source: int | None
     ) -> None:
-        """Set the inputs of ``stage``, or of its inputs those from the stage ``source``."""
+        """Set the inputs of ``stage``; at the loss of a head, those from the part ``source``."""
         buffer = self.buffers[buffer_id]
         if source is None:
             buffer.set_inputs(tensors)
@@ -449,7 +449,7 @@ class Executor:
         """Set the gradients of the outputs of a stage."""
         if stage > self.last_stage:
             assert self.head is not None
-            self.head.set_grads(stage, self.buffers[buffer_id], grads)
+            self.head.defer_weight_gradient(stage, self.buffers[buffer_id], grads)
         else:
             self.buffers[buffer_id].grads = grads
 

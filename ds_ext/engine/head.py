@@ -96,7 +96,7 @@ class PipelineHead:
         buffer.grads = (next(iter(self._parts.values())).input_gradient(joined, factor_N),)
         buffer.head_grads = joined.log_sum_exp, factor_N
 
-    def set_grads(self, stage: int, buffer: Buffer, tensors: Sequence[Tensor]) -> None:
+    def defer_weight_gradient(self, stage: int, buffer: Buffer, tensors: Sequence[Tensor]) -> None:
         """Let a part compute its weight gradient from the ``head_grads`` of :meth:`set_gradients`."""
         inputs, buffer.inputs = buffer.inputs, None
         assert inputs is not None
