@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -208,3 +209,21 @@ def test_parts_of_the_head_are_no_activations() -> None:
     timetable = made("1f1b", 4, 8)
     peaks = [peak_stages(order, stages=4) for order in timetable.orders]
     assert peaks == [*simulate(timetable).peak_activations] == [5, 4, 3, 2]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "bitpipe_zb"])
+def test_a_wrong_stage_at_the_other_end_is_found(name: str) -> None:
+    program = lower(made(name, 2, 2))
+    stages = program.timetable.placement.op_stages
+    changed = 0
+    for device, instructions in enumerate(program.instructions):
+        for at, instruction in enumerate(instructions):
+            if instruction.other_stage is None:
+                continue
+            for other in (None, (instruction.other_stage + 1) % stages, stages):
+                wrong = (*instructions[:at], instruction._replace(other_stage=other), *instructions[at + 1 :])
+                rows = (*program.instructions[:device], wrong, *program.instructions[device + 1 :])
+                with pytest.raises(ScheduleError, match=name):
+                    check(dataclasses.replace(program, instructions=rows))
+                changed += 1
+    assert changed > 30
