@@ -17,6 +17,7 @@ from ds_ext.pipe_schedules.costs import Costs, dump_costs, load_costs, parse_cos
 from ds_ext.pipe_schedules.files import read_dump, schedule_of_file
 from ds_ext.pipe_schedules.gathers import with_waits
 from ds_ext.pipe_schedules.inference import forward_timetable
+from ds_ext.pipe_schedules.list_scheduling import head_parts
 from ds_ext.pipe_schedules.lowering import dump, lower
 from ds_ext.pipe_schedules.reductions import eager_reductions, with_reductions
 from ds_ext.pipe_schedules.simulation import peak_stages, simulate
@@ -227,3 +228,10 @@ def test_a_wrong_stage_at_the_other_end_is_found(name: str) -> None:
                     check(dataclasses.replace(program, instructions=rows))
                 changed += 1
     assert changed > 30
+
+
+def test_steps_of_many_ops_try_a_further_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_parts, "_MAX_OPS", 1)
+    simulation = simulate(made("1f1b", 4, 16, 1.0), Costs(head=1.0))
+    assert simulation.makespan <= simulate(get_schedule("1f1b").timetable(4, 16)).makespan * 1.25
+    assert simulation.peak_activations == (5, 4, 3, 2)
