@@ -217,7 +217,7 @@ class Costs:
             known = ("without", "with")
             raise ScheduleError(
                 f"costs: must be measured {known[bool(placement.head_parts)]} vocabulary_parallel_head (got a run "
-                f"{known[bool(self.head)]} it on {self.measured['devices']} devices). Trace such a run."
+                f"{known[bool(self.head)]} it on {self.measured['devices']} devices). Trace another run."
             )
         costs = self._carry_over(placement) if self.measured else self
         if costs.stages is not None and len(costs.stages) != placement.stages:

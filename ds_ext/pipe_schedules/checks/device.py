@@ -213,7 +213,7 @@ class DeviceCheck:
         timetable, placement = self.program.timetable, self.program.timetable.placement
         stages, micro_batches, slices = placement.op_stages, timetable.micro_batches, timetable.slices
         # (micro-batch, slice) -> head parts whose results the loss has.
-        parts: dict[tuple[int, int], set[int]] = {}
+        parts: dict[tuple[int, int], set[int | None]] = {}
         available: dict[tuple[int, int, int], int] = {}
         rules = self._rules
         for instruction in self.program.instructions[device]:
@@ -225,6 +225,10 @@ class DeviceCheck:
             if not known:
                 raise self._unknown_instruction(device, instruction)
             needs, result, shift, direction, neighbor = rules[name][stage]
+            if placement.head_parts and name in TRANSFERS:
+                is_head = max(stage, stage + shift) >= placement.stages
+                if is_head and other is None:
+                    raise self._error(f"has {instruction} without the stage at its other end.", device, None)
             have = available.get((stage, m, j), 0)
             if have & needs != needs:
                 raise self._missing_input(device, instruction, Content(needs & ~have))
@@ -245,7 +249,7 @@ class DeviceCheck:
                 if other is not None and name in TRANSFERS:
                     item = moved_item(instruction)
                     target = item.stage
-                    if not placement.has_weights(target) and item.source is not None:
+                    if not placement.has_weights(target):
                         joined = parts.setdefault((m, j), set())
                         if item.source in joined:
                             raise self._error(f"gets the {item} twice.", device, error_op(self.program, item))

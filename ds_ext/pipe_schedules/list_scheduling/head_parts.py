@@ -22,7 +22,7 @@ from ..ops import BACKWARD_WEIGHT, FORWARD, Op
 from ..timetables import Timetable
 
 _MAX_WEIGHTS = (2, 1, 3)  # weight gradients of parts that may wait, each with the inputs of its part
-_MAX_OPS = 100_000  # in all runs together, about 0.5 s; the first one is made at any size
+_MAX_OPS = 100_000  # in all runs together, about 0.5 s; larger steps try one number of weight gradients
 _SLACK = 1e-9  # relative; sums of the same times in a different order differ by rounding
 _WORTH = 0.01  # relative gain for which devices keep another activation
 _TYPICAL = 0.5  # cost factor of the head, if the costs have none
@@ -78,8 +78,9 @@ def insert_head_parts(timetable: Timetable, costs: Costs, max_ahead: int = 1) ->
     num_ops = sum(map(len, timetable.orders)) + timetable.micro_batches * (2 * placement.head_parts + 1)
     chunks = placement.stages // placement.devices_per_pipe
     best, best_ahead = None, 0
-    guesses = list(product(range(0, max_ahead * chunks + 1, chunks), _MAX_WEIGHTS))
-    for ahead, max_weights in guesses[: max(1, _MAX_OPS // num_ops)]:
+    aheads = range(0, max_ahead * chunks + 1, chunks)
+    tried = _MAX_WEIGHTS if num_ops * len(_MAX_WEIGHTS) * len(aheads) <= _MAX_OPS else _MAX_WEIGHTS[:1]
+    for ahead, max_weights in product(aheads, tried):
         policies: list[Policy] = [
             HeadFirst(_forwards_earlier(order, ahead), placement.stages, max_weights)
             for order in timetable.orders

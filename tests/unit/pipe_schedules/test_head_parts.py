@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +17,7 @@ from ds_ext.pipe_schedules.costs import Costs, dump_costs, load_costs, parse_cos
 from ds_ext.pipe_schedules.files import read_dump, schedule_of_file
 from ds_ext.pipe_schedules.gathers import with_waits
 from ds_ext.pipe_schedules.inference import forward_timetable
+from ds_ext.pipe_schedules.list_scheduling import head_parts
 from ds_ext.pipe_schedules.lowering import dump, lower
 from ds_ext.pipe_schedules.reductions import eager_reductions, with_reductions
 from ds_ext.pipe_schedules.simulation import peak_stages, simulate
@@ -208,3 +210,28 @@ def test_parts_of_the_head_are_no_activations() -> None:
     timetable = made("1f1b", 4, 8)
     peaks = [peak_stages(order, stages=4) for order in timetable.orders]
     assert peaks == [*simulate(timetable).peak_activations] == [5, 4, 3, 2]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "bitpipe_zb"])
+def test_a_wrong_stage_at_the_other_end_is_found(name: str) -> None:
+    program = lower(made(name, 2, 2))
+    stages = program.timetable.placement.op_stages
+    changed = 0
+    for device, instructions in enumerate(program.instructions):
+        for at, instruction in enumerate(instructions):
+            if instruction.other_stage is None:
+                continue
+            for other in (None, (instruction.other_stage + 1) % stages, stages):
+                wrong = (*instructions[:at], instruction._replace(other_stage=other), *instructions[at + 1 :])
+                rows = (*program.instructions[:device], wrong, *program.instructions[device + 1 :])
+                with pytest.raises(ScheduleError, match=name):
+                    check(dataclasses.replace(program, instructions=rows))
+                changed += 1
+    assert changed > 30
+
+
+def test_steps_of_many_ops_try_a_further_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_parts, "_MAX_OPS", 1)
+    simulation = simulate(made("1f1b", 4, 16, 1.0), Costs(head=1.0))
+    assert simulation.makespan <= simulate(get_schedule("1f1b").timetable(4, 16)).makespan * 1.25
+    assert simulation.peak_activations == (5, 4, 3, 2)
