@@ -68,7 +68,7 @@ def test_parts_equal_the_whole_head(
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_one_part_is_the_chunked_loss(dtype: torch.dtype) -> None:
     hidden_BSD, weight_VD, labels_BS = (x.to(dtype) if x.is_floating_point() else x for x in sample(11, 16))
     leaves = hidden_BSD.clone().requires_grad_(), weight_VD.clone().requires_grad_()
