@@ -23,6 +23,7 @@ from ds_ext.recipes.training.setup import (
     check_memory,
     describe_plan,
     job_facts,
+    layers_after,
     micro_batches,
     model_fields,
     plan_job,
@@ -53,8 +54,9 @@ def main() -> int:
     config = GPTConfig(**{**sizes, "vocab_size": vocab_size(args)})
     config.check_tensor_parallel(plan.layout.tensor_parallel_size)
     check_load(args, config)
-    boundaries = stage_boundaries(args, plan, BEFORE, AFTER, config)
-    plan = with_stage_work(plan, boundaries, BEFORE, AFTER, config)
+    after = layers_after(plan, AFTER)
+    boundaries = stage_boundaries(args, plan, BEFORE, after, config)
+    plan = with_stage_work(plan, boundaries, BEFORE, after, config)
     datasets = functools.partial(build_gpt_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, options))
     token_bytes = START_BYTES if config.packed else 0
@@ -62,7 +64,7 @@ def main() -> int:
     lines += describe_chat(train.dataset)
 
     def describe(plan: JobPlan, hosts: Hosts | None) -> str:
-        text = describe_plan(args, plan, boundaries, BEFORE, AFTER, config, token_bytes, hosts)
+        text = describe_plan(args, plan, boundaries, BEFORE, after, config, token_bytes, hosts)
         return "\n".join([*lines, text])
 
     if args.dry_run:
@@ -85,7 +87,7 @@ def main() -> int:
     check_precision(plan.job)
     init_distributed(settings.transport_options.timeout_s, job_facts(args, plan, config.vocab_size))
     plan = replace(plan, layout=on_hosts(plan.layout, settings.fbd.forward_hosts))
-    check_memory(args, plan, boundaries, BEFORE, AFTER, config)
+    check_memory(args, plan, boundaries, BEFORE, after, config)
     if settings.print_plan and restart_count() == 0:
         say(describe(plan, hosts_of_job()))
     tp = create_tensor_parallel(plan.layout.groups()["tensor"])

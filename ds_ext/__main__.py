@@ -28,7 +28,7 @@ from .cli.schedule_verbs import (
     run_simulate,
 )
 from .errors import ConfigError, DsExtError
-from .pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SLICE_LEGEND, SPLIT_LEGEND
+from .pipe_schedules.draw.grid import HEAD_LEGEND, LEGEND, REPEATED_LEGEND, SLICE_LEGEND, SPLIT_LEGEND
 from .pipe_schedules.registry import get_schedule, import_modules
 
 Verbs = argparse._SubParsersAction  # pyright: ignore[reportPrivateUsage]
@@ -66,7 +66,9 @@ def build_parser(verb: str) -> tuple[argparse.ArgumentParser, Mapping[str, argpa
     parser = argparse.ArgumentParser(prog="python -m ds_ext", description="Pipeline schedules for DeepSpeed.")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
 
-    legend = f"grid: {LEGEND}; split backward: {SPLIT_LEGEND}; {REPEATED_LEGEND}; {SLICE_LEGEND}"
+    legend = (
+        f"grid: {LEGEND}; split backward: {SPLIT_LEGEND}; {REPEATED_LEGEND}; {SLICE_LEGEND}; {HEAD_LEGEND}"
+    )
     show = _schedule_verb(verbs, "show", run_show, "draw a timetable", legend)
     labels = "op: F3@1"
     show.add_argument("--labels", choices=["micro-batch", "op"], default="micro-batch", help=labels)

@@ -66,6 +66,8 @@ class Job:
     rank_order: str = "tp-dp-pp"
     timeout_s: float = 120
     slices: int | tuple[int, ...] = 1  # their number, or their lengths
+    head_parts: bool = False
+    ds_ext: dict[str, Any] = field(default_factory=dict)  # further keys of the section
 
     @property
     def layout(self) -> ParallelLayout:
@@ -97,11 +99,13 @@ class Job:
                 "eager_gradient_sync": self.eager,
                 "overlap_across_steps": self.overlap,
                 "fbd": self.fbd,
+                "vocabulary_parallel_head": self.head_parts,
                 "sequence_slices": self.num_slices,
                 "slice_lengths": "equal" if isinstance(self.slices, int) else list(self.slices),
                 "sequence_parallel": bool(self.model and self.model.sequence_parallel),
                 "transport": self.transport,
                 "transport_options": {"timeout_s": self.timeout_s},
+                **self.ds_ext,
             },
         }
 

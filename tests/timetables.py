@@ -33,7 +33,11 @@ def assert_keeps_time(made: Timetable, costs: Costs) -> None:
         free = 0.0
         for op, start, end in spans:
             arrivals = [
-                ends[need] + costs.delay(owner, rank) / made.slices * costs.jitter_factor(op, message=True)
+                ends[need]
+                + costs.delay(owner, rank)
+                / made.slices
+                * made.dependencies.tensors(op)
+                * costs.jitter_factor(op, message=True)
                 for need, owner in made.dependencies.needs(op)
             ]
             assert start == pytest.approx(max([free, *arrivals]))

@@ -33,7 +33,7 @@ from ..planner.text import (
 from ..planner.training_sizes import SCORES_ON_CPU, TrainingSizes
 from .model_flags import add_model_flags, model_of
 from .network_flags import RATE, TFLOPS, add_network_flags, describe_network, flops_of, network_of
-from .schedule_flags import add_import_flag
+from .schedule_flags import add_head_flag, add_import_flag
 from .schedule_verbs import EXIT_INVALID, EXIT_OK
 
 _SHOWN = 10  # rows of the table
@@ -70,6 +70,7 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
         "only these numbers of slices of the sequence in a pipeline (1, 2, 4 and 8, of 2,048 tokens or more)"
     )
     verb.add_argument("--sequence-slices", metavar="K[,K]", help=numbers)
+    add_head_flag(verb)
     interval = "only this interval of full recomputation: every n-th layer (1 to 4)"
     verb.add_argument("--recompute-interval", type=int, metavar="K", help=interval)
     extra = 'extra devices for forwards only: report whether "fbd" pays'
@@ -146,6 +147,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         args.recompute_interval,
         args.sequence_parallel,
         None if args.sequence_slices is None else _numbers(args.sequence_slices, "--sequence-slices"),
+        args.vocabulary_parallel_head,
     )
 
 
@@ -214,6 +216,7 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
         f"links       {links}",
         f"costs       1 : {b:.3g} : {w:.3g}, forward : backward_input : backward_weight",
         f"batch       {cluster.batch} samples per step{batch}",
+        *(["head        in parts on all devices of a pipeline"] if cluster.head_parts else []),
         *(
             [f"slices      {join_words(several)} of a sample; each one more takes as long as {more}"]
             if several

@@ -33,6 +33,7 @@ _DESTS = {
     "pipeline_parallel_size": "num_devices",
     "micro_batches": "micro_batches",
     "sequence_slices": "sequence_slices",
+    "vocabulary_parallel_head": "vocabulary_parallel_head",
     "schedule_options": "option",
 }
 _WORDS = re.compile(rf"^\w+|\b(?:{'|'.join(_DESTS)})\b|(?<!: )\b[a-z]+_[a-z_]+\b")
@@ -54,6 +55,7 @@ def add_schedule_flags(verb: argparse.ArgumentParser, *, several: bool, forward_
     verb.add_argument("--micro-batches", type=int, metavar="N", help=micro_batches)
     slices = "slices of the sequence of every micro-batch (1)"
     verb.add_argument("--sequence-slices", type=int, metavar="K", help=slices)
+    add_head_flag(verb)
     option = "option of the schedule, e.g. chunks=3"
     verb.add_argument("--option", action="append", default=[], metavar="K=V", help=option)
     verb.add_argument(
@@ -66,6 +68,12 @@ def add_schedule_flags(verb: argparse.ArgumentParser, *, several: bool, forward_
         text = "timetable of an evaluation; any number of micro-batches"
         verb.add_argument("--forward-only", action="store_true", help=text)
     add_import_flag(verb)
+
+
+def add_head_flag(verb: argparse.ArgumentParser) -> None:
+    """Add ``--vocabulary-parallel-head``."""
+    head = "every device computes a part of the model's head; without --model, its time is head in --costs"
+    verb.add_argument("--vocabulary-parallel-head", action="store_true", help=head)
 
 
 def add_import_flag(verb: argparse.ArgumentParser) -> None:
@@ -204,7 +212,7 @@ def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespac
         costs = base_costs
         if model is not None:
             _check_measured(base_costs, model)
-            costs = stage_costs(base_costs, split_layers(model, placement, name))
+            costs = stage_costs(base_costs, split_layers(model, placement, name), placement.head_parts)
             costs = slice_costs(costs, model, slice_tokens(model, slices, EQUAL, shards=1))
         return costs.fit(placement)
 
@@ -215,14 +223,16 @@ def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespac
     if args.num_devices is None or args.micro_batches is None:
         raise ScheduleError(f"{name}: sizes are missing. Add --num-devices D and --micro-batches N.")
     # Errors of the schedule come before errors of the costs.
-    placement = schedule.placement(args.num_devices, options)
+    head_parts = args.vocabulary_parallel_head
+    placement = schedule.placement(args.num_devices, options, head_parts)
     slices = 1 if args.sequence_slices is None else args.sequence_slices
     schedule.check_slices(slices)
     if getattr(args, "forward_only", False):
         timetable = forward_timetable(placement, args.micro_batches, schedule.name, slices)
         return timetable, costs_on(placement, slices)
     costs = costs_on(placement, slices)
-    return schedule.timetable(args.num_devices, args.micro_batches, options, costs, slices), costs
+    made = schedule.timetable(args.num_devices, args.micro_batches, options, costs, slices, head_parts)
+    return made, costs
 
 
 def _check_measured(costs: Costs, model: TrainingSizes) -> None:
@@ -247,6 +257,10 @@ def _from_file(name: str, args: argparse.Namespace) -> Timetable:
         "--num-devices": (timetable.placement.num_devices, args.num_devices),
         "--micro-batches": (micro_batches, None if forward_only else args.micro_batches),
         "--sequence-slices": (timetable.slices, args.sequence_slices),
+        "--vocabulary-parallel-head": (
+            bool(timetable.placement.head_parts),
+            args.vocabulary_parallel_head or None,
+        ),
     }
     wrong = {flag: pair for flag, pair in sizes.items() if pair[1] not in (None, pair[0])}
     if wrong:

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ScheduleError
-from ..pipe_schedules import SCHEDULES, Timetable
+from ..pipe_schedules import SCHEDULES, Placement, Timetable
 from ..pipe_schedules.checks.program import Report, check
 from ..pipe_schedules.costs import MEASURED_SIZES, Costs, factors_text, read_costs
 from ..pipe_schedules.draw.grid import time_grid
@@ -333,7 +333,7 @@ def run_simulate(args: argparse.Namespace) -> int:
                 "memory": _device_memory(timetable, model),
                 "message_bytes": message_bytes(model) // timetable.slices,
                 "layers": model.stage_layers,
-                "stage_bytes": _stage_bytes(model),
+                "stage_bytes": _stage_bytes(model, timetable.placement),
             }
         if on_hosts is not None:
             values |= on_hosts.as_dict()
@@ -368,10 +368,10 @@ def _device_memory(timetable: Timetable, model: TrainingSizes) -> list[dict[str,
     return [{**asdict(device), "total": device.total} for device in memory(timetable, model)]
 
 
-def _stage_bytes(model: TrainingSizes) -> list[int]:
-    """Return the bytes of a micro-batch's activations at every stage."""
-    assert model.stage_layers is not None, "split_layers() comes first"
-    return [math.ceil(stage.kept) for stage in stage_activations(model, len(model.stage_layers))]
+def _stage_bytes(model: TrainingSizes, placement: Placement) -> list[int]:
+    """Return the bytes of a micro-batch's activations at every stage, parts of the head included."""
+    stages = stage_activations(model, placement.stages, head_parts=placement.head_parts)
+    return [math.ceil(stage.kept) for stage in stages]
 
 
 def _stage_lines(model: TrainingSizes, costs: Costs) -> Iterator[str]:
@@ -380,7 +380,9 @@ def _stage_lines(model: TrainingSizes, costs: Costs) -> Iterator[str]:
     yield f"  layers            {' '.join(map(str, model.stage_layers))}  (per stage)"
     if costs.stages is not None:
         factors = " ".join(factors_text([stage], ".3g") for stage in costs.stages)
-        yield f"  costs             {factors}  (factor per stage, including the head)"
+        yield f"  costs             {factors}  (factor per stage{'' if costs.head else ', including the head'})"
+    if costs.head:
+        yield f"  head              {factors_text([costs.head], '.3g')}  (factor, divided over the devices)"
     if model.repeated_share:
         yield f"  recompute         {model.repeated_share:.0%} of a layer's forward  ({model.recompute})"
 
@@ -403,6 +405,11 @@ def run_optimise(args: argparse.Namespace) -> int:
     if original.timetable.slices > 1:
         raise ScheduleError(
             f"optimise: sequence_slices must be 1 (got {original.timetable.slices}). The search has no slices."
+        )
+    if original.timetable.placement.head_parts:
+        parts = original.timetable.placement.head_parts
+        raise ScheduleError(
+            f"optimise: vocabulary_parallel_head is not searched (got {parts} parts). Remove it."
         )
     original_peak = max(original.peak_activations)
     limit = original_peak if args.max_activations is None else args.max_activations

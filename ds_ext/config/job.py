@@ -37,6 +37,7 @@ class DsExtConfig(Section):
     sequence_parallel: bool = False
     sequence_slices: int = Field(default=1, ge=1)
     slice_lengths: Literal["equal", "balanced"] | list[int] = "equal"
+    vocabulary_parallel_head: bool = False
     max_activation_memory: str | None = None
     rank_order: str = str(DEEPSPEED_ORDER)
     schedule_options: dict[str, Any] = Field(default_factory=dict)

@@ -19,7 +19,7 @@ _FLAG = "--deepspeed_config"
 _STAGE_KEYS = (
     *("schedule", "schedule_options", "import", "fbd"),
     *("pipeline_parallel_size", "tensor_parallel_size", "sequence_parallel", "rank_order"),
-    *("sequence_slices", "slice_lengths"),
+    *("sequence_slices", "slice_lengths", "vocabulary_parallel_head"),
 )
 
 

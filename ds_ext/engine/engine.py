@@ -52,6 +52,7 @@ from .evaluation import Evaluation, evaluating, source_of
 from .executor import Executor
 from .first_batch import check_first_batch
 from .grad_sync import let_parameters_differ
+from .head import PipelineHead
 from .losses.step import StepLosses
 from .messages import StageMessages
 from .module import PipelineModule
@@ -132,7 +133,14 @@ class PipelineEngine(Measured, RunControl):
         self.step_losses = StepLosses.from_engine(self)
         forward, report = StageForward(self.module), self.activity.report_failure
         slices = StageSlices.from_plan(self.module, self.plan)
-        self.executor = Executor(forward, self.step_losses, self.last_stage, self.device, report, slices)
+        head = (
+            PipelineHead(self.module, self.step_losses.shift_labels)
+            if self.layout.placement.head_parts
+            else None
+        )
+        self.executor = Executor(
+            forward, self.step_losses, self.last_stage, self.device, report, slices, head
+        )
         self.pipe_buffers = self.executor.buffers
         self._schedules = Schedules(self.layout, self.module.device_index, settings.sequence_slices)
         self.schedule = self.executor.schedule = self._schedules.training(self.plan)
@@ -390,6 +398,12 @@ class PipelineEngine(Measured, RunControl):
             RuntimeError: an earlier step or evaluation failed after it began.
         """
         evaluation = Evaluation.from_arguments(compute_loss, return_logits, reduce_output, bcast_loss)
+        if evaluation.outputs is not None and self.layout.placement.head_parts:
+            name = "return_logits" if return_logits else "compute_loss"
+            raise ConfigError(
+                f"{name}: no device has whole logits with vocabulary_parallel_head (got {name}={return_logits}). "
+                f"Load the checkpoint in a job without vocabulary_parallel_head."
+            )
         source, count = source_of(data_iter, num_micro_batches, self)
         self._take_handlers()
         train_batches, self.batches = self.batches, self._as_batches(source, count)

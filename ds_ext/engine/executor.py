@@ -31,11 +31,12 @@ from ..pipe_schedules.bridge import (
     RecomputeForward,
     TimetableSchedule,
 )
-from ..tensor_parallel import WeightGradients, current_slice, deferrable, deferring
+from ..tensor_parallel import HeadShare, WeightGradients, backward, current_slice, deferrable, deferring
 from .batches import StepData
 from .dynamic.messages import DynamicMessages
 from .dynamic.order import DynamicSchedule, decided_steps
 from .evaluation import Evaluation
+from .head import PipelineHead
 from .losses.step import Loss, join_losses, require_pairs
 from .messages import MessageKind, StageMessages, join_outputs, pack
 from .slices import StageSlices
@@ -104,8 +105,10 @@ class Executor:
         device: device of the tensors.
         on_failure: called with an instruction and its exception, before it is raised.
         slices: slices of the sequences; None: schedules have none.
+        head: head that is divided over the devices; None: the last stage has the head.
 
     Attributes:
+        loss_stage: stage whose forward computes the loss.
         slices: the same; None also in a run without slices.
         buffers: storage of the live slices of micro-batches at stages, by buffer id.
         messages: messages between stages; the owner sets it before each run.
@@ -132,10 +135,13 @@ class Executor:
         device: torch.device,
         on_failure: Callable[[Any, Exception], None] = lambda *_: None,
         slices: StageSlices | None = None,
+        head: PipelineHead | None = None,
     ) -> None:
         self.forward_stage, self.losses, self.last_stage, self.device = forward, losses, last_stage, device
         self.on_failure = on_failure
         self._all_slices, self.slices = slices, slices
+        self.head = head
+        self.loss_stage = last_stage if head is None else head.loss_stage
         self.buffers: list[Buffer] = []
         self.handlers: Mapping[type[ds.PipeInstruction], Callable[..., None]] = {
             kind: getattr(self, name) for kind, name in OWN_HANDLERS.items()
@@ -177,6 +183,8 @@ class Executor:
         self.slices = self._all_slices if timetable.slices > 1 else None
         if self.slices is not None:
             self.slices.clear()
+        if self.head is not None:
+            self.head.start_step()
         self.buffers += [Buffer() for _ in range(schedule.num_pipe_buffers() - len(self.buffers))]
         active = [*self.observers, *observers]
         if profiler._is_profiler_enabled:  # creating a label takes as long as some handlers
@@ -266,8 +274,10 @@ class Executor:
         return tuple([t.to(self.device, non_blocking=True).detach() for t in tensors])
 
     def forward(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        """Run the forward of a stage; with the loss at the last one."""
-        if self._splits and (stage, micro_batch) in self._splits:
+        """Run the forward of a stage; with the loss at the last one, or of a part of the head or its loss."""
+        if stage > self.last_stage:
+            self._forward_head(self.buffers[buffer_id], stage, micro_batch)
+        elif self._splits and (stage, micro_batch) in self._splits:
             with deferrable():
                 self._forward(self.buffers[buffer_id], stage, micro_batch, slice)
         else:
@@ -279,15 +289,28 @@ class Executor:
 
         def run() -> Any:
             outputs = self.forward_stage(stage, inputs, self._step, number)
-            if stage == self.last_stage:
+            if stage == self.loss_stage:
                 self._store_loss(buffer, micro_batch, outputs, index)
             return outputs
 
         slices = self.slices
         outputs = run() if slices is None else slices.forward(run, stage, micro_batch, index, inputs)
-        buffer.outputs = pack(outputs, f"stage {stage}")
+        buffer.outputs, buffer.head_inputs = pack(outputs, f"stage {stage}"), None
         if not torch.is_grad_enabled():
             buffer.inputs = None
+
+    def _forward_head(self, buffer: Buffer, stage: int, micro_batch: int) -> None:
+        """Compute the share of a part of the head, or join the shares to the loss."""
+        assert self.head is not None
+        if stage != self.loss_stage:
+            self.head.forward_part(stage, buffer)
+            return
+        joined, losses_BS = self.head.join(buffer, micro_batch)
+        self._store_loss(buffer, micro_batch, losses_BS, 0)
+        loss, buffer.loss = buffer.loss, None
+        if loss is not None:
+            backward([self.scale(loss)], [None])
+            self.head.set_gradients(buffer, joined, losses_BS)
 
     def _store_loss(self, buffer: Buffer, micro_batch: int, outputs: Any, index: int) -> None:
         """Store the loss of a slice of a micro-batch, and what an evaluation keeps."""
@@ -347,40 +370,119 @@ class Executor:
             buffer.inputs = None
 
     def send_activations(
-        self, buffer_id: int, stage: int, micro_batch: int, peer: int, slice: int = 0
+        self,
+        buffer_id: int,
+        stage: int,
+        micro_batch: int,
+        peer: int,
+        slice: int = 0,
+        other_stage: int | None = None,
     ) -> None:
-        """Send the outputs of a stage to the next one."""
-        outputs = self.buffers[buffer_id].take_outputs()
-        self.messages.send(MessageKind.ACTIVATION, outputs, stage + 1, self._item(micro_batch, slice), peer)
+        """Send the outputs of a stage to the next one, or to or from a part of the head."""
+        outputs = self._outputs(buffer_id, stage, micro_batch, other_stage)
+        target = stage + 1 if other_stage is None else other_stage
+        self.messages.send(MessageKind.ACTIVATION, outputs, target, self._item(micro_batch, slice), peer)
+
+    def _outputs(
+        self, buffer_id: int, stage: int, micro_batch: int, other_stage: int | None
+    ) -> tuple[Tensor, ...]:
+        """Return the outputs of a stage for the next one or for ``other_stage``."""
+        buffer = self.buffers[buffer_id]
+        if stage == self.last_stage and other_stage is not None:
+            assert self.head is not None
+            return self.head.inputs(buffer, micro_batch)
+        return buffer.take_outputs()
 
     def receive_activations(
-        self, buffer_id: int, stage: int, micro_batch: int, peer: int, slice: int = 0
+        self,
+        buffer_id: int,
+        stage: int,
+        micro_batch: int,
+        peer: int,
+        slice: int = 0,
+        other_stage: int | None = None,
     ) -> None:
         """Receive the inputs of a stage."""
-        tensors = self.messages.receive(MessageKind.ACTIVATION, stage, self._item(micro_batch, slice))
-        self.buffers[buffer_id].set_inputs(tensors)
+        tensors = self.messages.receive(MessageKind.ACTIVATION, stage, self._item(micro_batch, slice), peer)
+        self._set_inputs(buffer_id, tensors, stage, other_stage)
 
-    def send_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int, slice: int = 0) -> None:
-        """Send the gradients of the inputs to the previous stage."""
-        grads = self.buffers[buffer_id].take_input_grads()
-        self.messages.send(MessageKind.GRADIENT, grads, stage - 1, self._item(micro_batch, slice), peer)
+    def _set_inputs(
+        self, buffer_id: int, tensors: tuple[Tensor, ...], stage: int, source: int | None
+    ) -> None:
+        """Set the inputs of ``stage``; at the loss of a head, those from the part ``source``."""
+        buffer = self.buffers[buffer_id]
+        if source is None:
+            buffer.set_inputs(tensors)
+        elif stage == self.loss_stage:
+            buffer.shares[source] = HeadShare(*tensors)
+        else:
+            buffer.inputs = tensors
 
-    def receive_grads(self, buffer_id: int, stage: int, micro_batch: int, peer: int, slice: int = 0) -> None:
+    def send_grads(
+        self,
+        buffer_id: int,
+        stage: int,
+        micro_batch: int,
+        peer: int,
+        slice: int = 0,
+        other_stage: int | None = None,
+    ) -> None:
+        """Send the gradients of the inputs to the previous stage, or those of the losses to a part of the head."""
+        buffer, target = self.buffers[buffer_id], stage - 1 if other_stage is None else other_stage
+        grads = buffer.take_input_grads() if other_stage is None else buffer.head_grads
+        self.messages.send(MessageKind.GRADIENT, grads, target, self._item(micro_batch, slice), peer)
+
+    def receive_grads(
+        self,
+        buffer_id: int,
+        stage: int,
+        micro_batch: int,
+        peer: int,
+        slice: int = 0,
+        other_stage: int | None = None,
+    ) -> None:
         """Receive the gradients of the outputs."""
-        self.buffers[buffer_id].grads = self.messages.receive(
-            MessageKind.GRADIENT, stage, self._item(micro_batch, slice)
-        )
+        grads = self.messages.receive(MessageKind.GRADIENT, stage, self._item(micro_batch, slice), peer)
+        self._set_grads(buffer_id, grads, stage)
+
+    def _set_grads(self, buffer_id: int, grads: tuple[Tensor, ...], stage: int) -> None:
+        """Set the gradients of the outputs of a stage."""
+        if stage > self.last_stage:
+            assert self.head is not None
+            self.head.defer_weight_gradient(stage, self.buffers[buffer_id], grads)
+        else:
+            self.buffers[buffer_id].grads = grads
 
     def copy_activation(
-        self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int, slice: int = 0
+        self,
+        buffer_id: int,
+        to_buffer: int,
+        stage: int,
+        micro_batch: int,
+        slice: int = 0,
+        other_stage: int | None = None,
     ) -> None:
         """Pass the outputs on to the next stage, on this rank."""
-        outputs = self.buffers[buffer_id].take_outputs()
-        self.buffers[to_buffer].set_inputs(tuple([t.detach() for t in outputs]))
+        outputs = self._outputs(buffer_id, stage, micro_batch, other_stage)
+        target, source = (stage + 1, None) if other_stage is None else (other_stage, stage)
+        self._set_inputs(to_buffer, tuple([t.detach() for t in outputs]), target, source)
 
-    def copy_grad(self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int, slice: int = 0) -> None:
+    def copy_grad(
+        self,
+        buffer_id: int,
+        to_buffer: int,
+        stage: int,
+        micro_batch: int,
+        slice: int = 0,
+        other_stage: int | None = None,
+    ) -> None:
         """Pass the gradients of the inputs back to the previous stage, on this rank."""
-        self.buffers[to_buffer].grads = self.buffers[buffer_id].take_input_grads()
+        buffer, target = self.buffers[buffer_id], stage - 1 if other_stage is None else other_stage
+        if other_stage is None:
+            grads = buffer.take_input_grads()
+        else:
+            grads = buffer.take_grads() if target == self.last_stage else buffer.head_grads
+        self._set_grads(to_buffer, grads, target)
 
 
 OWN_HANDLERS: dict[type[ds.PipeInstruction], str] = {

@@ -19,6 +19,7 @@ from ..config.deepspeed_json import precision, zero_stage
 from ..environment import package_version
 from ..launch.job_facts import as_text, checksum, setting_facts
 from ..launch.roll_call import Facts
+from ..pipe_schedules.ops import BACKWARD
 from ..planner.job_text import describe
 from ..tensor_parallel import shard_dim
 from .checkpoint.states import parameters_of
@@ -172,7 +173,8 @@ def _share(model: PipelineModule) -> tuple[int, int]:
     device, data, tensor = layout.coordinates(model.global_rank)
     counts = [0, 0]
     for local in parameters_of(model, 1).values():
-        owner = layout.placement.pipes[0][bisect_right(model.parts, local.layer) - 1]
+        stage = bisect_right(model.parts, local.layer) - 1 + local.part
+        owner = layout.placement.device(BACKWARD, stage, 0)
         if data or tensor or owner != device:
             continue
         is_sharded = shard_dim(local.parameter) is not None or getattr(
@@ -214,7 +216,7 @@ def plan_text(model: PipelineModule, facts: Mapping[str, Any], *, verbose: bool 
     hosts = [rank["host"] for rank in facts["ranks"]]
     return describe(
         model.plan,
-        boundaries=model.parts,
+        boundaries=model.parts[: model.num_stages + 1],
         layer_names=model.layer_names,
         model=_model_text(facts["parameters"], facts["trained_parameters"]),
         parameters=[max_parameters[device] for device in sorted(max_parameters)],

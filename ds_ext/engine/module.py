@@ -65,7 +65,8 @@ class PipelineModule(DeepSpeedPipelineModule):
     arguments, from the ``"ds_ext"`` section of ``config``, or from both if they agree.
 
     Args:
-        layers: LayerSpecs, TiedLayerSpecs, modules or functions; the output of each is the input of the next.
+        layers: LayerSpecs, TiedLayerSpecs, modules or functions; the output of each is the input of the next. With
+            ``vocabulary_parallel_head``, the last one has ``in_parts``, see :func:`.head.head_parts`.
         config: DeepSpeed JSON (path or dict), or the job plan built from it. None: the JSON of the command line's flag
             ``--deepspeed_config``, or no JSON.
         num_stages: number of devices in a pipeline group, ``pipeline_parallel_size`` in the JSON.
@@ -93,6 +94,7 @@ class PipelineModule(DeepSpeedPipelineModule):
 
     Attributes:
         layer_names: one name per layer of the whole model, for the printed plan.
+        num_model_layers: number of layers of the whole model. A head in parts is one layer.
         plan_is_given: the module was built from a job plan, which its script prints.
         random_seed: seed of the keys from which layers draw: initial seed of torch on rank 0 in ``initialize``, or the
             seed of the loaded checkpoint.
@@ -129,13 +131,15 @@ class PipelineModule(DeepSpeedPipelineModule):
             plan = _plan(config, arguments, len(layers))
             settings, placement = plan.settings, plan.layout.placement
             require_rank_order(topology, plan.layout)
-            if len(layers) < placement.stages:
+            require_visible_parameters(layers, loss_fn)
+            self._head_specs = head_parts(layers, placement.head_parts)
+            body = layers[:-1] if self._head_specs else layers
+            if len(body) < placement.stages:
                 raise ConfigError(
                     f"layers: {plan.schedule.name} has {placement.stages} stages on {placement.devices_per_pipe} "
-                    f"devices (got {len(layers)} layers). Use at least {placement.stages} layers, or a smaller "
-                    f"pipeline_parallel_size."
+                    f"devices (got {len(body)} layers{' before the head' * bool(self._head_specs)}). Use at least "
+                    f"{placement.stages} layers, or a smaller pipeline_parallel_size."
                 )
-            require_visible_parameters(layers, loss_fn)
         seeds = {"seed_layers": seed_layers, "base_seed": kwargs.get("base_seed")}
         compare(
             {
@@ -145,6 +149,7 @@ class PipelineModule(DeepSpeedPipelineModule):
                 "PipelineModule.layers": checksum(_description(layer).encode() for layer in layers),
             }
         )
+        self.num_model_layers = len(layers)
         self.layer_names = [_name(layer, index) for index, layer in enumerate(layers)]
         self.plan_is_given = isinstance(config, JobPlan)
         self.random_seed = torch.initial_seed()
@@ -155,7 +160,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         self.device_index, self.data_index, _ = layout.coordinates(dist.get_rank())
         with _logged_prints(), grid_of_role(layout), torch.random.fork_rng(enabled=seed_layers):
             super().__init__(
-                layers=layers,
+                layers=body,
                 topology=FoldedTopology(layout, self.role_name),
                 loss_fn=loss_fn,
                 partition_method=partition_method,
@@ -245,6 +250,10 @@ class PipelineModule(DeepSpeedPipelineModule):
 
     def _build(self) -> None:
         self._check_parts()
+        # Every part of a head is a layer and a stage behind those of the body.
+        self._layer_specs = [*self._layer_specs, *self._head_specs]
+        self._num_layers = len(self._layer_specs)
+        self.parts += range(self.parts[-1] + 1, self._num_layers + 1)
         self.stages = self.layout.placement.stages_of(self.device_index)
         self.stage_funcs: dict[int, list[Callable[..., Any]]] = {}
         for stage in self.stages:
@@ -252,6 +261,11 @@ class PipelineModule(DeepSpeedPipelineModule):
             super()._build()
             self.stage_funcs[stage], self.forward_funcs = self.forward_funcs, []
         self._activate(self.stages[0])
+
+    def head_part(self, index: int) -> tuple[int, int]:
+        """Return the part of the head that a layer is, and the number of parts; (0, 1) for other layers."""
+        first, parts = self.num_model_layers - 1, len(self._head_specs)
+        return (index - first, parts) if parts and index >= first else (0, 1)
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the folded pipeline coordinate that holds a layer. DeepSpeed uses it to find ties."""
@@ -355,7 +369,10 @@ class PipelineModule(DeepSpeedPipelineModule):
     def layers_of(self, instruction: Any) -> str:
         """Return the layers of an instruction's stage for an error, such as " (Block 3 to Block 5)"; "" without one."""
         stage = getattr(instruction, "stage", None)
-        names = [] if stage is None else self.layer_names[self.parts[stage] : self.parts[stage + 1]]
+        bounds = (
+            () if stage is None else self.parts[stage : stage + 2]
+        )  # the loss of a head in parts has none
+        names = self.layer_names[slice(*bounds)] if len(bounds) == 2 else []
         return f" ({' to '.join(dict.fromkeys([names[0], names[-1]]))})" if names else ""
 
     def stage_parameters(self, stage: int) -> list[torch.nn.Parameter]:
@@ -444,6 +461,26 @@ def _plan(
         )
     plan = make_stage_plan(job, dist.get_world_size(), layers)
     return plan.complete(job) if has_batch_size(job) else plan
+
+
+def head_parts(layers: Sequence[Any], parts: int) -> list[LayerSpec]:
+    """Return the specs of the parts of the head, which is the last layer; empty for 0 parts.
+
+    Its spec has an attribute ``in_parts``: function of the number of parts; returns a LayerSpec of a
+    :class:`ds_ext.tensor_parallel.HeadPart` for each. The loss function then gets the losses of all tokens instead of
+    logits. Raises ConfigError for another last layer.
+    """
+    if not parts:
+        return []
+    divide = getattr(layers[-1], "in_parts", None) if layers else None
+    if divide is None:
+        name = _name(layers[-1], len(layers) - 1) if layers else "no layers"
+        raise ConfigError(
+            f"vocabulary_parallel_head: the last layer must be a head that can be divided: that of gpt_layer_specs() "
+            f"with untie_embeddings_and_output_weights (got {name}). Untie the head, or remove "
+            f"vocabulary_parallel_head."
+        )
+    return divide(parts)
 
 
 def _name(layer: Any, index: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..errors import ConfigError
-from ..tensor_parallel import WeightGradients, address, backward
+from ..tensor_parallel import HeadShare, WeightGradients, address, backward
 from .losses.step import Loss
 from .messages import is_marker, marker, unpack
 from .module import PipelineModule
@@ -36,6 +36,9 @@ class Buffer:
         loss: loss of the micro-batch, with its graph; last stage only.
         grads: gradients of the outputs; a marker for an output that the loss does not depend on.
         weights: deferred weight gradients of a split backward.
+        head_inputs: outputs and labels that the parts of a head get; last stage only.
+        shares: shares of the parts of a head by stage; stage of its loss only.
+        head_grads: log-sum-exps and gradients of the losses of all tokens; stage of the loss of a head only.
     """
 
     inputs: tuple[Tensor, ...] | None = None
@@ -45,6 +48,9 @@ class Buffer:
     loss: Loss | None = None
     grads: tuple[Tensor, ...] | None = None
     weights: WeightGradients | None = None
+    head_inputs: tuple[Tensor, ...] | None = None
+    shares: dict[int, HeadShare] = field(default_factory=dict)
+    head_grads: tuple[Tensor, ...] = ()
 
     def set_inputs(self, tensors: tuple[Tensor, ...]) -> None:
         """Set the inputs. In training, they become the leaves of the stage's graph."""
@@ -66,6 +72,12 @@ class Buffer:
         assert self.inputs is not None
         inputs, self.inputs = self.inputs, None
         return tuple(_take_grad(t) for t in inputs if _differentiable(t))
+
+    def take_grads(self) -> tuple[Tensor, ...]:
+        """Return the gradients of the outputs, and drop them."""
+        grads, self.grads = self.grads, None
+        assert grads is not None
+        return grads
 
     def roots(self, scale: Callable[[Loss], Tensor]) -> list[Root]:
         """Return what a backward starts from: the scaled loss, or the edges of the outputs and their gradients."""
@@ -97,7 +109,7 @@ class Buffer:
         without_grad = [parameter for parameter in parameters if parameter.grad is None]
         if roots:  # none if all layers up to here are frozen, or the loss does not depend on them
             backward(*zip(*roots, strict=True))
-        self.grads = self.loss = None
+        self.grads = self.loss = self.head_inputs = None
         self.edges = ()
         read = set() if self.weights is None else self.weights.memory
         _separate_grads((*(self.inputs or ()), *leaves, *without_grad), read)

@@ -119,8 +119,8 @@ class RankState:
         engine: initialized engine.
 
     Attributes:
-        parameters: parameters that this rank keeps, by name, with frozen ones; none on a rank whose weights another one
-            keeps.
+        parameters: parameters that this rank keeps, by unique name, with frozen ones; none on a rank whose weights
+            another one keeps.
         optimizer: states of the optimizer.
     """
 
@@ -185,7 +185,7 @@ class RankState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the trained weights (or master weights), optimizer states and buffers by name."""
-        tensors = {f"weight/{local.name}": tensor for local, _, tensor in self.weights(self.trained)}
+        tensors = {f"weight/{local.unique_name}": tensor for local, _, tensor in self.weights(self.trained)}
         for name, _, fragment in self.fragments(self.trained):
             states, _ = self.optimizer.read(fragment)
             tensors |= {f"state/{name}/{key}": state for key, state in states.items()}
@@ -207,7 +207,7 @@ class RankState:
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load :meth:`tensors` and :meth:`values` of this rank, of the same job. All ranks must call this together."""
         for local, _, target in self.weights(self.trained):
-            target.copy_(tensors[f"weight/{local.name}"].view_as(target))
+            target.copy_(tensors[f"weight/{local.unique_name}"].view_as(target))
         if self._engine.role.in_checkpoints:
             self.optimizer.weights_changed()
             self.optimizer.clear()

@@ -169,18 +169,22 @@ def require_slots(layout: ParallelLayout, hosts: Hosts) -> None:
 
 
 def messages_between(placement: Placement, micro_batches: int) -> Counter[tuple[int, int]]:
-    """Return the number of messages of a training step, by (sending device, receiving device)."""
+    """Return the hidden states that are sent in a training step, by (sending device, receiving device).
+
+    The unit is an activation or gradient of one micro-batch. Every message is one, except those of head parts.
+    """
     pipes = Counter(placement.pipes_of(micro_batches))
     dependencies = Dependencies(placement, placement.replicas)  # one micro-batch per pipe
     counts: Counter[tuple[int, int]] = Counter()
     for pipe in range(placement.replicas):
-        for stage in range(placement.stages):
-            for kind in (*dependencies.forward_kinds(stage), dependencies.gradient_kind(stage, pipe)):
+        for stage in range(placement.op_stages):
+            gradients = (dependencies.gradient_kind(stage, pipe),) if stage < placement.stages else ()
+            for kind in (*dependencies.forward_kinds(stage), *gradients):
                 op = Op(kind, pipe, stage)
                 sender = dependencies.device(op)
-                for _, receiver in dependencies.consumers(op):
+                for consumer, receiver in dependencies.consumers(op):
                     if receiver != sender:
-                        counts[sender, receiver] += pipes[pipe]
+                        counts[sender, receiver] += pipes[pipe] * dependencies.tensors(consumer)
     return counts
 
 

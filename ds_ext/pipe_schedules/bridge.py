@@ -109,6 +109,7 @@ _KEYWORDS = {
     "stage": "stage",
     "micro_batch": "micro_batch",
     "peer": "peer",
+    "other_stage": "other_stage",
 }
 
 

@@ -23,7 +23,7 @@ _TIMES = {
     "w": "backward_weight",
     **{k: k for k in ("comm", "overhead")},
 }
-_TEXT_KEYS = (*_TIMES, "stages", "slices", "jitter", "seed")
+_TEXT_KEYS = (*_TIMES, "stages", "head", "slices", "jitter", "seed")
 _MAX_FACTORS = 200_000
 # With these limits, sums of ten million times and ratios of times do not overflow.
 _MIN_TIME, _MAX_TIME = 1e-15, 1e15
@@ -47,6 +47,8 @@ class Costs:
     Args:
         stages: cost factor of every stage, for example to include the embedding and the head; or three factors, of
             forward, backward_input and backward_weight. None: all 1.
+        head: cost factor, or three, of the model's whole head relative to 1/D of the model, if every device holds a
+            part of it.
         links: (sender, receiver) -> time of a message on that link; ``comm`` for the others.
         jitter: each computation and message takes 1 + jitter * u times as long, with u uniform in [-1, 1].
         seed: seed of the jitter. An op has the same jitter in every timetable.
@@ -72,18 +74,22 @@ class Costs:
     overhead: float = 0.0
     measured: Mapping[str, Any] = field(default_factory=dict, hash=False)
     slices: tuple[float, ...] | None = None
+    head: float | Factors = 0.0
 
     def __post_init__(self) -> None:
         if self.stages is not None:
             stages = (tuple(stage) if isinstance(stage, list) else stage for stage in self.stages)
             object.__setattr__(self, "stages", tuple(stages))
+        if isinstance(self.head, list):
+            object.__setattr__(self, "head", tuple(self.head))
         object.__setattr__(self, "links", dict(self.links))
         times = {key: getattr(self, name) for key, name in _TIMES.items()}
-        for i, stage in enumerate(self.stages or ()):
-            if isinstance(stage, tuple) and len(stage) == len(_EVEN):
-                times |= {f"stages[{i}][{k}]": factor for k, factor in enumerate(stage)}
+        factors = {f"stages[{i}]": stage for i, stage in enumerate(self.stages or ())} | {"head": self.head}
+        for name, factor in factors.items():
+            if isinstance(factor, tuple) and len(factor) == len(_EVEN):
+                times |= {f"{name}[{k}]": value for k, value in enumerate(factor)}
             else:
-                times[f"stages[{i}]"] = stage
+                times[name] = factor
         times |= {f"slices[{j}]": time for j, time in enumerate(self.slices or ())}
         times |= {f"links {a}>{b}": time for (a, b), time in self.links.items()}
         for name, time in times.items():
@@ -114,7 +120,7 @@ class Costs:
         """Three factors of every stage; None: all 1."""
         if self.stages is None:
             return None
-        return tuple(stage if isinstance(stage, tuple) else (stage, stage, stage) for stage in self.stages)
+        return tuple(map(_three, self.stages))
 
     def time(self, kind: str, factors: Factors = _EVEN) -> float:
         """Return the time of a computation of ``kind`` for 1/D of the model, at a stage with these factors."""
@@ -131,13 +137,17 @@ class Costs:
     def with_recompute(self, share: float) -> Costs:
         """Return the costs if every backward first repeats this share of its forward."""
         repeated = self.backward_input + share * self.forward
-        stages = self.stage_factors
+        stages, head = self.stage_factors, self.head
         if stages is not None and repeated:
             stages = tuple(
                 (f, (self.backward_input * b + share * self.forward * f) / repeated, w) for f, b, w in stages
             )
+        if head and repeated:  # the forward of a part includes its input gradient, and is not repeated
+            f, b, w = _three(head)
+            head = (f, self.backward_input * b / repeated, w)
         measured = {**self.measured, "recomputes": True} if self.measured else {}
-        return replace(self, backward_input=repeated, stages=stages, measured=measured) if share else self
+        costs = replace(self, backward_input=repeated, stages=stages, head=head, measured=measured)
+        return costs if share else self
 
     def ratios(self) -> Costs:
         """Return the costs, of measured ones only f, b and w, for times that come from a rate and a model.
@@ -175,13 +185,25 @@ class Costs:
         costs = self.fit(placement)
         share = placement.devices_per_pipe / placement.stages / slices
         stages = costs.stage_factors or (_EVEN,) * placement.stages
-        return {
+        durations = {
             kind: tuple(
                 costs.time(kind, factors) * share * placement.slowdown(kind) + costs.overhead
                 for factors in stages
             )
             for kind in placement.kinds
         }
+        if placement.head_parts:
+            # The forward of a part also computes its share of the input gradient. The loss only joins the parts.
+            forward, backward_input, weight = (
+                costs.time(kind, _three(costs.head)) / placement.head_parts
+                for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+            )
+            # Bounds of orders with whole backwards count the weight gradient as one.
+            parts = {FORWARD: forward + backward_input, BACKWARD: weight, BACKWARD_WEIGHT: weight}
+            for kind, row in durations.items():
+                head = (parts.get(kind, 0.0) + costs.overhead,) * placement.head_parts
+                durations[kind] = (*row, *head, 0.0)
+        return durations
 
     def fit(self, placement: Placement) -> Costs:
         """Return the costs for a placement, which differ from these only if they are measured.
@@ -189,8 +211,14 @@ class Costs:
         Measured times carry over to another number of devices, and to stages that each join several measured ones.
 
         Raises ScheduleError if the number of factors is not the number of stages, a link has an unknown device, or
-        measured times do not carry over.
+        measured times do not carry over, as those of a head on the last stage to parts of it.
         """
+        if self.measured and bool(self.head) != bool(placement.head_parts):
+            known = ("without", "with")
+            raise ScheduleError(
+                f"costs: must be measured {known[bool(placement.head_parts)]} vocabulary_parallel_head (got a run "
+                f"{known[bool(self.head)]} it on {self.measured['devices']} devices). Trace another run."
+            )
         costs = self._carry_over(placement) if self.measured else self
         if costs.stages is not None and len(costs.stages) != placement.stages:
             raise ScheduleError(
@@ -217,7 +245,8 @@ class Costs:
         if ratio != 1:
             names = ("forward", "backward_input", "backward_weight")
             times = {name: getattr(self, name) * ratio for name in names}
-            costs = replace(self, **times, measured={**self.measured, "devices": devices})
+            head = tuple(round(factor / ratio, 8) for factor in _three(self.head)) if self.head else 0.0
+            costs = replace(self, **times, head=head, measured={**self.measured, "devices": devices})
         if len(stages) % placement.stages:
             raise ScheduleError(
                 f"costs: the {len(stages)} measured stages cannot be joined to {placement.stages} (got "
@@ -244,6 +273,11 @@ class Costs:
         code = ((op.micro_batch << 20 | op.stage) << 3 | ALL_KINDS.index(op.kind)) << 1 | message
         u = _mix(_mix(self.seed) ^ code ^ _mix(op.slice) * (op.slice > 0)) / (1 << 63) - 1.0
         return 1.0 + self.jitter * u
+
+
+def _three(factor: float | Factors) -> Factors:
+    """Return the factors of forward, backward_input and backward_weight."""
+    return factor if isinstance(factor, tuple) else (factor, factor, factor)
 
 
 def _mix(x: int) -> int:
@@ -277,8 +311,9 @@ def parse_costs(text: str) -> Costs:
         if key in values:
             raise ScheduleError(f"costs: {key} is repeated (got {_short(text)}).")
         try:
-            if key in ("stages", "slices"):
-                values[key] = _parse_factors(value)
+            if key in ("stages", "slices", "head"):
+                factors = _parse_factors(value)
+                values[key] = factors[0] if key == "head" and len(factors) == 1 else factors
             else:
                 values[key] = int(value) if key == "seed" else float(value)
         except ValueError:

@@ -9,12 +9,13 @@ import math
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import ScheduleError
 from .costs import Costs, read_costs
 from .dynamic import DynamicRules
+from .list_scheduling.head_parts import insert_head_parts
 from .ops import Op
 from .placement import Placement
 from .timetables import Timetable
@@ -147,8 +148,13 @@ class Schedule:
                 f"Options: {known}."
             )
 
-    def placement(self, num_devices: int, options: Mapping[str, object] | None = None) -> Placement:
-        """Return the placement on ``num_devices`` devices. Raises ScheduleError if the size is not supported."""
+    def placement(
+        self, num_devices: int, options: Mapping[str, object] | None = None, head_parts: bool = False
+    ) -> Placement:
+        """Return the placement on ``num_devices`` devices, with a part of the head on each if ``head_parts``.
+
+        Raises ScheduleError if the size or head parts are not supported.
+        """
         if not 1 <= num_devices <= _MAX_DEVICES:
             raise ScheduleError(
                 f"{self.name}: pipeline_parallel_size must be 1 to {_MAX_DEVICES} (got {num_devices})."
@@ -167,7 +173,19 @@ class Schedule:
                 f"on the number of devices."
             )
         placement.check_replicas(self.name)
-        return placement
+        if placement.head_parts and not head_parts:
+            raise ScheduleError(
+                f"{self.name}: its timetable has {placement.head_parts} parts of the head (got "
+                f"vocabulary_parallel_head false). Set it to true."
+            )
+        if not head_parts:
+            return placement
+        if self.dynamic is not None:
+            raise ScheduleError(
+                f"{self.name}: vocabulary_parallel_head needs a fixed order (got {num_devices} devices that choose "
+                f"their ops at run time). Remove it, or use another schedule."
+            )
+        return placement.with_head_parts(self.name)
 
     def _check_num_stages(self, num_devices: int, options: Mapping[str, Any]) -> None:
         """Raise ScheduleError if the options make too many stages. Integer options multiply the stages per device."""
@@ -205,6 +223,7 @@ class Schedule:
         options: Mapping[str, object] | None = None,
         costs: Costs | None = None,
         slices: int = 1,
+        head_parts: bool = False,
     ) -> Timetable:
         """Return the timetable of one step of a pipeline group.
 
@@ -212,11 +231,16 @@ class Schedule:
             micro_batches: N, summed over the pipes.
             costs: costs that a planned schedule plans for; None: those of its option "costs".
             slices: parts of the sequence of every micro-batch.
+            head_parts: True to compute a part of the head on every device.
 
         Raises:
             ScheduleError: the schedule does not support the sizes or options, or its code failed.
         """
-        placement = self.placement(num_devices, options)
+        placement = self.placement(num_devices, options, head_parts)
+        if head_parts and slices > 1:
+            raise ScheduleError(
+                f"{self.name}: vocabulary_parallel_head needs whole sequences (got sequence_slices {slices}). Use 1."
+            )
         if self.micro_batches_multiple_of_devices:
             check_multiple(self.name, micro_batches, placement)
         self.check_slices(slices)
@@ -224,15 +248,20 @@ class Schedule:
         values: dict[str, Any] = self.resolve_options(options)
         if self.has_slices:
             values["slices"] = slices
+        max_ahead = 0 if values.get("max_activations") else 1
+        costs = costs or (read_costs(values[COSTS]) if values.get(COSTS) else Costs())
         if not self.planned:
             with self._wrap_errors():
                 orders = every_device(self.generate, placement, micro_batches, **values)
         else:
-            costs_text = values.pop(COSTS, "")  # a timetable file has no such option
-            costs = (costs or read_costs(costs_text)).fit(placement)
+            values.pop(COSTS, None)  # a timetable file has no such option
+            costs = costs.fit(placement)
+            body = replace(costs, head=0.0) if costs.head else costs
             with self._wrap_errors():
-                orders = self.generate(placement, micro_batches, costs, **values)
-        return Timetable(self.name, placement, micro_batches, tuple(orders), slices)
+                orders = self.generate(replace(placement, head_parts=0), micro_batches, body, **values)
+        timetable = Timetable(self.name, placement, micro_batches, tuple(orders), slices)
+        has_parts = any(op.stage >= placement.stages for order in orders for op in order)
+        return timetable if not head_parts or has_parts else insert_head_parts(timetable, costs, max_ahead)
 
     def check_slices(self, slices: int) -> None:
         """Raise ScheduleError for fewer than one slice, or more if the schedule has none."""

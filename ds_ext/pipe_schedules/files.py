@@ -81,7 +81,12 @@ def read_dump(text: str, source: str) -> Timetable:
         valid = type(micro_batches) is int and 0 < micro_batches <= _MAX_MICRO_BATCHES
         if not isinstance(name, str) or not valid:
             raise ValueError(f"schedule {name!r}, micro_batches {micro_batches!r}")
-        placement = _placement(dump["chunks"], dump["stages"])
+        parts, chunks = dump.get("head_parts"), dump["chunks"]
+        if parts:
+            chunks = [chunk for chunk in chunks if chunk["stage"] < dump["model_stages"]]
+        placement = _placement(chunks, dump["stages"])
+        if parts:
+            placement = placement.with_head_parts(name)
         slices = dump.get("slices", 1)
         if type(slices) is not int or slices < 1:
             raise ValueError(f"slices {slices!r}")

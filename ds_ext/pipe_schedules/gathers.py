@@ -59,7 +59,8 @@ def _insert(program: Program, device: int) -> Iterator[Instruction]:
     waited = set()
     for instruction in program.instructions[device]:
         op = instruction.op
-        if op is not None and op.stage not in waited:
+        # The loss that joins the parts of a head has no weights.
+        if op is not None and op.stage not in waited and program.timetable.placement.has_weights(op.stage):
             waited.add(op.stage)
             yield Instruction(WAIT_STAGE, stage=op.stage)
         if instruction.name != WAIT_STAGE:

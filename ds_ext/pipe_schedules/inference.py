@@ -23,6 +23,7 @@ def forward_timetable(
     """
     check_size(name, placement, micro_batches, slices)
     pipes = placement.pipes_of(micro_batches)
+    parts = [0] * micro_batches  # head parts that are computed
     orders: list[list[Op]] = [[] for _ in range(placement.num_devices)]
     waiting: list[list[tuple[int, int]]] = [[] for _ in placement.pipes]
     for m in reversed(range(micro_batches)):
@@ -48,6 +49,13 @@ def forward_timetable(
             orders[device].append(Op(FORWARD, m, stage, j))
             if stage + 1 < placement.stages:
                 add_ready(now, m, j, stage + 1)
-            else:
+            elif stage == placement.loss_stage:
                 admit(pipes[m], now)
+            elif stage < placement.stages:
+                for part in range(placement.stages, placement.loss_stage):
+                    add_ready(now, m, j, part)
+            else:
+                parts[m] += 1
+                if parts[m] == placement.head_parts:
+                    add_ready(now, m, j, placement.loss_stage)
     return Timetable(name, placement, micro_batches, tuple(map(tuple, orders)), slices)

@@ -14,7 +14,7 @@ import heapq
 from collections.abc import Iterator
 
 from .checks.timetable import check_timetable
-from .ops import BACKWARD, BACKWARD_INPUT, COMPUTE_NAME, FORWARD, RECOMPUTE, Instruction, Op
+from .ops import COMPUTE_NAME, FORWARD, RECOMPUTE, Instruction, Op
 from .placement import Placement
 from .timetables import Program, Timetable
 
@@ -78,7 +78,7 @@ class Lowering:
         self.timetable = timetable
         self.buffers = _Buffers()
         self._messages = None if messages is None else {peer: iter(ops) for peer, ops in messages.items()}
-        self._early: set[Op] = set()  # ops whose message was received before an earlier op
+        self._early: set[tuple[Op, int]] = set()  # (op, sender) of messages received before an earlier op
 
     def add(self, op: Op) -> list[Instruction]:
         """Append ``op``: return its instructions, and update the buffers.
@@ -93,15 +93,22 @@ class Lowering:
         for _, sender in dependencies.needs(op):
             if sender != self.device:
                 instructions += self._receive(op, sender)
-        chunk = placement.chunk_index(self.device, op.stage, self.timetable.pipe(op.micro_batch))
+        chunk = None
+        if placement.has_weights(op.stage):
+            chunk = placement.chunk_index(self.device, op.stage, self.timetable.pipe(op.micro_batch))
         instructions.append(self._instruction(COMPUTE_NAME[op.kind], op, chunk=chunk))
         still_needed = False
         for consumer, device in dependencies.consumers(op):
             if device != self.device:
-                instructions.append(self._instruction(f"Send{_message(consumer)}", op, peer=device))
+                other = self._other_stage(op, consumer)
+                instructions.append(
+                    self._instruction(f"Send{_message(consumer)}", op, peer=device, other=other)
+                )
             elif consumer.stage != op.stage:
-                target = self.buffers.buffer(consumer)
-                instructions.append(self._instruction(f"Copy{_message(consumer)}", op, to_buffer=target))
+                target, other = self.buffers.buffer(consumer), self._other_stage(op, consumer)
+                instructions.append(
+                    self._instruction(f"Copy{_message(consumer)}", op, to_buffer=target, other=other)
+                )
             elif consumer.slice == op.slice:
                 still_needed = True
         if not still_needed:
@@ -110,15 +117,21 @@ class Lowering:
 
     def _receive(self, op: Op, sender: int) -> Iterator[Instruction]:
         """Yield the receive of the message of ``op``, preceded by the earlier ones on its link."""
-        if op in self._early:
-            self._early.remove(op)
+        if (op, sender) in self._early:
+            self._early.remove((op, sender))
             return
         receivers = iter((op,)) if self._messages is None else self._messages[sender]
         for receiver in receivers:
-            yield self._instruction(f"Recv{_message(receiver)}", receiver, peer=sender)
+            producer = next(need for need, at in self.timetable.dependencies.needs(receiver) if at == sender)
+            other = self._other_stage(receiver, producer)
+            yield self._instruction(f"Recv{_message(receiver)}", receiver, peer=sender, other=other)
             if receiver == op:
                 return
-            self._early.add(receiver)
+            self._early.add((receiver, sender))
+
+    def _other_stage(self, op: Op, other: Op) -> int | None:
+        """Return the stage at the other end of a message of ``op``; None if both are stages of the model."""
+        return other.stage if max(op.stage, other.stage) >= self.timetable.placement.stages else None
 
     def _instruction(
         self,
@@ -128,15 +141,18 @@ class Lowering:
         chunk: int | None = None,
         peer: int | None = None,
         to_buffer: int | None = None,
+        other: int | None = None,
     ) -> Instruction:
         """Return an instruction for ``op``, whose slice gets a buffer if it has none."""
         pipe, buffer = self.timetable.pipe(op.micro_batch), self.buffers.buffer(op)
-        return Instruction(name, op.micro_batch, op.stage, pipe, chunk, peer, buffer, to_buffer, op.slice)
+        return Instruction(
+            name, op.micro_batch, op.stage, pipe, chunk, peer, buffer, to_buffer, op.slice, other
+        )
 
 
 def _message(consumer: Op) -> str:
     """Return the kind of message that ``consumer`` receives, as spelled in instruction names."""
-    return "Grad" if consumer.kind in (BACKWARD, BACKWARD_INPUT) else "Activation"
+    return "Activation" if consumer.kind in (FORWARD, RECOMPUTE) else "Grad"
 
 
 class _Buffers:
@@ -173,6 +189,7 @@ def dump(program: Program) -> dict[str, object]:
         "micro_batches": timetable.micro_batches,
         "model_stages": placement.stages,
         **({"slices": timetable.slices} if timetable.slices > 1 else {}),
+        **({"head_parts": placement.head_parts} if placement.head_parts else {}),
         "chunks": [
             {
                 "rank": device,
@@ -198,7 +215,7 @@ def _role(placement: Placement, device: int) -> dict[str, str]:
 
 def _dump_instruction(instruction: Instruction) -> dict[str, object]:
     fields: dict[str, object] = {"op": instruction.name}
-    for key in ("micro_batch", "stage", "pipe", "chunk", "peer"):
+    for key in ("micro_batch", "stage", "pipe", "chunk", "peer", "other_stage"):
         value = getattr(instruction, key)
         if value is not None:
             fields[key] = value

@@ -43,7 +43,9 @@ class Instruction(NamedTuple):
     Messages between stages have names that begin with ``Send`` or ``Recv``, from which other code takes the direction.
 
     ``peer`` is the other device of a message. ``buffer`` holds the tensors of a slice of a micro-batch at a stage.
-    ``to_buffer`` is the destination of a copy on the same device. Fields that do not apply are None, ``slice`` is 0.
+    ``to_buffer`` is the destination of a copy on the same device. ``other_stage`` is the stage at the other end of a
+    message or copy to or from a part of the head or its loss; other messages go to the stage before or after their own.
+    Fields that do not apply are None, ``slice`` is 0.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Instruction(NamedTuple):
     buffer: int | None = None
     to_buffer: int | None = None
     slice: int = 0
+    other_stage: int | None = None
 
     @property
     def op(self) -> Op | None:

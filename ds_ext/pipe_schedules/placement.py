@@ -6,7 +6,7 @@ two, in opposite directions, so every device holds stages of both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -47,15 +47,70 @@ class Placement:
 
     With ``forward``, the devices of ``forward`` compute the forwards of all pipes. The devices of ``pipes`` repeat the
     forwards and compute the backwards.
+
+    With ``head_parts``, the number of devices of a pipe, the stages exclude the model's head, of which every device
+    holds a part of the rows: ops of stage S + i compute part i, ops of stage S + D join the parts to the loss
+    (vocabulary parallelism, arXiv 2411.05288, algorithm 2). Without them it is 0, and the last stage has the head.
     """
 
     pipes: tuple[tuple[int, ...], ...]
     forward: ForwardPipe | None = None
+    head_parts: int = 0
 
     @property
     def stages(self) -> int:
-        """Number of stages of the model."""
+        """Number of stages of the model, without head parts."""
         return len(self.pipes[0])
+
+    @property
+    def op_stages(self) -> int:
+        """Number of stages that ops have: those of the model, the head parts, and the loss that joins them."""
+        return self.stages + (self.head_parts + 1 if self.head_parts else 0)
+
+    @property
+    def loss_stage(self) -> int:
+        """Stage whose forward computes the loss."""
+        return self.op_stages - 1
+
+    def is_head_part(self, stage: int) -> bool:
+        """Return True if ops of ``stage`` compute a part of the head."""
+        return self.stages <= stage < self.stages + self.head_parts
+
+    def has_weights(self, stage: int) -> bool:
+        """Return False for the stage that joins head parts to the loss."""
+        return not self.head_parts or stage < self.loss_stage
+
+    @cached_property
+    def head_devices(self) -> tuple[tuple[int, ...], ...]:
+        """Device of every head part, by pipe: part i is where the stages are that device i holds of pipe 0.
+
+        Devices that hold the same stages thus hold the same parts.
+        """
+        mirrors = [dict(zip(self.pipes[0], devices, strict=True)) for devices in self.pipes]
+        return tuple(tuple(mirror[i] for i in range(self.head_parts)) for mirror in mirrors)
+
+    def with_head_parts(self, schedule: str) -> Placement:
+        """Return the placement with a part of the head on every device.
+
+        Args:
+            schedule: name of the schedule, for the error.
+
+        Raises:
+            ScheduleError: the placement has forward devices, or a device without a stage of every pipe.
+        """
+        if self.forward is not None:
+            raise ScheduleError(
+                f"{schedule}: vocabulary_parallel_head needs devices that compute forwards and backwards (got "
+                f"{len(self.forward_devices)} forward devices). Remove it, or use another schedule."
+            )
+        missing = [set(range(self.num_devices)) - set(devices) for devices in self.pipes]
+        if any(missing):
+            pipe = next(pipe for pipe, devices in enumerate(missing) if devices)
+            raise ScheduleError(
+                f"{schedule}: vocabulary_parallel_head needs a stage of every pipe on every device (got none of pipe "
+                f"{pipe} on device {min(missing[pipe])}). Remove it, or use another schedule."
+            )
+        return replace(self, head_parts=self.num_devices)
 
     @property
     def replicas(self) -> int:
@@ -110,7 +165,11 @@ class Placement:
         """Return the device that computes ops of ``kind`` at ``stage`` for the micro-batches of ``pipe``."""
         if kind == FORWARD and self.forward is not None:
             return self.forward.devices[stage]
-        return self.pipes[pipe][stage]
+        if stage < self.stages:
+            return self.pipes[pipe][stage]
+        return (
+            self.pipes[pipe][-1] if stage == self.loss_stage else self.head_devices[pipe][stage - self.stages]
+        )
 
     def pipes_of(self, micro_batches: int) -> tuple[int, ...]:
         """Return the pipe of every micro-batch. Pipe 0 has the first N/replicas ids, pipe 1 the next, and so on.
@@ -134,13 +193,16 @@ class Placement:
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
         """Chunks of every device, by chunk index. First visits of all pipes come before second visits.
 
-        Device d of BitPipe: down stage d, up stage D-1-d, down stage 2D-1-d, up stage D+d.
+        Device d of BitPipe: down stage d, up stage D-1-d, down stage 2D-1-d, up stage D+d. Head parts come last.
         """
         by_device: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_devices)]
         for (stage, pipe), visit in self.visits.items():
             by_device[self.pipes[pipe][stage]].append((visit, pipe, stage))
         for stage, device in enumerate(self.forward_devices):
             by_device[device].append((0, 0, stage))
+        for pipe, devices in enumerate(self.head_devices):
+            for part, device in enumerate(devices):
+                by_device[device].append((self.stages, pipe, self.stages + part))
         return tuple(tuple(Chunk(stage, pipe) for _, pipe, stage in sorted(chunks)) for chunks in by_device)
 
     @cached_property

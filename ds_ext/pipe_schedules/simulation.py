@@ -89,7 +89,8 @@ def simulate(
     result = run_orders(workload, timetable.orders, weights)
     _check_complete(timetable, result)
     busy = [sum(map(workload.time, order)) for order in timetable.orders]
-    share = timetable.placement.devices_per_pipe / timetable.placement.stages / timetable.slices
+    stages = timetable.placement.stages
+    share = timetable.placement.devices_per_pipe / stages / timetable.slices
     return Simulation(
         timetable,
         tuple(
@@ -98,7 +99,9 @@ def simulate(
         ),
         result.makespan,
         ideal=sum(busy) / max(len(busy), 1),
-        peak_activations=tuple(peak_stages(order, timetable.trains) * share for order in timetable.orders),
+        peak_activations=tuple(
+            peak_stages(order, timetable.trains, stages) * share for order in timetable.orders
+        ),
         messages=result.messages,
         costs=costs,
         busy=tuple(time / result.makespan if result.makespan else 0.0 for time in busy),
@@ -128,11 +131,13 @@ def _check_complete(timetable: Timetable, result: Run) -> None:
     raise deadlock_at(timetable, waits, first, timetable.orders[first][steps[first]])
 
 
-def peak_stages(order: Sequence[Op], trains: bool = True) -> int:
+def peak_stages(order: Sequence[Op], trains: bool = True, stages: int | None = None) -> int:
     """Return the largest number of live activations, in slices of stages: from a forward to the end of its backward.
 
-    A forward device of ``fbd`` keeps none in training.
+    A forward device of ``fbd`` keeps none in training. Parts of the head do not count: ops of ``stages`` and later.
     """
+    if stages is not None:
+        order = [op for op in order if op.stage < stages]
     if not trains:
         return min(len(order), 1)
     live = peak = 0

@@ -8,7 +8,8 @@ empty cell or ``.`` is a wait and does not affect the order. A header such as ::
 
 contains the device of every stage of every pipe. Without it there is one pipe, and a stage is on the device that
 computes its ops. ``forward=0,2:1:1.0`` in the header lists the forward devices of ``fbd``, the tensor-parallel ranks
-that one forward rank replaces, and the slowdown. Other lines that start with ``#`` are comments.
+that one forward rank replaces, and the slowdown. With ``head=true``, every device holds a part of the model's head.
+Other lines that start with ``#`` are comments.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .timetables import Timetable
 _HEADER = "# timetable"
 _WAIT = "."
 _MAX_MICRO_BATCHES = 1_000_000
-_KEYS = ("schedule", "micro_batches", "slices", "pipes", "forward")
+_KEYS = ("schedule", "micro_batches", "slices", "pipes", "forward", "head")
 
 # Spaces are allowed between parentheses: torch writes two overlapped ops as (0F1;1B0)OVERLAP_F_B.
 _CELL = re.compile(r'\([^)]*\)[^\s,"]*|[^\s,"]+')
@@ -55,6 +56,8 @@ def dumps(timetable: Timetable) -> str:
     forward = timetable.placement.forward
     if forward is not None:
         header += f" forward={','.join(map(str, forward.devices))}:{forward.merged}:{forward.slowdown!r}"
+    if timetable.placement.head_parts:
+        header += " head=true"
     orders = (", ".join(map(str, order)) or _WAIT for order in timetable.orders)
     return "\n".join((header, *orders)) + "\n"
 
@@ -69,6 +72,11 @@ def torch_csv(timetable: Timetable) -> str:
         raise ScheduleError(
             f"{timetable.schedule}: torch's CSV has no slices of sequences (got {timetable.slices}). Write a timetable "
             f"file instead (-o FILE.txt)."
+        )
+    if timetable.placement.head_parts:
+        raise ScheduleError(
+            f"{timetable.schedule}: torch's CSV has no parts of the head (got {timetable.placement.head_parts}). Write "
+            f"a timetable file instead (-o FILE.txt)."
         )
     if timetable.placement.replicas > 1 or timetable.placement.forward_devices:
         raise ScheduleError(
@@ -132,13 +140,19 @@ def loads(text: str, name: str = "timetable", source: str = "timetable") -> Time
             positions.append([position for _, position in cells])
     if not any(orders):
         raise header_position.error("no ops. Write one line per device with cells such as F3@1 or 1F3.")
-    if "forward" in header and "pipes" not in header:
-        raise header_position.error("forward=... also needs pipes=..., the backward devices.")
+    for key in ("forward", "head"):
+        if key in header and "pipes" not in header:
+            raise header_position.error(f"{key}=... also needs pipes=..., the devices of the stages.")
     if "pipes" in header:
         forward = _read_forward(header.get("forward"), header_position)
         placement = _read_pipes(header["pipes"], len(orders), header_position, forward)
     else:
         placement = _infer_placement(orders, positions)
+    schedule = header.get("schedule", name)
+    if "head" in header:
+        if header["head"] != "true":
+            raise header_position.error(f"head must be true (got {header['head']}).")
+        placement = placement.with_head_parts(schedule)
     highest = 1 + max(op.micro_batch for order in orders for op in order)
     micro_batches = highest
     if "micro_batches" in header:
@@ -150,7 +164,6 @@ def loads(text: str, name: str = "timetable", source: str = "timetable") -> Time
         raise header_position.error(
             f"too many micro-batches (got {max(highest, micro_batches)}). Use at most {_MAX_MICRO_BATCHES}."
         )
-    schedule = header.get("schedule", name)
     check_size(schedule, placement, micro_batches, slices)
     return Timetable(schedule, placement, micro_batches, tuple(orders), slices)
 

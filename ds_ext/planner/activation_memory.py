@@ -42,6 +42,7 @@ def within_activation_memory(plan: JobPlan, sizes: TrainingSizes) -> JobPlan:
     except ScheduleError as error:
         raise ConfigError(str(error)) from None
 
+    head_parts = plan.settings.vocabulary_parallel_head
     devices, micro_batches = plan.settings.pipeline_parallel_size, plan.sizes.micro_batches
 
     def need(timetable: Timetable) -> int:
@@ -62,7 +63,9 @@ def within_activation_memory(plan: JobPlan, sizes: TrainingSizes) -> JobPlan:
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            timetable = schedule.timetable(devices, micro_batches, limited(middle), slices=slices)
+            timetable = schedule.timetable(
+                devices, micro_batches, limited(middle), slices=slices, head_parts=head_parts
+            )
         except ScheduleError:  # too few for one micro-batch
             low = middle
             continue

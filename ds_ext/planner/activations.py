@@ -24,6 +24,9 @@ weight gradient, which autograd copies if the engine sums it elsewhere, in fp32 
 With a chunked loss, the last stage keeps the gradient of its hidden states instead of the logits. The second half of a
 split backward reads the hidden states, and computes the logits in chunks again.
 
+With a part of the head on every device, the last stage ends with the norm. A part keeps its inputs until its weight
+gradient, and computes logits in chunks like a chunked loss. The loss gets two tensors of hidden states from each part.
+
 With slices of sequences, the backward of a micro-batch's last slice leaves gradients on the keys and values of all
 others. The attention of every other backward computes gradients for the slices before it, and adds them. The MLP is
 free by then. Layers that recompute everything store copies of the keys and values.
@@ -65,14 +68,17 @@ class Activations:
 
 
 def stage_activations(
-    sizes: TrainingSizes, num_stages: int, earlier: int = 0, later: int = 0
+    sizes: TrainingSizes, num_stages: int, earlier: int = 0, later: int = 0, head_parts: int = 0
 ) -> tuple[Activations, ...]:
-    """Return the activations of every stage. Raises ScheduleError if the layers do not fit the stages.
+    """Return the activations of every stage, head parts and their loss included, as ops number them.
+
+    Raises ScheduleError if the layers do not fit the stages.
 
     Args:
         sizes: sizes of the model; ``seq_length`` is that of a slice.
         num_stages: stages of the model.
         earlier, later: tokens of the other slices of a sample.
+        head_parts: parts of the head, one per device; 0: the last stage has the head.
     """
     layers = sizes.stage_layer_counts(num_stages)
     kinds = {kind: layer_activations(sizes, kind, earlier, later) for kind in {"none", sizes.recompute}}
@@ -88,11 +94,11 @@ def stage_activations(
             elif parts and sizes.recomputes(first) != "full":
                 parts[0] = replace(parts[0], kept=parts[0].kept + copied)
             if stage == last:
-                parts.append(_head(sizes))
+                parts.append(_last_norm(sizes) if head_parts else _head(sizes))
             stages[key] = _sum(parts)
         result.append(stages[key])
         first += count
-    return tuple(result)
+    return (*result, *_head_parts(sizes, head_parts)) if head_parts else tuple(result)
 
 
 def _sum(parts: Sequence[Activations]) -> Activations:
@@ -227,8 +233,7 @@ def _head(sizes: TrainingSizes) -> Activations:
     tokens, size, c, h = sizes.tokens, sizes.token_bytes, _between(sizes), sizes.hidden_size
     vocabulary = sizes.padded_vocab_size(sizes.tensor_parallel) / sizes.tensor_parallel
     logits, weight = tokens * size * vocabulary, size * vocabulary * h
-    fp32 = 4 * tokens * vocabulary
-    chunk = max(fp32 / CHUNKS, min(LEAST_CHUNK, fp32))
+    chunk = _chunk(sizes, vocabulary)
     if sizes.chunked_loss:
         return _chunked_head(sizes, chunk, weight)
     kept = tokens * (_norms(sizes, c) + size * c) + logits
@@ -242,6 +247,34 @@ def _head(sizes: TrainingSizes) -> Activations:
         logits + max(chunk, norm + tokens * size * h),
         _deferred_gradient(sizes, weight),
     )
+
+
+def _chunk(sizes: TrainingSizes, vocabulary: float) -> float:
+    """Return the bytes of the fp32 logits of a chunk of tokens."""
+    fp32 = 4 * sizes.tokens * vocabulary
+    return max(fp32 / CHUNKS, min(LEAST_CHUNK, fp32))
+
+
+def _last_norm(sizes: TrainingSizes) -> Activations:
+    """Return the activations of the last norm, without the head: its backward starts with its output's gradient."""
+    tokens, size, c = sizes.tokens, sizes.token_bytes, _between(sizes)
+    rise = tokens * (size + (_RMS_NORM_BACKWARD if sizes.normalization == "RMSNorm" else size)) * c
+    return Activations(tokens * _norms(sizes, c), 0.0, 0.0, rise, rise, 0.0)
+
+
+def _head_parts(sizes: TrainingSizes, parts: int) -> list[Activations]:
+    """Return the activations of every part of the head, and of the loss that joins them."""
+    hidden = sizes.tokens * sizes.token_bytes * sizes.hidden_size
+    vocabulary = sizes.padded_vocab_size(sizes.tensor_parallel) / sizes.tensor_parallel / parts
+    chunk = _chunk(sizes, vocabulary) * (1.5 if sizes.precision != "fp32" else 1.0)
+    weight = sizes.token_bytes * vocabulary * sizes.hidden_size
+    gradient = max(weight + chunk, _deferred_gradient(sizes, weight))
+    statistics = 8 * sizes.tokens  # labels; two fp32 numbers for the weight gradient
+    kept = hidden + statistics
+    # A part frees at its weight gradient what it kept, as a split backward does.
+    part = Activations(kept, kept, chunk + 2 * hidden, 0.0, 0.0, gradient)
+    loss = Activations(0.0, 0.0, 2 * parts * hidden, 0.0, 0.0, 0.0)
+    return [*[part] * parts, loss]
 
 
 def _chunked_head(sizes: TrainingSizes, chunk: float, weight: float) -> Activations:

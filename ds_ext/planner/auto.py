@@ -56,6 +56,7 @@ def choose_for_job(
     layers: int | None = None,
     slices: int = 1,
     lengths: str | Sequence[int] = EQUAL,
+    head_parts: bool = False,
 ) -> Candidates:
     """Rank the schedules for a job with ``"schedule": "auto"``.
 
@@ -69,6 +70,7 @@ def choose_for_job(
         layers: number of the model's pipeline layers; None: unknown.
         slices: parts of the sequence of every micro-batch.
         lengths: tokens of every slice.
+        head_parts: every device computes a part of the head.
 
     Raises:
         ConfigError: the batch is not fixed, sizes do not fit, or no schedule fits in memory.
@@ -77,7 +79,10 @@ def choose_for_job(
     try:
         request = _make_request(config, devices, tensor_parallel, data, options, train, layers)
         request = replace(
-            request, slices=slices, lengths=lengths if isinstance(lengths, str) else tuple(lengths)
+            request,
+            slices=slices,
+            lengths=lengths if isinstance(lengths, str) else tuple(lengths),
+            head_parts=head_parts,
         )
         _require_layers(request)
         candidates = choose(request)
@@ -134,7 +139,7 @@ def _recomputations(sizes: TrainingSizes | None, train: Mapping[str, Any]) -> tu
     return ("none",) if sizes is None else (sizes.recompute,)
 
 
-def best_schedule(candidates: Candidates) -> Schedule:
+def best_schedule(candidates: Candidates, head_parts: bool = False) -> Schedule:
     """Return the best candidate as a schedule that accepts the options of "auto"."""
     best = candidates.best
     assert best is not None, "choose_for_job() raises without a best candidate"
@@ -145,7 +150,7 @@ def best_schedule(candidates: Candidates) -> Schedule:
 
     def program(placement: Placement, micro_batches: int, costs: Costs, slices: int, **_: object) -> Orders:
         return schedule.timetable(
-            placement.num_devices, micro_batches, best.options, best.costs, slices
+            placement.num_devices, micro_batches, best.options, best.costs, slices, head_parts
         ).orders
 
     return Schedule(schedule.name, program, place, options=_OPTIONS, planned=True)

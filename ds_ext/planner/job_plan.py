@@ -106,6 +106,7 @@ class StagePlan:
                 micro_batches,
                 self.options,
                 slices=self.settings.sequence_slices,
+                head_parts=self.settings.vocabulary_parallel_head,
             )
         except ScheduleError:
             return False
@@ -202,7 +203,10 @@ def _complete_plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
     devices, schedule = plan.settings.pipeline_parallel_size, plan.schedule
     with _as_config_error(plan.batch_hint):
         slices = plan.settings.sequence_slices
-        timetable = schedule.timetable(devices, sizes.micro_batches, plan.options, slices=slices)
+        head_parts = plan.settings.vocabulary_parallel_head
+        timetable = schedule.timetable(
+            devices, sizes.micro_batches, plan.options, slices=slices, head_parts=head_parts
+        )
         rules = schedule.make_dynamic_rules(devices, sizes.micro_batches, plan.options)
     program = lower(timetable)
     report = check(program, link_credits=_link_credits(plan.layout.placement))
@@ -261,8 +265,9 @@ def resolve_schedule(
             layers=layers,
             slices=settings.sequence_slices,
             lengths=settings.slice_lengths,
+            head_parts=settings.vocabulary_parallel_head,
         )
-        return best_schedule(candidates), candidates
+        return best_schedule(candidates, settings.vocabulary_parallel_head), candidates
     schedule = named_schedule(settings.schedule)
     if schedule.dynamic is not None and settings.transport in UNPOLLED:
         raise ConfigError(
@@ -290,7 +295,9 @@ def schedule_options(settings: DsExtConfig, schedule: Schedule) -> dict[str, Any
 def place(settings: DsExtConfig, schedule: Schedule, options: Mapping[str, Any]) -> Placement:
     """Return the stages of every device. Raises ConfigError if the schedule does not support the sizes."""
     with _as_config_error():
-        placement = schedule.placement(settings.pipeline_parallel_size, options)
+        placement = schedule.placement(
+            settings.pipeline_parallel_size, options, settings.vocabulary_parallel_head
+        )
     _require_supported(settings, schedule, placement)
     return placement
 
@@ -335,7 +342,8 @@ def _costs(plan: StagePlan) -> Costs:
     elif slices is None and not isinstance(lengths, str):
         slices = tuple(lengths)
     stages = plan.work.stages if costs.stages is None and plan.work is not None else costs.stages
-    return replace(costs, stages=stages, slices=slices)
+    head = plan.work.head if not costs.head and plan.work is not None else costs.head
+    return replace(costs, stages=stages, slices=slices, head=head)
 
 
 def _link_credits(placement: Placement) -> int | None:

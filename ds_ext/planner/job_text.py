@@ -13,7 +13,7 @@ from ..parallel.hosts import copy_hosts, fatal_pairs
 from ..parallel.layout import ParallelLayout, links_of
 from ..parallel.partition import StageWork
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.draw.grid import LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
+from ..pipe_schedules.draw.grid import HEAD_LEGEND, LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
 from ..pipe_schedules.simulation import Simulation, simulate
 from .auto import vocabulary
 from .job_plan import JobPlan
@@ -144,6 +144,8 @@ def _describe_partition(plan: JobPlan, boundaries: list[int], empty_stages: Sequ
     low, high = min(layers), max(layers)
     span = f"{low}" if low == high else f"{low} to {high}"
     text = f"stages    {plan.layout.placement.stages}, {span} pipeline layer{'s' * (high > 1)} each"
+    if parts := plan.layout.placement.head_parts:
+        text += f"; head in {counted(parts, 'part')}, one per device and pipe"
     if not empty_stages:
         return text
     names = f"stage{'s' * (len(empty_stages) > 1)} {_ranges([f' {stage}' for stage in empty_stages])}"
@@ -163,11 +165,12 @@ def _describe_stages(plan: JobPlan, boundaries: list[int], layer_names: list[str
 
 
 def _describe_bubble(plan: JobPlan) -> list[str]:
-    stages, slices = (plan.work.stages, plan.work.slices) if plan.work else (None, None)
-    priced = "equal stages" if stages is None else "layers and head"
+    work = plan.work or StageWork(None, None)
+    stages, slices = work.stages, work.slices
+    priced = "equal stages" if stages is None and not work.head else "layers and head"
     priced += "" if slices is None else ", causal slices"
     costs = f"{priced}, forward : backward = 1 : 2, free messages"
-    if plan.costs != Costs(stages=stages, slices=slices):
+    if plan.costs != Costs(stages=stages, slices=slices, head=work.head):
         costs = describe_costs(plan.costs)
     return [f"bubble    {plan.simulation.bubble:.1%} (simulated: {costs})"]
 
@@ -329,6 +332,7 @@ def _describe_candidates(plan: JobPlan) -> tuple[list[str], list[str]]:
 
 def _legend(plan: JobPlan) -> str:
     legend = f"{LEGEND}; {REPEATED_LEGEND}" if plan.layout.placement.forward_devices else LEGEND
+    legend = f"{legend}; {HEAD_LEGEND}" if plan.timetable.placement.head_parts else legend
     return f"{legend}; {SPLIT_LEGEND}" if plan.timetable.split_backwards else legend
 
 

@@ -59,6 +59,7 @@ class Cluster:
         interval: the only interval of full recomputation to consider; None: 1 to 4.
         sequence_parallel: use sequence parallelism; None: with tensor parallelism, if it divides the tokens.
         slices: the only numbers of slices of the sequence to consider in a pipeline; None: see :meth:`slice_numbers`.
+        head_parts: every device of a pipeline computes a part of the head.
 
     Raises:
         ScheduleError: a value is not positive, or the hosts do not have one slot per device.
@@ -74,6 +75,7 @@ class Cluster:
     interval: int | None = None
     sequence_parallel: bool | None = None
     slices: tuple[int, ...] | None = None
+    head_parts: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -107,7 +109,7 @@ class Cluster:
 
     def slice_numbers(self, tokens: int, pipeline: int) -> tuple[int, ...]:
         """Return the numbers of slices of a sample to consider for PP: by default slices of 2,048 tokens or more."""
-        if pipeline == 1:
+        if pipeline == 1 or (self.head_parts and self.slices is None):
             return (1,)
         fitting = (k for k in _SLICES if tokens % k == 0 and tokens // k >= _LEAST_SLICE)
         return (1, *fitting) if self.slices is None else self.slices
@@ -179,6 +181,7 @@ class ParallelSizes:
             "tensor_parallel_size": self.tensor,
             **({"sequence_parallel": True} if sizes.sequence_parallel else {}),
             **({"sequence_slices": candidate.slices} if candidate.slices > 1 else {}),
+            **({"vocabulary_parallel_head": True} if candidate.costs.head else {}),
             **({"slice_lengths": [*lengths]} if len({*lengths}) > 1 else {}),
             **({"overlap_across_steps": True} if sizes.overlap_across_steps and sizes.bytes.sharded else {}),
             "rank_order": str(candidate.rank_order),
@@ -336,6 +339,7 @@ def _requests(
             unit_s=forward_s * slice_slowdown(split, slices),
             unsharded_alone=True,
             slices=slices,
+            head_parts=cluster.head_parts and pipeline > 1,
         )
 
 

@@ -72,9 +72,10 @@ class Request:
         unsharded_alone: a single copy of the weights uses no ZeRO.
         slices: parts of the sequence of every micro-batch. With several, only schedules that have slices are evaluated.
         lengths: tokens of every slice.
+        head_parts: every device computes a part of the head. Schedules that do not support it are refused.
 
     Raises:
-        ScheduleError: a size is not positive, or there is a memory limit without a model.
+        ScheduleError: a size is not positive, there is a memory limit without a model, or head parts of a tied head.
     """
 
     devices: int
@@ -93,6 +94,7 @@ class Request:
     unsharded_alone: bool = False
     slices: int = 1
     lengths: str | tuple[int, ...] = BALANCED
+    head_parts: bool = False
 
     def __post_init__(self) -> None:
         for name in ("devices", "micro_batches", "memory_bytes", "slices"):
@@ -103,6 +105,8 @@ class Request:
             raise ScheduleError(
                 f"memory limit: needs the sizes of the model (got {format_bytes(self.memory_bytes)}, no sizes)."
             )
+        if self.head_parts and self.sizes is not None:
+            self.sizes.check_untied()
         if not set(self.recompute) <= set(RECOMPUTATIONS):
             kinds = ", ".join(self.recompute)
             raise ScheduleError(f"recompute: unknown kind (got {kinds}). Use {', '.join(RECOMPUTATIONS)}.")
@@ -446,29 +450,38 @@ class _Shared:
 
     @staticmethod
     def _order(
-        name: str, options: _Options, devices: int, micro_batches: int, costs: Costs, slices: int
+        name: str,
+        options: _Options,
+        devices: int,
+        head_parts: bool,
+        micro_batches: int,
+        costs: Costs,
+        slices: int,
     ) -> _Order:
-        return _Order(SCHEDULES[name].timetable(devices, micro_batches, dict(options), costs, slices), costs)
+        schedule = SCHEDULES[name]
+        timetable = schedule.timetable(devices, micro_batches, dict(options), costs, slices, head_parts)
+        return _Order(timetable, costs)
 
     @staticmethod
-    def _placement(name: str, options: _Options, devices: int) -> Placement:
-        return SCHEDULES[name].placement(devices, dict(options))
+    def _placement(name: str, options: _Options, devices: int, head_parts: bool) -> Placement:
+        return SCHEDULES[name].placement(devices, dict(options), head_parts)
 
     def _stages(
         self,
         name: str,
         options: _Options,
         devices: int,
+        head_parts: bool,
         costs: Costs,
         sizes: TrainingSizes | None,
         layers: str | None,
         tokens: tuple[int, ...],
     ) -> tuple[Costs, tuple[int, ...] | None]:
         """Return the costs and the layers of every stage. Slices of other ``tokens`` than balanced ones have costs."""
-        placement = self.placement(name, options, devices)
+        placement = self.placement(name, options, devices, head_parts)
         if sizes is not None:
             sizes = split_layers(sizes, placement, name, layers)
-            costs = slice_costs(stage_costs(costs, sizes), sizes, tokens)
+            costs = slice_costs(stage_costs(costs, sizes, placement.head_parts), sizes, tokens)
         return costs.fit(placement), sizes and sizes.stage_layers
 
 
@@ -487,8 +500,9 @@ class _Variant:
         return self.kind.request
 
     @cached_property
-    def _key(self) -> tuple[str, _Options, int]:
-        return self.schedule.name, tuple(self.options.items()), self.request.devices
+    def _key(self) -> tuple[str, _Options, int, bool]:
+        request = self.request
+        return self.schedule.name, tuple(self.options.items()), request.devices, request.head_parts
 
     @cached_property
     def placement(self) -> Placement:
@@ -515,7 +529,8 @@ class _Variant:
         return placement
 
     def _ops(self, placement: Placement) -> int:
-        return (len(KINDS) - 1) * placement.stages * self.request.micro_batches * self.request.slices
+        ops = (len(KINDS) - 1) * placement.stages + 2 * placement.head_parts
+        return ops * self.request.micro_batches * self.request.slices
 
     @cached_property
     def _stages(self) -> tuple[Costs, tuple[int, ...] | None]:
@@ -551,7 +566,10 @@ class _Variant:
     def slow_to_plan(self) -> bool:
         """True for a planned order of many ops; with equal costs and free messages the search ends early."""
         ops, f = self._ops(self.placement) * _ORDERS, self.costs.forward
-        ends_early = self.costs == Costs(f, f, f) and self.request.micro_batches % self.request.devices == 0
+        ends_early = (
+            replace(self.costs, head=0.0) == Costs(f, f, f)
+            and self.request.micro_batches % self.request.devices == 0
+        )
         ends_early = ends_early and self.request.slices == 1
         ops = ops if ends_early else max(ops, _SEARCHED_OPS)
         return self.schedule.planned and ops > self.request.cheap_ops
@@ -619,11 +637,16 @@ class _Variant:
         workload = self._workload(request.micro_batches, self.network_costs)
         kind, needs, sizes = workload.gradient_kind, [0], self.sizes
         averages = sizes is not None and time < math.inf and request.slices == 1
-        kept = stage_activations(sizes, placement.stages) if sizes and averages else ()
+        parts_of_head = placement.head_parts
+        kept = (
+            stage_activations(sizes, placement.stages, head_parts=parts_of_head) if sizes and averages else ()
+        )
         for device, parts in enumerate(self._one_micro_batch):
             average = 0.0
             if kept:
                 for stage, pipe in placement.chunks[device]:
+                    if stage >= placement.stages:  # parts of the head keep little
+                        continue
                     starts = workload.earliest_starts[pipe]
                     life = starts[kind][stage] + workload.times[kind][stage] - starts[FORWARD][stage]
                     average += kept[stage].kept * life * request.micro_batches / placement.replicas

@@ -15,7 +15,7 @@ from ..parallel.partition import BALANCED as BALANCED_LAYERS
 from ..parallel.partition import layer_boundaries
 from ..parallel.slices import BALANCED, EQUAL, balanced_lengths, slice_bounds
 from ..pipe_schedules import Placement
-from ..pipe_schedules.costs import Costs
+from ..pipe_schedules.costs import Costs, Factors
 from ..recipes.models.config import TransformerConfig
 from .training_sizes import TrainingSizes
 
@@ -48,8 +48,11 @@ def split_layers(
         stage_layers: value of the scripts' flag, such as ``"3,2,2,1"``; None: balanced by the work of layers and head.
 
     Raises:
-        ScheduleError: there are fewer layers than stages, or ``stage_layers`` does not fit the stages.
+        ScheduleError: there are fewer layers than stages, ``stage_layers`` does not fit the stages, or a head with a
+            part on every device is tied to the embedding.
     """
+    if placement.head_parts:
+        sizes.check_untied()
     if sizes.stage_layers is not None:
         sizes.stage_layer_counts(placement.stages)
         return sizes
@@ -57,7 +60,7 @@ def split_layers(
         raise ScheduleError(
             f"{sizes.num_layers} layers are fewer than {placement.stages} stages. Use more layers or fewer stages."
         )
-    weights = 0.0, sizes.head_work(sizes.repeated_share)
+    weights = 0.0, 0.0 if placement.head_parts else sizes.head_work(sizes.repeated_share)
     try:
         # One layer before the first transformer layer and one after the last; their number does not matter.
         bounds = layer_boundaries(sizes.num_layers, 1, 1, placement, schedule, stage_layers, weights)
@@ -100,13 +103,15 @@ def slice_costs(costs: Costs, sizes: TransformerConfig, lengths: Sequence[float]
     return replace(costs, slices=tuple(round((end - start) / mean, _DIGITS) for start, end in pairwise(ends)))
 
 
-def stage_costs(costs: Costs, sizes: TrainingSizes) -> Costs:
+def stage_costs(costs: Costs, sizes: TrainingSizes, head_parts: int = 0) -> Costs:
     """Return ``costs`` with recomputation and the share of each stage in the model's work.
 
     One factor applies to forward and backward alike. Factors in ``costs`` are kept, because they may be measured.
 
     Args:
         sizes: model with the layers of each stage, from :func:`split_layers`.
+        head_parts: parts of the head, one per device; 0: the last stage has the head. Parts compute the logits again
+            for the weight gradient: 4 products instead of 3.
 
     Raises:
         ScheduleError: the costs were measured with another tensor-parallel size or with recomputation.
@@ -120,7 +125,7 @@ def stage_costs(costs: Costs, sizes: TrainingSizes) -> Costs:
     recomputed = costs.with_recompute(repeated)
     if costs.stages is not None or not whole:
         return recomputed
-    head_layers = sizes.head_work()
+    head_layers = (replace(sizes, chunked_loss=False) if head_parts else sizes).head_work()
     # Only ratios matter: a layer costs as much as 1/D of the model in ``costs``.
     layer_cost = whole + repeated * costs.forward
     added = repeated * sizes.recompute_interval * costs.forward
@@ -129,8 +134,24 @@ def stage_costs(costs: Costs, sizes: TrainingSizes) -> Costs:
     for first, end in pairwise(accumulate(sizes.stage_layers, initial=0)):
         recomputing = -(-end // every) - -(-first // every)  # multiples of the interval
         stage_cost.append((end - first) * whole + recomputing * added)
-    stage_cost[-1] += head_layers * whole
+    if not head_parts:
+        stage_cost[-1] += head_layers * whole
     # Cost of a stage if the model were divided evenly and the head recomputed too.
     even_share = (sizes.num_layers + head_layers) * layer_cost / len(stage_cost)
     factors = tuple(round(cost / even_share, _DIGITS) for cost in stage_cost)
+    if head_parts and not costs.head:
+        share = head_layers / (sizes.num_layers + head_layers) * head_parts  # of 1/D of the model
+        head = _head_factors(costs, recomputed, share)
+        recomputed = replace(recomputed, head=tuple(round(factor, _DIGITS) for factor in head))
     return recomputed if set(factors) == {1.0} else replace(recomputed, stages=factors)
+
+
+def _head_factors(costs: Costs, recomputed: Costs, share: float) -> Factors:
+    """Return the factors of a head with this share of 1/D of the model, whose weight gradient repeats its forward.
+
+    ``recomputed`` are the costs with the recomputation of layers, to which the factors apply.
+    """
+    times = costs.forward, costs.backward_input, costs.backward_weight + costs.forward
+    units = recomputed.forward, recomputed.backward_input, recomputed.backward_weight
+    forward, backward_input, weight = (share * t / u if u else 0.0 for t, u in zip(times, units, strict=True))
+    return forward, backward_input, weight

@@ -96,14 +96,16 @@ def costs_text(costs: Costs) -> str:
     if costs.jitter:
         times |= {"jitter": costs.jitter, "seed": costs.seed}
     text = ",".join(f"{key}={format_number(value)}" for key, value in times.items())
-    lists = {"stages": costs.stages, "slices": costs.slices}
+    head = (costs.head,) if costs.head else None
+    lists = {"stages": costs.stages, "head": head, "slices": costs.slices}
     return ",".join([text, *(f"{key}={factors_text(v)}" for key, v in lists.items() if v is not None)])
 
 
 def describe_costs(costs: Costs) -> str:
     """Return a short description of costs, such as ``"f=1,b=1.2,w=0.8,comm=0.1, factors per stage"``."""
-    text = costs_text(replace(costs, stages=None, slices=None, links={}))
+    text = costs_text(replace(costs, stages=None, head=0.0, slices=None, links={}))
     stages = "" if costs.stages is None else ", factors per stage"
+    stages += ", a factor of the head" if costs.head else ""
     slices = "" if costs.slices is None else ", times per slice"
     return f"{text}{stages}{slices}{', times per link' if costs.links else ''}"
 

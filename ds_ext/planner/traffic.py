@@ -41,7 +41,10 @@ def traffic(sizes: TrainingSizes, placement: Placement, micro_batches: int) -> T
         shard = replace(sizes, tensor_parallel=1) if forward and placement.merged > 1 else sizes
         parameters.append(shard.device_parameters(placement, device))
         work = sum(
-            layers[chunk.stage] * (micro_batches if forward else pipes[chunk.pipe]) for chunk in chunks
+            layers[chunk.stage] * (micro_batches if forward else pipes[chunk.pipe])
+            for chunk in chunks
+            if chunk.stage
+            < placement.stages  # the collectives of the head, also of its parts, are not counted
         )
         tensor.append(_ALL_REDUCES * (1 if forward else passes) * work * reduced)
     return Traffic(

@@ -149,19 +149,38 @@ class TrainingSizes(TransformerConfig):
         parameters[0] += self.position_parameters
         parameters[-1] += 2 * self.hidden_size
         parameters[0] += self.embedding_parameters if untied or not placement.split_ends else 0
-        parameters[-1] += self.embedding_parameters if untied else 0
+        if placement.head_parts:
+            parameters += [self.head_part_parameters(placement)] * placement.head_parts
+        else:
+            parameters[-1] += self.embedding_parameters if untied else 0
         return tuple(parameters)
+
+    def check_untied(self) -> None:
+        """Raise ScheduleError for a head that is tied to the embedding, which has no parts."""
+        if not self.untie_embeddings_and_output_weights:
+            raise ScheduleError(
+                f"vocabulary_parallel_head: needs a head that is not tied to the embedding (got a tied one of "
+                f"{self.vocab_size:,} rows). Add untie_embeddings_and_output_weights, or remove "
+                f"vocabulary_parallel_head."
+            )
+
+    def head_part_parameters(self, placement: Placement) -> float:
+        """Return the parameters of a part of the head on a rank."""
+        return self.embedding_parameters / placement.head_parts
 
     def device_parameters(self, placement: Placement, device: int) -> float:
         """Estimate the parameters on a rank of ``device``, with biases and LayerNorms even if the model has none.
 
         Raises ScheduleError if the layers do not fit.
         """
-        held = [chunk.stage for chunk in placement.chunks[device]]
+        held = [chunk.stage for chunk in placement.chunks[device] if chunk.stage < placement.stages]
         layers = self.stage_layer_counts(placement.stages)
         firsts, lasts = held.count(0), held.count(placement.stages - 1)
         total = sum(layers[stage] for stage in held) * self.layer_parameters
         total += firsts * self.position_parameters + lasts * 2 * self.hidden_size
+        if placement.head_parts:
+            parts = len(placement.chunks[device]) - len(held)
+            return total + firsts * self.embedding_parameters + parts * self.head_part_parameters(placement)
         # A tied head is the embedding: one tensor, also if they belong to two pipes.
         embeddings = firsts + lasts if self.untie_embeddings_and_output_weights else bool(firsts + lasts)
         total += embeddings * self.embedding_parameters

@@ -1,6 +1,13 @@
 """Megatron-style tensor parallelism. Process groups are arguments; the package has no global group."""
 
-from ds_ext.tensor_parallel.chunked_loss import ChunkedHead, linear_cross_entropy
+from ds_ext.tensor_parallel.chunked_loss import (
+    ChunkedHead,
+    HeadPart,
+    HeadShare,
+    JoinedLoss,
+    join_shares,
+    linear_cross_entropy,
+)
 from ds_ext.tensor_parallel.group import TensorParallel, create_tensor_parallel
 from ds_ext.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -59,7 +66,10 @@ __all__ = [
     "Deferral",
     "DeferralWatch",
     "DropoutClock",
+    "HeadPart",
+    "HeadShare",
     "InitMethod",
+    "JoinedLoss",
     "KeyedDropout",
     "KeyedLayers",
     "RowParallelLinear",
@@ -81,6 +91,7 @@ __all__ = [
     "embedding",
     "enter_tensor_parallel",
     "gather_from_sequence_parallel_region",
+    "join_shares",
     "keyed_normal",
     "keyed_rng",
     "layer_key",

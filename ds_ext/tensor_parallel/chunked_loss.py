@@ -4,20 +4,34 @@ The forward computes the logits of a chunk, their loss, and the gradient of thei
 factor 1. Between forward and backward, this gradient replaces the logits. The backward multiplies it by the factor of
 the loss. The weight gradient computes the logits a second time, now in chunks of the vocabulary: each row of the
 gradient is one product over all tokens, which no sum over chunks rounds again.
+
+The rows of the head may be divided into parts on several devices (arXiv 2411.05288, algorithm 2):
+
+    shares = [part.share(hidden_BSD, labels_BS, True) for part in parts]
+    joined = join_shares(shares)                             # joined.loss: loss of every token
+    parts[0].input_gradient(joined, factor_N)                # for gradients of the losses
+    parts[i].weight_gradients(hidden_BSD, labels_BS, joined.log_sum_exp, factor_N).compute()
+
+A chunked loss is the case of one part. With the softmax p over the rows of part i, whose share of the sum of all
+exponentials is r, the gradient of a loss is the sum over i of r (p - y) W, minus (1 - r) y W. The one-hot label y is
+zero in all parts but one. No term cancels another one, so that half precision rounds small gradients as little as in
+one part.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel.group import TensorParallel
-from ds_ext.tensor_parallel.layers import enter_tensor_parallel
+from ds_ext.tensor_parallel.layers import enter_tensor_parallel, leave_tensor_parallel
 from ds_ext.tensor_parallel.loss import (
     IGNORE_INDEX,
     at_least_fp32,
@@ -28,7 +42,7 @@ from ds_ext.tensor_parallel.loss import (
     local_labels,
 )
 from ds_ext.tensor_parallel.mappings import keep_slice, once
-from ds_ext.tensor_parallel.weight_gradients import anchor, defer, is_deferrable, linear
+from ds_ext.tensor_parallel.weight_gradients import WeightGradients, anchor, defer, is_deferrable, linear
 
 
 class ChunkedHead:
@@ -115,39 +129,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         deferred: bool,
     ) -> Tensor:
         (weight_VD,) = parameters
-        hidden_ND, labels_N = hidden_BSD.flatten(0, -2), labels_BS.flatten()
-        first = tp.rank * len(weight_VD)
-        real = max(0, min(len(weight_VD), vocab_size - first))
-        weight_RD, dtype = weight_VD[:real], at_least_fp32(hidden_BSD.dtype)
-        counts_N = (labels_N != IGNORE_INDEX).to(dtype)
-        loss_N, log_sum_exp_N = torch.empty_like(counts_N), torch.empty_like(counts_N)
-        grad_ND = torch.empty_like(hidden_ND) if keeps_gradient else None
-        size = chunk_tokens(len(labels_N), len(weight_VD))
-        for chunk in (slice(start, start + size) for start in range(0, len(labels_N), size)):
-            # One name for the logits and what becomes of them, so that each is freed by the next.
-            x_CR = F.linear(hidden_ND[chunk], weight_RD)
-            max_C = largest_logits(x_CR, dtype)
-            if tp.size > 1:
-                dist.all_reduce(max_C, op=dist.ReduceOp.MAX, group=tp.group)
-            local_C, is_local_C = local_labels(labels_N[chunk], first, real)
-            label_C = (gather_columns(x_CR, local_C).to(dtype) - max_C).masked_fill(~is_local_C, 0.0)
-            x_CR = x_CR.to(dtype).sub_(max_C.unsqueeze(-1)).exp_()
-            sums_2C = torch.stack((x_CR.sum(-1), label_C))
-            if tp.size > 1:
-                dist.all_reduce(sums_2C, group=tp.group)
-            log_sum_C = sums_2C[0].log()
-            loss_N[chunk] = (log_sum_C - sums_2C[1]).masked_fill(counts_N[chunk] == 0, 0.0)
-            log_sum_exp_N[chunk] = log_sum_C + max_C
-            if grad_ND is not None:
-                x_CR.mul_((counts_N[chunk] / sums_2C[0]).unsqueeze(-1))
-                _subtract(x_CR, local_C, is_local_C * counts_N[chunk])
-                torch.mm(x_CR.to(weight_RD.dtype), weight_RD, out=grad_ND[chunk])
-            del x_CR  # before the next chunk exists
-        ctx.first, ctx.real, ctx.parameters, ctx.deferred = first, real, parameters, deferred
+        rows = _Rows.of(weight_VD, tp, vocab_size)
+        labels_N = labels_BS.flatten()
+        share = _share(hidden_BSD.flatten(0, -2), weight_VD, labels_N, tp, rows, keeps_gradient)
+        joined = join_shares([share])
+        log_sum_exp_N, grad_ND = joined.log_sum_exp, share.gradient
+        ctx.rows, ctx.parameters, ctx.deferred = rows, parameters, deferred
         ctx.shape = hidden_BSD.shape
         read = (hidden_BSD, weight_VD.detach(), labels_N, log_sum_exp_N) if ctx.needs_input_grad[1] else ()
         ctx.save_for_backward(grad_ND, *read)
-        return loss_N.sum()
+        return joined.loss.sum()
 
     @staticmethod
     @once
@@ -160,11 +151,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_grad = (grad_ND.to(factor.dtype) * factor).to(grad_ND.dtype).view(ctx.shape)
         if read:
             hidden, weight, labels_N, log_sum_exp_N = (tensor.detach() for tensor in read)
-            first, real = ctx.first, ctx.real
+            rows = ctx.rows
 
             def gradient() -> Tensor:
-                tokens = labels_N, log_sum_exp_N
-                return _weight_gradient(weight, first, real, hidden.flatten(0, -2), tokens, factor)
+                factor_N = factor * (labels_N != IGNORE_INDEX)
+                return _weight_gradient(
+                    weight, rows, hidden.flatten(0, -2), labels_N, log_sum_exp_N, factor_N
+                )
 
             if ctx.deferred:
                 defer(ctx.parameters[0], gradient, hidden, labels_N, log_sum_exp_N)
@@ -173,27 +166,212 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return hidden_grad, weight_grad, *[None] * 6
 
 
-def _weight_gradient(
-    weight_VD: Tensor, first: int, real: int, hidden_ND: Tensor, tokens: tuple[Tensor, Tensor], factor: Tensor
-) -> Tensor:
-    """Return the gradient of the weight, in chunks of C of its ``real`` rows; ``first`` is the id of the first one.
+# --- parts of the rows ---
 
-    ``tokens`` are labels and logarithms of the sums of exponentials.
+
+class HeadShare(NamedTuple):
+    """Share of a part of the head in the losses of all tokens and in the gradients of their hidden states.
+
+    Attributes:
+        statistics: largest logit of the part; sum of the exponentials of the logits minus it; logit of the label minus
+            it, 0 if another part has the label; and 1 if this part has the label. fp32 or fp64 (4, N), the same on all
+            ranks.
+        gradient: gradient of the cross entropy over the part alone; without the label if another part has it. This
+            rank's share, zero for ignored labels; None in an evaluation.
+        label_rows: row of the label in the weight, zero if another rank has it; None in an evaluation or with one part.
     """
-    labels_N, log_sum_exp_N = tokens
-    factor_N = factor * (labels_N != IGNORE_INDEX)
+
+    statistics: Tensor
+    gradient: Tensor | None = None
+    label_rows: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class JoinedLoss:
+    """Losses of all tokens.
+
+    Attributes:
+        loss: cross entropy of every token (N,); 0 for an ignored label.
+        log_sum_exp: logarithm of the sum of the exponentials of all logits (N,).
+        is_counted: whether the label is not ignored (N,).
+    """
+
+    loss: Tensor
+    log_sum_exp: Tensor
+    is_counted: Tensor
+    _shares: Sequence[HeadShare]
+    _ratio_PN: Tensor
+
+    def gradient(self, factor_N: Tensor) -> Tensor:
+        """Return this rank's share of the gradient of the hidden states, for those of the losses.
+
+        Gradients of ignored labels must be zero.
+        """
+        total: Tensor | None = None
+        dtype = factor_N.dtype
+        for share, ratio_N in zip(self._shares, self._ratio_PN, strict=True):
+            gradient, label_rows = share.gradient, share.label_rows
+            assert gradient is not None and label_rows is not None
+            label_factor_N = ((ratio_N - 1) * factor_N).masked_fill(share.statistics[3] == 0, 0.0)
+            for x, x_factor_N in ((gradient, ratio_N * factor_N), (label_rows, label_factor_N)):
+                scaled = x.to(dtype) * x_factor_N.view(*x.shape[:-1], 1)
+                total = scaled if total is None else total.add_(scaled)
+        assert total is not None
+        return total.to(cast(Tensor, self._shares[0].gradient).dtype)
+
+
+def join_shares(shares: Sequence[HeadShare]) -> JoinedLoss:
+    """Return the losses of all tokens from the shares of all parts."""
+    max_PN, sum_PN, label_PN, has_label_PN = torch.stack([share.statistics for share in shares]).unbind(1)
+    max_N, has_label_PN = max_PN.amax(0), has_label_PN > 0
+    sum_PN = sum_PN * (max_PN - max_N).exp()
+    sum_N, is_counted_N = sum_PN.sum(0), has_label_PN.any(0)
+    label_N = torch.where(has_label_PN, label_PN + (max_PN - max_N), 0.0).sum(0)
+    loss_N = (sum_N.log() - label_N).masked_fill(~is_counted_N, 0.0)
+    return JoinedLoss(loss_N, sum_N.log() + max_N, is_counted_N, shares, sum_PN / sum_N)
+
+
+class HeadPart(nn.Module):
+    """Part of the rows of a head, whose other parts are on other devices.
+
+    Args:
+        weight: this rank's rows of the part. The rows of all ranks are divided evenly, padding included.
+        part: number of the part.
+        tp: position of this rank in the group over which the part is sharded.
+        vocab_size: number of tokens in the vocabulary, without padding.
+        sequence_parallel: hidden states are this rank's tokens.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        part: int,
+        tp: TensorParallel,
+        vocab_size: int,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        self.weight = weight
+        self._part, self._tp, self._vocab_size = part, tp, vocab_size
+        self._sequence_parallel = sequence_parallel
+
+    @torch.no_grad()
+    def share(self, hidden_BSD: Tensor, labels_BS: Tensor, with_gradient: bool) -> HeadShare:
+        """Return the share of this part. Raises the errors of :func:`linear_cross_entropy`."""
+        check_labels(labels_BS, self._vocab_size)
+        hidden_BSD = self._enter(hidden_BSD)
+        hidden_ND, labels_N, rows = hidden_BSD.flatten(0, -2), labels_BS.flatten(), self._rows
+        share = _share(hidden_ND, self.weight, labels_N, self._tp, rows, with_gradient)
+        if share.gradient is None:
+            return share
+        local_N, is_local_N = local_labels(labels_N, rows.first, rows.real)
+        label_rows = self.weight[local_N].masked_fill_(~is_local_N.unsqueeze(-1), 0.0)
+        return HeadShare(share.statistics, *(x.view_as(hidden_BSD) for x in (share.gradient, label_rows)))
+
+    @torch.no_grad()
+    def input_gradient(self, joined: JoinedLoss, factor_N: Tensor) -> Tensor:
+        """Return the gradient of the hidden states, for the gradients of the losses of :func:`join_shares`."""
+        # Summed like the partial results of a layer: the backward of enter_tensor_parallel().
+        return leave_tensor_parallel(joined.gradient(factor_N), self._tp, self._sequence_parallel)
+
+    def weight_gradients(
+        self, hidden_BSD: Tensor, labels_BS: Tensor, log_sum_exp_N: Tensor, factor_N: Tensor
+    ) -> WeightGradients:
+        """Return the gradient of the weight, not computed yet, for the gradients of the losses."""
+        later, reads = WeightGradients(), (hidden_BSD, labels_BS, log_sum_exp_N, factor_N)
+
+        def gradient() -> Tensor:
+            hidden_ND, labels_N = self._enter(hidden_BSD).flatten(0, -2), labels_BS.flatten()
+            return _weight_gradient(self.weight, self._rows, hidden_ND, labels_N, log_sum_exp_N, factor_N)
+
+        if self.weight.requires_grad:
+            later.add(self.weight, gradient, *reads)
+        return later
+
+    def _enter(self, hidden_BSD: Tensor) -> Tensor:
+        return enter_tensor_parallel(hidden_BSD, self._tp, self._sequence_parallel)
+
+    @property
+    def _rows(self) -> _Rows:
+        return _Rows.of(self.weight, self._tp, self._vocab_size, self._part)
+
+
+class _Rows(NamedTuple):
+    """Rows of a weight: token id of the first one, number of those that are tokens, and tokens of all ranks."""
+
+    first: int
+    real: int
+    of_part: range
+
+    @classmethod
+    def of(cls, weight_VD: Tensor, tp: TensorParallel, vocab_size: int, part: int = 0) -> _Rows:
+        of_part = range(part * tp.size * len(weight_VD), (part + 1) * tp.size * len(weight_VD))
+        first = of_part.start + tp.rank * len(weight_VD)
+        return cls(first, max(0, min(len(weight_VD), vocab_size - first)), of_part)
+
+
+def _share(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    labels_N: Tensor,
+    tp: TensorParallel,
+    rows: _Rows,
+    keeps_gradient: bool,
+) -> HeadShare:
+    """Return statistics and gradient of a part. Every chunk of tokens needs two all-reduces."""
+    weight_RD, dtype = weight_VD[: rows.real], at_least_fp32(hidden_ND.dtype)
+    counts_N = (labels_N != IGNORE_INDEX).to(dtype)
+    statistics_4N = counts_N.new_empty(4, len(counts_N))
+    statistics_4N[3] = (labels_N >= rows.of_part.start) & (labels_N < rows.of_part.stop)
+    grad_ND = torch.empty_like(hidden_ND) if keeps_gradient else None
+    for chunk in _chunks(len(labels_N), chunk_tokens(len(labels_N), len(weight_VD))):
+        # One name for the logits and what becomes of them, so that each is freed by the next.
+        x_CR = F.linear(hidden_ND[chunk], weight_RD)
+        max_C = largest_logits(x_CR, dtype)
+        if tp.size > 1:
+            dist.all_reduce(max_C, op=dist.ReduceOp.MAX, group=tp.group)
+        local_C, is_local_C = local_labels(labels_N[chunk], rows.first, rows.real)
+        label_C = (gather_columns(x_CR, local_C).to(dtype) - max_C).masked_fill(~is_local_C, 0.0)
+        x_CR = x_CR.to(dtype).sub_(max_C.unsqueeze(-1)).exp_()
+        sums_2C = torch.stack((x_CR.sum(-1), label_C))
+        if tp.size > 1:
+            dist.all_reduce(sums_2C, group=tp.group)
+        statistics_4N[0, chunk], statistics_4N[1:3, chunk] = max_C, sums_2C
+        if grad_ND is not None:
+            x_CR.mul_((counts_N[chunk] / sums_2C[0]).unsqueeze(-1))
+            _subtract(x_CR, local_C, is_local_C * counts_N[chunk])
+            torch.mm(x_CR.to(weight_RD.dtype), weight_RD, out=grad_ND[chunk])
+        del x_CR  # before the next chunk exists
+    return HeadShare(statistics_4N, grad_ND)
+
+
+def _weight_gradient(
+    weight_VD: Tensor,
+    rows: _Rows,
+    hidden_ND: Tensor,
+    labels_N: Tensor,
+    log_sum_exp_N: Tensor,
+    factor_N: Tensor,
+) -> Tensor:
+    """Return the gradient of the weight, in chunks of C of its rows that are tokens.
+
+    ``factor_N`` are the gradients of the losses, zero for ignored labels.
+    """
+    first, real, _ = rows
     grad_VD = torch.empty_like(weight_VD, memory_format=torch.contiguous_format)
     grad_VD[real:] = 0.0
-    size = chunk_tokens(real, len(labels_N))
-    for start in range(0, real, size):
-        rows = slice(start, min(start + size, real))
-        x_NC = F.linear(hidden_ND, weight_VD[rows])
-        x_NC = x_NC.to(factor.dtype).sub_(log_sum_exp_N.unsqueeze(-1)).exp_().mul_(factor_N.unsqueeze(-1))
-        local_N, is_local_N = local_labels(labels_N, first + start, rows.stop - start)
+    for chunk in _chunks(real, chunk_tokens(real, len(labels_N))):
+        x_NC = F.linear(hidden_ND, weight_VD[chunk])
+        x_NC = x_NC.to(factor_N.dtype).sub_(log_sum_exp_N.unsqueeze(-1)).exp_().mul_(factor_N.unsqueeze(-1))
+        local_N, is_local_N = local_labels(labels_N, first + chunk.start, chunk.stop - chunk.start)
         _subtract(x_NC, local_N, is_local_N * factor_N)
-        torch.mm(x_NC.to(weight_VD.dtype).t(), hidden_ND, out=grad_VD[rows])
+        torch.mm(x_NC.to(weight_VD.dtype).t(), hidden_ND, out=grad_VD[chunk])
         del x_NC
     return grad_VD
+
+
+def _chunks(total: int, size: int) -> Iterator[slice]:
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 
 def _subtract(x_CR: Tensor, columns_C: Tensor, values_C: Tensor) -> None:

@@ -286,9 +286,15 @@ def replicated_parameter(shape: Sequence[int], init: InitMethod) -> nn.Parameter
 
 
 def sharded_parameter(
-    shape: Sequence[int], dim: int, tp: TensorParallel, init: InitMethod, unpadded: int | None = None
+    shape: Sequence[int],
+    dim: int,
+    tp: TensorParallel,
+    init: InitMethod,
+    unpadded: int | None = None,
+    part: int = 0,
+    parts: int = 1,
 ) -> nn.Parameter:
-    """Return this rank's shard of a parameter.
+    """Return this rank's shard of a parameter, or of one of its parts of equal size.
 
     Args:
         shape: shape of the full parameter.
@@ -296,16 +302,20 @@ def sharded_parameter(
         tp: position of this rank in its group.
         init: function that fills the full parameter.
         unpadded: size of the full parameter along ``dim`` without padding; None: no padding.
+        part, parts: number of the part, and number of the parts along ``dim``; each is sharded over the group.
     """
+    part_size = shape[dim] // parts
     if _skip_initial_values.get():
-        parts = [tp.shard_size(n, f"dimension {dim}") if i == dim else n for i, n in enumerate(shape)]
-        parameter: Any = nn.Parameter(torch.empty(parts, device="cpu"))
+        sizes = [*shape]
+        sizes[dim] = tp.shard_size(part_size, f"dimension {dim}")
+        parameter: Any = nn.Parameter(torch.empty(sizes, device="cpu"))
     else:
         full = torch.empty(tuple(shape), dtype=torch.float32, device="cpu")
         with torch.no_grad():
             init(full)
         # Clone the shard: a view would keep the full weight alive.
-        parameter = nn.Parameter(tp.shard(full, dim).to(torch.get_default_dtype()).clone())
+        rows = full.narrow(dim, part * part_size, part_size)
+        parameter = nn.Parameter(tp.shard(rows, dim).to(torch.get_default_dtype()).clone())
     parameter.model_parallel = parameter.tensor_model_parallel = True
     parameter.partition_dim = dim
     if unpadded is not None:

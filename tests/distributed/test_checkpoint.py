@@ -92,30 +92,32 @@ def contents(checkpoint: Path) -> dict[str, Any]:
     shards = manifest["job"]["tensor_parallel_size"]
     found: dict[str, Any] = {}
     for name, record in manifest["parameters"].items():
-        numbers = range(shards if record["dim"] is not None else 1)
+        parts = record.get("parts", 1)
+        numbers = range(shards * parts if record["dim"] is not None else 1)
 
-        def whole(parts: list[Tensor], record: dict[str, Any] = record) -> Tensor:
+        def whole(shards: list[Tensor], record: dict[str, Any] = record) -> Tensor:
             dim = record["dim"] or 0
-            length, joined = record["shape"][dim], torch.cat(parts, dim)
+            length, joined = record["shape"][dim], torch.cat(shards, dim)
             assert not joined.narrow(dim, length, joined.size(dim) - length).any()  # padding is zero
             return joined.narrow(dim, 0, length)
 
-        layers = [read_plain(checkpoint / layer_file(record["layer"], n, shards)) for n in numbers]
+        layers = [read_plain(checkpoint / layer_file(record["layer"], n, shards * parts)) for n in numbers]
         found[name] = whole([layer[record["key"]] for layer in layers])
         found[f"{name} values"] = record["values"], record["group"]
         for state in record["states"]:
-            parts = []
+            shard_states = []
             for number in numbers:
                 shard = torch.zeros(math.prod(record["shard"]))
                 times = torch.zeros_like(shard)
                 for file, start, count in record["fragments"][str(number)]:
+                    saved_name = name if parts == 1 else f"{name}/part_{number // shards}"
                     shard[start : start + count] = TensorFile(checkpoint / file).read(
-                        f"{name}/{state}", 0, count
+                        f"{saved_name}/{state}", 0, count
                     )
                     times[start : start + count] += 1
                 assert times.eq(1).all(), f"{name}/{state}: not every element is written once"
-                parts.append(shard.view(record["shard"]))
-            found[f"{name} {state}"] = whole(parts)
+                shard_states.append(shard.view(record["shard"]))
+            found[f"{name} {state}"] = whole(shard_states)
     return found
 
 

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_ext.tensor_parallel import (
     IGNORE_INDEX,
+    HeadPart,
     TensorParallel,
     enter_tensor_parallel,
+    join_shares,
     linear_cross_entropy,
     project_logits,
     vocab_parallel_cross_entropy,
@@ -60,6 +62,49 @@ def loss_equals_whole_logits(rank: int, vocab_size: int, padded: int, sequence_p
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_sharded_loss(ranks: Ranks, size: int, vocab_size: int, padded: int, sequence_parallel: bool) -> None:
     ranks(size).run(loss_equals_whole_logits, vocab_size, padded, sequence_parallel)
+
+
+def parts_equal_whole_logits(rank: int, vocab_size: int, padded: int, sequence_parallel: bool) -> None:
+    """Joined loss of four parts, gradients of this rank's hidden states and of its rows of every part, in fp64."""
+    size, parts = dist.get_world_size(), 4
+    tp = TensorParallel(rank, size, dist.group.WORLD)
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = (
+        torch.randn(*shape, 6, generator=generator, dtype=torch.float64) for shape in ((2, 8), (padded,))
+    )
+    labels = torch.randint(vocab_size, (2, 8), generator=generator)
+    labels[0, :3] = IGNORE_INDEX
+    factor = torch.rand(16, generator=generator, dtype=torch.float64)
+    factor = factor.masked_fill(labels.flatten() == IGNORE_INDEX, 0.0)
+
+    x = tp.shard(hidden, 1) if sequence_parallel else hidden
+    heads = [
+        HeadPart(nn.Parameter(tp.shard(rows, 0).clone()), part, tp, vocab_size, sequence_parallel)
+        for part, rows in enumerate(weight.chunk(parts))
+    ]
+    joined = join_shares([head.share(x, labels, True) for head in heads])
+    x_grad = heads[0].input_gradient(joined, factor)
+    for head in heads:
+        head.weight_gradients(x, labels, joined.log_sum_exp, factor).compute()
+
+    x0, w0 = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    whole = enter_tensor_parallel(x0, tp, sequence_parallel)
+    logits = nn.functional.linear(whole.flatten(0, 1), w0[:vocab_size])
+    expected = nn.functional.cross_entropy(
+        logits, labels.flatten(), reduction="none", ignore_index=IGNORE_INDEX
+    )
+    (expected @ factor / size).backward()  # every rank adds the whole gradient
+    torch.testing.assert_close(joined.loss, expected.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(x_grad, x0.grad, rtol=1e-12, atol=1e-12)
+    assert w0.grad is not None
+    for head, rows in zip(heads, w0.grad.chunk(parts), strict=True):
+        torch.testing.assert_close(head.weight.grad, tp.shard(rows, 0) * size, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("vocab_size", "padded"), [(32, 32), (27, 32), (5, 32)])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_sharded_parts(ranks: Ranks, vocab_size: int, padded: int, sequence_parallel: bool) -> None:
+    ranks(2).run(parts_equal_whole_logits, vocab_size, padded, sequence_parallel)
 
 
 # --- engine ---

@@ -168,6 +168,7 @@ def weights_of_both(rank: int, job: Job, folder: str, checkpoint: str) -> tuple[
 # Model, sizes, and sections of the JSON.
 LOADED: list[tuple[str, tuple[str, int, int, int, int], dict[str, Any]]] = [
     ("llama3", ("bitpipe_zb", 4, 1, 1, 4), zero_json(1)),
+    ("llama3 in parts", ("bitpipe_zb", 2, 2, 1, 4), zero_json(1)),
     ("qwen2", ("interleaved", 2, 2, 1, 4), zero_json(0)),
     ("qwen3", ("fbd", 2, 1, 1, 4), zero_json(0)),
     ("gpt2", ("1f1b", 2, 2, 1, 4), HALF),
@@ -193,7 +194,7 @@ def test_ranks_load_their_part_of_a_folder(
     if name == "gpt2":
         theirs = random_gpt2(**changes, n_positions=16, n_layer=8, n_inner=None)
     else:
-        theirs = random_llama(name, **changes, max_position_embeddings=16, num_hidden_layers=8)
+        theirs = random_llama(name.split()[0], **changes, max_position_embeddings=16, num_hidden_layers=8)
     folder, checkpoint = tmp_path / "hf", tmp_path / "checkpoint"
     theirs.save_pretrained(folder, max_shard_size="100KB")
     assert len([*folder.glob("model-*.safetensors")]) > 1
@@ -205,7 +206,7 @@ def test_ranks_load_their_part_of_a_folder(
         attention_dropout=0.0,
     )
     assert isinstance(model, GPTConfig)
-    job = Job(*sizes, model, 2, deepspeed=sections)
+    job = Job(*sizes, model, 2, deepspeed=sections, head_parts=name == "llama3 in parts")
     results = ranks(job.world_size).run(weights_of_both, job, str(folder), str(checkpoint), timeout_s=120)
     assert all(first == second for _, (first, second) in results)
     expected = expected_losses(theirs, model, job.micro_batches, 2)

@@ -66,6 +66,7 @@ class Case:
     tensor: int = 1
     slices: int = 1
     devices: int = 2
+    head_parts: bool = False
 
     def __str__(self) -> str:
         adam = "".join(f"-{key}" for key, value in (self.adam or {}).items() if value) or "-loop"
@@ -73,6 +74,7 @@ class Case:
         changed = "".join(f"-{value}" for key, value in model.items() if value != base[key])
         sizes = f"tp{self.tensor}-dp{self.data}-{self.bucket:g}"
         sizes += f"-k{self.slices}" if self.slices > 1 else ""
+        changed += "-parts" * self.head_parts
         return f"{self.schedule}-{self.precision}-zero{self.zero}{adam}-{sizes}{changed}"
 
     @property
@@ -90,7 +92,7 @@ class Case:
         # Two parameter groups, as in the training scripts.
         sizes = self.devices, self.tensor, self.data, 4
         options = {"deepspeed": deepspeed, "decay_groups": True, "slices": self.slices}
-        return Job(self.schedule, *sizes, self.model, 4, **options)
+        return Job(self.schedule, *sizes, self.model, 4, head_parts=self.head_parts, **options)
 
 
 def peak_bytes(rank: int, job: Job) -> int:
@@ -110,7 +112,9 @@ def estimates(job: Job) -> list[int]:
     """Return the bytes that the planner estimates for every rank."""
     sizes = training_sizes(job.config(1), job.model, 2, job.tp, job.dp, on_cpu=True)
     sizes = replace(sizes, sequence_parallel=job.model.sequence_parallel)
-    planned = get_schedule(job.schedule).timetable(job.pp, job.micro_batches, slices=job.num_slices)
+    planned = get_schedule(job.schedule).timetable(
+        job.pp, job.micro_batches, slices=job.num_slices, head_parts=job.head_parts
+    )
     devices = memory(planned, sizes)
     return [devices[job.layout.coordinates(rank)[0]].total for rank in range(job.world_size)]
 
@@ -167,6 +171,10 @@ ACTIVE = [
     active("1f1b", attention_dropout=0.1),
     active("1f1b", vocab_size=8192, chunked_loss=True),
     active("zb_v", "fp32", 0, vocab_size=8192, chunked_loss=True),
+    *(
+        replace(active(*run, base=LLAMA, vocab_size=8192), head_parts=True)
+        for run in (("1f1b",), ("zb_v", "fp32", 0), ("bitpipe_zb",))
+    ),
     active("1f1b", slices=8, base=LONG_LLAMA, recompute="full"),
     active("zb_v", slices=4, base=LONG_LLAMA, recompute="selective"),
 ]

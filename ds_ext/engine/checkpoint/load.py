@@ -102,14 +102,15 @@ def load_checkpoint(
         _check_fit(engine, parameters, states, checkpoint, manifest, strict, with_optimizer)
         if with_scheduler:
             _check_scheduler(engine, checkpoint, state)
-        return list(parameters)
+        return [local.name for local in parameters.values()]
 
     names_of_ranks: list[list[str]] = together(check, CheckpointError)
     if strict:
         _require_no_unknown_parameters(checkpoint, manifest, names_of_ranks)
     settings = _settings(engine, states)
     if engine.role.in_checkpoints:
-        reader = CheckpointReader(checkpoint, manifest, engine.mpu.get_slice_parallel_rank())
+        ranks = engine.layout.tensor_parallel_size
+        reader = CheckpointReader(checkpoint, manifest, engine.mpu.get_slice_parallel_rank(), ranks)
         with torch.no_grad():
             _load_weights(engine, rank_state, reader, manifest)
             if with_optimizer:
@@ -181,12 +182,14 @@ def _check_fit(
 ) -> None:
     """Raise CheckpointError unless the checkpoint contains this rank's parameters and states with the same shapes."""
     job, saved = manifest["job"], manifest["parameters"]
-    if strict and job["layers"] != engine.module._num_layers:
+    layers = engine.module.num_model_layers
+    if strict and job["layers"] != layers:
         raise CheckpointError(
-            f"{checkpoint}: the model has {engine.module._num_layers} pipeline layers, embeddings and head included "
+            f"{checkpoint}: the model has {layers} pipeline layers, embeddings and head included "
             f"(got {job['layers']} in the checkpoint). Use the model sizes of that run."
         )
-    for name, local in parameters.items():
+    for local in parameters.values():
+        name = local.name
         if name not in saved:
             # A checkpoint with exclude_frozen_parameters has no frozen parameters: they keep their values.
             if strict and (local.parameter.requires_grad or job.get("with_frozen", True)):
@@ -222,7 +225,7 @@ def _load_weights(
     engine: Checkpointed, state: RankState, reader: CheckpointReader, manifest: Mapping[str, Any]
 ) -> None:
     """Load weights, master weights, buffers and extra states of this rank."""
-    known = {name: local for name, local in state.parameters.items() if name in manifest["parameters"]}
+    known = {key: local for key, local in state.parameters.items() if local.name in manifest["parameters"]}
     for local, start, target in state.weights(known):
         target.copy_(reader.weight(local, start, target.numel()).view_as(target))
     state.optimizer.weights_changed()
@@ -242,11 +245,11 @@ def _load_states(state: RankState, reader: CheckpointReader, manifest: Mapping[s
     """Load the states of the optimizer and the numeric settings of its parameter groups."""
     saved = manifest["parameters"]
     state.optimizer.clear()
-    for name, local, fragment in state.fragments(state.parameters):
-        if name in saved:
+    for _, local, fragment in state.fragments(state.parameters):
+        if local.name in saved:
             tensors = reader.states(local, fragment.start, fragment.numel)
-            state.optimizer.write(fragment, tensors, saved[name]["values"])
-    names = {id(local.parameter): name for name, local in state.parameters.items()}
+            state.optimizer.write(fragment, tensors, saved[local.name]["values"])
+    names = {id(local.parameter): local.name for local in state.parameters.values()}
     for group, members in state.optimizer.groups():
         saved_names = [names[id(p)] for p in members if names.get(id(p)) in saved]
         saved_numbers = [saved[name]["group"] for name in saved_names if saved[name]["group"] is not None]

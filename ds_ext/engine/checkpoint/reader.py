@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .file import TensorFile, layer_file, read_plain
-from .states import MASTER, LocalParameter, Shape
+from .states import MASTER, LocalParameter, Shape, unique_name
 
 # (shard, start, numel) -> elements of a flattened tensor-parallel shard of the checkpoint
 _ReadShard = Callable[[int, int, int], Tensor]
@@ -25,14 +25,17 @@ class CheckpointReader:
         folder: folder of the checkpoint.
         manifest: manifest of the checkpoint.
         tensor_rank: this rank's tensor-parallel rank.
+        target_ranks: tensor-parallel size of this job; only parts of a head depend on it.
     """
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any], tensor_rank: int) -> None:
+    def __init__(
+        self, folder: Path, manifest: Mapping[str, Any], tensor_rank: int, target_ranks: int = 1
+    ) -> None:
         self.tensor_ranks = manifest["job"]["tensor_parallel_size"]
         self._parameters, self._files = manifest["parameters"], manifest["files"]
-        self._tensor_rank = tensor_rank
+        self._tensor_rank, self._target_ranks = tensor_rank, target_ranks
         self._layer = cache(
-            lambda layer, shard: read_plain(folder / layer_file(layer, shard, self.tensor_ranks))
+            lambda layer, shard, shards: read_plain(folder / layer_file(layer, shard, shards))
         )
         self._file = cache(lambda name: TensorFile(folder / name))
 
@@ -43,7 +46,8 @@ class CheckpointReader:
             return self.state(local, MASTER, start, numel)
 
         def read(shard: int, first: int, count: int) -> Tensor:
-            return self._layer(record["layer"], shard)[record["key"]].view(-1)[first : first + count]
+            layer = self._layer(record["layer"], shard, self._shards(record))
+            return layer[record["key"]].view(-1)[first : first + count]
 
         return self._part(local, read, start, numel)
 
@@ -54,14 +58,16 @@ class CheckpointReader:
 
     def state(self, local: LocalParameter, key: str, start: int, numel: int) -> Tensor:
         """Return elements of one flattened state, zeros if no rank had the state."""
-        fragments = self._parameters[local.name]["fragments"]
+        record = self._parameters[local.name]
+        fragments, parts = record["fragments"], record.get("parts", 1)
 
         def read(shard: int, first: int, count: int) -> Tensor:
             elements = torch.zeros(count)
+            saved_name = unique_name(local.name, shard // self.tensor_ranks, parts)
             for name, begin, length in fragments[str(shard)]:
                 low, high = max(first, begin), min(first + count, begin + length)
                 if low < high:
-                    part = self._file(name).read(f"{local.name}/{key}", low - begin, high - low)
+                    part = self._file(name).read(f"{saved_name}/{key}", low - begin, high - low)
                     elements = elements.to(part.dtype)
                     elements[low - first : high - first] = part
             return elements
@@ -78,19 +84,27 @@ class CheckpointReader:
         """
         shard = self._tensor_rank if same_size else 0
         exists = layer_file(layer, shard, self.tensor_ranks) in self._files
-        return self._layer(layer, shard).get(key) if exists else None
+        return self._layer(layer, shard, self.tensor_ranks).get(key) if exists else None
+
+    def _shards(self, record: Mapping[str, Any]) -> int:
+        """Return the number of shards of a parameter, over tensor-parallel ranks and parts of a head."""
+        return self.tensor_ranks * record.get("parts", 1)
 
     def _part(self, local: LocalParameter, read: _ReadShard, start: int, numel: int) -> Tensor:
         """Return elements of this rank's flattened shard, from the shards of the checkpoint."""
         record, target = self._parameters[local.name], local.shape
         saved = Shape(tuple(record["shape"]), tuple(record["shard"]), record["dim"])
+        number = 0 if target.dim is None else local.shard(self._tensor_rank, self._target_ranks)
         if target == saved:
             # The shards are the same: read only these elements.
-            return read(self._tensor_rank if target.dim is not None else 0, start, numel)
-        return self._reshard(target, saved, read).reshape(-1)[start : start + numel]
+            return read(number, start, numel)
+        shards = 1 if saved.dim is None else self._shards(record)
+        return self._reshard(target, number, saved, shards, read).reshape(-1)[start : start + numel]
 
-    def _reshard(self, target: Shape, saved: Shape, read: _ReadShard) -> Tensor:
-        """Return this rank's shard, with padding, from the saved shards that overlap with it."""
+    def _reshard(
+        self, target: Shape, target_number: int, saved: Shape, shards: int, read: _ReadShard
+    ) -> Tensor:
+        """Return shard ``target_number``, with padding, from the saved shards that overlap with it."""
 
         def shard(number: int) -> Tensor:
             return read(number, 0, math.prod(saved.shard)).view(saved.shard)
@@ -98,11 +112,11 @@ class CheckpointReader:
         dim = target.dim if target.dim is not None else saved.dim
         assert dim is not None, "replicated parameters of the same shape have the same shards"
         length = target.shard[dim]
-        first = self._tensor_rank * length if target.dim is not None else 0
+        first = target_number * length
         last = min(first + length, target.full[dim])  # behind it, the shard is padding
         if first >= last:
             return torch.zeros(target.shard)
-        numbers = range(1 if saved.dim is None else self.tensor_ranks)
+        numbers = range(shards)
         offset = 0  # of the first shard that is read, along dim
         if saved.dim == dim:
             saved_length = saved.shard[dim]

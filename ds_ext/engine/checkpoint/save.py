@@ -252,15 +252,16 @@ def _describe_parameters(
     for group, members in optimizer.groups():
         settings |= dict.fromkeys(map(id, members), numbers_of(group))
     return {
-        name: {
+        local.name: {
             "shape": list(local.shape.full),
             "shard": list(local.shape.shard),
             "dim": local.shape.dim,
             "layer": local.layer,
             "key": local.key,
+            "parts": local.parts,
             "group": settings.get(id(local.parameter)),
         }
-        for name, local in parameters.items()
+        for local in parameters.values()
     }
 
 
@@ -275,12 +276,15 @@ def _write_layers(
 
     Returns ``LAYER.KEY`` -> name of the parameter, for the further places of shared parameters.
     """
-    names = {id(local.parameter): (name, local) for name, local in parameters.items()}
+    names = {id(local.parameter): local for local in parameters.values()}
+    ranks, tensor_rank = engine.layout.tensor_parallel_size, engine.mpu.get_slice_parallel_rank()
     aliases: dict[str, str] = {}
     for index, (_, layer) in layers_of(engine.module).items():
         if not _holds_first_place(engine.module, index):
             continue
-        name = layer_file(index, engine.mpu.get_slice_parallel_rank(), engine.layout.tensor_parallel_size)
+        part, parts = engine.module.head_part(index)
+        place = index - part
+        name = layer_file(place, part * ranks + tensor_rank, parts * ranks)
         state = {
             key: value
             for key, value in layer.state_dict(keep_vars=True).items()
@@ -288,9 +292,9 @@ def _write_layers(
         }
         for key, value in state.items():
             if isinstance(value, torch.nn.Parameter):
-                parameter, local = names[id(value)]
-                if (local.layer, local.key) != (index, key):
-                    aliases[f"{index}.{key}"] = parameter
+                local = names[id(value)]
+                if (local.layer, local.key) != (place, key):
+                    aliases[f"{place}.{key}"] = local.name
         plain = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
         files[name] = write_plain(written / name, plain, new_file)
     return aliases
@@ -316,7 +320,10 @@ def _holds_first_place(module: PipelineModule, index: int) -> bool:
 def _optimizer_part(
     engine: Checkpointed, state: RankState, parameters: Mapping[str, LocalParameter], file: str
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return the optimizer's tensors that this rank writes to ``file``, by "parameter/state", and their fragments."""
+    """Return the optimizer's tensors that this rank writes to ``file``, and the fragments by unique name.
+
+    The tensors are by "unique name/state".
+    """
     tensors: dict[str, Tensor] = {}
     fragments: dict[str, dict[str, Any]] = {}
     if not state.optimizer.partitioned and engine.mpu.get_data_parallel_rank() != 0:
@@ -331,8 +338,9 @@ def _optimizer_part(
             states[MASTER] = fragment.master
         tensors |= {f"{name}/{key}": tensor for key, tensor in states.items()}
         fragments[name] = {
+            "parameter": local.name,
             "file": file,
-            "shard": tensor_rank if is_sharded else 0,
+            "shard": local.shard(tensor_rank, engine.layout.tensor_parallel_size) if is_sharded else 0,
             "range": [fragment.start, fragment.numel],
             "states": sorted(states),
             "values": values,
@@ -381,11 +389,12 @@ def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, An
     parameters: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, description in part["parameters"].items():
-            fragments = {str(shard): [] for shard in range(engine.layout.tensor_parallel_size)}
+            shards = engine.layout.tensor_parallel_size * description["parts"]
+            fragments = {str(shard): [] for shard in range(shards)}
             parameters.setdefault(name, {**description, "states": [], "values": {}, "fragments": fragments})
     for part in parts:
-        for name, fragment in part["fragments"].items():
-            parameter = parameters[name]
+        for fragment in part["fragments"].values():
+            parameter = parameters[fragment["parameter"]]
             parameter["values"] |= fragment["values"]
             parameter["states"] = sorted({*parameter["states"], *fragment["states"]})
             if fragment["states"]:
@@ -407,7 +416,7 @@ def describe_job(engine: Checkpointed) -> dict[str, Any]:
         "zero_stage": zero_stage(half_through_zero(engine.config)),
         "precision": precision(engine.config),
         "optimizer": OptimizerStates(engine.optimizer).name,
-        "layers": engine.module._num_layers,
+        "layers": engine.module.num_model_layers,
     }
 
 

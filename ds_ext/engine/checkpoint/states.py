@@ -99,6 +99,8 @@ class LocalParameter:
         layer: global index of its layer, or of the first one that shares it; part of the layer file's name.
         key: name in that layer.
         shape: shape of the full parameter and of its shards.
+        part: part of the head that it belongs to; 0 for other parameters.
+        parts: number of parts of the head; 1 for other parameters.
     """
 
     name: str
@@ -106,12 +108,29 @@ class LocalParameter:
     layer: int
     key: str
     shape: Shape
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def unique_name(self) -> str:
+        """Name among those of a rank, which may hold two parts of a head."""
+        return unique_name(self.name, self.part, self.parts)
+
+    def shard(self, tensor_rank: int, tensor_ranks: int) -> int:
+        """Return the number of the shard that a tensor-parallel rank has of a sharded parameter."""
+        return self.part * tensor_ranks + tensor_rank
+
+
+def unique_name(name: str, part: int, parts: int) -> str:
+    """Return the name of a parameter or of a part of it."""
+    return name if parts == 1 else f"{name}/part_{part}"
 
 
 def layers_of(module: PipelineModule) -> dict[int, tuple[str, nn.Module]]:
     """Return global index -> (prefix of parameter names in checkpoints, layer) of this rank's layers, by index.
 
-    A tied layer has the index of its first place in the model, also if another rank holds that place.
+    A tied layer has the index of its first place in the model, also if another rank holds that place. Every part of a
+    head has an index, see :meth:`.PipelineModule.head_part`, and the prefix of the head.
     """
     first_places: dict[str, int] = {}  # key of a tie -> index of its first layer
     for index, spec in enumerate(module._layer_specs):
@@ -124,23 +143,29 @@ def layers_of(module: PipelineModule) -> dict[int, tuple[str, nn.Module]]:
             if isinstance(spec, TiedLayerSpec):
                 layers[first_places[spec.key]] = f"tied_modules.{spec.key}", layer
             else:
-                layers[index] = str(index), layer
+                layers[index] = str(index - module.head_part(index)[0]), layer
     return dict(sorted(layers.items()))
 
 
 def parameters_of(module: PipelineModule, tensor_ranks: int) -> dict[str, LocalParameter]:
-    """Return all parameters of this rank by name, with frozen ones. Shared ones are named after their first layer."""
+    """Return all parameters of this rank by unique name, with frozen ones.
+
+    Shared ones are named after their first layer.
+    """
     parameters: dict[int, LocalParameter] = {}
     first_places = {id(shared.parameter): (shared.layer, shared.key) for shared in module.shared}
     for index, (prefix, layer) in layers_of(module).items():
+        part, parts = module.head_part(index)
         for key, parameter in layer.named_parameters():
             number = id(parameter)
             if number not in parameters:
-                first_layer, first_key = first_places.get(number, (index, key))
+                first_layer, first_key = first_places.get(number, (index - part, key))
                 name = f"{first_layer}.{first_key}" if number in first_places else f"{prefix}.{key}"
-                shape = Shape.from_parameter(name, parameter, tensor_ranks)
-                parameters[number] = LocalParameter(name, parameter, first_layer, first_key, shape)
-    return {local.name: local for local in parameters.values()}
+                shape = Shape.from_parameter(name, parameter, tensor_ranks * parts)
+                parameters[number] = LocalParameter(
+                    name, parameter, first_layer, first_key, shape, part, parts
+                )
+    return {local.unique_name: local for local in parameters.values()}
 
 
 @dataclass(frozen=True)

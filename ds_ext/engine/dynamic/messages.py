@@ -114,7 +114,7 @@ class DynamicMessages(StageMessages):
         self._polled.wait_any(list(self._tickets_by_device().values()))
         return self.poll()
 
-    def receive(self, kind: MessageKind, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
+    def receive(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> tuple[Tensor, ...]:
         """Return the tensors of a message. It may not have arrived yet if another rank chose the op that needs it."""
         message = Arrival(kind, stage, micro_batch)
         while message not in self._inbox:

@@ -61,7 +61,6 @@ class Audited(Protocol):
     device: Any
     global_rank: int
     global_steps: int
-    last_stage: int
 
     def wait_for_weights(self) -> None:
         """Wait until this rank has the weights of the last step."""
@@ -201,7 +200,12 @@ class Audit(Observer):
     def _next_forward(self) -> Op:
         """Return the first forward of the slices to repeat: after each member has had its turn, the next ones."""
         timetable, device = self._engine.plan.timetable, self._engine.module.device_index
-        forwards = [op for op in timetable.orders[device] if op.kind == FORWARD and op.slice == 0]
+        stages = timetable.placement.stages  # without the parts of a head
+        forwards = [
+            op
+            for op in timetable.orders[device]
+            if op.kind == FORWARD and op.slice == 0 and op.stage < stages
+        ]
         return forwards[self.done // len(self._members) % len(forwards)]
 
     # --- recording, around the instructions ---
@@ -430,7 +434,7 @@ class Audit(Observer):
 
         def run() -> Any:
             outputs = engine.executor.forward_stage(stage, inputs, engine.global_steps, evidence.number)
-            if stage == engine.last_stage:
+            if stage == engine.executor.loss_stage:
                 buffer.loss = engine.executor.losses.compute(outputs, buffer.labels)
             return outputs
 

@@ -118,7 +118,7 @@ class Tracer(Observer):
         settings, module = engine.plan.settings, engine.module
         facts = {
             "stage_parameters": {stage: _parameters(module, stage) for stage in module.stages},
-            "stage_layers": [stop - start for start, stop in pairwise(module.parts)],
+            "stage_layers": [stop - start for start, stop in pairwise(module.parts[: module.num_stages + 1])],
             "balanced": engine.plan.work is not None and engine.plan.work.is_balanced,
             "micro_batch_size": engine.plan.sizes.micro_batch_size,
             "recomputes": module.activation_checkpoint_interval > 0

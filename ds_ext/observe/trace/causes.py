@@ -314,7 +314,7 @@ def find_causes(
 
 
 def _fits(timetable: Timetable, ops: Sequence[tuple[Op, float]]) -> bool:
-    stages, micro_batches = timetable.placement.stages, timetable.micro_batches
+    stages, micro_batches = timetable.placement.op_stages, timetable.micro_batches
     return all(0 <= op.stage < stages and 0 <= op.micro_batch < micro_batches for op, _ in ops)
 
 

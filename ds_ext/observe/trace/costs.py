@@ -103,7 +103,29 @@ def costs_of_ops(values: Mapping[Quantity, float], placement: Placement, **other
             [round(time / mean, _DIGITS) if time and mean else float(time is None) for time in column]
         )
         means.append(_rounded(mean * placement.stages / placement.devices_per_pipe))
-    return Costs(*means, stages=tuple(zip(*columns, strict=True)), **others)
+    head = _head_factors(values, placement, *means) if placement.head_parts else 0.0
+    return Costs(*means, stages=tuple(zip(*columns, strict=True)), head=head, **others)
+
+
+def _head_factors(
+    values: Mapping[Quantity, float],
+    placement: Placement,
+    forward: float,
+    backward_input: float,
+    weight: float,
+) -> tuple[float, float, float]:
+    """Return the factors of the head from the means over its parts, whose forwards compute input gradients too."""
+
+    def total(kind: str) -> float:
+        stages = range(placement.stages, placement.stages + placement.head_parts)
+        known = [values[kind, stage] for stage in stages if (kind, stage) in values]
+        return placement.head_parts * statistics.fmean(known) if known else 0.0
+
+    both, gradient = (
+        total(FORWARD) / (forward + backward_input or 1.0),
+        total(BACKWARD_WEIGHT) / (weight or 1.0),
+    )
+    return round(both, _DIGITS), round(both, _DIGITS), round(gradient, _DIGITS)
 
 
 def _read_rows(traces: Traces, micro_batches: int) -> tuple[dict[Row, dict[int, Spans]], dict[Row, str]]:

@@ -267,7 +267,7 @@ def _measured_simulation(
         tuple(map(tuple, spans)),
         makespan,
         ideal=sum(busy_ms) / len(rows),
-        peak_activations=tuple(peak_stages(ops) * stage_share for ops in orders),
+        peak_activations=tuple(peak_stages(ops, stages=placement.stages) * stage_share for ops in orders),
         messages=plan.messages,
         costs=plan.costs,
         busy=tuple(time / makespan if makespan else 0.0 for time in busy_ms),

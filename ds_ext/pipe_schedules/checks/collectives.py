@@ -37,13 +37,14 @@ def check_reductions(program: Program) -> None:
 
 def check_waits(program: Program) -> None:
     """Raise ScheduleError for an op that may read weights of its stage before they are gathered."""
+    placement = program.timetable.placement
     for device, instructions in enumerate(program.instructions):
         waited: set[int | None] = set()
         for instruction in instructions:
             op = instruction.op
             if instruction.name == WAIT_STAGE:
                 waited.add(instruction.stage)
-            elif op is not None and op.stage not in waited:
+            elif op is not None and op.stage not in waited and placement.has_weights(op.stage):
                 raise error_at(
                     program.timetable,
                     f"device {device} uses the weights of stage {op.stage} without a wait for their gathering.",

@@ -79,15 +79,30 @@ TRANSFERS = {
 
 
 class Item(NamedTuple):
-    """Content of a slice of one micro-batch at one stage."""
+    """Content of a slice of one micro-batch at one stage.
+
+    ``source`` is the stage that it comes from, if either stage is a head part or its loss.
+    """
 
     content: Content
     stage: int
     micro_batch: int
     slice: int = 0
+    source: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.content.text} of micro-batch {slice_text(self.micro_batch, self.slice)} for stage {self.stage}"
+        text = f"{self.content.text} of micro-batch {slice_text(self.micro_batch, self.slice)} for stage {self.stage}"
+        return text if self.source is None else f"{text} from stage {self.source}"
+
+
+def moved_item(instruction: Instruction) -> Item:
+    """Return the item that a message or copy moves."""
+    name, m, stage, _, _, _, _, _, j, other = instruction
+    assert m is not None and stage is not None, "messages belong to a micro-batch"
+    content, shift, direction = TRANSFERS[name]
+    if direction == RECEIVE or other is None:
+        return Item(content, stage + shift, m, j, other)
+    return Item(content, other, m, j, stage)
 
 
 @dataclass
@@ -133,13 +148,13 @@ class DeviceCheck:
     @cached_property
     def _rules(self) -> dict[str, tuple[_Rule, ...]]:
         """Name of an instruction -> its rule at every stage. SyncWeights has no rule: it belongs to no micro-batch."""
-        stages = range(self.program.timetable.placement.stages)
+        stages = range(self.program.timetable.placement.op_stages)
         first, later = _Rule(0, int(Content.ACTIVATION)), _Rule(0, int(Content.LABELS))
         computations = {
             COMPUTE_NAME[kind]: tuple(
                 _Rule(
                     int(self._needs(kind, stage)),
-                    int(_RESULT_OF[kind]),
+                    int(self._result(kind, stage)),
                     neighbor=Dependencies.slice_before(kind),
                 )
                 for stage in stages
@@ -164,9 +179,14 @@ class DeviceCheck:
         for dependency, _ in self.program.timetable.dependencies.needs(Op(kind, 0, stage)):
             if dependency.slice:
                 continue  # another slice has other buffers
-            result = _RESULT_OF[dependency.kind]
+            result = self._result(dependency.kind, dependency.stage)
             needs |= result if dependency.stage == stage else _MESSAGE_OF[result]
         return needs
+
+    def _result(self, kind: str, stage: int) -> Content:
+        """Return the result of a computation. The forward that joins head parts to the loss has all gradients."""
+        has_weights = self.program.timetable.placement.has_weights(stage)
+        return _RESULT_OF[kind] if has_weights else Content.INPUT_GRADIENT
 
     def _error(self, sentence: str, device: int, op: Op | None) -> ScheduleError:
         return error_at(self.program.timetable, f"device {device} {sentence}", device, op)
@@ -176,7 +196,7 @@ class DeviceCheck:
         order = self.program.timetable.orders[device]
         computed = [
             Op(COMPUTE[name], m, stage, j)  # pyright: ignore[reportArgumentType]
-            for name, m, stage, _, _, _, _, _, j in self.program.instructions[device]
+            for name, m, stage, _, _, _, _, _, j, _ in self.program.instructions[device]
             if name in COMPUTE
         ]
         if computed == list(order):
@@ -190,18 +210,25 @@ class DeviceCheck:
 
     def _check_data(self, device: int) -> Iterator[Instruction]:
         """Yield the sends and receives. Raises ScheduleError if an input is missing or a result is produced twice."""
-        timetable = self.program.timetable
-        stages, micro_batches, slices = timetable.placement.stages, timetable.micro_batches, timetable.slices
+        timetable, placement = self.program.timetable, self.program.timetable.placement
+        stages, micro_batches, slices = placement.op_stages, timetable.micro_batches, timetable.slices
+        # (micro-batch, slice) -> head parts whose results the loss has.
+        parts: dict[tuple[int, int], set[int | None]] = {}
         available: dict[tuple[int, int, int], int] = {}
         rules = self._rules
         for instruction in self.program.instructions[device]:
-            name, m, stage, _, _, peer, _, _, j = instruction
+            name, m, stage, _, _, peer, _, _, j, other = instruction
             if stage is None or m is None:
                 continue
             known = 0 <= stage < stages and 0 <= m < micro_batches and 0 <= j < slices and name in rules
+            known &= other is None or 0 <= other < stages
             if not known:
                 raise self._unknown_instruction(device, instruction)
             needs, result, shift, direction, neighbor = rules[name][stage]
+            if placement.head_parts and name in TRANSFERS:
+                is_head = max(stage, stage + shift) >= placement.stages
+                if is_head and other is None:
+                    raise self._error(f"has {instruction} without the stage at its other end.", device, None)
             have = available.get((stage, m, j), 0)
             if have & needs != needs:
                 raise self._missing_input(device, instruction, Content(needs & ~have))
@@ -218,12 +245,23 @@ class DeviceCheck:
                     raise self._error(f"has {instruction} without a peer.", device, None)
                 yield instruction
             if direction != SEND:
-                if shift:
-                    have = available.get((stage + shift, m, j), 0)
+                target = stage + shift
+                if other is not None and name in TRANSFERS:
+                    item = moved_item(instruction)
+                    target = item.stage
+                    if not placement.has_weights(target):
+                        joined = parts.setdefault((m, j), set())
+                        if item.source in joined:
+                            raise self._error(f"gets the {item} twice.", device, error_op(self.program, item))
+                        joined.add(item.source)
+                        if len(joined) < placement.head_parts:
+                            continue
+                if target != stage:
+                    have = available.get((target, m, j), 0)
                 if have & result:
-                    item = Item(Content(result), stage + shift, m, j)
+                    item = Item(Content(result), target, m, j, other)
                     raise self._error(f"gets the {item} twice.", device, error_op(self.program, item))
-                available[stage + shift, m, j] = have | result
+                available[target, m, j] = have | result
 
     def _check_buffers(self, device: int) -> None:
         """Raise ScheduleError if a slice changes buffers, or two live slices share one."""
@@ -250,7 +288,10 @@ class DeviceCheck:
             holder[buffer] = op
 
     def _unknown_instruction(self, device: int, instruction: Instruction) -> ScheduleError:
-        stages, micro_batches = self.program.timetable.placement.stages, self.program.timetable.micro_batches
+        stages, micro_batches = (
+            self.program.timetable.placement.op_stages,
+            self.program.timetable.micro_batches,
+        )
         sizes = (
             f"{stages} stages, {micro_batches} micro-batches and the instructions {', '.join(self._rules)}"
         )
@@ -282,7 +323,9 @@ class DeviceCheck:
 
 def error_op(program: Program, item: Item) -> Op:
     """Return the op that an error about ``item`` points at."""
-    content, stage, m, j = item
+    content, stage, m, j, _ = item
+    if content == Content.GRADIENT and program.timetable.placement.is_head_part(stage):
+        return Op(BACKWARD_WEIGHT, m, stage, j)
     if content in (Content.GRADIENT, Content.INPUT_GRADIENT):
         return Op(program.timetable.dependencies.gradient_kind(stage, m), m, stage, j)
     return Op(FORWARD, m, stage, j)
@@ -290,9 +333,10 @@ def error_op(program: Program, item: Item) -> Op:
 
 def _buffer_uses(instructions: tuple[Instruction, ...]) -> Iterator[tuple[Op, int]]:
     """Yield (forward of a slice of a micro-batch at a stage, buffer) in the order of use."""
-    for name, m, stage, _, _, _, buffer, to_buffer, j in instructions:
+    for instruction in instructions:
+        _, m, stage, _, _, _, buffer, to_buffer, j, _ = instruction
         if stage is None or m is None or buffer is None:
             continue
         yield Op(FORWARD, m, stage, j), buffer
         if to_buffer is not None:
-            yield Op(FORWARD, m, stage + TRANSFERS[name].shift, j), to_buffer
+            yield Op(FORWARD, m, moved_item(instruction).stage, j), to_buffer

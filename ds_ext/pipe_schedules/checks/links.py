@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ...errors import ScheduleError
 from ..ops import Instruction
 from ..timetables import Program
-from .device import SEND, TRANSFERS, Content, DeviceMessages, Item, error_op
+from .device import SEND, TRANSFERS, Content, DeviceMessages, Item, error_op, moved_item
 from .timetable import deadlock_at, error_at
 
 _UNLIMITED = 1 << 60
@@ -42,11 +42,11 @@ class Links:
     def _add_messages(self, device: int, instructions: list[Instruction]) -> list[int]:
         """Add the sends and receives of a device to their links, and return its events."""
         events = []
-        for name, m, stage, _, _, peer, _, _, j in instructions:
-            assert m is not None and stage is not None and peer is not None, "DeviceCheck runs first"
-            content, shift, direction = TRANSFERS[name]
-            item = Item(content, stage + shift, m, j)
-            if direction == SEND:
+        for instruction in instructions:
+            peer = instruction.peer
+            assert peer is not None, "DeviceCheck runs first"
+            item = moved_item(instruction)
+            if TRANSFERS[instruction.name].direction == SEND:
                 link = self._link(device, peer)
                 self.sent[link].append(item)
                 events.append(link)
@@ -129,7 +129,10 @@ class Links:
             if len(self.sent[link]) == len(self.received[link]):
                 continue
             item = next(iter(Counter(self.sent[link]) - Counter(self.received[link])))
-            source = item._replace(stage=item.stage + (-1 if item.content == Content.ACTIVATION else 1))
+            stage = item.source
+            if stage is None:
+                stage = item.stage + (-1 if item.content == Content.ACTIVATION else 1)
+            source = item._replace(stage=stage)
             sentence = f"device {sender} sends the {item} to device {receiver}, which never receives it."
             raise error_at(self.program.timetable, sentence, sender, error_op(self.program, source))
 

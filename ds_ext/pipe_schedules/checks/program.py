@@ -58,6 +58,5 @@ def check(program: Program, *, link_credits: int | None = None) -> Report:
     links = Links(program, [devices.messages(device) for device in range(len(program.instructions))])
     links.check_run(links.run(link_credits), link_credits)
     kind = placement.graph_kind if timetable.trains else FORWARD
-    last_stage = placement.stages - 1
-    loss_devices = {placement.device(kind, last_stage, pipe) for pipe in range(placement.replicas)}
+    loss_devices = {placement.device(kind, placement.loss_stage, pipe) for pipe in range(placement.replicas)}
     return Report(program.num_buffers, links.fewest_credits(), tuple(sorted(loss_devices)), links.messages)

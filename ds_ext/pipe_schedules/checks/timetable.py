@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...errors import ScheduleError
 from ..draw.order import order_grid
-from ..ops import ALL_KINDS, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, Op, slice_text
+from ..ops import ALL_KINDS, FORWARD, Op, slice_text
 from ..timetables import Timetable
 
 _MAX_LISTED = 64  # deadlocked devices in an error
@@ -16,7 +16,7 @@ _BIT = {kind: 1 << i for i, kind in enumerate(ALL_KINDS)}
 def check_timetable(timetable: Timetable) -> None:
     """Raise ScheduleError unless every op occurs once, on the device that holds its stage."""
     placement, pipes = timetable.placement, timetable.dependencies.pipes
-    stages, micro_batches = placement.stages, timetable.micro_batches
+    stages, micro_batches = placement.op_stages, timetable.micro_batches
     if timetable.trains:
         placement.check_replicas(timetable.schedule)
     if len(timetable.orders) != placement.num_devices:
@@ -50,9 +50,8 @@ def check_timetable(timetable: Timetable) -> None:
 def _complete_sets(timetable: Timetable, stage: int) -> set[int]:
     """Return the valid sets of op kinds for a micro-batch at ``stage``, as bits."""
     forwards = sum(_BIT[kind] for kind in timetable.dependencies.forward_kinds(stage))
-    if not timetable.trains:
-        return {forwards}
-    return {forwards | _BIT[BACKWARD], forwards | _BIT[BACKWARD_INPUT] | _BIT[BACKWARD_WEIGHT]}
+    backwards = timetable.dependencies.backward_kinds(stage)
+    return {forwards + sum(_BIT[kind] for kind in kinds) for kinds in backwards}
 
 
 def error_at(timetable: Timetable, sentence: str, device: int, op: Op | None) -> ScheduleError:
@@ -87,7 +86,7 @@ def _unknown_op_error(timetable: Timetable, device: int, op: Op) -> ScheduleErro
     if op.kind not in kinds:
         problem = f"the kinds are {', '.join(kinds)}."
     else:
-        sizes = f"{timetable.placement.stages} stages and {timetable.micro_batches} micro-batches"
+        sizes = f"{timetable.placement.op_stages} stages and {timetable.micro_batches} micro-batches"
         sizes += f" of {timetable.slices} slices" if timetable.slices > 1 else ""
         problem = f"the timetable has {sizes}, counted from 0.{_swap_hint(timetable)}"
     return error_at(timetable, f"device {device} computes {op}, but {problem}", device, op)
@@ -116,8 +115,10 @@ def _incomplete_error(timetable: Timetable, stage: int, m: int, j: int, seen: in
     """Return the error for slice ``j`` of a micro-batch with only the kinds of ops in ``seen`` (bits) at a stage."""
     present = ", ".join(kind for kind, bit in _BIT.items() if seen & bit) or "none"
     forwards = timetable.dependencies.forward_kinds(stage)
-    backward = " and either B, or I and W" if timetable.trains else ""
-    missing_kind = next((kind for kind in forwards if not seen & _BIT[kind]), BACKWARD)
+    backwards = timetable.dependencies.backward_kinds(stage)
+    texts = [" and ".join(kinds) for kinds in backwards]
+    backward = f" and {'either ' * (len(texts) > 1)}{', or '.join(texts)}" if any(texts) else ""
+    missing_kind = next((kind for kind in (*forwards, *backwards[0]) if not seen & _BIT[kind]), FORWARD)
     device = timetable.placement.device(missing_kind, stage, timetable.pipe(m))
     # Point at the last op of the slice on the device that lacks one, or at the end of its row.
     last_op = next((op for op in reversed(timetable.orders[device]) if op[1:] == (m, stage, j)), None)

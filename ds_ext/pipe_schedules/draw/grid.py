@@ -14,6 +14,7 @@ LEGEND = "3 forward of micro-batch 3   3'- its backward   . waiting"
 SPLIT_LEGEND = "3' its input gradient   3\" its weight gradient"
 REPEATED_LEGEND = "3* its repeated forward, with the graph"
 SLICE_LEGEND = "3.2 slice 2 of micro-batch 3"
+HEAD_LEGEND = '3h its part of the head, 3h" the weight gradient'
 
 _MARKS = {FORWARD: "", BACKWARD: "'", BACKWARD_INPUT: "'", BACKWARD_WEIGHT: '"', RECOMPUTE: "*"}
 _COLORS = ("36", "33", "35", "32")  # one terminal color per pipe
@@ -37,7 +38,8 @@ def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: boo
         [(op, _column(start, unit), _column(end, unit)) for op, start, end in spans]
         for spans in simulation.spans
     ]
-    texts = {op: str(op) if labels == "op" else _short(op) for row in cells for op, _, _ in row}
+    stages = simulation.timetable.placement.stages
+    texts = {op: str(op) if labels == "op" else _short(op, stages) for row in cells for op, _, _ in row}
     # Characters per unit of time: enough for the text of every op and a space.
     lengths = [(len(texts[op]) + 1, end - start) for row in cells for op, start, end in row if end > start]
     wide = max((math.ceil(length / units) for length, units in lengths), default=1)
@@ -73,8 +75,9 @@ def _cell(op: Op, text: str, width: int, timetable: Timetable, color: bool) -> s
     return body + gap
 
 
-def _short(op: Op) -> str:
-    return f"{slice_text(op.micro_batch, op.slice)}{_MARKS[op.kind]}"
+def _short(op: Op, stages: int) -> str:
+    head = "h" if op.stage >= stages else ""
+    return f"{slice_text(op.micro_batch, op.slice)}{head}{_MARKS[op.kind]}"
 
 
 def _column(time: float, unit: float) -> int:

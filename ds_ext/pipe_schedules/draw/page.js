@@ -56,7 +56,7 @@ function read(data, canvas) {
   const rows = data.rows.map((text) => Array.from(computations(text, data.words), (op) => {
     const pipe = data.pipe[op.m];
     const shade = data.slices ? `-${Math.floor((op.slice * data.shades) / data.slices)}-${data.shades}` : "";
-    return { ...op, pipe, paint: op.kind + (pipe % 4) + shade, visit: visits[pipe][op.stage] / visitsOf[pipe] };
+    return { ...op, pipe, paint: op.kind + (pipe % 4) + shade, head: op.stage >= stages, visit: (visits[pipe][op.stage] ?? 0) / visitsOf[pipe] };
   }));
   const held = data.rows.map((_, device) => (data.forward.includes(device) ? [data.forward] : data.pipes).map((devices) =>
     range(stages).filter((stage) => devices[stage] === device).join(" ")).join(" · "));
@@ -72,7 +72,7 @@ const toX = (plot, time) => LEFT + ((time - view.from) * inner(plot)) / (view.to
 const toTime = (plot, x) => view.from + ((x - LEFT) * (view.to - view.from)) / inner(plot);
 const part = (op) => op.m + (op.slice ? `.${op.slice}` : "");
 const name = (op) => `${op.kind}${part(op)}@${op.stage}`;
-const label = (op) => part(op) + (op.kind === "R" ? "*" : "");
+const label = (op) => part(op) + (op.head ? "h" : op.kind === "R" ? "*" : "");
 const opOf = (at) => at.plot.rows[at.row][at.index];
 
 function redraw() {

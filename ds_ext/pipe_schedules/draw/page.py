@@ -16,6 +16,7 @@ from ..simulation import Simulation
 from .svg import (
     DARK,
     DRAWN,
+    HEAD,
     LATER,
     LIGHT,
     Theme,
@@ -201,6 +202,8 @@ def _legend(simulations: Sequence[Simulation], marks: Sequence[Sequence[Sequence
         items.append('<span><i class="data"></i>loading data</span>')
     if any(s.timetable.placement.stages > s.timetable.placement.num_devices for s in simulations):
         items.append(f'<span><i class="later"></i>{LATER}</span>')
+    if any(s.timetable.placement.head_parts for s in simulations):
+        items.append(f"<span>{HEAD}</span>")
     for slices in sorted({s.timetable.slices for s in simulations} - {1}):
         count = shades(slices)
         colors = ",".join(f"var(--{kinds[0]}0-{shade}-{count})" for shade in range(count))

@@ -72,6 +72,7 @@ DARK = Theme(
     ),
 )
 _MAX_LISTED = 16
+HEAD = "3h: a part of the head"
 LATER = "a later stage on the same device"
 KINDS = FORWARD + BACKWARD + BACKWARD_INPUT + BACKWARD_WEIGHT  # in the order of a palette
 DRAWN = KINDS + RECOMPUTE
@@ -136,7 +137,11 @@ def axis_title(simulation: Simulation) -> str:
     timetable = simulation.timetable
     devices = timetable.placement.devices_per_pipe
     kind = timetable.placement.graph_kind if timetable.trains else FORWARD
-    forwards = sum(end - start for row in simulation.spans for op, start, end in row if op.kind == kind)
+    stages = range(timetable.placement.stages)  # without parts of the head
+    ops = (
+        span for row in simulation.spans for span in row if span[0].kind == kind and span[0].stage in stages
+    )
+    forwards = sum(end - start for _, start, end in ops)
     forward = f"{forwards / (timetable.micro_batches * devices):.4g}"
     share = "the model" if devices == 1 else f"1/{devices} of the model"
     if forward == "1":
@@ -277,7 +282,7 @@ def _rows(simulation: Simulation, scale: float) -> Iterator[str]:
         )
         for op, start, end in spans:
             pipe = timetable.pipe(op.micro_batch)
-            visit = placement.visits[op.stage, pipe], placement.pipes[pipe].count(device)
+            visit = placement.visits.get((op.stage, pipe), 0), placement.pipes[pipe].count(device)
             yield _box(op, start, end, timetable, scale, y, visit)
         bar = f'<rect x="{_n(end_x + 12)}" y="{y + 9}" width="{_n(44 * peak / most)}" height="8" rx="2" '
         yield f'{bar}class="bar"/><text x="{_n(end_x + 86)}" y="{y + 17}" class="e">{peak:g}</text>'
@@ -288,7 +293,8 @@ def _box(
 ) -> str:
     """Return an op of the row at ``y``. ``visit`` has the number of earlier stages of the pipe there, and of all."""
     x, width = _LEFT + start * scale, (end - start) * scale
-    label = f"{slice_text(op.micro_batch, op.slice)}{'*' * (op.kind == RECOMPUTE)}"
+    mark = "h" if op.stage >= timetable.placement.stages else "*" * (op.kind == RECOMPUTE)
+    label = f"{slice_text(op.micro_batch, op.slice)}{mark}"
     tone = "bright" if op.kind in ON_DARK else "dark"
     part = f", slice {op.slice}" if timetable.slices > 1 else ""
     tip = f"{op}: {WORDS[op.kind]}{part}, pipe {timetable.pipe(op.micro_batch)}, {start:g} to {end:g}"
@@ -355,6 +361,9 @@ def _legend(timetable: Timetable, y: float) -> Iterator[str]:
         yield f'<rect class="muted" x="{_n(x)}" y="{y + 7}" width="13" height="2"/>'
         yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">{LATER}</text>'
         x += 34 + 5.8 * len(LATER)
+    if timetable.placement.head_parts:
+        yield f'<text class="muted" x="{_n(x)}" y="{y + 10}">{HEAD}</text>'
+        x += 34 + 5.8 * len(HEAD)
     if timetable.slices > 1:
         count = shades(timetable.slices)
         for shade in range(count):

@@ -300,8 +300,9 @@ def _device_bound(workload: Workload, device: int, counts: list[int]) -> float:
     busy = workload.slices * sum(
         counts[pipe] * times[kind][stage] for pipe, stage in chunks for kind in (FORWARD, BACKWARD)
     )
-    start = min(workload.earliest_starts[pipe][FORWARD][stage] for pipe, stage in chunks)
-    if workload.split:
+    stages = workload.placement.stages  # parts of the head start later
+    start = min(workload.earliest_starts[pipe][FORWARD][stage] for pipe, stage in chunks if stage < stages)
+    if workload.split or workload.placement.head_parts:
         return start + busy
     return start + busy + min(_time_to_stage_0(workload, pipe, stage) for pipe, stage in chunks)
 

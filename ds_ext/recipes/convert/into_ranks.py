@@ -37,7 +37,8 @@ def load_into_ranks(engine: PipelineEngine, model: HuggingFaceModel) -> None:
     tensor_rank = engine.mpu.get_slice_parallel_rank()
     with torch.no_grad():
         for local, start, target in state.weights(state.parameters):
-            _fill(_counterpart(model, local), local.shape, tensor_rank, model, start, target.view(-1))
+            shard = local.shard(tensor_rank, engine.layout.tensor_parallel_size)
+            _fill(_counterpart(model, local), local.shape, shard, model, start, target.view(-1))
         state.optimizer.weights_changed()
     engine.role.weights_loaded()
 
@@ -53,12 +54,12 @@ def _counterpart(model: HuggingFaceModel, local: LocalParameter) -> Counterpart:
 
 
 def _fill(
-    weight: Counterpart, shape: Shape, rank: int, model: HuggingFaceModel, start: int, target_E: Tensor
+    weight: Counterpart, shape: Shape, shard: int, model: HuggingFaceModel, start: int, target_E: Tensor
 ) -> None:
-    """Set ``target_E`` to the elements from ``start`` on of a rank's flattened shard."""
+    """Set ``target_E`` to the elements from ``start`` on of a flattened shard."""
     columns = math.prod(shape.shard[1:])
     stop = start + len(target_E)
-    blocks = _row_blocks(weight, shape, rank, model, start // columns, -(-stop // columns))
+    blocks = _row_blocks(weight, shape, shard, model, start // columns, -(-stop // columns))
     for first_row, rows in blocks:
         elements = rows.reshape(-1)
         begin = first_row * columns  # of the block
@@ -68,29 +69,29 @@ def _fill(
 
 
 def _row_blocks(
-    weight: Counterpart, shape: Shape, rank: int, model: HuggingFaceModel, start: int, stop: int
+    weight: Counterpart, shape: Shape, shard: int, model: HuggingFaceModel, start: int, stop: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, rows) of a rank's shard in blocks that contain at least the rows ``start`` to ``stop - 1``.
+    """Yield (first row, rows) of a shard in blocks that contain at least the rows ``start`` to ``stop - 1``.
 
     Rows of padding are zero.
     """
-    offset = rank * shape.shard[0] if shape.dim == 0 else 0  # of the shard in the full weight
+    offset = shard * shape.shard[0] if shape.dim == 0 else 0  # of the shard in the full weight
     model_rows = min(shape.shard[0], max(0, shape.full[0] - offset))  # the others of the shard are padding
     unit = model.row_unit(weight)
     if unit is None:
         full = model.read(weight)
-        yield 0, _columns(full[offset : offset + model_rows], shape, rank)
+        yield 0, _columns(full[offset : offset + model_rows], shape, shard)
     else:
         block_rows = max(1, _BLOCK_ELEMENTS // (math.prod(shape.full[1:]) * unit)) * unit
         for begin in range(start // unit * unit, min(stop, model_rows), block_rows):
             end = min(begin + block_rows, -(-stop // unit) * unit, model_rows)
             rows = model.read_rows(weight, offset + begin, offset + end)
-            yield begin, _columns(rows, shape, rank)
+            yield begin, _columns(rows, shape, shard)
     if stop > model_rows:
         padding = max(start, model_rows)
         yield padding, torch.zeros(stop - padding, *shape.shard[1:])
 
 
-def _columns(rows: Tensor, shape: Shape, rank: int) -> Tensor:
-    """Return a rank's columns of full rows."""
-    return rows.narrow(1, rank * shape.shard[1], shape.shard[1]) if shape.dim == 1 else rows
+def _columns(rows: Tensor, shape: Shape, shard: int) -> Tensor:
+    """Return a shard's columns of full rows."""
+    return rows.narrow(1, shard * shape.shard[1], shape.shard[1]) if shape.dim == 1 else rows

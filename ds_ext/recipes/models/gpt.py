@@ -42,6 +42,7 @@ from ds_ext.tensor_parallel import (
     IGNORE_INDEX,
     ChunkedHead,
     DropoutClock,
+    HeadPart,
     InitMethod,
     TensorParallel,
     VocabParallelEmbedding,
@@ -161,15 +162,29 @@ class GPTHead(nn.Module):
     ) -> None:
         super().__init__()
         self.tp, self.sequence_parallel, self.chunked = tp, config.sequence_parallel, chunked
-        shape = config.padded_vocab_size(tp.shards), config.hidden_size
-        init = _vocabulary_init(config, config.num_layers, "output_layer.weight")
-        self.weight = sharded_parameter(shape, 0, tp, init, unpadded=config.vocab_size)
+        self.weight = _head_weight(config, tp)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         """Map hidden_BSD to this rank's logits_BSV, or with a chunked loss to the hidden states of all tokens."""
         if self.chunked is not None:
             return self.chunked.enter(hidden_BSD, self.weight, self.sequence_parallel)
         return project_logits(hidden_BSD, self.weight, self.tp, self.sequence_parallel)
+
+
+def _head_weight(
+    config: TransformerConfig, tp: TensorParallel, part: int = 0, parts: int = 1
+) -> nn.Parameter:
+    shape = config.padded_vocab_size(tp.shards * parts), config.hidden_size
+    init = _vocabulary_init(config, config.num_layers, "output_layer.weight")
+    return sharded_parameter(shape, 0, tp, init, unpadded=config.vocab_size, part=part, parts=parts)
+
+
+class GPTHeadPart(HeadPart):
+    """Part of the rows of a GPTHead. All parts together have its initial values."""
+
+    def __init__(self, config: TransformerConfig, tp: TensorParallel, part: int, parts: int) -> None:
+        weight = _head_weight(config, tp, part, parts)
+        super().__init__(weight, part, tp, config.vocab_size, config.sequence_parallel)
 
 
 def check_positions(tokens: int, positions: int) -> None:
@@ -219,6 +234,9 @@ def gpt_layer_specs(
     if config.untie_embeddings_and_output_weights:
         embedding_spec = LayerSpec(GPTEmbedding, config, tp)
         head_spec = LayerSpec(GPTHead, config, tp, chunked)
+        head_spec.in_parts = lambda parts: [
+            LayerSpec(GPTHeadPart, config, tp, part, parts) for part in range(parts)
+        ]
     else:
         weight = "word_embeddings.weight"
         embedding_spec, head_spec = (
@@ -248,6 +266,8 @@ class GPTLoss:
         self.chunked = ChunkedHead(tp) if config.chunked_loss else None
 
     def __call__(self, outputs: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        if outputs.shape == labels_BS.shape:  # losses of the tokens, from the parts of a head
+            return outputs.sum(), self.counts(labels_BS)
         if self.chunked is not None:
             return self.chunked.loss(outputs, labels_BS, self._vocab_size), self.counts(labels_BS)
         loss_BS = vocab_parallel_cross_entropy(outputs, labels_BS, self._tp, self._vocab_size)

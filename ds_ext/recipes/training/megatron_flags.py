@@ -244,6 +244,7 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
         "tensor_model_parallel_size": JsonKey("ds_ext.tensor_parallel_size", int, metavar="T"),
         "sequence_parallel": JsonKey("ds_ext.sequence_parallel"),
         "sequence_slices": JsonKey("ds_ext.sequence_slices", int, metavar="K"),
+        "vocabulary_parallel_head": JsonKey("ds_ext.vocabulary_parallel_head"),
         "use_tp_pp_dp_mapping": JsonKey("ds_ext.rank_order", value="tp-pp-dp"),
         "calculate_per_token_loss": JsonKey("ds_ext.loss_weighting", value="tokens", note=", the default"),
         "enable_bitpipe_schedule": JsonKey("ds_ext.schedule", value="bitpipe"),

@@ -93,7 +93,7 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     hosts = hosts_of_flags(args)
     world = world_size() if launched else hosts and hosts.world_size
     plan = make_job_plan(job, world)
-    _check_slices(args, plan, model)
+    _check_splits(args, plan, model)
     if not args.data_path:
         raise ConfigError(
             '--data-path: missing. Add it or "train": {"data_path": ...}; `python -m ds_ext prepare` creates data.'
@@ -108,9 +108,13 @@ def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Nam
     return args, plan
 
 
-def _check_slices(args: argparse.Namespace, plan: JobPlan, model: Model) -> None:
-    """Raise ConfigError for slices that do not fit the samples or the model."""
+def _check_splits(args: argparse.Namespace, plan: JobPlan, model: Model) -> None:
+    """Raise ConfigError for slices or parts of a head that do not fit the samples or the model."""
     settings = plan.settings
+    if settings.vocabulary_parallel_head and model == "bert":
+        raise ConfigError(
+            "ds_ext.vocabulary_parallel_head: BERT's head is tied to its embedding (got true). Remove it."
+        )
     if settings.sequence_slices == 1:
         return
     if model == "bert":
@@ -159,16 +163,26 @@ def model_fields(args: argparse.Namespace, plan: JobPlan) -> dict[str, Any]:
     return fields | {"sequence_parallel": plan.job.ds_ext.sequence_parallel}
 
 
+def layers_after(plan: JobPlan, after: list[str]) -> list[str]:
+    """Return the names of the layers that follow the transformer layers; a head in parts is in no stage of them."""
+    return after[:-1] if plan.settings.vocabulary_parallel_head else after
+
+
 def stage_boundaries(
     args: argparse.Namespace, plan: JobPlan, before: list[str], after: list[str], model: TransformerConfig
 ) -> list[int]:
     """Return stages + 1 indices of pipeline layers: stage s has the layers from element s up to element s + 1.
 
-    See :func:`ds_ext.parallel.partition.layer_boundaries`. Raises ConfigError.
+    See :func:`ds_ext.parallel.partition.layer_boundaries`. Raises ConfigError, also for parts of a tied head.
 
     Args:
         before, after: names of the layers before and after the transformer layers; only their number matters.
     """
+    if plan.settings.vocabulary_parallel_head and not model.untie_embeddings_and_output_weights:
+        raise ConfigError(
+            "--vocabulary-parallel-head: the head must not be tied to the embedding (got a tied head). Add "
+            "--untie-embeddings-and-output-weights."
+        )
     return layer_boundaries(
         args.num_layers,
         len(before),
@@ -176,13 +190,14 @@ def stage_boundaries(
         plan.layout.placement,
         plan.timetable.schedule,
         args.stage_layers,
-        _end_work(args, model),
+        _end_work(plan, model) if args.stage_layers == BALANCED else None,
     )
 
 
-def _end_work(args: argparse.Namespace, model: TransformerConfig) -> tuple[float, float] | None:
-    """Return the work of embedding and head if --stage-layers includes it. A lookup in the embedding counts as 0."""
-    return (0.0, model.head_work(model.repeated_share)) if args.stage_layers == BALANCED else None
+def _end_work(plan: JobPlan, model: TransformerConfig) -> tuple[float, float]:
+    """Return the work of the layers before and after the transformer layers. A lookup in the embedding counts as 0."""
+    in_parts = plan.settings.vocabulary_parallel_head
+    return 0.0, 0.0 if in_parts else model.head_work(model.repeated_share)
 
 
 def with_stage_work(
@@ -196,7 +211,7 @@ def with_stage_work(
 
     Arguments as for :func:`describe_plan`. Raises ConfigError.
     """
-    ends, work = (len(before), len(after)), (0.0, model.head_work(model.repeated_share))
+    ends, work = (len(before), len(after)), _end_work(plan, model)
     placement, schedule = plan.layout.placement, plan.timetable.schedule
     balanced, layers = boundaries, boundaries[-1] - sum(ends)
     if layers >= placement.stages:
@@ -210,11 +225,20 @@ def with_stage_work(
         slices = slice_costs(Costs(), model, tokens).slices
         if settings.slice_lengths == BALANCED_SLICES:
             plan = _with_settings(plan, slice_lengths=[*tokens])
-    plan = plan.with_work(StageWork(stages, even, slices))
+    plan = plan.with_work(StageWork(stages, even, slices, _head_part_work(plan, model)))
     if settings.max_activation_memory is not None:
         plan = within_activation_memory(plan, _model_sizes(plan, boundaries, *ends, model))
         plan = _with_settings(plan, max_activation_memory=None)
     return plan
+
+
+def _head_part_work(plan: JobPlan, model: TransformerConfig) -> tuple[float, float, float] | float:
+    """Return the work of a head in parts for :class:`.StageWork`. Its weight gradient repeats its forward."""
+    if not plan.settings.vocabulary_parallel_head:
+        return 0.0
+    product = replace(model, chunked_loss=False).head_work(model.repeated_share)
+    product *= plan.layout.placement.devices_per_pipe / model.num_layers
+    return product, product, 2 * product
 
 
 def _with_settings(plan: JobPlan, **change: Any) -> JobPlan:

@@ -38,7 +38,7 @@ class Loopback:
     def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> None:
         self.posted.append((kind, micro_batch))
 
-    def receive(self, kind: MessageKind, stage: int, micro_batch: int) -> tuple[Tensor, ...]:
+    def receive(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> tuple[Tensor, ...]:
         assert (kind, micro_batch) in self.posted
         return (LINEAR[0](self.inputs[micro_batch]).detach(),)
 

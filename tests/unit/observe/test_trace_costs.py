@@ -16,8 +16,9 @@ from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.observe.trace.costs import BETWEEN, INSIDE, OVERHEAD, measure_costs
 from ds_ext.observe.trace.file import TIMETABLE, rank_file
 from ds_ext.observe.trace.read import read_traces
-from ds_ext.pipe_schedules import timetable
+from ds_ext.pipe_schedules import get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs, load_costs
+from ds_ext.pipe_schedules.ops import BACKWARD_WEIGHT, FORWARD
 from ds_ext.pipe_schedules.simulation import simulate
 from tests.plans import candidates_of
 from tests.trace_folders import UNIT_US, write_traces
@@ -85,6 +86,17 @@ def test_whole_backwards_give_each_half_half_the_time(
         (MS, MS, MS), rel=1e-3
     )
     assert capsys.readouterr().err.startswith("note: backwards: ")
+
+
+def test_parts_of_a_head_have_factors(tmp_path: Path) -> None:
+    costs = Costs(1, 1.2, 0.8, head=(2.0, 2.0, 5.0))
+    parts = get_schedule("zb_v").timetable(4, 8, costs=costs, head_parts=True)
+    write_traces(tmp_path, simulate(parts, costs))
+    measured = measure_costs(read_traces(tmp_path))
+    for kind, times in costs.durations(parts.placement).items():
+        found = measured.durations(parts.placement)[kind]
+        if kind in (FORWARD, BACKWARD_WEIGHT):
+            assert found == pytest.approx([MS * time for time in times], rel=1e-3)
 
 
 def test_forward_devices_do_not_count(tmp_path: Path) -> None:

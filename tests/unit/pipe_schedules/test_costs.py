@@ -232,7 +232,7 @@ def test_costs_from_a_file(tmp_path: Path) -> None:
         ("{", "not JSON"),
         (
             "[1]",
-            r"f, b, w, comm, overhead, stages, links, jitter, seed, measured, slices .*got \[1\]",
+            r"f, b, w, comm, overhead, stages, links, jitter, seed, measured, slices, head .*got \[1\]",
         ),
         ('{"g": 1}', "got g"),
         ('{"stages": 2}', "stages .*got 2"),

@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from ds_ext.__main__ import main
+from ds_ext.parallel.partition import BALANCED, layer_boundaries, stage_weights
 from ds_ext.pipe_schedules import get_schedule
-from ds_ext.pipe_schedules.simulation import simulate
+from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.simulation import Simulation, simulate
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -68,6 +70,38 @@ def test_the_tables_of_slices() -> None:
     for devices, n, name, slices, cell in SLICES:
         simulation = simulate(get_schedule(name).timetable(devices, n, slices=slices))
         assert cell == f"{100 * simulation.bubble:.1f} %, {max(simulation.peak_activations):.3g}"
+
+
+HEADS = re.findall(
+    r"^\| (\d+) \| (\d+) \| `(\w+)`" + r" \| ([+-][\d.]+ %, [\d.]+)" * 6,
+    (ROOT / "docs" / "schedules.md").read_text(),
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize("row", HEADS, ids=[" ".join(row[:3]) for row in HEADS])
+def test_the_table_of_heads(row: tuple[str, ...]) -> None:
+    devices, n, name, cells = int(row[0]), int(row[1]), row[2], row[3:]
+    method, layers = get_schedule(name), 4 * int(row[0])
+    even = simulate(method.timetable(devices, n)).makespan
+    for head, cut, parts in zip((1, 2, 4), cells[::2], cells[1::2], strict=True):
+        weights = (0.0, float(head))
+        bounds = layer_boundaries(layers, 0, 1, method.placement(devices), name, BALANCED, weights)
+        stages = Costs(stages=stage_weights(bounds, 0, 1, weights))
+        simulation = simulate(method.timetable(devices, n, costs=stages), stages)
+        assert cut == head_cell(simulation, even)
+        costs = Costs(head=head / 4)
+        simulation = simulate(method.timetable(devices, n, costs=costs, head_parts=True), costs)
+        assert parts == head_cell(simulation, even * (1 + head / layers))
+
+
+def head_cell(simulation: Simulation, even: float) -> str:
+    """Return the time relative to an even split, and the largest peak of activations."""
+    return f"{100 * (simulation.makespan / even - 1):+.1f} %, {max(simulation.peak_activations):g}"
+
+
+def test_there_is_a_table_of_heads() -> None:
+    assert {row[:3] for row in HEADS} >= {("4", "8", "1f1b"), ("8", "16", "zb_v"), ("8", "16", "bitpipe_zb")}
 
 
 def test_the_table_of_the_readme() -> None:

@@ -58,24 +58,32 @@ def options_of(schedule: Schedule) -> st.SearchStrategy[dict[str, object]]:
 
 
 @cache
-def made_for(name: str, ranks: int, micro_batches: int, slices: int) -> Timetable | None:
+def made_for(
+    name: str, ranks: int, micro_batches: int, slices: int, head_parts: bool = False
+) -> Timetable | None:
     """Return a timetable, or None if the schedule does not support the sizes."""
     options = {"mode": "greedy"} if name == "bitpipe" and slices > 1 else {}
     try:
-        return get_schedule(name).timetable(ranks, micro_batches, options, slices=slices)
+        return get_schedule(name).timetable(
+            ranks, micro_batches, options, slices=slices, head_parts=head_parts
+        )
     except ScheduleError:
         return None
 
 
 def timetables(
-    names: Sequence[str], ranks: range, micro_batches: range, slices: range
+    names: Sequence[str],
+    ranks: range,
+    micro_batches: range,
+    slices: range,
+    head_parts: tuple[bool, ...] = (False,),
 ) -> st.SearchStrategy[Timetable]:
-    sizes = (ranks, micro_batches, slices)
+    sizes = (ranks, micro_batches, slices, head_parts)
     made = st.builds(made_for, st.sampled_from(names), *map(st.sampled_from, sizes))
     return made.filter(lambda made: made is not None)  # pyright: ignore[reportReturnType]
 
 
-TIMETABLES = timetables(sorted(SCHEDULES), range(2, 5), range(2, 9), range(1, 2)) | timetables(
+TIMETABLES = timetables(sorted(SCHEDULES), range(2, 5), range(2, 9), range(1, 2), (False, True)) | timetables(
     WITH_SLICES, range(2, 5), range(1, 5), range(2, 4)
 )
 
@@ -91,14 +99,15 @@ TIMETABLES = timetables(sorted(SCHEDULES), range(2, 5), range(2, 9), range(1, 2)
     n=st.integers(-1, 20),
     slices=st.sampled_from([1, 1, 2, 3, 4, 0]),
     costs=COSTS,
+    head_parts=st.booleans(),
 )
 def test_a_request_is_a_sound_timetable_or_an_error_with_a_number(
-    data: st.DataObject, name: str, ranks: int, n: int, slices: int, costs: Costs
+    data: st.DataObject, name: str, ranks: int, n: int, slices: int, costs: Costs, head_parts: bool
 ) -> None:
     schedule = get_schedule(name)
     options = data.draw(options_of(schedule))
     try:
-        made = schedule.timetable(ranks, n, options, costs, slices)
+        made = schedule.timetable(ranks, n, options, costs, slices, head_parts)
     except ScheduleError as error:
         assert any(c.isdigit() for c in str(error))
         return
@@ -217,7 +226,9 @@ def test_a_changed_timetable_is_rejected_or_runs(data: st.DataObject, made: Time
         return
     assert what == "swap" and possible(changed)
     assert simulate(changed).ideal == pytest.approx(simulate(made).ideal)
-    if made.schedule not in ("dualpipev", "fbd"):  # DumpChecker does not support these
+    if (
+        made.schedule not in ("dualpipev", "fbd") and not made.placement.head_parts
+    ):  # DumpChecker does not support these
         DumpChecker(json.loads(json.dumps(dump(program)))).check()
 
 
@@ -261,10 +272,16 @@ def run(program: Program) -> None:
     Attention adds keys and values per (stage, micro-batch): the forward of a slice reads those of exactly the slices
     before it, and its backward reads the gradients that exactly the slices after it left.
     """
+
+    def received(what: str, stage: int | None, source: int | None) -> str:
+        """Return the name of a received value; the loss of head parts gets one from each."""
+        return f"{what}{source}" if what == "x" and parts and stage == loss else what
+
     links: dict[tuple[int, int], list[object]] = {}
     buffers = [[dict[str, object]() for _ in range(slots)] for slots in program.num_buffers]
     timetable = program.timetable
     last, at = timetable.placement.stages - 1, [0] * len(program.instructions)
+    parts, loss = timetable.placement.head_parts, timetable.placement.loss_stage
     keys: dict[tuple[int, int, int], list[int]] = {}
     gradients: dict[tuple[int, int, int], list[int]] = {}
     moved = True
@@ -272,7 +289,7 @@ def run(program: Program) -> None:
         moved = False
         for rank, instructions in enumerate(program.instructions):
             while at[rank] < len(instructions):
-                name, m, stage, _, _, peer, slot, to_buffer, j = instructions[at[rank]]
+                name, m, stage, _, _, peer, slot, to_buffer, j, far = instructions[at[rank]]
                 if slot is not None:
                     assert m is not None and stage is not None
                     here, other = buffers[rank][slot], (rank, peer if peer is not None else rank)
@@ -280,9 +297,19 @@ def run(program: Program) -> None:
                         queue = links.get((other[1], rank))
                         if not queue:
                             break
-                        here["x" if name == "RecvActivation" else "dy"] = queue.pop(0)
+                        here[received("x" if name == "RecvActivation" else "dy", stage, far)] = queue.pop(0)
                     elif name == "LoadMicroBatch":
                         here["x" if stage == 0 else "labels"] = (m, j, -1) if stage == 0 else (m, j)
+                    elif name == "ForwardPass" and last < stage == loss:
+                        assert [here.pop(f"x{last + 1 + i}") for i in range(parts)] == [
+                            (m, j, last + 1 + i) for i in range(parts)
+                        ]
+                        here["dx"] = (m, j, loss)
+                    elif name == "ForwardPass" and stage > last:
+                        assert here["x"] == (m, j, last)
+                        here["y"] = (m, j, stage)
+                    elif name == "BackwardWeight" and stage > last:
+                        assert (here.pop("y"), here.pop("dy")) == ((m, j, stage), (m, j, loss))
                     elif name in ("ForwardPass", "RecomputeForward"):
                         assert here["x"] == (m, j, stage - 1) and (
                             stage != last or stage == 0 or here["labels"] == (m, j)
@@ -292,7 +319,8 @@ def run(program: Program) -> None:
                         keys[rank, stage, m].append(j)
                     elif name in ("BackwardPass", "BackwardInput"):
                         assert here.pop("y") == (m, j, stage)
-                        assert stage == last or here.pop("dy") == (m, j, stage + 1)
+                        after = loss if stage == last else stage + 1
+                        assert stage == loss or here.pop("dy") == (m, j, after)
                         here["dx"] = (m, j, stage)
                         later = [*range(j + 1, timetable.slices)]
                         assert gradients.setdefault((rank, stage, m), []) == later[::-1]
@@ -305,7 +333,8 @@ def run(program: Program) -> None:
                         links.setdefault(other, []).append(here["y" if name == "SendActivation" else "dx"])
                     elif name == "CopyActivation":
                         assert to_buffer is not None
-                        buffers[rank][to_buffer]["x"] = here["y"]
+                        target = stage + 1 if far is None else far
+                        buffers[rank][to_buffer][received("x", target, stage)] = here["y"]
                     elif name == "CopyGrad":
                         assert to_buffer is not None
                         buffers[rank][to_buffer]["dy"] = here["dx"]
@@ -313,6 +342,7 @@ def run(program: Program) -> None:
                         here["for W"] = here["dx"]
                 at[rank] += 1
                 moved = True
+
     assert at == [len(instructions) for instructions in program.instructions]
     assert not any(links.values())
     no_backwards = timetable.placement.forward_devices if timetable.trains else range(len(at))

@@ -22,7 +22,7 @@ from ds_ext.recipes.training.setup import model_fields, plan_job
 OURS = {
     *("schedule", "enable_bitpipe_schedule", "use_dpp", "forward_backward_disaggregating", "node_ips"),
     *("ignore_forward_tensor_parallel", "workload", "transformer_pipeline_model_parallel_size", "rank_order"),
-    "sequence_slices",
+    *("sequence_slices", "vocabulary_parallel_head"),
     *("num_gpus", "nproc_per_node", "trace", "trace_dir", "trace_interval", "trace_granularity"),
 }
 LINES = [line.split() for line in Path(__file__).with_name("megatron_flags.txt").read_text().splitlines()[2:]]

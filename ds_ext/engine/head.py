@@ -1,0 +1,103 @@
+"""Head whose rows are divided over the devices of a pipe (arXiv 2411.05288, algorithm 2).
+
+With S stages of other layers and D devices, part i is stage S + i, and stage S + D joins the parts to the loss:
+
+    stage    op                 reads                                      writes
+    S - 1    forward            inputs of the stage, labels                hidden states
+    S + i    forward            hidden states, labels                      share of the losses and of their gradient
+    S + D    forward            shares of all parts, labels                loss; gradients of losses and hidden states
+    S - 1    backward           gradient of the hidden states              gradient of the inputs
+    S + i    backward_weight    log-sum-exps and gradients of the losses   gradient of the weight
+
+Stage S + D is on the device of stage S - 1. It runs the backward of the loss function too, which is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ..errors import ConfigError
+from ..tensor_parallel import HeadPart, JoinedLoss, join_shares
+from .module import PipelineModule
+from .stage import Buffer
+
+
+class PipelineHead:
+    """Parts of the head on this rank, and the loss of the pipes whose last stage it holds.
+
+    Args:
+        module: module with at least one part.
+        shift_labels: returns the labels of the tokens for those of a micro-batch.
+
+    Attributes:
+        loss_stage: stage that joins the parts.
+    """
+
+    def __init__(self, module: PipelineModule, shift_labels: Callable[[Any], Any]) -> None:
+        placement = module.layout.placement
+        self.first_stage, self.loss_stage = placement.stages, placement.stages + placement.head_parts
+        self._shift_labels = shift_labels
+        self._parts = {
+            stage: cast(HeadPart, layer)
+            for stage in module.stages
+            if stage >= self.first_stage
+            for layer in module.stage_modules(stage).values()
+        }
+        self._labels: dict[int, Tensor] = {}  # of the micro-batches whose loss is not computed yet
+
+    def start_step(self) -> None:
+        """Drop what a failed step has left."""
+        self._labels.clear()
+
+    def inputs(self, buffer: Buffer, micro_batch: int) -> tuple[Tensor, ...]:
+        """Return the inputs of every part: outputs of the last stage, and labels.
+
+        Raises ConfigError unless both are one tensor.
+        """
+        if buffer.head_inputs is None:
+            outputs, labels, buffer.labels = buffer.take_outputs(), buffer.labels, None
+            if len(outputs) != 1 or labels is None or len(labels) != 1:
+                raise ConfigError(
+                    f"vocabulary_parallel_head: needs one tensor of hidden states and one of labels (got "
+                    f"{len(outputs)} and {len(labels or ())}). Remove vocabulary_parallel_head."
+                )
+            self._labels[micro_batch] = labels[0]
+            buffer.head_inputs = outputs[0].detach(), self._shift_labels(labels[0])
+        return buffer.head_inputs
+
+    def forward_part(self, stage: int, buffer: Buffer) -> None:
+        """Compute the share of a part."""
+        assert buffer.inputs is not None
+        trains = torch.is_grad_enabled()
+        share = self._parts[stage].share(*buffer.inputs, with_gradient=trains)
+        buffer.outputs = tuple([tensor for tensor in share if tensor is not None])
+        if not trains:
+            buffer.inputs = None
+
+    def join(self, buffer: Buffer, micro_batch: int) -> tuple[JoinedLoss, Tensor]:
+        """Return the joined shares of a micro-batch, and the losses of its tokens, in training as a leaf of a graph.
+
+        The labels are then in the buffer.
+        """
+        joined = join_shares([share for _, share in sorted(buffer.shares.items())])
+        buffer.shares.clear()
+        labels_BS = self._labels.pop(micro_batch)
+        buffer.labels = (labels_BS,)
+        return joined, joined.loss.view(labels_BS.shape).requires_grad_(torch.is_grad_enabled())
+
+    def set_gradients(self, buffer: Buffer, joined: JoinedLoss, losses_BS: Tensor) -> None:
+        """Set the gradients of the hidden states and those that the parts need, after the backward of the loss."""
+        grads_BS = torch.zeros_like(losses_BS) if losses_BS.grad is None else losses_BS.grad
+        factor_N = grads_BS.flatten().masked_fill(~joined.is_counted, 0.0)
+        buffer.grads = (next(iter(self._parts.values())).input_gradient(joined, factor_N),)
+        buffer.head_grads = joined.log_sum_exp, factor_N
+
+    def defer_weight_gradient(self, stage: int, buffer: Buffer, tensors: Sequence[Tensor]) -> None:
+        """Let a part compute its weight gradient from the ``head_grads`` of :meth:`set_gradients`."""
+        inputs, buffer.inputs = buffer.inputs, None
+        assert inputs is not None
+        buffer.weights = self._parts[stage].weight_gradients(*inputs, *tensors)

@@ -1,0 +1,261 @@
+"""A head in parts on all devices trains to the losses and weights of one plain process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ds_ext.engine.state import RankState
+from ds_ext.errors import ConfigError
+from ds_ext.recipes.models.gpt import GPTConfig
+from tests.distributed.test_checkpoint import contents
+from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
+from tests.precisions import needs
+from tests.ranks import Ranks
+from tests.reference import ReferenceRun, train_reference
+
+UNTIED = replace(MODEL, untie_embeddings_and_output_weights=True, vocab_size=90)
+HEAD = UNTIED.num_layers + 3  # index of the head's layer
+STEPS = 3
+
+
+def whole_weights(results: Sequence[Mapping[str, Any]], job: Job) -> dict[str, Tensor]:
+    """All weights of a run with head parts by name, with those of the head joined and without padding."""
+    weights = {name: weight for result in results for name, weight in result["weights"].items()}
+    head = [weights.pop(f"{HEAD + part}.weight") for part in range(job.pp)]
+    assert len({len(part) for part in head}) == 1
+    return {**weights, f"{HEAD}.weight": torch.cat(head)[: job.model.vocab_size]}
+
+
+def check(results: Sequence[Mapping[str, Any]], job: Job, expected: ReferenceRun, tolerance: float) -> None:
+    for result in results:
+        assert result["losses"] == pytest.approx(expected.losses, rel=max(tolerance, 1e-7))  # fp32
+        assert result["norms"] == pytest.approx(expected.grad_norms, rel=tolerance)
+    found = whole_weights(results, job)
+    assert found.keys() == expected.parameters.keys()
+    for name, weight in found.items():
+        full = expected.parameters[name]
+        rows = min(len(weight), len(full))  # the others are padding
+        torch.testing.assert_close(weight[:rows], full[:rows], rtol=tolerance, atol=tolerance, msg=name)
+
+
+def train_in_fp64(rank: int, job: Job) -> dict[str, Any]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        return train(rank, job, evaluate=True)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def reference_in_fp64(job: Job) -> ReferenceRun:
+    model = replace(job.model, sequence_parallel=False, recompute="none")
+    return _reference(model, job.micro_batches * job.dp, job.ragged)
+
+
+@cache
+def _reference(model: GPTConfig, micro_batches: int, ragged: bool) -> ReferenceRun:
+    batches = batches_of(Job("1f1b", 1, 1, 1, micro_batches, model, STEPS, ragged=ragged))
+    return train_reference(model, batches, STEPS, lr=0.1, dtype=torch.float64)
+
+
+def job_of(
+    schedule: str, pp: int, tp: int = 1, dp: int = 1, model: GPTConfig = UNTIED, **options: Any
+) -> Job:
+    return Job(schedule, pp, tp, dp, 4, model, STEPS, head_parts=True, **options)
+
+
+SMALL = replace(UNTIED, vocab_size=20)  # of 64 rows: some parts have only padding
+SEQUENCE = replace(UNTIED, sequence_parallel=True, recompute="selective")
+FULL = replace(UNTIED, recompute="full")
+DROPOUT = replace(UNTIED, hidden_dropout=0.1, attention_dropout=0.1)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        job_of("1f1b", 4),
+        job_of("1f1b", 2, 2, model=SEQUENCE),
+        job_of("1f1b", 1, 1, 2),
+        job_of("zb_v", 4, model=DROPOUT),
+        job_of("zb_v", 2, 2, model=SMALL),
+        job_of("bitpipe_zb", 4),
+        job_of("bitpipe_zb", 2, 2, 2, model=SEQUENCE),
+        job_of("bitpipe_zb", 2, 1, 2, model=SMALL),
+        job_of("interleaved", 2, 2, model=SMALL),
+        job_of("interleaved", 2, 1, 2, ragged=True),
+        job_of("bitpipe", 4, model=FULL),
+        job_of("1f1b", 2, model=FULL, eager=False),
+    ],
+    ids=lambda job: f"{job.schedule}-{job.pp}-{job.tp}-{job.dp}-{job.model.vocab_size}-{job.model.recompute}",
+)
+def test_trains_as_one_process(ranks: Ranks, job: Job) -> None:
+    results = ranks(job.world_size).run(train_in_fp64, job, timeout_s=120)
+    check(results, job, reference_in_fp64(job), 1e-10)
+    losses = [result["evaluated"] for result in results]
+    whole = replace(job, head_parts=False)
+    expected = ranks(job.world_size).run(train_in_fp64, whole, timeout_s=120)
+    assert losses == pytest.approx([result["evaluated"] for result in expected], rel=1e-7)
+
+
+ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
+
+
+def settings(precision: str, zero: int) -> dict[str, Any]:
+    half: dict[str, Any] = {} if precision == "fp32" else {precision: {"enabled": True}}
+    if precision == "fp16":
+        half["fp16"]["initial_scale_power"] = 8
+    return {**ADAM, **half, "zero_optimization": {"stage": zero, "reduce_bucket_size": 10**6}}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "tp", "dp", "precision", "zero", "overlap"),
+    [
+        ("1f1b", 2, 1, 2, "fp32", 1, True),
+        ("zb_v", 2, 2, 2, "fp32", 1, False),
+        ("bitpipe_zb", 4, 1, 1, "fp32", 1, True),
+        ("interleaved", 2, 1, 2, "fp32", 0, True),
+        pytest.param("1f1b", 4, 1, 1, "bf16", 0, False, marks=needs("bf16")),
+        pytest.param("zb_v", 2, 1, 2, "bf16", 1, True, marks=needs("bf16")),
+        pytest.param("bitpipe_zb", 2, 2, 1, "bf16", 1, False, marks=needs("bf16")),
+        pytest.param("1f1b", 2, 1, 2, "fp16", 0, False, marks=needs("fp16")),
+        pytest.param("bitpipe_zb", 4, 1, 1, "fp16", 1, False, marks=needs("fp16")),
+    ],
+)
+def test_precisions_and_zero(
+    ranks: Ranks, schedule: str, pp: int, tp: int, dp: int, precision: str, zero: int, overlap: bool
+) -> None:
+    job = job_of(schedule, pp, tp, dp, deepspeed=settings(precision, zero), overlap=overlap)
+    parts, whole = (
+        ranks(job.world_size).run(train, one, timeout_s=120) for one in (job, replace(job, head_parts=False))
+    )
+    tolerance = 1e-5 if precision == "fp32" else 1e-3
+    for ours, theirs in zip(parts, whole, strict=True):
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=tolerance)
+        assert ours["norms"] == pytest.approx(theirs["norms"], rel=10 * tolerance)
+        assert ours["skipped"] == theirs["skipped"] == 0
+        assert ours["eager"] == theirs["eager"]
+
+
+# --- checkpoints ---
+
+
+def train_and_save(rank: int, job: Job, folder: str) -> list[float]:
+    """Losses of all steps, with a checkpoint after the first one."""
+    engine, _ = build(job)
+    batches, losses = StepBatches(batches_of(job)), []
+    for step in range(STEPS):
+        if step == 1:
+            engine.save_checkpoint(folder, tag="saved")
+        losses.append(float(engine.train_batch(batches)))
+    engine.transport.close()
+    return losses
+
+
+def load_and_train(rank: int, job: Job, folder: str) -> list[float]:
+    """Losses of the steps after the checkpoint, which is saved again before them."""
+    engine, _ = build(job)
+    engine.load_checkpoint(folder, "saved")
+    engine.save_checkpoint(folder, tag="again")
+    batches = StepBatches(batches_of(job))
+    batches.step = 1
+    losses = [float(engine.train_batch(batches)) for _ in range(STEPS - 1)]
+    engine.transport.close()
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=needs("bf16"))])
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (job_of("bitpipe_zb", 4), replace(job_of("1f1b", 2, 2), head_parts=False)),
+        (replace(job_of("1f1b", 2, 2), head_parts=False), job_of("bitpipe_zb", 4)),
+        (job_of("zb_v", 2, 2), job_of("bitpipe_zb", 2)),
+        (job_of("1f1b", 2), replace(job_of("1f1b", 1, 2), head_parts=False)),
+    ],
+    ids=["to-plain", "from-plain", "to-parts", "equal-shards"],
+)
+def test_a_checkpoint_fits_any_layout(
+    ranks: Ranks, tmp_path: Path, saved: Job, loaded: Job, precision: str
+) -> None:
+    first, second = (replace(job, deepspeed=settings(precision, 1)) for job in (saved, loaded))
+    losses = ranks(first.world_size).run(train_and_save, first, str(tmp_path))[0]
+    after = ranks(second.world_size).run(load_and_train, second, str(tmp_path))[0]
+    assert after == pytest.approx(losses[1:], rel=1e-5 if precision == "fp32" else 1e-3)
+    one, other = (contents(tmp_path / tag) for tag in ("saved", "again"))
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]) if isinstance(value, Tensor) else value == other[name], name
+
+
+def names_of_state(rank: int, job: Job) -> tuple[int, int]:
+    """Number of weights in a snapshot of this rank, and of its parameters."""
+    engine, _ = build(job)
+    names = [name for name in RankState(engine).tensors() if name.startswith("weight/")]
+    engine.transport.close()
+    return len(names), len(list(engine.module.parameters()))
+
+
+def test_a_snapshot_has_both_parts_of_a_device(ranks: Ranks) -> None:
+    for tensors, parameters in ranks(4).run(names_of_state, job_of("bitpipe_zb", 4)):
+        assert tensors == parameters
+
+
+# --- other features ---
+
+
+def losses_and_audits(rank: int, job: Job) -> tuple[int, int]:
+    engine, _ = build(job)
+    batches = StepBatches(batches_of(job))
+    for _ in range(STEPS):
+        engine.train_batch(batches)
+    engine.transport.close()
+    assert engine.audit is not None
+    return engine.audit.clean, engine.audit.done
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "bitpipe_zb"])
+def test_audits_pass(ranks: Ranks, schedule: str) -> None:
+    job = job_of(schedule, 2, 1, 1 if schedule == "bitpipe_zb" else 2, ds_ext={"audit_interval": 1})
+    assert ranks(job.world_size).run(losses_and_audits, job) == [(STEPS, STEPS)] * job.world_size
+
+
+def refusals(rank: int, job: Job) -> list[str]:
+    engine, _ = build(job)
+    errors = []
+    requests: list[dict[str, Any]] = [{"return_logits": True}, {"compute_loss": False, "reduce_output": None}]
+    for arguments in requests:
+        try:
+            engine.eval_batch(StepBatches(batches_of(job)), **arguments)
+        except ConfigError as error:
+            errors.append(str(error).partition(":")[0])
+    losses = engine.eval_batch(
+        StepBatches(batches_of(job)), reduce_output=None, bcast_loss=False, num_micro_batches=2
+    )
+    errors.append(str(losses and len(losses)))
+    engine.transport.close()
+    return errors
+
+
+def test_evaluations_have_no_logits(ranks: Ranks) -> None:
+    results = ranks(2).run(refusals, job_of("1f1b", 2))
+    assert results == [["return_logits", "compute_loss", losses] for losses in ("None", "2")]
+
+
+def build_error(rank: int, job: Job) -> str:
+    try:
+        build(job)
+    except ConfigError as error:
+        return str(error).partition(":")[0]
+    return ""
+
+
+def test_a_tied_head_is_refused(ranks: Ranks) -> None:
+    tied = replace(UNTIED, untie_embeddings_and_output_weights=False)
+    assert set(ranks(2).run(build_error, job_of("1f1b", 2, model=tied))) == {"vocabulary_parallel_head"}
