@@ -172,8 +172,8 @@ ACTIVE = [
     active("1f1b", vocab_size=8192, chunked_loss=True),
     active("zb_v", "fp32", 0, vocab_size=8192, chunked_loss=True),
     *(
-        replace(active(*run, base=LLAMA, vocab_size=8192), head_parts=True)
-        for run in (("1f1b",), ("zb_v", "fp32", 0), ("bitpipe_zb",))
+        replace(active(schedule, precision, base=LLAMA, vocab_size=8192), head_parts=True)
+        for schedule, precision in (("1f1b", "bf16"), ("zb_v", "fp32"), ("bitpipe_zb", "bf16"))
     ),
     active("1f1b", slices=8, base=LONG_LLAMA, recompute="full"),
     active("zb_v", slices=4, base=LONG_LLAMA, recompute="selective"),
