@@ -164,7 +164,7 @@ class Gradients:
     def of_group(self, index: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of a parameter group as one padded vector of ``dtype``, and those of this rank's part.
 
-        The vector is memory of the optimizer, and the list empty, if the optimizer has such a vector.
+        With the bf16 optimizer, whose memory it is, the vector has all averages itself and the list is empty.
         """
         if self._is_bf16:
             flat = self.optimizer.fp32_groups_gradients_flat[index]
