@@ -125,7 +125,7 @@ def stage_costs(costs: Costs, sizes: TrainingSizes, head_parts: int = 0) -> Cost
     recomputed = costs.with_recompute(repeated)
     if costs.stages is not None or not whole:
         return recomputed
-    head_layers = (replace(sizes, chunked_loss=False) if head_parts else sizes).head_work()
+    head_layers = replace(sizes, chunked_loss=False).head_work()  # in the operations that the rate is for
     # Only ratios matter: a layer costs as much as 1/D of the model in ``costs``.
     layer_cost = whole + repeated * costs.forward
     added = repeated * sizes.recompute_interval * costs.forward
@@ -135,7 +135,7 @@ def stage_costs(costs: Costs, sizes: TrainingSizes, head_parts: int = 0) -> Cost
         recomputing = -(-end // every) - -(-first // every)  # multiples of the interval
         stage_cost.append((end - first) * whole + recomputing * added)
     if not head_parts:
-        stage_cost[-1] += head_layers * whole
+        stage_cost[-1] += sizes.head_work() * whole
     # Cost of a stage if the model were divided evenly and the head recomputed too.
     even_share = (sizes.num_layers + head_layers) * layer_cost / len(stage_cost)
     factors = tuple(round(cost / even_share, _DIGITS) for cost in stage_cost)
