@@ -252,6 +252,10 @@ class HeadPart(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = weight
+        # A checkpoint joins the parts, and the shards of each.
+        rows: Any = weight
+        rows.partition_dim, rows.unpadded_size = 0, vocab_size
+        rows.model_parallel = tp.size > 1 or getattr(weight, "model_parallel", False)
         self._part, self._tp, self._vocab_size = part, tp, vocab_size
         self._sequence_parallel = sequence_parallel
 

@@ -38,15 +38,20 @@ def differences(job: Job, ranks: Sequence[Result], reference: Result, noisy: Res
                 break
     for rank, result in enumerate(ranks):
         for name, actual in result.state.items():
-            expected = reference.state.get(name)
+            whole, _, part = name.partition("#")
+            expected, spread = reference.state.get(whole), noisy.state.get(whole)
+            if part and expected is not None and spread is not None:
+                rows = slice(int(part) * len(actual), (int(part) + 1) * len(actual))
+                expected, spread = expected[rows], spread[rows]
+                actual = actual[: len(expected)]  # the others are padding
             problem = (
                 "is not in the state of one process"
-                if expected is None
-                else _difference(actual, expected, noisy.state[name], base)
+                if expected is None or spread is None
+                else _difference(actual, expected, spread, base)
             )
             if problem is not None:
                 lines.append(f"{name} of rank {rank}: {problem}")
-    missing = set(reference.state) - {name for result in ranks for name in result.state}
+    missing = set(reference.state) - {name.partition("#")[0] for result in ranks for name in result.state}
     return lines + [f"{name}: on no rank" for name in sorted(missing)]
 
 

@@ -224,6 +224,46 @@ class WholeCrossEntropy(CountedCrossEntropy):
         return super().__call__(CHUNKED.logits(outputs), labels)
 
 
+def _drawn_rows() -> Tensor:
+    return torch.randn(VOCABULARY, WIDTH, generator=Generator().manual_seed(7)) / WIDTH**0.5
+
+
+class DividedHead(nn.Module):
+    """Head with whole logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(_drawn_rows())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class PartOfHead(chunked_loss.HeadPart):
+    """Part of the same head, with rows of zeros at the end of the last parts."""
+
+    def __init__(self, part: int, parts: int) -> None:
+        rows = -(-VOCABULARY // parts)
+        padded = F.pad(_drawn_rows(), (0, 0, 0, rows * parts - VOCABULARY))
+        weight = nn.Parameter(padded[part * rows : (part + 1) * rows].clone())
+        super().__init__(weight, part, TensorParallel(), VOCABULARY)
+
+
+def _divided_head() -> list[Any]:
+    spec = LayerSpec(DividedHead)
+    spec.in_parts = lambda parts: [LayerSpec(PartOfHead, part, parts) for part in range(parts)]
+    return [spec]
+
+
+class DividedCrossEntropy(CountedCrossEntropy):
+    """Pair from whole logits, or from the losses of all tokens that the parts of a head give."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        if outputs.shape == labels.shape:
+            return outputs.sum(), self.counts(labels)
+        return super().__call__(outputs, labels)
+
+
 def _mean(pair: tuple[Tensor, Tensor]) -> Tensor:
     return pair[0] / pair[1]
 
@@ -291,6 +331,7 @@ ENDS: dict[str, End] = {
     "loss_pair": End(_some_labels, _head, lambda: _cross_entropy_sum, pairs=True),
     "counted_pair": End(_some_labels, _head, CountedCrossEntropy, pairs=True),
     "tied_pair": End(_some_labels, _tied_head, CountedCrossEntropy, pairs=True, start="tied_tokens"),
+    "divided_head": End(_some_labels, _divided_head, DividedCrossEntropy, pairs=True),
     "chunked_head": End(
         _token_labels,
         lambda: [LayerSpec(LinearHead)],

@@ -85,6 +85,7 @@ class Layout:
     options: dict[str, Any] = field(default_factory=dict)
     backward_per_forward: int = 1  # fbd
     slices: int | tuple[int, ...] = 1  # equal slices of a sequence, or their lengths
+    head_parts: bool = False
 
     @property
     def section(self) -> dict[str, Any]:
@@ -96,6 +97,7 @@ class Layout:
             "schedule_options": self.options,
             "sequence_slices": self.num_slices,
             "slice_lengths": "equal" if isinstance(self.slices, int) else list(self.slices),
+            "vocabulary_parallel_head": self.head_parts,
             "print_plan": False,
             "transport_options": {"timeout_s": 20.0},
         }
@@ -333,6 +335,7 @@ class Job:
         plain = Job()
         names = {*self.blocks, self.start, self.end, *(layout.schedule for layout in self.layouts)}
         names |= {size for size in ("tp", "dp") for layout in self.layouts if getattr(layout, size) > 1}
+        names |= {"head_parts" for layout in self.layouts if layout.head_parts}
         options = (
             "clip",
             "optimizer",
@@ -362,6 +365,8 @@ class Job:
         names |= {f"kind {name}" for name in self.blocks}
         for layout in self.layouts:
             names |= {f"schedule {layout.schedule}", f"sizes {layout.pp} x {layout.tp} x {layout.dp}"}
+            if layout.head_parts:
+                names.add(f"parts {layout.schedule}")
             if layout.num_slices > 1:
                 names |= {f"sliced {layout.schedule}", f"slices {str(layout.slices).replace(' ', '')}"}
         for one in dataclasses.fields(self):
@@ -457,13 +462,29 @@ def _draw(random: Random, seed: int) -> Job | None:
     )
     if job.zero and job.has_doubles and _chance(random, 0.9):  # refused, which a few jobs show
         job = dataclasses.replace(job, zero=0)
-    job = _draw_slices(Random(-1 - seed), job)
+    job = _draw_head_parts(Random(-2 - seed), _draw_slices(Random(-1 - seed), job))
     partition = _draw_partition(random, job)
     audit = _chance(random, 0.15) and all(one.schedule != "fbd" for one in job.layouts)
     audit = audit and not (job.is_sliced and random.random() < 0.9)  # refused, which a few jobs show
     overlap = _chance(random, 0.6) and (job.bf16 or job.zero > 0)
     overlap = overlap and all(one.schedule != "fbd" for one in job.layouts)
     return dataclasses.replace(job, partition=partition, audit=audit, overlap=overlap)
+
+
+def _draw_head_parts(random: Random, job: Job) -> Job:
+    """Draw which layouts divide the head over their devices, if the job can divide it."""
+    if job.end != "divided_head":
+        return job
+
+    def divided(layout: Layout) -> Layout:
+        # The ends are not sharded.
+        fits = layout.schedule not in ("fbd", "dpp") and layout.num_slices == layout.tp == 1
+        return dataclasses.replace(layout, head_parts=fits and _chance(random, 0.8))
+
+    job = dataclasses.replace(job, layout=divided(job.layout), resume=job.resume and divided(job.resume))
+    if any(layout.head_parts for layout in job.layouts):  # the head is in no stage
+        job = dataclasses.replace(job, blocks=(*job.blocks, "linear"))
+    return job
 
 
 def _draw_slices(random: Random, job: Job) -> Job:
@@ -525,7 +546,7 @@ def _draw_blocks(random: Random, start: str, end: str, layouts: list[Layout]) ->
 
 def _draw_partition(random: Random, job: Job) -> str | tuple[int, ...]:
     """Draw DeepSpeed's partition or, without a resume, boundaries."""
-    if job.resume is not None or _chance(random, 0.6):
+    if job.resume is not None or job.layout.head_parts or _chance(random, 0.6):
         return random.choice(("uniform", "parameters"))
     layers, stages = job.num_layers, job.layout.placement.stages
     return (0, *sorted(random.sample(range(1, layers), stages - 1)), layers)

@@ -132,12 +132,17 @@ def _evaluate(job: Job, step: int, engine: PipelineEngine, result: Result) -> No
 
 
 def _state(engine: PipelineEngine, tp: TensorParallel) -> dict[str, Any]:
-    """Return parameters and persistent buffers by "layer.name", gathered over tensor-parallel ranks."""
+    """Return parameters and persistent buffers by "layer.name", gathered over tensor-parallel ranks.
+
+    Those of a part of the head are called "layer.name#part".
+    """
     state = {}
     for stage in engine.module.stages:
         for index, module in engine.module.stage_modules(stage).items():
             parameters = dict(module.named_parameters(remove_duplicate=False))
+            part, parts = engine.module.head_part(index)
             for name, value in module.state_dict().items():
                 dim = shard_dim(parameters[name]) if name in parameters else None
-                state[f"{index}.{name}"] = gather_shards(value, dim, tp).clone()
+                of_part = f"#{part}" if parts > 1 else ""
+                state[f"{index - part}.{name}{of_part}"] = gather_shards(value, dim, tp).clone()
     return state

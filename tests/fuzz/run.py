@@ -198,6 +198,8 @@ def _candidates(job: Job) -> Iterator[Job]:
 def _smaller_layouts(layout: Layout) -> Iterator[Layout]:
     for slices in (1, 2):
         yield dataclasses.replace(layout, slices=slices)
+    if layout.head_parts:
+        yield dataclasses.replace(layout, head_parts=False)
     if layout.tp > 1:
         yield dataclasses.replace(layout, tp=1)
     if layout.dp > 1:
