@@ -562,16 +562,16 @@ def _join_zero_norms(optimizer: DeepSpeedZeroOptimizer) -> None:
     """Let the norm of ZeRO be one reduction for all parameter groups."""
 
     def joint_norm(norm_type: int = 2) -> Tensor:
-        parameters = [p for of_group in optimizer.params_in_partition for p in of_group]
         if optimizer.cpu_offload:
+            parameters = [p for of_group in optimizer.params_in_partition for p in of_group]
             return optimizer.complete_grad_norm_calculation_for_cpu_offload(parameters)
-        gradients = [
-            gradient * optimizer.loss_scale if optimizer._muon_update_lacks_loss_scale(i) else gradient
-            for i in range(len(optimizer.bit16_groups))
-            for gradient in optimizer.averaged_gradients[i]
-            if not getattr(gradient, "_zero_padding", False)
+        # Padding follows the gradients of a group, and is not always marked.
+        pairs = [
+            (gradient * optimizer.loss_scale if optimizer._muon_update_lacks_loss_scale(i) else gradient, p)
+            for i, parameters in enumerate(optimizer.params_in_partition)
+            for gradient, p in zip(optimizer.averaged_gradients[i], parameters, strict=False)
         ]
-        return optimizer.get_grad_norm_direct(gradients, parameters, norm_type)
+        return optimizer.get_grad_norm_direct(*(zip(*pairs, strict=True) if pairs else ([], [])), norm_type)
 
     if not optimizer.has_moe_layers:
         optimizer.scaled_global_norm = joint_norm

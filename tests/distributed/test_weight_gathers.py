@@ -183,12 +183,28 @@ def first_norm(rank: int, job: Job) -> float:
     return float(norm)
 
 
-@pytest.mark.parametrize(("schedule", "tensor"), [("1f1b", 1), ("bitpipe_zb", 1), ("zb_h1", 2)])
-def test_the_norm_of_parts_is_that_of_whole_gradients(ranks: Ranks, schedule: str, tensor: int) -> None:
-    job = make_job(schedule, decay_groups=True)
-    assert job.tp == tensor
-    parts = ranks(job.world_size).run(first_norm, job, timeout_s=120)
-    whole = ranks(job.world_size).run(first_norm, replace(job, overlap=False), timeout_s=120)
+# Sizes that leave padding in the parts of the ranks.
+ODD = replace(MODEL, hidden_size=9, num_attention_heads=3, ffn_hidden_size=7, vocab_size=11)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "precision"), product(["1f1b", "zb_v", "bitpipe_zb", "interleaved"], ["fp32", "bf16"])
+)
+def test_the_norm_of_parts_is_that_of_whole_gradients(ranks: Ranks, schedule: str, precision: str) -> None:
+    job = replace(make_job(schedule, precision, decay_groups=True), model=ODD)
+    # Without ZeRO, or the bf16 optimizer's norm of whole gradients.
+    plain = {"zero_optimization": {"stage": 0}} if precision == "fp32" else {}
+    whole = replace(job, overlap=False, deepspeed=job.deepspeed | plain)
+    expected = ranks(job.world_size).run(first_norm, whole, timeout_s=120)
+    for one in (job, replace(job, overlap=False)):
+        norms = ranks(job.world_size).run(first_norm, one, timeout_s=120)
+        assert norms == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_norm_counts_shards_once(ranks: Ranks) -> None:
+    job = make_job("zb_h1", decay_groups=True)
+    assert job.tp == 2
+    parts, whole = (ranks(4).run(first_norm, replace(job, overlap=o), timeout_s=120) for o in (True, False))
     assert parts == pytest.approx(whole, rel=1e-6)
 
 
