@@ -132,7 +132,7 @@ class PipelineModule(DeepSpeedPipelineModule):
             settings, placement = plan.settings, plan.layout.placement
             require_rank_order(topology, plan.layout)
             require_visible_parameters(layers, loss_fn)
-            self._head_specs = head_parts(layers, placement.head_parts)
+            self._head_specs = head_parts(layers, loss_fn, placement.head_parts)
             body = layers[:-1] if self._head_specs else layers
             if len(body) < placement.stages:
                 raise ConfigError(
@@ -463,12 +463,12 @@ def _plan(
     return plan.complete(job) if has_batch_size(job) else plan
 
 
-def head_parts(layers: Sequence[Any], parts: int) -> list[LayerSpec]:
+def head_parts(layers: Sequence[Any], loss_fn: Any, parts: int) -> list[LayerSpec]:
     """Return the specs of the parts of the head, which is the last layer; empty for 0 parts.
 
     Its spec has an attribute ``in_parts``: function of the number of parts; returns a LayerSpec of a
     :class:`ds_ext.tensor_parallel.HeadPart` for each. The loss function then gets the losses of all tokens instead of
-    logits. Raises ConfigError for another last layer.
+    logits, which its attribute ``takes_token_losses`` declares. Raises ConfigError for another last layer or function.
     """
     if not parts:
         return []
@@ -479,6 +479,12 @@ def head_parts(layers: Sequence[Any], parts: int) -> list[LayerSpec]:
             f"vocabulary_parallel_head: the last layer must be a head that can be divided: that of gpt_layer_specs() "
             f"with untie_embeddings_and_output_weights (got {name}). Untie the head, or remove "
             f"vocabulary_parallel_head."
+        )
+    if not getattr(loss_fn, "takes_token_losses", False):
+        raise ConfigError(
+            f"vocabulary_parallel_head: loss_fn must take losses of tokens, (B, S) like the labels, instead of logits "
+            f"(got {getattr(loss_fn, '__name__', type(loss_fn).__name__)}). Use gpt_loss(), or let yours take them and "
+            f"set its attribute takes_token_losses = True."
         )
     return divide(parts)
 

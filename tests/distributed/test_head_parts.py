@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_ext.engine.module import head_parts
 from ds_ext.engine.state import RankState
 from ds_ext.errors import ConfigError
-from ds_ext.recipes.models.gpt import GPTConfig
+from ds_ext.recipes.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
+from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 from tests.distributed.test_checkpoint import contents
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
 from tests.precisions import needs
@@ -259,3 +261,10 @@ def build_error(rank: int, job: Job) -> str:
 def test_a_tied_head_is_refused(ranks: Ranks) -> None:
     tied = replace(UNTIED, untie_embeddings_and_output_weights=False)
     assert set(ranks(2).run(build_error, job_of("1f1b", 2, model=tied))) == {"vocabulary_parallel_head"}
+
+
+def test_a_loss_function_of_logits_is_refused() -> None:
+    layers = gpt_layer_specs(UNTIED, TensorParallel(), DropoutClock())
+    assert len(head_parts(layers, gpt_loss(UNTIED, TensorParallel()), 2)) == 2
+    with pytest.raises(ConfigError, match=r"vocabulary_parallel_head: loss_fn .*cross_entropy"):
+        head_parts(layers, torch.nn.functional.cross_entropy, 2)

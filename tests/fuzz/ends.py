@@ -258,6 +258,8 @@ def _divided_head() -> list[Any]:
 class DividedCrossEntropy(CountedCrossEntropy):
     """Pair from whole logits, or from the losses of all tokens that the parts of a head give."""
 
+    takes_token_losses = True
+
     def __call__(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         if outputs.shape == labels.shape:
             return outputs.sum(), self.counts(labels)

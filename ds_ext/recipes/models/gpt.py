@@ -259,7 +259,10 @@ class GPTLoss:
 
     Attributes:
         chunked: head of the model with a chunked loss, which takes hidden_BSD instead of logits_BSV; None: without.
+        takes_token_losses: with the parts of a head it gets the losses of the tokens, (B, S), instead of logits_BSV.
     """
+
+    takes_token_losses = True
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
         self._vocab_size, self._tp = config.vocab_size, tp
