@@ -9,14 +9,15 @@ import platform
 import re
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ds_ext.cli.schedule_flags import split_request
 from ds_ext.errors import ConfigError
 from ds_ext.pipe_schedules import Schedule, Timetable, get_schedule
-from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.costs import Costs, factors_text
+from ds_ext.pipe_schedules.placement import Placement
 
 _IN_SLICES = re.compile(r"(.*) in (\d+) slices")  # "zb_v:max_activations=3 in 4 slices"
 _PACKAGES = ("ds_ext", "torch", "deepspeed")
@@ -97,15 +98,31 @@ def options_for(text: str, costs: Costs) -> dict[str, Any]:
     schedule, options = read_request(text)
     if schedule.planned:
         options["costs"] = f"f={costs.forward!r},b={costs.backward_input!r},w={costs.backward_weight!r}"
+        if costs.stages is not None:
+            options["costs"] += f",stages={factors_text(costs.stages)}"
+        if costs.head:
+            options["costs"] += f",head={costs.head!r}"
     return options
 
 
-def timetable_for(text: str, devices: int, micro_batches: int, costs: Costs) -> Timetable:
+def costs_on(placement: Placement, costs: Costs) -> Costs:
+    """Return the costs with the head on the last stage, unless the placement has parts of it."""
+    if not costs.head or placement.head_parts:
+        return costs
+    assert not isinstance(costs.head, tuple)
+    last = 1 + costs.head * placement.stages / placement.devices_per_pipe
+    return replace(costs, head=0.0, stages=(*(1.0,) * (placement.stages - 1), last))
+
+
+def timetable_for(
+    text: str, devices: int, micro_batches: int, costs: Costs, head_parts: bool = False
+) -> Timetable:
     """Return a request's timetable; for a dynamic schedule the simulated one. Raises ScheduleError."""
-    schedule, _ = read_request(text)
+    schedule, options = read_request(text)
+    costs = costs_on(schedule.placement(devices, options, head_parts), costs)
     simulated = None if schedule.dynamic is None else costs
     options = options_for(text, costs)
-    return schedule.timetable(devices, micro_batches, options, simulated, slices_of(text))
+    return schedule.timetable(devices, micro_batches, options, simulated, slices_of(text), head_parts)
 
 
 def check_at_least(flag: str, value: float, least: float) -> None:

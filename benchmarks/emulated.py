@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from ds_ext.pipe_schedules.placement import Placement
-from ds_ext.tensor_parallel import current_slice
+from ds_ext.tensor_parallel import HeadPart, HeadShare, TensorParallel, current_slice
 
 WIDTH = 32
+HEAD_ROWS = 8  # rows of a part of the head; few, so that their arithmetic takes no time
 LOSS_ROWS = 32  # rows of the last stage's output; few, so that the loss takes no time
 # With exact timers and awake processors a sleep ends 0.03 ms late, so the end of a wait spins.
 _SPIN_S = 0.00005
@@ -82,6 +83,7 @@ class EmulatedDevice:
     Attributes:
         loss_rows: rows of the last stage's output for a slice.
         split_backwards: (stage, micro-batch) pairs of split backwards, whose halves draw jitter separately.
+        head_ops: ops of this rank's parts of the head, in the order of the timetable.
         repeats: True if forwards repeat those of a forward device (FBD).
         last_end: end of the last pass, by time.perf_counter.
         computed_ms: total time of the passes in this step.
@@ -89,16 +91,18 @@ class EmulatedDevice:
 
     repeats = False
     split_backwards: frozenset[tuple[int, int]] = frozenset()
+    head_ops: Sequence[Op] = ()
 
     def __init__(self, costs: Costs, placement: Placement, slices: int = 1) -> None:
         self.costs, self._durations = costs, costs.durations(placement, slices)
         self.slices, self.loss_rows = slices, -(-LOSS_ROWS // slices)
-        self.last_stage = placement.stages - 1
+        self.placement = placement
         self.last_end = self.computed_ms = 0.0
         self._micro_batch: int | None = None
         self._last: Op | None = None
         self._forwards: defaultdict[int, int] = defaultdict(int)
         self._need_weight_gradient: defaultdict[int, deque[Op]] = defaultdict(deque)
+        self._head_ops: Iterator[Op] = iter(())
 
     def next_seed(self) -> None:
         """Draw the jitter of the following passes from the next seed."""
@@ -109,6 +113,7 @@ class EmulatedDevice:
         self.computed_ms = 0.0
         self._forwards.clear()
         self._need_weight_gradient.clear()
+        self._head_ops = iter(self.head_ops)
 
     def set(self, step: int, micro_batch: int) -> None:
         """Set the micro-batch of the following forwards."""
@@ -143,6 +148,10 @@ class EmulatedDevice:
         follows = self._last == of_input and self._in_timetable(op).kind == BACKWARD
         self._wait(op, self.last_end if follows else time.perf_counter())
 
+    def head_part(self, start: float) -> None:
+        """Wait for the end of the next op of this rank's parts of the head. It began at ``start``."""
+        self._wait(next(self._head_ops), start)
+
     def _wait(self, op: Op, start: float) -> None:
         duration_ms = self._durations[op.kind][op.stage] * self.costs.jitter_factor(self._in_timetable(op))
         self._occupy(start, duration_ms)
@@ -157,7 +166,9 @@ class EmulatedDevice:
 
     def _in_timetable(self, op: Op) -> Op:
         """Return the op of the timetable that a pass belongs to: a whole backward, or the pass itself."""
-        whole = op.kind not in (FORWARD, RECOMPUTE) and (op.stage, op.micro_batch) not in self.split_backwards
+        if op.kind in (FORWARD, RECOMPUTE) or op.stage >= self.placement.stages:
+            return op
+        whole = (op.stage, op.micro_batch) not in self.split_backwards
         return op._replace(kind=BACKWARD) if whole else op
 
 
@@ -247,6 +258,32 @@ class EmulatedLayer(nn.Module):
     _weight_gradient.only_observes = True  # pyright: ignore[reportFunctionMemberAccess]; so its gradient is deferred
 
 
+class EmulatedHeadPart(HeadPart):
+    """Part of a head with HEAD_ROWS rows: a share and a weight gradient wait for the time of their op.
+
+    Args:
+        part: number of the part.
+        parts: number of parts.
+        device: waits for the ops.
+    """
+
+    def __init__(self, part: int, parts: int, device: EmulatedDevice) -> None:
+        weight = torch.randn(HEAD_ROWS, WIDTH, generator=torch.Generator().manual_seed(part))
+        super().__init__(nn.Parameter(weight), part, TensorParallel(), parts * HEAD_ROWS)
+        self.device = device
+        self.weight.register_hook(self._weight_gradient)
+
+    def share(self, hidden_BSD: Tensor, labels_BS: Tensor, with_gradient: bool) -> HeadShare:
+        """Wait for the time of a forward, then return the share."""
+        start = time.perf_counter()
+        share = super().share(hidden_BSD, labels_BS, with_gradient)
+        self.device.head_part(start)
+        return share
+
+    def _weight_gradient(self, grad: Tensor) -> None:
+        self.device.head_part(time.perf_counter())
+
+
 def _unwritten(like: Tensor, rows: int) -> Tensor:
     """Return a tensor that a device would fill; here the processor only touches every page.
 
@@ -296,7 +333,7 @@ class _Wait(torch.autograd.Function):
         ctx.whole, ctx.rows = whole, whole.tensor.size(-2)
         ctx.device, ctx.op = device, op
         # Not a view: torch.distributed.pipelining detaches outputs in place.
-        y = head.clone() if op.stage == device.last_stage else _unwritten(whole.tensor, ctx.rows)
+        y = head.clone() if op.stage == device.placement.loss_stage else _unwritten(whole.tensor, ctx.rows)
         y[..., : device.loss_rows, :] = head
         del whole.tensor  # a layer that computes would not keep it
         device.forward(op, start)

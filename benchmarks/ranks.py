@@ -59,6 +59,7 @@ class Job:
         message_kb: size of an activation in KiB.
         modules: modules to import before the engines are built, because they register schedules.
         device: "cpu" or "cuda". Ranks share GPUs if they outnumber them.
+        vocabulary_parallel_head: our engines compute a part of the head on every device.
     """
 
     build: Callable[[str, Any], Worker]
@@ -69,6 +70,7 @@ class Job:
     message_kb: float = 4.0
     modules: tuple[str, ...] = ()
     device: str = "cpu"
+    vocabulary_parallel_head: bool = False
 
     def torch_device(self) -> Any:
         """Return the torch.device of this rank."""

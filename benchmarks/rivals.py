@@ -22,13 +22,15 @@ from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, For
 
 from ds_ext.engine import PipelineModule, initialize
 from ds_ext.pipe_schedules import Timetable, get_schedule
-from ds_ext.pipe_schedules.ops import BACKWARD, FORWARD, Op
+from ds_ext.pipe_schedules.ops import BACKWARD, BACKWARD_WEIGHT, FORWARD, Op
 from ds_ext.pipe_schedules.placement import v
 from ds_ext.pipe_schedules.registry import import_modules
 
-from .command import options_for, slices_of, timetable_for
+from .command import costs_on, options_for, slices_of, timetable_for
 from .emulated import (
+    HEAD_ROWS,
     EmulatedDevice,
+    EmulatedHeadPart,
     EmulatedLayer,
     emulated_device,
     make_batches,
@@ -159,14 +161,23 @@ def build(name: str, job: Job) -> Emulated:
     set_exact_timers()
     import_modules(job.modules, "--import")
     engine = RIVALS[name](job) if name in RIVALS else _ours(name, job)
-    engine.device.split_backwards = engine.timetable.split_backwards
+    device, timetable = engine.device, engine.timetable
+    device.split_backwards = timetable.split_backwards
+    order = timetable.orders[dist.get_rank()]
+    device.head_ops = [op for op in order if timetable.placement.is_head_part(op.stage)]
     return engine
 
 
 def emulated_workload(job: Job, device: EmulatedDevice) -> Workload:
     """Return a model of emulated layers, one per stage, and its batches."""
-    layers = [LayerSpec(EmulatedLayer, stage, device) for stage in range(device.last_stage + 1)]
-    batches = make_batches(job.micro_batches, rows_of(job.message_kb), device.slices)
+    parts, rows = device.placement.head_parts, rows_of(job.message_kb)
+    layers = [LayerSpec(EmulatedLayer, stage, device) for stage in range(device.placement.stages)]
+    batches = make_batches(job.micro_batches, rows, device.slices)
+    if parts:
+        head = LayerSpec(torch.nn.Identity)
+        head.in_parts = lambda parts: [LayerSpec(EmulatedHeadPart, i, parts, device) for i in range(parts)]
+        tokens = (torch.arange(rows) % (parts * HEAD_ROWS)).unsqueeze(0)
+        return Workload([*layers, head], [(inputs, tokens) for inputs, _ in batches], mean_loss)
     return Workload(layers, batches, F.mse_loss if device.slices == 1 else squared_error)
 
 
@@ -175,11 +186,18 @@ def squared_error(outputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
     return F.mse_loss(outputs, labels, reduction="sum"), labels.numel()
 
 
+def mean_loss(losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the losses of all tokens, which the parts of a head compute."""
+    return losses.mean()
+
+
 def _ours(request: str, job: Job) -> Emulated:
-    timetable = timetable_for(request, job.num_ranks, job.micro_batches, job.costs)
-    slices = slices_of(request)
-    device = emulated_device(job.device, job.costs, timetable.placement, slices)
-    section = {"schedule_options": options_for(request, job.costs), "sequence_slices": slices}
+    parts, slices = job.vocabulary_parallel_head, slices_of(request)
+    timetable = timetable_for(request, job.num_ranks, job.micro_batches, job.costs, parts)
+    costs = costs_on(timetable.placement, job.costs)
+    device = emulated_device(job.device, costs, timetable.placement, slices)
+    section = {"schedule_options": options_for(request, costs), "sequence_slices": slices}
+    section["vocabulary_parallel_head"] = parts
     engine, step = emulated_workload(job, device).in_ours(job, timetable, clock=device, **section)
     if job.costs.comm:
         slow_down(engine, _delay(device, timetable), job.costs.comm * (1 - job.costs.jitter) / 1000)
@@ -192,16 +210,20 @@ def _delay(device: EmulatedDevice, timetable: Timetable) -> Delay:
     def delay(source: int, target: int, op: Op) -> float:
         micro_batch, index = divmod(op.micro_batch, timetable.slices)  # of the item in the tag
         op = op._replace(micro_batch=micro_batch, slice=index)
-        if op.kind != FORWARD:
-            op = op._replace(kind=timetable.dependencies.gradient_kind(op.stage, op.micro_batch))
-        costs = device.costs
-        return costs.delay(source, target) * costs.jitter_factor(op, message=True) / 1000
+        dependencies, costs = timetable.dependencies, device.costs
+        if timetable.placement.is_head_part(op.stage) and op.kind != FORWARD:
+            op = op._replace(kind=BACKWARD_WEIGHT)
+        elif op.kind != FORWARD:
+            op = op._replace(kind=dependencies.gradient_kind(op.stage, op.micro_batch))
+        delay_ms = costs.delay(source, target) * dependencies.tensors(op)
+        return delay_ms * costs.jitter_factor(op, message=True) / 1000
 
     return delay
 
 
 def _deepspeed(job: Job, module: type[Any], timetable: Timetable) -> Emulated:
-    device = emulated_device(job.device, job.costs, timetable.placement)
+    placement = timetable.placement
+    device = emulated_device(job.device, costs_on(placement, job.costs), placement)
     _, step = emulated_workload(job, device).in_deepspeeds(job.num_ranks, module)
     return Emulated(step, timetable, device)
 
@@ -233,7 +255,7 @@ def _deepspeed_dualpipev(job: Job) -> Emulated:
 
 def _torch(job: Job, schedule: TorchSchedule) -> Emulated:
     placement = schedule.placement(job.num_ranks)
-    device = emulated_device(job.device, job.costs, placement)
+    device = emulated_device(job.device, costs_on(placement, job.costs), placement)
     modules = {
         stage: EmulatedLayer(stage, device).to(job.torch_device())
         for stage in placement.stages_of(dist.get_rank())

@@ -28,6 +28,7 @@ from .command import (
     add_number,
     add_size_flags,
     check_at_least,
+    costs_on,
     count_gpus,
     in_slices,
     json_item,
@@ -71,6 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--jitter", 0.0, "S", "scale each time by 1 - S to 1 + S, redrawn in every step")
     add_number(parser, "--link-ms", 0.0, "MS", "delay of messages in our engines; plans ignore it")
     add_number(parser, "--message-kb", 4.0, "KB", "size of an activation")
+    add_number(parser, "--head", 0.0, "X", "time of the head, relative to 1/D of the model")
+    parts = "our schedules compute a part of the head on every device, not all of it on the last stage"
+    parser.add_argument("--vocabulary-parallel-head", action="store_true", help=parts)
     schedules = "NAME[:OPTION=VALUE], or none (default: all that support the sizes)"
     parser.add_argument("--schedules", metavar="A,B", help=schedules)
     slices = "of our schedules, each number in turn (%(default)s)"
@@ -123,13 +127,15 @@ def _our_schedules(args: argparse.Namespace) -> list[str]:
     for flag, value in (("--message-kb", args.message_kb), ("--forward-ms", args.forward_ms)):
         if not (math.isfinite(value) and value > 0):
             raise ConfigError(f"{flag}: must be greater than 0 (got {value:g}).")
-    costs = _costs(args)
+    costs, parts = _costs(args), args.vocabulary_parallel_head
+    if parts and not costs.head:
+        raise ConfigError("--vocabulary-parallel-head: needs the time of the head (got none). Add --head X.")
     found = []
     schedules = [*SCHEDULES, *VARIANTS] if args.schedules is None else names_in(args.schedules)
     numbers = _slices(args.sequence_slices)
     for request in [in_slices(name, slices) for name in schedules for slices in numbers]:
         try:
-            _check_sizes(request, args.num_devices, args.micro_batches, costs)
+            _check_sizes(request, args.num_devices, args.micro_batches, costs, parts)
             found.append(request)
         except ScheduleError as error:
             if args.schedules is not None:
@@ -146,9 +152,9 @@ def _slices(text: str) -> list[int]:
     return [int(number) for number in numbers]
 
 
-def _check_sizes(request: str, devices: int, micro_batches: int, costs: Costs) -> None:
+def _check_sizes(request: str, devices: int, micro_batches: int, costs: Costs, head_parts: bool) -> None:
     """Reject sizes that the engine cannot run: DeepSpeed counts the same number of micro-batches on every replica."""
-    placement = timetable_for(request, devices, micro_batches, costs).placement
+    placement = timetable_for(request, devices, micro_batches, costs, head_parts).placement
     if placement.forward_devices:
         raise ScheduleError(f"{request} needs extra devices. Use python -m ds_ext bench fbd.")
     if micro_batches % placement.replicas:
@@ -179,7 +185,14 @@ def _rivals(args: argparse.Namespace) -> list[str]:
 def _costs(args: argparse.Namespace) -> Costs:
     forward = args.forward_ms
     b, w = (forward if ms is None else ms for ms in (args.input_gradient_ms, args.weight_gradient_ms))
-    return Costs(forward=forward, backward_input=b, backward_weight=w, comm=args.link_ms, jitter=args.jitter)
+    return Costs(
+        forward=forward,
+        backward_input=b,
+        backward_weight=w,
+        comm=args.link_ms,
+        jitter=args.jitter,
+        head=args.head,
+    )
 
 
 def _job(args: argparse.Namespace) -> Job:
@@ -187,11 +200,11 @@ def _job(args: argparse.Namespace) -> Job:
     work_ms = (args.num_devices + args.micro_batches) * (
         costs.forward + costs.backward_input + costs.backward_weight + 2 * costs.comm
     )
-    timeout_s = _WAIT_S + _LIMIT_FACTOR * work_ms / 1000
+    timeout_s = _WAIT_S + _LIMIT_FACTOR * (1 + args.head) * work_ms / 1000
     modules = tuple(args.modules)
-    return Job(
-        build, args.num_devices, timeout_s, args.micro_batches, costs, args.message_kb, modules, args.device
-    )
+    sizes = args.num_devices, timeout_s, args.micro_batches
+    parts = args.vocabulary_parallel_head
+    return Job(build, *sizes, costs, args.message_kb, modules, args.device, parts)
 
 
 # --- the results ---
@@ -225,7 +238,7 @@ class Result:
 def _result(name: str, run: Run, job: Job) -> Result:
     result = Result(name, error=run.error)
     if run.timetable is not None:
-        result.simulation = simulate(run.timetable, job.costs)
+        result.simulation = simulate(run.timetable, costs_on(run.timetable.placement, job.costs))
     for step, answers in enumerate(run.rounds):
         assert run.timetable is not None
         result.simulation = _simulation(name, run.timetable, job, step)
@@ -249,7 +262,7 @@ def _simulation(name: str, timetable: Timetable, job: Job, step: int) -> Simulat
     costs = replace(job.costs, seed=job.costs.seed + step)
     if name not in RIVALS and read_request(name)[0].dynamic is not None:
         timetable = timetable_for(name, job.num_ranks, job.micro_batches, costs)
-    return simulate(timetable, costs)
+    return simulate(timetable, costs_on(timetable.placement, costs))
 
 
 def as_json(results: Sequence[Result], params: dict[str, Any]) -> list[dict[str, Any]]:
@@ -292,6 +305,8 @@ def _params(job: Job) -> dict[str, Any]:
         "forward_ms": job.costs.forward,
         "input_gradient_ms": job.costs.backward_input,
         "weight_gradient_ms": job.costs.backward_weight,
+        "head": job.costs.head,
+        "vocabulary_parallel_head": job.vocabulary_parallel_head,
         "jitter": job.costs.jitter,
         "link_ms": job.costs.comm,
         "message_kb": job.message_kb,
@@ -305,6 +320,7 @@ def _title(job: Job, steps: int) -> str:
         f"{job.num_ranks} devices, {job.micro_batches} micro-batches, {steps} steps; of 1/{job.num_ranks} of the "
         f"model: forward {costs.forward:g} ms, input gradient {costs.backward_input:g} ms, weight gradient "
         f"{costs.backward_weight:g} ms"
+        + (f"; head {costs.head:g}{' in parts' * job.vocabulary_parallel_head}" if costs.head else "")
         + (f"; link {costs.comm:g} ms" if costs.comm else "")
         + (f"; jitter {costs.jitter:g}" if costs.jitter else "")
         + f"; activation {job.message_kb:g} KiB"

@@ -9,11 +9,13 @@ import math
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import pytest
 import torch
 
 from benchmarks import rivals, schedules, training, transport
-from benchmarks.command import options_for
+from benchmarks.command import costs_on, options_for
 from benchmarks.emulated import WIDTH, EmulatedDevice, EmulatedGpu, EmulatedLayer, make_batches, rows_of
 from benchmarks.ranks import Run, take_turns
 from benchmarks.schedules import Result, as_json, as_table
@@ -83,6 +85,28 @@ def test_slices_of_sequences_over_slow_links() -> None:
         assert 0.95 < item["best"] / params["simulated"] < 500
     for whole, sliced in (found[:2], found[2:]):
         assert sliced["params"]["losses"] == pytest.approx(whole["params"]["losses"], rel=1e-5)
+
+
+@pytest.mark.parametrize("parts", [True, False], ids=["parts", "last stage"])
+def test_a_head(parts: bool) -> None:
+    names, flags = ["1f1b", "bitpipe_zb"], ["--head", "0.5", *["--vocabulary-parallel-head"] * parts]
+    sizes = ["--jitter", "0.3", "--link-ms", "2", "--steps", "2"]
+    done = call("--schedules", ",".join(names), *flags, *sizes, "--json")
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    assert [item["name"] for item in found] == names
+    for item in found:
+        params, method = item["params"], get_schedule(item["name"])
+        assert (params["head"], params["vocabulary_parallel_head"], item["repeats"]) == (0.5, parts, 2)
+        stages = method.placement(2).stages
+        head = Costs(head=0.5) if parts else Costs(stages=(*(1.0,) * (stages - 1), 1 + 0.5 * stages / 2))
+        costs = replace(head, forward=5.0, backward_input=5.0, backward_weight=5.0)
+        timetable = method.timetable(2, 4, {}, costs, head_parts=parts)
+        steps = [simulate(timetable, replace(costs, comm=2.0, jitter=0.3, seed=seed)) for seed in (1, 2)]
+        assert params["simulated"] == pytest.approx(statistics.median(step.makespan for step in steps))
+        assert params["ideal"] == pytest.approx(steps[-1].ideal)
+        assert 0.95 < item["best"] / params["simulated"] < 500
+        assert params["losses"][2] < params["losses"][0]
 
 
 @extensive
@@ -268,6 +292,12 @@ def test_a_rival_that_cannot_run_is_shown_as_failed() -> None:
         (["--sequence-slices", "none"], ["--sequence-slices", "none"]),
         (["--schedules", "chimera", "--sequence-slices", "2"], ["chimera", "2", "1f1b"]),
         (["--link-ms", "1", "--rivals", "torch_zbv"], ["--link-ms", "--rivals"]),
+        (["--head", "-1"], ["head", "-1"]),
+        (["--vocabulary-parallel-head"], ["--vocabulary-parallel-head", "--head"]),
+        (
+            ["--vocabulary-parallel-head", "--head", "1", "--schedules", "1f1b", "--sequence-slices", "2"],
+            ["1f1b", "vocabulary_parallel_head", "2"],
+        ),
         (["--link-ms", "1", "--device", "cuda"], ["--link-ms", "--device"]),
     ],
 )
@@ -415,6 +445,15 @@ def test_a_schedule_that_plans_is_told_the_costs() -> None:
     )
     greedy = options_for("bitpipe:mode=greedy:max_activations=3", costs)
     assert greedy == {"mode": "greedy", "max_activations": 3, "costs": options["costs"]}
+
+
+@pytest.mark.parametrize("parts", [True, False])
+def test_a_schedule_that_plans_gets_the_head(parts: bool) -> None:
+    costs, method = Costs(forward=2.0, head=0.5), get_schedule("zb_v")
+    costs = costs_on(method.placement(2, None, parts), costs)
+    assert costs.stages == (None if parts else (1.0, 1.0, 1.0, 2.0))
+    planned = method.timetable(2, 4, options_for("zb_v", costs), head_parts=parts)
+    assert planned == method.timetable(2, 4, {}, costs, head_parts=parts)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
