@@ -191,7 +191,8 @@ def test_stuck_rank_is_named_after_the_time_limit(
         assert time.monotonic() - stopped > limit_s - 1
         message = job.lines[job.first("TransportError")]
         assert f"stopped: rank {stuck} " in message
-        assert " 6 s" in message or "imed out" in message
+        # In a collective, a rank whose neighbor has given up first reports the closed connection.
+        assert " 6 s" in message or "imed out" in message or "in a collective" in message
         if "recv from" in message:  # and not in what all do together
             assert re.search(r"\(Recv\w+ \d@\d from device \d, step \d+\)$", message)
             if launcher == "torchrun" or message.startswith("rank 1"):  # which keeps the store; see report()
