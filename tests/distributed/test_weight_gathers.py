@@ -188,7 +188,11 @@ ODD = replace(MODEL, hidden_size=9, num_attention_heads=3, ffn_hidden_size=7, vo
 
 
 @pytest.mark.parametrize(
-    ("schedule", "precision"), [*product(["1f1b", "zb_v", "bitpipe_zb", "interleaved"], ["fp32", "bf16"])]
+    ("schedule", "precision"),
+    [
+        pytest.param(schedule, precision, marks=needs(precision))
+        for schedule, precision in product(["1f1b", "zb_v", "bitpipe_zb", "interleaved"], ["fp32", "bf16"])
+    ],
 )
 def test_the_norm_of_parts_is_that_of_whole_gradients(ranks: Ranks, schedule: str, precision: str) -> None:
     job = replace(make_job(schedule, precision, decay_groups=True), model=ODD)
