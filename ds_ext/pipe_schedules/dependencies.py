@@ -188,7 +188,9 @@ class Inputs:
 
     def deliver(self, op: Op) -> bool:
         """Count one more input of ``op``; return True if it was the last one."""
-        missing = self._missing.pop(op, 0) or self._dependencies.count(op) + (op in self._one_more)
+        missing = self._missing.pop(op, 0)
+        if not missing:
+            missing = self._dependencies.count(op) + (op in self._one_more if self._one_more else 0)
         if missing > 1:
             self._missing[op] = missing - 1
         return missing == 1
