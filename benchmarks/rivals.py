@@ -191,6 +191,9 @@ def mean_loss(losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return losses.mean()
 
 
+mean_loss.takes_token_losses = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
 def _ours(request: str, job: Job) -> Emulated:
     parts, slices = job.vocabulary_parallel_head, slices_of(request)
     timetable = timetable_for(request, job.num_ranks, job.micro_batches, job.costs, parts)
