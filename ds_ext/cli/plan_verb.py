@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import re
@@ -108,7 +109,7 @@ def run_plan(args: argparse.Namespace) -> int:
         model = replace(model, **SCORES_ON_CPU)
     forward_devices = _forward_devices(args, cluster)
     costs = read_costs(args.costs).ratios()
-    with _progress() as progress:
+    with _progress() as progress, _few_collections():
         plan = plan_cluster(cluster, model, costs, progress)
     fbd = forward_devices and compare_with_fbd(cluster, forward_devices, model, costs, plan)
     config = None if plan.best.candidate is None else _config(plan.best, cluster, model)
@@ -191,6 +192,17 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     finally:
         if is_shown:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _few_collections() -> Iterator[None]:
+    """Context in which Python seldom looks for garbage: the search keeps most of its many small objects."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100_000, 50, 50)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 # --- text ------------------------------------------------------------------------------------------------------------
