@@ -51,7 +51,7 @@ from .dynamic.order import DynamicSchedule
 from .evaluation import Evaluation, evaluating, source_of
 from .executor import Executor
 from .first_batch import check_first_batch
-from .grad_sync import let_parameters_differ
+from .grad_norm import let_parameters_differ
 from .head import PipelineHead
 from .losses.step import StepLosses
 from .messages import StageMessages

@@ -1,4 +1,4 @@
-"""Gradients of a rank: storage, reduction over data-parallel ranks, and norm.
+"""Gradients of a rank: storage, and reduction over data-parallel ranks.
 
 DeepSpeed reduces all gradients after the last backward of a step. An eager reduction starts right after the last
 backward of a stage and overlaps with later computations. The engine waits for it before the optimizer step. The
@@ -22,16 +22,16 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.constants import PIPE_REPLICATED
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from ..errors import ConfigError
 from .deepspeed_api.names import model_groups
+from .grad_norm import counts_here
 from .module import PipelineModule
 from .tracing.recorder import Tracer
 
@@ -530,93 +530,3 @@ def _without_averaging(optimizer: Any) -> Iterator[None]:
 
     with _set_attribute(optimizer, "average_tensor", move):
         yield
-
-
-# --- norm ---
-
-
-def counts_here(parameter: Tensor, tensor_rank: int) -> bool:
-    """Return whether this rank counts the parameter or its shard in a norm. One rank per model copy does.
-
-    Copies of a tie on later ranks have ``ds_pipe_replicated`` set, and tensor-parallel shards have ``model_parallel``
-    set. All other parameters are replicated over the tensor-parallel ranks, and the first of these ranks counts them.
-    """
-    if getattr(parameter, PIPE_REPLICATED, False):
-        return False
-    return tensor_rank == 0 or getattr(parameter, "model_parallel", False)
-
-
-def let_parameters_differ(optimizer: Any) -> None:
-    """Let the ranks of a model copy have different parameter groups.
-
-    ZeRO reduces one norm per group over these ranks, one after the other; here it is one norm. The bf16 optimizer fails
-    on a rank whose gradients other ranks count, so its norm gets a zero.
-    """
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        _join_zero_norms(optimizer)
-    elif type(optimizer) is BF16_Optimizer:
-        _pad_bf16_norm(optimizer)
-
-
-def _join_zero_norms(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Let the norm of ZeRO be one reduction for all parameter groups."""
-
-    def joint_norm(norm_type: int = 2) -> Tensor:
-        if optimizer.cpu_offload:
-            parameters = [p for of_group in optimizer.params_in_partition for p in of_group]
-            return optimizer.complete_grad_norm_calculation_for_cpu_offload(parameters)
-        # Padding follows the gradients of a group, and is not always marked.
-        pairs = [
-            (gradient * optimizer.loss_scale if optimizer._muon_update_lacks_loss_scale(i) else gradient, p)
-            for i, parameters in enumerate(optimizer.params_in_partition)
-            for gradient, p in zip(optimizer.averaged_gradients[i], parameters, strict=False)
-        ]
-        return optimizer.get_grad_norm_direct(*(zip(*pairs, strict=True) if pairs else ([], [])), norm_type)
-
-    if not optimizer.has_moe_layers:
-        optimizer.scaled_global_norm = joint_norm
-
-
-def _pad_bf16_norm(optimizer: BF16_Optimizer) -> None:
-    """Let the norm of the bf16 optimizer have at least one gradient, zero, on every rank."""
-    get_gradients = optimizer.get_grads_for_norm
-
-    def padded_gradients(for_clipping: bool = False) -> Any:
-        if for_clipping:
-            return get_gradients(for_clipping)
-        gradients, expert_gradients = get_gradients()
-        return gradients or [
-            torch.zeros((), device=get_accelerator().current_device_name())
-        ], expert_gradients
-
-    optimizer.get_grads_for_norm = padded_gradients
-
-
-def clip_grad_norm(
-    parameters: Iterable[Tensor], max_norm: float, *, tensor_rank: int, model_group: ProcessGroup | None
-) -> float:
-    """Scale all gradients so that their global 2-norm is at most ``max_norm``; 0: only measure the norm.
-
-    Every parameter counts once. DeepSpeed's ``clip_grad_norm_`` (fp32, ZeRO stage 0) counts only the parameters of the
-    first pipeline stage and those marked ``model_parallel``, so its norm is too small.
-
-    Args:
-        parameters: all parameters of this rank, with gradients already reduced over data-parallel ranks.
-        max_norm: maximum norm.
-        tensor_rank: this rank's tensor-parallel rank.
-        model_group: process group of the ranks that hold one copy of the model (all stages and shards).
-
-    Returns:
-        Norm before clipping.
-    """
-    parameters = list(parameters)
-    counted = [p.grad for p in parameters if p.grad is not None and counts_here(p, tensor_rank)]
-    device = parameters[0].device if parameters else torch.device("cpu")
-    square = get_total_norm(counted).to(device, torch.float64).square()
-    dist.all_reduce(square, group=model_group)
-    norm = square.sqrt()
-    if max_norm > 0:
-        # Tensor-parallel ranks count other parameters, but have the same ones.
-        exact = any(p.grad is not None and p.grad.dtype == torch.float64 for p in parameters)
-        clip_grads_with_norm_(parameters, max_norm, norm if exact else norm.float())
-    return float(norm)

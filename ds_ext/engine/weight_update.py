@@ -22,7 +22,8 @@ from ..pipe_schedules.reductions import order_of_reductions
 from .checkpoint.master_weights import MasterWeights
 from .checkpoint.states import parameters_of
 from .deepspeed_api.handlers import is_patch
-from .grad_sync import EagerReduction, Gradients, as_real, clip_grad_norm, why_not_eager
+from .grad_norm import clip_grad_norm
+from .grad_sync import EagerReduction, Gradients, as_real, why_not_eager
 from .losses.step import Loss
 from .losses.watch import LossWatch
 from .weight_gathers import WeightGathers
@@ -159,7 +160,7 @@ class WeightUpdate:
         return [gradient for gradient in real if gradient.dtype != torch.float64]
 
     def clip_fp32(self) -> float:
-        """Clip with a norm that counts every parameter of the model once, and return the norm; see grad_sync.py."""
+        """Clip with a norm that counts every parameter of the model once, and return the norm; see grad_norm.py."""
         mpu = self._engine.mpu
         return clip_grad_norm(
             self._engine.module.parameters(),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.engine import weight_decay_groups
-from ds_ext.engine.grad_sync import clip_grad_norm
+from ds_ext.engine.grad_norm import clip_grad_norm
 from ds_ext.errors import ConfigError, TransportError
 from tests.precisions import needs
 from tests.ranks import RankPool, Ranks

@@ -264,7 +264,7 @@ def lists_of_rates(rank: int) -> list[float]:
 
 
 def test_lists_of_a_scheduler_are_expanded(ranks: Ranks) -> None:
-    # Every device has two stages, and the embedding, which is tied to the head, in a group of its own.
+    # Two stages per device. The embedding, which is tied to the head, has its own group.
     for rates in ranks(4).run(lists_of_rates, timeout_s=120):
         assert rates == pytest.approx([0.1, 0.1, 0.1, 0.2, 0.2])
 

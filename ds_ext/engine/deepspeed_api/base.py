@@ -222,5 +222,5 @@ class AdaptedEngine(PipelineEngine):
             self._instruction_maps = maps
 
     def clip_fp32_gradients(self) -> None:
-        """Clip with a norm that counts every parameter of the model once; see grad_sync.py."""
+        """Clip with a norm that counts every parameter of the model once; see grad_norm.py."""
         self._global_grad_norm = self.update.clip_fp32()
