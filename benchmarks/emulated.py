@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from ds_ext.pipe_schedules.placement import Placement
-from ds_ext.tensor_parallel import HeadPart, HeadShare, TensorParallel, current_slice
+from ds_ext.tensor_parallel import HeadPart, HeadShare, LogitGradients, TensorParallel, current_slice
 
 WIDTH = 32
 HEAD_ROWS = 8  # rows of a part of the head; few, so that their arithmetic takes no time
@@ -273,8 +273,10 @@ class EmulatedHeadPart(HeadPart):
         self.device = device
         self.weight.register_hook(self._weight_gradient)
 
-    def share(self, hidden_BSD: Tensor, labels_BS: Tensor, with_gradient: bool) -> HeadShare:
-        """Wait for the time of a forward, then return the share."""
+    def share(
+        self, hidden_BSD: Tensor, labels_BS: Tensor, with_gradient: bool
+    ) -> tuple[HeadShare, LogitGradients | None]:
+        """Wait for the time of a forward, then return what a part does."""
         start = time.perf_counter()
         share = super().share(hidden_BSD, labels_BS, with_gradient)
         self.device.head_part(start)

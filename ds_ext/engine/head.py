@@ -73,7 +73,7 @@ class PipelineHead:
         """Compute the share of a part."""
         assert buffer.inputs is not None
         trains = torch.is_grad_enabled()
-        share = self._parts[stage].share(*buffer.inputs, with_gradient=trains)
+        share, buffer.logit_grads = self._parts[stage].share(*buffer.inputs, with_gradient=trains)
         buffer.outputs = tuple([tensor for tensor in share if tensor is not None])
         if not trains:
             buffer.inputs = None
@@ -98,6 +98,8 @@ class PipelineHead:
 
     def defer_weight_gradient(self, stage: int, buffer: Buffer, tensors: Sequence[Tensor]) -> None:
         """Let a part compute its weight gradient from the ``head_grads`` of :meth:`set_gradients`."""
-        inputs, buffer.inputs = buffer.inputs, None
+        inputs, kept = buffer.inputs, buffer.logit_grads
         assert inputs is not None
-        buffer.weights = self._parts[stage].weight_gradients(*inputs, *tensors)
+        buffer.inputs = buffer.logit_grads = None
+        (hidden, labels), (log_sum_exp, factor) = inputs, tensors
+        buffer.weights = self._parts[stage].weight_gradients(hidden, labels, kept, log_sum_exp, factor)

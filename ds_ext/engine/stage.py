@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..errors import ConfigError
-from ..tensor_parallel import HeadShare, WeightGradients, address, backward
+from ..tensor_parallel import HeadShare, LogitGradients, WeightGradients, address, backward
 from .losses.step import Loss
 from .messages import is_marker, marker, unpack
 from .module import PipelineModule
@@ -37,6 +37,7 @@ class Buffer:
         grads: gradients of the outputs; a marker for an output that the loss does not depend on.
         weights: deferred weight gradients of a split backward.
         head_inputs: outputs and labels that the parts of a head get; last stage only.
+        logit_grads: gradients of the logits of a part of a head, for its weight gradient.
         shares: shares of the parts of a head by stage; stage of its loss only.
         head_grads: log-sum-exps and gradients of the losses of all tokens; stage of the loss of a head only.
     """
@@ -49,6 +50,7 @@ class Buffer:
     grads: tuple[Tensor, ...] | None = None
     weights: WeightGradients | None = None
     head_inputs: tuple[Tensor, ...] | None = None
+    logit_grads: LogitGradients | None = None
     shares: dict[int, HeadShare] = field(default_factory=dict)
     head_grads: tuple[Tensor, ...] = ()
 

@@ -24,8 +24,9 @@ weight gradient, which autograd copies if the engine sums it elsewhere, in fp32 
 With a chunked loss, the last stage keeps the gradient of its hidden states instead of the logits. The second half of a
 split backward reads the hidden states, and computes the logits in chunks again.
 
-With a part of the head on every device, the last stage ends with the norm. A part keeps its inputs until its weight
-gradient, and computes logits in chunks like a chunked loss. The loss gets two tensors of hidden states from each part.
+With a part of the head on every device, the last stage ends with the norm. A part keeps its inputs and the gradients
+of its logits until its weight gradient, and computes both passes in chunks like a chunked loss. The loss gets two
+tensors of hidden states from each part.
 
 With slices of sequences, the backward of a micro-batch's last slice leaves gradients on the keys and values of all
 others. The attention of every other backward computes gradients for the slices before it, and adds them. The MLP is
@@ -269,8 +270,8 @@ def _head_parts(sizes: TrainingSizes, parts: int) -> list[Activations]:
     chunk = _chunk(sizes, vocabulary) * (1.5 if sizes.precision != "fp32" else 1.0)
     weight = sizes.token_bytes * vocabulary * sizes.hidden_size
     gradient = max(weight + chunk, _deferred_gradient(sizes, weight))
-    statistics = 8 * sizes.tokens  # labels; two fp32 numbers for the weight gradient
-    kept = hidden + statistics
+    statistics = 12 * sizes.tokens  # labels; three fp32 numbers for the weight gradient
+    kept = hidden + sizes.tokens * sizes.token_bytes * vocabulary + statistics
     # A part frees at its weight gradient what it kept, as a split backward does.
     part = Activations(kept, kept, chunk + 2 * hidden, 0.0, 0.0, gradient)
     loss = Activations(0.0, 0.0, 2 * parts * hidden, 0.0, 0.0, 0.0)

@@ -110,8 +110,7 @@ def stage_costs(costs: Costs, sizes: TrainingSizes, head_parts: int = 0) -> Cost
 
     Args:
         sizes: model with the layers of each stage, from :func:`split_layers`.
-        head_parts: parts of the head, one per device; 0: the last stage has the head. Parts compute the logits again
-            for the weight gradient: 4 products instead of 3.
+        head_parts: parts of the head, one per device; 0: the last stage has the head.
 
     Raises:
         ScheduleError: the costs were measured with another tensor-parallel size or with recomputation.
@@ -147,11 +146,11 @@ def stage_costs(costs: Costs, sizes: TrainingSizes, head_parts: int = 0) -> Cost
 
 
 def _head_factors(costs: Costs, recomputed: Costs, share: float) -> Factors:
-    """Return the factors of a head with this share of 1/D of the model, whose weight gradient repeats its forward.
+    """Return the factors of a head with this share of 1/D of the model, which is not recomputed.
 
     ``recomputed`` are the costs with the recomputation of layers, to which the factors apply.
     """
-    times = costs.forward, costs.backward_input, costs.backward_weight + costs.forward
+    times = costs.forward, costs.backward_input, costs.backward_weight
     units = recomputed.forward, recomputed.backward_input, recomputed.backward_weight
     forward, backward_input, weight = (share * t / u if u else 0.0 for t, u in zip(times, units, strict=True))
     return forward, backward_input, weight

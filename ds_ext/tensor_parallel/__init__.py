@@ -5,6 +5,7 @@ from ds_ext.tensor_parallel.chunked_loss import (
     HeadPart,
     HeadShare,
     JoinedLoss,
+    LogitGradients,
     join_shares,
     linear_cross_entropy,
 )
@@ -72,6 +73,7 @@ __all__ = [
     "JoinedLoss",
     "KeyedDropout",
     "KeyedLayers",
+    "LogitGradients",
     "RowParallelLinear",
     "Slice",
     "SliceStore",

@@ -7,20 +7,23 @@ gradient is one product over all tokens, which no sum over chunks rounds again.
 
 The rows of the head may be divided into parts on several devices (arXiv 2411.05288, algorithm 2):
 
-    shares = [part.share(hidden_BSD, labels_BS, True) for part in parts]
+    shares, kept = zip(*[part.share(hidden_BSD, labels_BS, True) for part in parts])
     joined = join_shares(shares)                             # joined.loss: loss of every token
     parts[0].input_gradient(joined, factor_N)                # for gradients of the losses
-    parts[i].weight_gradients(hidden_BSD, labels_BS, joined.log_sum_exp, factor_N).compute()
+    parts[i].weight_gradients(hidden_BSD, labels_BS, kept[i], joined.log_sum_exp, factor_N).compute()
 
 A chunked loss is the case of one part. With the softmax p over the rows of part i, whose share of the sum of all
 exponentials is r, the gradient of a loss is the sum over i of r (p - y) W, minus (1 - r) y W. The one-hot label y is
 zero in all parts but one. No term cancels another one, so that half precision rounds small gradients as little as in
 one part.
+
+A part keeps p - y for its weight gradient, in half precision if the weight is: it is 1/D of the logits, and the whole
+head stays at three products. One part would keep all logits, so a chunked loss computes them again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -43,6 +46,8 @@ from ds_ext.tensor_parallel.loss import (
 )
 from ds_ext.tensor_parallel.mappings import keep_slice, once
 from ds_ext.tensor_parallel.weight_gradients import WeightGradients, anchor, defer, is_deferrable, linear
+
+FP16_SCALE = 2.0**15  # of gradients from -1 to 1, so that small ones are not rounded to zero
 
 
 class ChunkedHead:
@@ -131,7 +136,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (weight_VD,) = parameters
         rows = _Rows.of(weight_VD, tp, vocab_size)
         labels_N = labels_BS.flatten()
-        share = _share(hidden_BSD.flatten(0, -2), weight_VD, labels_N, tp, rows, keeps_gradient)
+        share, _ = _share(hidden_BSD.flatten(0, -2), weight_VD, labels_N, tp, rows, keeps_gradient)
         joined = join_shares([share])
         log_sum_exp_N, grad_ND = joined.log_sum_exp, share.gradient
         ctx.rows, ctx.parameters, ctx.deferred = rows, parameters, deferred
@@ -155,9 +160,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
             def gradient() -> Tensor:
                 factor_N = factor * (labels_N != IGNORE_INDEX)
-                return _weight_gradient(
-                    weight, rows, hidden.flatten(0, -2), labels_N, log_sum_exp_N, factor_N
-                )
+                hidden_ND = hidden.flatten(0, -2)
+
+                def softmax_NC(chunk: slice) -> Tensor:
+                    x_NC = F.linear(hidden_ND, weight[chunk]).to(factor_N.dtype)
+                    return x_NC.sub_(log_sum_exp_N.unsqueeze(-1)).exp_().mul_(factor_N.unsqueeze(-1))
+
+                return _weight_gradient(weight, rows, hidden_ND, labels_N, softmax_NC, factor_N)
 
             if ctx.deferred:
                 defer(ctx.parameters[0], gradient, hidden, labels_N, log_sum_exp_N)
@@ -184,6 +193,19 @@ class HeadShare(NamedTuple):
     statistics: Tensor
     gradient: Tensor | None = None
     label_rows: Tensor | None = None
+
+
+class LogitGradients(NamedTuple):
+    """Gradients of the cross entropy over a part of the head, for the logits of this rank.
+
+    Attributes:
+        values: (N, R) for the R rows that are tokens, in the precision of the weight; without the label if another part
+            has it, zero for ignored labels. In fp16 times ``FP16_SCALE``.
+        log_sum_exp: logarithm of the sum of the exponentials of the part's logits, fp32 or fp64 (N,).
+    """
+
+    values: Tensor
+    log_sum_exp: Tensor
 
 
 @dataclass(frozen=True)
@@ -260,17 +282,24 @@ class HeadPart(nn.Module):
         self._sequence_parallel = sequence_parallel
 
     @torch.no_grad()
-    def share(self, hidden_BSD: Tensor, labels_BS: Tensor, with_gradient: bool) -> HeadShare:
-        """Return the share of this part. Raises the errors of :func:`linear_cross_entropy`."""
+    def share(
+        self, hidden_BSD: Tensor, labels_BS: Tensor, with_gradient: bool
+    ) -> tuple[HeadShare, LogitGradients | None]:
+        """Return the share of this part, and what its weight gradient needs; None without a gradient.
+
+        Raises the errors of :func:`linear_cross_entropy`.
+        """
         check_labels(labels_BS, self._vocab_size)
         hidden_BSD = self._enter(hidden_BSD)
         hidden_ND, labels_N, rows = hidden_BSD.flatten(0, -2), labels_BS.flatten(), self._rows
-        share = _share(hidden_ND, self.weight, labels_N, self._tp, rows, with_gradient)
+        keeps = with_gradient and self.weight.requires_grad
+        share, kept = _share(hidden_ND, self.weight, labels_N, self._tp, rows, with_gradient, keeps)
         if share.gradient is None:
-            return share
+            return share, None
         local_N, is_local_N = local_labels(labels_N, rows.first, rows.real)
         label_rows = self.weight[local_N].masked_fill_(~is_local_N.unsqueeze(-1), 0.0)
-        return HeadShare(share.statistics, *(x.view_as(hidden_BSD) for x in (share.gradient, label_rows)))
+        gradients = (x.view_as(hidden_BSD) for x in (share.gradient, label_rows))
+        return HeadShare(share.statistics, *gradients), kept
 
     @torch.no_grad()
     def input_gradient(self, joined: JoinedLoss, factor_N: Tensor) -> Tensor:
@@ -279,17 +308,33 @@ class HeadPart(nn.Module):
         return leave_tensor_parallel(joined.gradient(factor_N), self._tp, self._sequence_parallel)
 
     def weight_gradients(
-        self, hidden_BSD: Tensor, labels_BS: Tensor, log_sum_exp_N: Tensor, factor_N: Tensor
+        self,
+        hidden_BSD: Tensor,
+        labels_BS: Tensor,
+        kept: LogitGradients | None,
+        log_sum_exp_N: Tensor,
+        factor_N: Tensor,
     ) -> WeightGradients:
-        """Return the gradient of the weight, not computed yet, for the gradients of the losses."""
-        later, reads = WeightGradients(), (hidden_BSD, labels_BS, log_sum_exp_N, factor_N)
+        """Return the gradient of the weight, not computed yet, for the gradients of the losses.
+
+        ``hidden_BSD``, ``labels_BS`` and ``kept`` are those of :meth:`share`.
+        """
+        later = WeightGradients()
+        if kept is None:
+            return later
 
         def gradient() -> Tensor:
             hidden_ND, labels_N = self._enter(hidden_BSD).flatten(0, -2), labels_BS.flatten()
-            return _weight_gradient(self.weight, self._rows, hidden_ND, labels_N, log_sum_exp_N, factor_N)
+            log_ratio_N = kept.log_sum_exp - log_sum_exp_N
+            scale_N = log_ratio_N.exp() * factor_N / _scale(kept.values.dtype)
 
-        if self.weight.requires_grad:
-            later.add(self.weight, gradient, *reads)
+            def softmax_NC(chunk: slice) -> Tensor:
+                return kept.values[:, chunk].to(scale_N.dtype, copy=True).mul_(scale_N.unsqueeze(-1))
+
+            label_N = -log_ratio_N.expm1() * factor_N
+            return _weight_gradient(self.weight, self._rows, hidden_ND, labels_N, softmax_NC, label_N)
+
+        later.add(self.weight, gradient, hidden_BSD, labels_BS, *kept, log_sum_exp_N, factor_N)
         return later
 
     def _enter(self, hidden_BSD: Tensor) -> Tensor:
@@ -320,14 +365,16 @@ def _share(
     labels_N: Tensor,
     tp: TensorParallel,
     rows: _Rows,
-    keeps_gradient: bool,
-) -> HeadShare:
-    """Return statistics and gradient of a part. Every chunk of tokens needs two all-reduces."""
+    with_gradient: bool,
+    keeps_logits: bool = False,
+) -> tuple[HeadShare, LogitGradients | None]:
+    """Return statistics and gradients of a part. Every chunk of tokens needs two all-reduces."""
     weight_RD, dtype = weight_VD[: rows.real], at_least_fp32(hidden_ND.dtype)
     counts_N = (labels_N != IGNORE_INDEX).to(dtype)
     statistics_4N = counts_N.new_empty(4, len(counts_N))
     statistics_4N[3] = (labels_N >= rows.of_part.start) & (labels_N < rows.of_part.stop)
-    grad_ND = torch.empty_like(hidden_ND) if keeps_gradient else None
+    grad_ND = torch.empty_like(hidden_ND) if with_gradient else None
+    kept_NR = weight_VD.new_empty(len(labels_N), rows.real) if keeps_logits else None
     for chunk in _chunks(len(labels_N), chunk_tokens(len(labels_N), len(weight_VD))):
         # One name for the logits and what becomes of them, so that each is freed by the next.
         x_CR = F.linear(hidden_ND[chunk], weight_RD)
@@ -345,8 +392,16 @@ def _share(
             x_CR.mul_((counts_N[chunk] / sums_2C[0]).unsqueeze(-1))
             _subtract(x_CR, local_C, is_local_C * counts_N[chunk])
             torch.mm(x_CR.to(weight_RD.dtype), weight_RD, out=grad_ND[chunk])
+            if kept_NR is not None:
+                kept_NR[chunk] = x_CR.mul_(_scale(kept_NR.dtype))
         del x_CR  # before the next chunk exists
-    return HeadShare(statistics_4N, grad_ND)
+    share, (max_N, sum_N, *_) = HeadShare(statistics_4N, grad_ND), statistics_4N
+    return share, None if kept_NR is None else LogitGradients(kept_NR, max_N + sum_N.log())
+
+
+def _scale(dtype: torch.dtype) -> float:
+    """Return the factor of logit gradients, from -1 to 1, that are kept with this dtype."""
+    return FP16_SCALE if dtype == torch.float16 else 1.0
 
 
 def _weight_gradient(
@@ -354,21 +409,22 @@ def _weight_gradient(
     rows: _Rows,
     hidden_ND: Tensor,
     labels_N: Tensor,
-    log_sum_exp_N: Tensor,
-    factor_N: Tensor,
+    gradient_NC: Callable[[slice], Tensor],
+    label_N: Tensor,
 ) -> Tensor:
     """Return the gradient of the weight, in chunks of C of its rows that are tokens.
 
-    ``factor_N`` are the gradients of the losses, zero for ignored labels.
+    Args:
+        gradient_NC: returns the gradients of the logits of a chunk, without ``label_N``.
+        label_N: value to subtract from the gradient of a label's logit, zero for ignored labels.
     """
     first, real, _ = rows
     grad_VD = torch.empty_like(weight_VD, memory_format=torch.contiguous_format)
     grad_VD[real:] = 0.0
     for chunk in _chunks(real, chunk_tokens(real, len(labels_N))):
-        x_NC = F.linear(hidden_ND, weight_VD[chunk])
-        x_NC = x_NC.to(factor_N.dtype).sub_(log_sum_exp_N.unsqueeze(-1)).exp_().mul_(factor_N.unsqueeze(-1))
+        x_NC = gradient_NC(chunk)
         local_N, is_local_N = local_labels(labels_N, first + chunk.start, chunk.stop - chunk.start)
-        _subtract(x_NC, local_N, is_local_N * factor_N)
+        _subtract(x_NC, local_N, is_local_N * label_N)
         torch.mm(x_NC.to(weight_VD.dtype).t(), hidden_ND, out=grad_VD[chunk])
         del x_NC
     return grad_VD

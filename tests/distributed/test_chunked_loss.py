@@ -82,10 +82,11 @@ def parts_equal_whole_logits(rank: int, vocab_size: int, padded: int, sequence_p
         HeadPart(nn.Parameter(tp.shard(rows, 0).clone()), part, tp, vocab_size, sequence_parallel)
         for part, rows in enumerate(weight.chunk(parts))
     ]
-    joined = join_shares([head.share(x, labels, True) for head in heads])
+    shares, kept = zip(*[head.share(x, labels, True) for head in heads], strict=True)
+    joined = join_shares(shares)
     x_grad = heads[0].input_gradient(joined, factor)
-    for head in heads:
-        head.weight_gradients(x, labels, joined.log_sum_exp, factor).compute()
+    for head, logit_grads in zip(heads, kept, strict=True):
+        head.weight_gradients(x, labels, logit_grads, joined.log_sum_exp, factor).compute()
 
     x0, w0 = x.clone().requires_grad_(), weight.clone().requires_grad_()
     whole = enter_tensor_parallel(x0, tp, sequence_parallel)

@@ -90,7 +90,7 @@ def test_the_table_of_heads(row: tuple[str, ...]) -> None:
         stages = Costs(stages=stage_weights(bounds, 0, 1, weights))
         simulation = simulate(method.timetable(devices, n, costs=stages), stages)
         assert cut == head_cell(simulation, even)
-        costs = Costs(head=(head / 4, head / 4, head / 2))  # logits are computed twice
+        costs = Costs(head=head / 4)
         simulation = simulate(method.timetable(devices, n, costs=costs, head_parts=True), costs)
         assert parts == head_cell(simulation, even * (1 + head / layers))
 

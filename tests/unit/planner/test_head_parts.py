@@ -77,7 +77,7 @@ def test_a_head_of_llama_3_8b() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("text", ["f=1,b=1,w=1", "f=2,b=3,w=1"])
-def test_a_part_computes_its_logits_twice(recompute: str, text: str) -> None:
+def test_a_part_computes_three_products(recompute: str, text: str) -> None:
     placement = get_schedule("zb_v").placement(8, {}, True)
     base = read_costs(text)
     sizes = split_layers(replace(LLAMA, recompute=recompute), placement, "zb_v")
@@ -87,7 +87,7 @@ def test_a_part_computes_its_logits_twice(recompute: str, text: str) -> None:
     assert layer[1] / layer[0] == pytest.approx(base.backward_weight / base.forward)
     head = layer[0] * LLAMA.head_work() / base.forward  # of f = 1
     assert part[0] == pytest.approx(head * (base.forward + base.backward_input))
-    assert part[1] == pytest.approx(head * (base.forward + base.backward_weight))
+    assert part[1] == pytest.approx(head * base.backward_weight)
 
 
 def test_a_chunked_loss_changes_nothing() -> None:
@@ -109,14 +109,14 @@ def test_every_device_holds_a_part_per_pipe(name: str, pipes: int) -> None:
     assert len(sizes.stage_parameters(placement)) == placement.loss_stage
 
 
-def test_a_part_keeps_its_inputs_until_its_weight_gradient() -> None:
+def test_a_part_keeps_its_inputs_and_logits_until_its_weight_gradient() -> None:
     sizes = replace(LLAMA, stage_layers=(2,) * 16)
     with_head, stages = stage_activations(sizes, 16), stage_activations(sizes, 16, head_parts=8)
     hidden, logits = 2 * 8192 * 4096, 2 * 8192 * 128256
     assert len(stages) == 16 + 8 + 1 and stages[:15] == with_head[:15]
     assert with_head[15].kept - stages[15].kept == logits + hidden  # the norm stays
     part, loss = stages[16], stages[24]
-    assert part.kept == part.deferred == hidden + 8 * 8192
+    assert part.kept == part.deferred == hidden + logits / 8 + 12 * 8192
     assert part.forward == 2 * hidden + logits / 8 * 2 * 1.5 / 16  # a chunk in fp32 and in half precision
     assert (loss.kept, loss.forward) == (0, 2 * 8 * hidden)
 
