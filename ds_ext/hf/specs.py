@@ -168,9 +168,10 @@ def _reason_for_whole_logits(source: Source, cut: Cut, *pairs: tuple[Tensor, Ten
     Args:
         pairs: input and output of the head in a trial, each as it is and as it should be.
     """
-    projection: Any = source.skeleton().get_submodule(cut.head)
-    if type(projection) is not nn.Linear:
-        return f"a head of class {type(projection).__name__}"
+    projection: Any = source.reference().get_submodule(cut.head)
+    head_class = type(projection)
+    if head_class is not nn.Linear:
+        return f"a head of class {head_class.__module__}.{head_class.__qualname__}"
     if projection.bias is not None:
         return f"a head with a bias of {projection.bias.numel()} elements"
     values = source.config.get_text_config().to_dict().items()

@@ -95,6 +95,12 @@ def test_a_head_that_changes_its_logits_has_no_chunked_loss(name: str, values: s
         ds_ext.from_transformers(random_decoder(name), chunked_loss=True)
 
 
+def test_a_head_with_adapters_has_no_chunked_loss() -> None:
+    model = peft.get_peft_model(random_decoder("Llama"), peft.LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ConfigError, match=r"chunked_loss: .*peft\.tuners\.lora"):
+        ds_ext.from_transformers(model, chunked_loss=True)
+
+
 def test_another_loss_than_cross_entropy_has_no_chunked_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_decoder("Llama")
     plain = model.loss_function
