@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .checks.timetable import check_timetable, deadlock_at
 from .costs import Costs
-from .events import FixedOrder, NoAdmission, Run, Workload, run
+from .events import FixedOrder, NoAdmission, Ports, Run, Workload, run
 from .ops import BACKWARD_INPUT, FORWARD, RECOMPUTE, Op
 from .timetables import Timetable
 
@@ -79,12 +79,16 @@ class Simulation:
 
 
 def simulate(
-    timetable: Timetable, costs: Costs | None = None, gathered: Mapping[tuple[int, int], float] | None = None
+    timetable: Timetable,
+    costs: Costs | None = None,
+    gathered: Mapping[tuple[int, int], float] | None = None,
+    ports: Ports | None = None,
 ) -> Simulation:
     """Run the timetable on simulated devices.
 
     Args:
         gathered: (device, stage) -> time at which the device has the weights of the stage; 0 for others.
+        ports: ports that messages share; None: messages do not wait for each other.
 
     Raises:
         ScheduleError: the timetable is incomplete, or it deadlocks.
@@ -106,7 +110,7 @@ def simulate(
         first = next((op for op in timetable.orders[device] if op.stage == stage), None)
         if first is not None and time:
             weights[first] = time
-    result = run_orders(workload, timetable.orders, weights)
+    result = run_orders(workload, timetable.orders, weights, ports)
     _check_complete(timetable, result)
     busy = [sum(map(workload.time, order)) for order in timetable.orders]
     stages = timetable.placement.stages
@@ -129,10 +133,14 @@ def simulate(
 
 
 def run_orders(
-    workload: Workload, orders: Sequence[Sequence[Op]], weights: Mapping[Op, float] | None = None
+    workload: Workload,
+    orders: Sequence[Sequence[Op]],
+    weights: Mapping[Op, float] | None = None,
+    ports: Ports | None = None,
 ) -> Run:
-    """Run the given orders of all devices; ``weights`` as in :func:`.events.run`."""
-    return run(workload, [FixedOrder(order) for order in orders], NoAdmission(workload), weights=weights)
+    """Run the given orders of all devices; ``weights`` and ``ports`` as in :func:`.events.run`."""
+    policies = [FixedOrder(order) for order in orders]
+    return run(workload, policies, NoAdmission(workload), weights=weights, ports=ports)
 
 
 def _check_complete(timetable: Timetable, result: Run) -> None:

@@ -5,29 +5,33 @@ reduction (:mod:`..pipe_schedules.reductions`). The collective begins when all r
 the process group is free. The engine waits for all reductions before the optimizer step. ZeRO-1 then gathers the
 weights, which may overlap with the next step: each stage's first op starts when its weights are there.
 
-Collectives on a shared port share its rate. Not modeled: messages that wait for other messages or collectives, the
-optimizer's arithmetic, and collectives of single numbers (loss, norm, overflow).
+Collectives on a shared port share its rate. A message between hosts waits for earlier messages of its ports, and takes
+twice as long beside a collective, unless all messages are short. Not modeled: by how much messages delay collectives,
+the optimizer's arithmetic, and collectives of single numbers (loss, norm, overflow).
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..parallel.crossing import Traffic, messages_between, require_slots
 from ..parallel.layout import ParallelLayout
 from ..parallel.network import HOST_PORTS, Network
 from ..pipe_schedules import Timetable
 from ..pipe_schedules.costs import Costs
+from ..pipe_schedules.events import Ports
 from ..pipe_schedules.gathers import order_of_first_use
 from ..pipe_schedules.reductions import Reductions
 from ..pipe_schedules.simulation import Collective, Simulation, simulate
 from .activations import layer_activations
 from .training_sizes import TrainingSizes
+
+_LEAST_SHARE = 0.005  # of the ops of a micro-batch on a device; shorter messages do not wait for each other
 
 
 @dataclass(frozen=True)
@@ -190,37 +194,70 @@ def step_times(
         ScheduleError: the timetable is incomplete, or it deadlocks.
     """
     pairs = list(messages_between(timetable.placement, timetable.micro_batches))
+    least_s = _LEAST_SHARE * (costs.forward + costs.backward_input + costs.backward_weight) * unit_s
     results: dict[tuple[Any, ...], Simulation] = {}
 
-    def simulated(
-        units: Mapping[tuple[int, int], float], gathered: Mapping[tuple[int, int], float]
-    ) -> Simulation:
-        key = tuple(units.values()), *gathered.values()
+    def simulated(group: _Group, gathered: Mapping[tuple[int, int], float]) -> Simulation:
+        key = *group.key, *gathered.values()
         if key not in results:
-            results[key] = simulate(timetable, replace(costs, comm=0.0, links=units), gathered)
+            messages = replace(costs, comm=0.0, links=group.units)
+            results[key] = simulate(timetable, messages, gathered, group.ports)
         return results[key]
 
     steps = []
     for layout in layouts:
         require_slots(layout, network.hosts)
-        links = {}
-        for seconds_of in message_links(layout, network, pairs, volumes.message / timetable.slices):
+        groups = {}
+        for data, seconds_of in enumerate(
+            message_links(layout, network, pairs, volumes.message / timetable.slices)
+        ):
             # Of whole micro-batches: a message of a slice takes its share.
             units = {link: seconds * timetable.slices / unit_s for link, seconds in seconds_of.items()}
-            links[tuple(units.values())] = units
-        distinct = [links[key] for key in sorted(links)]
+            ports = _ports(layout, network, data, units, unit_s, least_s)
+            group = _Group(units, ports)
+            groups[group.key] = group
+        distinct = [groups[key] for key in sorted(groups)]
         collectives = _Collectives(layout, network, volumes, unit_s, reductions)
-        simulations = [simulated(units, {}) for units in distinct]
-        step = collectives.step(simulations)
+        step = collectives.period(distinct, simulated)
         if volumes.overlaps:
-            gathers = collectives.gathers(simulations[0])
-            gathered = {
-                (d, c.stage): c.end_s / unit_s for c in gathers for d in c.devices if c.stage is not None
-            }
-            later = collectives.step([simulated(units, gathered) for units in distinct], gathers)
+            later = collectives.period(distinct, simulated, collectives.gathers(step.simulation))
             step = replace(step, gather_s=max(0.0, later.step_s - step.step_s), drawn=later.drawn)
         steps.append(step)
     return steps
+
+
+class _Group(NamedTuple):
+    """Messages of a pipeline group: times by link, in the unit of the costs, and the ports that they share."""
+
+    units: Mapping[tuple[int, int], float]
+    ports: Ports | None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Sortable key, the same for groups with equal messages."""
+        return *self.units.values(), repr(self.ports)
+
+
+def _ports(
+    layout: ParallelLayout,
+    network: Network,
+    data: int,
+    units: Mapping[tuple[int, int], float],
+    unit_s: float,
+    least_s: float,
+) -> Ports | None:
+    """Return the ports of a pipeline group's messages between hosts; None if all messages are short.
+
+    A port is the number of a device, or with ``HOST_PORTS`` of a host; for receiving, its complement.
+    """
+    latency = network.between.latency / unit_s
+    links = {}
+    for (sender, receiver), time in units.items():
+        ranks = layout.rank(sender, data, 0), layout.rank(receiver, data, 0)
+        if network.hosts.cross(ranks) and (time - latency) * unit_s > least_s:
+            a, b = map(network.hosts.host, ranks) if network.ports == HOST_PORTS else (sender, receiver)
+            links[sender, receiver] = latency, (a, ~b)
+    return Ports(links, {}) if links else None
 
 
 @dataclass(frozen=True)
@@ -232,6 +269,44 @@ class _Collectives:
     volumes: Traffic
     unit_s: float
     reductions: Reductions
+
+    def period(
+        self,
+        groups: Sequence[_Group],
+        simulated: Callable[[_Group, Mapping[tuple[int, int], float]], Simulation],
+        gathers: Sequence[_Collective] = (),
+    ) -> StepTime:
+        """Return a step after steps like it, whose ``gathers`` run beside its first ops.
+
+        Messages are simulated without collectives first, and then beside them.
+        """
+        gathered = {
+            (device, gather.stage): gather.end_s / self.unit_s
+            for gather in gathers
+            for device in gather.devices
+            if gather.stage is not None
+        }
+        step = self.step([simulated(group, gathered) for group in groups], gathers)
+        busy = self._busy(step.drawn) if any(group.ports for group in groups) else {}
+        if busy:
+            beside = [
+                group._replace(ports=group.ports and Ports(group.ports.links, busy)) for group in groups
+            ]
+            step = self.step([simulated(group, gathered) for group in beside], gathers)
+        return step
+
+    def _busy(self, drawn: Simulation) -> dict[int, list[tuple[float, float]]]:
+        """Return the times at which collectives between hosts use a port, as numbered by :func:`_ports`."""
+        busy: dict[int, list[tuple[float, float]]] = {}
+        for devices in self.layout.placement.replica_groups:
+            ranks = self._ranks(devices)
+            if self.network.hosts.cross(ranks):
+                spans = [(c.start, c.end) for c in drawn.collectives[devices[0]]]
+                ports = map(self.network.hosts.host, ranks) if self.network.ports == HOST_PORTS else devices
+                for port in set(ports):
+                    for end in (port, ~port):
+                        busy.setdefault(end, []).extend(spans)
+        return {port: sorted(spans) for port, spans in busy.items()}
 
     def step(self, simulations: Sequence[Simulation], gathers: Sequence[_Collective] = ()) -> StepTime:
         """Return the step of pipeline groups, with the reductions and, unless they overlap, the gathers after it.
