@@ -13,7 +13,7 @@ the optimizer's arithmetic, and collectives of single numbers (loss, norm, overf
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
@@ -31,6 +31,7 @@ from ..pipe_schedules.simulation import Collective, Simulation, simulate
 from .activations import layer_activations
 from .training_sizes import TrainingSizes
 
+_Busy = tuple[tuple[tuple[float, float], ...], ...]  # (start, end) of the collectives of every device
 _LEAST_SHARE = 0.005  # of the ops of a micro-batch on a device; shorter messages do not wait for each other
 
 
@@ -197,26 +198,26 @@ def step_times(
     least_s = _LEAST_SHARE * (costs.forward + costs.backward_input + costs.backward_weight) * unit_s
     results: dict[tuple[Any, ...], Simulation] = {}
 
-    def simulated(group: _Group, gathered: Mapping[tuple[int, int], float]) -> Simulation:
-        key = *group.key, *gathered.values()
+    def simulated(group: _Group, gathered: Mapping[tuple[int, int], float], busy: _Busy) -> Simulation:
+        key = group, tuple(gathered.values()), busy
         if key not in results:
-            messages = replace(costs, comm=0.0, links=group.units)
-            results[key] = simulate(timetable, messages, gathered, group.ports)
+            messages = replace(costs, comm=0.0, links=dict(zip(pairs, group.messages, strict=True)))
+            ports = group.ports(network.between.latency / unit_s, busy)
+            results[key] = simulate(timetable, messages, gathered, ports)
         return results[key]
 
     steps = []
     for layout in layouts:
         require_slots(layout, network.hosts)
-        groups = {}
+        groups = set()
         for data, seconds_of in enumerate(
             message_links(layout, network, pairs, volumes.message / timetable.slices)
         ):
             # Of whole micro-batches: a message of a slice takes its share.
-            units = {link: seconds * timetable.slices / unit_s for link, seconds in seconds_of.items()}
-            ports = _ports(layout, network, data, units, unit_s, least_s)
-            group = _Group(units, ports)
-            groups[group.key] = group
-        distinct = [groups[key] for key in sorted(groups)]
+            messages = tuple(seconds_of[pair] * timetable.slices / unit_s for pair in pairs)
+            long = {pair for pair, time in seconds_of.items() if time - network.between.latency > least_s}
+            groups.add(_Group(messages, *_ports(layout, network, data, long)))
+        distinct = sorted(groups)
         collectives = _Collectives(layout, network, volumes, unit_s, reductions)
         step = collectives.period(distinct, simulated)
         if volumes.overlaps:
@@ -227,37 +228,43 @@ def step_times(
 
 
 class _Group(NamedTuple):
-    """Messages of a pipeline group: times by link, in the unit of the costs, and the ports that they share."""
+    """Messages of a pipeline group.
 
-    units: Mapping[tuple[int, int], float]
-    ports: Ports | None
+    Attributes:
+        messages: time on every link, in the unit of the costs.
+        crossing: links between hosts with long messages, which share ports.
+        port_of: port of every device; empty without such links.
+    """
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Sortable key, the same for groups with equal messages."""
-        return *self.units.values(), repr(self.ports)
+    messages: tuple[float, ...]
+    crossing: tuple[tuple[int, int], ...]
+    port_of: tuple[int, ...]
+
+    def ports(self, latency: float, busy: _Busy) -> Ports | None:
+        """Return the ports for the messages; a port receives as its complement."""
+        links = {(a, b): (latency, (self.port_of[a], ~self.port_of[b])) for a, b in self.crossing}
+        collectives: dict[int, list[tuple[float, float]]] = {}
+        for port, spans in zip(self.port_of, busy, strict=False):
+            for end in (port, ~port):
+                collectives.setdefault(end, []).extend(spans)
+        return Ports(links, collectives) if links else None
 
 
 def _ports(
-    layout: ParallelLayout,
-    network: Network,
-    data: int,
-    units: Mapping[tuple[int, int], float],
-    unit_s: float,
-    least_s: float,
-) -> Ports | None:
-    """Return the ports of a pipeline group's messages between hosts; None if all messages are short.
+    layout: ParallelLayout, network: Network, data: int, long: Collection[tuple[int, int]]
+) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
+    """Return the links of a pipeline group between hosts that share ports, and the port of every device.
 
-    A port is the number of a device, or with ``HOST_PORTS`` of a host; for receiving, its complement.
+    A port is the number of the first device that has it.
     """
-    latency = network.between.latency / unit_s
-    links = {}
-    for (sender, receiver), time in units.items():
-        ranks = layout.rank(sender, data, 0), layout.rank(receiver, data, 0)
-        if network.hosts.cross(ranks) and (time - latency) * unit_s > least_s:
-            a, b = map(network.hosts.host, ranks) if network.ports == HOST_PORTS else (sender, receiver)
-            links[sender, receiver] = latency, (a, ~b)
-    return Ports(links, {}) if links else None
+    ranks = [layout.rank(device, data, 0) for device in range(layout.placement.num_devices)]
+    crossing = tuple(sorted((a, b) for a, b in long if network.hosts.cross((ranks[a], ranks[b]))))
+    if not crossing:
+        return (), ()
+    if network.ports != HOST_PORTS:
+        return crossing, tuple(range(len(ranks)))
+    hosts = [network.hosts.host(rank) for rank in ranks]
+    return crossing, tuple(map(hosts.index, hosts))
 
 
 @dataclass(frozen=True)
@@ -273,7 +280,7 @@ class _Collectives:
     def period(
         self,
         groups: Sequence[_Group],
-        simulated: Callable[[_Group, Mapping[tuple[int, int], float]], Simulation],
+        simulated: Callable[[_Group, Mapping[tuple[int, int], float], _Busy], Simulation],
         gathers: Sequence[_Collective] = (),
     ) -> StepTime:
         """Return a step after steps like it, whose ``gathers`` run beside its first ops.
@@ -286,27 +293,20 @@ class _Collectives:
             for device in gather.devices
             if gather.stage is not None
         }
-        step = self.step([simulated(group, gathered) for group in groups], gathers)
-        busy = self._busy(step.drawn) if any(group.ports for group in groups) else {}
-        if busy:
-            beside = [
-                group._replace(ports=group.ports and Ports(group.ports.links, busy)) for group in groups
-            ]
-            step = self.step([simulated(group, gathered) for group in beside], gathers)
+        step = self.step([simulated(group, gathered, ()) for group in groups], gathers)
+        busy = self._busy(step.drawn) if any(group.crossing for group in groups) else ()
+        if any(busy):
+            step = self.step([simulated(group, gathered, busy) for group in groups], gathers)
         return step
 
-    def _busy(self, drawn: Simulation) -> dict[int, list[tuple[float, float]]]:
-        """Return the times at which collectives between hosts use a port, as numbered by :func:`_ports`."""
-        busy: dict[int, list[tuple[float, float]]] = {}
+    def _busy(self, drawn: Simulation) -> _Busy:
+        """Return the times at which collectives between hosts use the port of every device."""
+        busy: list[tuple[tuple[float, float], ...]] = [()] * len(drawn.collectives)
         for devices in self.layout.placement.replica_groups:
-            ranks = self._ranks(devices)
-            if self.network.hosts.cross(ranks):
-                spans = [(c.start, c.end) for c in drawn.collectives[devices[0]]]
-                ports = map(self.network.hosts.host, ranks) if self.network.ports == HOST_PORTS else devices
-                for port in set(ports):
-                    for end in (port, ~port):
-                        busy.setdefault(end, []).extend(spans)
-        return {port: sorted(spans) for port, spans in busy.items()}
+            if self.network.hosts.cross(self._ranks(devices)):
+                for device in devices:
+                    busy[device] = tuple((c.start, c.end) for c in drawn.collectives[device])
+        return tuple(busy)
 
     def step(self, simulations: Sequence[Simulation], gathers: Sequence[_Collective] = ()) -> StepTime:
         """Return the step of pipeline groups, with the reductions and, unless they overlap, the gathers after it.

@@ -17,6 +17,7 @@ from ds_ext.parallel.network import GLOO, HOST_PORTS, NCCL, RANK_PORTS, Link, Ne
 from ds_ext.parallel.rank_order import parse_rank_order
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.events import Ports
 from ds_ext.pipe_schedules.list_scheduling import search
 from ds_ext.pipe_schedules.reductions import eager_reductions
 from ds_ext.pipe_schedules.simulation import simulate
@@ -51,6 +52,27 @@ def test_messages_take_the_time_of_their_link() -> None:
     expected = simulate(timetable, Costs(links={(1, 2): 0.5, (2, 1): 0.5})).makespan
     step = on_hosts(Hosts((4, 4)), Link(1e14, 0.5), 0.0, "tp-dp-pp")
     assert step.step_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("ports", [RANK_PORTS, HOST_PORTS])
+def test_long_messages_share_ports_with_each_other_and_with_collectives(ports: str) -> None:
+    """Two pipeline groups: on hosts of one rank, or with the same devices of both groups on a host."""
+    timetable, links = get_schedule("bitpipe").timetable(4, 8), Link(1.0, 0.0)
+    hosts, order = (Hosts((1,) * 8), "tp-pp-dp") if ports == RANK_PORTS else (Hosts((2,) * 4), "tp-dp-pp")
+    layout = ParallelLayout(timetable.placement, 1, 2, parse_rank_order(order))
+    message = 0.875 if ports == RANK_PORTS else 0.4375  # both groups send at the same time
+    volumes = Traffic(message, (), (1.0,) * 4, zero_stage=1, overlaps=True, stages=(1.0,) * 8)
+    reductions = eager_reductions(simulate(timetable))
+    network = Network(hosts, FREE, links, ports)
+    alone, beside = (
+        step_time(timetable, Costs(), layout, network, sizes, 1.0, reductions)
+        for sizes in (replace(volumes, stages=(0.0,) * 8), volumes)
+    )
+    pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
+    costs = Costs(links=dict.fromkeys(pairs, 0.875))
+    shared = Ports({(a, b): (0.0, (a, ~b)) for a, b in pairs}, {})
+    assert alone.makespan_s == pytest.approx(simulate(timetable, costs, ports=shared).makespan)
+    assert simulate(timetable, costs).makespan < alone.makespan_s < beside.makespan_s
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "bitpipe", "bitpipe_zb"])
