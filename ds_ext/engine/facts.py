@@ -39,6 +39,8 @@ def optimizer_facts(optimizer: Any) -> Facts:
 def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
     """Return a text -> checksum of the parameters' shapes, dtypes and optimizer options, for every stage of this rank.
 
+    Rows of a tied embedding have a further text, because all ranks that hold them must train them or none.
+
     Args:
         model: module with the stages.
         groups: parameters, or parameter groups of an optimizer.
@@ -58,6 +60,9 @@ def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
         facts[f"{role}stage {stage}{place}: parameters"] = checksum(
             f"{tuple(p.shape)} {p.dtype} {options.get(id(p))};".encode() for p in parameters
         )
+    for shared in model.shared:
+        if shared.whole and shared.parameter is not None:
+            facts[f"layer {shared.layer} {shared.key}: trained"] = str(shared.parameter.requires_grad)
     return facts
 
 

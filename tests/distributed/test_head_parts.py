@@ -13,7 +13,7 @@ import torch
 from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
-from ds_ext.engine import PipelineModule
+from ds_ext.engine import PipelineModule, initialize
 from ds_ext.engine.module import head_parts
 from ds_ext.engine.state import RankState
 from ds_ext.engine.ties import divide_tied_embedding
@@ -329,6 +329,21 @@ def error_of_a_buffer(rank: int, job: Job) -> str:
 def test_an_embedding_in_parts_has_only_rows(ranks: Ranks) -> None:
     for error in ranks(2).run(error_of_a_buffer, job_of("1f1b", 2, model=TIED)):
         assert "vocabulary_parallel_head: " in error and "CountedEmbedding" in error
+
+
+def error_of_frozen_rows(rank: int, job: Job) -> str:
+    layers = gpt_layer_specs(job.model, TensorParallel(), DropoutClock())
+    model = PipelineModule(layers, job.config(1), loss_fn=gpt_loss(job.model, TensorParallel()))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("word_embeddings" not in name)
+    with pytest.raises(ConfigError) as caught:
+        initialize(model=model, config=job.config(1))
+    return str(caught.value)
+
+
+def test_rows_that_only_some_ranks_train_are_refused(ranks: Ranks) -> None:
+    for error in ranks(2).run(error_of_frozen_rows, job_of("1f1b", 2, model=TIED)):
+        assert "word_embeddings.weight.1" in error
 
 
 def test_a_tied_head_needs_an_embedding_in_parts() -> None:
