@@ -268,10 +268,10 @@ class EmulatedHeadPart(HeadPart):
     """
 
     def __init__(self, part: int, parts: int, device: EmulatedDevice) -> None:
-        weight = torch.randn(HEAD_ROWS, WIDTH, generator=torch.Generator().manual_seed(part))
-        super().__init__(nn.Parameter(weight), part, TensorParallel(), parts * HEAD_ROWS)
+        weight = nn.Parameter(torch.randn(HEAD_ROWS, WIDTH, generator=torch.Generator().manual_seed(part)))
+        super().__init__(weight, part, TensorParallel(), parts * HEAD_ROWS)
         self.device = device
-        self.weight.register_hook(self._weight_gradient)
+        weight.register_hook(self._weight_gradient)
 
     def share(
         self, hidden_BSD: Tensor, labels_BS: Tensor, with_gradient: bool

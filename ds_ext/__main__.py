@@ -28,7 +28,14 @@ from .cli.schedule_verbs import (
     run_simulate,
 )
 from .errors import ConfigError, DsExtError
-from .pipe_schedules.draw.grid import HEAD_LEGEND, LEGEND, REPEATED_LEGEND, SLICE_LEGEND, SPLIT_LEGEND
+from .pipe_schedules.draw.grid import (
+    COLLECTIVE_LEGEND,
+    HEAD_LEGEND,
+    LEGEND,
+    REPEATED_LEGEND,
+    SLICE_LEGEND,
+    SPLIT_LEGEND,
+)
 from .pipe_schedules.registry import get_schedule, import_modules
 
 Verbs = argparse._SubParsersAction  # pyright: ignore[reportPrivateUsage]
@@ -67,7 +74,8 @@ def build_parser(verb: str) -> tuple[argparse.ArgumentParser, Mapping[str, argpa
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
 
     legend = (
-        f"grid: {LEGEND}; split backward: {SPLIT_LEGEND}; {REPEATED_LEGEND}; {SLICE_LEGEND}; {HEAD_LEGEND}"
+        f"grid: {LEGEND}; split backward: {SPLIT_LEGEND}; {REPEATED_LEGEND}; {SLICE_LEGEND}; {HEAD_LEGEND}; with "
+        f"--hosts: {COLLECTIVE_LEGEND}"
     )
     show = _schedule_verb(verbs, "show", run_show, "draw a timetable", legend)
     labels = "op: F3@1"
@@ -75,6 +83,8 @@ def build_parser(verb: str) -> tuple[argparse.ArgumentParser, Mapping[str, argpa
     colors = "one color per pipe"
     show.add_argument("--color", choices=["auto", "always", "never"], default="auto", help=colors)
     _add_output(show, ["text", "svg", "html", "perfetto", "csv", "timetable"])
+    add_model_flags(show)
+    add_network_flags(show, sizes=True)
 
     proof = _schedule_verb(
         verbs, "check", run_check, "prove that a timetable runs to completion; exit status 1 if it does not"

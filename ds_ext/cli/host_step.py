@@ -1,4 +1,4 @@
-"""Step time of ``simulate --hosts``."""
+"""Step time of ``simulate --hosts`` and ``show --hosts``."""
 
 from __future__ import annotations
 

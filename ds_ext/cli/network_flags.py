@@ -1,4 +1,4 @@
-"""Flags of ``simulate`` and ``plan`` for hosts and the links between them."""
+"""Flags of ``show``, ``simulate`` and ``plan`` for hosts and the links between them."""
 
 from __future__ import annotations
 

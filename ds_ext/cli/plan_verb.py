@@ -234,8 +234,7 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
             if several
             else []
         ),
-        "not modeled messages waiting for other messages or collectives, optimizer step, loss and norm, savings below "
-        "1%",
+        "not modeled collectives delayed by messages, optimizer step, loss and norm, savings below 1%",
     ]
 
 

@@ -48,10 +48,16 @@ Verb = Callable[[argparse.Namespace], int]
 
 
 def run_show(args: argparse.Namespace) -> int:
-    """Print a title and the grid over time, or write the timetable in another format."""
+    """Print a title and the grid over time, or write the timetable in another format; with hosts also collectives."""
     simulation = simulation_of(args)
+    on_hosts = step_on_hosts(args, simulation, model_of(args))
+    simulation = simulation if on_hosts is None else on_hosts.step.drawn
     form = _format(args, {".csv": "csv", ".svg": "svg", ".json": "perfetto", ".txt": "timetable"})
-    return _write(args, form, _grid(args, simulation) if form == "text" else _render(form, simulation))
+    if form != "text":
+        return _write(args, form, _render(form, simulation))
+    return _write(
+        args, form, "\n".join([_grid(args, simulation), *(on_hosts.lines() if on_hosts is not None else ())])
+    )
 
 
 def _format(args: argparse.Namespace, endings: dict[str, str]) -> str:

@@ -483,14 +483,14 @@ def head_parts(layers: Sequence[Any], loss_fn: Any, parts: int) -> list[LayerSpe
     if divide is None:
         name = _name(layers[-1], len(layers) - 1) if layers else "no layers"
         raise ConfigError(
-            f"vocabulary_parallel_head: the last layer must be a head that can be divided: that of gpt_layer_specs() "
-            f"(got {name}). Remove vocabulary_parallel_head."
+            f"vocabulary_parallel_head: the last layer must be a head that can be divided: that of from_transformers() "
+            f"or of gpt_layer_specs() (got {name}). Remove vocabulary_parallel_head."
         )
     if not getattr(loss_fn, "takes_token_losses", False):
         raise ConfigError(
             f"vocabulary_parallel_head: loss_fn must take losses of tokens, (B, S) like the labels, instead of logits "
-            f"(got {getattr(loss_fn, '__name__', type(loss_fn).__name__)}). Use gpt_loss(), or let yours take them and "
-            f"set its attribute takes_token_losses = True."
+            f"(got {getattr(loss_fn, '__name__', type(loss_fn).__name__)}). Use gpt_loss() or the loss_fn of "
+            f"from_transformers(), or let yours take them and set its attribute takes_token_losses = True."
         )
     return divide(parts)
 

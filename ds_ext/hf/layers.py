@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..tensor_parallel import ChunkedHead, current_slice, earlier_slices, linear, slice_start
+from ..tensor_parallel import (
+    ChunkedHead,
+    HeadPart,
+    TensorParallel,
+    current_slice,
+    earlier_slices,
+    linear,
+    slice_start,
+)
 from .cut import Cut, Recorder, Shared, Uncuttable
 from .lora import Adapters
 from .weights import Source
@@ -252,6 +260,20 @@ class Head(_Part):
             return self.skeleton(use_cache=False, **kwargs)
         finally:
             self._hidden = None
+
+
+class DecoderHeadPart(HeadPart):
+    """Part of the rows of a :class:`Head`, copied from the model. The rows of all parts are padded with zeros."""
+
+    def __init__(self, source: Source, cut: Cut, adapters: Adapters | None, part: int, parts: int) -> None:
+        name = f"{cut.head}.weight"
+        whole = source.reference().get_parameter(name)
+        size = -(-len(whole) // parts)
+        rows_VD = source.rows(name, slice(part * size, (part + 1) * size))
+        padded_VD = rows_VD.new_zeros(size, rows_VD.size(1))
+        padded_VD[: len(rows_VD)] = rows_VD
+        weight = nn.Parameter(padded_VD, requires_grad=whole.requires_grad and adapters is None)
+        super().__init__(weight, part, TensorParallel(), len(whole), name=f"skeleton.{name}")
 
 
 class TiedHead:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ..errors import ConfigError
 from ..tensor_parallel import ChunkedHead, TensorParallel, current_slice
 from .cut import Cut
 from .find import find_cut
-from .layers import DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
+from .layers import DecoderHeadPart, DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
 from .lora import Adapters
 from .weights import Source, make_source
 
@@ -47,7 +48,8 @@ def from_transformers(
     Returns:
         ``(layers, loss_fn)``. The inputs of a micro-batch are ``ids_BS`` or ``(ids_BS, mask_BS)``, with a mask of 0 for
         padding, and its labels are ``labels_BS``. The loss is the model's: it shifts the labels and ignores -100. All
-        counted tokens of a step have the same weight, as with ``num_items_in_batch`` in transformers.
+        counted tokens of a step have the same weight, as with ``num_items_in_batch`` in transformers. PipelineModule
+        divides the head with ``vocabulary_parallel_head``, unless it is tied or ``chunked_loss`` would be refused.
 
     Raises:
         ConfigError: the model cannot be cut, the folder is incomplete, or a package is missing; or with
@@ -56,10 +58,13 @@ def from_transformers(
     source = make_source(model_or_folder, dtype)
     cut = find_cut(source)
     adapters = None if lora is None else Adapters(lora, source, cut)
-    _check_loss(source, cut, CausalLoss(source, None), chunked_loss)
+    reason = _check_loss(source, cut, CausalLoss(source, None))
+    if chunked_loss and reason:
+        raise _needs_whole_logits("chunked_loss", cut, reason)
     chunked = ChunkedHead(TensorParallel()) if chunked_loss else None
     loss_fn = CausalLoss(source, chunked)
     layers = _layer_specs(source, cut, adapters, chunked)
+    layers[-1].in_parts = functools.partial(_head_parts, source, cut, adapters, reason)
     for layer, num_parameters in zip(layers, _layer_sizes(source, cut), strict=True):
         # PipelineModule divides the layers by their parameters, and builds none of them for this.
         layer.num_parameters = num_parameters
@@ -88,6 +93,22 @@ def _layer_specs(
     ]
 
 
+def _head_parts(
+    source: Source, cut: Cut, adapters: Adapters | None, reason: str, parts: int
+) -> list[LayerSpec]:
+    """Return the parts of the head. Raises ConfigError if it is tied, or if there is a reason for whole logits."""
+    key = "vocabulary_parallel_head"
+    if cut.tied:
+        raise ConfigError(f"{key}: the head of {cut.name} is tied to the embedding (got true). Remove {key}.")
+    if reason:
+        raise _needs_whole_logits(key, cut, reason)
+    return [LayerSpec(DecoderHeadPart, source, cut, adapters, part, parts) for part in range(parts)]
+
+
+def _needs_whole_logits(key: str, cut: Cut, reason: str) -> ConfigError:
+    return ConfigError(f"{key}: {cut.name} needs whole logits (got {reason}). Remove {key}.")
+
+
 class CausalLoss:
     """Loss function of the model: (logits_BSV, labels_BS) to (sum, count) of the predicted tokens.
 
@@ -96,7 +117,12 @@ class CausalLoss:
     Args:
         source: the model.
         chunked: its head with a chunked loss, which takes hidden_BSD instead of logits_BSV; None: without.
+
+    Attributes:
+        takes_token_losses: with the parts of a head it gets the losses of the tokens, (B, S), instead of logits_BSV.
     """
+
+    takes_token_losses = True
 
     def __init__(self, source: Source, chunked: ChunkedHead | None) -> None:
         self._function = source.loss_function
@@ -104,6 +130,8 @@ class CausalLoss:
         self._chunked = chunked
 
     def __call__(self, outputs: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        if outputs.shape == labels_BS.shape:  # losses of the tokens, from the parts of a head
+            return outputs.sum(), self.counts(labels_BS)
         if self._chunked is not None:
             shifted_BS = self.shift_labels(labels_BS) if current_slice() is None else labels_BS
             total = self._chunked.loss(outputs, shifted_BS, self._vocab_size)
@@ -127,8 +155,11 @@ class CausalLoss:
         return nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss, chunked_loss: bool) -> None:
-    """Raise ConfigError if the model's own forward computes another loss from random logits, or needs whole ones."""
+def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss) -> str:
+    """Return why the loss needs whole logits, "" if it does not.
+
+    Raises ConfigError if the model's own forward computes another loss from random logits.
+    """
     head = Head(source, dataclasses.replace(cut, tied=True), None)
     vocab_size = source.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -150,16 +181,12 @@ def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss, chunked_loss: boo
             f"{type(source.config).__name__}: cannot be cut, because its forward adds to the loss of the logits "
             f"(got {model_loss:.6g}, and {logits_loss:.6g} without). Set the extra loss to 0 in the config."
         )
-    if chunked_loss:
-        reason = _reason_for_whole_logits(source, cut, (projected[-1], hidden_BSD), (outputs_BSV, logits_BSV))
-        targets_N = loss_fn.shift_labels(labels_BS).flatten()
-        plain = float(nn.functional.cross_entropy(logits_BSV[0], targets_N, ignore_index=IGNORE_INDEX))
-        if not reason and not math.isclose(logits_loss, plain, rel_tol=1e-5):
-            reason = f"its loss is not the cross entropy ({logits_loss:.6g} for {plain:.6g})"
-        if reason:
-            raise ConfigError(
-                f"chunked_loss: {cut.name} needs whole logits (got {reason}). Remove chunked_loss."
-            )
+    reason = _reason_for_whole_logits(source, cut, (projected[-1], hidden_BSD), (outputs_BSV, logits_BSV))
+    targets_N = loss_fn.shift_labels(labels_BS).flatten()
+    plain = float(nn.functional.cross_entropy(logits_BSV[0], targets_N, ignore_index=IGNORE_INDEX))
+    if not reason and not math.isclose(logits_loss, plain, rel_tol=1e-5):
+        reason = f"its loss is not the cross entropy ({logits_loss:.6g} for {plain:.6g})"
+    return reason
 
 
 def _reason_for_whole_logits(source: Source, cut: Cut, *pairs: tuple[Tensor, Tensor]) -> str:
@@ -168,9 +195,10 @@ def _reason_for_whole_logits(source: Source, cut: Cut, *pairs: tuple[Tensor, Ten
     Args:
         pairs: input and output of the head in a trial, each as it is and as it should be.
     """
-    projection: Any = source.skeleton().get_submodule(cut.head)
-    if type(projection) is not nn.Linear:
-        return f"a head of class {type(projection).__name__}"
+    projection: Any = source.reference().get_submodule(cut.head)
+    head_class = type(projection)
+    if head_class is not nn.Linear:
+        return f"a head of class {head_class.__module__}.{head_class.__qualname__}"
     if projection.bias is not None:
         return f"a head with a bias of {projection.bias.numel()} elements"
     values = source.config.get_text_config().to_dict().items()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..engine.deepspeed_api.names import require_names
 from ..errors import ConfigError
@@ -40,6 +40,10 @@ class Source(Protocol):
 
     def submodule(self, path: str) -> nn.Module:
         """Return the module with its weights, such as ``model.layers.3``."""
+        ...
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Return rows of a weight, such as ``lm_head.weight``, as a view if the weight is in memory."""
         ...
 
 
@@ -94,6 +98,10 @@ class ModelSource:
     def submodule(self, path: str) -> nn.Module:
         """Return the module with its weights."""
         return self.model.get_submodule(path)
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Return a view of rows of a weight."""
+        return self.model.get_parameter(name).detach()[rows]
 
 
 class FolderSource:
@@ -157,6 +165,18 @@ class FolderSource:
                 f"the folder again."
             )
         return module
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Return rows of a weight, and read only these if the files have it as it is. Raises as :meth:`submodule`."""
+        model = self.skeleton()
+        shape = model.get_parameter(name).shape
+        targets = self._targets(model, _conversions(model))
+        keys = [key for key, names in targets.items() if names == {name}]
+        if len(keys) == 1 and self._weights.shape(keys[0]) == shape:
+            start, stop, _ = rows.indices(shape[0])
+            return self._weights.read_rows(keys[0], start, stop).to(self._dtype)
+        path, _, key = name.rpartition(".")
+        return self.submodule(path).get_parameter(key).detach()[rows]
 
     def _saved_dtype(self) -> torch.dtype:
         """Return the dtype in ``config.json``, or else that of the first weight."""

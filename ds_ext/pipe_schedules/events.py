@@ -107,6 +107,43 @@ class Workload:
         return delay * self.costs.jitter_factor(op, message=True) if delay and self.jittered else delay
 
 
+@dataclass(frozen=True)
+class Ports:
+    """Network ports of the devices. A message waits for earlier ones, and shares the rate equally with a collective.
+
+    Args:
+        links: (sender, receiver) -> latency, and the ports that the message uses until then; without links that share
+            no port.
+        collectives: port -> (start, end) of its collectives.
+    """
+
+    links: Mapping[tuple[int, int], tuple[float, tuple[int, ...]]]
+    collectives: Mapping[int, Sequence[tuple[float, float]]]
+
+    def arrival(self, now: float, link: tuple[int, int], delay: float, free: dict[int, float]) -> float:
+        """Return the time at which a message arrives that would take ``delay`` alone.
+
+        Args:
+            free: port -> end of its last message, which is updated.
+        """
+        if link not in self.links:
+            return now + delay
+        latency, ports = self.links[link]
+        end = max(now, *(free.get(port, 0.0) for port in ports))
+        left = max(0.0, delay - latency)
+        for start, stop in sorted(span for port in ports for span in self.collectives.get(port, ())):
+            if start >= end + left:
+                break
+            if stop > end:
+                alone = max(0.0, start - end)
+                beside = min(stop - max(start, end), 2 * (left - alone))
+                end, left = end + alone + beside, left - alone - beside / 2
+        end += left
+        for port in ports:
+            free[port] = end
+        return end + latency
+
+
 class Policy(Protocol):
     """Scheduling policy of one device."""
 
@@ -194,6 +231,7 @@ def run(
     *,
     tolerance: float = 0.0,
     weights: Mapping[Op, float] | None = None,
+    ports: Ports | None = None,
 ) -> Run:
     """Run until no device can continue. A free device computes the op that its policy chooses.
 
@@ -202,6 +240,7 @@ def run(
     Args:
         tolerance: relative difference up to which times count as equal. Rounding must not change what a policy sees.
         weights: op -> time at which its device has the weights, a further input of these ops.
+        ports: None: messages do not wait for each other.
     """
     dependencies, weights = workload.dependencies, weights or {}
     inputs = Inputs(dependencies, weights)
@@ -215,6 +254,7 @@ def run(
     awake: set[int] = set()
     now = 0.0
     messages = 0
+    free: dict[int, float] = {}
 
     def add_ready(device: int, op: Op) -> None:
         policies[device].add_ready(op)
@@ -253,7 +293,10 @@ def run(
                 messages += receiver != device
                 delay = workload.delay(consumer, device, receiver)
                 if delay:
-                    heappush(events, (now + delay, True, receiver, consumer))
+                    arrival = (
+                        now + delay if ports is None else ports.arrival(now, (device, receiver), delay, free)
+                    )
+                    heappush(events, (arrival, True, receiver, consumer))
                 elif inputs.deliver(consumer):
                     add_ready(receiver, consumer)
             for entry in admission.mark_done(device, op):

@@ -7,12 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .checks.timetable import check_timetable, deadlock_at
 from .costs import Costs
-from .events import FixedOrder, NoAdmission, Run, Workload, run
+from .events import FixedOrder, NoAdmission, Ports, Run, Workload, run
 from .ops import BACKWARD_INPUT, FORWARD, RECOMPUTE, Op
 from .timetables import Timetable
+
+
+class Collective(NamedTuple):
+    """Collective of the replicas of a device, which runs beside its ops.
+
+    Attributes:
+        name: ``reduce@3`` for the gradients of stage 3, ``gather@3`` for its weights; ``reduce`` for tied weights, and
+            ``gather`` for all stages of the device. In a measured step the name in the trace.
+    """
+
+    name: str
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -26,6 +40,7 @@ class Simulation:
             micro-batch.
         messages: number of tensors sent between devices.
         busy: share of the makespan in which each device computes.
+        collectives: reductions and gathers of every device, in a simulation with a network. They may end later.
     """
 
     timetable: Timetable
@@ -36,6 +51,7 @@ class Simulation:
     messages: int
     costs: Costs
     busy: tuple[float, ...]
+    collectives: tuple[tuple[Collective, ...], ...] = ()
 
     @property
     def bubble(self) -> float:
@@ -44,8 +60,12 @@ class Simulation:
 
     @property
     def end(self) -> float:
-        """End of the last op. In a measured step it may follow the makespan, because ranks start at different times."""
-        return max([self.makespan, *(row[-1][2] for row in self.spans if row)])
+        """End of the last op or collective.
+
+        In a measured step the last op may follow the makespan, because ranks start at different times.
+        """
+        ends = [c.end for row in self.collectives for c in row]
+        return max([self.makespan, *(row[-1][2] for row in self.spans if row), *ends])
 
     def as_dict(self) -> dict[str, object]:
         """Return the keys of ``python -m ds_ext simulate --json``."""
@@ -59,12 +79,16 @@ class Simulation:
 
 
 def simulate(
-    timetable: Timetable, costs: Costs | None = None, gathered: Mapping[tuple[int, int], float] | None = None
+    timetable: Timetable,
+    costs: Costs | None = None,
+    gathered: Mapping[tuple[int, int], float] | None = None,
+    ports: Ports | None = None,
 ) -> Simulation:
     """Run the timetable on simulated devices.
 
     Args:
         gathered: (device, stage) -> time at which the device has the weights of the stage; 0 for others.
+        ports: ports that messages share; None: messages do not wait for each other.
 
     Raises:
         ScheduleError: the timetable is incomplete, or it deadlocks.
@@ -86,7 +110,7 @@ def simulate(
         first = next((op for op in timetable.orders[device] if op.stage == stage), None)
         if first is not None and time:
             weights[first] = time
-    result = run_orders(workload, timetable.orders, weights)
+    result = run_orders(workload, timetable.orders, weights, ports)
     _check_complete(timetable, result)
     busy = [sum(map(workload.time, order)) for order in timetable.orders]
     stages = timetable.placement.stages
@@ -109,10 +133,14 @@ def simulate(
 
 
 def run_orders(
-    workload: Workload, orders: Sequence[Sequence[Op]], weights: Mapping[Op, float] | None = None
+    workload: Workload,
+    orders: Sequence[Sequence[Op]],
+    weights: Mapping[Op, float] | None = None,
+    ports: Ports | None = None,
 ) -> Run:
-    """Run the given orders of all devices; ``weights`` as in :func:`.events.run`."""
-    return run(workload, [FixedOrder(order) for order in orders], NoAdmission(workload), weights=weights)
+    """Run the given orders of all devices; ``weights`` and ``ports`` as in :func:`.events.run`."""
+    policies = [FixedOrder(order) for order in orders]
+    return run(workload, policies, NoAdmission(workload), weights=weights, ports=ports)
 
 
 def _check_complete(timetable: Timetable, result: Run) -> None:

@@ -5,28 +5,33 @@ reduction (:mod:`..pipe_schedules.reductions`). The collective begins when all r
 the process group is free. The engine waits for all reductions before the optimizer step. ZeRO-1 then gathers the
 weights, which may overlap with the next step: each stage's first op starts when its weights are there.
 
-Collectives on a shared port share its rate. Not modeled: messages that wait for other messages or collectives, the
-optimizer's arithmetic, and collectives of single numbers (loss, norm, overflow).
+Collectives on a shared port share its rate. A message between hosts waits for earlier messages of its ports, and takes
+twice as long beside a collective, unless all messages are short. Not modeled: by how much messages delay collectives,
+the optimizer's arithmetic, and collectives of single numbers (loss, norm, overflow).
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 from ..parallel.crossing import Traffic, messages_between, require_slots
 from ..parallel.layout import ParallelLayout
 from ..parallel.network import HOST_PORTS, Network
 from ..pipe_schedules import Timetable
 from ..pipe_schedules.costs import Costs
+from ..pipe_schedules.events import Ports
 from ..pipe_schedules.gathers import order_of_first_use
 from ..pipe_schedules.reductions import Reductions
-from ..pipe_schedules.simulation import Simulation, simulate
+from ..pipe_schedules.simulation import Collective, Simulation, simulate
 from .activations import layer_activations
 from .training_sizes import TrainingSizes
+
+_LEAST_SHARE = 0.005  # of the ops of a micro-batch on a device; shorter messages do not wait for each other
 
 
 @dataclass(frozen=True)
@@ -35,12 +40,14 @@ class StepTime:
 
     Attributes:
         simulation: simulation of the slowest pipeline group, in the unit of its costs.
+        drawn: the same with the reductions and gathers of its devices, which delay its first ops if they overlap.
         makespan_s: time until the last op.
         reductions_s: further time until the last reduction: the exposed reduction time.
         gather_s: time of the last all-gather of ZeRO-1; or by how much the gathers delay a step that they overlap.
     """
 
     simulation: Simulation
+    drawn: Simulation
     makespan_s: float
     reductions_s: float
     gather_s: float
@@ -187,34 +194,70 @@ def step_times(
         ScheduleError: the timetable is incomplete, or it deadlocks.
     """
     pairs = list(messages_between(timetable.placement, timetable.micro_batches))
+    least_s = _LEAST_SHARE * (costs.forward + costs.backward_input + costs.backward_weight) * unit_s
     results: dict[tuple[Any, ...], Simulation] = {}
 
-    def simulated(
-        units: Mapping[tuple[int, int], float], gathered: Mapping[tuple[int, int], float]
-    ) -> Simulation:
-        key = tuple(units.values()), *gathered.values()
+    def simulated(group: _Group, gathered: Mapping[tuple[int, int], float]) -> Simulation:
+        key = *group.key, *gathered.values()
         if key not in results:
-            results[key] = simulate(timetable, replace(costs, comm=0.0, links=units), gathered)
+            messages = replace(costs, comm=0.0, links=group.units)
+            results[key] = simulate(timetable, messages, gathered, group.ports)
         return results[key]
 
     steps = []
     for layout in layouts:
         require_slots(layout, network.hosts)
-        links = {}
-        for seconds_of in message_links(layout, network, pairs, volumes.message / timetable.slices):
+        groups = {}
+        for data, seconds_of in enumerate(
+            message_links(layout, network, pairs, volumes.message / timetable.slices)
+        ):
             # Of whole micro-batches: a message of a slice takes its share.
             units = {link: seconds * timetable.slices / unit_s for link, seconds in seconds_of.items()}
-            links[tuple(units.values())] = units
-        distinct = [links[key] for key in sorted(links)]
+            ports = _ports(layout, network, data, units, unit_s, least_s)
+            group = _Group(units, ports)
+            groups[group.key] = group
+        distinct = [groups[key] for key in sorted(groups)]
         collectives = _Collectives(layout, network, volumes, unit_s, reductions)
-        simulations = [simulated(units, {}) for units in distinct]
-        step = collectives.step(simulations)
+        step = collectives.period(distinct, simulated)
         if volumes.overlaps:
-            gathered = collectives.gathered(simulations[0])
-            later = collectives.step([simulated(units, gathered) for units in distinct])
-            step = replace(step, gather_s=max(0.0, later.step_s - step.step_s))
+            later = collectives.period(distinct, simulated, collectives.gathers(step.simulation))
+            step = replace(step, gather_s=max(0.0, later.step_s - step.step_s), drawn=later.drawn)
         steps.append(step)
     return steps
+
+
+class _Group(NamedTuple):
+    """Messages of a pipeline group: times by link, in the unit of the costs, and the ports that they share."""
+
+    units: Mapping[tuple[int, int], float]
+    ports: Ports | None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Sortable key, the same for groups with equal messages."""
+        return *self.units.values(), repr(self.ports)
+
+
+def _ports(
+    layout: ParallelLayout,
+    network: Network,
+    data: int,
+    units: Mapping[tuple[int, int], float],
+    unit_s: float,
+    least_s: float,
+) -> Ports | None:
+    """Return the ports of a pipeline group's messages between hosts; None if all messages are short.
+
+    A port is the number of a device, or with ``HOST_PORTS`` of a host; for receiving, its complement.
+    """
+    latency = network.between.latency / unit_s
+    links = {}
+    for (sender, receiver), time in units.items():
+        ranks = layout.rank(sender, data, 0), layout.rank(receiver, data, 0)
+        if network.hosts.cross(ranks) and (time - latency) * unit_s > least_s:
+            a, b = map(network.hosts.host, ranks) if network.ports == HOST_PORTS else (sender, receiver)
+            links[sender, receiver] = latency, (a, ~b)
+    return Ports(links, {}) if links else None
 
 
 @dataclass(frozen=True)
@@ -227,44 +270,89 @@ class _Collectives:
     unit_s: float
     reductions: Reductions
 
-    def step(self, simulations: Sequence[Simulation]) -> StepTime:
-        """Return the step of pipeline groups, with the reductions and, unless it overlaps, the gathers after it."""
+    def period(
+        self,
+        groups: Sequence[_Group],
+        simulated: Callable[[_Group, Mapping[tuple[int, int], float]], Simulation],
+        gathers: Sequence[_Collective] = (),
+    ) -> StepTime:
+        """Return a step after steps like it, whose ``gathers`` run beside its first ops.
+
+        Messages are simulated without collectives first, and then beside them.
+        """
+        gathered = {
+            (device, gather.stage): gather.end_s / self.unit_s
+            for gather in gathers
+            for device in gather.devices
+            if gather.stage is not None
+        }
+        step = self.step([simulated(group, gathered) for group in groups], gathers)
+        busy = self._busy(step.drawn) if any(group.ports for group in groups) else {}
+        if busy:
+            beside = [
+                group._replace(ports=group.ports and Ports(group.ports.links, busy)) for group in groups
+            ]
+            step = self.step([simulated(group, gathered) for group in beside], gathers)
+        return step
+
+    def _busy(self, drawn: Simulation) -> dict[int, list[tuple[float, float]]]:
+        """Return the times at which collectives between hosts use a port, as numbered by :func:`_ports`."""
+        busy: dict[int, list[tuple[float, float]]] = {}
+        for devices in self.layout.placement.replica_groups:
+            ranks = self._ranks(devices)
+            if self.network.hosts.cross(ranks):
+                spans = [(c.start, c.end) for c in drawn.collectives[devices[0]]]
+                ports = map(self.network.hosts.host, ranks) if self.network.ports == HOST_PORTS else devices
+                for port in set(ports):
+                    for end in (port, ~port):
+                        busy.setdefault(end, []).extend(spans)
+        return {port: sorted(spans) for port, spans in busy.items()}
+
+    def step(self, simulations: Sequence[Simulation], gathers: Sequence[_Collective] = ()) -> StepTime:
+        """Return the step of pipeline groups, with the reductions and, unless they overlap, the gathers after it.
+
+        Args:
+            gathers: gathers that run since the start of the step, from :meth:`gathers`.
+        """
         groups = self.layout.placement.replica_groups
         slowest = max(simulations, key=lambda simulation: simulation.makespan)
         makespan_s = slowest.makespan * self.unit_s
-        queues = [self._queue(devices, simulations) for devices in groups]
-        # On the processors that compute, reductions do not overlap with ops.
-        busy_s = max(
-            sum(collective.latency_s + collective.transfer_s for collective in queue)
-            if self.network.needs_processors(self._ranks(devices))
-            else 0.0
-            for queue, devices in zip(queues, groups, strict=True)
-        )
-        reduced_s = max(makespan_s + busy_s, _run(queues, self.network.lanes))
-        gather_s = 0.0
+        queues = [self._reductions(devices, simulations, makespan_s) for devices in groups]
+        reduced_s = max(makespan_s, self._run(queues, 0.0))
+        last_s = reduced_s
         if self.volumes.zero_stage and not self.volumes.overlaps:
-            gathers = [[self._gather(self.volumes.weights[devices[0]], devices)] for devices in groups]
-            gather_s = _run(gathers, self.network.lanes)
-        return StepTime(slowest, makespan_s, reduced_s - makespan_s, gather_s)
+            queues += [[self._gather(None, self.volumes.weights[devices[0]], devices)] for devices in groups]
+            last_s = self._run(queues[len(groups) :], reduced_s)
+        drawn = replace(slowest, collectives=self._spans([*gathers, *chain.from_iterable(queues)]))
+        return StepTime(slowest, drawn, makespan_s, reduced_s - makespan_s, last_s - reduced_s)
 
-    def gathered(self, simulation: Simulation) -> dict[tuple[int, int], float]:
-        """Return (device, stage) -> time at which the weights are gathered, in the unit of the costs.
-
-        The gathers of a device start with the step, one stage after the other.
-        """
+    def gathers(self, simulation: Simulation) -> list[_Collective]:
+        """Return the gathers of all stages. Those of a device start with the step, one after the other."""
         groups, volumes = self.layout.placement.replica_groups, self.volumes
-        queues: list[dict[int, _Collective]] = []
+        queues = []
         for devices in groups:
             order = order_of_first_use(simulation, devices[0])
             share = volumes.weights[devices[0]] / (sum(volumes.stages[stage] for stage in order) or 1.0)
-            queues.append({stage: self._gather(share * volumes.stages[stage], devices) for stage in order})
-        _run([[*queue.values()] for queue in queues], self.network.lanes)
-        return {
-            (device, stage): gather.end_s / self.unit_s
-            for devices, queue in zip(groups, queues, strict=True)
-            for stage, gather in queue.items()
-            for device in devices
-        }
+            queues.append([self._gather(stage, share * volumes.stages[stage], devices) for stage in order])
+        self._run(queues, 0.0)
+        return [*chain.from_iterable(queues)]
+
+    def _run(self, queues: Sequence[Sequence[_Collective]], start_s: float) -> float:
+        """Run the collectives of every group, not before ``start_s``; return the second at which the last one ends."""
+        groups = self.layout.placement.replica_groups
+        lanes = [1 if self._needs_processors(devices) else self.network.lanes for devices in groups]
+        return _run([*zip(queues, lanes, strict=True)], start_s)
+
+    def _spans(self, collectives: Iterable[_Collective]) -> tuple[tuple[Collective, ...], ...]:
+        """Return the collectives of every device in the unit of the costs, without those that take no time."""
+        rows: list[list[Collective]] = [[] for _ in range(self.layout.placement.num_devices)]
+        for c in collectives:
+            if c.end_s > c.begin_s:
+                name = c.kind if c.stage is None else f"{c.kind}@{c.stage}"
+                span = Collective(name, c.begin_s / self.unit_s, c.end_s / self.unit_s)
+                for device in c.devices:
+                    rows[device].append(span)
+        return tuple(map(tuple, rows))
 
     def _ranks(self, devices: Sequence[int], tensor_rank: int = 0) -> list[int]:
         """Return the ranks of a collective: all replicas, in all pipeline groups."""
@@ -286,8 +374,13 @@ class _Collectives:
         network = self.network.shared(tensor)
         return max(network.all_reduce_time(size, self._ranks(devices, t)) for t in range(tensor))
 
-    def _queue(self, devices: Sequence[int], simulations: Sequence[Simulation]) -> list[_Collective]:
-        """Return the reductions of replicas in their common order."""
+    def _reductions(
+        self, devices: Sequence[int], simulations: Sequence[Simulation], makespan_s: float
+    ) -> list[_Collective]:
+        """Return the reductions of replicas in their common order.
+
+        On the processors that compute, they do not overlap with ops.
+        """
         starts: dict[int, float] = {}  # by stage
         last_s = 0.0
         for simulation in simulations:
@@ -296,31 +389,51 @@ class _Collectives:
                     last_s = max(last_s, end * self.unit_s)
                     for stage in self.reductions[device].get(op, ()):
                         starts[stage] = max(starts.get(stage, 0.0), end * self.unit_s)
-        sizes = [(start_s, self.volumes.stages[stage]) for stage, start_s in starts.items()]
+        earliest_s = makespan_s if self._needs_processors(devices) else 0.0
+        queue = [
+            self._reduction(stage, max(earliest_s, start_s), self.volumes.stages[stage], devices)
+            for stage, start_s in starts.items()
+        ]
         tie_s = self._tie_s(devices)
         if tie_s is not None:
-            sizes.append((last_s + tie_s, self.volumes.tied))
-        return [self._reduction(start_s, size, devices) for start_s, size in sizes]
+            queue.append(self._reduction(None, max(earliest_s, last_s + tie_s), self.volumes.tied, devices))
+        return queue
 
-    def _reduction(self, start_s: float, size: float, devices: Sequence[int]) -> _Collective:
-        """Return the reduction of ``size`` bytes."""
+    def _needs_processors(self, devices: Sequence[int]) -> bool:
+        return self.network.needs_processors(self._ranks(devices))
+
+    def _reduction(
+        self, stage: int | None, start_s: float, size: float, devices: Sequence[int]
+    ) -> _Collective:
+        """Return the reduction of ``size`` bytes; stage None: of tied weights."""
         if self.volumes.overlaps and self.network.scatters:
-            return self._collective(start_s, self._ring_pass(devices, size), size, devices)
-        return self._collective(start_s, self._all_reduce(devices, size), 2 * size, devices)
+            seconds, passed = self._ring_pass(devices, size), size
+        else:
+            seconds, passed = self._all_reduce(devices, size), 2 * size
+        return self._collective("reduce", stage, start_s, seconds, passed, devices)
 
-    def _gather(self, size: float, devices: Sequence[int]) -> _Collective:
-        """Return the all-gather of ``size`` bytes."""
-        return self._collective(0.0, self._ring_pass(devices, size), size, devices)
+    def _gather(self, stage: int | None, size: float, devices: Sequence[int]) -> _Collective:
+        """Return the all-gather of ``size`` bytes; stage None: of all stages."""
+        return self._collective("gather", stage, 0.0, self._ring_pass(devices, size), size, devices)
 
-    def _collective(self, start_s: float, seconds: float, size: float, devices: Sequence[int]) -> _Collective:
+    def _collective(
+        self,
+        kind: str,
+        stage: int | None,
+        start_s: float,
+        seconds: float,
+        size: float,
+        devices: Sequence[int],
+    ) -> _Collective:
         """Return a collective that takes ``seconds`` alone, and passes ``size`` bytes through a ring."""
+        what = kind, stage, tuple(devices)
         if self.network.ports != HOST_PORTS:
-            return _Collective(start_s, seconds, 0.0, frozenset())
+            return _Collective(*what, start_s, seconds, 0.0, frozenset())
         ranks = self._ranks(devices)
         port_s = self.network.shared(self.layout.tensor_parallel_size).port_time(size, ranks)
         transfer_s = min(seconds, port_s)
         hosts = frozenset(map(self.network.hosts.host, ranks))
-        return _Collective(start_s, seconds - transfer_s, transfer_s, hosts)
+        return _Collective(*what, start_s, seconds - transfer_s, transfer_s, hosts)
 
     def _tie_s(self, devices: Sequence[int]) -> float | None:
         """Return the seconds to sum a tied weight's gradient over the devices that hold it; None without one."""
@@ -342,16 +455,23 @@ class _Collective:
     """Collective that waits or runs: first the transfer over the ports, then the latency.
 
     Attributes:
+        kind: ``"reduce"`` or ``"gather"``.
+        stage: None for tied weights, or a gather of all stages.
+        devices: replicas that take part.
         start_s: earliest start.
         latency_s, transfer_s: remaining time.
         hosts: hosts whose ports it uses; empty: it shares no port.
-        end_s: its end, as soon as it has ended.
+        begin_s, end_s: its start and its end, as soon as it has ended.
     """
 
+    kind: str
+    stage: int | None
+    devices: tuple[int, ...]
     start_s: float
     latency_s: float
     transfer_s: float
     hosts: frozenset[int]
+    begin_s: float = 0.0
     end_s: float = 0.0
 
     def slowdown(self, users: Counter[int]) -> int:
@@ -371,29 +491,32 @@ class _Collective:
             self.latency_s = 0.0 if ends else self.latency_s - passed_s
 
 
-def _run(queues: Sequence[Sequence[_Collective]], lanes: int) -> float:
-    """Run collectives, and return the second at which the last one ends.
+def _run(queues: Sequence[tuple[Sequence[_Collective], int]], now: float) -> float:
+    """Run collectives from the second ``now``, and return the second at which the last one ends.
 
     Collectives share ports equally, as fluids. Those of one process group begin in order.
 
     Args:
-        queues: collectives of every process group; they are modified.
-        lanes: collectives of one process group that run at the same time.
+        queues: collectives of every process group, which are modified, and how many run at the same time.
     """
-    groups: list[tuple[deque[_Collective], list[_Collective]]] = [(deque(queue), []) for queue in queues]
-    now = 0.0
-    while any(waiting or running for waiting, running in groups):
-        for waiting, running in groups:
+    groups: list[tuple[deque[_Collective], list[_Collective], int]] = [
+        (deque(queue), [], lanes) for queue, lanes in queues
+    ]
+    while any(waiting or running for waiting, running, _ in groups):
+        for waiting, running, lanes in groups:
             while waiting and len(running) < lanes and waiting[0].start_s <= now:
+                waiting[0].begin_s = now
                 running.append(waiting.popleft())
-        active = [collective for _, running in groups for collective in running]
+        active = [collective for _, running, _ in groups for collective in running]
         users = Counter(
             host for collective in active if collective.transfer_s > 0 for host in collective.hosts
         )
-        starts = [waiting[0].start_s - now for waiting, _ in groups if waiting and waiting[0].start_s > now]
+        starts = [
+            waiting[0].start_s - now for waiting, _, _ in groups if waiting and waiting[0].start_s > now
+        ]
         passed_s = min([*(collective.phase_s(users) for collective in active), *starts])
         now += passed_s
-        for _, running in groups:
+        for _, running, _ in groups:
             for collective in running:
                 collective.advance(passed_s, users)
                 collective.end_s = now

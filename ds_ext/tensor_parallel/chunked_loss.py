@@ -262,6 +262,7 @@ class HeadPart(nn.Module):
         tp: position of this rank in the group over which the part is sharded.
         vocab_size: number of tokens in the vocabulary, without padding.
         sequence_parallel: hidden states are this rank's tokens.
+        name: name of the weight in the whole head, and so in checkpoints, such as ``projection.weight``.
     """
 
     def __init__(
@@ -271,9 +272,15 @@ class HeadPart(nn.Module):
         tp: TensorParallel,
         vocab_size: int,
         sequence_parallel: bool = False,
+        name: str = "weight",
     ) -> None:
         super().__init__()
-        self.weight = weight
+        owner, (*path, key) = cast(nn.Module, self), name.split(".")
+        for child in path:
+            owner.add_module(child, nn.Module())
+            owner = owner.get_submodule(child)
+        owner.register_parameter(key, weight)
+        self._name = name
         mark_rows(weight, tp, vocab_size)
         self._part, self._tp, self._vocab_size = part, tp, vocab_size
         self._sequence_parallel = sequence_parallel
@@ -289,12 +296,12 @@ class HeadPart(nn.Module):
         check_labels(labels_BS, self._vocab_size)
         hidden_BSD = self._enter(hidden_BSD)
         hidden_ND, labels_N, rows = hidden_BSD.flatten(0, -2), labels_BS.flatten(), self._rows
-        keeps = with_gradient and self.weight.requires_grad
-        share, kept = _share(hidden_ND, self.weight, labels_N, self._tp, rows, with_gradient, keeps)
+        keeps = with_gradient and self._weight.requires_grad
+        share, kept = _share(hidden_ND, self._weight, labels_N, self._tp, rows, with_gradient, keeps)
         if share.gradient is None:
             return share, None
         local_N, is_local_N = local_labels(labels_N, rows.first, rows.real)
-        label_rows = self.weight[local_N].masked_fill_(~is_local_N.unsqueeze(-1), 0.0)
+        label_rows = self._weight[local_N].masked_fill_(~is_local_N.unsqueeze(-1), 0.0)
         gradients = (x.view_as(hidden_BSD) for x in (share.gradient, label_rows))
         return HeadShare(share.statistics, *gradients), kept
 
@@ -329,17 +336,21 @@ class HeadPart(nn.Module):
                 return kept.values[:, chunk].to(scale_N.dtype, copy=True).mul_(scale_N.unsqueeze(-1))
 
             label_N = -log_ratio_N.expm1() * factor_N
-            return _weight_gradient(self.weight, self._rows, hidden_ND, labels_N, softmax_NC, label_N)
+            return _weight_gradient(self._weight, self._rows, hidden_ND, labels_N, softmax_NC, label_N)
 
-        later.add(self.weight, gradient, hidden_BSD, labels_BS, *kept, log_sum_exp_N, factor_N)
+        later.add(self._weight, gradient, hidden_BSD, labels_BS, *kept, log_sum_exp_N, factor_N)
         return later
 
     def _enter(self, hidden_BSD: Tensor) -> Tensor:
         return enter_tensor_parallel(hidden_BSD, self._tp, self._sequence_parallel)
 
     @property
+    def _weight(self) -> nn.Parameter:
+        return self.get_parameter(self._name)
+
+    @property
     def _rows(self) -> _Rows:
-        return _Rows.of(self.weight, self._tp, self._vocab_size, self._part)
+        return _Rows.of(self._weight, self._tp, self._vocab_size, self._part)
 
 
 class _Rows(NamedTuple):

@@ -22,7 +22,7 @@ from benchmarks.rank_pool import RankFailure
 from ds_ext.observe.trace.file import TIMETABLE
 from ds_ext.observe.trace.merge import merge
 from ds_ext.observe.trace.read import Event, RankTrace, Traces, read_traces
-from ds_ext.observe.trace.summary import summarize
+from ds_ext.observe.trace.summary import summarize, summary_table
 from ds_ext.observe.trace.view import page
 from ds_ext.pipe_schedules import Program, timetable
 from ds_ext.pipe_schedules.files import read_timetable
@@ -203,7 +203,14 @@ def test_gathers_last_from_their_step_to_a_wait_of_the_next(ranks4: RankPool, tm
     zero = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
     traced = job(tmp_path, "interleaved", 2, dp=2, deepspeed=zero, overlap=True)
     ranks4.run(train_traced, traced)
-    for trace in read_traces(tmp_path).ranks.values():
+    traces = read_traces(tmp_path)
+    summary = summarize(traces)
+    for rank, trace in traces.ranks.items():
+        waits = (event for event in trace.spans() if event["name"].startswith("WaitStage"))
+        shares = sum(event["dur"] / summary.makespan_by_step[event["args"]["step"]] for event in waits)
+        assert summary.ranks[rank].gather == pytest.approx(shares / traced.steps) != 0
+    assert "gather" in summary_table(summary)[0]
+    for trace in traces.ranks.values():
         begins: dict[tuple[str, int, int], float] = {}
         ends: dict[tuple[str, int, int], float] = {}
         for event in (event for event in trace.events() if event.get("ph") == "X"):

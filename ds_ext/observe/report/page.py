@@ -365,6 +365,7 @@ def _draw(traces: Traces, summary: Summary, notes: list[str]) -> dict[int, Drawn
     try:
         drawing = draw_steps(traces, summary, [median])[median]
         intervals = sum(len(row) for picture in drawing.pictures for row in picture.spans)
+        intervals += sum(len(row) for picture in drawing.pictures for row in picture.collectives)
         intervals += sum(len(row) for marks in drawing.marks for row in marks)
         selection = _select_steps(summary, max(1, min(_MOST_STEPS, _MOST_INTERVALS // max(intervals, 1))))
         if len(selection) < len(steps):

@@ -15,6 +15,7 @@ from typing import Any
 
 from ...errors import DsExtError
 from ...pipe_schedules import Op
+from ...pipe_schedules.ops import WAIT_STAGE
 from .causes import Causes, Row, RowSteps, find_causes
 from .event import ASYNCHRONOUS, LOAD, REDUCTIONS
 from .merge import UnpairedEnds, list_messages, order_ends
@@ -42,6 +43,7 @@ class StepTimes:
         whole: from the start to the end of the step.
         send: sum of its sends.
         data: sum of its loads of data.
+        gather: sum of its waits for weights of the step before, with ``overlap_across_steps``.
         reduction: sum of its exposed reductions.
         reduction_hidden: sum of its reductions that overlap with computation.
         optimizer: optimizer step.
@@ -53,6 +55,7 @@ class StepTimes:
     whole: float = 0.0
     send: float = 0.0
     data: float = 0.0
+    gather: float = 0.0
     reduction: float = 0.0
     reduction_hidden: float = 0.0
     optimizer: float = 0.0
@@ -68,6 +71,7 @@ class RankSummary:
     bubble: float
     p2p: float
     data: float
+    gather: float
     reduction: float
     reduction_hidden: float
     optimizer: float
@@ -229,11 +233,12 @@ def _causes(traces: Traces, rows: dict[Row, RowSteps], summary: Summary) -> Caus
 
 def summary_table(summary: Summary) -> list[tuple[str, ...]]:
     """Return a header and one row per rank: shares of the makespan, and the ranks that it waited for."""
-    rows: list[tuple[str, ...]] = [
-        ("rank", "busy", "bubble", "p2p", "data", "reduction", "hidden", "optimizer", "waits for")
-    ]
+    gathers = any(r.gather for r in summary.ranks)
+    names = ("rank", "busy", "bubble", "p2p", "data", *(["gather"] if gathers else []), "reduction", "hidden")
+    rows: list[tuple[str, ...]] = [(*names, "optimizer", "waits for")]
     for r in summary.ranks:
-        shares = (r.busy, r.bubble, r.p2p, r.data, r.reduction, r.reduction_hidden, r.optimizer)
+        waits = r.p2p, r.data, *([r.gather] if gathers else [])
+        shares = (r.busy, r.bubble, *waits, r.reduction, r.reduction_hidden, r.optimizer)
         rows.append((str(r.rank), *(f"{share:.1%}" for share in shares), r.waits_text))
     return rows
 
@@ -280,6 +285,7 @@ def _rank(rank: int, times: Mapping[int, StepTimes], makespans: Mapping[int, flo
         bubble=1 - busy,
         p2p=sum(waits.values()) + mean_share(lambda step: step.send),
         data=mean_share(lambda step: step.data),
+        gather=mean_share(lambda step: step.gather),
         reduction=mean_share(lambda step: step.reduction),
         reduction_hidden=mean_share(lambda step: step.reduction_hidden),
         optimizer=mean_share(lambda step: step.optimizer),
@@ -360,6 +366,8 @@ class _RankSteps:
         elif event["cat"] == LOAD:
             times.data += duration
             self._load_us += duration
+        elif event["cat"] == WAIT_STAGE:
+            times.gather += duration
         elif event["name"] == "OptimizerStep":
             times.optimizer += duration
 

@@ -22,7 +22,7 @@ from ...pipe_schedules import Op, Timetable
 from ...pipe_schedules.costs import Costs
 from ...pipe_schedules.draw.page import Mark, html
 from ...pipe_schedules.draw.svg import svg
-from ...pipe_schedules.simulation import Simulation, peak_stages, simulate
+from ...pipe_schedules.simulation import Collective, Simulation, peak_stages, simulate
 from .costs import Quantity, Spans, costs_of_ops
 from .event import ASYNCHRONOUS, LOAD
 from .read import Event, Traces
@@ -66,7 +66,7 @@ class DrawnStep(NamedTuple):
     Attributes:
         schedule: name of the schedule.
         pictures: the timetables.
-        marks: waits and reductions of every row of every timetable.
+        marks: waits of every row of every timetable.
         rows: names of the rows of every timetable.
     """
 
@@ -199,10 +199,11 @@ def _timetable(traces: Traces, step_events: StepEvents) -> Timetable:
 
 @dataclass
 class _Row:
-    """One device in one step: ops, and marks for waits and other spans, in milliseconds."""
+    """One device in one step: ops, collectives, and marks for waits and other spans, in milliseconds."""
 
     spans: Spans = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
 
     def add(self, event: Event, start_us: float) -> None:
         """Add an event; the span of a whole step is not drawn. ``start_us`` is the start of the step."""
@@ -213,13 +214,13 @@ class _Row:
             self.spans.append((Op(event["name"][0], values["micro_batch"], values["stage"]), begin, end))
         elif thread == "recv":
             text = f"waits for rank {values['peer']}: {event['name'].partition(' from ')[0]}"
-            self.marks.append(Mark(begin, end, below=False, text=text))
+            self.marks.append(Mark(begin, end, text))
         elif event["cat"] == LOAD:
-            self.marks.append(Mark(begin, end, below=False, text=f"loads data: {event['name']}", data=True))
+            self.marks.append(Mark(begin, end, f"loads data: {event['name']}", data=True))
+        elif thread.startswith(tuple(ASYNCHRONOUS)):
+            self.collectives.append(Collective(event["name"], begin, end))
         elif event["cat"] != "step":
-            self.marks.append(
-                Mark(begin, end, below=thread.startswith(tuple(ASYNCHRONOUS)), text=event["name"])
-            )
+            self.marks.append(Mark(begin, end, event["name"]))
 
 
 def _rows(step_events: StepEvents) -> dict[int, dict[int, _Row]]:
@@ -271,6 +272,10 @@ def _measured_simulation(
         messages=plan.messages,
         costs=plan.costs,
         busy=tuple(time / makespan if makespan else 0.0 for time in busy_ms),
+        collectives=tuple(
+            tuple(rows[device].collectives) if device in rows else ()
+            for device in range(placement.num_devices)
+        ),
     )
 
 

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
+from typing import TypeVar
 
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, slice_text
 from ..simulation import Simulation
 from ..timetables import Timetable
 from .order import order_grid
 
+Number = TypeVar("Number", int, float)
+T = TypeVar("T")
 LEGEND = "3 forward of micro-batch 3   3'- its backward   . waiting"
 SPLIT_LEGEND = "3' its input gradient   3\" its weight gradient"
 REPEATED_LEGEND = "3* its repeated forward, with the graph"
 SLICE_LEGEND = "3.2 slice 2 of micro-batch 3"
+COLLECTIVE_LEGEND = "r2--- reduction of the gradients of stage 2, g2--- gather of its weights"
 HEAD_LEGEND = '3h its part of the head, 3h" the weight gradient'
 
 _MARKS = {FORWARD: "", BACKWARD: "'", BACKWARD_INPUT: "'", BACKWARD_WEIGHT: '"', RECOMPUTE: "*"}
@@ -24,6 +29,8 @@ _MAX_UNITS_PER_OP = 12
 
 def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: bool = False) -> str:
     """Return one line per device: ``3`` is a forward of micro-batch 3, ``3'-`` its backward, ``.`` waiting.
+
+    Below it are the collectives of the device: ``r2---`` is the reduction of stage 2, ``g2---`` its gather.
 
     If no op takes time, or lines would be too long, the result is the device x step grid.
 
@@ -44,7 +51,7 @@ def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: boo
     lengths = [(len(texts[op]) + 1, end - start) for row in cells for op, start, end in row if end > start]
     wide = max((math.ceil(length / units) for length, units in lengths), default=1)
     columns = max((end for row in cells for _, _, end in row), default=0)
-    if columns * wide > _MAX_WIDTH:
+    if max(columns, simulation.end / unit) * wide > _MAX_WIDTH:
         return order_grid(simulation.timetable)
     idle = ".".ljust(wide)
     width = len(str(len(cells) - 1))
@@ -59,7 +66,38 @@ def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: boo
             column = end
         line += idle * (columns - column)
         lines.append(f"device {device:>{width}}  {line}".rstrip())
+        for text in _collective_lines(simulation, device, wide / unit):
+            lines.append(" " * (width + 9) + text)
     return "\n".join(lines)
+
+
+def _collective_lines(simulation: Simulation, device: int, scale: float) -> list[str]:
+    """Return the collectives of a device as text with ``scale`` characters per unit of time, on as few lines as fit."""
+    spans = []
+    for name, start, end in simulation.collectives[device] if simulation.collectives else ():
+        kind, _, stage = name.partition("@")
+        first = round(start * scale)
+        text = f"{kind[0]}{stage}".ljust(round(end * scale) - first, "-")
+        spans.append((first, first + len(text), text))
+    lines = []
+    for lane in in_lanes(spans):
+        line = ""
+        for first, _, text in lane:
+            line = line.ljust(first) + text
+        lines.append(line)
+    return lines
+
+
+def in_lanes(spans: Iterable[tuple[Number, Number, T]]) -> list[list[tuple[Number, Number, T]]]:
+    """Return the (start, end, value) in as few rows as they need not to overlap."""
+    lanes: list[list[tuple[Number, Number, T]]] = []
+    for span in sorted(spans, key=lambda span: span[0]):
+        lane = next((lane for lane in lanes if lane[-1][1] <= span[0]), None)
+        if lane is None:
+            lanes.append([span])
+        else:
+            lane.append(span)
+    return lanes
 
 
 def _cell(op: Op, text: str, width: int, timetable: Timetable, color: bool) -> str:

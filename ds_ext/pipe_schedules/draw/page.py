@@ -14,6 +14,7 @@ from ...errors import ScheduleError
 from ..ops import Op
 from ..simulation import Simulation
 from .svg import (
+    BELOW,
     DARK,
     DRAWN,
     HEAD,
@@ -39,14 +40,10 @@ Plot = dict[str, object]
 
 
 class Mark(NamedTuple):
-    """Interval that is not a computation, with its tooltip.
-
-    ``below`` draws it as a bar below the row, ``data`` fills it as loading of data.
-    """
+    """Interval of a row that is not a computation, with its tooltip; ``data`` fills it as loading of data."""
 
     start: float
     end: float
-    below: bool
     text: str
     data: bool = False
 
@@ -151,14 +148,21 @@ def plots(
 ) -> list[Plot]:
     """Return the data of the timetables that page.js reads; see :func:`_plot`. Arguments as for :func:`html`."""
     drawn = [_plot(simulation, axis, unit) for simulation in simulations]
-    for plot, plot_marks in zip(drawn, marks, strict=False):
-        plot["marks"] = [
-            [(_number(m.start), _number(m.end), m.below, m.text, *([1] if m.data else [])) for m in row]
-            for row in plot_marks
-        ]
+    for number, (plot, simulation) in enumerate(zip(drawn, simulations, strict=True)):
+        plot["marks"] = _intervals(simulation, marks[number] if marks else ())
     for plot, names in zip(drawn, rows, strict=False):
         plot["names"] = names
     return drawn
+
+
+def _intervals(simulation: Simulation, marks: Sequence[Sequence[Mark]]) -> list[list[tuple[object, ...]]]:
+    """Return the marks and the collectives of every row: start, end, whether it is below the row, text, 1 for data."""
+    rows: list[list[tuple[object, ...]]] = [[] for _ in simulation.spans]
+    for row, of_row in zip(rows, marks, strict=False):
+        row += [(_number(m.start), _number(m.end), False, m.text, *([1] if m.data else [])) for m in of_row]
+    for row, collectives in zip(rows, simulation.collectives, strict=False):
+        row += [(_number(c.start), _number(c.end), True, c.name) for c in collectives]
+    return rows
 
 
 def _file(name: str) -> str:
@@ -210,8 +214,8 @@ def _legend(simulations: Sequence[Simulation], marks: Sequence[Sequence[Sequence
         items.append(
             f'<span><i style="background:linear-gradient(90deg,{colors})"></i>{slices_text(slices)}</span>'
         )
-    if any(mark.below for rows in marks for row in rows for mark in row):
-        items.append('<span><i class="below"></i>reduction of gradients, below the row</span>')
+    if any(any(s.collectives) for s in simulations):
+        items.append(f'<span><i class="below"></i>{BELOW}</span>')
     return "".join(f"<li>{item}</li>" for item in items)
 
 

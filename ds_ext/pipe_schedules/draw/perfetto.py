@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from ..simulation import Simulation
+from .grid import in_lanes
 
 _CATEGORY = {
     FORWARD: "forward",
@@ -27,7 +28,12 @@ Event = dict[str, object]
 def chrome_trace(simulation: Simulation) -> dict[str, object]:
     """Return the simulation in the Trace Event Format (JSON object form): spans, and arrows between devices."""
     timetable = simulation.timetable
-    events = [*_names(len(timetable.orders)), *_spans(simulation), *_arrows(simulation)]
+    events = [
+        *_names(len(timetable.orders)),
+        *_spans(simulation),
+        *_collectives(simulation),
+        *_arrows(simulation),
+    ]
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -69,6 +75,17 @@ def _spans(simulation: Simulation) -> Iterator[Event]:
                     "pipe": timetable.pipe(op.micro_batch),
                 },
             }
+
+
+def _collectives(simulation: Simulation) -> Iterator[Event]:
+    """Yield the collectives of every device on further threads, because spans of one thread must not overlap."""
+    for device, row in enumerate(simulation.collectives):
+        for thread, lane in enumerate(in_lanes((c.start, c.end, c.name) for c in row), _COMPUTE_THREAD + 1):
+            process = {"pid": device, "tid": thread}
+            yield {**process, "ph": "M", "name": "thread_name", "args": {"name": f"collectives {thread}"}}
+            for start, end, name in lane:
+                times = {"ts": start * _UNIT_US, "dur": (end - start) * _UNIT_US}
+                yield {**process, "ph": "X", "name": name, "cat": name.partition("@")[0], **times}
 
 
 def _arrows(simulation: Simulation) -> Iterator[Event]:

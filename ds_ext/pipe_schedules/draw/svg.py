@@ -73,6 +73,7 @@ DARK = Theme(
 )
 _MAX_LISTED = 16
 HEAD = "3h: a part of the head"
+BELOW = "reduction or gather, below the row"
 LATER = "a later stage on the same device"
 KINDS = FORWARD + BACKWARD + BACKWARD_INPUT + BACKWARD_WEIGHT  # in the order of a palette
 DRAWN = KINDS + RECOMPUTE
@@ -236,7 +237,7 @@ def svg(*simulations: Simulation, axis: str | None = None, unit: str = "") -> st
         '<defs><pattern id="wait" width="6" height="6" patternUnits="userSpaceOnUse"><path d="M-1 7L7 -1M-1 1L1 '
         '-1M5 7L7 5" class="hatch"/></pattern></defs><rect class="paper" width="100%" height="100%"/>',
         *blocks,
-        *_legend(most.timetable, y + 12),
+        *_legend(most.timetable, any(any(s.collectives) for s in simulations), y + 12),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -255,7 +256,7 @@ def _colors(theme: Theme, counts: Collection[int]) -> str:
     """Return the rules of a theme: selector -> property and color."""
     rules = {
         ".paper": f"fill:{theme.paper}",
-        "text,.dark": f"fill:{theme.text}",
+        "text,.dark,.text": f"fill:{theme.text}",
         ".bright": f"fill:{theme.inverse}",
         ".muted": f"fill:{theme.muted}",
         ".bar": f"fill:{theme.bar}",
@@ -280,6 +281,11 @@ def _rows(simulation: Simulation, scale: float) -> Iterator[str]:
             f'<rect x="{_LEFT}" y="{y + 2}" width="{_n(simulation.end * scale)}" height="{_ROW - 4}" '
             f'fill="url(#wait)"/>'
         )
+        for name, start, end in simulation.collectives[device] if simulation.collectives else ():
+            place = f'x="{_n(_LEFT + start * scale)}" y="{y + _ROW - 1.5}" height="3"'
+            width = _n(max((end - start) * scale - 1, 0.5))
+            tip = f"{name}: {start:g} to {end:g}"
+            yield f'<rect class="text" {place} width="{width}"><title>{tip}</title></rect>'
         for op, start, end in spans:
             pipe = timetable.pipe(op.micro_batch)
             visit = placement.visits.get((op.stage, pipe), 0), placement.pipes[pipe].count(device)
@@ -327,7 +333,7 @@ def _marks(simulation: Simulation, scale: float, bottom: float, unit: str) -> It
 
 def _axis(simulation: Simulation, scale: float, bottom: float, title: str | None) -> Iterator[str]:
     step = nice_step(48 / scale)
-    for i in range(int(simulation.makespan / step + 1e-9) + 1):
+    for i in range(int(simulation.end / step + 1e-9) + 1):
         x = _n(_LEFT + i * step * scale)
         yield f'<path class="mark" d="M{x} {bottom}v4"/>'
         yield f'<text class="muted c" x="{x}" y="{bottom + 17}">{i * step:g}</text>'
@@ -344,7 +350,7 @@ def nice_step(least: float) -> float:
     return next((power * factor for factor in (1, 2, 5) if power * factor >= least), power * 10)
 
 
-def _legend(timetable: Timetable, y: float) -> Iterator[str]:
+def _legend(timetable: Timetable, has_collectives: bool, y: float) -> Iterator[str]:
     x = 16.0
     for pipe in range(min(timetable.placement.replicas, len(LIGHT.kinds))):
         name = f"pipe {pipe}: " if timetable.placement.replicas > 1 else ""
@@ -361,6 +367,10 @@ def _legend(timetable: Timetable, y: float) -> Iterator[str]:
         yield f'<rect class="muted" x="{_n(x)}" y="{y + 7}" width="13" height="2"/>'
         yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">{LATER}</text>'
         x += 34 + 5.8 * len(LATER)
+    if has_collectives:
+        yield f'<rect class="text" x="{_n(x)}" y="{y + 4}" width="13" height="3"/>'
+        yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">{BELOW}</text>'
+        x += 34 + 5.8 * len(BELOW)
     if timetable.placement.head_parts:
         yield f'<text class="muted" x="{_n(x)}" y="{y + 10}">{HEAD}</text>'
         x += 34 + 5.8 * len(HEAD)

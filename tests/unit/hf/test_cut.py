@@ -13,6 +13,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 import ds_ext
+from ds_ext.engine.module import head_parts
 from ds_ext.errors import ConfigError
 from ds_ext.hf.folder import ModelFolder
 from ds_ext.recipes.data.chat.unpacked import pad_conversations
@@ -90,9 +91,28 @@ def test_a_chunked_loss_has_the_models_loss_and_gradients(name: str, lora: bool)
         ("Phi", "bias of 67"),
     ],
 )
-def test_a_head_that_changes_its_logits_has_no_chunked_loss(name: str, values: str) -> None:
+def test_a_head_that_changes_its_logits_has_no_chunked_loss_and_no_parts(name: str, values: str) -> None:
+    model = random_decoder(name, tie_word_embeddings=False)
     with pytest.raises(ConfigError, match=rf"chunked_loss: {name}Config.*{values}"):
-        ds_ext.from_transformers(random_decoder(name), chunked_loss=True)
+        ds_ext.from_transformers(model, chunked_loss=True)
+    layers, loss_fn = ds_ext.from_transformers(model)
+    with pytest.raises(ConfigError, match=rf"vocabulary_parallel_head: .*{name}Config.*{values}"):
+        head_parts(layers, loss_fn, 2)
+
+
+def test_a_head_with_adapters_has_no_chunked_loss_and_no_parts() -> None:
+    model = peft.get_peft_model(random_decoder("Llama"), peft.LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ConfigError, match=r"chunked_loss: .*peft\.tuners\.lora"):
+        ds_ext.from_transformers(model, chunked_loss=True)
+    layers, loss_fn = ds_ext.from_transformers(model)
+    with pytest.raises(ConfigError, match=r"vocabulary_parallel_head: .*peft\.tuners\.lora"):
+        head_parts(layers, loss_fn, 2)
+
+
+def test_a_tied_head_has_no_parts() -> None:
+    layers, loss_fn = ds_ext.from_transformers(random_decoder("Llama", tie_word_embeddings=True))
+    with pytest.raises(ConfigError, match=r"vocabulary_parallel_head: .*LlamaConfig"):
+        head_parts(layers, loss_fn, 2)
 
 
 def test_another_loss_than_cross_entropy_has_no_chunked_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +125,50 @@ def test_another_loss_than_cross_entropy_has_no_chunked_loss(monkeypatch: pytest
     monkeypatch.setattr(type(model), "loss_function", property(lambda _: doubled))
     with pytest.raises(ConfigError, match=r"chunked_loss: LlamaConfig.*cross entropy"):
         ds_ext.from_transformers(model, chunked_loss=True)
+
+
+# 40 parts of 2 rows: some have only padding. GPT-NeoX has another name for its head in a folder.
+@pytest.mark.parametrize(("name", "parts"), [("Llama", 4), ("GPTNeoX", 40)])
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_parts_of_a_head_have_its_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, parts: int, in_memory: bool
+) -> None:
+    model = random_decoder(name)
+    folder = save_decoder(name, tmp_path)
+    layers, loss_fn = ds_ext.from_transformers(model if in_memory else folder)
+    sizes: list[int] = []
+    read_rows = ModelFolder.read_rows
+
+    def reading(self: ModelFolder, name: str, start: int, stop: int) -> Tensor:
+        sizes.append(stop - start)
+        return read_rows(self, name, start, stop)
+
+    monkeypatch.setattr(ModelFolder, "read_rows", reading)
+    monkeypatch.setattr(ModelFolder, "read", lambda *_: pytest.fail("a whole weight is read"))
+    heads = [spec.build() for spec in head_parts(layers, loss_fn, parts)]
+    assert sum(sizes) == (0 if in_memory else WORDS)
+    key = f"skeleton.{layers[1].module_args[1].head}.weight"
+    assert all(list(head.state_dict()) == [key] for head in heads)
+    weight_VD = model.get_output_embeddings().weight
+    rows_VD = torch.cat([head.get_parameter(key) for head in heads])
+    assert torch.equal(rows_VD[:WORDS], weight_VD) and not rows_VD[WORDS:].any()
+    assert {len(head.get_parameter(key)) for head in heads} == {-(-WORDS // parts)}
+    assert {head.get_parameter(key).untyped_storage().nbytes() for head in heads} == {
+        -(-WORDS // parts) * 32 * 4
+    }
+
+
+def test_the_parts_of_a_head_that_files_do_not_have_are_refused(tmp_path: Path) -> None:
+    folder = Path(save_decoder("Llama", tmp_path))
+    layers, loss_fn = ds_ext.from_transformers(folder)
+    (spec, *_) = head_parts(layers, loss_fn, 2)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"vocab_size": WORDS + 1}))
+    spec.build()
+    layers, loss_fn = ds_ext.from_transformers(folder)
+    (spec, *_) = head_parts(layers, loss_fn, 2)
+    with pytest.raises(ConfigError, match=r"config\.json .*lm_head"):
+        spec.build()
 
 
 @pytest.mark.parametrize("name", ["GPT2", "Mixtral"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.grid import order_grid, time_grid
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulation import simulate
+from ds_ext.pipe_schedules.simulation import Collective, simulate
 
 
 def test_labels_in_full() -> None:
@@ -27,6 +28,20 @@ def test_labels_of_slices() -> None:
         "device 1  .   0   0.1 0.1'--- 0'----- .   .",
     ]
     assert "F0.1@1" in time_grid(simulate(made), labels="op")
+
+
+def test_collectives_are_below_their_device() -> None:
+    """The second gather starts at the end of the first one; a reduction beside it gets a line of its own."""
+    gathers = Collective("gather@0", 0.0, 3.0), Collective("gather@11", 3.0, 3.1)
+    rows = (*gathers, Collective("reduce@0", 1.0, 4.0)), (Collective("reduce", 9.0, 11.0),)
+    simulation = replace(simulate(timetable("1f1b", 2, 2)), collectives=rows)
+    assert time_grid(simulation).splitlines() == [
+        "device 0  0 1 . . 0'- . 1'-",
+        "          g0----g11",
+        "            r0----",
+        "device 1  . 0 0'- 1 1'- . .",
+        "                            r---",
+    ]
 
 
 def test_columns_are_time() -> None:

@@ -7,6 +7,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from xml.etree import ElementTree
 
 import pytest
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.draw.page import html, svg
+from ds_ext.pipe_schedules.draw.page import Mark, html, svg
 from ds_ext.pipe_schedules.draw.svg import (
+    BELOW,
     DARK,
     DRAWN,
     KINDS,
@@ -29,7 +31,7 @@ from ds_ext.pipe_schedules.draw.svg import (
     paints,
 )
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulation import Simulation, simulate
+from ds_ext.pipe_schedules.simulation import Collective, Simulation, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 SPLIT = Timetable("split", linear(1), 1, ((Op("F", 0, 0), Op("I", 0, 0), Op("W", 0, 0)),))
@@ -238,6 +240,24 @@ def test_the_picture_is_to_scale(name: str) -> None:
             assert float(box["width"]) == pytest.approx((end - start) * scale - 1, abs=0.02)
             assert box["class"] == f"{op.kind}{simulation.timetable.pipe(op.micro_batch)}"
     assert len(tops) == 4
+
+
+def test_pictures_have_collectives() -> None:
+    """Below their row, to scale, after the makespan too."""
+    plain = simulate(timetable("1f1b", 2, 2))
+    rows = (Collective("gather@0", 0.0, 3.0),), (Collective("reduce", 9.0, 11.0),)
+    simulation = replace(plain, collectives=rows)
+    (plot,) = data_of(html([simulation], marks=[[[], [Mark(1.0, 2.0, "waits", data=True)]]]))
+    assert plot["marks"] == [
+        [[0, 3, True, "gather@0"]],
+        [[1, 2, False, "waits", 1], [9, 11, True, "reduce"]],
+    ]
+    assert plot["end"] == 11
+    drawn = boxes(simulation)
+    left, one = (float(drawn[name].attrib["x"]) for name in ("F0@0", "F0@1"))
+    assert float(drawn["reduce"].attrib["x"]) == pytest.approx(left - 0.5 + 9 * (one - left), abs=0.02)
+    assert BELOW in svg(simulation) and BELOW in html([simulation])
+    assert BELOW not in svg(plain) and BELOW not in html([plain])
 
 
 def test_marks_and_peaks_have_names_and_units() -> None:

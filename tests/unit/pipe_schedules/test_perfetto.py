@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from ds_ext.pipe_schedules import get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.perfetto import chrome_trace
-from ds_ext.pipe_schedules.simulation import simulate
+from ds_ext.pipe_schedules.simulation import Collective, simulate
 
 
 def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
@@ -50,6 +51,25 @@ def test_devices_and_threads_have_names() -> None:
         assert (rank, "process_name", f"device {rank}") in names
         assert (rank, "thread_name", "compute") in names
     assert trace["otherData"]["schedule"] == "1f1b" and trace["otherData"]["makespan"] == 9
+
+
+def test_collectives_do_not_overlap_on_a_thread() -> None:
+    rows = (
+        (Collective("gather@0", 0.0, 3.0), Collective("reduce@0", 2.0, 4.0)),
+        (Collective("reduce", 9.0, 11.0),),
+    )
+    trace: dict[str, Any] = chrome_trace(replace(simulate(timetable("1f1b", 2, 2)), collectives=rows))
+    found = [e for e in events(trace, "X") if e["tid"]]
+    assert [(e["name"], e["cat"], e["pid"], e["tid"], e["ts"], e["dur"]) for e in found] == [
+        ("gather@0", "gather", 0, 1, 0.0, 3000.0),
+        ("reduce@0", "reduce", 0, 2, 2000.0, 2000.0),
+        ("reduce", "reduce", 1, 1, 9000.0, 2000.0),
+    ]
+    assert {(e["pid"], e["tid"]) for e in events(trace, "M") if e["name"] == "thread_name"} >= {
+        (0, 1),
+        (0, 2),
+        (1, 1),
+    }
 
 
 @pytest.mark.parametrize("name", ["1f1b", "bitpipe"])

@@ -13,7 +13,7 @@ from ds_ext.__main__ import main
 from ds_ext.parallel.crossing import Traffic
 from ds_ext.parallel.hosts import Hosts
 from ds_ext.parallel.layout import ParallelLayout
-from ds_ext.parallel.network import GLOO, HOST_PORTS, RANK_PORTS, Link, Network
+from ds_ext.parallel.network import GLOO, HOST_PORTS, NCCL, RANK_PORTS, Link, Network
 from ds_ext.parallel.rank_order import parse_rank_order
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
@@ -51,6 +51,46 @@ def test_messages_take_the_time_of_their_link() -> None:
     expected = simulate(timetable, Costs(links={(1, 2): 0.5, (2, 1): 0.5})).makespan
     step = on_hosts(Hosts((4, 4)), Link(1e14, 0.5), 0.0, "tp-dp-pp")
     assert step.step_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "bitpipe", "bitpipe_zb"])
+@pytest.mark.parametrize(
+    ("network", "overlaps"), [(NCCL, False), (NCCL, True), (GLOO, False), ("host", True)]
+)
+def test_collectives_are_drawn_where_they_run(schedule: str, network: str, overlaps: bool) -> None:
+    """Every stage of a device is reduced and gathered once, and the last collective or op ends with the step."""
+    timetable = get_schedule(schedule).timetable(4, 8)
+    placement = timetable.placement
+    volumes = Traffic(
+        1.0,
+        (),
+        (2.0,) * 4,
+        zero_stage=1,
+        overlaps=overlaps,
+        stages=(8 / placement.stages,) * placement.stages,
+    )
+    layout = ParallelLayout(placement, 1, 2, parse_rank_order("tp-pp-dp"))
+    backend, ports = (GLOO, HOST_PORTS) if network == "host" else (network, RANK_PORTS)
+    hosts = (8,) if network == GLOO else (4, 4)
+    links = Network(Hosts(hosts), Link(1.0, 0.0), Link(1.0, 0.0), ports, backend)
+    step = step_time(timetable, Costs(), layout, links, volumes, 1.0, eager_reductions(simulate(timetable)))
+    drawn = step.drawn
+    assert drawn.end == pytest.approx(step.step_s)
+    for device, row in enumerate(drawn.collectives):
+        stages = sorted({chunk.stage for chunk in placement.chunks[device]})
+        gathers = [f"gather@{stage}" for stage in stages] if overlaps else ["gather"]
+        assert sorted(c.name for c in row) == sorted([*gathers, *(f"reduce@{stage}" for stage in stages)])
+        ends = {c.name: c.end for c in row}
+        starts: dict[int, float] = {}
+        for op, start, _ in drawn.spans[device]:
+            starts.setdefault(op.stage, start)
+        if overlaps:
+            assert all(starts[stage] >= ends[f"gather@{stage}"] - 1e-9 for stage in stages)
+        for stage in stages:
+            last = max(end for op, _, end in drawn.spans[device] if op.stage == stage)
+            (reduction,) = (c for c in row if c.name == f"reduce@{stage}")
+            assert reduction.start >= last - 1e-9
+            assert network != GLOO or reduction.start >= step.makespan_s
 
 
 @pytest.mark.parametrize(

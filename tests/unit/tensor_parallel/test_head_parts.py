@@ -44,7 +44,7 @@ def run_parts(
     for head, logit_grads in zip(heads, kept, strict=True):
         head.weight_gradients(hidden_BSD, labels_BS, logit_grads, joined.log_sum_exp, factor_N).compute()
     gradient = heads[0].input_gradient(joined, factor_N)
-    weight_gradients = [head.weight.grad for head in heads]
+    weight_gradients = [head.get_parameter("weight").grad for head in heads]
     assert all(grad is not None for grad in weight_gradients)
     return joined.loss, gradient, torch.cat([grad for grad in weight_gradients if grad is not None])
 
