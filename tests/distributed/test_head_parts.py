@@ -331,6 +331,18 @@ def test_an_embedding_in_parts_has_only_rows(ranks: Ranks) -> None:
         assert "vocabulary_parallel_head: " in error and "CountedEmbedding" in error
 
 
+def count_parameters(rank: int, job: Job) -> int:
+    engine, _ = build(job)
+    engine.transport.close()
+    return engine.run_facts["parameters"]
+
+
+def test_the_plan_counts_the_rows_of_a_tied_head_once(ranks: Ranks) -> None:
+    job = job_of("bitpipe_zb", 4, model=replace(TIED, vocab_size=96))
+    counts = [ranks(4).run(count_parameters, one) for one in (job, replace(job, head_parts=False))]
+    assert counts[0] == counts[1]
+
+
 def error_of_frozen_rows(rank: int, job: Job) -> str:
     layers = gpt_layer_specs(job.model, TensorParallel(), DropoutClock())
     model = PipelineModule(layers, job.config(1), loss_fn=gpt_loss(job.model, TensorParallel()))
