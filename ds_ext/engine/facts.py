@@ -6,20 +6,19 @@ import contextlib
 import os
 import platform
 import random
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.constants import PIPE_REPLICATED
 from torch.utils._pytree import tree_leaves
 
 from ..config.deepspeed_json import precision, zero_stage
 from ..environment import package_version
 from ..launch.job_facts import as_text, checksum, setting_facts
 from ..launch.roll_call import Facts
-from ..pipe_schedules.ops import BACKWARD
 from ..planner.job_text import describe
 from ..tensor_parallel import shard_dim
 from .checkpoint.states import parameters_of
@@ -40,6 +39,8 @@ def optimizer_facts(optimizer: Any) -> Facts:
 def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
     """Return a text -> checksum of the parameters' shapes, dtypes and optimizer options, for every stage of this rank.
 
+    Rows of a tied embedding have a further text, because all ranks that hold them must train them or none.
+
     Args:
         model: module with the stages.
         groups: parameters, or parameter groups of an optimizer.
@@ -59,6 +60,9 @@ def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
         facts[f"{role}stage {stage}{place}: parameters"] = checksum(
             f"{tuple(p.shape)} {p.dtype} {options.get(id(p))};".encode() for p in parameters
         )
+    for shared in model.shared:
+        if shared.whole and shared.parameter is not None:
+            facts[f"layer {shared.layer} {shared.key}: trained"] = str(shared.parameter.requires_grad)
     return facts
 
 
@@ -172,10 +176,10 @@ def _share(model: PipelineModule) -> tuple[int, int]:
     layout = model.layout
     device, data, tensor = layout.coordinates(model.global_rank)
     counts = [0, 0]
+    if data or tensor or all(device != devices[0] for devices in layout.placement.replica_groups):
+        return 0, 0
     for local in parameters_of(model, 1).values():
-        stage = bisect_right(model.parts, local.layer) - 1 + local.part
-        owner = layout.placement.device(BACKWARD, stage, 0)
-        if data or tensor or owner != device:
+        if getattr(local.parameter, PIPE_REPLICATED, False):
             continue
         is_sharded = shard_dim(local.parameter) is not None or getattr(
             local.parameter, "model_parallel", False

@@ -39,11 +39,14 @@ from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, ru
 from .deepspeed_api.topology import require_rank_order, topology_sizes
 from .grid import FoldedTopology, grid_of_role, on_hosts
 from .ties import (
+    divide_tied_embedding,
     find_shared,
     index_shared,
     index_tied_modules,
+    join_tied_rows,
     require_visible_parameters,
     require_whole_ties,
+    stage_of,
     tied_weights,
 )
 
@@ -133,7 +136,9 @@ class PipelineModule(DeepSpeedPipelineModule):
             require_rank_order(topology, plan.layout)
             require_visible_parameters(layers, loss_fn)
             self._head_specs = head_parts(layers, loss_fn, placement.head_parts)
-            body = layers[:-1] if self._head_specs else layers
+            body, self.tied_rows = layers, list[dict[int, str]]()
+            if self._head_specs:
+                body, self.tied_rows = divide_tied_embedding(layers, placement.head_parts)
             if len(body) < placement.stages:
                 raise ConfigError(
                     f"layers: {plan.schedule.name} has {placement.stages} stages on {placement.devices_per_pipe} "
@@ -269,7 +274,7 @@ class PipelineModule(DeepSpeedPipelineModule):
 
     def stage_owner(self, layer_idx: int) -> int:
         """Return the folded pipeline coordinate that holds a layer. DeepSpeed uses it to find ties."""
-        return self.pipe_coordinate(super().stage_owner(layer_idx))
+        return self.pipe_coordinate(stage_of(self, layer_idx))
 
     def pipe_coordinate(self, stage: int) -> int:
         """Return the folded pipeline coordinate that holds a stage."""
@@ -279,6 +284,7 @@ class PipelineModule(DeepSpeedPipelineModule):
     def _index_tied_modules(self) -> dict[str, Any]:
         """Return the ties that need communication. In a V placement, both ends of a tie are on the same rank."""
         require_whole_ties(self)
+        join_tied_rows(self)
         self.shared = find_shared(self)
         return index_tied_modules(self) | index_shared(self)
 
@@ -467,7 +473,8 @@ def head_parts(layers: Sequence[Any], loss_fn: Any, parts: int) -> list[LayerSpe
     """Return the specs of the parts of the head, which is the last layer; empty for 0 parts.
 
     Its spec has an attribute ``in_parts``: function of the number of parts; returns a LayerSpec of a
-    :class:`ds_ext.tensor_parallel.HeadPart` for each. The loss function then gets the losses of all tokens instead of
+    :class:`ds_ext.tensor_parallel.HeadPart` for each. A tied head also needs a divided embedding, see
+    :func:`.ties.divide_tied_embedding`. The loss function then gets the losses of all tokens instead of
     logits, which its attribute ``takes_token_losses`` declares. Raises ConfigError for another last layer or function.
     """
     if not parts:
@@ -477,8 +484,7 @@ def head_parts(layers: Sequence[Any], loss_fn: Any, parts: int) -> list[LayerSpe
         name = _name(layers[-1], len(layers) - 1) if layers else "no layers"
         raise ConfigError(
             f"vocabulary_parallel_head: the last layer must be a head that can be divided: that of from_transformers() "
-            f"or of gpt_layer_specs() with untie_embeddings_and_output_weights (got {name}). Untie the head, or remove "
-            f"vocabulary_parallel_head."
+            f"or of gpt_layer_specs() (got {name}). Remove vocabulary_parallel_head."
         )
     if not getattr(loss_fn, "takes_token_losses", False):
         raise ConfigError(

@@ -178,8 +178,7 @@ class RankState:
                 yield index, key, owner
 
     def _layers(self) -> list[tuple[int, nn.Module]]:
-        layers = layers_of(self._engine.module) if self._engine.role.in_checkpoints else {}
-        return [(index, layer) for index, (_, layer) in layers.items()]
+        return [*layers_of(self._engine.module).items()] if self._engine.role.in_checkpoints else []
 
     # --- a whole copy, for snapshots ---
 

@@ -37,6 +37,7 @@ class LayeredModule(Protocol):
     num_stages: int
     parts: list[int]
     shared: list[SharedParameter]
+    tied_rows: list[dict[int, str]]  # of a tied head in parts: layer -> parameter, of every part
     tied_modules: Mapping[str, nn.Module]
     tied_weight_attrs: Mapping[str, list[str]]
     _layer_specs: Sequence[Any]
@@ -56,12 +57,15 @@ class SharedParameter:
     """Parameter that several layers share as one object.
 
     Attributes:
-        parameter: object in this process. Every process has one, even if its stages do not use it.
+        parameter: object in this process. Every process has one, even if its stages do not use it; rows of a tied
+            embedding are None on a rank without them.
         places: global index of each layer with the parameter -> name of the parameter in that layer.
+        whole: name in the first layer of the parameter of which these are rows; "": it is no part.
     """
 
-    parameter: Tensor
+    parameter: Tensor | None
     places: dict[int, str]
+    whole: str = ""
 
     @property
     def layer(self) -> int:
@@ -127,6 +131,30 @@ def _references(function: Any) -> Iterator[nn.Module | nn.Parameter]:
         for value in getattr(function, "__dict__", {}).values():
             if isinstance(value, nn.Module | nn.Parameter):
                 yield value
+
+
+def divide_tied_embedding(layers: Sequence[Any], parts: int) -> tuple[list[Any], list[dict[int, str]]]:
+    """Return the layers without the head, and the places of the parameters that its parts share with an embedding.
+
+    If the last layer is a TiedLayerSpec, its part i has as ``weight`` the parameter i of the ``nn.ParameterList`` that
+    ``tied_weight_attr`` names in the layer with the same key. The spec of that layer has an attribute ``in_parts``:
+    function of the number of parts; returns the spec of the layer with this list. Raises ConfigError without it.
+    """
+    *body, head = layers
+    if not isinstance(head, TiedLayerSpec):
+        return body, []
+    places = [
+        index for index, spec in enumerate(body) if isinstance(spec, TiedLayerSpec) and spec.key == head.key
+    ]
+    if len(places) != 1 or len(head.tied_weight_attr) != 1 or not hasattr(body[places[0]], "in_parts"):
+        raise ConfigError(
+            f"vocabulary_parallel_head: the head must be tied by one weight to one layer, whose spec has in_parts (got "
+            f"{len(places)} layers with the key {head.key!r}, tied_weight_attr={head.tied_weight_attr}). Use those of "
+            f"gpt_layer_specs(), untie the head, or remove vocabulary_parallel_head."
+        )
+    (index,), (name,) = places, head.tied_weight_attr
+    body[index] = body[index].in_parts(parts)
+    return body, [{index: f"{name}.{part}", len(body) + part: "weight"} for part in range(parts)]
 
 
 # --- TiedLayerSpec ---
@@ -243,6 +271,34 @@ def _tie(module: LayeredModule, key: str, ranks: list[int], group: Any) -> dict[
 # --- one parameter object in several layers ---
 
 
+def join_tied_rows(module: LayeredModule) -> None:
+    """Let parts of a tied head use the rows of the embedding on this rank. All ranks must call this together.
+
+    Raises ConfigError on all ranks for an embedding with other rows, or with other parameters or buffers, because the
+    layer files of a checkpoint divide it.
+    """
+
+    def join() -> None:
+        layers = dict(_built_layers(module))
+        for places in module.tied_rows:
+            (first, name), (part, weight) = places.items()
+            if first not in layers:
+                continue
+            state, rows = layers[first].state_dict(), _attribute(layers[first], name)
+            expected = [places[first] for places in module.tied_rows]
+            if sorted(state) != sorted(expected) or not isinstance(rows, nn.Parameter):
+                raise ConfigError(
+                    f"vocabulary_parallel_head: the embedding in parts must have only the parameters "
+                    f"{', '.join(expected)} (got {', '.join(state)} in {type(layers[first]).__name__}). Let in_parts "
+                    f"return a layer without others, or remove vocabulary_parallel_head."
+                )
+            if part in layers:
+                setattr(layers[part], weight, rows)
+
+    if module.tied_rows:
+        together(join)
+
+
 def find_shared(module: LayeredModule) -> list[SharedParameter]:
     """Return the parameters that several layers share as one object. All ranks must call this together.
 
@@ -280,6 +336,11 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
         if not isinstance(tensor, nn.Parameter) or any(_is_tied(module, index) for index in places):
             raise ConfigError(_refusal(module, places))
         shared.append(SharedParameter(tensor, dict(sorted(places.items()))))
+    layers = dict(_built_layers(module))
+    for places in module.tied_rows:
+        held = (_attribute(layers[index], name) for index, name in places.items() if index in layers)
+        whole = places[min(places)].rpartition(".")[0]
+        shared.append(SharedParameter(next(held, None), places, whole))
     return shared
 
 
@@ -300,7 +361,11 @@ def _places_on_this_rank(
                 candidate_places[id(tensor)].setdefault(index, name)
             elif isinstance(tensor, nn.Parameter) and tensor.requires_grad:
                 parameter_places.setdefault(id(tensor), {}).setdefault(index, name)
-    invisible = [p for p in parameter_places.values() if len(p) > 1 and not _is_one_tie(module, p)]
+    invisible = [
+        places
+        for places in parameter_places.values()
+        if len(places) > 1 and not _is_one_tie(module, places) and places not in module.tied_rows
+    ]
     invisible += _unregistered(module, entries)
     if invisible:
         raise ConfigError(_refusal(module, invisible[0]))
@@ -358,7 +423,7 @@ def _rank_groups(module: LayeredModule, places: Iterable[int]) -> tuple[tuple[in
     """
     if module.role_name is not None:
         # fbd: tie the backward ranks only. Forward ranks receive the weights.
-        stages = sorted({_stage_of(module, index) for index in places})
+        stages = sorted({stage_of(module, index) for index in places})
         return tuple(map(tuple, _tie_ranks(module.layout, stages))) if len(stages) > 1 else ()
     owners = list(dict.fromkeys(module.stage_owner(index) for index in sorted(places)))
     if len(owners) < 2:
@@ -370,7 +435,8 @@ def _rank_groups(module: LayeredModule, places: Iterable[int]) -> tuple[tuple[in
     return tuple(tuple(topology.get_rank(pipe=owner, **entry) for owner in owners) for entry in coordinates)
 
 
-def _stage_of(module: LayeredModule, index: int) -> int:
+def stage_of(module: LayeredModule, index: int) -> int:
+    """Return the stage of a layer, also of a part of the head."""
     return bisect.bisect_right(module.parts, index) - 1
 
 

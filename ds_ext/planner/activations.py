@@ -91,7 +91,8 @@ def stage_activations(
         if key not in stages:
             parts = [kinds[sizes.recomputes(first + index)] for index in range(count)]
             if stage == 0:
-                parts.insert(0, _embedding(sizes))
+                tied_parts = 0 if sizes.untie_embeddings_and_output_weights else head_parts
+                parts.insert(0, _embedding(sizes, tied_parts))
             elif parts and sizes.recomputes(first) != "full":
                 parts[0] = replace(parts[0], kept=parts[0].kept + copied)
             if stage == last:
@@ -214,18 +215,21 @@ def _deferred_gradient(sizes: TrainingSizes, weight: float) -> float:
     return 2 * weight if sizes.precision == "bf16" else weight
 
 
-def _embedding(sizes: TrainingSizes) -> Activations:
-    """Return the activations of the embeddings, and of the dropout after them."""
+def _embedding(sizes: TrainingSizes, parts: int = 0) -> Activations:
+    """Return the activations of the embeddings, in parts with a tied head, and of the dropout after them."""
     tokens, size, c = sizes.tokens, sizes.token_bytes, _between(sizes)
-    weight = size * sizes.embedding_parameters
+    weight = size * sizes.embedding_parameters / max(parts, 1)
     kept = tokens * c * (sizes.hidden_dropout > 0)
+    partial = (
+        tokens * size * c if parts else 0.0
+    )  # outputs, or their gradients, that are zero outside of a part
     return Activations(
         kept,
         tokens * size * c,
-        0.0,
-        tokens * size * c + weight,
+        2 * partial,
+        tokens * size * c + partial + weight,
         2 * tokens * size * c,
-        _deferred_gradient(sizes, weight),
+        partial + _deferred_gradient(sizes, weight),
     )
 
 

@@ -101,10 +101,7 @@ def memory(
         if device in placement.forward_devices or not timetable.trains:
             devices.append(DeviceMemory(math.ceil(count * sizes.bytes.weights), 0, 0, 0))
             continue
-        is_tied = not sizes.untie_embeddings_and_output_weights and any(
-            device in pair for pair in placement.split_ends
-        )
-        late = sizes.embedding_parameters * reduced_bytes if is_tied else 0.0
+        late = sizes.tied_parameters(placement, device) * reduced_bytes
         peaks = _peaks(timetable, device, changes, reduced, late)
         devices.append(_training_memory(sizes, count, copies, *(peak + tables for peak in peaks)))
     return tuple(devices)

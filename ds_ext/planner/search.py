@@ -105,8 +105,6 @@ class Request:
             raise ScheduleError(
                 f"memory limit: needs the sizes of the model (got {format_bytes(self.memory_bytes)}, no sizes)."
             )
-        if self.head_parts and self.sizes is not None:
-            self.sizes.check_untied()
         if not set(self.recompute) <= set(RECOMPUTATIONS):
             kinds = ", ".join(self.recompute)
             raise ScheduleError(f"recompute: unknown kind (got {kinds}). Use {', '.join(RECOMPUTATIONS)}.")

@@ -48,11 +48,8 @@ def split_layers(
         stage_layers: value of the scripts' flag, such as ``"3,2,2,1"``; None: balanced by the work of layers and head.
 
     Raises:
-        ScheduleError: there are fewer layers than stages, ``stage_layers`` does not fit the stages, or a head with a
-            part on every device is tied to the embedding.
+        ScheduleError: there are fewer layers than stages, or ``stage_layers`` does not fit the stages.
     """
-    if placement.head_parts:
-        sizes.check_untied()
     if sizes.stage_layers is not None:
         sizes.stage_layer_counts(placement.stages)
         return sizes

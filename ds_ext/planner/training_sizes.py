@@ -148,21 +148,24 @@ class TrainingSizes(TransformerConfig):
         untied = self.untie_embeddings_and_output_weights
         parameters[0] += self.position_parameters
         parameters[-1] += 2 * self.hidden_size
-        parameters[0] += self.embedding_parameters if untied or not placement.split_ends else 0
+        parameters[0] += self.embedding_parameters - self.tied_parameters(placement, placement.pipes[0][0])
         if placement.head_parts:
-            parameters += [self.head_part_parameters(placement)] * placement.head_parts
+            parameters += [untied * self.head_part_parameters(placement)] * placement.head_parts
         else:
             parameters[-1] += self.embedding_parameters if untied else 0
         return tuple(parameters)
 
-    def check_untied(self) -> None:
-        """Raise ScheduleError for a head that is tied to the embedding, which has no parts."""
-        if not self.untie_embeddings_and_output_weights:
-            raise ScheduleError(
-                f"vocabulary_parallel_head: needs a head that is not tied to the embedding (got a tied one of "
-                f"{self.vocab_size:,} rows). Add untie_embeddings_and_output_weights, or remove "
-                f"vocabulary_parallel_head."
-            )
+    def tied_parameters(self, placement: Placement, device: int) -> float:
+        """Return the parameters on a rank of ``device`` that are tied to other devices."""
+        if self.untie_embeddings_and_output_weights:
+            return 0.0
+        if not placement.head_parts:
+            is_tied = any(device in pair for pair in placement.split_ends)
+            return self.embedding_parameters if is_tied else 0.0
+        parts = sum(map(placement.is_head_part, placement.stages_of(device)))
+        if 0 in placement.stages_of(device):
+            parts = placement.head_parts - parts
+        return parts * self.head_part_parameters(placement)
 
     def head_part_parameters(self, placement: Placement) -> float:
         """Return the parameters of a part of the head on a rank."""
@@ -179,7 +182,9 @@ class TrainingSizes(TransformerConfig):
         total = sum(layers[stage] for stage in held) * self.layer_parameters
         total += firsts * self.position_parameters + lasts * 2 * self.hidden_size
         if placement.head_parts:
-            parts = len(placement.chunks[device]) - len(held)
+            # The parts of a tied head are rows of the embedding, on a device with both.
+            is_inside = firsts and not self.untie_embeddings_and_output_weights
+            parts = 0 if is_inside else len(placement.chunks[device]) - len(held)
             return total + firsts * self.embedding_parameters + parts * self.head_part_parameters(placement)
         # A tied head is the embedding: one tensor, also if they belong to two pipes.
         embeddings = firsts + lasts if self.untie_embeddings_and_output_weights else bool(firsts + lasts)

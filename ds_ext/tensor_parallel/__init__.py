@@ -12,6 +12,7 @@ from ds_ext.tensor_parallel.chunked_loss import (
 from ds_ext.tensor_parallel.group import TensorParallel, create_tensor_parallel
 from ds_ext.tensor_parallel.layers import (
     ColumnParallelLinear,
+    DividedEmbedding,
     InitMethod,
     RowParallelLinear,
     VocabParallelEmbedding,
@@ -66,6 +67,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Deferral",
     "DeferralWatch",
+    "DividedEmbedding",
     "DropoutClock",
     "HeadPart",
     "HeadShare",

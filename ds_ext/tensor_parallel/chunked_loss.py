@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel.group import TensorParallel
-from ds_ext.tensor_parallel.layers import enter_tensor_parallel, leave_tensor_parallel
+from ds_ext.tensor_parallel.layers import enter_tensor_parallel, leave_tensor_parallel, mark_rows
 from ds_ext.tensor_parallel.loss import (
     IGNORE_INDEX,
     at_least_fp32,
@@ -281,10 +281,7 @@ class HeadPart(nn.Module):
             owner = owner.get_submodule(child)
         owner.register_parameter(key, weight)
         self._name = name
-        # A checkpoint joins the parts, and the shards of each.
-        rows: Any = weight
-        rows.partition_dim, rows.unpadded_size = 0, vocab_size
-        rows.model_parallel = tp.size > 1 or getattr(weight, "model_parallel", False)
+        mark_rows(weight, tp, vocab_size)
         self._part, self._tp, self._vocab_size = part, tp, vocab_size
         self._sequence_parallel = sequence_parallel
 

@@ -31,7 +31,14 @@ from ds_ext.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     shared_parameters,
 )
-from ds_ext.tensor_parallel.weight_gradients import Rows, deferred_linear, embedding, is_deferrable, linear
+from ds_ext.tensor_parallel.weight_gradients import (
+    Rows,
+    deferred_linear,
+    embedding,
+    embedding_rows,
+    is_deferrable,
+    linear,
+)
 
 InitMethod = Callable[[Tensor], object]
 """Function that fills a full (unsharded) fp32 CPU weight in place."""
@@ -188,11 +195,44 @@ class VocabParallelEmbedding(nn.Module):
         if self.tp.size == 1:
             return embedding(ids_BS, self.weight)
         check_ids(ids_BS, self.num_embeddings)
-        local_BS = ids_BS - self.tp.rank * self.rows
-        other_BS = (local_BS < 0) | (local_BS >= self.rows)
-        partial_BSD = embedding(local_BS.masked_fill(other_BS, 0), self.weight)
-        partial_BSD = partial_BSD.masked_fill(other_BS.unsqueeze(-1), 0.0)
+        partial_BSD = embedding_rows(ids_BS, self.weight, self.tp.rank * self.rows)
         return leave_tensor_parallel(partial_BSD, self.tp, self.sequence_parallel)
+
+
+class DividedEmbedding(nn.Module):
+    """Token embedding with one parameter per part of the vocabulary-parallel head that is tied to it.
+
+    Args:
+        weights: this rank's rows of every part, as the :class:`.chunked_loss.HeadPart` of its number has them.
+        tp: position of this rank in the group over which every part is sharded.
+        vocab_size: number of tokens in the vocabulary, without padding.
+        sequence_parallel: return this rank's slice of the tokens.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[nn.Parameter],
+        tp: TensorParallel,
+        vocab_size: int,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        for weight in weights:
+            mark_rows(weight, tp, vocab_size)
+        self.weight = nn.ParameterList(weights)
+        self._tp, self._sequence_parallel = tp, sequence_parallel
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        """Map token ids as :meth:`VocabParallelEmbedding.forward` does. Raises the same errors."""
+        shards, rows = len(self.weight) * self._tp.size, len(self.weight[0])
+        check_ids(ids_BS, shards * rows)
+        firsts = range(self._tp.rank * rows, shards * rows, self._tp.size * rows)
+        partial_BSD, *others = (
+            embedding_rows(ids_BS, weight, first) for weight, first in zip(self.weight, firsts, strict=True)
+        )
+        for other_BSD in others:
+            partial_BSD = partial_BSD + other_BSD
+        return leave_tensor_parallel(partial_BSD, self._tp, self._sequence_parallel)
 
 
 def enter_tensor_parallel(x: Tensor, tp: TensorParallel, sequence_parallel: bool) -> Tensor:
@@ -224,6 +264,13 @@ def shard_dim(parameter: Tensor) -> int | None:
 def unpadded_size(parameter: Tensor, padded: int) -> int:
     """Return the size of the full weight along ``shard_dim()`` without padding; ``padded`` is its size with padding."""
     return getattr(parameter, "unpadded_size", padded)
+
+
+def mark_rows(weight: nn.Parameter, tp: TensorParallel, vocab_size: int) -> None:
+    """Mark this rank's rows of a part of a head, so that a checkpoint joins the parts, and the shards of each."""
+    rows: Any = weight
+    rows.partition_dim, rows.unpadded_size = 0, vocab_size
+    rows.model_parallel = tp.size > 1 or getattr(weight, "model_parallel", False)
 
 
 def check_ids(ids: Tensor, limit: int) -> None:

@@ -198,7 +198,25 @@ def embedding(ids: Tensor, weight: Tensor, padding_idx: int = -1) -> Tensor:
     """Compute ``F.embedding`` with a deferrable weight gradient: ids (...), (rows, columns) to (..., columns)."""
     if not (_deferrable and _is_trained(weight)) or _is_transformed():
         return torch.embedding(weight, ids, padding_idx)
-    return _Embedding.apply(anchor(weight.dtype, weight.device), ids, (weight,), padding_idx)
+    return _Embedding.apply(anchor(weight.dtype, weight.device), ids, (weight,), padding_idx, None)
+
+
+def embedding_rows(ids: Tensor, weight: Tensor, first: int) -> Tensor:
+    """Look up ids in a weight with the rows from ``first`` on of a table; zeros for those of other rows."""
+    if not (_deferrable and _is_trained(weight)) or _is_transformed():
+        return _look_up(ids, weight, first)
+    return _Embedding.apply(anchor(weight.dtype, weight.device), ids, (weight,), -1, first)
+
+
+def _look_up(ids: Tensor, weight: Tensor, first: int) -> Tensor:
+    local, is_other = _local_ids(ids, first, len(weight))
+    return torch.embedding(weight, local).masked_fill(is_other, 0.0)
+
+
+def _local_ids(ids: Tensor, first: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Return the row of each id, 0 for those of other weights, and (..., 1) whether it is one of them."""
+    is_other = (ids < first) | (ids >= first + rows)
+    return (ids - first).masked_fill(is_other, 0), is_other.unsqueeze(-1)
 
 
 def _is_trained(weight: Tensor) -> bool:
@@ -264,22 +282,35 @@ class _Linear(torch.autograd.Function):
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, ids: Tensor, parameters: tuple[Tensor], padding_idx: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        ids: Tensor,
+        parameters: tuple[Tensor],
+        padding_idx: int,
+        first: int | None,  # row of the weight in the table; None: it is the whole table
+    ) -> Tensor:
         ctx.save_for_backward(ids)
         (ctx.weight,) = parameters
-        ctx.padding_idx = padding_idx
+        ctx.padding_idx, ctx.first = padding_idx, first
+        if first is not None:
+            return _look_up(ids, ctx.weight, first)
         return torch.embedding(ctx.weight, ids, padding_idx)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
-        weight, padding_idx = ctx.weight, ctx.padding_idx
+        weight, padding_idx, first = ctx.weight, ctx.padding_idx, ctx.first
 
         def gradient() -> Tensor:
-            return torch.ops.aten.embedding_dense_backward(grads[0], ids, len(weight), padding_idx, False)
+            grad, rows = grads[0], ids
+            if first is not None:  # masked here: the parts of a table keep one gradient of its outputs
+                rows, is_other = _local_ids(ids, first, len(weight))
+                grad = grad.masked_fill(is_other, 0.0)
+            return torch.ops.aten.embedding_dense_backward(grad, rows, len(weight), padding_idx, False)
 
         defer(weight, gradient, grads[0], ids)
-        return None, None, None, None
+        return None, None, None, None, None
 
 
 def defer(weight: Tensor, gradient: Gradient, *reads: Tensor) -> None:

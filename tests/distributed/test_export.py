@@ -97,11 +97,11 @@ def test_own_layers_load_in_torch(
 
 
 @needs("bf16")
-def test_shards_and_ties(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("parts", [False, True])
+def test_shards_and_ties(ranks: Ranks, tmp_path: Path, parts: bool) -> None:
     """A GPT of four ranks: tensor-parallel shards are joined, a tie is named as in the module."""
-    ranks(4).run(
-        train_and_save, Job("1f1b", 2, 2, 1, 4, GPT, deepspeed=HALF), str(tmp_path / "gpt"), timeout_s=120
-    )
+    job = Job("1f1b", 2, 2, 1, 4, GPT, deepspeed=HALF, head_parts=parts)
+    ranks(4).run(train_and_save, job, str(tmp_path / "gpt"), timeout_s=120)
     said = export(tmp_path / "gpt", tmp_path / "weights", shard_bytes=20_000)
     assert "python -m ds_ext convert" in said
     found = test_checkpoint.contents(tmp_path / "gpt" / "global_step3")

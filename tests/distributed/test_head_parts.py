@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
+from ds_ext.engine import PipelineModule, initialize
 from ds_ext.engine.module import head_parts
 from ds_ext.engine.state import RankState
+from ds_ext.engine.ties import divide_tied_embedding
 from ds_ext.errors import ConfigError
-from ds_ext.recipes.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
+from ds_ext.recipes.models.gpt import GPTConfig, GPTEmbedding, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 from tests.distributed.test_checkpoint import contents
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
@@ -24,16 +27,27 @@ from tests.ranks import Ranks
 from tests.reference import ReferenceRun, train_reference
 
 UNTIED = replace(MODEL, untie_embeddings_and_output_weights=True, vocab_size=90)
+TIED = replace(UNTIED, untie_embeddings_and_output_weights=False)
 HEAD = UNTIED.num_layers + 3  # index of the head's layer
 STEPS = 3
 
 
 def whole_weights(results: Sequence[Mapping[str, Any]], job: Job) -> dict[str, Tensor]:
     """All weights of a run with head parts by name, with those of the head joined and without padding."""
-    weights = {name: weight for result in results for name, weight in result["weights"].items()}
-    head = [weights.pop(f"{HEAD + part}.weight") for part in range(job.pp)]
+    weights: dict[str, Tensor] = {}
+    for result in results:
+        for name, weight in result["weights"].items():
+            assert torch.equal(weights.setdefault(name, weight), weight)
+    whole, names = f"{HEAD}.weight", [f"{HEAD + part}.weight" for part in range(job.pp)]
+    if not job.model.untie_embeddings_and_output_weights:
+        copies = [weights.pop(name, None) for name in names]
+        whole = "0.word_embeddings.weight"
+        names = [f"{whole}.{part}" for part in range(job.pp)]
+        for name, copy in zip(names, copies, strict=True):
+            assert copy is None or torch.equal(copy, weights[name])  # None: on the embedding's device
+    head = [weights.pop(name) for name in names]
     assert len({len(part) for part in head}) == 1
-    return {**weights, f"{HEAD}.weight": torch.cat(head)[: job.model.vocab_size]}
+    return {**weights, whole: torch.cat(head)[: job.model.vocab_size]}
 
 
 def check(results: Sequence[Mapping[str, Any]], job: Job, expected: ReferenceRun, tolerance: float) -> None:
@@ -77,6 +91,9 @@ SMALL = replace(UNTIED, vocab_size=20)  # of 64 rows: some parts have only paddi
 SEQUENCE = replace(UNTIED, sequence_parallel=True, recompute="selective")
 FULL = replace(UNTIED, recompute="full")
 DROPOUT = replace(UNTIED, hidden_dropout=0.1, attention_dropout=0.1)
+TIED_SMALL, TIED_SEQUENCE = (
+    replace(model, untie_embeddings_and_output_weights=False) for model in (SMALL, SEQUENCE)
+)
 
 
 @pytest.mark.parametrize(
@@ -94,8 +111,21 @@ DROPOUT = replace(UNTIED, hidden_dropout=0.1, attention_dropout=0.1)
         job_of("interleaved", 2, 1, 2, ragged=True),
         job_of("bitpipe", 4, model=FULL),
         job_of("1f1b", 2, model=FULL, eager=False),
+        job_of("1f1b", 1, 1, 2, model=TIED),
+        job_of("1f1b", 2, model=TIED),
+        job_of("1f1b", 4, model=TIED_SMALL),
+        job_of("zb_v", 2, model=TIED),
+        job_of("zb_v", 4, model=replace(TIED, recompute="full")),
+        job_of("zb_v", 2, 2, model=TIED_SMALL),
+        job_of("bitpipe_zb", 2, 2, 2, model=TIED_SEQUENCE),
+        job_of("bitpipe_zb", 4, model=TIED),
+        job_of("interleaved", 2, 1, 2, model=TIED, eager=False),
+        job_of("chimera", 4, model=TIED),
     ],
-    ids=lambda job: f"{job.schedule}-{job.pp}-{job.tp}-{job.dp}-{job.model.vocab_size}-{job.model.recompute}",
+    ids=lambda job: (
+        f"{job.schedule}-{job.pp}-{job.tp}-{job.dp}-{job.model.vocab_size}-{job.model.recompute}"
+        + "-tied" * (not job.model.untie_embeddings_and_output_weights)
+    ),
 )
 def test_trains_as_one_process(ranks: Ranks, job: Job) -> None:
     results = ranks(job.world_size).run(train_in_fp64, job, timeout_s=120)
@@ -117,23 +147,37 @@ def settings(precision: str, zero: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp", "tp", "dp", "precision", "zero", "overlap"),
+    ("schedule", "pp", "tp", "dp", "precision", "zero", "overlap", "model"),
     [
-        ("1f1b", 2, 1, 2, "fp32", 1, True),
-        ("zb_v", 2, 2, 2, "fp32", 1, False),
-        ("bitpipe_zb", 4, 1, 1, "fp32", 1, True),
-        ("interleaved", 2, 1, 2, "fp32", 0, True),
-        pytest.param("1f1b", 4, 1, 1, "bf16", 0, False, marks=needs("bf16")),
-        pytest.param("zb_v", 2, 1, 2, "bf16", 1, True, marks=needs("bf16")),
-        pytest.param("bitpipe_zb", 2, 2, 1, "bf16", 1, False, marks=needs("bf16")),
-        pytest.param("1f1b", 2, 1, 2, "fp16", 0, False, marks=needs("fp16")),
-        pytest.param("bitpipe_zb", 4, 1, 1, "fp16", 1, False, marks=needs("fp16")),
+        ("1f1b", 2, 1, 2, "fp32", 1, True, UNTIED),
+        ("zb_v", 2, 2, 2, "fp32", 1, False, UNTIED),
+        ("bitpipe_zb", 4, 1, 1, "fp32", 1, True, UNTIED),
+        ("interleaved", 2, 1, 2, "fp32", 0, True, UNTIED),
+        ("bitpipe_zb", 4, 1, 1, "fp32", 1, True, TIED),
+        ("interleaved", 2, 1, 2, "fp32", 0, True, TIED),
+        pytest.param("1f1b", 4, 1, 1, "bf16", 0, False, UNTIED, marks=needs("bf16")),
+        pytest.param("zb_v", 2, 1, 2, "bf16", 1, True, UNTIED, marks=needs("bf16")),
+        pytest.param("bitpipe_zb", 2, 2, 1, "bf16", 1, False, UNTIED, marks=needs("bf16")),
+        pytest.param("1f1b", 2, 1, 2, "bf16", 1, False, TIED, marks=needs("bf16")),
+        pytest.param("zb_v", 4, 1, 1, "bf16", 1, True, TIED, marks=needs("bf16")),
+        pytest.param("bitpipe_zb", 4, 1, 1, "bf16", 1, True, TIED, marks=needs("bf16")),
+        pytest.param("1f1b", 2, 1, 2, "fp16", 0, False, UNTIED, marks=needs("fp16")),
+        pytest.param("bitpipe_zb", 4, 1, 1, "fp16", 1, False, UNTIED, marks=needs("fp16")),
+        pytest.param("bitpipe_zb", 4, 1, 1, "fp16", 1, False, TIED, marks=needs("fp16")),
     ],
 )
 def test_precisions_and_zero(
-    ranks: Ranks, schedule: str, pp: int, tp: int, dp: int, precision: str, zero: int, overlap: bool
+    ranks: Ranks,
+    schedule: str,
+    pp: int,
+    tp: int,
+    dp: int,
+    precision: str,
+    zero: int,
+    overlap: bool,
+    model: GPTConfig,
 ) -> None:
-    job = job_of(schedule, pp, tp, dp, deepspeed=settings(precision, zero), overlap=overlap)
+    job = job_of(schedule, pp, tp, dp, model, deepspeed=settings(precision, zero), overlap=overlap)
     parts, whole = (
         ranks(job.world_size).run(train, one, timeout_s=120) for one in (job, replace(job, head_parts=False))
     )
@@ -180,8 +224,14 @@ def load_and_train(rank: int, job: Job, folder: str) -> list[float]:
         (replace(job_of("1f1b", 2, 2), head_parts=False), job_of("bitpipe_zb", 4)),
         (job_of("zb_v", 2, 2), job_of("bitpipe_zb", 2)),
         (job_of("1f1b", 2), replace(job_of("1f1b", 1, 2), head_parts=False)),
+        (job_of("bitpipe_zb", 4, model=TIED), replace(job_of("1f1b", 2, 2, model=TIED), head_parts=False)),
+        (replace(job_of("zb_v", 2, 2, model=TIED), head_parts=False), job_of("1f1b", 4, model=TIED)),
+        (job_of("zb_v", 2, 2, model=TIED), job_of("bitpipe_zb", 2, model=TIED)),
     ],
-    ids=["to-plain", "from-plain", "to-parts", "equal-shards"],
+    ids=[
+        *("to-plain", "from-plain", "to-parts", "equal-shards"),
+        *("tied-to-plain", "tied-from-plain", "tied-to-parts"),
+    ],
 )
 def test_a_checkpoint_fits_any_layout(
     ranks: Ranks, tmp_path: Path, saved: Job, loaded: Job, precision: str
@@ -204,8 +254,9 @@ def names_of_state(rank: int, job: Job) -> tuple[int, int]:
     return len(names), len(list(engine.module.parameters()))
 
 
-def test_a_snapshot_has_both_parts_of_a_device(ranks: Ranks) -> None:
-    for tensors, parameters in ranks(4).run(names_of_state, job_of("bitpipe_zb", 4)):
+@pytest.mark.parametrize("model", [UNTIED, TIED], ids=["untied", "tied"])
+def test_a_snapshot_has_both_parts_of_a_device(ranks: Ranks, model: GPTConfig) -> None:
+    for tensors, parameters in ranks(4).run(names_of_state, job_of("bitpipe_zb", 4, model=model)):
         assert tensors == parameters
 
 
@@ -222,9 +273,11 @@ def losses_and_audits(rank: int, job: Job) -> tuple[int, int]:
     return engine.audit.clean, engine.audit.done
 
 
+@pytest.mark.parametrize("model", [UNTIED, TIED], ids=["untied", "tied"])
 @pytest.mark.parametrize("schedule", ["1f1b", "bitpipe_zb"])
-def test_audits_pass(ranks: Ranks, schedule: str) -> None:
-    job = job_of(schedule, 2, 1, 1 if schedule == "bitpipe_zb" else 2, ds_ext={"audit_interval": 1})
+def test_audits_pass(ranks: Ranks, schedule: str, model: GPTConfig) -> None:
+    dp = 1 if schedule == "bitpipe_zb" else 2
+    job = job_of(schedule, 2, 1, dp, model, ds_ext={"audit_interval": 1})
     assert ranks(job.world_size).run(losses_and_audits, job) == [(STEPS, STEPS)] * job.world_size
 
 
@@ -250,17 +303,84 @@ def test_evaluations_have_no_logits(ranks: Ranks) -> None:
     assert results == [["return_logits", "compute_loss", losses] for losses in ("None", "2")]
 
 
-def build_error(rank: int, job: Job) -> str:
-    try:
-        build(job)
-    except ConfigError as error:
-        return str(error).partition(":")[0]
-    return ""
+class CountedEmbedding(GPTEmbedding):
+    """Embedding with a buffer."""
+
+    def __init__(self, config: GPTConfig, tp: TensorParallel, parts: int) -> None:
+        super().__init__(config, tp, parts)
+        self.register_buffer("count", torch.zeros(()))
 
 
-def test_a_tied_head_is_refused(ranks: Ranks) -> None:
-    tied = replace(UNTIED, untie_embeddings_and_output_weights=False)
-    assert set(ranks(2).run(build_error, job_of("1f1b", 2, model=tied))) == {"vocabulary_parallel_head"}
+def error_of_a_buffer(rank: int, job: Job) -> str:
+    layers: list[Any] = gpt_layer_specs(job.model, TensorParallel(), DropoutClock())
+    in_parts = layers[0].in_parts
+
+    def with_buffer(parts: int) -> TiedLayerSpec:
+        spec = in_parts(parts)
+        spec.typename = CountedEmbedding
+        return spec
+
+    layers[0].in_parts = with_buffer
+    with pytest.raises(ConfigError) as caught:
+        PipelineModule(layers, job.config(1), loss_fn=gpt_loss(job.model, TensorParallel()))
+    return str(caught.value)
+
+
+def test_an_embedding_in_parts_has_only_rows(ranks: Ranks) -> None:
+    for error in ranks(2).run(error_of_a_buffer, job_of("1f1b", 2, model=TIED)):
+        assert "vocabulary_parallel_head: " in error and "CountedEmbedding" in error
+
+
+def count_parameters(rank: int, job: Job) -> int:
+    engine, _ = build(job)
+    engine.transport.close()
+    return engine.run_facts["parameters"]
+
+
+def test_the_plan_counts_the_rows_of_a_tied_head_once(ranks: Ranks) -> None:
+    job = job_of("bitpipe_zb", 4, model=replace(TIED, vocab_size=96))
+    counts = [ranks(4).run(count_parameters, one) for one in (job, replace(job, head_parts=False))]
+    assert counts[0] == counts[1]
+
+
+def error_of_frozen_rows(rank: int, job: Job) -> str:
+    layers = gpt_layer_specs(job.model, TensorParallel(), DropoutClock())
+    model = PipelineModule(layers, job.config(1), loss_fn=gpt_loss(job.model, TensorParallel()))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("word_embeddings" not in name)
+    with pytest.raises(ConfigError) as caught:
+        initialize(model=model, config=job.config(1))
+    return str(caught.value)
+
+
+def test_rows_that_only_some_ranks_train_are_refused(ranks: Ranks) -> None:
+    for error in ranks(2).run(error_of_frozen_rows, job_of("1f1b", 2, model=TIED)):
+        assert "word_embeddings.weight.1" in error
+
+
+def test_a_tied_head_needs_an_embedding_in_parts() -> None:
+    layers: list[Any] = gpt_layer_specs(TIED, TensorParallel(), DropoutClock())
+    body, places = divide_tied_embedding(layers, 2)
+    assert len(body) == HEAD and body[0].module_args[-1] == 2
+    assert places == [{0: f"word_embeddings.weight.{part}", HEAD + part: "weight"} for part in range(2)]
+    twice = [layers[0], *layers]
+    del layers[0].in_parts
+    for wrong in (layers, twice):
+        with pytest.raises(ConfigError, match=r"vocabulary_parallel_head: .*'embed'"):
+            divide_tied_embedding(wrong, 2)
+
+
+def files_of_layers(rank: int, job: Job, folder: str) -> None:
+    engine, _ = build(job)
+    engine.save_checkpoint(folder, tag="saved")
+    engine.transport.close()
+
+
+def test_a_checkpoint_has_the_rows_of_a_tied_head_once(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(4).run(files_of_layers, job_of("bitpipe_zb", 4, model=TIED), str(tmp_path))
+    files = [path.name for path in (tmp_path / "saved").glob("layer_*")]
+    rows = [f"layer_00-model_{part:02d}-model_states.pt" for part in range(4)]
+    assert sorted(files) == [*rows, *(f"layer_{layer:02d}-model_states.pt" for layer in range(1, HEAD))]
 
 
 def test_a_loss_function_of_logits_is_refused() -> None:

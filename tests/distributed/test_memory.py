@@ -129,6 +129,8 @@ CASES = [
     Case("bitpipe_zb", zero=1, adam=FUSED),
     Case("bitpipe_zb", "bf16", adam=FUSED),
     Case("chimera", "bf16", adam=FUSED, model=LARGE_VOCABULARY),
+    Case("zb_v", "bf16", adam=FUSED, model=LARGE_VOCABULARY, data=2, head_parts=True),
+    Case("bitpipe_zb", zero=1, adam=FUSED, model=LARGE_VOCABULARY, devices=4, head_parts=True),
 ]
 MORE = [
     *(
@@ -174,6 +176,10 @@ ACTIVE = [
     *(
         replace(active(schedule, precision, base=LLAMA, vocab_size=8192), head_parts=True)
         for schedule, precision in (("1f1b", "bf16"), ("zb_v", "fp32"), ("bitpipe_zb", "bf16"))
+    ),
+    *(
+        replace(active(schedule, precision, vocab_size=8192), head_parts=True)
+        for schedule, precision in (("1f1b", "bf16"), ("zb_v", "fp32"))
     ),
     active("1f1b", slices=8, base=LONG_LLAMA, recompute="full"),
     active("zb_v", slices=4, base=LONG_LLAMA, recompute="selective"),

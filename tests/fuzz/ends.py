@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Generator, Tensor, nn
 
-from ds_ext.tensor_parallel import TensorParallel, chunked_loss
+from ds_ext.tensor_parallel import DividedEmbedding, TensorParallel, chunked_loss
 
 from .kinds import VOCABULARY, WIDTH
 from .standard_layers import linear
@@ -125,6 +125,38 @@ class InputInPlace(nn.Module):
         return self.linear(x)
 
 
+def _drawn_rows() -> Tensor:
+    return torch.randn(VOCABULARY, WIDTH, generator=Generator().manual_seed(7)) / WIDTH**0.5
+
+
+def _rows_of_part(part: int, parts: int) -> nn.Parameter:
+    """Return drawn rows, with rows of zeros at the end of the last parts."""
+    rows = -(-VOCABULARY // parts)
+    padded = F.pad(_drawn_rows(), (0, 0, 0, rows * parts - VOCABULARY))
+    return nn.Parameter(padded[part * rows : (part + 1) * rows].clone())
+
+
+class TiedEmbedding(nn.Embedding):
+    """Embedding that is tied to the head."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, WIDTH, _weight=_drawn_rows())
+
+
+class EmbeddingInParts(DividedEmbedding):
+    """The same embedding with the rows of every part of the head."""
+
+    def __init__(self, parts: int) -> None:
+        rows = [_rows_of_part(part, parts) for part in range(parts)]
+        super().__init__(rows, TensorParallel(), VOCABULARY)
+
+
+def _tied_embedding() -> list[Any]:
+    spec = TiedLayerSpec("embedding", TiedEmbedding)
+    spec.in_parts = lambda parts: TiedLayerSpec("embedding", EmbeddingInParts, parts)
+    return [spec]
+
+
 STARTS: dict[str, Start] = {
     "floats": Start(_floats, lambda: []),
     "floats_in_place": Start(_floats, lambda: [LayerSpec(InputInPlace)]),
@@ -135,7 +167,7 @@ STARTS: dict[str, Start] = {
     ),
     "complex_tokens": Start(_tokens, lambda: [LayerSpec(ComplexEmbedding)]),
     "tokens_in_place": Start(_tokens, lambda: [LayerSpec(ShiftedEmbedding)]),
-    "tied_tokens": Start(_tokens, lambda: [TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH)]),
+    "tied_tokens": Start(_tokens, _tied_embedding),
 }
 
 # --- ends ---
@@ -224,10 +256,6 @@ class WholeCrossEntropy(CountedCrossEntropy):
         return super().__call__(CHUNKED.logits(outputs), labels)
 
 
-def _drawn_rows() -> Tensor:
-    return torch.randn(VOCABULARY, WIDTH, generator=Generator().manual_seed(7)) / WIDTH**0.5
-
-
 class DividedHead(nn.Module):
     """Head with whole logits."""
 
@@ -240,17 +268,13 @@ class DividedHead(nn.Module):
 
 
 class PartOfHead(chunked_loss.HeadPart):
-    """Part of the same head, with rows of zeros at the end of the last parts."""
+    """Part of the same head."""
 
     def __init__(self, part: int, parts: int) -> None:
-        rows = -(-VOCABULARY // parts)
-        padded = F.pad(_drawn_rows(), (0, 0, 0, rows * parts - VOCABULARY))
-        weight = nn.Parameter(padded[part * rows : (part + 1) * rows].clone())
-        super().__init__(weight, part, TensorParallel(), VOCABULARY)
+        super().__init__(_rows_of_part(part, parts), part, TensorParallel(), VOCABULARY)
 
 
-def _divided_head() -> list[Any]:
-    spec = LayerSpec(DividedHead)
+def _divided_head(spec: LayerSpec) -> list[Any]:
     spec.in_parts = lambda parts: [LayerSpec(PartOfHead, part, parts) for part in range(parts)]
     return [spec]
 
@@ -311,7 +335,7 @@ def _head() -> list[Any]:
 
 
 def _tied_head() -> list[Any]:
-    return [TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH, forward_fn=tied_head)]
+    return [TiedLayerSpec("embedding", TiedEmbedding, forward_fn=tied_head)]
 
 
 def _chunked_tied_head(module: nn.Module, x: Tensor) -> Tensor:
@@ -320,7 +344,7 @@ def _chunked_tied_head(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def _chunked_tied() -> list[Any]:
-    return [TiedLayerSpec("embedding", nn.Embedding, VOCABULARY, WIDTH, forward_fn=_chunked_tied_head)]
+    return [TiedLayerSpec("embedding", TiedEmbedding, forward_fn=_chunked_tied_head)]
 
 
 ENDS: dict[str, End] = {
@@ -333,7 +357,16 @@ ENDS: dict[str, End] = {
     "loss_pair": End(_some_labels, _head, lambda: _cross_entropy_sum, pairs=True),
     "counted_pair": End(_some_labels, _head, CountedCrossEntropy, pairs=True),
     "tied_pair": End(_some_labels, _tied_head, CountedCrossEntropy, pairs=True, start="tied_tokens"),
-    "divided_head": End(_some_labels, _divided_head, DividedCrossEntropy, pairs=True),
+    "divided_head": End(
+        _some_labels, lambda: _divided_head(LayerSpec(DividedHead)), DividedCrossEntropy, pairs=True
+    ),
+    "divided_tied_head": End(
+        _some_labels,
+        lambda: _divided_head(*_tied_head()),
+        DividedCrossEntropy,
+        pairs=True,
+        start="tied_tokens",
+    ),
     "chunked_head": End(
         _token_labels,
         lambda: [LayerSpec(LinearHead)],

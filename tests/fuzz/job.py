@@ -473,7 +473,7 @@ def _draw(random: Random, seed: int) -> Job | None:
 
 def _draw_head_parts(random: Random, job: Job) -> Job:
     """Draw which layouts divide the head over their devices, if the job can divide it."""
-    if job.end != "divided_head":
+    if not job.end.startswith("divided_"):
         return job
 
     def divided(layout: Layout) -> Layout:

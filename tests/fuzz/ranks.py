@@ -134,7 +134,7 @@ def _evaluate(job: Job, step: int, engine: PipelineEngine, result: Result) -> No
 def _state(engine: PipelineEngine, tp: TensorParallel) -> dict[str, Any]:
     """Return parameters and persistent buffers by "layer.name", gathered over tensor-parallel ranks.
 
-    Those of a part of the head are called "layer.name#part".
+    Those of a part of the head, and the rows of an embedding that is tied to it, are called "layer.name#part".
     """
     state = {}
     for stage in engine.module.stages:
@@ -144,5 +144,9 @@ def _state(engine: PipelineEngine, tp: TensorParallel) -> dict[str, Any]:
             for name, value in module.state_dict().items():
                 dim = shard_dim(parameters[name]) if name in parameters else None
                 of_part = f"#{part}" if parts > 1 else ""
-                state[f"{index - part}.{name}{of_part}"] = gather_shards(value, dim, tp).clone()
+                whole = f"{index - part}.{name}{of_part}"
+                for number, places in enumerate(engine.module.tied_rows):
+                    if index == min(places) and places[index] == name:
+                        whole = f"{index}.{name.rpartition('.')[0]}#{number}"
+                state[whole] = gather_shards(value, dim, tp).clone()
     return state

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.launch.forked import run_forked
 from tests.launch.jobs import ROOT, tiny_config, write_json
 
@@ -16,11 +18,14 @@ def losses(text: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step \d+/\d+ \| loss (\S+)", text, re.MULTILINE)]
 
 
-def test_a_run_with_parts_resumes_without(corpus: Path, tmp_path: Path, free_port: Callable[[], int]) -> None:
+@pytest.mark.parametrize("tie", [[UNTIED], []], ids=["untied", "tied"])
+def test_a_run_with_parts_resumes_without(
+    corpus: Path, tmp_path: Path, free_port: Callable[[], int], tie: list[str]
+) -> None:
     config = write_json(tmp_path / "parts.json", tiny_config(corpus, schedule="zb_v"))
 
     def run(folder: str, iterations: int, *more: str) -> list[float]:
-        flags = ["--deepspeed_config", str(config), UNTIED, "--save", folder, "--eval-iters", "1", *more]
+        flags = ["--deepspeed_config", str(config), *tie, "--save", folder, "--eval-iters", "1", *more]
         words = [str(ROOT / "train_gpt.py"), *flags, "--train-iters", str(iterations)]
         results = run_forked([words] * 2, tmp_path, port=free_port())
         assert [result.returncode for result in results] == [0, 0], results
@@ -31,10 +36,3 @@ def test_a_run_with_parts_resumes_without(corpus: Path, tmp_path: Path, free_por
     rest = run("parts", 4, "--load", "parts")
     assert len(whole) == 4 and first + rest == whole
     assert len(run("parts", 5, "--load", "parts", PARTS)) == 1
-
-
-def test_a_tied_head_is_refused_before_launch(corpus: Path, tmp_path: Path) -> None:
-    config = write_json(tmp_path / "tied.json", tiny_config(corpus, schedule="zb_v"))
-    words = [str(ROOT / "train_gpt.py"), "--deepspeed_config", str(config), PARTS, "--dry-run"]
-    (result,) = run_forked([words], tmp_path, port=None)
-    assert result.returncode == 2 and f"error: {PARTS}: " in result.stderr + result.stdout

@@ -279,24 +279,29 @@ def _write_layers(
     names = {id(local.parameter): local for local in parameters.values()}
     ranks, tensor_rank = engine.layout.tensor_parallel_size, engine.mpu.get_slice_parallel_rank()
     aliases: dict[str, str] = {}
-    for index, (_, layer) in layers_of(engine.module).items():
+    for index, layer in layers_of(engine.module).items():
         if not _holds_first_place(engine.module, index):
             continue
         part, parts = engine.module.head_part(index)
         place = index - part
-        name = layer_file(place, part * ranks + tensor_rank, parts * ranks)
         state = {
             key: value
             for key, value in layer.state_dict(keep_vars=True).items()
             if not isinstance(value, torch.nn.Parameter) or id(value) in names
         }
-        for key, value in state.items():
-            if isinstance(value, torch.nn.Parameter):
-                local = names[id(value)]
-                if (local.layer, local.key) != (place, key):
-                    aliases[f"{place}.{key}"] = local.name
-        plain = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
-        files[name] = write_plain(written / name, plain, new_file)
+        states = {(part, parts): state}
+        if any(index in rows for rows in engine.module.tied_rows):  # every part as the whole parameter
+            members = [names[id(value)] for value in state.values()]
+            states = {(local.part, local.parts): {local.key: local.parameter} for local in members}
+        for (part, parts), state in states.items():
+            for key, value in state.items():
+                if isinstance(value, torch.nn.Parameter):
+                    local = names[id(value)]
+                    if (local.layer, local.key) != (place, key):
+                        aliases[f"{place}.{key}"] = local.name
+            plain = {k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in state.items()}
+            name = layer_file(place, part * ranks + tensor_rank, parts * ranks)
+            files[name] = write_plain(written / name, plain, new_file)
     return aliases
 
 
@@ -313,7 +318,12 @@ def require_plain_extra_states(state: RankState) -> None:
 
 
 def _holds_first_place(module: PipelineModule, index: int) -> bool:
-    """Return whether a stage of this rank has layer ``index``, which for a tied layer is its first place."""
+    """Return whether a stage of this rank has layer ``index``, which for a tied layer is its first place.
+
+    The first place of a part of a tied head is the embedding.
+    """
+    if any(index == max(rows) for rows in module.tied_rows):
+        return False
     return any(module.parts[stage] <= index < module.parts[stage + 1] for stage in module.stages)
 
 

@@ -126,45 +126,42 @@ def unique_name(name: str, part: int, parts: int) -> str:
     return name if parts == 1 else f"{name}/part_{part}"
 
 
-def layers_of(module: PipelineModule) -> dict[int, tuple[str, nn.Module]]:
-    """Return global index -> (prefix of parameter names in checkpoints, layer) of this rank's layers, by index.
+def layers_of(module: PipelineModule) -> dict[int, nn.Module]:
+    """Return global index -> layer of this rank's layers, by index.
 
     A tied layer has the index of its first place in the model, also if another rank holds that place. Every part of a
-    head has an index, see :meth:`.PipelineModule.head_part`, and the prefix of the head.
+    head has an index, see :meth:`.PipelineModule.head_part`.
     """
     first_places: dict[str, int] = {}  # key of a tie -> index of its first layer
     for index, spec in enumerate(module._layer_specs):
         if isinstance(spec, TiedLayerSpec):
             first_places.setdefault(spec.key, index)
-    layers: dict[int, tuple[str, nn.Module]] = {}
+    layers: dict[int, nn.Module] = {}
     for stage in module.stages:
         for index, layer in module.stage_modules(stage).items():
             spec = module._layer_specs[index]
-            if isinstance(spec, TiedLayerSpec):
-                layers[first_places[spec.key]] = f"tied_modules.{spec.key}", layer
-            else:
-                layers[index] = str(index - module.head_part(index)[0]), layer
+            layers[first_places[spec.key] if isinstance(spec, TiedLayerSpec) else index] = layer
     return dict(sorted(layers.items()))
 
 
 def parameters_of(module: PipelineModule, tensor_ranks: int) -> dict[str, LocalParameter]:
     """Return all parameters of this rank by unique name, with frozen ones.
 
-    Shared ones are named after their first layer.
+    Shared ones are named after their first layer, and rows of a tied embedding after the whole one.
     """
     parameters: dict[int, LocalParameter] = {}
-    first_places = {id(shared.parameter): (shared.layer, shared.key) for shared in module.shared}
-    for index, (prefix, layer) in layers_of(module).items():
-        part, parts = module.head_part(index)
+    all_shared = {id(shared.parameter): shared for shared in module.shared}
+    for index, layer in layers_of(module).items():
         for key, parameter in layer.named_parameters():
-            number = id(parameter)
-            if number not in parameters:
-                first_layer, first_key = first_places.get(number, (index - part, key))
-                name = f"{first_layer}.{first_key}" if number in first_places else f"{prefix}.{key}"
-                shape = Shape.from_parameter(name, parameter, tensor_ranks * parts)
-                parameters[number] = LocalParameter(
-                    name, parameter, first_layer, first_key, shape, part, parts
-                )
+            if id(parameter) in parameters:
+                continue
+            shared = all_shared.get(id(parameter))
+            part, parts = module.head_part(index if shared is None else max(shared.places))
+            place, key = (index - part, key) if shared is None else (shared.layer, shared.whole or shared.key)
+            spec = module._layer_specs[place]
+            name = f"tied_modules.{spec.key}.{key}" if isinstance(spec, TiedLayerSpec) else f"{place}.{key}"
+            shape = Shape.from_parameter(name, parameter, tensor_ranks * parts)
+            parameters[id(parameter)] = LocalParameter(name, parameter, place, key, shape, part, parts)
     return {local.unique_name: local for local in parameters.values()}
 
 

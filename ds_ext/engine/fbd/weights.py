@@ -164,4 +164,4 @@ def weights_in_order(module: PipelineModule) -> list[Tensor]:
     tensor assigned to its name is not sent.
     """
     parameters = [parameter for _, parameter in module.named_parameters()]
-    return parameters + [buffer for _, layer in layers_of(module).values() for _, buffer in buffers_of(layer)]
+    return parameters + [buffer for layer in layers_of(module).values() for _, buffer in buffers_of(layer)]

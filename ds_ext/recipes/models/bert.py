@@ -29,14 +29,13 @@ from torch import Tensor, nn
 from ds_ext.errors import ConfigError
 from ds_ext.recipes.models.bert_layers import BertHeads, BertLayer
 from ds_ext.recipes.models.config import GPT_FIELDS, TransformerConfig
-from ds_ext.recipes.models.gpt import GPTEmbedding, check_positions
+from ds_ext.recipes.models.gpt import GPTEmbedding, check_positions, output_logits
 from ds_ext.recipes.models.layers import BEFORE_THE_FIRST_LAYER, LayerNorm, embedding_table, hidden_dropout
 from ds_ext.tensor_parallel import (
     IGNORE_INDEX,
     DropoutClock,
     TensorParallel,
     embedding,
-    project_logits,
     shared_parameters,
     vocab_parallel_cross_entropy,
 )
@@ -129,8 +128,7 @@ def embed_words(embedding: GPTEmbedding, inputs: tuple[Tensor, Tensor, Tensor]) 
 def word_logits(embedding: GPTEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Apply the language model head: (words_BSD, order_B2) to (logits_BSV, order_B2), this rank's logits."""
     words_BSD, *order = inputs
-    table = embedding.word_embeddings
-    return project_logits(words_BSD, table.weight, table.tp, table.sequence_parallel), *order
+    return output_logits(embedding, words_BSD), *order
 
 
 def bert_layer_specs(config: BertConfig, tp: TensorParallel, clock: DropoutClock) -> list[LayerSpec]:

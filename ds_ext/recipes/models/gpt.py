@@ -41,6 +41,7 @@ from ds_ext.recipes.models.te import TransformerEngineLayer, check_transformer_e
 from ds_ext.tensor_parallel import (
     IGNORE_INDEX,
     ChunkedHead,
+    DividedEmbedding,
     DropoutClock,
     HeadPart,
     InitMethod,
@@ -70,20 +71,28 @@ class GPTEmbedding(nn.Module):
     """Word embeddings.
 
     Padding rows are zero and stay zero. The initial values of the other rows do not depend on the padding.
+
+    Args:
+        config: sizes.
+        tp: position of this rank in its tensor-parallel group.
+        parts: number of the parts of the tied head; 0: it is whole.
     """
 
-    def __init__(self, config: TransformerConfig, tp: TensorParallel) -> None:
+    def __init__(self, config: TransformerConfig, tp: TensorParallel, parts: int = 0) -> None:
         super().__init__()
         self.packed = config.packed
-        rows = config.padded_vocab_size(tp.shards)
-        self.word_embeddings = VocabParallelEmbedding(
-            rows,
-            config.hidden_size,
-            tp,
-            init=_vocabulary_init(config, BEFORE_THE_FIRST_LAYER, "word_embeddings.weight"),
-            padding=rows - config.vocab_size,
-            sequence_parallel=config.sequence_parallel,
-        )
+        width, rows = config.hidden_size, config.padded_vocab_size(tp.shards * max(parts, 1))
+        tokens, sequence = config.vocab_size, config.sequence_parallel
+        init = _embedding_init(config)
+        self.word_embeddings: VocabParallelEmbedding | DividedEmbedding
+        if parts:
+            whole = sharded_parameter((rows, width), 0, TensorParallel(), init).detach()
+            weights = [nn.Parameter(tp.shard(part, 0).clone()) for part in whole.chunk(parts)]
+            self.word_embeddings = DividedEmbedding(weights, tp, tokens, sequence)
+        else:
+            self.word_embeddings = VocabParallelEmbedding(
+                rows, width, tp, init=init, padding=rows - tokens, sequence_parallel=sequence
+            )
 
     def forward(self, inputs: Packed) -> Packed:
         """Map tokens_BS to hidden_BSD, or (tokens_BS, starts_BS) to (hidden_BSD, starts_BS).
@@ -105,6 +114,10 @@ class GPTEmbedding(nn.Module):
 def _inputs_error(problem: str) -> ConfigError:
     fix = "Change the data, or reset_position_ids and reset_attention_mask."
     return ConfigError(f"inputs: must be {problem}. {fix}")
+
+
+def _embedding_init(config: TransformerConfig) -> InitMethod:
+    return _vocabulary_init(config, BEFORE_THE_FIRST_LAYER, "word_embeddings.weight")
 
 
 def _vocabulary_init(config: TransformerConfig, layer: int, name: str) -> InitMethod:
@@ -175,12 +188,14 @@ def _head_weight(
     config: TransformerConfig, tp: TensorParallel, part: int = 0, parts: int = 1
 ) -> nn.Parameter:
     shape = config.padded_vocab_size(tp.shards * parts), config.hidden_size
-    init = _vocabulary_init(config, config.num_layers, "output_layer.weight")
+    is_untied = config.untie_embeddings_and_output_weights
+    head_init = _vocabulary_init(config, config.num_layers, "output_layer.weight")
+    init = head_init if is_untied else _embedding_init(config)
     return sharded_parameter(shape, 0, tp, init, unpadded=config.vocab_size, part=part, parts=parts)
 
 
 class GPTHeadPart(HeadPart):
-    """Part of the rows of a GPTHead. All parts together have its initial values."""
+    """Part of the rows of a GPTHead, or of the tied embedding. All parts together have its initial values."""
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel, part: int, parts: int) -> None:
         weight = _head_weight(config, tp, part, parts)
@@ -198,13 +213,18 @@ def check_positions(tokens: int, positions: int) -> None:
 
 def output_logits(embedding: GPTEmbedding, hidden_BSD: Tensor) -> Tensor:
     """Apply the language model head, which uses the tied word embeddings: hidden_BSD to this rank's logits_BSV."""
-    table = embedding.word_embeddings
+    table = _whole_table(embedding)
     return project_logits(hidden_BSD, table.weight, table.tp, table.sequence_parallel)
+
+
+def _whole_table(embedding: GPTEmbedding) -> VocabParallelEmbedding:
+    assert isinstance(embedding.word_embeddings, VocabParallelEmbedding), "a head in parts has no logits"
+    return embedding.word_embeddings
 
 
 def enter_head(chunked: ChunkedHead, embedding: GPTEmbedding, hidden_BSD: Tensor) -> Tensor:
     """Apply the tied language model head with a chunked loss: hidden_BSD to the hidden states of all tokens."""
-    table = embedding.word_embeddings
+    table = _whole_table(embedding)
     return chunked.enter(hidden_BSD, table.weight, table.sequence_parallel)
 
 
@@ -234,15 +254,18 @@ def gpt_layer_specs(
     if config.untie_embeddings_and_output_weights:
         embedding_spec = LayerSpec(GPTEmbedding, config, tp)
         head_spec = LayerSpec(GPTHead, config, tp, chunked)
-        head_spec.in_parts = lambda parts: [
-            LayerSpec(GPTHeadPart, config, tp, part, parts) for part in range(parts)
-        ]
     else:
         weight = "word_embeddings.weight"
         embedding_spec, head_spec = (
             TiedLayerSpec("embed", GPTEmbedding, config, tp, forward_fn=forward, tied_weight_attr=weight)
             for forward in (None, functools.partial(enter_head, chunked) if chunked else output_logits)
         )
+        embedding_spec.in_parts = lambda parts: TiedLayerSpec(
+            "embed", GPTEmbedding, config, tp, parts, tied_weight_attr=weight
+        )
+    head_spec.in_parts = lambda parts: [
+        LayerSpec(GPTHeadPart, config, tp, part, parts) for part in range(parts)
+    ]
     return [
         embedding_spec,
         LayerSpec(GPTPositionEmbedding, config, tp, clock),

@@ -113,7 +113,7 @@ def _check_splits(args: argparse.Namespace, plan: JobPlan, model: Model) -> None
     settings = plan.settings
     if settings.vocabulary_parallel_head and model == "bert":
         raise ConfigError(
-            "ds_ext.vocabulary_parallel_head: BERT's head is tied to its embedding (got true). Remove it."
+            "ds_ext.vocabulary_parallel_head: BERT's head has a bias and cannot be divided (got true). Remove it."
         )
     if settings.sequence_slices == 1:
         return
@@ -173,16 +173,11 @@ def stage_boundaries(
 ) -> list[int]:
     """Return stages + 1 indices of pipeline layers: stage s has the layers from element s up to element s + 1.
 
-    See :func:`ds_ext.parallel.partition.layer_boundaries`. Raises ConfigError, also for parts of a tied head.
+    See :func:`ds_ext.parallel.partition.layer_boundaries`. Raises ConfigError.
 
     Args:
         before, after: names of the layers before and after the transformer layers; only their number matters.
     """
-    if plan.settings.vocabulary_parallel_head and not model.untie_embeddings_and_output_weights:
-        raise ConfigError(
-            "--vocabulary-parallel-head: the head must not be tied to the embedding (got a tied head). Add "
-            "--untie-embeddings-and-output-weights."
-        )
     return layer_boundaries(
         args.num_layers,
         len(before),

@@ -14,7 +14,7 @@ import pytest
 
 from ds_ext.__main__ import main
 from ds_ext.config.job import load_config
-from ds_ext.errors import ConfigError, ScheduleError
+from ds_ext.errors import ConfigError
 from ds_ext.parallel.crossing import messages_between
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs, read_costs
@@ -199,14 +199,31 @@ def test_auto_chooses_a_schedule_with_parts() -> None:
         make_job_plan(load_config(job("auto", train=TRAIN, sequence_slices=2)))
 
 
-def test_a_tied_head_has_no_parts() -> None:
+def test_a_tied_head_has_parts() -> None:
     tied = {**TRAIN, "untie_embeddings_and_output_weights": False}
-    with pytest.raises(ConfigError, match=r"vocabulary_parallel_head: .* 8,192 "):
-        make_job_plan(load_config(job("auto", train=tied)))
-    placement = get_schedule("1f1b").placement(4, {}, True)
-    sizes = replace(LLAMA, untie_embeddings_and_output_weights=False)
-    with pytest.raises(ScheduleError, match=r"vocabulary_parallel_head: .* 128,256 "):
-        split_layers(sizes, placement, "1f1b")
+    assert make_job_plan(load_config(job("auto", train=tied))).timetable.placement.head_parts == 4
+
+
+@pytest.mark.parametrize(("name", "local"), [("1f1b", 1), ("zb_v", 1), ("bitpipe_zb", 2)])
+def test_the_parts_of_a_tied_head_are_rows_of_the_embedding(name: str, local: int) -> None:
+    """``local`` parts are on the device of the embedding."""
+    placement = get_schedule(name).placement(8, {}, True)
+    sizes = split_layers(replace(LLAMA, untie_embeddings_and_output_weights=False), placement, name)
+    layers = 4 * local * LLAMA.layer_parameters
+    part = LLAMA.embedding_parameters / 8
+    counts = rank_parameters(sizes, placement)
+    assert counts[0] == pytest.approx(layers + 8 * part, rel=1e-4)  # the last norm may be here
+    assert counts[3] == pytest.approx(layers + local * part)
+    tied = [sizes.tied_parameters(placement, device) for device in range(8)]
+    assert tied[0] == (8 - local) * part and tied[3] == local * part
+    reduced = sizes.stage_parameters(placement)
+    assert sum(reduced) == pytest.approx(model_parameters(sizes) - tied[0])
+    assert reduced[-8:] == (0.0,) * 8
+    lookup, untied = (
+        stage_activations(replace(one, stage_layers=sizes.stage_layers), placement.stages, head_parts=8)[0]
+        for one in (sizes, LLAMA)
+    )
+    assert lookup.kept == untied.kept and lookup.deferred == untied.deferred
 
 
 def test_activations_within_a_limit() -> None:
@@ -249,6 +266,8 @@ def test_verbs_know_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["simulate", "zb_v", *HEAD, *arguments]) == 0
     values = json.loads(capsys.readouterr().out)
     assert len(values["stage_bytes"]) == 13 and values["layers"] == [4] * 8
+    assert main(["simulate", "1f1b", *HEAD, "--model", "gpt-1.3b"]) == 0  # its head is tied
+    capsys.readouterr()
     assert main(["compare", "1f1b", "zb_v", "dpp", *HEAD]) == 1
     assert "--vocabulary-parallel-head" in capsys.readouterr().out
 
@@ -259,12 +278,7 @@ def test_verbs_know_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["optimise", "1f1b", *HEAD], "4 parts"),
         (["simulate", "fbd", *HEAD], "--vocabulary-parallel-head"),
         (["simulate", "1f1b", *HEAD, "--sequence-slices", "2"], "--vocabulary-parallel-head"),
-        (["simulate", "1f1b", *HEAD, "--model", "gpt-1.3b"], "--untie-embeddings-and-output-weights"),
         (["simulate", "plain.txt", "--vocabulary-parallel-head"], "--vocabulary-parallel-head"),
-        (
-            ["plan", "--devices=8", "--memory=80GB", "--model=gpt-1.3b", "--global-batch-size=8", HEAD[-1]],
-            "--untie-embeddings-and-output-weights",
-        ),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",
 )

@@ -116,15 +116,17 @@ def test_initial_weights_do_not_depend_on_the_partition() -> None:
         assert torch.equal(parameter, whole[f"4.{name}"])
 
 
-def test_initial_weights_do_not_depend_on_the_padding() -> None:
+def test_initial_weights_do_not_depend_on_the_padding_or_the_parts() -> None:
     # torch draws 16 values at once and 37 * 20 is not a multiple of 16, so a longer draw would end differently.
     config = replace(CONFIG, hidden_size=20)
     tables = [
-        GPTEmbedding(replace(config, make_vocab_size_divisible_by=multiple), ONE).word_embeddings.weight
-        for multiple in (1, 128)
+        torch.cat(
+            [*GPTEmbedding(replace(config, make_vocab_size_divisible_by=multiple), ONE, parts).parameters()]
+        )
+        for multiple, parts in ((1, 0), (128, 0), (1, 2), (8, 4))
     ]
-    assert [len(table) for table in tables] == [37, 128]
-    assert torch.equal(tables[0], tables[1][:37])
+    assert [len(table) for table in tables] == [37, 128, 38, 64]
+    assert all(torch.equal(tables[0], table[:37]) and not table[37:].any() for table in tables)
 
 
 @pytest.mark.parametrize(("recompute", "interval"), [("full", 1), ("full", 2), ("selective", 1)])
