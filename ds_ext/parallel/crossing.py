@@ -32,7 +32,8 @@ class Traffic:
         gradients: for each device, the gradients of one rank that its replicas and data-parallel ranks average.
         weights: for each device, the weights of one rank that change in a step.
         tensor: for each device, the tensors that one rank all-reduces over its tensor-parallel group; empty: 0.
-        tied: gradient of a weight that the first and the last stage share.
+        tied: gradient of a weight that two devices share: that of the first and the last stage, or rows of it that a
+            part of the head has.
         zero_stage: 1 if the ranks that average gradients also gather the weights after the step.
         overlaps: with ZeRO, gradients are reduce-scattered, and the weights gathered beside the next step.
         stages: for each stage, the gradients of one rank, without weights tied to other devices; empty: unknown.
@@ -202,7 +203,7 @@ def _ties(layout: ParallelLayout, traffic: Traffic) -> Iterable[tuple[list[int],
     """Yield the ranks that sum the gradient of a tied weight, and the bytes per connection."""
     if not traffic.tied:
         return
-    for devices in sorted({tuple(sorted(pair)) for pair in layout.placement.split_ends}):
+    for devices in sorted({tuple(sorted(pair)) for pair in layout.placement.tied_pairs}):
         for data in range(layout.data_parallel_size):
             for tensor in range(layout.tensor_parallel_size):
                 yield [layout.rank(device, data, tensor) for device in devices], _all_reduce(2, traffic.tied)

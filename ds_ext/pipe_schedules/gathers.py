@@ -21,7 +21,7 @@ def order_of_first_use(simulation: Simulation, device: int) -> list[int]:
     Gathers are collectives over these replicas, so all must start them in one order.
     """
     placement = simulation.timetable.placement
-    group = next(group for group in placement.replica_groups if device in group)
+    group = placement.replicas_of(device)
     first: dict[int, float] = {}
     for op, start, _ in (span for member in group for span in simulation.spans[member]):
         first[op.stage] = min(start, first.get(op.stage, start))

@@ -224,10 +224,23 @@ class Placement:
         assert all(len(group) == self.replicas for group in groups), "call check_replicas first"
         return groups
 
-    @property
-    def split_ends(self) -> tuple[tuple[int, int], ...]:
-        """(device of the first stage, device of the last stage) of every pipe in which they differ."""
-        return tuple((pipe[0], pipe[-1]) for pipe in self.pipes if pipe[0] != pipe[-1])
+    def replicas_of(self, device: int) -> tuple[int, ...]:
+        """Return the group of :attr:`replica_groups` with ``device``."""
+        return next(group for group in self.replica_groups if device in group)
+
+    @cached_property
+    def tied_pairs(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of devices that sum the gradient of a tied head, or of a part of it: those of its two ends in a pipe.
+
+        Devices with the same stages are replicas, which have one copy of both ends.
+        """
+        heads = self.head_devices if self.head_parts else tuple(pipe[-1:] for pipe in self.pipes)
+        return tuple(
+            (pipe[0], device)
+            for pipe, devices in zip(self.pipes, heads, strict=True)
+            for device in devices
+            if self.stages_of(device) != self.stages_of(pipe[0])
+        )
 
     def check_replicas(self, schedule: str) -> None:
         """Raise ScheduleError if the devices of the pipes are not replicas of each other.

@@ -12,7 +12,7 @@ the optimizer's arithmetic, and collectives of single numbers (loss, norm, overf
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -394,9 +394,10 @@ class _Collectives:
             self._reduction(stage, max(earliest_s, start_s), self.volumes.stages[stage], devices)
             for stage, start_s in starts.items()
         ]
-        tie_s = self._tie_s(devices)
-        if tie_s is not None:
-            queue.append(self._reduction(None, max(earliest_s, last_s + tie_s), self.volumes.tied, devices))
+        ties, tie_s = self._ties(devices)
+        if ties:
+            start_s = max(earliest_s, last_s + tie_s)
+            queue.append(self._reduction(None, start_s, ties * self.volumes.tied, devices))
         return queue
 
     def _needs_processors(self, devices: Sequence[int]) -> bool:
@@ -435,19 +436,20 @@ class _Collectives:
         hosts = frozenset(map(self.network.hosts.host, ranks))
         return _Collective(*what, start_s, seconds - transfer_s, transfer_s, hosts)
 
-    def _tie_s(self, devices: Sequence[int]) -> float | None:
-        """Return the seconds to sum a tied weight's gradient over the devices that hold it; None without one."""
+    def _ties(self, devices: Sequence[int]) -> tuple[int, float]:
+        """Return the tied weights of a device, and the seconds to sum their gradients.
+
+        The device of the first stage sums those of several head parts one after the other.
+        """
         if not self.volumes.tied:
-            return None
-        layout, seconds = self.layout, []
-        for first, last in layout.placement.split_ends:
-            if first in devices or last in devices:
-                groups, tensor = range(layout.data_parallel_size), range(layout.tensor_parallel_size)
-                for data in groups:
-                    for t in tensor:
-                        ranks = [layout.rank(first, data, t), layout.rank(last, data, t)]
-                        seconds.append(self.network.all_reduce_time(self.volumes.tied, ranks))
-        return max(seconds, default=None)
+            return 0, 0.0
+        layout, seconds = self.layout, defaultdict[int, float](float)
+        groups, tensor = range(layout.data_parallel_size), range(layout.tensor_parallel_size)
+        for pair in layout.placement.tied_pairs:
+            ranks = ([layout.rank(device, data, t) for device in pair] for data in groups for t in tensor)
+            seconds[pair[0]] += max(self.network.all_reduce_time(self.volumes.tied, pair) for pair in ranks)
+        held = [pair for pair in layout.placement.tied_pairs if {*pair} & {*devices}]
+        return len(held) // layout.placement.replicas, max((seconds[first] for first, _ in held), default=0.0)
 
 
 @dataclass

@@ -52,7 +52,9 @@ def traffic(sizes: TrainingSizes, placement: Placement, micro_batches: int) -> T
         gradients=tuple(count * per_parameter.reduced for count in parameters),
         weights=tuple(count * per_parameter.weights for count in parameters),
         tensor=tuple(map(float, tensor)),
-        tied=sizes.tied_parameters(placement, placement.pipes[0][0]) * per_parameter.reduced,
+        tied=0.0
+        if sizes.untie_embeddings_and_output_weights
+        else sizes.head_part_parameters(placement) * per_parameter.reduced,
         zero_stage=int(per_parameter.sharded),
         overlaps=sizes.overlap_across_steps and per_parameter.sharded,
         stages=tuple(count * per_parameter.reduced for count in sizes.stage_parameters(placement)),

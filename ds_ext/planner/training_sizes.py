@@ -159,17 +159,14 @@ class TrainingSizes(TransformerConfig):
         """Return the parameters on a rank of ``device`` that are tied to other devices."""
         if self.untie_embeddings_and_output_weights:
             return 0.0
-        if not placement.head_parts:
-            is_tied = any(device in pair for pair in placement.split_ends)
-            return self.embedding_parameters if is_tied else 0.0
-        parts = sum(map(placement.is_head_part, placement.stages_of(device)))
-        if 0 in placement.stages_of(device):
-            parts = placement.head_parts - parts
-        return parts * self.head_part_parameters(placement)
+        # A replica of the other device is in the pair of another pipe.
+        devices = placement.replicas_of(device)
+        pairs = sum(any(device in pair for device in devices) for pair in placement.tied_pairs)
+        return pairs / placement.replicas * self.head_part_parameters(placement)
 
     def head_part_parameters(self, placement: Placement) -> float:
-        """Return the parameters of a part of the head on a rank."""
-        return self.embedding_parameters / placement.head_parts
+        """Return the parameters of a part of the head on a rank, or of the whole head."""
+        return self.embedding_parameters / (placement.head_parts or 1)
 
     def device_parameters(self, placement: Placement, device: int) -> float:
         """Estimate the parameters on a rank of ``device``, with biases and LayerNorms even if the model has none.

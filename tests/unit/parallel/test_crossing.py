@@ -101,7 +101,15 @@ def test_partners_share_a_host_if_gradients_are_large_and_neighbors_if_messages_
 
 @pytest.mark.parametrize(
     ("placement", "groups"),
-    [(linear(2), 4), (v(2), 0), (bidirectional_v(2), 0), (bidirectional_linear(2), 4)],
+    [
+        (linear(2), 4),
+        (v(2), 0),
+        (bidirectional_v(2), 0),
+        (bidirectional_linear(2), 0),  # both devices have both stages
+        (linear(2).with_head_parts("1f1b"), 4),
+        (v(2).with_head_parts("zb_v"), 4),
+        (bidirectional_v(2).with_head_parts("bitpipe"), 0),
+    ],
 )
 def test_a_weight_of_the_first_and_the_last_stage_is_summed_over_its_devices(
     placement: Placement, groups: int
