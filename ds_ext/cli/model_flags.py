@@ -60,7 +60,8 @@ def model_of(args: argparse.Namespace) -> TrainingSizes | None:
     if not sizes.keys() & set(required):
         name, value = next(iter(sizes.items()))
         key = flags_of(TrainingSizes)[name].key if name in _SETTINGS else name
-        raise ScheduleError(f"{flag_name(key)}: needs a model (got {value}, no model). Add --model gpt-10b.")
+        got = "no model" if value is True else f"{value}, no model"
+        raise ScheduleError(f"{flag_name(key)}: needs a model (got {got}). Add --model gpt-10b.")
     missing_flags = [flag_name(name) for name in required if name not in sizes]
     if missing_flags:
         raise ScheduleError(f"model: sizes are missing. Add {', '.join(missing_flags)}, or --model NAME.")

@@ -19,7 +19,7 @@ from ..parallel.network import GLOO
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
 from ..planner.fbd import compare_with_fbd
-from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, plan_cluster
+from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, other_head, plan_cluster
 from ..planner.stage_costs import SLICE_TOKENS
 from ..planner.text import (
     HEADROOM,
@@ -38,6 +38,7 @@ from .schedule_flags import add_head_flag, add_import_flag
 from .schedule_verbs import EXIT_INVALID, EXIT_OK
 
 _SHOWN = 10  # rows of the table
+_LEAST_WITH, _LEAST_WITHOUT = 0.02, 5e-4  # saving of a head in parts, or without them, that is worth a line
 _PATIENCE_S = 2.0  # before the progress is shown
 # Usual values for GPT; replace them for a real run. torch's fused Adam needs no compiler and no temporary tensors.
 _ADAM = {
@@ -117,7 +118,9 @@ def run_plan(args: argparse.Namespace) -> int:
         print(json.dumps(_as_dict(plan, config) | ({"fbd": fbd} if fbd else {})))
     else:
         lines = [*_header(args, cluster, model, costs), "", *_result_lines(plan, cluster, model)]
-        print("\n".join([*lines, _speed(args, plan, cluster, model)] if plan.best.fits else lines))
+        if plan.best.fits:
+            lines += [*_other_head(plan, cluster, model, costs), _speed(args, plan, cluster, model)]
+        print("\n".join(lines))
         if fbd:
             print(fbd["reason"])
         if config is not None and plan.best.fits:
@@ -229,6 +232,7 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
         f"costs       1 : {b:.3g} : {w:.3g}, forward : backward_input : backward_weight",
         f"batch       {cluster.batch} samples per step{batch}",
         *(["head        in parts on all devices of a pipeline"] if cluster.head_parts else []),
+        *(["overlap     weights gathered beside the next step"] if model.overlap_across_steps else []),
         *(
             [f"slices      {join_words(several)} of a sample; each one more takes as long as {more}"]
             if several
@@ -305,6 +309,15 @@ def _speed(args: argparse.Namespace, plan: ClusterPlan, cluster: Cluster, model:
     rate = f"{tflops:.1f} TFLOP/s" if tflops >= 0.1 else f"{1e3 * tflops:.3g} GFLOP/s"
     line = f"  {tokens_s:,.0f} tokens/s, {rate} of the model per device (divided by its peak rate: MFU)"
     return line if args.tokens is None else f"{line}, {args.tokens / tokens_s / 86400:,.1f} days"
+
+
+def _other_head(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes, costs: Costs) -> Iterator[str]:
+    """Yield the step with a head in parts if it is shorter, or without if it is shorter."""
+    other, best_s = other_head(cluster, model, costs, plan.best), plan.best.step_s or 0.0
+    saved = 0.0 if other is None or not best_s else 1 - (other.time or 0.0) / best_s
+    if other is not None and saved > (_LEAST_WITHOUT if cluster.head_parts else _LEAST_WITH):
+        word = "without" if cluster.head_parts else "with"
+        yield f"  {word} --vocabulary-parallel-head: {other.time:.4g} s, {saved:.1%} shorter"
 
 
 def _remedies(cluster: Cluster, model: TrainingSizes) -> str:

@@ -15,7 +15,7 @@ from ..errors import ScheduleError
 from ..parallel.slices import EQUAL
 from ..pipe_schedules import SCHEDULES, Placement, Timetable, get_schedule
 from ..pipe_schedules.checks.timetable import check_timetable
-from ..pipe_schedules.costs import Costs, read_costs
+from ..pipe_schedules.costs import TYPICAL_HEAD, Costs, read_costs
 from ..pipe_schedules.definition import COSTS
 from ..pipe_schedules.files import is_timetable_file, read_timetable
 from ..pipe_schedules.inference import forward_timetable
@@ -72,7 +72,8 @@ def add_schedule_flags(verb: argparse.ArgumentParser, *, several: bool, forward_
 
 def add_head_flag(verb: argparse.ArgumentParser) -> None:
     """Add ``--vocabulary-parallel-head``."""
-    head = "every device computes a part of the model's head; without --model, its time is head in --costs"
+    head = "every device computes a part of the model's head; without --model, its time is head in --costs "
+    head += f"({TYPICAL_HEAD:g})"
     verb.add_argument("--vocabulary-parallel-head", action="store_true", help=head)
 
 
@@ -235,6 +236,15 @@ def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespac
     return made, costs
 
 
+def head_notes(simulations: Iterable[Simulation]) -> list[str]:
+    """Return a note if heads in parts have the time that is assumed without a factor in ``--costs``."""
+    devices = {s.timetable.placement.devices_per_pipe for s in simulations if s.costs.head == TYPICAL_HEAD}
+    return [
+        f"head: takes {TYPICAL_HEAD:g} times as long as 1/{count} of the layers. Another factor: --costs head={count}."
+        for count in sorted(devices)
+    ]
+
+
 def _check_measured(costs: Costs, model: TrainingSizes) -> None:
     """Raise ScheduleError for costs that were measured with another micro-batch size or number of layers."""
     costs.check_measured({"micro_batch_size": model.micro_batch})
@@ -315,7 +325,8 @@ def comparison_of(
     options = _flag_options(args)
     requests = {text: split_request(text) for text in args.schedules}
     known_options = {
-        text: {} if is_file(name) else get_schedule(name).options for text, (name, _) in requests.items()
+        text: {} if is_file(name) else get_schedule(name).known_options(args.vocabulary_parallel_head)
+        for text, (name, _) in requests.items()
     }
     notes = _option_notes(options, known_options)
     simulations: list[Simulation] = []

@@ -6,6 +6,7 @@ None of them imports torch or DeepSpeed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -31,11 +32,12 @@ from ..planner.memory import memory
 from ..planner.stage_costs import message_bytes, split_layers
 from ..planner.text import aligned, format_bytes
 from ..planner.training_sizes import TrainingSizes
-from .host_step import step_on_hosts
+from .host_step import HostStep, step_on_hosts
 from .model_flags import model_of
-from .schedule_flags import comparison_of, naming_file, simulation_of, timetable_of
+from .schedule_flags import comparison_of, head_notes, naming_file, simulation_of, timetable_of
 
 _COLUMNS = ("vs first", "bubble", "peak act.", "messages", "weights", "memory", "")  # of a comparison
+_SAME = 5e-4  # relative difference that is not shown
 EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_PIPE = 0, 1, 2, 141
 
 if TYPE_CHECKING:
@@ -50,6 +52,8 @@ Verb = Callable[[argparse.Namespace], int]
 def run_show(args: argparse.Namespace) -> int:
     """Print a title and the grid over time, or write the timetable in another format; with hosts also collectives."""
     simulation = simulation_of(args)
+    for note in head_notes([simulation]):
+        print(note, file=sys.stderr)
     on_hosts = step_on_hosts(args, simulation, model_of(args))
     simulation = simulation if on_hosts is None else on_hosts.step.drawn
     form = _format(args, {".csv": "csv", ".svg": "svg", ".json": "perfetto", ".txt": "timetable"})
@@ -140,6 +144,7 @@ def run_compare(args: argparse.Namespace) -> int:
     refused = {} if is_survey else result.refused
     table = comparison(result.simulations, model, refused, runs)
     notes = [*result.notes, *filter(None, map(comparison_note, result.simulations))]
+    notes += head_notes(result.simulations)
     if is_survey and result.refused:
         names_by_reason: dict[str, list[str]] = {}
         for name, reason in result.refused.values():
@@ -351,15 +356,36 @@ def run_simulate(args: argparse.Namespace) -> int:
         print("\n".join(_memory_lines(_device_memory(timetable, model))))
     if on_hosts is not None:
         print("\n".join(on_hosts.lines()))
+    for note in _last_stage_notes(args, simulation, on_hosts):
+        print(note)
     return EXIT_OK
+
+
+def _last_stage_notes(
+    args: argparse.Namespace, simulation: Simulation, on_hosts: HostStep | None
+) -> Iterator[str]:
+    """Yield a note if the step of a model with a head in parts is shorter with the head on the last stage."""
+    model = model_of(args)
+    if model is None or not args.vocabulary_parallel_head:
+        return
+    plain = argparse.Namespace(**{**vars(args), "vocabulary_parallel_head": False})
+    with contextlib.suppress(ScheduleError):  # a file has its parts, and costs may have a factor of the head
+        other = simulation_of(plain)
+        times, unit = (other.makespan, simulation.makespan), ""
+        if on_hosts is not None:
+            step = step_on_hosts(plain, other, model)
+            assert step is not None, "there are hosts"
+            times, unit = (step.step.step_s, on_hosts.step.step_s), " s"
+        if times[0] < (1 - _SAME) * times[1]:
+            last, parts = (f"{time:.4g}{unit}" for time in times)
+            yield f"  last stage        {last} with the head on the last stage, {parts} with parts"
 
 
 def _simulation_lines(simulation: Simulation, model: TrainingSizes | None) -> Iterator[str]:
     """Yield the sizes and the figures of a simulation, with a model also the size of a message."""
     peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
     share = f"1/{simulation.timetable.placement.num_devices} of the model"
-    slices = simulation.timetable.slices
-    size = "" if model is None else f", {format_bytes(message_bytes(model) // slices)} each"
+    size = "" if model is None else f", {_message_sizes(simulation.timetable, model)}"
     yield describe_sizes(simulation.timetable)
     yield f"  makespan          {simulation.makespan:g}"
     yield f"  ideal             {simulation.ideal:g}  (computing time per device)"
@@ -367,6 +393,16 @@ def _simulation_lines(simulation: Simulation, model: TrainingSizes | None) -> It
     yield f"  busy              {' '.join(f'{busy:.1%}' for busy in simulation.busy)}  (per device)"
     yield f"  peak activations  {peaks}  (per device, in units of {share})"
     yield f"  messages          {simulation.messages}{size}"
+    if simulation.costs.head:
+        yield f"  head              {factors_text([simulation.costs.head], '.3g')}  (factor, divided over the devices)"
+
+
+def _message_sizes(timetable: Timetable, model: TrainingSizes) -> str:
+    """Return the size of every message, or of all messages if head parts have others."""
+    size = message_bytes(model) // timetable.slices
+    if timetable.placement.head_parts:
+        return f"{format_bytes(timetable.sent_tensors * size)} in all"
+    return f"{format_bytes(size)} each"
 
 
 def _device_memory(timetable: Timetable, model: TrainingSizes) -> list[dict[str, int]]:
@@ -387,8 +423,6 @@ def _stage_lines(model: TrainingSizes, costs: Costs) -> Iterator[str]:
     if costs.stages is not None:
         factors = " ".join(factors_text([stage], ".3g") for stage in costs.stages)
         yield f"  costs             {factors}  (factor per stage{'' if costs.head else ', including the head'})"
-    if costs.head:
-        yield f"  head              {factors_text([costs.head], '.3g')}  (factor, divided over the devices)"
     if model.repeated_share:
         yield f"  recompute         {model.repeated_share:.0%} of a layer's forward  ({model.recompute})"
 

@@ -109,7 +109,7 @@ def run_costs(args: argparse.Namespace) -> int:
 
 
 def costs_table(costs: Costs) -> list[tuple[str, ...]]:
-    """Return a header, one row per stage, and rows for the overhead and the messages."""
+    """Return a header, one row per stage, and rows for a part of the head, the overhead and the messages."""
     factors, spread = costs.stage_factors or (), costs.measured["spread"]
     share = costs.measured["devices"] / len(factors)
     rows: list[tuple[str, ...]] = [("", "forward", "backward_input", "backward_weight")]
@@ -118,6 +118,14 @@ def costs_table(costs: Costs) -> list[tuple[str, ...]]:
         rows.append(
             (f"stage {stage}", *(f"{ms:.2f} +- {s:.2f}" for ms, s in zip(times, spreads, strict=True)))
         )
+    if isinstance(costs.head, tuple):
+        kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+        forward, gradient, weight = (
+            costs.time(kind, costs.head) / costs.measured["devices"] for kind in kinds
+        )
+        ms, own = (forward + gradient, weight), spread["head_part"]
+        first, last = (f"{time:.2f} +- {s:.2f}" for time, s in zip(ms, own, strict=True))
+        rows.append(("head part", first, "in forward", last))
     between = max(costs.links.values(), default=costs.comm)
     for (kind, _), ms in ((OVERHEAD, costs.overhead), (INSIDE, costs.comm), (BETWEEN, between)):
         if kind in spread:
@@ -169,7 +177,7 @@ def summary_lines(summary: Summary) -> list[str]:
     if stage is not None:
         others = "" if stage.others_ms is None else f"; other stages {stage.others_ms:.2f} ms"
         lines.append(
-            f"slowest stage  {stage.stage} on rank {stage.rank}: {stage.ms:.2f} ms per micro-batch (medians{others})"
+            f"slowest stage  {stage.name} on rank {stage.rank}: {stage.ms:.2f} ms per micro-batch (medians{others})"
         )
     if link is not None:
         lines.append(

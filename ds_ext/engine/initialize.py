@@ -7,7 +7,7 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -263,7 +263,8 @@ def initialize(
         _require_parameters(model, model_parameters)
     model.random_seed = by_rank_0(torch.initial_seed)
     if zero_stage(half_through_zero(job.deepspeed)):
-        _require_weights_of_zero(model, is_half=precision(job.deepspeed) != "fp32")
+        groups = getattr(optimizer, "param_groups", model_parameters)
+        _require_weights_of_zero(model, groups or [], is_half=precision(job.deepspeed) != "fp32")
     facts = run_facts(model, data)
     if rank() == 0 and job.ds_ext.print_plan and not (model.plan_is_given or restart_count()):
         text = plan_text(model, facts, verbose=job.ds_ext.print_plan == "all")
@@ -459,10 +460,11 @@ def _require_parameters(model: PipelineModule, groups: list[Any] | None) -> None
         )
 
 
-def _require_weights_of_zero(model: PipelineModule, is_half: bool) -> None:
-    """Raise ConfigError on all ranks if one of them trains complex weights or, without half precision, fp64 weights.
+def _require_weights_of_zero(model: PipelineModule, groups: Sequence[Any], is_half: bool) -> None:
+    """Raise ConfigError on all ranks if one of them has weights that ZeRO does not support.
 
-    ZeRO would convert complex weights, and train fp64 weights without gradients.
+    They are complex or, without half precision, fp64 weights, and groups of frozen ones. ZeRO would convert complex
+    weights, train fp64 weights without gradients, and fail without a weight to train.
     """
 
     def check() -> None:
@@ -477,6 +479,14 @@ def _require_weights_of_zero(model: PipelineModule, is_half: bool) -> None:
                 raise ConfigError(
                     f"zero_optimization.stage: ZeRO and half precision do not support complex weights (got {name} of "
                     f"{parameter.dtype}). Use fp32 and stage 0."
+                )
+        all_groups = groups if all(isinstance(group, Mapping) for group in groups) else [{"params": groups}]
+        for group in all_groups:
+            parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
+            if parameters and not any(parameter.requires_grad for parameter in parameters):
+                raise ConfigError(
+                    f"model_parameters: ZeRO needs a parameter that requires gradients in every group (got a group of "
+                    f"{len(parameters)} frozen ones). Leave out frozen parameters."
                 )
 
     together(check)

@@ -94,8 +94,8 @@ def split_by_stage(groups: Sequence[Any], module: PipelineModule) -> tuple[list[
     """Return parameter groups of single stages, and for each the index of the group that it is a part of.
 
     A parameter of several stages, such as a tied embedding, belongs to the first that this rank uses. Parameters whose
-    gradients are reduced with other stages have their own group. Parts without elements, on which DeepSpeed fails, are
-    joined to another one.
+    gradients are reduced with other stages have their own group. Parts without elements, and frozen ones, on which
+    DeepSpeed fails, are joined to another one.
 
     Args:
         groups: parameters, or parameter groups.
@@ -116,7 +116,8 @@ def split_by_stage(groups: Sequence[Any], module: PipelineModule) -> tuple[list[
         for entry in group["params"]:
             parameter = entry[1] if isinstance(entry, tuple) else entry
             place = first.get(id(parameter), 0), reduced.get(id(parameter), 0)
-            (by_place.setdefault(place, []) if parameter.numel() else empty).append(entry)
+            trains = parameter.numel() and parameter.requires_grad
+            (by_place.setdefault(place, []) if trains else empty).append(entry)
         of_stages = [by_place[place] for place in sorted(by_place)] or [[]]
         of_stages[0] += empty
         parts += [{**group, "params": entries} for entries in of_stages]

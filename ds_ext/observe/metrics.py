@@ -281,6 +281,8 @@ class Metrics:
             f"memory    {self._memory} {max(peaks) / _MIB:,.0f} MiB at the peak, on rank {peaks.index(max(peaks))}",
             f"bubble    {self._bubbles / self._steps:.0%} (mean); simulated: {simulation.bubble:.0%} ({costs})",
         ]
+        if self._engine.plan.overlaps_steps:
+            lines.append("overlap   weights gathered beside the next step (overlap_across_steps)")
         saved = [event["path"] for event in self._engine.checkpoint_events.all if event["event"] == "saved"]
         lines += [f"saved     {path}" for path in saved[-1:]]
         if self._file is not None:

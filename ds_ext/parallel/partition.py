@@ -83,13 +83,15 @@ class StageWork:
         stages: as the layers are divided; None: equal.
         balanced: as ``BALANCED`` divides them; None: equal.
         slices: work of every slice of a sequence; None: equal.
-        head: work of a head in parts, relative to 1/D of the layers: forward, input gradient and weight gradient.
+        head: work of a head in parts, relative to 1/D of the layers.
+        parts: work if the head, which the last stage has, were in parts; None: it cannot be, or is.
     """
 
     stages: tuple[float, ...] | None
     balanced: tuple[float, ...] | None
     slices: tuple[float, ...] | None = None
-    head: tuple[float, float, float] | float = 0.0
+    head: float = 0.0
+    parts: StageWork | None = None
 
     @property
     def is_balanced(self) -> bool:

@@ -28,6 +28,7 @@ _MAX_FACTORS = 200_000
 # With these limits, sums of ten million times and ratios of times do not overflow.
 _MIN_TIME, _MAX_TIME = 1e-15, 1e15
 _MAX_CHARACTERS = 60  # of a value in an error
+TYPICAL_HEAD = 0.5  # cost factor of a head in parts, if the costs have none
 # Sizes that a traced run and its measured costs record. Values: those of a file without them; None: unknown.
 MEASURED_SIZES: Mapping[str, Any] = {
     "tensor_parallel_size": 1,
@@ -48,7 +49,7 @@ class Costs:
         stages: cost factor of every stage, for example to include the embedding and the head; or three factors, of
             forward, backward_input and backward_weight. None: all 1.
         head: cost factor, or three, of the model's whole head relative to 1/D of the model, if every device holds a
-            part of it.
+            part of it; 0: TYPICAL_HEAD.
         links: (sender, receiver) -> time of a message on that link; ``comm`` for the others.
         jitter: each computation and message takes 1 + jitter * u times as long, with u uniform in [-1, 1].
         seed: seed of the jitter. An op has the same jitter in every timetable.
@@ -86,7 +87,12 @@ class Costs:
         times = {key: getattr(self, name) for key, name in _TIMES.items()}
         factors = {f"stages[{i}]": stage for i, stage in enumerate(self.stages or ())} | {"head": self.head}
         for name, factor in factors.items():
-            if isinstance(factor, tuple) and len(factor) == len(_EVEN):
+            if isinstance(factor, tuple):
+                if len(factor) != len(_EVEN):
+                    raise ScheduleError(
+                        f"costs: {name} must be one factor, or three for f, b and w (got {_short(factor)}). "
+                        f"Example: {name.partition('[')[0]}=4:4:8."
+                    )
                 times |= {f"{name}[{k}]": value for k, value in enumerate(factor)}
             else:
                 times[name] = factor
@@ -206,12 +212,13 @@ class Costs:
         return durations
 
     def fit(self, placement: Placement) -> Costs:
-        """Return the costs for a placement, which differ from these only if they are measured.
+        """Return the costs for a placement, which differ from these if they are measured, or lack those of head parts.
 
         Measured times carry over to another number of devices, and to stages that each join several measured ones.
 
-        Raises ScheduleError if the number of factors is not the number of stages, a link has an unknown device, or
-        measured times do not carry over, as those of a head on the last stage to parts of it.
+        Raises ScheduleError if the number of factors is not the number of stages, a link has an unknown device, there
+        is a factor of the head without head parts, or measured times do not carry over, as those of a head on the last
+        stage to parts of it.
         """
         if self.measured and bool(self.head) != bool(placement.head_parts):
             known = ("without", "with")
@@ -219,7 +226,14 @@ class Costs:
                 f"costs: must be measured {known[bool(placement.head_parts)]} vocabulary_parallel_head (got a run "
                 f"{known[bool(self.head)]} it on {self.measured['devices']} devices). Trace another run."
             )
+        if self.head and not placement.head_parts:
+            raise ScheduleError(
+                f"costs: head needs vocabulary_parallel_head (got head={factors_text([self.head], 'g')} without it). "
+                f"Add it, or leave out head{self._last_stage_text(placement)}."
+            )
         costs = self._carry_over(placement) if self.measured else self
+        if placement.head_parts and not costs.head:
+            costs = replace(costs, head=TYPICAL_HEAD)
         if costs.stages is not None and len(costs.stages) != placement.stages:
             raise ScheduleError(
                 f"costs: stages must have {placement.stages} factors, one per stage (got {len(costs.stages)})."
@@ -232,6 +246,15 @@ class Costs:
                     f"(got {sender}>{receiver})."
                 )
         return costs
+
+    def _last_stage_text(self, placement: Placement) -> str:
+        """Return the text of stages for the head on the last one, for an error; empty if stages have factors."""
+        if self.stages is not None:
+            return ""
+        chunks = placement.stages / placement.devices_per_pipe
+        f, b, w = (1 + chunks * factor for factor in _three(self.head))
+        stages = [*[1.0] * (placement.stages - 1), f if f == b == w else (f, b, w)]
+        return f"; for the same head on the last stage: stages={factors_text(stages, 'g')}"
 
     def _carry_over(self, placement: Placement) -> Costs:
         """Return measured costs for the number of devices and stages of a placement. Raises ScheduleError."""
@@ -328,20 +351,16 @@ def _make_costs(values: Mapping[str, Any]) -> Costs:
     return Costs(**{_TIMES.get(key, key): value for key, value in values.items()})
 
 
-def _parse_factors(text: str) -> tuple[float | Factors, ...]:
+def _parse_factors(text: str) -> tuple[float | tuple[float, ...], ...]:
     """Return the factors in ``"0.9x7/1.7:1.8:1.6"``: seven times 0.9, then three of one stage. Raises ValueError."""
-    stages: list[float | Factors] = []
+    stages: list[float | tuple[float, ...]] = []
     for part in text.split("/"):
         factors, x, times = part.partition("x")
         count = int(times) if x else 1
         if not 1 <= count <= _MAX_FACTORS - len(stages):
             raise ValueError(text)
         first, *others = map(float, factors.split(":"))
-        if others:
-            backward_input, backward_weight = others
-            stages += [(first, backward_input, backward_weight)] * count
-        else:
-            stages += [first] * count
+        stages += [(first, *others) if others else first] * count
     return tuple(stages)
 
 

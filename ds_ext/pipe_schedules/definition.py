@@ -18,6 +18,7 @@ from .dynamic import DynamicRules
 from .list_scheduling.head_parts import insert_head_parts
 from .ops import Op
 from .placement import Placement
+from .simulation import peak_stages
 from .timetables import Timetable
 
 Orders = tuple[tuple[Op, ...], ...]
@@ -25,6 +26,7 @@ _MAX_DEVICES = 16_384
 _MAX_STAGES = 200_000
 _MAX_OPS = 5_000_000  # forwards and whole backwards; checking that many takes a minute and 4 GB
 COSTS = "costs"  # the option of a planned schedule for the costs to plan for
+LIMIT = "max_activations"  # the option of schedules that limit the live activations of a device
 
 Generator = Callable[..., Iterator[Op]]
 Planner = Callable[..., Orders]
@@ -80,6 +82,9 @@ class Option:
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
 
+_LIMIT = Option(0.0, 0, "maximum live activations per device, in units of 1/D of the model; 0: no limit")
+
+
 def defaults_only(num_devices: int, micro_batches: int) -> Sequence[Mapping[str, Any]]:
     """Return one variant: the default options."""
     return [{}]
@@ -118,14 +123,19 @@ class Schedule:
         """First line of the method's docstring."""
         return (self.generate.__doc__ or "").strip().splitlines()[0]
 
-    def resolve_options(self, options: Mapping[str, object] | None) -> dict[str, Any]:
+    def known_options(self, head_parts: bool) -> Mapping[str, Option]:
+        """Return the options; with head parts, every schedule has LIMIT."""
+        return {LIMIT: _LIMIT, **self.options} if head_parts else self.options
+
+    def resolve_options(
+        self, options: Mapping[str, object] | None, head_parts: bool = False
+    ) -> dict[str, Any]:
         """Return all options with defaults filled in. Raises ScheduleError for unknown names and invalid values."""
+        known = self.known_options(head_parts)
         requested = dict(options or {})
-        self._check_names(requested)
-        values = {
-            name: option.convert(requested.get(name, option.default)) for name, option in self.options.items()
-        }
-        for name, option in self.options.items():
+        self._check_names(requested, known)
+        values = {name: option.convert(requested.get(name, option.default)) for name, option in known.items()}
+        for name, option in known.items():
             expected = option.expected(values[name])
             if expected:
                 raise ScheduleError(
@@ -133,19 +143,18 @@ class Schedule:
                 )
         return values
 
-    def _check_names(self, options: Mapping[str, object]) -> None:
+    def _check_names(self, options: Mapping[str, object], known: Mapping[str, Option]) -> None:
         """Raise ScheduleError for unknown options."""
-        unknown = sorted(set(options) - set(self.options))
+        unknown = sorted(set(options) - set(known))
         if unknown and self.file:
             raise ScheduleError(
                 f"schedule_options: the timetable file {self.file} takes no options (got {', '.join(unknown)}). "
                 f"Remove them."
             )
         if unknown:
-            known = ", ".join(sorted(self.options)) or "none"
+            names = ", ".join(sorted(known)) or "none"
             raise ScheduleError(
-                f"{self.name}: unknown option {unknown[0]!r}{did_you_mean(unknown[0], self.options)}. "
-                f"Options: {known}."
+                f"{self.name}: unknown option {unknown[0]!r}{did_you_mean(unknown[0], known)}. Options: {names}."
             )
 
     def placement(
@@ -162,7 +171,8 @@ class Schedule:
         if self.even_devices and num_devices % 2:
             raise ScheduleError(needs_even_devices(self.name, num_devices))
         parameters = inspect.signature(self.place).parameters
-        values = {name: value for name, value in self.resolve_options(options).items() if name in parameters}
+        values = self.resolve_options(options, head_parts)
+        values = {name: value for name, value in values.items() if name in parameters}
         self._check_num_stages(num_devices, values)
         with self._wrap_errors():
             placement = self.place(num_devices, **values)
@@ -245,10 +255,12 @@ class Schedule:
             check_multiple(self.name, micro_batches, placement)
         self.check_slices(slices)
         check_size(self.name, placement, micro_batches, slices)
-        values: dict[str, Any] = self.resolve_options(options)
+        values: dict[str, Any] = self.resolve_options(options, head_parts)
+        limit = values.get(LIMIT, 0)
+        if LIMIT not in self.options:
+            values.pop(LIMIT, None)
         if self.has_slices:
             values["slices"] = slices
-        max_ahead = 0 if values.get("max_activations") else 1
         costs = costs or (read_costs(values[COSTS]) if values.get(COSTS) else Costs())
         if not self.planned:
             with self._wrap_errors():
@@ -260,8 +272,16 @@ class Schedule:
             with self._wrap_errors():
                 orders = self.generate(replace(placement, head_parts=0), micro_batches, body, **values)
         timetable = Timetable(self.name, placement, micro_batches, tuple(orders), slices)
+        if not head_parts:
+            return timetable
+        if limit:
+            peak = max(peak_stages(order, stages=placement.stages) for order in timetable.orders)
+            if limit < (peak := peak * num_devices / placement.stages):
+                raise ScheduleError(
+                    f"{self.name}: {LIMIT} must be at least {peak:g} (got {limit:g}). Use {peak:g}."
+                )
         has_parts = any(op.stage >= placement.stages for order in orders for op in order)
-        return timetable if not head_parts or has_parts else insert_head_parts(timetable, costs, max_ahead)
+        return timetable if has_parts else insert_head_parts(timetable, costs, 0 if limit else 1)
 
     def check_slices(self, slices: int) -> None:
         """Raise ScheduleError for fewer than one slice, or more if the schedule has none."""

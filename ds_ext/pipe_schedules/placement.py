@@ -76,6 +76,12 @@ class Placement:
         """Return True if ops of ``stage`` compute a part of the head."""
         return self.stages <= stage < self.stages + self.head_parts
 
+    def stage_text(self, stage: int) -> str:
+        """Return the number of a stage, ``head part 0``, or ``loss``."""
+        if stage < self.stages:
+            return str(stage)
+        return f"head part {stage - self.stages}" if self.is_head_part(stage) else "loss"
+
     def has_weights(self, stage: int) -> bool:
         """Return False for the stage that joins head parts to the loss."""
         return not self.head_parts or stage < self.loss_stage

@@ -50,6 +50,17 @@ class Timetable:
         return [*by_pipe.values()]
 
     @cached_property
+    def sent_tensors(self) -> int:
+        """Number of tensors of hidden states that are sent between devices; a message of head parts has 0 to 2."""
+        return sum(
+            self.dependencies.tensors(consumer)
+            for device, order in enumerate(self.orders)
+            for op in order
+            for consumer, receiver in self.dependencies.consumers(op)
+            if receiver != device
+        )
+
+    @cached_property
     def trains(self) -> bool:
         """True if the timetable has backwards; an evaluation has forwards only."""
         return any(op.kind != FORWARD for order in self.orders for op in order)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..config.batch_sizes import BATCH_KEYS, BatchSizes, batch_sizes, nearest_train_sizes
+from ..config.deepspeed_json import half_through_zero, zero_stage
 from ..config.job import AUTO, UNPOLLED, DsExtConfig, JobConfig, import_own_schedules, named_schedule
 from ..errors import ConfigError, ScheduleError
 from ..parallel.fbd import make_layout
@@ -138,6 +139,19 @@ class JobPlan(StagePlan):
     def costs(self) -> Costs:
         """Costs that the timetable was planned, chosen and simulated for."""
         return self.simulation.costs
+
+    @property
+    def overlaps_steps(self) -> bool:
+        """True if weights are gathered beside the next step."""
+        is_sharded = bool(zero_stage(half_through_zero(self.job.deepspeed)))
+        return self.settings.overlap_across_steps and is_sharded and self.layout.copies > 1
+
+    def timetable_with_parts(self) -> Timetable:
+        """Return the timetable with a part of the head on every device. Raises ScheduleError if it has none."""
+        devices, slices = self.settings.pipeline_parallel_size, self.timetable.slices
+        return self.schedule.timetable(
+            devices, self.sizes.micro_batches, self.options, slices=slices, head_parts=True
+        )
 
     def complete(self, job: JobConfig) -> JobPlan:
         """Return the plan for the batch sizes of ``job``. The timetable is kept if they are those of this plan."""

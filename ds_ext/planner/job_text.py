@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -9,10 +10,11 @@ from itertools import pairwise
 from ..comm.rounds import divide_into_rounds, links_per_rank
 from ..config.batch_sizes import counted
 from ..config.deepspeed_json import precision, reduce_bucket_size, zero_stage
+from ..errors import ScheduleError
 from ..parallel.hosts import copy_hosts, fatal_pairs
 from ..parallel.layout import ParallelLayout, links_of
 from ..parallel.partition import StageWork
-from ..pipe_schedules.costs import Costs
+from ..pipe_schedules.costs import TYPICAL_HEAD, Costs
 from ..pipe_schedules.draw.grid import HEAD_LEGEND, LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
 from ..pipe_schedules.simulation import Simulation, simulate
 from .auto import vocabulary
@@ -21,6 +23,7 @@ from .memory import DeviceMemory
 from .parameter_bytes import parameter_bytes
 from .text import aligned, describe_costs, format_bytes
 
+_OVERLAP = "overlap   weights gathered beside the next step (overlap_across_steps)"
 _CANDIDATES_SHOWN = 5
 _DEVICES_SHOWN = 16
 _PAIRS_SHOWN = 8
@@ -84,6 +87,7 @@ def describe(
         _describe_partition(plan, boundaries, empty_stages),
         *(_describe_stages(plan, boundaries, layer_names) if verbose else []),
         *([f"model     {model}"] if model else []),
+        *([_OVERLAP] if plan.overlaps_steps else []),
         *_describe_bubble(plan),
         *_describe_slowest_stage(plan),
         *(_describe_costs(plan, simulation, message_bytes) if verbose else []),
@@ -168,6 +172,7 @@ def _describe_bubble(plan: JobPlan) -> list[str]:
     work = plan.work or StageWork(None, None)
     stages, slices = work.stages, work.slices
     priced = "equal stages" if stages is None and not work.head else "layers and head"
+    priced += f", head {TYPICAL_HEAD:g}" if plan.timetable.placement.head_parts and not work.head else ""
     priced += "" if slices is None else ", causal slices"
     costs = f"{priced}, forward : backward = 1 : 2, free messages"
     if plan.costs != Costs(stages=stages, slices=slices, head=work.head):
@@ -181,10 +186,18 @@ def _describe_slowest_stage(plan: JobPlan) -> list[str]:
     stage, ratio = _slowest_stage(work.stages)
     if ratio < _SLOW_STAGE or plan.costs.stages != work.stages:
         return []
-    remedies = []
-    bubble = simulate(plan.timetable, replace(plan.costs, stages=work.balanced)).bubble
-    if bubble < plan.simulation.bubble - _LEAST_GAIN:
-        remedies.append(f"--stage-layers balanced gives a bubble of {bubble:.1%}")
+    bubbles = {
+        "--stage-layers balanced": simulate(plan.timetable, replace(plan.costs, stages=work.balanced)).bubble
+    }
+    if work.parts is not None:
+        costs = replace(plan.costs, stages=work.parts.stages, head=work.parts.head)
+        with contextlib.suppress(ScheduleError):
+            bubbles["--vocabulary-parallel-head"] = simulate(plan.timetable_with_parts(), costs).bubble
+    remedies = [
+        f"{flag} gives a bubble of {bubble:.1%}"
+        for flag, bubble in sorted(bubbles.items(), key=lambda item: item[1])
+        if bubble < plan.simulation.bubble - _LEAST_GAIN
+    ]
     if _slowest_stage(work.balanced)[1] >= _SLOW_STAGE and plan.supports_fewer_devices():
         remedies.append("use fewer stages")
     advice = f"; {'; or '.join(remedies)}" if remedies else ""
@@ -208,6 +221,8 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int | 
     losses = ", ".join(map(str, report.loss_devices))
     up_to = "" if isinstance(plan.settings.slice_lengths, str) else "up to "
     size = "" if message_bytes is None else f", {up_to}{message_bytes:,} bytes each"
+    if message_bytes is not None and placement.head_parts:
+        size = f", {plan.timetable.sent_tensors * message_bytes:,} bytes in all"
     return [
         f"peak      {peaks} live activations per device, in units of 1/{placement.devices_per_pipe} of the model for "
         f"one micro-batch",

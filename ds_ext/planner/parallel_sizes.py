@@ -15,6 +15,7 @@ send as many bytes. So sizes that allow it are not planned without it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from ..pipe_schedules.costs import Costs
 from ..recipes.models.config import TransformerConfig
 from ..recipes.models.field_flags import keys_of
 from .candidates import Candidate, Candidates
-from .search import Request, choose_each
+from .search import Request, choose_each, price
 from .stage_costs import slice_slowdown
 from .text import join_reasons, join_words
 from .training_sizes import TrainingSizes
@@ -250,6 +251,7 @@ def plan_cluster(
         or ratios.links
         or ratios.stages is not None
         or ratios.slices is not None
+        or ratios.head
         or not ratios.forward
     ):
         raise ScheduleError(
@@ -288,6 +290,31 @@ def plan_cluster(
     return ClusterPlan(
         tuple(sorted(ranked, key=lambda row: (row is not best, _sort_key(row)))), tuple(refused)
     )
+
+
+def other_head(
+    cluster: Cluster, sizes: TrainingSizes, ratios: Costs, best: ParallelSizes
+) -> Candidate | None:
+    """Return the best candidate with its head in parts, or, of a cluster with head parts, on the last stage.
+
+    It has whole sequences, as head parts need. Arguments as for :func:`plan_cluster`. None: this is not possible, or
+    does not fit.
+    """
+    candidate = best.candidate
+    if candidate is None or candidate.sizes is None or best.pipeline == 1:
+        return None
+    other = replace(
+        cluster,
+        head_parts=not cluster.head_parts,
+        micro_batch=candidate.sizes.micro_batch,
+        sequence_parallel=candidate.sizes.sequence_parallel,
+        slices=(1,),
+    )
+    with contextlib.suppress(ScheduleError):
+        (request,) = _requests(other, sizes, ratios, best.tensor, best.pipeline, best.data)
+        priced = price(request, candidate)
+        return None if priced.refusal else priced
+    return None
 
 
 def unit_costs(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, pipeline: int) -> tuple[Costs, float]:

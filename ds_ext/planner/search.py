@@ -192,6 +192,14 @@ def choose_each(
     return search.candidates()
 
 
+def price(request: Request, candidate: Candidate) -> Candidate:
+    """Evaluate the schedule, options and recomputation of a candidate for a request. Raises ScheduleError."""
+    interval = 1 if candidate.sizes is None else candidate.sizes.recompute_interval
+    kind = _Kind(request, candidate.recompute, interval)
+    variant = _Variant(kind, SCHEDULES[candidate.schedule], candidate.options, _Shared())
+    return variant.price(simulate_large=False)
+
+
 class _Search:
     """Best-first search over requests, then over their variants, by lower bounds on the time."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -257,6 +258,46 @@ def clip_doubles(rank: int) -> float:
 
 def test_gradients_of_fp64_are_clipped_in_fp64(ranks2: RankPool) -> None:
     assert max(ranks2.run(clip_doubles)) < 1e-12
+
+
+def frozen_group(rank: int, zero: int) -> str:
+    """Build an engine with a group of frozen parameters. Returns the error."""
+    layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
+    settings = job("1f1b", 2, zero_optimization={"stage": zero})
+    model = ds_ext.PipelineModule(layers, settings, loss_fn=nn.functional.mse_loss)
+    frozen = [p.requires_grad_(False) for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": [p for p in model.parameters() if p.requires_grad]}, {"params": frozen}]
+    try:
+        ds_ext.initialize(model=model, model_parameters=groups)[0].transport.close()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_zero_refuses_a_group_of_frozen_parameters(ranks2: RankPool, zero: int) -> None:
+    for error in ranks2.run(frozen_group, zero):
+        assert (re.match("model_parameters: .* 2 frozen", error) is not None) == bool(zero)
+
+
+class FrozenBias(nn.Linear):
+    """Layer whose bias is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.bias.requires_grad_(False)
+
+
+def train_frozen_biases(rank: int, overlap: bool) -> list[float]:
+    section = {"overlap_across_steps": overlap}
+    config = job("interleaved", 2, zero_optimization={"stage": 1}, ds_ext=section)
+    engine = build([LayerSpec(FrozenBias) for _ in range(4)], config)
+    batches = Batches(plain_numbers)
+    return [float(engine.train_batch(batches)) for _ in range(STEPS)]
+
+
+def test_frozen_parameters_have_no_group_if_gathers_overlap(ranks: Ranks) -> None:
+    assert ranks(4).run(train_frozen_biases, True) == ranks(4).run(train_frozen_biases, False)
 
 
 class ToList(nn.Linear):

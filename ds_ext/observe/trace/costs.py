@@ -64,6 +64,7 @@ def measure_costs(traces: Traces) -> Costs:
         "unit": "ms",
         "spread": {
             "stages": stage_times(spreads, placement.stages),
+            **({"head_part": _means_of_parts(spreads, placement)} if placement.head_parts else {}),
             **{key[0]: spreads[key] for key in (OVERHEAD, INSIDE, BETWEEN) if key in spreads},
         },
     }
@@ -115,17 +116,20 @@ def _head_factors(
     weight: float,
 ) -> tuple[float, float, float]:
     """Return the factors of the head from the means over its parts, whose forwards compute input gradients too."""
+    part, gradient = _means_of_parts(values, placement)
+    both = round(placement.head_parts * part / (forward + backward_input or 1.0), _DIGITS)
+    return both, both, round(placement.head_parts * gradient / (weight or 1.0), _DIGITS)
 
-    def total(kind: str) -> float:
+
+def _means_of_parts(values: Mapping[Quantity, float], placement: Placement) -> tuple[float, float]:
+    """Return the means over the head parts of their forwards and of their weight gradients."""
+
+    def mean(kind: str) -> float:
         stages = range(placement.stages, placement.stages + placement.head_parts)
         known = [values[kind, stage] for stage in stages if (kind, stage) in values]
-        return placement.head_parts * statistics.fmean(known) if known else 0.0
+        return statistics.fmean(known) if known else 0.0
 
-    both, gradient = (
-        total(FORWARD) / (forward + backward_input or 1.0),
-        total(BACKWARD_WEIGHT) / (weight or 1.0),
-    )
-    return round(both, _DIGITS), round(both, _DIGITS), round(gradient, _DIGITS)
+    return mean(FORWARD), mean(BACKWARD_WEIGHT)
 
 
 def _read_rows(traces: Traces, micro_batches: int) -> tuple[dict[Row, dict[int, Spans]], dict[Row, str]]:

@@ -58,7 +58,7 @@ class EventText:
 
     def _fixed(self, instruction: Instruction) -> tuple[str, str, str, dict[str, Any]]:
         """Return the parts of an event that do not change: name, thread, category, arguments."""
-        keys = ("micro_batch", "stage", "pipe")
+        keys = ("micro_batch", "stage", "pipe", "other_stage")
         arguments = {key: value for key in keys if (value := getattr(instruction, key)) is not None}
         if instruction.peer is not None:
             arguments["peer"], *others = self._peers(instruction.peer)

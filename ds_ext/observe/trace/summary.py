@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...errors import DsExtError
-from ...pipe_schedules import Op
+from ...pipe_schedules import Op, Timetable
 from ...pipe_schedules.ops import WAIT_STAGE
 from .causes import Causes, Row, RowSteps, find_causes
 from .event import ASYNCHRONOUS, LOAD, REDUCTIONS
@@ -86,9 +86,13 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class StageSummary:
-    """Median forward plus backward time of a stage on its slowest rank, and the mean over ranks of other stages."""
+    """Median forward plus backward time of a stage on its slowest rank, and the mean over ranks of other stages.
+
+    ``name`` is the number of a stage, ``head part 0`` or ``loss``. Head parts are compared with head parts.
+    """
 
     stage: int
+    name: str
     rank: int
     ms: float
     others_ms: float | None
@@ -171,7 +175,7 @@ def summarize(traces: Traces) -> Summary:
         step: 1 - statistics.fmean(rank_times[step].busy for rank_times in times.values()) / makespan
         for step, makespan in makespans.items()
     }
-    notes = list(traces.notes)
+    notes, timetable = list(traces.notes), _timetable(traces)
     if not makespans:
         notes.append("steps: no step is complete on every rank")
     bubble = statistics.fmean(bubbles.values()) if bubbles else 0.0
@@ -184,11 +188,13 @@ def summarize(traces: Traces) -> Summary:
         bubble_by_step=bubbles,
         makespan_by_step=makespans,
         ranks=[_rank(rank, times[rank], makespans) for rank in times] if makespans else [],
-        stages=_summarize_stages(durations),
+        stages=_summarize_stages(durations, timetable),
         links=links.summaries(),
         notes=notes,
     )
-    return replace(summary, causes=_causes(traces, rows, summary)) if makespans else summary
+    if timetable is None or not makespans:
+        return summary
+    return replace(summary, causes=_causes(traces, timetable, rows, summary))
 
 
 def _spread(steps: list[int], count: int) -> list[int]:
@@ -197,14 +203,18 @@ def _spread(steps: list[int], count: int) -> list[int]:
     return [steps[i * len(steps) // count] for i in range(count)]
 
 
-def _causes(traces: Traces, rows: dict[Row, RowSteps], summary: Summary) -> Causes | None:
-    """Return the causes of the bubble; None if the folder has no timetable of the steps."""
+def _timetable(traces: Traces) -> Timetable | None:
+    """Return the timetable of the steps; None if the folder has none that can be read."""
     try:
-        timetable = traces.timetable(traces.run["micro_batches"])
+        return traces.timetable(traces.run["micro_batches"])
     except DsExtError:
         return None
-    if timetable is None:
-        return None
+
+
+def _causes(
+    traces: Traces, timetable: Timetable, rows: dict[Row, RowSteps], summary: Summary
+) -> Causes | None:
+    """Return the causes of the bubble; None if the steps do not fit the timetable."""
     stage_parameters: dict[int, int] = {}
     busy_by_host: dict[str, list[float]] = defaultdict(list)
     for rank in summary.ranks:
@@ -216,7 +226,8 @@ def _causes(traces: Traces, rows: dict[Row, RowSteps], summary: Summary) -> Caus
         busy, cores = busy_by_host[str(trace.run.get("host"))], trace.run.get("cores")
         if cores and len(busy) > cores:
             shared, busy_ranks = (len(busy), float(cores)), sum(busy)
-    stage = summary.slowest_stage
+    stages = [stage for stage in summary.stages if stage.stage < timetable.placement.stages]
+    stage = max(stages, key=lambda stage: stage.ms, default=None)
     ratio = stage.ms / stage.others_ms if stage is not None and stage.others_ms else 1.0
     return find_causes(
         timetable,
@@ -409,8 +420,12 @@ def _overlap(reduction: Event, computations: Iterable[Event]) -> float:
     return sum(max(0.0, min(end, e["ts"] + e["dur"]) - max(begin, e["ts"])) for e in computations)
 
 
-def _summarize_stages(durations: Durations) -> list[StageSummary]:
-    """Return the stages in order, each with its slowest rank. The medians of all kinds of ops are added."""
+def _summarize_stages(durations: Durations, timetable: Timetable | None) -> list[StageSummary]:
+    """Return the stages in order, each with its slowest rank. The medians of all kinds of ops are added.
+
+    Without a timetable, head parts are unknown.
+    """
+    placement = None if timetable is None else timetable.placement
     times_ms = {
         key: sum(statistics.median(kind_times) for kind_times in kinds.values()) / 1e3
         for key, kinds in durations.items()
@@ -419,10 +434,17 @@ def _summarize_stages(durations: Durations) -> list[StageSummary]:
     for (stage, rank), ms in times_ms.items():
         if stage not in slowest or ms > slowest[stage][1]:
             slowest[stage] = (rank, ms)
+    names = {stage: str(stage) if placement is None else placement.stage_text(stage) for stage in slowest}
+    kinds = {stage: name.rstrip("0123456789") for stage, name in names.items()}
     stages = []
     for stage, (rank, ms) in sorted(slowest.items()):
-        others_ms = [time_ms for (other, _), time_ms in times_ms.items() if other != stage]
-        stages.append(StageSummary(stage, rank, ms, statistics.fmean(others_ms) if others_ms else None))
+        others_ms = [
+            time_ms
+            for (other, _), time_ms in times_ms.items()
+            if other != stage and kinds[other] == kinds[stage]
+        ]
+        others = statistics.fmean(others_ms) if others_ms else None
+        stages.append(StageSummary(stage, names[stage], rank, ms, others))
     return stages
 
 

@@ -300,7 +300,7 @@ def notes(traces: Traces, summary: Summary, step: int | None = None) -> list[str
     stage, link = summary.slowest_stage, summary.slowest_link
     if stage is not None:
         notes.append(
-            f"Slowest stage: {stage.stage} on rank {stage.rank}, {stage.ms:.2f} ms per micro-batch (median)."
+            f"Slowest stage: {stage.name} on rank {stage.rank}, {stage.ms:.2f} ms per micro-batch (median)."
         )
     if link is not None:
         notes.append(

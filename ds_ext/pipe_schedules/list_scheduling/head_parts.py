@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import islice, product
 
 from ..costs import Costs
@@ -25,7 +24,6 @@ _MAX_WEIGHTS = (2, 1, 3)  # weight gradients of parts that may wait, each with t
 _MAX_OPS = 100_000  # in all runs together, about 0.5 s; larger steps try one number of weight gradients
 _SLACK = 1e-9  # relative; sums of the same times in a different order differ by rounding
 _WORTH = 0.01  # relative gain for which devices keep another activation
-_TYPICAL = 0.5  # cost factor of the head, if the costs have none
 
 
 class HeadFirst:
@@ -73,7 +71,6 @@ def insert_head_parts(timetable: Timetable, costs: Costs, max_ahead: int = 1) ->
         max_ahead: activations that a device may keep beyond those of ``timetable``, in units of 1/D of the model.
     """
     placement, dependencies = timetable.placement, timetable.dependencies
-    costs = costs if costs.head else replace(costs, head=_TYPICAL)
     workload = Workload(placement, timetable.micro_batches, costs, dependencies.split)
     num_ops = sum(map(len, timetable.orders)) + timetable.micro_batches * (2 * placement.head_parts + 1)
     chunks = placement.stages // placement.devices_per_pipe

@@ -220,20 +220,22 @@ def with_stage_work(
         slices = slice_costs(Costs(), model, tokens).slices
         if settings.slice_lengths == BALANCED_SLICES:
             plan = _with_settings(plan, slice_lengths=[*tokens])
-    plan = plan.with_work(StageWork(stages, even, slices, _head_part_work(plan, model)))
+    in_parts, head, parts = settings.vocabulary_parallel_head, _head_work(plan, model), None
+    if after[-1:] == ["head"] and model.untie_embeddings_and_output_weights and layers >= placement.stages:
+        body = len(before), len(after) - 1
+        weights = stage_weights(layer_boundaries(layers, *body, placement, schedule), *body)
+        parts = StageWork(weights, None, head=head)
+    plan = plan.with_work(StageWork(stages, even, slices, head if in_parts else 0.0, parts))
     if settings.max_activation_memory is not None:
         plan = within_activation_memory(plan, _model_sizes(plan, boundaries, *ends, model))
         plan = _with_settings(plan, max_activation_memory=None)
     return plan
 
 
-def _head_part_work(plan: JobPlan, model: TransformerConfig) -> tuple[float, float, float] | float:
-    """Return the work of a head in parts for :class:`.StageWork`. Its weight gradient repeats its forward."""
-    if not plan.settings.vocabulary_parallel_head:
-        return 0.0
-    product = replace(model, chunked_loss=False).head_work(model.repeated_share)
-    product *= plan.layout.placement.devices_per_pipe / model.num_layers
-    return product, product, 2 * product
+def _head_work(plan: JobPlan, model: TransformerConfig) -> float:
+    """Return the work of a head in parts, relative to 1/D of the layers."""
+    work = replace(model, chunked_loss=False).head_work(model.repeated_share)
+    return work * plan.layout.placement.devices_per_pipe / model.num_layers
 
 
 def _with_settings(plan: JobPlan, **change: Any) -> JobPlan:

@@ -176,6 +176,14 @@ def test_wrong_costs(
     assert re.search(words, refused(capsys, verb, "1f1b", *SIZES, "--costs", str(file)))
 
 
+def test_flags_of_a_model_need_one(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in (["--overlap-across-steps"], ["--data-parallel", "2"]):
+        error = refused(capsys, "simulate", "1f1b", *SIZES, *flag)
+        assert (
+            error.startswith(f"{flag[0]}: ") and "True" not in error and all(word in error for word in flag)
+        )
+
+
 # --- sizes -----------------------------------------------------------------------------------------------------------
 
 

@@ -116,6 +116,7 @@ class Engine(SimpleNamespace):
             plan=SimpleNamespace(
                 timetable=SimpleNamespace(schedule="1f1b"),
                 simulation=SimpleNamespace(bubble=0.125, costs=Costs()),
+                overlaps_steps=False,
             ),
             transport=SimpleNamespace(name="shm"),
             device=torch.device("cpu"),
@@ -183,10 +184,12 @@ def test_lines_cover_all_steps_and_a_summary_ends_the_run(
         {"event": "saved", "path": "a/step_7"},
         {"event": "failed", "path": "a/step_8"},
     ]
+    engine.plan.overlaps_steps = True
     metrics.print_summary()
-    trained, amounts, memory, bubble, saved, report = capsys.readouterr().out.splitlines()
+    trained, amounts, memory, bubble, overlap, saved, report = capsys.readouterr().out.splitlines()
     assert re.findall(r"[\d:.]+", trained) == ["7", "1:10", "0:14", "2"]
     assert numbers(amounts) == "56 896 64" and numbers(memory) == "307 1" and numbers(bubble) == "25% 12%"
+    assert "overlap_across_steps" in overlap
     assert saved.split() == ["saved", "a/step_7"] and f"report {file} -o report.html" in report
     # The record has the memory of the last row, although it has grown by less than 1 %.
     (start,) = read_starts(record_file(file))

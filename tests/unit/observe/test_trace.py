@@ -22,7 +22,7 @@ from ds_ext.observe.trace.merge import merge
 from ds_ext.observe.trace.read import read_traces
 from ds_ext.observe.trace.summary import summarize
 from ds_ext.observe.trace.view import AXIS, page, picture
-from ds_ext.pipe_schedules import Placement, timetable
+from ds_ext.pipe_schedules import Placement, get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulation import Simulation, simulate
 from tests.trace_folders import BYTES, PRICED, SEND_US, UNIT_US, write_traces
@@ -75,6 +75,27 @@ def test_every_message_has_an_arrow(whole: Path, tmp_path: Path) -> None:
         assert (sent["tid"], received["tid"], arrows["f"][number]["bp"]) == ("send", "recv", "e")
         assert sent["args"]["peer"] == received["pid"] and received["args"]["peer"] == sent["pid"]
         assert sent["args"]["micro_batch"] == received["args"]["micro_batch"]
+
+
+def test_messages_of_head_parts_have_arrows_and_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = Costs(1, 1.2, 0.8, 0.05, head=20.0)
+    for name in ("1f1b", "bitpipe_zb"):
+        simulation = simulate(get_schedule(name).timetable(4, 8, costs=costs, head_parts=True), costs)
+        folder, stages = tmp_path / name, simulation.timetable.placement.stages
+        write_traces(folder, simulation)
+        merged = merge(read_traces(folder), tmp_path / "all.json")
+        assert merged.messages == 2 * simulation.messages and not merged.unpaired and merged.early_us == 0
+        summary = summarize(read_traces(folder))
+        names = [*map(str, range(stages)), *(f"head part {i}" for i in range(4)), "loss"]
+        assert [stage.name for stage in summary.stages] == names
+        assert summary.slowest_stage is not None and summary.slowest_stage.name.startswith("head part")
+        # Parts are compared with parts, stages with stages.
+        ratios = [stage.ms / stage.others_ms for stage in summary.stages if stage.others_ms]
+        assert ratios == pytest.approx([1.0] * (stages + 4), rel=1e-3)
+        assert main(["trace", "summary", str(folder)]) == 0
+        assert re.search(r"^slowest stage +head part \d on rank", capsys.readouterr().out, re.MULTILINE)
 
 
 # --- summary ---

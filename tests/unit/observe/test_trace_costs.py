@@ -88,7 +88,7 @@ def test_whole_backwards_give_each_half_half_the_time(
     assert capsys.readouterr().err.startswith("note: backwards: ")
 
 
-def test_parts_of_a_head_have_factors(tmp_path: Path) -> None:
+def test_parts_of_a_head_have_factors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs = Costs(1, 1.2, 0.8, head=(2.0, 2.0, 5.0))
     parts = get_schedule("zb_v").timetable(4, 8, costs=costs, head_parts=True)
     write_traces(tmp_path, simulate(parts, costs))
@@ -97,6 +97,11 @@ def test_parts_of_a_head_have_factors(tmp_path: Path) -> None:
         found = measured.durations(parts.placement)[kind]
         if kind in (FORWARD, BACKWARD_WEIGHT):
             assert found == pytest.approx([MS * time for time in times], rel=1e-3)
+    capsys.readouterr()
+    costs_file(tmp_path, tmp_path)
+    (row,) = re.findall(r"^head part +([\d.]+) .* ([\d.]+) \+- 0\.00$", capsys.readouterr().out, re.MULTILINE)
+    # A quarter of twice f and b, and of five times w.
+    assert [float(ms) for ms in row] == pytest.approx([MS * 2 * 2.2 / 4, MS * 5 * 0.8 / 4], rel=1e-3)
 
 
 def test_forward_devices_do_not_count(tmp_path: Path) -> None:

@@ -175,6 +175,7 @@ def test_costs_are_values() -> None:
         ({"seed": 0.5}, "seed .*got 0.5"),
         ({"seed": True}, "seed .*got True"),
         ({"stages": (1, (1, 2))}, r"stages\[1\] .*got \(1, 2\)"),
+        ({"head": (1, 2)}, r"head .*got \(1, 2\)"),
         ({"stages": (1, (1, -2, 1))}, r"stages\[1\]\[1\] .*got -2"),
         ({"measured": {"devices": 0}}, "measured .*got {'devices': 0}"),
         ({"forward": 1e308}, r"f .*1e-15 and 1e\+15 \(got 1e\+308\)"),

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from ds_ext.config.job import load_config
 from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, get_schedule
 from ds_ext.pipe_schedules.checks.program import check
-from ds_ext.pipe_schedules.costs import Costs, dump_costs, load_costs, parse_costs
+from ds_ext.pipe_schedules.costs import TYPICAL_HEAD, Costs, dump_costs, load_costs, parse_costs
 from ds_ext.pipe_schedules.files import read_dump, schedule_of_file
 from ds_ext.pipe_schedules.gathers import with_waits
 from ds_ext.pipe_schedules.inference import forward_timetable
@@ -165,7 +166,7 @@ def test_the_costs_of_the_head(tmp_path: Path) -> None:
     path.write_text(json.dumps(dump_costs(costs)))
     assert load_costs(str(path)) == costs
     assert "head" not in dump_costs(Costs())
-    for text in ("head=-1", "head=1/2", "head=a"):
+    for text in ("head=-1", "head=1/2", "head=1:2", "head=a"):
         with pytest.raises(ScheduleError, match="head"):
             parse_costs(text)
 
@@ -228,6 +229,45 @@ def test_a_wrong_stage_at_the_other_end_is_found(name: str) -> None:
                     check(dataclasses.replace(program, instructions=rows))
                 changed += 1
     assert changed > 30
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved", "bitpipe_zb"])
+@pytest.mark.parametrize("head", [0.5, (1.0, 2.0, 3.0)])
+def test_a_head_without_parts_has_the_stages_of_the_error(name: str, head: Any) -> None:
+    placement = get_schedule(name).placement(4)
+    with pytest.raises(ScheduleError, match="vocabulary_parallel_head") as error:
+        Costs(head=head).durations(placement)
+    text = str(error.value).rpartition(" ")[2].rstrip(".")
+    plain, last = Costs().durations(placement), parse_costs(text).durations(placement)
+    factors = head if isinstance(head, tuple) else (head,) * 3
+    for kind, factor in zip("FIW", factors, strict=True):
+        assert (
+            last[kind][-1] == pytest.approx(plain[kind][-1] + factor) and last[kind][:-1] == plain[kind][:-1]
+        )
+
+
+def test_a_head_has_a_time_without_costs() -> None:
+    placement = made("1f1b", 4, 4).placement
+    assert Costs().durations(placement) == Costs(head=TYPICAL_HEAD).durations(placement)
+
+
+@pytest.mark.parametrize(("name", "peak"), [("1f1b", 4), ("zb_h1", 4), ("interleaved", 5.5)])
+def test_a_limit_prevents_a_further_activation(name: str, peak: float) -> None:
+    schedule, costs = get_schedule(name), Costs(head=0.5)
+    free, limited = (
+        simulate(schedule.timetable(4, 8, options, costs, head_parts=True), costs)
+        for options in ({}, {"max_activations": peak})
+    )
+    assert (max(free.peak_activations), max(limited.peak_activations)) == (peak + 1, peak)
+    with pytest.raises(ScheduleError, match=rf"max_activations .*{peak:g} \(got 3\)"):
+        schedule.timetable(4, 8, {"max_activations": 3}, costs, head_parts=True)
+    with pytest.raises(ScheduleError, match="max_activations"):
+        schedule.timetable(4, 8, {"max_activations": peak})
+    section = {"schedule": name, "pipeline_parallel_size": 4, "vocabulary_parallel_head": True}
+    section["schedule_options"] = {"max_activations": peak}
+    batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1}
+    plan = make_job_plan(load_config({**batch, "ds_ext": section}))
+    assert max(plan.simulation.peak_activations) == peak
 
 
 def test_steps_of_many_ops_try_a_further_activation(monkeypatch: pytest.MonkeyPatch) -> None:

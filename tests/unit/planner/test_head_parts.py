@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections import Counter
 from dataclasses import replace
@@ -31,7 +32,7 @@ from ds_ext.planner.auto import training_sizes
 from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.memory import DeviceMemory, memory, model_parameters, rank_parameters
 from ds_ext.planner.named_models import named_model
-from ds_ext.planner.parallel_sizes import Cluster, plan_cluster
+from ds_ext.planner.parallel_sizes import Cluster, other_head, plan_cluster
 from ds_ext.planner.search import Request, choose
 from ds_ext.planner.stage_costs import split_layers, stage_costs
 from ds_ext.planner.traffic import traffic
@@ -272,10 +273,76 @@ def test_verbs_know_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "--vocabulary-parallel-head" in capsys.readouterr().out
 
 
+def test_an_assumed_time_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "1f1b", *HEAD, "--costs", "head=0.5"]) == main(["show", "1f1b", *HEAD]) == 0
+    assert capsys.readouterr().err.count("--costs head=4") == 2
+    assert main(["show", "1f1b", *HEAD, "--costs", "head=4"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["simulate", "1f1b", *HEAD]) == 0
+    assert re.search(r"^  head +0\.5 ", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_messages_have_a_sum_of_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--forward-only"]):
+        assert main(["simulate", "1f1b", *HEAD, "--model", "llama-3-8b", *more]) == 0
+        size = re.search(r"messages +\d+, ([\d.]+) GB", capsys.readouterr().out)
+        placement = get_schedule("1f1b").placement(4, {}, True)
+        tensors = messages_between(placement, 4).total()
+        if more:  # 3 links, 3 parts with one tensor each, which return two
+            tensors = 4 * (3 + 3 + 2 * 3)
+        assert size is not None and float(size[1]) == pytest.approx(tensors * 2 * 8192 * 4096 / 1e9, abs=0.06)
+
+
+SMALL = [
+    *("--num-layers", "8", "--hidden-size", "64", "--num-attention-heads", "4", "--vocab-size", "8000"),
+    *("--seq-length", "32", "--untie-embeddings-and-output-weights"),
+]
+
+
+@pytest.mark.parametrize(("rate", "lines"), [("100GB", 0), ("10MB", 1)])
+def test_parts_that_slow_links_make_longer(rate: str, lines: int, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", "1f1b", *SIZES, *SMALL, "--hosts", "4x1", "--between", f"{rate},0us"]
+    times = []
+    for flag in ([], HEAD[-1:]):
+        assert main([*words, *flag, "--json"]) == 0
+        times.append(json.loads(capsys.readouterr().out)["step_s"])
+    assert main([*words, *HEAD[-1:]]) == 0
+    found = re.findall(r"^  last stage +(\S+) s .* (\S+) s ", capsys.readouterr().out, re.MULTILINE)
+    assert len(found) == lines == (times[0] < times[1])
+    for last, parts in found:
+        assert [float(last), float(parts)] == pytest.approx(times, rel=1e-3)
+
+
+def test_a_plan_compares_its_best_with_the_other_head() -> None:
+    sizes = replace(LLAMA, num_layers=16, zero_stage=1)
+    cluster = Cluster(8, 60 * 10**9, 16, tensor_parallel=1, slices=(1,))
+    for parts in (False, True):
+        asked = replace(cluster, head_parts=parts)
+        best = plan_cluster(asked, sizes).best
+        other = other_head(asked, sizes, Costs(), best)
+        assert best.candidate is not None and other is not None and other.time
+        assert bool(other.costs.head) != parts == bool(best.candidate.costs.head)
+        assert other.label == best.candidate.label and other.time != best.step_s
+    tied = replace(sizes, untie_embeddings_and_output_weights=False)
+    assert other_head(cluster, tied, Costs(), plan_cluster(cluster, tied).best) is None
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
         (["optimise", "1f1b", *HEAD], "4 parts"),
+        (["show", "1f1b", *SIZES, "--costs", "head=4"], "stages=1x3/5"),
+        (
+            [
+                "plan",
+                "--devices=8",
+                "--memory=80GB",
+                "--model=gpt-1.3b",
+                "--global-batch-size=8",
+                "--costs=head=1",
+            ],
+            "--costs",
+        ),
         (["simulate", "fbd", *HEAD], "--vocabulary-parallel-head"),
         (["simulate", "1f1b", *HEAD, "--sequence-slices", "2"], "--vocabulary-parallel-head"),
         (["simulate", "plain.txt", "--vocabulary-parallel-head"], "--vocabulary-parallel-head"),

@@ -285,6 +285,37 @@ def test_layers_that_defer_nothing_have_the_bubble_of_whole_backwards(name: str,
         assert bubble()["bubble"] < 100 * whole
 
 
+@pytest.mark.parametrize(("name", "remedies"), [("1f1b", 2), ("fbd", 1)])
+def test_a_slow_last_stage_may_divide_its_head(name: str, remedies: int) -> None:
+    """The shortest bubble comes first; it is that of a job with the key."""
+    work = StageWork((0.5, 0.5, 0.5, 2.5), (0.9, 0.9, 0.9, 1.3), parts=StageWork(None, None, head=2.0))
+    text = text_of(plan(schedule=name).with_work(work))
+    [note] = re.findall("^note: stage.*", text, re.MULTILINE)
+    bubbles = re.findall(r"(--[\w-]+)[\w ]* gives a bubble of ([\d.]+)%", note)
+    assert len(bubbles) == remedies and bubbles == sorted(bubbles, key=lambda item: float(item[1]))
+    if remedies == 2:
+        divided = plan(schedule=name, vocabulary_parallel_head=True).with_work(
+            StageWork(None, None, head=2.0)
+        )
+        assert bubbles[0] == ("--vocabulary-parallel-head", f"{100 * divided.simulation.bubble:.1f}")
+
+
+@pytest.mark.parametrize(
+    ("world", "more", "overlaps"),
+    [(8, {"zero_optimization": {"stage": 1}}, 1), (8, {"bf16": {"enabled": True}}, 1), (8, {}, 0)],
+)
+def test_a_plan_has_a_line_for_gathers_beside_the_next_step(
+    world: int, more: dict[str, Any], overlaps: int
+) -> None:
+    section = JSON["ds_ext"] | {"schedule": "1f1b"}
+    for value in (False, True):
+        job = load_config(JSON | more | {"ds_ext": {**section, "overlap_across_steps": value}})
+        lines = text_of(make_job_plan(job, world)).splitlines()
+        assert sum("overlap_across_steps" in line for line in lines) == overlaps * value
+    job = load_config(JSON | more | {"ds_ext": {**section, "overlap_across_steps": True}})
+    assert not make_job_plan(job, 4).overlaps_steps  # one copy of the weights
+
+
 @pytest.mark.parametrize(
     ("schedule", "devices", "remedies"),
     [("bitpipe", 4, 1), ("bitpipe", 2, 0), ("chimera", 2, 0), ("1f1b", 3, 1), ("1f1b", 2, 0)],

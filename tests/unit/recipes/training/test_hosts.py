@@ -68,6 +68,18 @@ def test_the_plan_counts_the_head_and_names_a_slow_stage(described: Any, layers:
     assert ("note: stage" in balanced) == (remedies == 2)
 
 
+def test_a_slow_stage_may_divide_an_untied_head(described: Any) -> None:
+    """The note has the bubble that the plan of the job with the flag prints."""
+    size = ["--hidden-size", "8", "--num-layers", "8", "--untie-embeddings-and-output-weights"]
+    whole, parts = (
+        described("1f1b", *size, verbose=False, vocabulary_parallel_head=value) for value in (False, True)
+    )
+    (note,) = re.findall(r"^note: stage 3 takes .*", whole, re.M)
+    (bubble,) = re.findall(r"^bubble +([\d.]+%)", parts, re.M)
+    assert f"--vocabulary-parallel-head gives a bubble of {bubble}" in note
+    assert "--vocabulary-parallel-head" not in parts
+
+
 def test_the_short_plan_has_the_bytes_and_the_notes(described: Any) -> None:
     whole, short = (
         described("bitpipe_3d", "--hosts", "2x4", verbose=False, print_plan=value) for value in ("all", True)
