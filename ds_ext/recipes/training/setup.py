@@ -221,7 +221,7 @@ def with_stage_work(
         if settings.slice_lengths == BALANCED_SLICES:
             plan = _with_settings(plan, slice_lengths=[*tokens])
     in_parts, head, parts = settings.vocabulary_parallel_head, _head_work(plan, model), None
-    if after[-1:] == ["head"] and model.untie_embeddings_and_output_weights and layers >= placement.stages:
+    if after[-1:] == ["head"] and layers >= placement.stages:
         body = len(before), len(after) - 1
         weights = stage_weights(layer_boundaries(layers, *body, placement, schedule), *body)
         parts = StageWork(weights, None, head=head)
