@@ -112,12 +112,12 @@ class Ports:
     """Network ports of the devices. A message waits for earlier ones, and shares the rate equally with a collective.
 
     Args:
-        links: (sender, receiver) -> latency, and the ports that the message uses until then; without links that share
-            no port.
+        links: (sender, receiver) -> latency, the ports that the message uses until then, and the number of pipelines
+            that use these ports alike, one after the other; without links that share no port.
         collectives: port -> (start, end) of its collectives.
     """
 
-    links: Mapping[tuple[int, int], tuple[float, tuple[int, ...]]]
+    links: Mapping[tuple[int, int], tuple[float, tuple[int, ...], int]]
     collectives: Mapping[int, Sequence[tuple[float, float]]]
 
     def arrival(self, now: float, link: tuple[int, int], delay: float, free: dict[int, float]) -> float:
@@ -128,9 +128,9 @@ class Ports:
         """
         if link not in self.links:
             return now + delay
-        latency, ports = self.links[link]
+        latency, ports, users = self.links[link]
         end = max(now, *(free.get(port, 0.0) for port in ports))
-        left = max(0.0, delay - latency)
+        left = transfer = max(0.0, delay - latency)
         for start, stop in sorted(span for port in ports for span in self.collectives.get(port, ())):
             if start >= end + left:
                 break
@@ -140,7 +140,7 @@ class Ports:
                 end, left = end + alone + beside, left - alone - beside / 2
         end += left
         for port in ports:
-            free[port] = end
+            free[port] = end + (users - 1) * transfer
         return end + latency
 
 

@@ -6,8 +6,9 @@ the process group is free. The engine waits for all reductions before the optimi
 weights, which may overlap with the next step: each stage's first op starts when its weights are there.
 
 Collectives on a shared port share its rate. A message between hosts waits for earlier messages of its ports, and takes
-twice as long beside a collective, unless all messages are short. Not modeled: by how much messages delay collectives,
-the optimizer's arithmetic, and collectives of single numbers (loss, norm, overflow).
+twice as long beside a collective, unless all messages are short. Pipeline groups that send through one port collide
+once, with the first message, and then take turns. Not modeled: by how much messages delay collectives, the optimizer's
+arithmetic, and collectives of single numbers (loss, norm, overflow).
 """
 
 from __future__ import annotations
@@ -135,28 +136,32 @@ def least_collectives_s(
 
 def message_links(
     layout: ParallelLayout, network: Network, pairs: Iterable[tuple[int, int]], message: float
-) -> list[dict[tuple[int, int], float]]:
-    """Return (sending device, receiving device) -> seconds of a message, for every pipeline group.
+) -> list[dict[tuple[int, int], tuple[float, int]]]:
+    """Return (sending device, receiving device) -> seconds of a message and users of its port, for pipeline groups.
 
-    The slowest tensor-parallel rank counts. Ranks of a device send at the same time, in all pipeline groups.
+    The slowest tensor-parallel rank counts. Those of a device send at the same time; the pipeline groups that use a
+    port take turns.
 
     Args:
         pairs: (sending device, receiving device) of every link.
         message: bytes.
     """
     hosts, tensor = network.hosts, range(layout.tensor_parallel_size)
-    seconds_of_links: list[dict[tuple[int, int], float]] = [{} for _ in range(layout.data_parallel_size)]
+    links: list[dict[tuple[int, int], tuple[float, int]]] = [{} for _ in range(layout.data_parallel_size)]
     for pair in pairs:
         ranks = [
             [(layout.rank(pair[0], data, t), layout.rank(pair[1], data, t)) for t in tensor]
-            for data in range(len(seconds_of_links))
+            for data in range(len(links))
         ]
-        sending = Counter(hosts.host(a) for group in ranks for a, b in group if hosts.cross((a, b)))
-        for links, group in zip(seconds_of_links, ranks, strict=True):
-            links[pair] = max(
+        senders = [Counter(hosts.host(a) for a, b in group if hosts.cross((a, b))) for group in ranks]
+        users = Counter(chain.from_iterable(senders))
+        for of_group, group, sending in zip(links, ranks, senders, strict=True):
+            seconds = max(
                 network.shared(sending[hosts.host(a)]).message_time(message, a, b) for a, b in group
             )
-    return seconds_of_links
+            shares = network.ports == HOST_PORTS and sending
+            of_group[pair] = seconds, max(map(users.__getitem__, sending)) if shares else 1
+    return links
 
 
 def step_time(
@@ -202,21 +207,26 @@ def step_times(
         key = group, tuple(gathered.values()), busy
         if key not in results:
             messages = replace(costs, comm=0.0, links=dict(zip(pairs, group.messages, strict=True)))
-            ports = group.ports(network.between.latency / unit_s, busy)
-            results[key] = simulate(timetable, messages, gathered, ports)
+            latency = network.between.latency / unit_s
+            first = simulate(timetable, messages, gathered, group.ports(latency, busy))
+            results[key] = _delayed(first, group.lag(pairs, latency))
         return results[key]
 
     steps = []
     for layout in layouts:
         require_slots(layout, network.hosts)
         groups = set()
-        for data, seconds_of in enumerate(
+        for data, links in enumerate(
             message_links(layout, network, pairs, volumes.message / timetable.slices)
         ):
             # Of whole micro-batches: a message of a slice takes its share.
-            messages = tuple(seconds_of[pair] * timetable.slices / unit_s for pair in pairs)
-            long = {pair for pair, time in seconds_of.items() if time - network.between.latency > least_s}
-            groups.add(_Group(messages, *_ports(layout, network, data, long)))
+            messages = tuple(links[pair][0] * timetable.slices / unit_s for pair in pairs)
+            long = {
+                pair for pair, (seconds, _) in links.items() if seconds - network.between.latency > least_s
+            }
+            crossing, port_of = _ports(layout, network, data, long)
+            users = tuple(links[pair][1] for pair in crossing)
+            groups.add(_Group(messages, crossing, users, port_of))
         distinct = sorted(groups)
         collectives = _Collectives(layout, network, volumes, unit_s, reductions)
         step = collectives.period(distinct, simulated)
@@ -233,21 +243,40 @@ class _Group(NamedTuple):
     Attributes:
         messages: time on every link, in the unit of the costs.
         crossing: links between hosts with long messages, which share ports.
+        users: pipeline groups that use each of these links' ports.
         port_of: port of every device; empty without such links.
     """
 
     messages: tuple[float, ...]
     crossing: tuple[tuple[int, int], ...]
+    users: tuple[int, ...]
     port_of: tuple[int, ...]
+
+    def lag(self, pairs: Sequence[tuple[int, int]], latency: float) -> float:
+        """Return by how much the last of the pipeline groups that take turns is behind the first one."""
+        messages = dict(zip(pairs, self.messages, strict=True))
+        turns = zip(self.crossing, self.users, strict=True)
+        return max(((users - 1) * (messages[link] - latency) for link, users in turns), default=0.0)
 
     def ports(self, latency: float, busy: _Busy) -> Ports | None:
         """Return the ports for the messages; a port receives as its complement."""
-        links = {(a, b): (latency, (self.port_of[a], ~self.port_of[b])) for a, b in self.crossing}
+        links = {
+            (a, b): (latency, (self.port_of[a], ~self.port_of[b]), users)
+            for (a, b), users in zip(self.crossing, self.users, strict=True)
+        }
         collectives: dict[int, list[tuple[float, float]]] = {}
         for port, spans in zip(self.port_of, busy, strict=False):
             for end in (port, ~port):
                 collectives.setdefault(end, []).extend(spans)
         return Ports(links, collectives) if links else None
+
+
+def _delayed(simulation: Simulation, lag: float) -> Simulation:
+    """Return the simulation of a pipeline group that starts later."""
+    if not lag:
+        return simulation
+    spans = tuple(tuple((op, start + lag, end + lag) for op, start, end in row) for row in simulation.spans)
+    return replace(simulation, spans=spans, makespan=simulation.makespan + lag)
 
 
 def _ports(

@@ -47,6 +47,7 @@ class Case:
         devices: D; the data-parallel size is RANKS / D.
         delay_ms, rate_mbit: of every link between hosts.
         ballast: fp32 parameters added to every layer, to make reductions long.
+        message_kb: size of a message.
         overlap: value of "overlap_across_steps" in a job with ZeRO stage 1, whose steps follow each other; None: no
             ZeRO, and all ranks start a step together.
     """
@@ -60,6 +61,7 @@ class Case:
     ballast: int = 0
     rank_order: str = "tp-dp-pp"
     overlap: bool | None = None
+    message_kb: float = 4.0
 
     @property
     def data(self) -> int:
@@ -91,7 +93,7 @@ class Case:
         stages = (gradient,) * timetable.placement.stages
         per_device = gradient * timetable.placement.stages * timetable.placement.replicas / self.devices
         volumes = Traffic(
-            4096 + _HEADER_BYTES,
+            1024 * self.message_kb + _HEADER_BYTES,
             (),
             (per_device,) * self.devices,
             zero_stage=int(self.overlap is not None),
@@ -200,7 +202,7 @@ def _engine(row: Case) -> tuple[Any, Any, Any]:
     timetable = row.timetable()
     device = EmulatedDevice(row.costs, timetable.placement)
     device.split_backwards = timetable.split_backwards
-    batches = make_batches(row.micro_batches * row.data, rows_of(4.0))
+    batches = make_batches(row.micro_batches * row.data, rows_of(row.message_kb))
     config = {
         "train_micro_batch_size_per_gpu": len(batches[0][0]),
         "gradient_accumulation_steps": row.micro_batches // timetable.placement.replicas,
@@ -252,9 +254,9 @@ def measure(hosts: int, rows: list[Case], steps: int) -> list[dict[str, Any]]:
         times = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
         for number, row in enumerate(rows):
             ends = [max(ranks) for ranks in zip(*(t[number] for t in times), strict=True) if min(ranks) > 0]
-            if row.overlap is not None:  # moments
+            if row.overlap is not None:  # moments; work moves between steps that follow each other
                 ends = [b - a for a, b in pairwise(ends)]
-            measured = statistics.median(ends)
+            measured = statistics.median(ends) if row.overlap is None else statistics.fmean(ends)
             predicted = row.predict_ms(hosts, *delays[number])
             found.append(
                 asdict(row)

@@ -13,10 +13,10 @@ from ds_ext.pipe_schedules.simulation import simulate
 
 LATENCY = 1.0
 LINKS = {
-    (0, 1): (LATENCY, (0, ~1)),
-    (0, 2): (LATENCY, (0, ~2)),
-    (1, 0): (LATENCY, (1, ~0)),
-    (2, 1): (LATENCY, (2, ~1)),
+    (0, 1): (LATENCY, (0, ~1), 1),
+    (0, 2): (LATENCY, (0, ~2), 1),
+    (1, 0): (LATENCY, (1, ~0), 1),
+    (2, 1): (LATENCY, (2, ~1), 1),
 }
 
 
@@ -33,6 +33,12 @@ def test_a_message_waits_for_earlier_ones_of_its_ports(second: tuple[int, int], 
     ports, free = Ports(LINKS, {}), {}
     assert ports.arrival(0.0, (0, 1), 3.0, free) == 3.0
     assert ports.arrival(0.0, second, 3.0, free) == arrival
+
+
+def test_pipelines_take_turns_on_a_port() -> None:
+    """The messages of two others follow each message."""
+    ports, free = Ports({(0, 1): (LATENCY, (0, ~1), 3)}, {}), {}
+    assert [ports.arrival(now, (0, 1), 3.0, free) for now in (0.0, 1.0, 20.0)] == [3.0, 9.0, 23.0]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +77,6 @@ def test_messages_of_two_pipes_share_ports(name: str, delayed: bool) -> None:
     timetable = get_schedule(name).timetable(4, 8)
     pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
     costs = Costs(links=dict.fromkeys(pairs, 0.9))
-    ports = Ports({(a, b): (0.0, (a, ~b)) for a, b in pairs}, {})
+    ports = Ports({(a, b): (0.0, (a, ~b), 1) for a, b in pairs}, {})
     alone, shared = simulate(timetable, costs), simulate(timetable, costs, ports=ports)
     assert (shared.makespan > alone.makespan + 0.5) == delayed
