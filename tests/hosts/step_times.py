@@ -113,6 +113,11 @@ def cases() -> list[Case]:
     for devices, micro_batches in ((8, 16), (4, 8)):
         for schedule in SCHEDULES:
             rows += [Case(schedule, devices, micro_batches, 80.0, delay_ms) for delay_ms in (0.0, 15.0, 50.0)]
+        rows += [
+            Case(schedule, devices, micro_batches, 60.0, 5.0, 100.0, message_kb=size)
+            for schedule in SCHEDULES
+            for size in (250.0, 500.0)
+        ]
     slow = 60.0, 15.0, 100.0, 750_000, "tp-pp-dp"
     rows += [
         Case(schedule, 4, 8, *slow, overlap) for schedule in SCHEDULES for overlap in (None, False, True)
@@ -310,15 +315,15 @@ def echo_s(network: Any, a: int, b: int) -> float:
 def table(results: list[dict[str, Any]]) -> str:
     """Return the results as Markdown."""
     lines = [
-        "| hosts | schedule | D x DP | N | forward | link | rate | predicted | measured | best | error |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| hosts | schedule | D x DP | N | forward | link | rate | message | predicted | measured | best | error |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for r in results:
         rate = f"{r['rate_mbit']:g} Mbit/s" if r["rate_mbit"] else "-"
         lines.append(
             f"| {r['hosts']} | {r['schedule']} | {r['devices']} x {RANKS // r['devices']} | {r['micro_batches']} "
-            f"| {r['forward_ms']:g} ms | {r['link_ms']:.1f} ms | {rate} | {r['predicted_ms']:.0f} ms "
-            f"| {r['measured_ms']:.0f} ms | {r['best_ms']:.0f} ms | {r['error']:+.1%} |"
+            f"| {r['forward_ms']:g} ms | {r['link_ms']:.1f} ms | {rate} | {r['message_kb']:g} KB "
+            f"| {r['predicted_ms']:.0f} ms | {r['measured_ms']:.0f} ms | {r['best_ms']:.0f} ms | {r['error']:+.1%} |"
         )
     return "\n".join(lines)
 
