@@ -316,15 +316,16 @@ def test_parts_that_slow_links_make_longer(rate: str, lines: int, capsys: pytest
 def test_a_plan_compares_its_best_with_the_other_head() -> None:
     sizes = replace(LLAMA, num_layers=16, zero_stage=1)
     cluster = Cluster(8, 60 * 10**9, 16, tensor_parallel=1, slices=(1,))
-    for parts in (False, True):
+    tied = replace(sizes, untie_embeddings_and_output_weights=False)
+    for parts, model in ((False, sizes), (True, sizes), (False, tied)):
         asked = replace(cluster, head_parts=parts)
-        best = plan_cluster(asked, sizes).best
-        other = other_head(asked, sizes, Costs(), best)
+        best = plan_cluster(asked, model).best
+        other = other_head(asked, model, Costs(), best)
         assert best.candidate is not None and other is not None and other.time
         assert bool(other.costs.head) != parts == bool(best.candidate.costs.head)
         assert other.label == best.candidate.label and other.time != best.step_s
-    tied = replace(sizes, untie_embeddings_and_output_weights=False)
-    assert other_head(cluster, tied, Costs(), plan_cluster(cluster, tied).best) is None
+    one_device = replace(cluster, devices=1, memory_bytes=10**12)
+    assert other_head(one_device, sizes, Costs(), plan_cluster(one_device, sizes).best) is None
 
 
 @pytest.mark.parametrize(
