@@ -313,11 +313,11 @@ def _speed(args: argparse.Namespace, plan: ClusterPlan, cluster: Cluster, model:
 
 def _other_head(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes, costs: Costs) -> Iterator[str]:
     """Yield the step with a head in parts if it is shorter, or without if it is shorter."""
-    other, best_s = other_head(cluster, model, costs, plan.best), plan.best.step_s or 0.0
+    other, best_s = other_head(cluster, model, costs, plan), plan.best.step_s or 0.0
     saved = 0.0 if other is None or not best_s else 1 - (other.time or 0.0) / best_s
     if other is not None and saved > (_LEAST_WITHOUT if cluster.head_parts else _LEAST_WITH):
         word = "without" if cluster.head_parts else "with"
-        yield f"  {word} --vocabulary-parallel-head: {other.time:.4g} s, {saved:.1%} shorter"
+        yield f"  {word} --vocabulary-parallel-head: {other.time:.4g} s, {saved:.1%} shorter ({other.label})"
 
 
 def _remedies(cluster: Cluster, model: TrainingSizes) -> str:

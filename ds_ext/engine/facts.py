@@ -39,7 +39,7 @@ def optimizer_facts(optimizer: Any) -> Facts:
 def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
     """Return a text -> checksum of the parameters' shapes, dtypes and optimizer options, for every stage of this rank.
 
-    Rows of a tied embedding have a further text, because all ranks that hold them must train them or none.
+    Rows of a tied embedding have a further text, because all ranks that hold them must train them alike.
 
     Args:
         model: module with the stages.
@@ -62,7 +62,8 @@ def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
         )
     for shared in model.shared:
         if shared.whole and shared.parameter is not None:
-            facts[f"layer {shared.layer} {shared.key}: trained"] = str(shared.parameter.requires_grad)
+            text = options.get(id(shared.parameter)) if shared.parameter.requires_grad else "frozen"
+            facts[f"layer {shared.layer} {shared.key}: optimizer options of tied rows"] = str(text)
     return facts
 
 

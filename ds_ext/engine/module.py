@@ -143,7 +143,7 @@ class PipelineModule(DeepSpeedPipelineModule):
                 raise ConfigError(
                     f"layers: {plan.schedule.name} has {placement.stages} stages on {placement.devices_per_pipe} "
                     f"devices (got {len(body)} layers{' before the head' * bool(self._head_specs)}). Use at least "
-                    f"{placement.stages} layers, or a smaller pipeline_parallel_size."
+                    f"{placement.stages} layers, a smaller pipeline_parallel_size, or a schedule with fewer stages."
                 )
         seeds = {"seed_layers": seed_layers, "base_seed": kwargs.get("base_seed")}
         compare(

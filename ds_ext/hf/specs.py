@@ -102,6 +102,11 @@ def _head_parts(
         raise ConfigError(f"{key}: the head of {cut.name} is tied to the embedding (got true). Remove {key}.")
     if reason:
         raise _needs_whole_logits(key, cut, reason)
+    weight: Any = source.reference().get_parameter(f"{cut.head}.weight")
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        raise ConfigError(
+            f"{key}: parts of a head do not call the hooks of its weight (got some). Remove {key}."
+        )
     return [LayerSpec(DecoderHeadPart, source, cut, adapters, part, parts) for part in range(parts)]
 
 
@@ -201,6 +206,8 @@ def _reason_for_whole_logits(source: Source, cut: Cut, *pairs: tuple[Tensor, Ten
         return f"a head of class {head_class.__module__}.{head_class.__qualname__}"
     if projection.bias is not None:
         return f"a head with a bias of {projection.bias.numel()} elements"
+    if "forward" in vars(projection) or projection._forward_hooks or projection._forward_pre_hooks:
+        return "a head with hooks or another forward"
     values = source.config.get_text_config().to_dict().items()
     settings = "".join(f"{key} {value}, " for key, value in values if "logit" in key and type(value) is float)
     for name, (value, expected) in zip(("hidden state", "logit"), pairs, strict=True):

@@ -20,8 +20,9 @@ class Collective(NamedTuple):
     """Collective of the replicas of a device, which runs beside its ops.
 
     Attributes:
-        name: ``reduce@3`` for the gradients of stage 3, ``gather@3`` for its weights; ``reduce`` for tied weights, and
-            ``gather`` for all stages of the device. In a measured step the name in the trace.
+        name: ``reduce@3`` for the gradients of stage 3, ``gather@3`` for its weights; ``tie`` for the sum of the
+            gradients of tied weights over devices, ``reduce`` for their reduction after it, and ``gather`` for all
+            stages of the device. In a measured step the name in the trace.
     """
 
     name: str

@@ -41,6 +41,7 @@ _INTERVALS = (1, 2, 3, 4)  # of full recomputation
 _SLICES, _LEAST_SLICE = (2, 4, 8), 2048  # numbers of slices by default, and tokens of the shortest
 _MOST_SLICES = 64  # in an error
 _MARGIN = 0.01  # schedules that save less are not evaluated
+_TRIED, _MOST_OPS = 2, 2000  # sizes with their head in parts, and forwards of a step for more than one
 _RANKS_PER_HOST = 8
 _SEARCHED = 100  # distance within which an error looks for sizes that fit
 
@@ -292,29 +293,30 @@ def plan_cluster(
     )
 
 
-def other_head(
-    cluster: Cluster, sizes: TrainingSizes, ratios: Costs, best: ParallelSizes
-) -> Candidate | None:
-    """Return the best candidate with its head in parts, or, of a cluster with head parts, on the last stage.
+def other_head(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, plan: ClusterPlan) -> Candidate | None:
+    """Return a candidate with its head in parts, or, of a cluster with head parts, on the last stage.
 
-    It has whole sequences, as head parts need. Arguments as for :func:`plan_cluster`. None: this is not possible, or
-    does not fit.
+    It is the shorter one of the best of the first sizes of ``plan``, with whole sequences, as head parts need.
+    Arguments as for :func:`plan_cluster`. None: none of them fits.
     """
-    candidate = best.candidate
-    if candidate is None or candidate.sizes is None or best.pipeline == 1:
-        return None
-    other = replace(
-        cluster,
-        head_parts=not cluster.head_parts,
-        micro_batch=candidate.sizes.micro_batch,
-        sequence_parallel=candidate.sizes.sequence_parallel,
-        slices=(1,),
-    )
-    with contextlib.suppress(ScheduleError):
-        (request,) = _requests(other, sizes, ratios, best.tensor, best.pipeline, best.data)
-        priced = price(request, candidate)
-        return None if priced.refusal else priced
-    return None
+    found: list[Candidate] = []
+    for row in [row for row in plan.ranked if row.pipeline > 1][:_TRIED]:
+        candidate = row.candidates.best
+        if candidate is None or candidate.sizes is None:
+            continue
+        if found and candidate.micro_batches * candidate.stages > _MOST_OPS:
+            break
+        other = replace(
+            cluster,
+            head_parts=not cluster.head_parts,
+            micro_batch=candidate.sizes.micro_batch,
+            sequence_parallel=candidate.sizes.sequence_parallel,
+            slices=(1,),
+        )
+        with contextlib.suppress(ScheduleError):
+            (request,) = _requests(other, sizes, ratios, row.tensor, row.pipeline, row.data)
+            found.append(price(request, candidate))
+    return min((c for c in found if not c.refusal), key=lambda c: c.time or math.inf, default=None)
 
 
 def unit_costs(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, pipeline: int) -> tuple[Costs, float]:

@@ -32,7 +32,7 @@ from .activations import layer_activations, stage_activations
 from .candidates import SAME, Candidate, Candidates, is_too_large, rank_candidates, refuse_duplicates
 from .memory import DeviceMemory, memory
 from .stage_costs import slice_costs, slice_tokens, split_layers, stage_costs
-from .step_time import least_collectives_s, on_devices, step_times
+from .step_time import best_step, least_collectives_s, on_devices
 from .text import format_bytes
 from .traffic import traffic
 from .training_sizes import RECOMPUTATIONS, TrainingSizes
@@ -743,15 +743,14 @@ class _Variant:
         volumes = traffic(sizes, timetable.placement, timetable.micro_batches)
         orders = rank_orders(layout)
         layouts = [replace(layout, rank_order=rank_order) for rank_order in orders]
-        steps = step_times(timetable, self.network_costs, layouts, network, volumes, unit_s, order.reductions)
-        # Sums of the same times in a different order differ by rounding.
-        best = min(range(len(steps)), key=lambda index: (float(f"{steps[index].step_s:.7g}"), index))
+        costs = self.network_costs
+        best, step = best_step(timetable, costs, layouts, network, volumes, unit_s, order.reductions)
         return {
-            "time": steps[best].step_s,
-            "bubble": steps[best].simulation.bubble,
+            "time": step.step_s,
+            "bubble": step.simulation.bubble,
             "rank_order": orders[best],
-            "reductions_s": steps[best].reductions_s,
-            "gather_s": steps[best].gather_s,
+            "reductions_s": step.reductions_s,
+            "gather_s": step.gather_s,
         }
 
     def candidate(self, **values: Any) -> Candidate:

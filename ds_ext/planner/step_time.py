@@ -173,11 +173,11 @@ def step_time(
     unit_s: float,
     reductions: Reductions,
 ) -> StepTime:
-    """Simulate a step on a network; the arguments and errors are those of :func:`step_times`."""
-    return step_times(timetable, costs, [layout], network, volumes, unit_s, reductions)[0]
+    """Simulate a step on a network; the arguments and errors are those of :func:`best_step`."""
+    return best_step(timetable, costs, [layout], network, volumes, unit_s, reductions)[1]
 
 
-def step_times(
+def best_step(
     timetable: Timetable,
     costs: Costs,
     layouts: Sequence[ParallelLayout],
@@ -185,8 +185,10 @@ def step_times(
     volumes: Traffic,
     unit_s: float,
     reductions: Reductions,
-) -> list[StepTime]:
-    """Simulate a step on a network for every layout.
+) -> tuple[int, StepTime]:
+    """Return the index of the layout with the shortest step on a network, and this step.
+
+    Without shared ports a step is shorter. Only layouts that could be best so are simulated with them.
 
     Args:
         costs: times of the ops; their message times are replaced.
@@ -212,10 +214,19 @@ def step_times(
             results[key] = _delayed(first, group.lag(pairs, latency))
         return results[key]
 
-    steps = []
+    def step_of(layout: ParallelLayout, groups: Iterable[_Group]) -> StepTime:
+        distinct = sorted(set(groups))
+        collectives = _Collectives(layout, network, volumes, unit_s, reductions)
+        step = collectives.period(distinct, simulated)
+        if volumes.overlaps:
+            later = collectives.period(distinct, simulated, collectives.gathers(step.simulation))
+            step = replace(step, gather_s=max(0.0, later.step_s - step.step_s), drawn=later.drawn)
+        return step
+
+    groups_of: list[set[_Group]] = []
     for layout in layouts:
         require_slots(layout, network.hosts)
-        groups = set()
+        groups: set[_Group] = set()
         for data, links in enumerate(
             message_links(layout, network, pairs, volumes.message / timetable.slices)
         ):
@@ -227,14 +238,25 @@ def step_times(
             crossing, port_of = _ports(layout, network, data, long)
             users = tuple(links[pair][1] for pair in crossing)
             groups.add(_Group(messages, crossing, users, port_of))
-        distinct = sorted(groups)
-        collectives = _Collectives(layout, network, volumes, unit_s, reductions)
-        step = collectives.period(distinct, simulated)
-        if volumes.overlaps:
-            later = collectives.period(distinct, simulated, collectives.gathers(step.simulation))
-            step = replace(step, gather_s=max(0.0, later.step_s - step.step_s), drawn=later.drawn)
-        steps.append(step)
-    return steps
+        groups_of.append(groups)
+    bounds = [
+        step_of(layout, (group._replace(crossing=(), users=(), port_of=()) for group in groups))
+        for layout, groups in zip(layouts, groups_of, strict=True)
+    ]
+
+    def key(index: int, step: StepTime) -> tuple[float, int]:
+        # Sums of the same times in a different order differ by rounding.
+        return float(f"{step.step_s:.7g}"), index
+
+    best: tuple[int, StepTime] | None = None
+    for index, bound in sorted(enumerate(bounds), key=lambda pair: key(*pair)):
+        if best is not None and key(*best) <= key(index, bound):
+            break
+        shares = any(group.crossing for group in groups_of[index])
+        found = index, step_of(layouts[index], groups_of[index]) if shares else bound
+        best = found if best is None else min(best, found, key=lambda pair: key(*pair))
+    assert best is not None, "there is a layout"
+    return best
 
 
 class _Group(NamedTuple):
@@ -346,13 +368,17 @@ class _Collectives:
         groups = self.layout.placement.replica_groups
         slowest = max(simulations, key=lambda simulation: simulation.makespan)
         makespan_s = slowest.makespan * self.unit_s
-        queues = [self._reductions(devices, simulations, makespan_s) for devices in groups]
+        ties = [self._tie(devices, simulations) for devices in groups]
+        queues = [
+            self._reductions(devices, simulations, makespan_s, tie)
+            for devices, tie in zip(groups, ties, strict=True)
+        ]
         reduced_s = max(makespan_s, self._run(queues, 0.0))
         last_s = reduced_s
         if self.volumes.zero_stage and not self.volumes.overlaps:
             queues += [[self._gather(None, self.volumes.weights[devices[0]], devices)] for devices in groups]
             last_s = self._run(queues[len(groups) :], reduced_s)
-        drawn = replace(slowest, collectives=self._spans([*gathers, *chain.from_iterable(queues)]))
+        drawn = replace(slowest, collectives=self._spans([*gathers, *ties, *chain.from_iterable(queues)]))
         return StepTime(slowest, drawn, makespan_s, reduced_s - makespan_s, last_s - reduced_s)
 
     def gathers(self, simulation: Simulation) -> list[_Collective]:
@@ -404,18 +430,20 @@ class _Collectives:
         return max(network.all_reduce_time(size, self._ranks(devices, t)) for t in range(tensor))
 
     def _reductions(
-        self, devices: Sequence[int], simulations: Sequence[Simulation], makespan_s: float
+        self,
+        devices: Sequence[int],
+        simulations: Sequence[Simulation],
+        makespan_s: float,
+        tie: _Collective,
     ) -> list[_Collective]:
-        """Return the reductions of replicas in their common order.
+        """Return the reductions of replicas in their common order. That of tied weights follows their sum ``tie``.
 
         On the processors that compute, they do not overlap with ops.
         """
         starts: dict[int, float] = {}  # by stage
-        last_s = 0.0
         for simulation in simulations:
             for device in devices:
                 for op, _, end in simulation.spans[device]:
-                    last_s = max(last_s, end * self.unit_s)
                     for stage in self.reductions[device].get(op, ()):
                         starts[stage] = max(starts.get(stage, 0.0), end * self.unit_s)
         earliest_s = makespan_s if self._needs_processors(devices) else 0.0
@@ -423,9 +451,8 @@ class _Collectives:
             self._reduction(stage, max(earliest_s, start_s), self.volumes.stages[stage], devices)
             for stage, start_s in starts.items()
         ]
-        ties, tie_s = self._ties(devices)
-        if ties:
-            start_s = max(earliest_s, last_s + tie_s)
+        if ties := len(self._tied_pairs(devices)) // self.layout.placement.replicas:
+            start_s = max(earliest_s, tie.end_s)
             queue.append(self._reduction(None, start_s, ties * self.volumes.tied, devices))
         return queue
 
@@ -465,20 +492,33 @@ class _Collectives:
         hosts = frozenset(map(self.network.hosts.host, ranks))
         return _Collective(*what, start_s, seconds - transfer_s, transfer_s, hosts)
 
-    def _ties(self, devices: Sequence[int]) -> tuple[int, float]:
-        """Return the tied weights of a device, and the seconds to sum their gradients.
+    def _tied_pairs(self, devices: Sequence[int]) -> list[tuple[int, int]]:
+        """Return the pairs that share a weight with one of ``devices``."""
+        pairs = self.layout.placement.tied_pairs if self.volumes.tied else ()
+        return [pair for pair in pairs if {*pair} & {*devices}]
+
+    def _tie(self, devices: Sequence[int], simulations: Sequence[Simulation]) -> _Collective:
+        """Return the sum of the gradients that ``devices`` share with others, after the last op of all of them.
 
         The device of the first stage sums those of several head parts one after the other.
         """
-        if not self.volumes.tied:
-            return 0, 0.0
         layout, seconds = self.layout, defaultdict[int, float](float)
         groups, tensor = range(layout.data_parallel_size), range(layout.tensor_parallel_size)
-        for pair in layout.placement.tied_pairs:
-            ranks = ([layout.rank(device, data, t) for device in pair] for data in groups for t in tensor)
-            seconds[pair[0]] += max(self.network.all_reduce_time(self.volumes.tied, pair) for pair in ranks)
-        held = [pair for pair in layout.placement.tied_pairs if {*pair} & {*devices}]
-        return len(held) // layout.placement.replicas, max((seconds[first] for first, _ in held), default=0.0)
+        held = self._tied_pairs(devices)
+        for first in {first for first, _ in held}:
+            for pair in self._tied_pairs([first]):
+                ranks = ([layout.rank(device, data, t) for device in pair] for data in groups for t in tensor)
+                seconds[first] += max(self.network.all_reduce_time(self.volumes.tied, pair) for pair in ranks)
+        ends = [
+            s.spans[device][-1][2]
+            for s in simulations
+            for device in chain.from_iterable(held)
+            if s.spans[device]
+        ]
+        begin_s = max(ends, default=0.0) * self.unit_s
+        tie = _Collective("tie", None, tuple(devices), begin_s, 0.0, 0.0, frozenset())
+        tie.begin_s, tie.end_s = begin_s, begin_s + max(seconds.values(), default=0.0)
+        return tie
 
 
 @dataclass
@@ -486,7 +526,7 @@ class _Collective:
     """Collective that waits or runs: first the transfer over the ports, then the latency.
 
     Attributes:
-        kind: ``"reduce"`` or ``"gather"``.
+        kind: ``"reduce"``, ``"gather"`` or ``"tie"``.
         stage: None for tied weights, or a gather of all stages.
         devices: replicas that take part.
         start_s: earliest start.

@@ -220,12 +220,13 @@ class DividedEmbedding(nn.Module):
         for weight in weights:
             mark_rows(weight, tp, vocab_size)
         self.weight = nn.ParameterList(weights)
+        self._vocab_size = vocab_size
         self._tp, self._sequence_parallel = tp, sequence_parallel
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         """Map token ids as :meth:`VocabParallelEmbedding.forward` does. Raises the same errors."""
         shards, rows = len(self.weight) * self._tp.size, len(self.weight[0])
-        check_ids(ids_BS, shards * rows)
+        check_ids(ids_BS, self._vocab_size)
         firsts = range(self._tp.rank * rows, shards * rows, self._tp.size * rows)
         partial_BSD, *others = (
             embedding_rows(ids_BS, weight, first) for weight, first in zip(self.weight, firsts, strict=True)

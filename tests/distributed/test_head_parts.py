@@ -343,18 +343,26 @@ def test_the_plan_counts_the_rows_of_a_tied_head_once(ranks: Ranks) -> None:
     assert counts[0] == counts[1]
 
 
-def error_of_frozen_rows(rank: int, job: Job) -> str:
+def error_of_rows(rank: int, job: Job, frozen: bool) -> str:
+    """Treat the rows of the embedding in another way than those of the parts, which have other names."""
     layers = gpt_layer_specs(job.model, TensorParallel(), DropoutClock())
     model = PipelineModule(layers, job.config(1), loss_fn=gpt_loss(job.model, TensorParallel()))
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": 0.5},
+        {"params": [], "weight_decay": 0.0 if not frozen else 0.5},
+    ]
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("word_embeddings" not in name)
+        parameter.requires_grad_(not frozen or "word_embeddings" not in name)
+        groups["word_embeddings" in name]["params"].append(parameter)
+    groups = [group for group in groups if any(p.requires_grad for p in group["params"])]
     with pytest.raises(ConfigError) as caught:
-        initialize(model=model, config=job.config(1))
+        initialize(model=model, config=job.config(1), model_parameters=groups)
     return str(caught.value)
 
 
-def test_rows_that_only_some_ranks_train_are_refused(ranks: Ranks) -> None:
-    for error in ranks(2).run(error_of_frozen_rows, job_of("1f1b", 2, model=TIED)):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_rows_that_ranks_train_in_different_ways_are_refused(ranks: Ranks, frozen: bool) -> None:
+    for error in ranks(2).run(error_of_rows, job_of("1f1b", 2, model=TIED), frozen):
         assert "word_embeddings.weight.1" in error
 
 

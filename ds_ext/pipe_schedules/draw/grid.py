@@ -18,7 +18,10 @@ LEGEND = "3 forward of micro-batch 3   3'- its backward   . waiting"
 SPLIT_LEGEND = "3' its input gradient   3\" its weight gradient"
 REPEATED_LEGEND = "3* its repeated forward, with the graph"
 SLICE_LEGEND = "3.2 slice 2 of micro-batch 3"
-COLLECTIVE_LEGEND = "r2--- reduction of the gradients of stage 2, g2--- gather of its weights"
+COLLECTIVE_LEGEND = (
+    "r2--- reduction of the gradients of stage 2, g2--- gather of its weights, g--- of all stages, t--- sum of the "
+    "gradients of tied weights, r--- their reduction"
+)
 HEAD_LEGEND = '3h its part of the head, 3h" the weight gradient'
 
 _MARKS = {FORWARD: "", BACKWARD: "'", BACKWARD_INPUT: "'", BACKWARD_WEIGHT: '"', RECOMPUTE: "*"}

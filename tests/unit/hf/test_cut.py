@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,26 @@ def test_another_loss_than_cross_entropy_has_no_chunked_loss(monkeypatch: pytest
     monkeypatch.setattr(type(model), "loss_function", property(lambda _: doubled))
     with pytest.raises(ConfigError, match=r"chunked_loss: LlamaConfig.*cross entropy"):
         ds_ext.from_transformers(model, chunked_loss=True)
+
+
+HOOKS: dict[str, Callable[[nn.Linear], object]] = {
+    "hook": lambda head: head.register_forward_hook(lambda *_: None),
+    "pre-hook": lambda head: head.register_forward_pre_hook(lambda *_: None),
+    "forward": lambda head: setattr(head, "forward", head.forward),
+    "gradient hook": lambda head: head.weight.register_hook(lambda grad: 2 * grad),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_parts_of_a_head_with_hooks_are_refused(hook: str) -> None:
+    model = random_decoder("Llama")
+    HOOKS[hook](model.get_output_embeddings())
+    layers, loss_fn = ds_ext.from_transformers(model)
+    with pytest.raises(ConfigError, match=r"vocabulary_parallel_head: "):
+        head_parts(layers, loss_fn, 2)
+    if hook != "gradient hook":
+        with pytest.raises(ConfigError, match=r"chunked_loss: LlamaConfig"):
+            ds_ext.from_transformers(model, chunked_loss=True)
 
 
 # 40 parts of 2 rows: some have only padding. GPT-NeoX has another name for its head in a folder.

@@ -319,13 +319,13 @@ def test_a_plan_compares_its_best_with_the_other_head() -> None:
     tied = replace(sizes, untie_embeddings_and_output_weights=False)
     for parts, model in ((False, sizes), (True, sizes), (False, tied)):
         asked = replace(cluster, head_parts=parts)
-        best = plan_cluster(asked, model).best
-        other = other_head(asked, model, Costs(), best)
+        plan = plan_cluster(asked, model)
+        best, other = plan.best, other_head(asked, model, Costs(), plan)
         assert best.candidate is not None and other is not None and other.time
         assert bool(other.costs.head) != parts == bool(best.candidate.costs.head)
         assert other.label == best.candidate.label and other.time != best.step_s
     one_device = replace(cluster, devices=1, memory_bytes=10**12)
-    assert other_head(one_device, sizes, Costs(), plan_cluster(one_device, sizes).best) is None
+    assert other_head(one_device, sizes, Costs(), plan_cluster(one_device, sizes)) is None
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,16 @@ def test_messages_take_the_time_of_their_link() -> None:
     assert step.step_s == pytest.approx(expected)
 
 
+def test_a_tie_starts_after_the_last_op_of_both_devices() -> None:
+    between, gradient = Link(1.0, 0.0), 0.0
+    step = on_hosts(Hosts((2,) * 4), between, gradient, "tp-dp-pp", tied=4.0)
+    ties = [{c.name: (c.start, c.end) for c in row} for row in step.drawn.collectives]
+    last_op = max(step.drawn.spans[device][-1][2] for device in (0, 3))
+    assert ties[0]["tie"] == ties[3]["tie"] == pytest.approx((last_op, last_op + 4.0))
+    assert ties[0]["reduce"][0] == ties[0]["tie"][1] and "tie" not in ties[1]
+    assert step.step_s == pytest.approx(step.drawn.end)
+
+
 @pytest.mark.parametrize("ports", [RANK_PORTS, HOST_PORTS])
 def test_long_messages_share_ports_with_each_other_and_with_collectives(ports: str) -> None:
     """Two pipeline groups: on hosts of one rank, or with the same devices of both groups on a host."""
