@@ -239,6 +239,8 @@ def best_step(
             users = tuple(links[pair][1] for pair in crossing)
             groups.add(_Group(messages, crossing, users, port_of))
         groups_of.append(groups)
+    if len(layouts) == 1:
+        return 0, step_of(layouts[0], groups_of[0])
     bounds = [
         step_of(layout, (group._replace(crossing=(), users=(), port_of=()) for group in groups))
         for layout, groups in zip(layouts, groups_of, strict=True)

@@ -93,21 +93,21 @@ def test_a_chunked_loss_has_the_models_loss_and_gradients(name: str, lora: bool)
     ],
 )
 def test_a_head_that_changes_its_logits_has_no_chunked_loss_and_no_parts(name: str, values: str) -> None:
-    model = random_decoder(name, tie_word_embeddings=False)
-    with pytest.raises(ConfigError, match=rf"chunked_loss: {name}Config.*{values}"):
+    assert_needs_whole_logits(random_decoder(name, tie_word_embeddings=False), rf"{name}Config.*{values}")
+
+
+def assert_needs_whole_logits(model: Any, problem: str) -> None:
+    """Whole logits work; a chunked loss and parts are refused with the problem."""
+    with pytest.raises(ConfigError, match=rf"chunked_loss: .*{problem}"):
         ds_ext.from_transformers(model, chunked_loss=True)
     layers, loss_fn = ds_ext.from_transformers(model)
-    with pytest.raises(ConfigError, match=rf"vocabulary_parallel_head: .*{name}Config.*{values}"):
+    with pytest.raises(ConfigError, match=rf"vocabulary_parallel_head: .*{problem}"):
         head_parts(layers, loss_fn, 2)
 
 
 def test_a_head_with_adapters_has_no_chunked_loss_and_no_parts() -> None:
     model = peft.get_peft_model(random_decoder("Llama"), peft.LoraConfig(target_modules=["lm_head"]))
-    with pytest.raises(ConfigError, match=r"chunked_loss: .*peft\.tuners\.lora"):
-        ds_ext.from_transformers(model, chunked_loss=True)
-    layers, loss_fn = ds_ext.from_transformers(model)
-    with pytest.raises(ConfigError, match=r"vocabulary_parallel_head: .*peft\.tuners\.lora"):
-        head_parts(layers, loss_fn, 2)
+    assert_needs_whole_logits(model, r"peft\.tuners\.lora")
 
 
 def test_a_tied_head_has_no_parts() -> None:
@@ -140,12 +140,12 @@ HOOKS: dict[str, Callable[[nn.Linear], object]] = {
 def test_parts_of_a_head_with_hooks_are_refused(hook: str) -> None:
     model = random_decoder("Llama")
     HOOKS[hook](model.get_output_embeddings())
+    if hook != "gradient hook":  # which a chunked loss calls
+        assert_needs_whole_logits(model, "LlamaConfig")
+        return
     layers, loss_fn = ds_ext.from_transformers(model)
     with pytest.raises(ConfigError, match=r"vocabulary_parallel_head: "):
         head_parts(layers, loss_fn, 2)
-    if hook != "gradient hook":
-        with pytest.raises(ConfigError, match=r"chunked_loss: LlamaConfig"):
-            ds_ext.from_transformers(model, chunked_loss=True)
 
 
 # 40 parts of 2 rows: some have only padding. GPT-NeoX has another name for its head in a folder.

@@ -31,7 +31,7 @@ def test_labels_of_slices() -> None:
 
 
 def test_collectives_are_below_their_device() -> None:
-    """The second gather starts at the end of the first one; a reduction beside it gets a line of its own."""
+    """The second gather starts at the end of the first one. A reduction at the same time is on another line."""
     gathers = Collective("gather@0", 0.0, 3.0), Collective("gather@11", 3.0, 3.1)
     rows = (*gathers, Collective("reduce@0", 1.0, 4.0)), (Collective("reduce", 9.0, 11.0),)
     simulation = replace(simulate(timetable("1f1b", 2, 2)), collectives=rows)
