@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from .kinds import LENGTH, Place
 from .scripts import Action
 from .sliced_layers import SLICED
 from .zoo import ENDS, STARTS, ZOO, model_layers
+
+PATIENCE = float(os.environ.get("FUZZ_PATIENCE", "1"))  # factor of time limits, for a host that is busy otherwise
 
 # Features that jobs may use.
 LOSS_PAIRS = True  # losses that return a pair (sum, count)
@@ -112,7 +115,7 @@ class Layout:
             "slice_lengths": "equal" if isinstance(self.slices, int) else list(self.slices),
             "vocabulary_parallel_head": self.head_parts,
             "print_plan": False,
-            "transport_options": {"timeout_s": 20.0},
+            "transport_options": {"timeout_s": 20.0 * PATIENCE},
         }
         if self.schedule == "fbd":
             section["fbd"] = {"backward_per_forward": self.backward_per_forward}

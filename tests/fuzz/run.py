@@ -21,7 +21,7 @@ from tests.ranks import Ranks
 from . import reference
 from .compare import LISTS, differences
 from .habit_layers import TWO_CLASSES
-from .job import MIXES_TOKENS, Job, Layout
+from .job import MIXES_TOKENS, PATIENCE, Job, Layout
 from .ranks import train_on_rank
 from .reference import Result
 from .zoo import ENDS, ZOO
@@ -90,7 +90,7 @@ def run(job: Job, pools: Ranks) -> Outcome:
             results = []
             for part, layout in enumerate(job.layouts):
                 pool = pools(layout.ranks.world_size)
-                results.append(pool.run(train_on_rank, job, part, folder, timeout_s=TIMEOUT_S))
+                results.append(pool.run(train_on_rank, job, part, folder, timeout_s=TIMEOUT_S * PATIENCE))
     except ConfigError as error:
         return _refusal(job, str(error))
     except RankTimeout as error:
