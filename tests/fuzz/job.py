@@ -90,8 +90,21 @@ OF_PASSES = (
 MAY_BE_UNUSED = ("unused", "either", "experts", "detached_input", "jvp")
 
 
-@dataclass(frozen=True)
-class Layout:
+class Short:
+    """Dataclass whose representation leaves out the defaults."""
+
+    def __repr__(self) -> str:
+        values = [(one, getattr(self, one.name)) for one in dataclasses.fields(self)]  # pyright: ignore[reportArgumentType]
+        shown = [f"{one.name}={value!r}" for one, value in values if value != _default(one)]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _default(one: dataclasses.Field[Any]) -> Any:
+    return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+
+
+@dataclass(frozen=True, repr=False)
+class Layout(Short):
     """Schedule and parallel sizes of a job."""
 
     schedule: str = "1f1b"
@@ -157,8 +170,8 @@ class Layout:
         return self.schedule != "dualpipev" or of_group >= 2 * self.pp
 
 
-@dataclass(frozen=True)
-class Job:
+@dataclass(frozen=True, repr=False)
+class Job(Short):
     """Training run with the same result in one process.
 
     Attributes:

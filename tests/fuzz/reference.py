@@ -377,13 +377,13 @@ class Plain(Side):
             total: Tensor | float = 0.0
             for name, (value, count) in terms(job, loss).items():
                 # Means are divided before the backward, because bf16 gradients are rounded in it.
-                sums[name] = sums.get(name, 0.0) + float(value)
+                sums[name] = sums.get(name, 0.0) + float(value.detach())
                 counts[name] = counts.get(name, 0.0) + float(1 if count is None else count)
                 total = total + value / (len(batches) if count is None else divisors.get(name, 1.0))
             assert isinstance(total, Tensor)
             (scale * total).backward()
             for name, value in (getattr(model.loss, "additional_losses", None) or {}).items():
-                additional[name] = additional.get(name, 0.0) + float(value) / len(batches)
+                additional[name] = additional.get(name, 0.0) + float(torch.as_tensor(value).detach()) / len(batches)
             for index, p in enumerate(parameters):
                 if p.grad is not None:
                     grad = p.grad.float() if p.dtype in PRECISIONS.values() else p.grad
