@@ -119,7 +119,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=10**9, help="maximum number of jobs")
     parser.add_argument("--first", type=int, help="seed of the first job; default: random")
     parser.add_argument("--seed", type=int, help="run only the job of this seed")
-    parser.add_argument("--actions", default="", metavar="NAME,...", help=f"only jobs with: {', '.join(HABITS)}")
+    parser.add_argument(
+        "--actions", default="", metavar="NAME,...", help=f"only jobs with: {', '.join(HABITS)}"
+    )
     parser.add_argument("--reduce", type=int, default=60, metavar="RUNS", help="maximum runs to reduce a job")
     parser.add_argument("--stop-at-first", action="store_true", help="stop at the first job that fails")
     options = parser.parse_args()

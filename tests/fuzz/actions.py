@@ -222,10 +222,11 @@ class EditWeights(Action):
 
 @dataclass(frozen=True)
 class Average(Action):
-    """Average the weights from a step on, and evaluate with the averages.
+    """Average the weights from a step on, and evaluate or save with the averages.
 
     Attributes:
-        swap: step before which the averages are swapped in for an evaluation, and put back.
+        swap: step before which the averages are swapped in for an evaluation, and put back. If the job resumes then,
+            they are swapped in for its save.
         how: the averages are tensors that are copied ("copy"), assigned ("data") or loaded ("load"); those of
             torch's AveragedModel ("averaged_model"); or of a copy of the module ("deepcopy").
     """
@@ -259,13 +260,18 @@ class Average(Action):
 
     def before_step(self, side: Side, step: int) -> None:
         super().before_step(side, step)
-        if step != self.swap:
+        if step != self.swap or self not in side.memory:
             return
         weights, averages = side.weights, self._averages(side)
         before = [weight.detach().clone() for weight in weights]
         self._swap(side, weights, averages)
         side.evaluate(Evaluate(step))
         self._swap(side, weights, before)
+
+    def before_save(self, side: Side) -> None:
+        if self.swap == side.job.resume_after:
+            self._swap(side, side.weights, self._averages(side))
+            del side.memory[self]
 
     def _averages(self, side: Side) -> list[Tensor]:
         kept = side.memory[self]
@@ -283,7 +289,9 @@ class Average(Action):
         elif self.how == "load":
             by_weight = {id(weight): value for weight, value in zip(weights, values, strict=True)}
             for module in side.modules.values():
-                state = {name: by_weight[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
+                state = {
+                    name: by_weight[id(p)] for name, p in module.named_parameters(remove_duplicate=False)
+                }
                 module.load_state_dict(state, strict=False)
         else:
             set_weights(weights, values)
@@ -292,6 +300,8 @@ class Average(Action):
     def draw(cls, random: Random, job: Job) -> Action | None:
         step = random.randrange(job.steps)
         how = random.choice(("copy", "data", "load", "averaged_model", "deepcopy"))
+        if job.resume is not None and random.random() < 0.6:
+            return cls(random.randrange(job.resume_after), job.resume_after, how)
         return cls(step, random.randrange(step + 1, job.steps + 1), how)
 
     def may_refuse(self, job: Job) -> bool:
@@ -300,7 +310,7 @@ class Average(Action):
     def fits(self, job: Job) -> bool:
         # Hooks keep the engine, and the script that resumes has no averages.
         copied = self.may_refuse(job) and any(isinstance(action, Hook) for action in job.script)
-        return self.swap <= job.steps and not copied and (job.resume is None or self.swap < job.resume_after)
+        return self.swap <= job.steps and not copied and (job.resume is None or self.swap <= job.resume_after)
 
 
 def _moving_average(average: Tensor, weight: Tensor, count: Any) -> Tensor:

@@ -15,7 +15,12 @@ FP32_TOLERANCE = 1e-5
 # bf16 has 8 significant bits: neighbours differ by 2^-7 of their size at most.
 BF16_TOLERANCE = 2.0**-6
 FP16_TOLERANCE = 2.0**-8
-LISTS = ("losses", "norms", "evaluations", "additional")  # of results, with a number for each step or evaluation
+LISTS = (
+    "losses",
+    "norms",
+    "evaluations",
+    "additional",
+)  # of results, with a number for each step or evaluation
 SENSITIVITY = 20  # times the effect of rounding errors in the gradients
 
 

@@ -146,7 +146,9 @@ class PlainExperts(nn.Module):
         expert = linear()
         experts = nn.ModuleList([copy.deepcopy(expert) for _ in range(EXPERTS)])
         gate = nn.Linear(WIDTH, EXPERTS, bias=False)
-        self.moe = _Named(deepspeed_moe=_Named(gate=_Named(wg=gate), experts=_Named(deepspeed_experts=experts)))
+        self.moe = _Named(
+            deepspeed_moe=_Named(gate=_Named(wg=gate), experts=_Named(deepspeed_experts=experts))
+        )
         self.parts = (gate, experts)  # a tuple, so that they are not registered twice
 
     def forward(self, x: Tensor) -> Tensor:

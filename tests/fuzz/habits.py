@@ -167,7 +167,7 @@ def draw(seed: int, wanted: Sequence[str] = ()) -> Job | None:
         if job is None:
             return None
     names = [name for name in HABITS if name not in RARE or random.random() < 0.3]
-    for name in random.sample(names, random.choice((0, 0, 1) if wanted else (1, 1, 2, 3))):
+    for name in random.sample(names, random.choice((0, 0, 0, 1) if wanted else (1, 1, 2, 3))):
         job = _with_habit(random, job, name) or job
     return job
 

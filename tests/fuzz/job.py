@@ -26,7 +26,9 @@ from .scripts import Action
 from .sliced_layers import SLICED
 from .zoo import ENDS, STARTS, ZOO, model_layers
 
-PATIENCE = float(os.environ.get("FUZZ_PATIENCE", "1"))  # factor of time limits, for a host that is busy otherwise
+PATIENCE = float(
+    os.environ.get("FUZZ_PATIENCE", "1")
+)  # factor of time limits, for a host that is busy otherwise
 
 # Features that jobs may use.
 LOSS_PAIRS = True  # losses that return a pair (sum, count)
@@ -207,7 +209,12 @@ class Job(Short):
         compiled: layers are compiled by torch.compile: "first", "second" or "both" layouts, or the "engine" does it.
     """
 
-    MODAL: ClassVar = ("batch_norm", "cumulative_batch_norm", "instance_norm", *RANDOM)  # kinds with two modes
+    MODAL: ClassVar = (
+        "batch_norm",
+        "cumulative_batch_norm",
+        "instance_norm",
+        *RANDOM,
+    )  # kinds with two modes
 
     seed: int = 0
     layout: Layout = Layout()
@@ -401,7 +408,9 @@ class Job(Short):
 
     def micro_batches_at(self, step: int) -> int:
         """Return the number of micro-batches of a step, over all data-parallel ranks."""
-        sizes = [action for action in self.script if type(action).__name__ == "Resize" and action.step <= step]
+        sizes = [
+            action for action in self.script if type(action).__name__ == "Resize" and action.step <= step
+        ]
         return sizes[-1].micro_batches if sizes else self.micro_batches  # pyright: ignore[reportAttributeAccessIssue]
 
     def engine_step(self, step: int) -> int:
@@ -720,9 +729,9 @@ def _draw_slices(random: Random, job: Job) -> Job:
     end = job.end
     if not ENDS[end].pairs and _chance(random, 0.9):
         tied = job.start == "tied_tokens"
-        end = random.choice([
-            name for name, one in ENDS.items() if one.pairs and one.drawn and bool(one.start) == tied
-        ])
+        end = random.choice(
+            [name for name, one in ENDS.items() if one.pairs and one.drawn and bool(one.start) == tied]
+        )
     job = dataclasses.replace(job, blocks=tuple(blocks), end=end)
     missing = max(layout.placement.stages for layout in job.layouts) - job.num_layers
     return dataclasses.replace(job, blocks=(*job.blocks, *["linear"] * missing))

@@ -44,7 +44,8 @@ class Kind:
         changes_input: a layer changes its input in place, so that the layer cannot be recomputed from it.
         doubles: the block has fp64 weights, which ZeRO does not support.
         random: the block draws random numbers in training.
-        weight: relative frequency in draws; 0: only habits draw it; more for kinds that only some schedules train incorrectly.
+        weight: relative frequency in draws; more for kinds that only some schedules train incorrectly. 0: only habits
+            draw it.
         changes_saved: the block changes a tensor that a backward needs, which torch or split backwards may refuse.
         inner_backward: the block calls torch.autograd.grad, which split backwards may refuse.
         changes_gradient: the block changes the gradient of its output in place, which torch forbids to functions.

@@ -89,7 +89,10 @@ class _WithAdditional:
     """Mean with additional losses, which are reported only."""
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        self.additional_losses = {"accuracy": _accuracy(outputs, labels), "size": outputs.float().square().mean()}
+        self.additional_losses = {
+            "accuracy": _accuracy(outputs, labels),
+            "size": outputs.float().square().mean(),
+        }
         return cross_entropy(outputs, labels)
 
 
@@ -127,6 +130,8 @@ LOSS_FORMS: dict[str, End] = {
     "weighted_pair": _form(_weighted_targets, list, _Weighted, pairs=True),
     "terms": _form(some_labels, head_layers, _Terms, pairs=True),
     "additional": _form(token_labels, head_layers, _WithAdditional, additional=True),
-    "additional_of_pair": _form(some_labels, head_layers, _CountedWithAdditional, pairs=True, additional=True),
+    "additional_of_pair": _form(
+        some_labels, head_layers, _CountedWithAdditional, pairs=True, additional=True
+    ),
     "without_labels": _form(draw_targets, list, _WithoutLabels),
 }

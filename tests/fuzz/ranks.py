@@ -44,13 +44,16 @@ class Pipeline(Side):
     def __init__(self, job: Job, part: int) -> None:
         self.job, self.part, self.result, self.memory, self.optimizer = job, part, Result(), {}, None
         layout = job.layouts[part]
-        self.tp = create_tensor_parallel(layout.ranks.groups()["tensor"]) if layout.tp > 1 else TensorParallel()
+        self.tp = (
+            create_tensor_parallel(layout.ranks.groups()["tensor"]) if layout.tp > 1 else TensorParallel()
+        )
         manual_seed(job.seed)
         config = job.config(part)
         with job.built():
             layers = job.layers(self.tp)
             if job.compiled in ("both", ("first", "second")[part]):
                 layers = [_compiled(layer, index) for index, layer in enumerate(layers)]
+                manual_seed(job.seed)  # the engine's seed too
             model = PipelineModule(
                 layers,
                 config,
@@ -69,7 +72,11 @@ class Pipeline(Side):
         parameters = distinct_parameters(self.modules, job.passes_all)
         groups = parameter_groups(job, parameters, part)
         if not parameters and model.placeholder is not None:
-            groups = [{**groups[0], "params": [model.placeholder]}, *groups[1:]] if job.groups else [model.placeholder]
+            groups = (
+                [{**groups[0], "params": [model.placeholder]}, *groups[1:]]
+                if job.groups
+                else [model.placeholder]
+            )
         optimizer = make_optimizer(job, groups, part) if job.own_optimizer else None
         passes = job.decay_groups or job.groups or job.passes_all
         self.engine, self.optimizer, *_ = initialize(
@@ -107,7 +114,9 @@ class Pipeline(Side):
             first = self.engine.module.data_index * self.engine.running.micro_batches
             size = job.micro_batch_size
             for number, output in outputs.items():
-                if not sizes.samples or (first + number) * size < sizes.samples:  # others repeat the last sample
+                if (
+                    not sizes.samples or (first + number) * size < sizes.samples
+                ):  # others repeat the last sample
                     self.result.state[f"outputs of {sizes}.{first + number}"] = output.detach().clone()
         self.result.evaluations.append(float(loss))
 
@@ -215,6 +224,8 @@ def train_on_rank(rank: int, job: Job, part: int, folder: str) -> Result:
                 action.after_step(pipeline, step)
             pipeline.evaluate_after(step + 1)
         if last < job.steps:
+            for action in job.script:
+                action.before_save(pipeline)
             if job.set_weights == "save":
                 engine.wait_for_weights()
                 engine.module.load_state_dict(halved(engine.module.state_dict()))

@@ -200,7 +200,9 @@ def make_optimizer(job: Job, groups: list[Any], part: int = 0) -> torch.optim.Op
     return getattr(torch.optim, name)(groups, **options)
 
 
-def parameter_groups(job: Job, parameters: Mapping[tuple[int, str], nn.Parameter], part: int = 0) -> list[Any]:
+def parameter_groups(
+    job: Job, parameters: Mapping[tuple[int, str], nn.Parameter], part: int = 0
+) -> list[Any]:
     """Return the parameters, or the script's groups of them, of which some may be empty.
 
     Args:
@@ -383,7 +385,9 @@ class Plain(Side):
             assert isinstance(total, Tensor)
             (scale * total).backward()
             for name, value in (getattr(model.loss, "additional_losses", None) or {}).items():
-                additional[name] = additional.get(name, 0.0) + float(torch.as_tensor(value).detach()) / len(batches)
+                additional[name] = additional.get(name, 0.0) + float(torch.as_tensor(value).detach()) / len(
+                    batches
+                )
             for index, p in enumerate(parameters):
                 if p.grad is not None:
                     grad = p.grad.float() if p.dtype in PRECISIONS.values() else p.grad
@@ -404,8 +408,7 @@ class Plain(Side):
         """Return the counts of several terms, by which their gradients are divided; empty for one term."""
         count = getattr(self.model.loss, "counts", None)
         sums: dict[str, float] = {}
-        for _, labels in batches if count is not None else ():
-            counts = count(labels)
+        for counts in [count(labels) for _, labels in batches] if count is not None else ():
             for name, value in counts.items() if isinstance(counts, Mapping) else ():
                 sums[name] = sums.get(name, 0.0) + float(value)
         return {name: value or 1.0 for name, value in sums.items()}
@@ -416,6 +419,8 @@ class Plain(Side):
         """Do what a save, and a load in the second layout, do to the state."""
         job = self.job
         self.replicas.average()
+        for action in job.script:
+            action.before_save(self)
         self.part = 1
         if job.set_weights == "save":
             self.model.halve()

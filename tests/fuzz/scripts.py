@@ -82,7 +82,9 @@ class Action(ABC):
 
     step: int
 
-    refusals: ClassVar[tuple[str, ...]] = ()  # keys of errors with which a job may be refused, see ``may_refuse``
+    refusals: ClassVar[
+        tuple[str, ...]
+    ] = ()  # keys of errors with which a job may be refused, see ``may_refuse``
     repeats: ClassVar[bool] = True  # a script that resumes does it again, before it loads
     needs_all_parameters: ClassVar[bool] = False  # the script gives the optimizer frozen parameters too
 
@@ -105,8 +107,11 @@ class Action(ABC):
         if step == self.step:
             self.act(side)
 
-    def after_step(self, side: Side, step: int) -> None:
+    def after_step(self, side: Side, step: int) -> None:  # noqa: B027
         """Do what comes after a step."""
+
+    def before_save(self, side: Side) -> None:  # noqa: B027
+        """Do what comes before the save in the first layout."""
 
     def again(self, side: Side) -> None:
         """Do it in the script that resumes, before it loads the checkpoint."""

@@ -42,7 +42,9 @@ from .scripts import AT_START, Action
 from .zoo import ENDS, STARTS, ZOO
 
 TWO = Layout(pp=2)
-SCRIPTED = Job(layout=TWO, blocks=("linear", "mlp", "dropout", "linear"), optimizer="momentum", micro_batches=2)
+SCRIPTED = Job(
+    layout=TWO, blocks=("linear", "mlp", "dropout", "linear"), optimizer="momentum", micro_batches=2
+)
 # Each action as scripts do it, and options of the job.
 SCRIPTS: dict[str, tuple[Action, dict[str, Any]]] = {
     "freeze": (Toggle(1, (0, 1)), {}),
@@ -201,8 +203,8 @@ def test_every_end_trains_from_every_start() -> None:
 
 @pytest.mark.quick
 def test_jobs_are_drawn_from_everything() -> None:
-    jobs = [job for seed in range(800) if (job := habits.draw(seed))]
-    assert jobs == [job for seed in range(800) if (job := habits.draw(seed))]
+    jobs = [job for job in map(habits.draw, range(800)) if job is not None]
+    assert jobs[:100] == [*map(habits.draw, range(100))]
     assert len(ZOO) >= 60
     assert {job.layout.schedule for job in jobs} == set(SCHEDULES)
     deterministic = {name for name, kind in ZOO.items() if not kind.random}

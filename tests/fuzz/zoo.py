@@ -28,5 +28,5 @@ def model_layers(
     layers = STARTS[start].layers()
     for number, name in enumerate(blocks):
         kind = ZOO[name]
-        layers += (plain and kind.plain or kind.layers)(Place(number, tp))
+        layers += ((plain and kind.plain) or kind.layers)(Place(number, tp))
     return layers + ENDS[end].layers()
