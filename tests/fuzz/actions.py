@@ -77,7 +77,7 @@ class AddGroup(Action):
 
     layers: tuple[int, ...] = ()
 
-    refusals = ("requires_grad", "add_param_group", "layers")
+    refusals = ("layers",)
 
     def at_start(self, side: Side) -> None:
         for parameter in side.parameters(self.layers):
@@ -94,11 +94,9 @@ class AddGroup(Action):
     def draw(cls, random: Random, job: Job) -> Action | None:
         return cls(_draw_step(random, job, 1), _draw_layers(random, job))
 
-    def may_refuse(self, job: Job) -> bool:
-        return job.shards or len(job.toggles) == 0
-
     def fits(self, job: Job) -> bool:
-        others = bool(job.toggles) or job.groups or job.scheduler or job.resume or job.decay_groups
+        # DeepSpeed's own optimizers have no add_param_group().
+        others = job.shards or job.toggles or job.groups or job.scheduler or job.resume or job.decay_groups
         return super().fits(job) and not others and not job.has_head_parts
 
 
