@@ -156,18 +156,16 @@ def draw(seed: int, wanted: Sequence[str] = ()) -> Job | None:
     """Draw the job of a seed, and habits of its script.
 
     Args:
-        wanted: names of habits, of which the job has one; None is returned if they do not fit the job.
+        wanted: names of habits, of which the job has one and no other; None is returned if it does not fit the job.
     """
     random = Random(-3 - seed)
     job = jobs.draw(seed)
-    if not wanted and random.random() < 0.25:
-        return job
     if wanted:
-        job = _with_habit(random, job, random.choice(wanted))
-        if job is None:
-            return None
+        return _with_habit(random, job, random.choice(wanted))
+    if random.random() < 0.25:
+        return job
     names = [name for name in HABITS if name not in RARE or random.random() < 0.3]
-    for name in random.sample(names, random.choice((0, 0, 0, 1) if wanted else (1, 1, 2, 3))):
+    for name in random.sample(names, random.choice((1, 1, 2, 3))):
         job = _with_habit(random, job, name) or job
     return job
 
