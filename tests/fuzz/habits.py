@@ -71,8 +71,9 @@ def _experts(random: Random, job: Job) -> Job | None:
     layout = replace(job.layout, dp=random.choice((1, 2))) if job.layout.ranks.world_size <= 2 else job.layout
     if not layout.supports(job.micro_batches):
         return None
-    blocks = _with_blocks(random, replace(job, layout=layout), ("experts_1", "experts_2")).blocks
-    return replace(job, layout=layout, blocks=blocks, partition="uniform", clip=random.choice((0.05, 1.0)))
+    # DeepSpeed itself needs named groups for experts.
+    job = replace(job, layout=layout, clip=random.choice((0.05, 1.0)), decay_groups=False, groups="")
+    return _with_blocks(random, job, ("experts_1", "experts_2"))
 
 
 def _end(random: Random, job: Job, names: Sequence[str]) -> Job | None:
