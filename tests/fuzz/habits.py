@@ -103,23 +103,34 @@ def _accumulation(random: Random, job: Job) -> Job | None:
     return replace(job, by_accumulation=True)
 
 
+def _resumed(random: Random, job: Job) -> Job | None:
+    """Return the job with a resume, in another layout if it has none."""
+    if job.resume is not None:
+        return job
+    resume = jobs.draw_layout(random)
+    fits = resume.supports(job.micro_batches) and resume.placement.stages <= job.num_layers
+    if not fits or not isinstance(job.partition, str) or job.steps == 1:
+        return None
+    after = random.randrange(1, job.steps)
+    return replace(job, resume=resume, resume_after=after, resume_rate=random.choice((1.0, 0.5)))
+
+
 def _partial_load(random: Random, job: Job) -> Job | None:
-    if job.resume is None and job.steps > 1:
-        resume = jobs.draw_layout(random)
-        if not resume.supports(job.micro_batches) or not isinstance(job.partition, str):
-            return None
-        if resume.placement.stages > job.num_layers:
-            return None
-        after = random.randrange(1, job.steps)
-        job = replace(job, resume=resume, resume_after=after, resume_rate=random.choice((1.0, 0.5)))
+    resumed = _resumed(random, job)
+    if resumed is None:
+        return None
     how = random.choice(("module_only", "no_optimizer", "not_strict", "own_file"))
-    return replace(job, resume_with=how, scheduler="")
+    return replace(resumed, resume_with=how, scheduler="")
 
 
 def _compiled(random: Random, job: Job) -> Job | None:
-    compiled = random.choice(("both", "engine", *(("first", "second") * 2 if job.resume else ())))
-    job = _with_blocks(random, job, ("linear", "mlp", "layer_norm"))
-    return replace(job, compiled=compiled)
+    # Compilation takes seconds on every rank.
+    blocks = [block if block in COMPILED else random.choice(COMPILED) for block in job.blocks]
+    partition = job.partition if isinstance(job.partition, str) else "uniform"
+    job = _filled(replace(job, blocks=tuple(blocks), partition=partition))
+    compiled = random.choice(("both", "engine", "first", "first", "second", "second"))
+    resumed = _resumed(random, job) if compiled in ("first", "second") else job
+    return resumed and replace(resumed, compiled=compiled)
 
 
 def _checkpointed(random: Random, job: Job) -> Job | None:
@@ -150,6 +161,7 @@ HABITS: dict[str, Habit] = {
     "checkpointed": _checkpointed,
     "closure": _closure,
 }
+COMPILED = ("linear", "mlp", "layer_norm", "rms_norm")
 RARE = ("closure", "half_json", "accumulation")  # refused, which a few jobs show
 
 
