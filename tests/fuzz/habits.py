@@ -9,7 +9,7 @@ from random import Random
 
 from . import job as jobs
 from .actions import ACTIONS
-from .habit_layers import MIXED, TIES
+from .habit_layers import EXPERT_LAYERS, MIXED, TIES
 from .job import GROUPS, Job
 from .loss_forms import LOSS_FORMS
 from .scripts import Action
@@ -73,7 +73,7 @@ def _experts(random: Random, job: Job) -> Job | None:
         return None
     # DeepSpeed itself needs named groups for experts.
     job = replace(job, layout=layout, clip=random.choice((0.05, 1.0)), decay_groups=False, groups="")
-    return _with_blocks(random, job, ("experts_1", "experts_2"))
+    return _with_blocks(random, job, EXPERT_LAYERS)
 
 
 def _end(random: Random, job: Job, names: Sequence[str]) -> Job | None:
