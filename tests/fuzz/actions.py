@@ -45,8 +45,6 @@ class Toggle(Action):
     layers: tuple[int, ...] = ()
     trains: bool = False
 
-    refusals = ("requires_grad", "model_parameters", "layers", "loss_fn")
-
     @property
     def needs_all_parameters(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.step != AT_START
@@ -64,8 +62,12 @@ class Toggle(Action):
         step = random.choice((AT_START, *range(1, job.steps)))
         return cls(step, _draw_layers(random, job), step != AT_START and random.random() < 0.3)
 
-    def may_refuse(self, job: Job) -> bool:
-        return job.shards or self.step == AT_START
+    def refuses(self, job: Job, key: str) -> bool:
+        if self.step == AT_START:  # ranks or groups that train nothing
+            return key in ("layers", "model_parameters")
+        names = [name for name in key.split(", ") if name != "..."]
+        changed = {f"{layer}." for layer in self.layers}
+        return job.shards and all(name[: name.find(".") + 1] in changed for name in names)
 
     def fits(self, job: Job) -> bool:
         return super().fits(job) and not job.has_head_parts
@@ -76,8 +78,6 @@ class AddGroup(Action):
     """Train some layers, which are frozen at first, from a step on, in a parameter group added then."""
 
     layers: tuple[int, ...] = ()
-
-    refusals = ("layers",)
 
     def at_start(self, side: Side) -> None:
         for parameter in side.parameters(self.layers):
@@ -93,6 +93,9 @@ class AddGroup(Action):
     @classmethod
     def draw(cls, random: Random, job: Job) -> Action | None:
         return cls(_draw_step(random, job, 1), _draw_layers(random, job))
+
+    def refuses(self, job: Job, key: str) -> bool:
+        return key == "layers"
 
     def fits(self, job: Job) -> bool:
         # DeepSpeed's own optimizers have no add_param_group().
@@ -233,7 +236,6 @@ class Average(Action):
     how: str = "copy"
 
     repeats = False
-    refusals = ("PipelineModule",)
 
     def act(self, side: Side) -> None:
         weights = side.weights
@@ -302,12 +304,16 @@ class Average(Action):
             return cls(random.randrange(job.resume_after), job.resume_after, how)
         return cls(step, random.randrange(step + 1, job.steps + 1), how)
 
-    def may_refuse(self, job: Job) -> bool:
+    @property
+    def _copies_module(self) -> bool:
         return self.how in ("averaged_model", "deepcopy")
+
+    def refuses(self, job: Job, key: str) -> bool:
+        return self._copies_module and key == "PipelineModule"
 
     def fits(self, job: Job) -> bool:
         # Hooks keep the engine, and the script that resumes has no averages.
-        copied = self.may_refuse(job) and any(isinstance(action, Hook) for action in job.script)
+        copied = self._copies_module and any(isinstance(action, Hook) for action in job.script)
         return self.swap <= job.steps and not copied and (job.resume is None or self.swap <= job.resume_after)
 
 

@@ -20,7 +20,6 @@ from tests.ranks import Ranks
 
 from . import reference
 from .compare import LISTS, differences
-from .habit_layers import TWO_CLASSES
 from .job import MIXES_TOKENS, PATIENCE, Job, Layout
 from .ranks import train_on_rank
 from .reference import Result
@@ -92,15 +91,15 @@ def run(job: Job, pools: Ranks) -> Outcome:
                 pool = pools(layout.ranks.world_size)
                 results.append(pool.run(train_on_rank, job, part, folder, timeout_s=TIMEOUT_S * PATIENCE))
     except ConfigError as error:
-        return _refusal(job, str(error))
+        return _refusal(job, str(error), expected)
     except RankTimeout as error:
         return Outcome(HANGS, [*_lines(error), *getattr(error, "__notes__", [])])
     except Exception as error:
         if CHANGED_IN_PLACE in str(error):
-            return _refusal(job, f"{AUTOGRAD}: {CHANGED_IN_PLACE}")
+            return _refusal(job, f"{AUTOGRAD}: {CHANGED_IN_PLACE}", expected)
         of_others = re.search(r"First failure.*?ConfigError: (.*)", str(error))
         if of_others is not None:
-            return _refusal(job, of_others[1])
+            return _refusal(job, of_others[1], expected)
         return Outcome(
             FAILED, [f"{type(error).__name__}: {_lines(error)[0]}", *getattr(error, "__notes__", [])]
         )
@@ -135,9 +134,15 @@ def _joined(earlier: list[Result], later: list[Result]) -> list[Result]:
     return later
 
 
-def _refusal(job: Job, text: str) -> Outcome:
-    """Return the outcome of a job that was refused: FAILED if it should have trained."""
-    kinds = [ZOO[name] for name in job.blocks]
+def _refusal(job: Job, text: str, result: Result) -> Outcome:
+    """Return the outcome of a job that was refused: FAILED if it should have trained.
+
+    Args:
+        text: text of the error.
+        result: result of one process.
+    """
+    kinds, key = [ZOO[name] for name in job.blocks], text.partition(":")[0]
+    tensor_parallel = any(layout.tp > 1 for layout in job.layouts)
     expected = {
         AUTOGRAD: any(kind.changes_saved for kind in kinds),
         "schedule": any(kind.changes_saved or kind.inner_backward for kind in kinds),
@@ -149,20 +154,22 @@ def _refusal(job: Job, text: str) -> Outcome:
         "sequence_slices": job.is_sliced and bool({*job.blocks, job.end} & {*MIXES_TOKENS, "output_pair"}),
         "loss_fn": (job.is_sliced and not ENDS[job.end].pairs)
         or ENDS[job.end].metric
-        or (job.fp16 and ENDS[job.end].pairs),
+        or (job.fp16 and ENDS[job.end].pairs)
+        or 0.0 in result.norms,
         "ds_ext.audit_interval": job.is_sliced and job.audit,
         "data_iter": any(layout.schedule == "chimera" for layout in job.layouts),
         "optimizer": job.must_be_refused,
-        "gradient_accumulation_steps": job.by_accumulation
+        "train_batch_size": job.by_accumulation
         and any(layout.placement.replicas > 1 for layout in job.layouts),
         "fp16.enabled": job.fp16 and not get_accelerator().is_fp16_supported(),
-        "TiedLayerSpec": bool({*job.blocks} & {*TWO_CLASSES}),
-        "MoE": "experts_2" in job.blocks,
     }
-    for action in job.script:
-        if action.may_refuse(job):
-            expected |= dict.fromkeys(action.refusals, True)
-    return Outcome(REFUSED if expected.get(text.partition(":")[0]) else FAILED, [text.splitlines()[0]])
+    divided = "experts_2" in job.blocks or ("experts_1" in job.blocks and tensor_parallel)
+    refused = (
+        expected.get(key)
+        or (divided and "DeepSpeedExperts" in key)
+        or any(action.refuses(job, key) for action in job.script)
+    )
+    return Outcome(REFUSED if refused else FAILED, [text.splitlines()[0]])
 
 
 def _lines(error: BaseException) -> list[str]:

@@ -82,9 +82,6 @@ class Action(ABC):
 
     step: int
 
-    refusals: ClassVar[
-        tuple[str, ...]
-    ] = ()  # keys of errors with which a job may be refused, see ``may_refuse``
     repeats: ClassVar[bool] = True  # a script that resumes does it again, before it loads
     needs_all_parameters: ClassVar[bool] = False  # the script gives the optimizer frozen parameters too
 
@@ -125,9 +122,9 @@ class Action(ABC):
         if self.step > 0:
             yield replace(self, step=self.step - 1)
 
-    def may_refuse(self, job: Job) -> bool:
-        """Return whether the job may be refused with one of the keys in ``refusals``."""
-        return True
+    def refuses(self, job: Job, key: str) -> bool:
+        """Return whether a job may be refused for this action, with an error of this key."""
+        return False
 
     def fits(self, job: Job) -> bool:
         """Return whether the results of a job with this action depend on the action only."""
