@@ -87,6 +87,7 @@ def check_deepspeed(
             raise ConfigError(f"{key}: unknown key (got {config[key]!r}). Did you mean {near[0]}?")
     if parsed.grad_accum_dtype is not None:
         _check_accumulation(parsed.grad_accum_dtype, config)
+    _check_half_precision(parsed, config)
     if optimizer and parsed.optimizer_name is not None:
         _check_optimizer(parsed, config["optimizer"], flags or {})
     if scheduler and parsed.scheduler_name is not None:
@@ -102,6 +103,29 @@ def _check_accumulation(name: Any, config: Mapping[str, Any]) -> None:
     if precision(config) == "fp32" and not zero_stage(config) and dtype != torch.float32:
         raise ConfigError(
             f"data_types.grad_accum_dtype: must be fp32 without half precision and ZeRO (got {name!r}). Remove it."
+        )
+
+
+def _check_half_precision(parsed: Any, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings of half precision that DeepSpeed's optimizer would ignore or not support."""
+    name = precision(config)
+    if name == "fp32":
+        return
+    section = parsed.bfloat16_config if name == "bf16" else parsed.float16_config
+    offload = parsed.zero_config.offload_optimizer
+    keeps_states = getattr(section, "bf16_optimizer_states", False)
+    is_offloaded = offload is not None and offload.device in ("cpu", "nvme")
+    if getattr(section, f"{name}_master_weights_and_grads") and not (keeps_states or is_offloaded):
+        states = ' Add "bf16_optimizer_states": true, or' if name == "bf16" else " Add"
+        raise ConfigError(
+            f"{name}.{name}_master_weights_and_grads: DeepSpeed keeps fp32 optimizer states of {name} weights only on "
+            f'the CPU (got true).{states} "zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}}.'
+        )
+    has_check = not zero_stage(config) or DtypeEnum(parsed.grad_accum_dtype or name).value == torch.float32
+    if name == "bf16" and not section.check_grad_overflow and has_check:
+        raise ConfigError(
+            "bf16.check_grad_overflow: fp32 sums of gradients always skip a step whose gradients are not finite (got "
+            'false). Omit it, or add "zero_optimization": {"stage": 1} and "data_types": {"grad_accum_dtype": "bf16"}.'
         )
 
 

@@ -222,7 +222,8 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``config``, with bf16 gradients accumulated and reduced in fp32, unless it sets the dtypes.
 
     DeepSpeed's default is bf16. Over 1,000 micro-batches, most of the sum would be lost to rounding, and results would
-    depend on the sizes of the job. An offloaded optimizer, or ``compute_grad_norm`` false, keeps bf16 sums.
+    depend on the sizes of the job. An offloaded optimizer, ``compute_grad_norm`` false, or
+    ``bf16_master_weights_and_grads`` keeps bf16 sums.
     """
     settings = dict(config)
     if precision(config) != "bf16":
@@ -233,8 +234,10 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
     is_set = not isinstance(types, Mapping) or types.get("grad_accum_dtype") is not None
     device = _value(config, "zero_optimization.offload_optimizer.device", "none")
     is_offloaded = device != "none" or _value(config, "zero_optimization.cpu_offload", False)
-    # DeepSpeed has no fp32 sums with an offloaded optimizer, or without the gradient norm.
-    is_refused = is_offloaded or _value(config, "zero_optimization.compute_grad_norm", True) is False
+    # DeepSpeed has no fp32 sums with an offloaded optimizer, without the gradient norm, or with bf16 master weights.
+    without_norm = _value(config, "zero_optimization.compute_grad_norm", True) is False
+    in_bf16 = _value(config, f"{precision_section(config)}.bf16_master_weights_and_grads", False)
+    is_refused = is_offloaded or without_norm or in_bf16
     if zero_stage(config) == 1 and not (is_set or is_refused):
         settings["data_types"] = {**types, "grad_accum_dtype": "fp32"}
     return settings

@@ -287,6 +287,7 @@ class PipelineEngine(Measured, RunControl):
 
         Raises:
             ConfigError: there is no data or no optimizer, or a script changed ``micro_batches``.
+                Or all gradients are zero, see ``allow_zero_norm``.
             NonFiniteLoss: the loss was not finite in ``max_nonfinite_losses`` consecutive steps.
         """
         if self.recovery is not None:
@@ -308,7 +309,7 @@ class PipelineEngine(Measured, RunControl):
                 loss = super().train_batch()
             if self.tracer is not None:
                 self.tracer.end_step()
-            self.update.loss_watch.loss(step, float(loss), self.skipped_steps > skipped)
+            self._check_step(step, float(loss), self.skipped_steps > skipped)
         seconds, rate = time.perf_counter() - begin, float(rates[0]) if rates else 0.0
         self.report = StepReport(seconds, rate, self.gather(), self._snapshot_s, self._recovered_from)
         self._recovered_from = None
@@ -317,6 +318,11 @@ class PipelineEngine(Measured, RunControl):
             self.monitor.write_events(self.report.monitor_events(norm, losses, self.global_samples))
         self.role.end_step()
         return loss
+
+    def _check_step(self, step: int, loss: float, is_skipped: bool) -> None:
+        watch, norm = self.update.loss_watch, self.get_global_grad_norm()
+        watch.loss(step, loss, is_skipped)
+        watch.norm(step, loss, None if norm is None else float(norm), self.gather().losses.correction != 0)
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule, evaluation: Evaluation | None = None) -> None:
         """Run the instructions of a step or an evaluation.

@@ -524,9 +524,7 @@ def parameters_by_reduction(
 def _without_averaging(optimizer: Any) -> Iterator[None]:
     """Context in which ZeRO moves gradients to its partitions without communication."""
 
-    def move(tensor: Tensor, communication_data_type: torch.dtype) -> None:
-        if not optimizer.reduce_scatter:
-            optimizer._add_full_reduction_to_compact_grad_partition(tensor, communication_data_type)
-
+    # Sums in another dtype than the weights have a buffer for each partition.
+    move = optimizer._add_full_reduction_to_compact_grad_partition
     with _set_attribute(optimizer, "average_tensor", move):
         yield

@@ -264,7 +264,8 @@ def initialize(
     model.random_seed = by_rank_0(torch.initial_seed)
     if zero_stage(half_through_zero(job.deepspeed)):
         groups = getattr(optimizer, "param_groups", model_parameters)
-        _require_weights_of_zero(model, groups or [], is_half=precision(job.deepspeed) != "fp32")
+        groups = groups or [p for p in model.parameters() if p.requires_grad]
+        _require_weights_of_zero(model, groups, is_half=precision(job.deepspeed) != "fp32")
     facts = run_facts(model, data)
     if rank() == 0 and job.ds_ext.print_plan and not (model.plan_is_given or restart_count()):
         text = plan_text(model, facts, verbose=job.ds_ext.print_plan == "all")
@@ -463,11 +464,13 @@ def _require_parameters(model: PipelineModule, groups: list[Any] | None) -> None
 def _require_weights_of_zero(model: PipelineModule, groups: Sequence[Any], is_half: bool) -> None:
     """Raise ConfigError on all ranks if one of them has weights that ZeRO does not support.
 
-    They are complex or, without half precision, fp64 weights, and groups of frozen ones. ZeRO would convert complex
-    weights, train fp64 weights without gradients, and fail without a weight to train.
+    They are complex, groups of frozen ones and, without half precision, fp64 weights and groups of several dtypes. ZeRO
+    would convert complex weights, train fp64 weights without gradients, fail without a weight to train, and convert
+    the weights of a group to one dtype, on the ranks where they differ.
     """
 
     def check() -> None:
+        names = {id(p): name for name, p in model.named_parameters()}
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, parameter in trained:
             if parameter.dtype == torch.float64 and not is_half:  # half precision casts these
@@ -487,6 +490,14 @@ def _require_weights_of_zero(model: PipelineModule, groups: Sequence[Any], is_ha
                 raise ConfigError(
                     f"model_parameters: ZeRO needs a parameter that requires gradients in every group (got a group of "
                     f"{len(parameters)} frozen ones). Leave out frozen parameters."
+                )
+            by_dtype = {p.dtype: names.get(id(p), "a parameter") for p in parameters if p.requires_grad}
+            if len(by_dtype) > 1 and not is_half:
+                found = ", ".join(f"{name} of {dtype}" for dtype, name in by_dtype.items())
+                raise ConfigError(
+                    f"zero_optimization.stage: ZeRO joins the weights of a parameter group, which must have one dtype "
+                    f"(got {found}). Pass one group per dtype to initialize(model_parameters=...), those in half "
+                    f'precision first, cast the layers, use stage 0, or set "bf16": {{"enabled": true}}.'
                 )
 
     together(check)

@@ -15,13 +15,13 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 
-from ..config.deepspeed_json import precision
 from ..config.schedulers import require_plain_step
 from ..errors import ConfigError
 from ..pipe_schedules.reductions import order_of_reductions
 from .checkpoint.master_weights import MasterWeights
 from .checkpoint.states import parameters_of
 from .deepspeed_api.handlers import is_patch
+from .deepspeed_api.names import loss_scaler
 from .grad_norm import clip_grad_norm
 from .grad_sync import EagerReduction, Gradients, as_real, why_not_eager
 from .losses.step import Loss
@@ -63,11 +63,14 @@ class WeightUpdate:
         self.masters = MasterWeights(self._optimizer)
         self.reduction = self._make_reduction() if self.is_eager(engine) else None
         self.gathers = self._make_gathers()
-        # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
-        deepspeed_json = engine.plan.job.deepspeed
-        dynamic_scale = precision(deepspeed_json) == "fp16" and not deepspeed_json["fp16"].get("loss_scale")
-        limit = engine.plan.settings.max_nonfinite_losses
-        self.loss_watch = LossWatch(parameters, self.gradients, limit, dynamic_scale)
+        scaler, settings = loss_scaler(self._optimizer), engine.plan.settings
+        self.loss_watch = LossWatch(
+            parameters,
+            self.gradients,
+            settings.max_nonfinite_losses,
+            dynamic_scale=scaler is not None and scaler.dynamic,
+            allows_zeros=settings.allow_zero_norm,
+        )
         self._dependencies = _dependencies(engine)
 
     @staticmethod

@@ -116,7 +116,7 @@ NAMES = OVERRIDDEN + _parse(f"""
     {ZERO} callable: _add_full_reduction_to_compact_grad_partition set_gradient_accumulation_boundary
     {ZERO} callable: scaled_global_norm unscale_and_clip_grads update_lp_params scale_if_loss
     {ZERO} of objects: optimizer bit16_groups use_grad_accum_attribute gradient_accumulation_dtype
-    {ZERO} of objects: cpu_offload overlap_comm contiguous_gradients reduce_scatter loss_scaler
+    {ZERO} of objects: cpu_offload overlap_comm contiguous_gradients loss_scaler
     {ZERO} callable: get_grad_norm_direct complete_grad_norm_calculation_for_cpu_offload
     {ZERO} callable: _muon_update_lacks_loss_scale
     {ZERO} of objects: round_robin_gradients bit16_groups_flat params_in_partition averaged_gradients
@@ -133,7 +133,7 @@ NAMES = OVERRIDDEN + _parse(f"""
     {BF16} of parameters: _hp_mapping
     deepspeed.runtime.bf16_optimizer callable: all_gather_dp_groups
     deepspeed.runtime.zero.stage_1_and_2 callable: all_gather_dp_groups
-    {SCALERS}:LossScalerBase of objects: cur_scale
+    {SCALERS}:LossScalerBase of objects: cur_scale dynamic
     {SCALERS}:DynamicLossScaler of objects: cur_iter last_overflow_iter cur_hysteresis
     {FRAGMENT}:tensor_fragment field: lp_fragment_address hp_fragment_address hp_fragment
     {FRAGMENT}:fragment_address field: start numel

@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
-from ...config.deepspeed_json import precision
 from ...errors import ConfigError
 from ..messages import unpack
 from ..module import PipelineModule
@@ -150,7 +149,7 @@ class StepLosses:
             engine.mpu.get_data_parallel_group(),
             counts_here=engine.layout.coordinates(engine.global_rank)[2] == 0,
             by_micro_batch=engine.plan.settings.loss_weighting == "micro_batches",
-            in_fp16=precision(engine.plan.job.deepspeed) == "fp16",
+            in_fp16=any(together(lambda: any(p.dtype == torch.float16 for p in engine.module.parameters()))),
             device=engine.device,
         )
 

@@ -1,4 +1,7 @@
-"""Detection of non-finite losses and gradients. Too many consecutive bad steps stop the training run."""
+"""Detection of steps that do not train: non-finite losses and gradients, and gradients that are all zero.
+
+Too many consecutive non-finite steps, or one step whose gradients are all zero, stop the training run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import NonFiniteLoss
+from ...errors import ConfigError, NonFiniteLoss
 from ..checkpoint.states import LocalParameter
 from ..grad_sync import Gradients
 from ..together import together
@@ -29,15 +32,22 @@ class LossWatch:
         gradients: gradients of this rank.
         limit: number of consecutive bad steps after which training stops; 0: never stop.
         dynamic_scale: fp16 skips steps to find its loss scale, so skipped steps do not count.
+        allows_zeros: whether the gradients of a step may all be zero.
 
     Attributes:
         in_a_row: number of consecutive bad steps so far.
     """
 
     def __init__(
-        self, parameters: Iterable[LocalParameter], gradients: Gradients, limit: int, dynamic_scale: bool
+        self,
+        parameters: Iterable[LocalParameter],
+        gradients: Gradients,
+        limit: int,
+        dynamic_scale: bool,
+        allows_zeros: bool,
     ) -> None:
         self.gradients, self.limit, self.dynamic_scale = gradients, limit, dynamic_scale
+        self._allows_zeros = allows_zeros
         self.in_a_row = 0
         self._trained = [
             (local.layer, local.name, local.parameter)
@@ -93,6 +103,36 @@ class LossWatch:
             )
             error.reported_by = 0
             raise error
+
+    def norm(self, step: int, loss: float, norm: float | None, counts_labels: bool) -> None:
+        """Check the norm of the gradients of a step. All ranks must call this together.
+
+        A loss of exactly 0 has nothing to train, so its step only gets a warning, once.
+
+        Args:
+            step: number of the step, from 1.
+            loss, norm: loss and norm of the step, the same on all ranks; None: not measured.
+            counts_labels: False if no label of the step was counted.
+
+        Raises:
+            ConfigError: on all ranks, if the gradients of all trained parameters were zero.
+        """
+        if norm != 0 or not counts_labels or self._allows_zeros:
+            return
+        if loss == 0:
+            self._allows_zeros = True
+            if dist.get_rank() == 0:
+                logger.warning("step %d: loss and gradients are 0. Later cases are not reported.", step)
+            return
+        names = [name for names in together(lambda: [name for _, name, _ in self._trained]) for name in names]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        error = ConfigError(
+            f"loss_fn: the gradients of all trained parameters are 0 in step {step} (got norm 0 and loss {loss:g} for "
+            f"{', '.join(names[:3])}{more}). Compute the loss from outputs that depend on these parameters, or allow "
+            f'such steps with "ds_ext": {{"allow_zero_norm": true}}.'
+        )
+        error.reported_by = 0
+        raise error
 
     def _first_bad_gradient(self) -> tuple[int, int, str] | None:
         """Return (step, rank, parameter) for the last bad layer in the earliest bad step; its backward runs first.
