@@ -192,6 +192,33 @@ def test_accumulation_in_a_dtype_that_deepspeed_refuses(dtype: str) -> None:
     check_deepspeed(ONE | {"data_types": {"grad_accum_dtype": "bf16"}, "bf16": {"enabled": True}})
 
 
+IN_BF16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+BF16_SUMS = {"data_types": {"grad_accum_dtype": "bf16"}}
+
+
+@pytest.mark.parametrize(
+    ("key", "section", "others"),
+    [
+        ("", IN_BF16, {}),
+        ("", IN_BF16, ZERO_1),
+        ("", IN_BF16 | {"check_grad_overflow": False}, {}),
+        ("bf16.bf16_master_weights_and_grads", {"bf16_master_weights_and_grads": True}, ZERO_1),
+        ("", {"bf16_master_weights_and_grads": True}, OFFLOADED),
+        ("bf16.check_grad_overflow", {"check_grad_overflow": False}, ZERO_1),
+        ("bf16.check_grad_overflow", {"check_grad_overflow": False}, BF16_SUMS),
+        ("", {"check_grad_overflow": False}, BF16_SUMS | ZERO_1),
+        ("", {"check_grad_overflow": False}, OFFLOADED),
+        ("", {"check_grad_overflow": False, "enabled": False}, ZERO_1),
+    ],
+)
+def test_keys_of_bf16_are_applied_or_refused(
+    key: str, section: dict[str, Any], others: dict[str, Any]
+) -> None:
+    """tests/distributed/test_precision.py has their effects."""
+    error = refusal({"bf16": {"enabled": True, **section}, **others}) or ""
+    assert error.partition(": ")[0] == key
+
+
 def test_sections_of_the_users_own_pass() -> None:
     for key in ("comment", "_comment", "my_lab", "model", "train", "data", "run_name", "notes"):
         assert refusal({key: 1}) is None
@@ -199,7 +226,7 @@ def test_sections_of_the_users_own_pass() -> None:
 
 def test_the_json_is_checked_as_deepspeed_gets_it() -> None:
     """ZeRO stage 1 is added for half precision, and batch sizes are those of the whole job."""
-    assert refusal({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}) is None
+    assert refusal({"bf16": {"enabled": True, **IN_BF16}}) is None
     assert refusal({"train_batch_size": 64, "gradient_accumulation_steps": 4}) is None
 
 
