@@ -108,7 +108,7 @@ def test_keys_and_types(section: dict[str, Any], key: str, got: str) -> None:
         (
             {"schedule": "bitpipe", "pipeline_parallel_size": 4},
             6,
-            ["micro_batches", "(got 6)", "4 or 8", "gradient_accumulation_steps 2 or 4"],
+            ["micro_batches", "(got 6)", "4 or 8", "train_batch_size: 4 or 8"],
         ),
         (
             {"schedule": "interleaved", "pipeline_parallel_size": 2, "schedule_options": {"chunks": "2"}},
