@@ -12,6 +12,7 @@ from ..errors import ConfigError
 Supports = Callable[[int], bool]
 _RESEMBLES = 0.9
 _NEAR = 256  # numbers of micro-batches that an error tries
+NOT_REPLACED = 'Write the value: only transformers and accelerate replace "auto".'
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -165,5 +166,6 @@ def _batch_size(config: Mapping[str, Any], key: str, name: str) -> int | None:
     """Return a batch size of the JSON; None if it is not set. ``name`` is for the ConfigError."""
     value = config.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{name}: must be a positive integer (got {value!r}).")
+        fix = f" {NOT_REPLACED}" if value == "auto" else ""
+        raise ConfigError(f"{name}: must be a positive integer (got {value!r}).{fix}")
     return value

@@ -232,7 +232,7 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
         settings["communication_data_type"] = "fp32"
     is_set = not isinstance(types, Mapping) or types.get("grad_accum_dtype") is not None
     device = _value(config, "zero_optimization.offload_optimizer.device", "none")
-    is_offloaded = device != "none" or _value(config, "zero_optimization.cpu_offload", False)
+    is_offloaded = device not in ("none", "auto") or _value(config, "zero_optimization.cpu_offload", False)
     # DeepSpeed has no fp32 sums with an offloaded optimizer, or without the gradient norm.
     is_refused = is_offloaded or _value(config, "zero_optimization.compute_grad_norm", True) is False
     if zero_stage(config) == 1 and not (is_set or is_refused):
@@ -250,8 +250,8 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 def reduce_bucket_size(config: Mapping[str, Any]) -> int:
     """Return the elements of ZeRO's reduction bucket. The default is DeepSpeed's."""
-    zero = config.get("zero_optimization")
-    return int(zero.get("reduce_bucket_size", _BUCKET) if isinstance(zero, Mapping) else _BUCKET)
+    size = _value(config, "zero_optimization.reduce_bucket_size", _BUCKET)
+    return _BUCKET if size == "auto" else int(size)
 
 
 def adam_implementation(config: Mapping[str, Any]) -> str:

@@ -106,6 +106,7 @@ OVERRIDDEN = _parse(f"""
 """)
 NAMES = OVERRIDDEN + _parse(f"""
     {ENGINE} callable: _configure_python_gc _get_optimizer_loss_scale
+    {ENGINE} value: _MUON_HALF_KEYS _ADAM_HALF_KEYS
     {ENGINE} of objects: _global_grad_norm _step_applied
     {MODULE} callable: _set_bounds _is_checkpointable
     {MODULE} of objects: _layer_specs _num_layers
