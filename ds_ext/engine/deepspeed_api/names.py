@@ -147,6 +147,7 @@ NAMES = OVERRIDDEN + _parse(f"""
     torch:Tensor value: _version _backward_hooks
     torch:UntypedStorage callable: _share_cuda_ _new_shared_cuda
     torch:ops.aten callable: _assert_async
+    torch.utils.file_baton:FileBaton callable: wait
     torch.nn:Module of objects: _parameters _buffers _non_persistent_buffers_set
     transformers:AutoModelForCausalLM value: _model_mapping
     transformers:PreTrainedModel callable: _from_config tie_weights
