@@ -347,10 +347,9 @@ def _try_rules(rules: type[Any], params: Mapping[str, Any]) -> None:
 
 def _try_muon(params: Mapping[str, Any]) -> None:
     """Apply the rules of AdamW, and those of SGD for the momentum."""
-    _try_rules(torch.optim.AdamW, params)
-    _try_rules(torch.optim.SGD, {key: value for key, value in params.items() if key == "momentum"})
-    for key in _MUON_RATES:
-        _try_rules(torch.optim.AdamW, {"lr": params[key]} if key in params else {})
+    for key, value in params.items():
+        rules = torch.optim.SGD if key == "momentum" else torch.optim.AdamW
+        _try_rules(rules, {"lr" if key in _MUON_RATES else key: value})
 
 
 def _optimizer_class(parsed: Any) -> type[Any] | None:

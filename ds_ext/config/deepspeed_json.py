@@ -134,8 +134,10 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
 
 
 def notes_on_keys(config: Mapping[str, Any]) -> list[str]:
-    """Return a note for each key of NOTED that the JSON sets."""
-    notes = []
+    """Return a note for each key of NOTED that the JSON sets, and for a precision "auto"."""
+    precisions = [f"{name}.enabled" for name in ("bf16", "bfloat16", "fp16")]
+    automatic = [path for path in precisions if _value(config, path, False) == "auto"]
+    notes = [f'{path}: "auto" is off, as in DeepSpeed. Write true or false' for path in automatic]
     for path, (silent, note) in NOTED.items():
         offloads = path.endswith("offload_optimizer.device") and zero_stage(half_through_zero(config)) > 0
         if not offloads and _value(config, path, silent[0]) not in silent:

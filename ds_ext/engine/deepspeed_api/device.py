@@ -72,15 +72,15 @@ def announce_locks() -> None:
 _wait = FileBaton.wait
 
 
-def _wait_for_build(baton: FileBaton) -> None:
+def _wait_for_build(self: FileBaton) -> None:
     try:
-        is_older = os.path.getmtime(baton.lock_file_path) < time.time() - process_age_s()
+        is_older = os.path.getmtime(self.lock_file_path) < time.time() - process_age_s()
     except FileNotFoundError:
         return
     if is_older or local_rank() == 0:
         logger.warning(
             "%s: waiting for the build of a torch extension that holds this lock. If no build runs, delete the "
             "file and start again.",
-            os.path.abspath(baton.lock_file_path),
+            os.path.abspath(self.lock_file_path),
         )
-    _wait(baton)
+    _wait(self)

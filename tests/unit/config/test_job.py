@@ -309,7 +309,8 @@ def test_sections_of_a_wrong_type(config: dict[str, Any], found: str) -> None:
 
 def test_alternative_forms_of_sections() -> None:
     load_config({"bf16": None, "zero_optimization": True, "optimizer": {"type": "AdamW", "params": None}})
-    load_config({"bf16": {"enabled": "auto"}})
+    job = load_config({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}})
+    assert [note.partition(": ")[0] for note in job.notes] == ["bf16.enabled"]
     assert [zero_stage({"zero_optimization": z}) for z in (True, False, {}, {"stage": "1"})] == [1, 0, 0, 1]
     on, off = {"enabled": True}, {"enabled": False}
     for config, name, section in (

@@ -59,7 +59,8 @@ def test_a_lock_is_named_before_the_wait(
     assert build(name).__name__ == name and not caplog.records
     lock = tmp_path / "extensions" / name / "lock"
     lock.touch()
-    os.utime(lock, (time.time() - age_s,) * 2)
+    created = time.time() - age_s
+    os.utime(lock, (created, created))
     with caplog.at_level(logging.WARNING, "ds_ext"):
         waiting = threading.Thread(target=build, args=(name,), daemon=True)
         waiting.start()
