@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.plans import batch_of
+
 transformers: Any = pytest.importorskip("transformers")
 
 WORDS, LENGTH, LAYERS = 67, 10, 4
@@ -114,8 +116,7 @@ def config_of(schedule: str, pp: int, micro_batches: int, **sections: Any) -> di
     """Return the JSON of a job with ``micro_batches`` per pipeline group, replicas included."""
     replicas = 2 if schedule.startswith(("bitpipe", "chimera")) else 1
     return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": micro_batches // replicas,
+        **batch_of(schedule, micro_batches // replicas, pp),
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         **sections,

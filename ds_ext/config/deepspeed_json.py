@@ -134,8 +134,10 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
 
 
 def notes_on_keys(config: Mapping[str, Any]) -> list[str]:
-    """Return a note for each key of NOTED that the JSON sets."""
-    notes = []
+    """Return a note for each key of NOTED that the JSON sets, and for a precision "auto"."""
+    precisions = [f"{name}.enabled" for name in ("bf16", "bfloat16", "fp16")]
+    automatic = [path for path in precisions if _value(config, path, False) == "auto"]
+    notes = [f'{path}: "auto" is off, as in DeepSpeed. Write true or false' for path in automatic]
     for path, (silent, note) in NOTED.items():
         offloads = path.endswith("offload_optimizer.device") and zero_stage(half_through_zero(config)) > 0
         if not offloads and _value(config, path, silent[0]) not in silent:
@@ -233,7 +235,7 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
         settings["communication_data_type"] = "fp32"
     is_set = not isinstance(types, Mapping) or types.get("grad_accum_dtype") is not None
     device = _value(config, "zero_optimization.offload_optimizer.device", "none")
-    is_offloaded = device != "none" or _value(config, "zero_optimization.cpu_offload", False)
+    is_offloaded = device not in ("none", "auto") or _value(config, "zero_optimization.cpu_offload", False)
     # DeepSpeed has no fp32 sums with an offloaded optimizer, without the gradient norm, or with bf16 master weights.
     without_norm = _value(config, "zero_optimization.compute_grad_norm", True) is False
     in_bf16 = _value(config, f"{precision_section(config)}.bf16_master_weights_and_grads", False)
@@ -253,8 +255,8 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 def reduce_bucket_size(config: Mapping[str, Any]) -> int:
     """Return the elements of ZeRO's reduction bucket. The default is DeepSpeed's."""
-    zero = config.get("zero_optimization")
-    return int(zero.get("reduce_bucket_size", _BUCKET) if isinstance(zero, Mapping) else _BUCKET)
+    size = _value(config, "zero_optimization.reduce_bucket_size", _BUCKET)
+    return _BUCKET if size == "auto" else int(size)
 
 
 def adam_implementation(config: Mapping[str, Any]) -> str:

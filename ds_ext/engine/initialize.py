@@ -50,7 +50,7 @@ from ..launch.roll_call import Facts, RollCall, compare, make_early_roll_call, o
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from ..parallel.slices import BALANCED, EQUAL
 from .batches import MicroBatches
-from .deepspeed_api.device import select_device
+from .deepspeed_api.device import announce_locks, select_device
 from .deepspeed_api.muon import import_muon
 from .deepspeed_api.names import require_names
 from .engine import PipelineEngine
@@ -105,6 +105,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
         TransportError: a rank did not join in time.
     """
     require_names("deepspeed", "torch")
+    announce_locks()
     slurm.set_rank()
     set_single_rank()
     print_stacks_on_signal()

@@ -22,6 +22,7 @@ from ds_ext.recipes.models.gpt import gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 from tests.engine_runs import MODEL, SCHEDULES, Job, StepBatches, build, train
 from tests.losses import mean
+from tests.plans import batch_of
 from tests.ranks import RankPool, Ranks
 from tests.reference import Chain, random_batches
 from tests.selection import select
@@ -65,7 +66,7 @@ def train_with_deepspeed(rank: int, job: Job) -> list[float]:
         loss_fn=lambda logits_BSV, labels_BS: mean(gpt_loss(job.model, tp)(logits_BSV, labels_BS)),
         partition_method="type:TransformerLayer",
     )
-    config = {k: v for k, v in job.config(1).items() if k != "ds_ext"}
+    config = {k: v for k, v in job.config().items() if k != "ds_ext"}
     engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
     assert type(engine._train_schedule()) is ds.TrainSchedule
     count = job.micro_batches
@@ -204,8 +205,7 @@ class Pair(nn.Module):
 
 def train_tuples(rank: int, schedule: str, shapes: list[int]) -> tuple[list[float], list[Tensor]]:
     config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4 // get_schedule(schedule).placement(2).replicas,
+        **batch_of(schedule, 4 // get_schedule(schedule).placement(2).replicas),
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,

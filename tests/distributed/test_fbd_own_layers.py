@@ -33,8 +33,8 @@ def train_slowly(rank: int, limit_s: float) -> tuple[float, float, float]:
     """A step and an evaluation with a limit of so many seconds; how long the step took."""
     section = {"schedule": "fbd", "pipeline_parallel_size": 2}
     config = {
+        "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 8,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "steps_per_print": 10**9,
         "ds_ext": section,
@@ -64,7 +64,7 @@ def test_a_step_may_take_longer_than_a_message(ranks: Ranks) -> None:
 def train_in_double(rank: int) -> list[float]:
     """Two steps of layers with fp64 weights."""
     config = {
-        **{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0},
+        **{"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0},
         **{"steps_per_print": 10**9, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}},
         "ds_ext": {"schedule": "fbd", "pipeline_parallel_size": 2},
     }
@@ -119,8 +119,8 @@ def train_own_layers(rank: int) -> dict[str, Any]:
     """Two backward pipelines from one iterator, of batches that change their size; what evaluations make of buffers."""
     section = {"schedule": "fbd", "pipeline_parallel_size": 2, "fbd": {"backward_per_forward": 2}}
     config = {
+        "train_batch_size": 4,
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "steps_per_print": 10**9,
         "ds_ext": section,

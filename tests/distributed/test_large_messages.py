@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext.engine import PipelineModule, initialize
+from tests.plans import batch_of
 from tests.ranks import Ranks
 
 SHAPE = (1, 1024, 1025)  # fp32: a little more than 4 MiB
@@ -80,8 +81,7 @@ def train_alone(kinds: list[type[nn.Module]]) -> list[float]:
 def train(rank: int, schedule: str, kinds: list[type[nn.Module]]) -> list[float]:
     """Return the losses of one rank."""
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICRO_BATCHES,
+        **batch_of(schedule, MICRO_BATCHES, micro_batch=1),
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "ds_ext": {

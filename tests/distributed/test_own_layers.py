@@ -16,6 +16,7 @@ import ds_ext
 from ds_ext.engine import weight_decay_groups
 from ds_ext.engine.grad_norm import clip_grad_norm
 from ds_ext.errors import ConfigError, TransportError
+from tests.plans import batch_of
 from tests.precisions import needs
 from tests.ranks import RankPool, Ranks
 
@@ -25,8 +26,7 @@ STEPS, LR = 3, 0.1
 def job(schedule: str, gas: int, **sections: Any) -> dict[str, Any]:
     section = {"schedule": schedule, "pipeline_parallel_size": 2}
     return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": gas,
+        **batch_of(schedule, gas),
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "zero_allow_untested_optimizer": True,

@@ -12,6 +12,7 @@ from torch import nn
 import ds_ext
 from ds_ext.errors import ConfigError
 from tests.engine_runs import StepBatches
+from tests.plans import batch_of
 from tests.ranks import RankPool
 
 pytestmark = pytest.mark.quick
@@ -20,8 +21,7 @@ pytestmark = pytest.mark.quick
 def build(schedule: str, gas: int, bias: bool, *tied: Any) -> Any:
     """An engine whose first and last layer are tied, each place with its ``tied_weight_attr``."""
     config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": gas,
+        **batch_of(schedule, gas),
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "steps_per_print": 10**9,
         "ds_ext": {"schedule": schedule, "pipeline_parallel_size": 2},

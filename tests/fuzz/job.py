@@ -205,8 +205,8 @@ class Job:
         """Return the DeepSpeed JSON of the first or second layout."""
         layout = self.layouts[part]
         config: dict[str, Any] = {
+            "train_batch_size": self.micro_batch_size * self.micro_batches * layout.dp,
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
-            "gradient_accumulation_steps": self.micro_batches // layout.pipes,
             "gradient_clipping": self.clip,
             "steps_per_print": 10**9,
             "zero_allow_untested_optimizer": True,

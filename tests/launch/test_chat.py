@@ -41,8 +41,6 @@ def test_chat_trains_to_the_same_losses(chat: Path, tmp_path: Path, free_port: C
     losses = {}
     for schedule, ranks in (("1f1b", 1), ("bitpipe", 2)):
         config = tiny_config(chat, schedule=schedule, pipeline_parallel_size=ranks)
-        config["train_batch_size"] = 8
-        config["gradient_accumulation_steps"] = 4 // ranks  # replicas are data-parallel ranks
         config["ds_ext"]["train"] |= {"seq_length": 128, "hidden_dropout": 0.0, "attention_dropout": 0.0}
         metrics = tmp_path / f"{schedule}.jsonl"
         flags = ["--deepspeed_config", str(write_json(tmp_path / f"{schedule}.json", config))]

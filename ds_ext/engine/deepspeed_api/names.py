@@ -106,6 +106,7 @@ OVERRIDDEN = _parse(f"""
 """)
 NAMES = OVERRIDDEN + _parse(f"""
     {ENGINE} callable: _configure_python_gc _get_optimizer_loss_scale
+    {ENGINE} value: _MUON_HALF_KEYS _ADAM_HALF_KEYS
     {ENGINE} of objects: _global_grad_norm _step_applied
     {MODULE} callable: _set_bounds _is_checkpointable
     {MODULE} of objects: _layer_specs _num_layers
@@ -146,6 +147,7 @@ NAMES = OVERRIDDEN + _parse(f"""
     torch:Tensor value: _version _backward_hooks
     torch:UntypedStorage callable: _share_cuda_ _new_shared_cuda
     torch:ops.aten callable: _assert_async
+    torch.utils.file_baton:FileBaton callable: wait
     torch.nn:Module of objects: _parameters _buffers _non_persistent_buffers_set
     transformers:AutoModelForCausalLM value: _model_mapping
     transformers:PreTrainedModel callable: _from_config tie_weights
