@@ -433,6 +433,10 @@ class EagerReduction:
         """
         parameters = self._parameters[stage]
         used = self._gradients.fill_missing(parameters)
+        if self._gradients.share_memory:
+            # The backwards of other stages would add these too, by then zeros, to the sums that the reduction writes to.
+            for parameter in parameters:
+                parameter.grad = None
         if self._groups[stage]:
             scattered = set()
             for index in self._groups[stage]:
