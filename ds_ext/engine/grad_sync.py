@@ -434,7 +434,7 @@ class EagerReduction:
         parameters = self._parameters[stage]
         used = self._gradients.fill_missing(parameters)
         if self._gradients.share_memory:
-            # The backwards of other stages would add these too, by then zeros, to the sums that the reduction writes to.
+            # Backwards of other stages would add these, which are zeros then, to sums that the reduction writes to.
             for parameter in parameters:
                 parameter.grad = None
         if self._groups[stage]:
