@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,7 +62,7 @@ def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
         facts[f"{role}stage {stage}{place}: parameters"] = checksum(
             f"{tuple(p.shape)} {p.dtype} {options.get(id(p))};".encode() for p in parameters
         )
-    tied = {
+    tied: dict[str, Sequence[torch.Tensor]] = {
         f"layer {shared.layer} {shared.key}": [shared.parameter]
         for shared in model.shared
         if shared.whole and shared.parameter is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from ds_ext.tensor_parallel import (
     create_tensor_parallel,
     reduce_from_tensor_model_parallel_region,
 )
+from tests.decoder_models import config_of, mean_loss, micro_batch, save_decoder
 from tests.distributed.test_own_layers import LR, STEPS, Batches, build, in_one_process, job, plain_numbers
 from tests.engine_runs import MODEL, SCHEDULES, Job, StepBatches
 from tests.engine_runs import build as build_gpt
@@ -278,3 +280,34 @@ def log_probabilities(rank: int, precision: str) -> list[Tensor]:
 def test_log_probabilities_hardly_depend_on_the_micro_batch_size(ranks: Ranks, precision: str) -> None:
     small, large = ranks(2).run(log_probabilities, precision, timeout_s=120)[1]
     torch.testing.assert_close(small, large, rtol=0, atol=1e-5 if precision == "fp32" else 0.02)
+
+
+# --- adapters beside a head in parts (Megatron-Bridge#2240) ---
+
+
+def save_adapter(rank: int, folder: str, target: str) -> float:
+    """Train adapters for two steps and save them. Return the loss of the third step."""
+    import peft
+
+    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"])
+    layers, loss_fn = ds_ext.from_transformers(folder, lora=lora)
+    config = config_of("zb_v", 2, 4, optimizer={"type": "SGD", "params": {"lr": 0.5}})
+    config["ds_ext"]["vocabulary_parallel_head"] = True
+    model = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn, partition_method="uniform")
+    engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), config=config)
+    batches = Batches(micro_batch)  # pyright: ignore[reportArgumentType]
+    for _ in range(2):
+        engine.train_batch(batches)
+    ds_ext.save_adapter(engine, lora, target)
+    loss = float(engine.train_batch(batches))
+    engine.transport.close()
+    return loss
+
+
+def test_an_adapter_beside_a_head_in_parts_is_whole(ranks2: RankPool, tmp_path: Path) -> None:
+    peft, transformers = map(pytest.importorskip, ("peft", "transformers"))
+    folder, target = save_decoder("Llama", tmp_path / "model", num_hidden_layers=6), tmp_path / "adapter"
+    expected = ranks2.run(save_adapter, folder, str(target), timeout_s=120)[0]
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model = peft.PeftModel.from_pretrained(base, target)
+    assert mean_loss(model, 2, 4, backward=False) == pytest.approx(expected, rel=1e-5)
