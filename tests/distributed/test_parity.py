@@ -243,8 +243,8 @@ def test_eager_gradient_sync_changes_nothing(ranks: Ranks, schedule: str, layout
             assert on["digests"] == off["digests"]
 
 
-class Writes(TorchDispatchMode):
-    """Names of the operations that write to gradients while they are reduced."""
+class Accesses(TorchDispatchMode):
+    """Names of the operations that read or write gradients while they are reduced."""
 
     def __init__(self, engine: PipelineEngine) -> None:
         super().__init__()
@@ -252,13 +252,16 @@ class Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.is_write and any(map(self.is_reduced, tree_leaves(value))):
+            is_view = argument.alias_info is not None and not argument.alias_info.is_write
+            if not is_view and any(map(self.is_reduced, tree_leaves(value))):
                 self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
-    def is_reduced(self, tensor: Tensor) -> bool:
+    def is_reduced(self, value: Any) -> bool:
         assert self.reduction is not None
-        memory, pending = memory_of(tensor), [memory_of(flat) for _, flat, _ in self.reduction._pending]
+        if not isinstance(value, Tensor):
+            return False
+        memory, pending = memory_of(value), [memory_of(flat) for _, flat, _ in self.reduction._pending]
         return any(memory.start < flat.stop and flat.start < memory.stop for flat in pending)
 
 
@@ -268,8 +271,8 @@ def memory_of(tensor: Tensor) -> range:
 
 @contextmanager
 def watched(engine: PipelineEngine, tp: TensorParallel) -> Iterator[list[str]]:
-    with Writes(engine) as writes:
-        yield writes.names
+    with Accesses(engine) as accesses:
+        yield accesses.names
 
 
 @pytest.mark.parametrize("overlap", [False, True])
