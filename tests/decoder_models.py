@@ -90,9 +90,12 @@ def save_decoder(name: str, folder: Path, **changes: Any) -> str:
 
 
 def micro_batch(step: int, number: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return ((ids_BS, mask_BS), labels_BS). Odd micro-batches have padding, so that their masks are tensors."""
-    generator = torch.Generator().manual_seed(100 * step + number)
-    ids_BS = torch.randint(3, WORDS, (2, LENGTH), generator=generator)
+    """Return ((ids_BS, mask_BS), labels_BS). Odd micro-batches have padding, so that their masks are tensors.
+
+    Every step shifts the tokens, so that models learn.
+    """
+    generator = torch.Generator().manual_seed(number)
+    ids_BS = torch.randint(3, WORDS, (2, LENGTH), generator=generator).roll(step, 1)
     mask_BS = torch.ones_like(ids_BS)
     if number % 2:
         mask_BS[0, -3:] = 0

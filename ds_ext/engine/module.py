@@ -32,7 +32,7 @@ from ..parallel.fbd import FORWARD_ROLE
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan, StagePlan, make_stage_plan
-from ..tensor_parallel import KeyedLayers
+from ..tensor_parallel import KeyedLayers, is_sharded
 from .deepspeed_api.device import select_device
 from .deepspeed_api.names import require_built, require_names
 from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, run_with_recompute
@@ -175,6 +175,9 @@ class PipelineModule(DeepSpeedPipelineModule):
                 **kwargs,
             )
         require_built(self)
+        if layout.tensor_parallel_size > 1:
+            for parameter in filter(is_sharded, self.parameters()):
+                parameter.model_parallel = True  # pyright: ignore[reportAttributeAccessIssue] read by norms
         # DeepSpeed numbers the ranks of a model copy by global rank, and mirrored devices run in reverse order.
         # Its norms and file names use this number, so replicas must have the same one.
         coordinate = self.topology().get_coord(dist.get_rank())

@@ -147,12 +147,19 @@ class WeightUpdate:
         return self._optimizer.scale_if_loss(root) if is_deepspeed else root
 
     def begin_reduction(self, step: int, module: Any) -> None:
-        """Check the gradients of a step before their reduction."""
-        self.loss_watch.record_gradients(step)
+        """Check the gradients of a step before their reduction; with eager reductions, the remaining ones."""
+        remaining = module.parameters() if self.reduction is None else self.reduction.parameters[None]
+        self.loss_watch.record_gradients(step, remaining)
         if module.placeholder is not None:
             # The bf16 optimizer needs at least one gradient.
             with (self.gradients.accumulating or nullcontext)():
                 (0 * module.placeholder).sum().backward()
+
+    def reduce_stage(self, step: int, stage: int) -> None:
+        """Check the gradients of a stage, and start their reduction. It does nothing without eager reductions."""
+        if self.reduction is not None:
+            self.loss_watch.record_gradients(step, self.reduction.parameters[stage])
+            self.reduction.start(stage)
 
     def reduce_fp64(self, gradients: list[Tensor], average: bool) -> list[Tensor]:
         """Reduce the fp64 gradients, which DeepSpeed does not, and return the others, complex ones as real views."""

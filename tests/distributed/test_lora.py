@@ -20,6 +20,7 @@ from ds_ext.recipes.convert.export import export
 from tests.chat_folders import write_tokenizer
 from tests.decoder_models import config_of, mean_loss, micro_batch, own_name, save_decoder
 from tests.distributed.test_own_layers import Batches
+from tests.losses import learned
 from tests.ranks import RankPool, Ranks
 from tests.selection import covering
 
@@ -103,7 +104,7 @@ def in_one_process(folder: str, initial: dict[str, Tensor]) -> tuple[list[float]
         optimizer.zero_grad()
         losses.append(mean_loss(model, step, MICRO_BATCHES))
         optimizer.step()
-    return losses, {name: parameter.detach() for name, parameter in named.items()}
+    return learned(losses), {name: parameter.detach() for name, parameter in named.items()}
 
 
 @pytest.mark.parametrize(("name", "schedule", "pp", "zero"), CASES)

@@ -17,6 +17,7 @@ import ds_ext
 from ds_ext.errors import ConfigError
 from ds_ext.recipes.convert.export import export
 from tests.engine_runs import digest
+from tests.losses import learned
 from tests.plans import batch_of
 from tests.ranks import RankPool, Ranks
 
@@ -257,7 +258,7 @@ def plain_losses() -> list[float]:
         sgd.step()
         sgd.zero_grad()
         losses.append(loss.item())
-    return losses
+    return learned(losses)
 
 
 @pytest.mark.parametrize("from_iterator", [False, True])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.errors import ConfigError
+from tests.losses import learned
 from tests.precisions import needs
 from tests.ranks import RankPool, Ranks
 from tests.selection import covering
@@ -63,10 +64,12 @@ MODELS = {"one_linear": one_linear, "tied_model": tied_model}
 
 
 def batch(model: str, step: int, micro_batch: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + micro_batch)
+    generator = torch.Generator().manual_seed(micro_batch)
     if model == "one_linear":
-        return torch.randn(2, WIDTH, generator=generator), torch.randn(2, WIDTH, generator=generator)
+        inputs, labels = torch.randn(2, 2, WIDTH, generator=generator)
+        return inputs + 0.1 * step, labels
     tokens, labels = torch.randint(WORDS, (2, 2, 3), generator=generator)
+    tokens[0, 0] = step
     return tokens, labels
 
 
@@ -110,7 +113,7 @@ def in_one_process(model: str, micro_batches: int = MICRO_BATCHES) -> dict[str, 
         optimizer.step()
         found["losses"].append(float(total.detach()))
         found["weights"].append(float(layers[0].weight.detach().square().sum()))
-    return found
+    return found | {"losses": learned(found["losses"])}
 
 
 def config(schedule: str, width: int, **sections: Any) -> dict[str, Any]:

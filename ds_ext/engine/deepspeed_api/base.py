@@ -154,8 +154,7 @@ class AdaptedEngine(PipelineEngine):
         self.update.wait_for_weights(stage)
 
     def _exec_reduce_stage(self, stage: int) -> None:
-        if self.update.reduction is not None:
-            self.update.reduction.start(stage)
+        self.update.reduce_stage(self.global_steps + 1, stage)
 
     def _exec_reduce_grads(self) -> None:
         self.transport.settle()  # the reduction and the optimizer may make the host wait for the GPU

@@ -54,22 +54,19 @@ class LossWatch:
             for local in parameters
             if local.parameter.requires_grad and local.parameter.numel() > 0
         ]
-        # Step, (layer, parameter) and largest magnitude of every gradient. Of two steps: a non-finite gradient first
+        # Step, and largest magnitude of every gradient by (layer, parameter). Of two steps: a non-finite gradient first
         # changes the weights, and then the loss of the next step.
-        self._largest: deque[tuple[int, list[tuple[int, str]], list[Tensor]]] = deque(maxlen=2)
+        self._largest: deque[tuple[int, dict[tuple[int, str], Tensor]]] = deque(maxlen=2)
         self._first_bad: tuple[int, int, str] | None = None  # step, rank and parameter
 
-    def record_gradients(self, step: int) -> None:
-        """Store the largest magnitude in every gradient of this rank, on the device. Call before the reduction."""
-        named_gradients = [
-            ((layer, name), gradient)
-            for layer, name, parameter in self._trained
-            if (gradient := self.gradients.get(parameter)) is not None
-        ]
-        if named_gradients:
-            names, gradients = zip(*named_gradients, strict=True)
-            largest = [torch.linalg.vector_norm(gradient, torch.inf) for gradient in gradients]
-            self._largest.append((step, list(names), largest))
+    def record_gradients(self, step: int, parameters: Iterable[Tensor]) -> None:
+        """Store the largest magnitude in gradients of ``parameters``, on the device. Call before their reduction."""
+        ids = set(map(id, parameters))
+        if not self._largest or self._largest[-1][0] != step:
+            self._largest.append((step, {}))
+        for layer, name, parameter in self._trained:
+            if id(parameter) in ids and (gradient := self.gradients.get(parameter)) is not None:
+                self._largest[-1][1][layer, name] = torch.linalg.vector_norm(gradient, torch.inf)
 
     def loss(self, step: int, loss: float, skipped: bool) -> None:
         """Check the loss of a step. All ranks must call this together.
@@ -141,9 +138,9 @@ class LossWatch:
         """
         bad = [
             (-step, layer, name, dist.get_rank())  # the largest tuple is the first to be bad
-            for step, names, largest in self._largest
-            for (layer, name), is_finite in zip(names, torch.stack(largest).isfinite().tolist(), strict=True)
-            if not is_finite
+            for step, largest in self._largest
+            for (layer, name), value in largest.items()
+            if not value.isfinite()
         ]
         candidates = [candidate for candidate in together(lambda: max(bad, default=None)) if candidate]
         if not candidates:
