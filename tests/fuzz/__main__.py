@@ -1,6 +1,7 @@
 """Fuzz pipeline jobs: ``python -m tests.fuzz --minutes 30``.
 
 python -m tests.fuzz --seed 12345      # one job
+python -m tests.fuzz --actions Toggle,groups   # only jobs with such an action or habit
 python build/fuzz/12345.py             # the reduced job of a failure
 """
 
@@ -13,6 +14,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,13 +24,15 @@ import torch
 
 from tests.ranks import Ranks
 
-from .job import Job, draw
+from .habits import HABITS, draw
+from .job import Job
 from .run import FAULTS, REFUSED, SAME, Outcome, reduce, run
 
 FOLDER = Path("build/fuzz")
 SCRIPT = '''"""Job that {kind}; drawn from seed {seed}. Run it from the root of the repository."""
 
 from tests.fuzz.__main__ import repeat
+from tests.fuzz.actions import *  # noqa: F403
 from tests.fuzz.job import Job, Layout
 
 if __name__ == "__main__":
@@ -55,19 +59,22 @@ class Fuzzer:
 
     Args:
         reduce_runs: maximum number of runs to reduce a failing job.
+        wanted: names of habits, of which every job has one; empty: any jobs.
     """
 
-    def __init__(self, reduce_runs: int) -> None:
-        self.reduce_runs = reduce_runs
+    def __init__(self, reduce_runs: int, wanted: Sequence[str] = ()) -> None:
+        self.reduce_runs, self.wanted = reduce_runs, wanted
         self.pools = Ranks()
         self.outcomes: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
         self.choices: Counter[str] = Counter()
         self.known: list[frozenset[str]] = []  # features of the reduced jobs
 
-    def fuzz(self, seed: int) -> Outcome:
-        """Run the job of a seed; reduce and print it if it fails."""
-        job = draw(seed)
+    def fuzz(self, seed: int) -> Outcome | None:
+        """Run the job of a seed; reduce and print it if it fails. Returns None if it has no wanted habit."""
+        job = draw(seed, self.wanted)
+        if job is None:
+            return None
         outcome = run(job, self.pools)
         self.outcomes[outcome.kind] += 1
         self.choices.update(job.choices)
@@ -112,23 +119,32 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=10**9, help="maximum number of jobs")
     parser.add_argument("--first", type=int, help="seed of the first job; default: random")
     parser.add_argument("--seed", type=int, help="run only the job of this seed")
+    parser.add_argument(
+        "--actions", default="", metavar="NAME,...", help=f"only jobs with: {', '.join(HABITS)}"
+    )
     parser.add_argument("--reduce", type=int, default=60, metavar="RUNS", help="maximum runs to reduce a job")
     parser.add_argument("--stop-at-first", action="store_true", help="stop at the first job that fails")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # its scheduler warns in its constructor
+    wanted = [name for name in options.actions.split(",") if name]
+    if unknown := {*wanted} - {*HABITS}:
+        parser.error(f"--actions: unknown names {', '.join(sorted(unknown))}")
     if options.seed is not None:
-        print(draw(options.seed))
-        repeat(draw(options.seed))
+        job = draw(options.seed, wanted)
+        print(job)
+        if job is not None:
+            repeat(job)
+        return 0
     first = random.randrange(10**6) if options.first is None else options.first
     print(f"first seed: {first}", flush=True)
-    fuzzer, begin = Fuzzer(options.reduce), time.monotonic()
+    fuzzer, begin = Fuzzer(options.reduce, wanted), time.monotonic()
     try:
         for seed in range(first, first + options.jobs):
             if time.monotonic() - begin > 60 * options.minutes:
                 break
             outcome = fuzzer.fuzz(seed)
-            if options.stop_at_first and outcome.kind in FAULTS:
+            if options.stop_at_first and outcome is not None and outcome.kind in FAULTS:
                 break
     finally:
         fuzzer.pools.close()

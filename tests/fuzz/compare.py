@@ -14,6 +14,13 @@ from .reference import Result
 FP32_TOLERANCE = 1e-5
 # bf16 has 8 significant bits: neighbours differ by 2^-7 of their size at most.
 BF16_TOLERANCE = 2.0**-6
+FP16_TOLERANCE = 2.0**-8
+LISTS = (
+    "losses",
+    "norms",
+    "evaluations",
+    "additional",
+)  # of results, with a number for each step or evaluation
 SENSITIVITY = 20  # times the effect of rounding errors in the gradients
 
 
@@ -27,15 +34,22 @@ def differences(job: Job, ranks: Sequence[Result], reference: Result, noisy: Res
         reference: result of one process.
         noisy: the same, with rounding errors added to the gradients.
     """
-    base = BF16_TOLERANCE if job.rounds else FP32_TOLERANCE
+    base = FP32_TOLERANCE
+    if job.rounds:
+        base = FP16_TOLERANCE if job.half == "fp16" else BF16_TOLERANCE
     lines = []
-    for name in ("losses", "norms", "evaluations"):
+    for name in LISTS:
         expected, spread = getattr(reference, name), getattr(noisy, name)
         for rank, result in enumerate(ranks):
             actual = getattr(result, name)
             if not _numbers_agree(actual, expected, spread, base):
                 lines.append(f"{name} of rank {rank}: {actual}, one process: {expected}")
                 break
+    for rank, result in enumerate(ranks):
+        if not all(_rates_agree(*rates) for rates in zip(result.rates, reference.rates, strict=True)):
+            lines.append(f"rates of rank {rank}: {result.rates}, one process: {reference.rates}")
+            break
+    lines += _calls(job, ranks, reference)
     for rank, result in enumerate(ranks):
         for name, actual in result.state.items():
             whole, _, part = name.partition("#")
@@ -53,6 +67,26 @@ def differences(job: Job, ranks: Sequence[Result], reference: Result, noisy: Res
                 lines.append(f"{name} of rank {rank}: {problem}")
     missing = set(reference.state) - {name.partition("#")[0] for result in ranks for name in result.state}
     return lines + [f"{name}: on no rank" for name in sorted(missing)]
+
+
+def _rates_agree(actual: list[float] | None, expected: list[float] | None) -> bool:
+    if actual is None or expected is None:
+        return True
+    pairs = zip(actual, expected, strict=False)
+    return len(actual) == len(expected) and all(math.isclose(a, e, rel_tol=1e-6) for a, e in pairs)
+
+
+def _calls(job: Job, ranks: Sequence[Result], reference: Result) -> list[str]:
+    """Return one line for each hook that was not called as often as in one process."""
+    plain = all(layout.schedule != "fbd" and layout.num_slices == 1 for layout in job.layouts)
+    if job.checkpoint_interval or job.audit or job.resume is not None or not plain:
+        return []  # layers run again, or in parts
+    lines = []
+    for action, expected in reference.calls.items():
+        actual = sum(result.calls.get(action, 0) for result in ranks) / job.layout.tp
+        if getattr(action, "counted", True) and actual != expected:
+            lines.append(f"calls of {action}: {actual:g}, one process: {expected}")
+    return lines
 
 
 def _numbers_agree(

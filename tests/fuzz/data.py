@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,19 +11,22 @@ from torch.utils.data import DataLoader
 
 from ds_ext.tensor_parallel import keyed_rng, mix_key
 
+from .actions import Evaluate
 from .job import Job, Layout
 from .zoo import ENDS, STARTS
 
 EVALUATION = 6 * 10**5  # first sample of evaluations, a multiple of every micro-batch size
+OTHER_EVALUATION = 7 * 10**5  # first sample of evaluations with sizes of their own
 OTHER_SAMPLES = 18 * 10**4  # first one of samples with the same lengths as those from 0 on
 
 
-def sample(job: Job, index: int) -> tuple[Any, Any]:
-    """Return the (inputs, labels) of a sample."""
-    length = job.lengths[index // job.micro_batch_size % len(job.lengths)]
+def sample(job: Job, index: int, length: int | None = None) -> tuple[Any, Any]:
+    """Return the (inputs, labels) of a sample; ``length``: its tokens, None: those of its micro-batch in training."""
+    length = length or job.lengths[index // job.micro_batch_size % len(job.lengths)]
     generator = Generator().manual_seed(index)
-    inputs = STARTS[job.start].sample(length, generator)
-    return _cast(job, inputs), _cast(job, ENDS[job.end].sample(length, generator))
+    start, end = STARTS[job.start], ENDS[job.end]
+    inputs = start.sample(length, generator)
+    return _cast(start.dtype or job.dtype, inputs), _cast(job.dtype, end.sample(length, generator))
 
 
 def drawn_sample(job: Job, first: int, index: int) -> tuple[Any, Any]:
@@ -32,10 +35,10 @@ def drawn_sample(job: Job, first: int, index: int) -> tuple[Any, Any]:
     return sample(job, first + index + period * 1000 * int(torch.randint(9, ())))
 
 
-def _cast(job: Job, value: Any) -> Any:
+def _cast(dtype: torch.dtype, value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(_cast(job, part) for part in value)
-    return value.to(job.dtype) if value.is_floating_point() else value
+        return tuple(_cast(dtype, part) for part in value)
+    return value.to(dtype) if value.is_floating_point() else value
 
 
 def _stack(values: Sequence[Any]) -> Any:
@@ -55,13 +58,13 @@ def ordered_batch(job: Job, step: int, number: int, first: int = 0) -> tuple[Any
     Args:
         first: sample with which step 0 begins.
     """
-    begin = (step * job.micro_batches + number) * job.micro_batch_size
+    begin = (job.position(step) + number) * job.micro_batch_size
     indices = range(begin, begin + job.micro_batch_size)
     if job.data != "random_dataset":
         return of_samples(job, [first + index for index in indices])
     samples = []
     for index in indices:
-        with keyed_rng(mix_key("sample", job.seed, index), torch.device("cpu")):
+        with keyed_rng(mix_key("sample", job.seed_of(step), index), torch.device("cpu")):
             samples.append(drawn_sample(job, first, index))
     return _stack(samples)
 
@@ -73,7 +76,7 @@ class Samples:
         self.job, self.first = job, first
 
     def __len__(self) -> int:
-        return self.job.steps * self.job.micro_batches * self.job.micro_batch_size
+        return sum(map(self.job.micro_batches_at, range(self.job.steps))) * self.job.micro_batch_size
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
         if self.job.data == "random_dataset":
@@ -81,11 +84,41 @@ class Samples:
         return sample(self.job, self.first + index)
 
 
+class EvaluationBatches:
+    """Micro-batches of an evaluation with sizes of its own."""
+
+    def __init__(self, job: Job, micro_batch_size: int) -> None:
+        self.job, self.micro_batch_size = job, micro_batch_size
+
+    def get(self, micro_batch: int) -> tuple[Any, Any]:
+        """Return a micro-batch by its global number."""
+        lengths, size = self.job.lengths, self.micro_batch_size
+        first = OTHER_EVALUATION + micro_batch * size
+        length = lengths[micro_batch % len(lengths)]
+        return _stack([sample(self.job, index, length) for index in range(first, first + size)])
+
+    def advance(self, micro_batches: int) -> None:
+        """End the evaluation."""
+
+
+class WholeDataset:
+    """Dataset of an evaluation of all samples."""
+
+    def __init__(self, job: Job, samples: int) -> None:
+        self.job, self.samples = job, samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return sample(self.job, OTHER_EVALUATION + index, self.job.length)
+
+
 class StepBatches:
     """Micro-batches by their global number in a step."""
 
-    def __init__(self, job: Job, first: int = 0) -> None:
-        self.job, self.first, self.step = job, first, 0
+    def __init__(self, job: Job, first: int = 0, step: int = 0) -> None:
+        self.job, self.first, self.step = job, first, step
 
     def get(self, micro_batch: int) -> tuple[Any, Any]:
         """Return a micro-batch of the current step."""
@@ -104,19 +137,37 @@ class StepBatches:
         self.step = state["step"]
 
 
-def rank_batches(job: Job, numbers: slice, step: int, reads_first: bool) -> Iterator[tuple[Any, Any]]:
+def evaluation_batches(job: Job, sizes: Evaluate, micro_batches: int, pipes: int) -> list[tuple[Any, Any]]:
+    """Return all micro-batches of an evaluation with sizes of its own.
+
+    Args:
+        sizes: the sizes.
+        micro_batches: number in a step, over all data-parallel ranks.
+        pipes: number of data-parallel ranks, replicas included.
+    """
+    if sizes.samples:
+        dataset, size = WholeDataset(job, sizes.samples), job.micro_batch_size
+        starts = range(0, sizes.samples, size)
+        return [_stack([dataset[i] for i in range(s, min(s + size, sizes.samples))]) for s in starts]
+    batches = EvaluationBatches(job, sizes.micro_batch_size or job.micro_batch_size)
+    return [batches.get(number) for number in range(sizes.micro_batches * pipes or micro_batches)]
+
+
+def rank_batches(
+    job: Job, numbers: Callable[[int], slice], step: int, reads_first: bool
+) -> Iterator[tuple[Any, Any]]:
     """Yield the micro-batches that a rank's iterator must have, from a step on.
 
     Args:
-        numbers: numbers of these micro-batches in a step.
+        numbers: function of the step that returns the numbers of these micro-batches in it.
         reads_first: the rank holds the first stage of a pipe.
     """
     for later in range(step, job.steps):
         if job.data == "unequal" and not reads_first:
-            others = range(job.micro_batches)[numbers]
+            others = range(job.micro_batches_at(later))[numbers(later)]
             yield from (ordered_batch(job, later, number, OTHER_SAMPLES) for number in others)
         else:
-            yield from step_batches(job, later)[numbers]
+            yield from step_batches(job, later)[numbers(later)]
 
 
 def shuffled(job: Job, layout: Layout, pipe: int) -> list[list[int]]:
@@ -136,10 +187,9 @@ def shuffled(job: Job, layout: Layout, pipe: int) -> list[list[int]]:
 def step_batches(job: Job, step: int) -> list[tuple[Any, Any]]:
     """Return all micro-batches of a step in the order of their global numbers."""
     if job.data != "loader":
-        return [ordered_batch(job, step, number) for number in range(job.micro_batches)]
-    layout = job.layout
-    if job.resume is not None and step >= job.resume_after:
-        layout = job.resume
+        return [ordered_batch(job, step, number) for number in range(job.micro_batches_at(step))]
+    layout = job.layouts[job.part_of(step)]
+    step = job.engine_step(step)
     count = job.micro_batches // layout.pipes
     order = [shuffled(job, layout, pipe) for pipe in range(layout.pipes)]
     return [of_samples(job, each[step * count + number]) for each in order for number in range(count)]

@@ -29,10 +29,14 @@ class Start:
     Attributes:
         sample: draws the inputs of a sample.
         layers: returns the layers.
+        dtype: dtype of the samples; None: that of the weights.
+        drawn: every job may draw it, not only habits.
     """
 
     sample: Sample
     layers: Callable[[], list[Any]]
+    dtype: torch.dtype | None = None
+    drawn: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,9 @@ class End:
         pairs: the loss is a pair (sum, count).
         start: start that the end needs; None: any.
         plain_loss: returns the loss function of the plain process; None: as in the job.
+        drawn: every job may draw it, not only habits.
+        metric: the loss is the mean in a pair with a metric, which is no count.
+        additional: the loss function has additional losses.
     """
 
     sample: Sample
@@ -54,6 +61,9 @@ class End:
     pairs: bool = False
     start: str | None = None
     plain_loss: Callable[[], Any] | None = None
+    drawn: bool = True
+    metric: bool = False
+    additional: bool = False
 
 
 # --- starts ---
@@ -125,6 +135,17 @@ class InputInPlace(nn.Module):
         return self.linear(x)
 
 
+class CastInput(nn.Module):
+    """Linear layer of samples in another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.to(self.linear.weight.dtype))
+
+
 def _drawn_rows() -> Tensor:
     return torch.randn(VOCABULARY, WIDTH, generator=Generator().manual_seed(7)) / WIDTH**0.5
 
@@ -168,28 +189,31 @@ STARTS: dict[str, Start] = {
     "complex_tokens": Start(_tokens, lambda: [LayerSpec(ComplexEmbedding)]),
     "tokens_in_place": Start(_tokens, lambda: [LayerSpec(ShiftedEmbedding)]),
     "tied_tokens": Start(_tokens, _tied_embedding),
+    "fp64_samples": Start(_floats, lambda: [LayerSpec(CastInput)], torch.float64, False),
+    "fp32_samples": Start(_floats, lambda: [LayerSpec(CastInput)], torch.float32, False),
+    "bf16_samples": Start(_floats, lambda: [LayerSpec(CastInput)], torch.bfloat16, False),
 }
 
 # --- ends ---
 
 
-def _targets(length: int, generator: Generator) -> Tensor:
+def draw_targets(length: int, generator: Generator) -> Tensor:
     return torch.tanh(_floats(length, generator))
 
 
 def _weighted_targets(length: int, generator: Generator) -> tuple[Tensor, Tensor]:
-    return _targets(length, generator), torch.rand(length, 1, generator=generator)
+    return draw_targets(length, generator), torch.rand(length, 1, generator=generator)
 
 
-def _token_labels(length: int, generator: Generator) -> Tensor:
+def token_labels(length: int, generator: Generator) -> Tensor:
     ignored = torch.rand(length, generator=generator) < 0.3
     ignored[0] = False
     return _tokens(length, generator).masked_fill(ignored, IGNORED)
 
 
-def _some_labels(length: int, generator: Generator) -> Tensor:
+def some_labels(length: int, generator: Generator) -> Tensor:
     """Return labels for pairs: a third of the samples have none."""
-    labels = _token_labels(length, generator)
+    labels = token_labels(length, generator)
     return labels if torch.rand((), generator=generator) < 0.67 else labels.fill_(IGNORED)
 
 
@@ -211,7 +235,7 @@ def cross_entropy(outputs: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(outputs.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
 
-def _cross_entropy_sum(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def cross_entropy_sum(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     logits = outputs.float().flatten(0, 1)
     total = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return total, (labels != IGNORED).sum()
@@ -221,7 +245,7 @@ class CountedCrossEntropy:
     """Pair of a sum and a count that follows from the labels."""
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return _cross_entropy_sum(outputs, labels)
+        return cross_entropy_sum(outputs, labels)
 
     def counts(self, labels: Tensor) -> Tensor:
         """Return the number of labels that are not ignored."""
@@ -330,7 +354,7 @@ def tied_head(module: nn.Module, x: Tensor) -> Tensor:
     return F.linear(x, module.weight)
 
 
-def _head() -> list[Any]:
+def head_layers() -> list[Any]:
     return [LayerSpec(nn.Linear, WIDTH, VOCABULARY)]
 
 
@@ -348,40 +372,40 @@ def _chunked_tied() -> list[Any]:
 
 
 ENDS: dict[str, End] = {
-    "mean_square": End(_targets, lambda: [], lambda: mean_square),
+    "mean_square": End(draw_targets, lambda: [], lambda: mean_square),
     "weighted": End(_weighted_targets, lambda: [], WeightedLoss),
-    "head": End(_token_labels, _head, lambda: cross_entropy),
-    "tied_head": End(_token_labels, _tied_head, lambda: cross_entropy, start="tied_tokens"),
-    "output_pair": End(_targets, lambda: [LayerSpec(OutputPair)], lambda: _loss_of_pair),
-    "loss_layer": End(_targets, lambda: [LayerSpec(LossLayer)], lambda: None),
-    "loss_pair": End(_some_labels, _head, lambda: _cross_entropy_sum, pairs=True),
-    "counted_pair": End(_some_labels, _head, CountedCrossEntropy, pairs=True),
-    "tied_pair": End(_some_labels, _tied_head, CountedCrossEntropy, pairs=True, start="tied_tokens"),
+    "head": End(token_labels, head_layers, lambda: cross_entropy),
+    "tied_head": End(token_labels, _tied_head, lambda: cross_entropy, start="tied_tokens"),
+    "output_pair": End(draw_targets, lambda: [LayerSpec(OutputPair)], lambda: _loss_of_pair),
+    "loss_layer": End(draw_targets, lambda: [LayerSpec(LossLayer)], lambda: None),
+    "loss_pair": End(some_labels, head_layers, lambda: cross_entropy_sum, pairs=True),
+    "counted_pair": End(some_labels, head_layers, CountedCrossEntropy, pairs=True),
+    "tied_pair": End(some_labels, _tied_head, CountedCrossEntropy, pairs=True, start="tied_tokens"),
     "divided_head": End(
-        _some_labels, lambda: _divided_head(LayerSpec(DividedHead)), DividedCrossEntropy, pairs=True
+        some_labels, lambda: _divided_head(LayerSpec(DividedHead)), DividedCrossEntropy, pairs=True
     ),
     "divided_tied_head": End(
-        _some_labels,
+        some_labels,
         lambda: _divided_head(*_tied_head()),
         DividedCrossEntropy,
         pairs=True,
         start="tied_tokens",
     ),
     "chunked_head": End(
-        _token_labels,
+        token_labels,
         lambda: [LayerSpec(LinearHead)],
         lambda: lambda *pair: _mean(ChunkedCrossEntropy()(*pair)),
         plain_loss=lambda: lambda *pair: _mean(WholeCrossEntropy()(*pair)),
     ),
     "chunked_pair": End(
-        _some_labels,
+        some_labels,
         lambda: [LayerSpec(LinearHead)],
         ChunkedCrossEntropy,
         pairs=True,
         plain_loss=WholeCrossEntropy,
     ),
     "chunked_tied_pair": End(
-        _some_labels,
+        some_labels,
         _chunked_tied,
         ChunkedCrossEntropy,
         pairs=True,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -19,9 +21,14 @@ from ds_ext.pipe_schedules import Placement, get_schedule
 from ds_ext.tensor_parallel import TensorParallel
 from tests.plans import placement_of
 
-from .kinds import LENGTH
+from .kinds import LENGTH, Place
+from .scripts import Action
 from .sliced_layers import SLICED
 from .zoo import ENDS, STARTS, ZOO, model_layers
+
+PATIENCE = float(
+    os.environ.get("FUZZ_PATIENCE", "1")
+)  # factor of time limits, for a host that is busy otherwise
 
 # Features that jobs may use.
 LOSS_PAIRS = True  # losses that return a pair (sum, count)
@@ -52,7 +59,18 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
         "type": "Adam",
         "params": {"lr": 0.02, "weight_decay": 0.1, "eps": 1e-3, "torch_adam": True, "adam_w_mode": False},
     },
+    # Its step needs a closure, so an engine must refuse it.
+    "lbfgs": {"type": "LBFGS", "params": {"lr": 0.1}},
 }
+# Names of the parameter groups that a script makes, see ``group_of``.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "": ("",),
+    "layers": ("early", "late"),
+    "ends": ("first", "middle", "last"),
+    "names": ("weights", "biases", "others"),
+}
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOSS_SCALE = 64.0  # of fp16
 RANDOM = tuple(name for name, kind in ZOO.items() if kind.random)
 JSON_SCHEDULER = "WarmupDecayLR"
 MOVES_AT_ZERO_GRADIENT = ("adamw", "adam")
@@ -74,8 +92,21 @@ OF_PASSES = (
 MAY_BE_UNUSED = ("unused", "either", "experts", "detached_input", "jvp")
 
 
-@dataclass(frozen=True)
-class Layout:
+class Short:
+    """Dataclass whose representation leaves out the defaults."""
+
+    def __repr__(self) -> str:
+        values = [(one, getattr(self, one.name)) for one in dataclasses.fields(self)]  # pyright: ignore[reportArgumentType]
+        shown = [f"{one.name}={value!r}" for one, value in values if value != _default(one)]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _default(one: dataclasses.Field[Any]) -> Any:
+    return one.default if one.default_factory is dataclasses.MISSING else one.default_factory()
+
+
+@dataclass(frozen=True, repr=False)
+class Layout(Short):
     """Schedule and parallel sizes of a job."""
 
     schedule: str = "1f1b"
@@ -99,7 +130,7 @@ class Layout:
             "slice_lengths": "equal" if isinstance(self.slices, int) else list(self.slices),
             "vocabulary_parallel_head": self.head_parts,
             "print_plan": False,
-            "transport_options": {"timeout_s": 20.0},
+            "transport_options": {"timeout_s": 20.0 * PATIENCE},
         }
         if self.schedule == "fbd":
             section["fbd"] = {"backward_per_forward": self.backward_per_forward}
@@ -141,8 +172,8 @@ class Layout:
         return self.schedule != "dualpipev" or of_group >= 2 * self.pp
 
 
-@dataclass(frozen=True)
-class Job:
+@dataclass(frozen=True, repr=False)
+class Job(Short):
     """Training run with the same result in one process.
 
     Attributes:
@@ -167,7 +198,23 @@ class Job:
         resume: layout that continues from a checkpoint; None: no checkpoint.
         resume_after: steps before the checkpoint.
         resume_rate: factor of the learning rate in the JSON that continues.
+        script: what the script does around the steps.
+        weights: "bf16" or "fp16": layers are built with such weights, whatever the JSON says.
+        fp16: the JSON has the section "fp16".
+        groups: key of GROUPS: the script's parameter groups.
+        by_accumulation: the JSON has gradient_accumulation_steps instead of train_batch_size: micro-batches per
+            data-parallel rank, of which a script counts its own sizes only.
+        resume_with: how the script that resumes loads: "" or "not_strict" (everything), "module_only", "no_optimizer"
+            or "own_file" (a file with the weights only, by load_state_dict).
+        compiled: layers are compiled by torch.compile: "first", "second" or "both" layouts, or the "engine" does it.
     """
+
+    MODAL: ClassVar = (
+        "batch_norm",
+        "cumulative_batch_norm",
+        "instance_norm",
+        *RANDOM,
+    )  # kinds with two modes
 
     seed: int = 0
     layout: Layout = Layout()
@@ -200,6 +247,13 @@ class Job:
     resume: Layout | None = None
     resume_after: int = 1
     resume_rate: float = 1.0
+    script: tuple[Action, ...] = ()
+    weights: str = ""
+    fp16: bool = False
+    groups: str = ""
+    by_accumulation: bool = False
+    resume_with: str = ""
+    compiled: str = ""
 
     def config(self, part: int) -> dict[str, Any]:
         """Return the DeepSpeed JSON of the first or second layout."""
@@ -217,6 +271,11 @@ class Job:
                 "overlap_across_steps": self.overlap,
             },
         }
+        micro_batches = self.micro_batches_at(self.resume_after if part else 0)
+        if self.by_accumulation:
+            config["gradient_accumulation_steps"] = micro_batches // layout.dp
+        else:
+            config["train_batch_size"] = micro_batches * self.micro_batch_size
         if not self.own_optimizer:
             optimizer = OPTIMIZERS[self.optimizer]
             params = {**optimizer["params"], "lr": self.rate(part)}
@@ -227,18 +286,40 @@ class Job:
             config["zero_optimization"] = {"stage": self.zero}
         if self.bf16:
             config["bf16"] = {"enabled": True}
+        if self.fp16:
+            config["fp16"] = {"enabled": True, "loss_scale": LOSS_SCALE}
         return config
+
+    @property
+    def section(self) -> str:
+        """The section of the JSON for half precision; "" without one."""
+        return "bf16" if self.bf16 else "fp16" if self.fp16 else ""
+
+    @property
+    def half(self) -> str:
+        """Half precision of the weights in training: "bf16", "fp16" or ""."""
+        return self.section or self.weights
+
+    @property
+    def shards(self) -> bool:
+        """True if DeepSpeed's own optimizer has master weights of its own."""
+        return self.zero > 0 or bool(self.section)
+
+    @property
+    def has_masters(self) -> bool:
+        """True if the step changes fp32 copies of half-precision weights."""
+        return bool(self.section) or (self.zero > 0 and bool(self.weights))
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and samples."""
-        return torch.bfloat16 if self.bf16 else torch.float64 if self.double else torch.float32
+        return PRECISIONS.get(self.half) or (torch.float64 if self.double else torch.float32)
 
     @contextmanager
     def built(self) -> Iterator[None]:
-        """Return a context in which layers are built with fp64 weights if the job has them."""
+        """Return a context in which layers are built with fp64 or half-precision weights if the job has them."""
         before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64 if self.double else before)
+        torch.set_default_dtype(PRECISIONS.get(self.weights) or (torch.float64 if self.double else before))
         try:
             yield
         finally:
@@ -254,9 +335,96 @@ class Job:
         steps = {"warmup_num_steps": 2, "total_num_steps": 6, "warmup_type": "linear"}
         return {"warmup_min_lr": 0.1 * rate, "warmup_max_lr": rate, **steps}
 
-    def layers(self, tp: TensorParallel) -> list[Any]:
-        """Return the layers of the model."""
-        return model_layers(self.start, self.blocks, self.end, tp)
+    def layers(self, tp: TensorParallel, plain: bool = False) -> list[Any]:
+        """Return the layers of the model, those of one process if they are others."""
+        return model_layers(self.start, self.blocks, self.end, tp, plain)
+
+    @property
+    def layer_kinds(self) -> list[str]:
+        """Names of start, kind or end of every layer."""
+        names = [self.start] * len(STARTS[self.start].layers())
+        for name in self.blocks:
+            names += [name] * len(ZOO[name].layers(Place(0, TensorParallel())))
+        return names + [self.end] * len(ENDS[self.end].layers())
+
+    @property
+    def sharing(self) -> list[set[int]]:
+        """Layers that share parameters, in groups."""
+        return _sharing(self.start, self.blocks, self.end)
+
+    def group_of(self, layer: int, name: str, parameter: torch.nn.Parameter) -> int:
+        """Return the parameter group of a parameter, which is the same for all layers that share it."""
+        if self.groups == "names":
+            return 0 if parameter.dim() > 1 and "bias" not in name else 1 if name.endswith("bias") else 2
+        layer = min([layer, *(index for group in self.sharing if layer in group for index in group)])
+        if self.groups == "layers":
+            return int(layer >= self.num_layers // 2)
+        if self.groups == "ends":
+            return 0 if layer == 0 else 2 if layer >= self.num_layers - 1 else 1
+        return 0
+
+    @property
+    def group_names(self) -> tuple[str, ...]:
+        """Names of the parameter groups of the optimizer."""
+        return GROUPS[self.groups]
+
+    @property
+    def toggles(self) -> list[Any]:
+        """Actions that set ``requires_grad``."""
+        return [action for action in self.script if type(action).__name__ == "Toggle"]
+
+    @property
+    def passes_all(self) -> bool:
+        """True if the script gives the optimizer all parameters, also frozen ones."""
+        return any(action.needs_all_parameters for action in self.script)
+
+    @property
+    def must_be_refused(self) -> bool:
+        """True if no pipeline can train the job."""
+        return self.optimizer == "lbfgs"
+
+    @property
+    def has_head_parts(self) -> bool:
+        """True if a layout divides the head over its devices."""
+        return any(layout.head_parts for layout in self.layouts)
+
+    @property
+    def has_shards(self) -> bool:
+        """True if a layer is sharded over tensor-parallel ranks."""
+        return bool({*self.blocks} & {"sharded_mlp", "gpt_layer", "llama_layer"})
+
+    @property
+    def returns_logits(self) -> bool:
+        """True if an evaluation can return the outputs of the last layer."""
+        return ENDS[self.end].plain_loss is None and self.end not in ("output_pair", "loss_layer")
+
+    @property
+    def restarts(self) -> bool:
+        """True if the script that resumes starts at step 0, with the saved weights."""
+        return self.resume is not None and self.resume_with in ("module_only", "own_file")
+
+    def part_of(self, step: int) -> int:
+        """Return the index of the layout of a step."""
+        return int(self.resume is not None and step >= self.resume_after)
+
+    def micro_batches_at(self, step: int) -> int:
+        """Return the number of micro-batches of a step, over all data-parallel ranks."""
+        sizes = [
+            action for action in self.script if type(action).__name__ == "Resize" and action.step <= step
+        ]
+        return sizes[-1].micro_batches if sizes else self.micro_batches  # pyright: ignore[reportAttributeAccessIssue]
+
+    def engine_step(self, step: int) -> int:
+        """Return the engine's number of a step."""
+        return step - self.resume_after if self.restarts and self.part_of(step) else step
+
+    def position(self, step: int) -> int:
+        """Return the number of micro-batches that the engine has trained before a step."""
+        return sum(self.micro_batches_at(earlier) for earlier in range(step - self.engine_step(step), step))
+
+    def seed_of(self, step: int) -> int:
+        """Return the seed of random numbers in a step."""
+        return self.seed + 100 * self.rank_seeds * (self.restarts and self.part_of(step))
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -276,13 +444,19 @@ class Job:
 
     @property
     def rounds(self) -> bool:
-        """True if a part of the model computes in bf16."""
-        return self.bf16 or any(ZOO[name].rounds for name in self.blocks)
+        """True if a part of the model computes in half precision."""
+        return bool(self.half) or any(ZOO[name].rounds for name in self.blocks)
 
     @property
     def has_doubles(self) -> bool:
         """True if the model trains fp64 weights."""
-        return self.double or (not self.bf16 and any(ZOO[name].doubles for name in self.blocks))
+        return self.double or (not self.section and any(ZOO[name].doubles for name in self.blocks))
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if the model trains weights of several dtypes."""
+        dtypes = {ZOO[name].mixed for name in self.blocks} - {None, self.dtype}
+        return not self.section and bool(dtypes or any(ZOO[name].doubles for name in self.blocks))
 
     @property
     def is_reproducible(self) -> bool:
@@ -299,7 +473,11 @@ class Job:
             ENDS[self.end].start == "tied_tokens"
         ):
             return False
-        if (self.bf16 and (any(kind.fp32 for kind in kinds) or self.start == "complex_tokens")) or (
+        if self.weights and self.double:
+            return False
+        if self.bf16 and self.fp16:
+            return False
+        if (self.half and (any(kind.fp32 for kind in kinds) or self.start == "complex_tokens")) or (
             self.lengths != (LENGTH,) and any(kind.fixed_length for kind in kinds)
         ):
             return False
@@ -326,6 +504,22 @@ class Job:
             return False
         if not KEYED_RANDOM and any(kind.random for kind in kinds):
             return False
+        if self.resume is None and (self.resume_with or self.compiled in ("first", "second")):
+            return False
+        if self.resume_with == "own_file" and (
+            self.has_head_parts or any(layout.tp > 1 for layout in self.layouts)
+        ):
+            return False
+        # Its rates are those of the first optimizer, its counters those of the script.
+        if self.resume_with and self.resume_with != "not_strict" and self.scheduler:
+            return False
+        if self.scheduler == "lambdas" and (self.decay_groups or self.overlap):
+            return False
+        if self.groups and (self.decay_groups or self.overlap):
+            return False
+        layers = {layer for action in self.script for layer in getattr(action, "layers", ())}
+        if not layers <= {*range(self.num_layers)} or not all(action.fits(self) for action in self.script):
+            return False
         moves = self.optimizer in MOVES_AT_ZERO_GRADIENT
         return UNUSED_KEEP_NONE or not (moves and set(self.blocks) & set(MAY_BE_UNUSED))
 
@@ -350,6 +544,8 @@ class Job:
         )
         options += ("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "resume")
         options += ("rank_seeds", "audit", "overlap", "empty_first", "resume_rate")
+        options += ("weights", "fp16", "groups", "by_accumulation", "resume_with", "compiled")
+        names |= {type(action).__name__ for action in self.script}
         names |= {name for name in options if getattr(self, name) != getattr(plain, name)}
         return frozenset(names - {"linear", plain.start, plain.end, plain.layout.schedule})
 
@@ -374,7 +570,25 @@ class Job:
             if one.name not in ("seed", "optimizer", "data") and isinstance(value, bool | int | float):
                 names.add(f"{one.name} {value:g}" if not isinstance(value, bool) else f"{one.name} {value}")
         names |= {f"set_weights {self.set_weights or 'no'}", f"scheduler {self.scheduler or 'none'}"}
+        names |= {f"weights {self.weights or 'as drawn'}", f"groups {self.groups or 'none'}"}
+        names |= {f"resume_with {self.resume_with or 'everything'}", f"compiled {self.compiled or 'no'}"}
+        names |= {f"action {type(action).__name__}" for action in self.script}
         return names | {f"resume {self.resume is not None}", f"evaluate {self.evaluate_after is not None}"}
+
+
+@functools.lru_cache(256)
+def _sharing(start: str, blocks: tuple[str, ...], end: str) -> list[set[int]]:
+    from .reference import Model
+
+    owners: dict[int, set[int]] = {}
+    for index, module in Model(Job(start=start, blocks=blocks, end=end)).modules.items():
+        for parameter in module.parameters():
+            owners.setdefault(id(parameter), set()).add(index)
+    groups: list[set[int]] = []
+    for layers in owners.values():
+        joined = set(layers).union(*(group for group in groups if group & layers))
+        groups = [*(group for group in groups if not group & layers), joined]
+    return [group for group in groups if len(group) > 1]
 
 
 def draw_layout(random: Random) -> Layout:
@@ -418,7 +632,8 @@ def _draw(random: Random, seed: int) -> Job | None:
     resume = draw_layout(random) if _chance(random, 0.2) else None
     if resume is not None and not resume.supports(micro_batches):
         return None
-    start, end = random.choice(list(STARTS)), random.choice(list(ENDS))
+    start = random.choice([name for name, one in STARTS.items() if one.drawn])
+    end = random.choice([name for name, one in ENDS.items() if one.drawn])
     if ENDS[end].start is not None:
         start = "tied_tokens"
     blocks = _draw_blocks(random, start, end, [one for one in (layout, resume) if one])
@@ -509,13 +724,15 @@ def _draw_slices(random: Random, job: Job) -> Job:
 
     job = dataclasses.replace(job, layout=sliced(job.layout), resume=job.resume and sliced(job.resume))
     unfit = {*OF_PASSES} if _chance(random, 0.15) else {*OF_PASSES, *MIXES_TOKENS}
-    fit = [*[name for name in ZOO if name not in unfit], *5 * [*SLICED]]
+    fit = [*[name for name, kind in ZOO.items() if kind.weight and name not in unfit], *5 * [*SLICED]]
     blocks = [random.choice(fit) if name in unfit else name for name in job.blocks]
     blocks.insert(random.randrange(len(blocks) + 1), random.choice([*SLICED]))
     end = job.end
     if not ENDS[end].pairs and _chance(random, 0.9):
         tied = job.start == "tied_tokens"
-        end = random.choice([name for name, one in ENDS.items() if one.pairs and bool(one.start) == tied])
+        end = random.choice(
+            [name for name, one in ENDS.items() if one.pairs and one.drawn and bool(one.start) == tied]
+        )
     job = dataclasses.replace(job, blocks=tuple(blocks), end=end)
     missing = max(layout.placement.stages for layout in job.layouts) - job.num_layers
     return dataclasses.replace(job, blocks=(*job.blocks, *["linear"] * missing))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
@@ -43,10 +44,13 @@ class Kind:
         changes_input: a layer changes its input in place, so that the layer cannot be recomputed from it.
         doubles: the block has fp64 weights, which ZeRO does not support.
         random: the block draws random numbers in training.
-        weight: relative frequency in draws; more for kinds that only some schedules train incorrectly.
+        weight: relative frequency in draws; more for kinds that only some schedules train incorrectly. 0: only habits
+            draw it.
         changes_saved: the block changes a tensor that a backward needs, which torch or split backwards may refuse.
         inner_backward: the block calls torch.autograd.grad, which split backwards may refuse.
         changes_gradient: the block changes the gradient of its output in place, which torch forbids to functions.
+        mixed: dtype of weights of the block, whatever that of the model is; None: that of the model.
+        plain: function that returns the layers of a block in one process; None: ``layers``.
         keeps_gradient: with one sample, autograd keeps the memory of the gradient of the block's input as the gradient
             of a parameter.
     """
@@ -64,6 +68,8 @@ class Kind:
     inner_backward: bool = False
     changes_gradient: bool = False
     keeps_gradient: bool = False
+    mixed: torch.dtype | None = None
+    plain: Callable[[Place], list[Any]] | None = None
 
 
 class Made(nn.Module):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,11 +13,14 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime import lr_schedules
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, StepLR
 
 from ds_ext.tensor_parallel import TensorParallel, keyed_rng
 
-from .data import EVALUATION, ordered_batch, step_batches
-from .job import JSON_SCHEDULER, KEYED_RANDOM, OPTIMIZERS, Job
+from .actions import Evaluate
+from .data import EVALUATION, evaluation_batches, ordered_batch, step_batches
+from .job import JSON_SCHEDULER, KEYED_RANDOM, LOSS_SCALE, OPTIMIZERS, PRECISIONS, Job
+from .scripts import Action, Side
 from .zoo import ENDS
 
 LAYER_SEED = 1234  # DeepSpeed's base seed
@@ -32,12 +36,18 @@ class Result:
         losses: mean over the micro-batches of each step.
         norms: norm of the gradient of each step, before clipping; None: not measured.
         evaluations: losses of the evaluations.
-        state: parameters and persistent buffers by "layer.name".
+        rates: learning rates of the groups after each step; None: not compared.
+        additional: means of the additional losses of each step.
+        calls: calls of each hook; of all ranks together, they are those of one process.
+        state: parameters and persistent buffers by "layer.name", and outputs of evaluations.
     """
 
     losses: list[float] = field(default_factory=list)
     norms: list[float | None] = field(default_factory=list)
     evaluations: list[float] = field(default_factory=list)
+    rates: list[list[float] | None] = field(default_factory=list)
+    additional: list[float] = field(default_factory=list)
+    calls: dict[Action, int] = field(default_factory=dict)
     state: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -47,13 +57,13 @@ class Model:
     def __init__(self, job: Job) -> None:
         self.modules: dict[int, nn.Module] = {}
         self.calls: list[Callable[[Any], Any]] = []
-        ties: dict[str, nn.Module] = {}
+        ties: dict[str, dict[str, nn.Module]] = {}
         torch.manual_seed(job.seed)
         with job.built():
-            for index, spec in enumerate(job.layers(TensorParallel())):
+            for index, spec in enumerate(job.layers(TensorParallel(), plain=True)):
                 torch.manual_seed(LAYER_SEED + index)
                 if isinstance(spec, TiedLayerSpec):
-                    module = ties[spec.key] = ties.get(spec.key) or spec.build()
+                    module = _tied(spec, ties.setdefault(spec.key, {}))
                 else:
                     module = spec.build() if isinstance(spec, LayerSpec) else spec
                 if isinstance(module, nn.Module):
@@ -63,9 +73,9 @@ class Model:
         end = ENDS[job.end]
         self.loss = (end.plain_loss or end.loss)()
         for module in self.modules.values():
-            if job.bf16:  # DeepSpeed leaves buffers in fp32
+            if job.section:  # DeepSpeed leaves buffers in fp32
                 for p in module.parameters():
-                    p.data = p.data.bfloat16()
+                    p.data = p.data.to(PRECISIONS[job.section])
             module.train()
 
     @property
@@ -99,10 +109,14 @@ class Model:
             for name, value in module.state_dict().items()
         }
 
-    def loss_of(
+    def loss_of(self, batch: tuple[Any, Any]) -> Any:
+        """Return what the loss function returns for a micro-batch."""
+        return self.output_and_loss(batch)[1]
+
+    def output_and_loss(
         self, batch: tuple[Any, Any], context: Callable[[int], Any] = lambda layer: nullcontext()
-    ) -> Any:
-        """Return what the loss function returns for a micro-batch.
+    ) -> tuple[Any, Any]:
+        """Return the output of the last layer, and what the loss function returns for a micro-batch.
 
         Args:
             context: function of the layer's index that returns the context of its forward.
@@ -111,7 +125,21 @@ class Model:
         for index, call in enumerate(self.calls):
             with context(index):
                 x = call(x)
-        return x if self.loss is None else self.loss(x, labels)
+        return x, x if self.loss is None else self.loss(x, labels)
+
+
+def _tied(spec: TiedLayerSpec, ties: dict[str, nn.Module]) -> nn.Module:
+    """Return the module of a spec: one for all specs of a key with the same class and arguments, else another one with
+    the same weights."""
+    name = f"{spec.typename} {spec.module_args} {spec.module_kwargs}"
+    if name in ties:
+        return ties[name]
+    module = spec.build()
+    for other in ties.values():
+        for path in spec.tied_weight_attr:
+            setattr(module, path, getattr(other, path))
+    ties[name] = module
+    return module
 
 
 class Replicas:
@@ -163,29 +191,282 @@ def halve(module: nn.Module) -> None:
             value /= 2
 
 
-def make_optimizer(job: Job, parameters: list[nn.Parameter], part: int = 0) -> torch.optim.Optimizer:
-    """Return torch's optimizer of a job's first or second layout."""
+def make_optimizer(job: Job, groups: list[Any], part: int = 0) -> torch.optim.Optimizer:
+    """Return torch's optimizer of a job's first or second layout, for parameters or parameter groups."""
     name, options = OPTIMIZERS[job.optimizer]["type"], dict(OPTIMIZERS[job.optimizer]["params"])
     options["lr"] = job.rate(part)
     options.pop("torch_adam", None)
     options.pop("adam_w_mode", None)
-    return getattr(torch.optim, name)(parameter_groups(job, parameters), **options)
+    return getattr(torch.optim, name)(groups, **options)
 
 
-def parameter_groups(job: Job, parameters: list[nn.Parameter]) -> list[Any]:
-    """Return the parameters, in two groups if biases have no weight decay."""
+def parameter_groups(
+    job: Job, parameters: Mapping[tuple[int, str], nn.Parameter], part: int = 0
+) -> list[Any]:
+    """Return the parameters, or the script's groups of them, of which some may be empty.
+
+    Args:
+        parameters: (layer, name) -> parameter, each once.
+    """
+    every = list(parameters.values())
+    if job.groups:
+        groups = [{"params": [], "name": name} for name in job.group_names]
+        for (layer, name), parameter in parameters.items():
+            groups[job.group_of(layer, name, parameter)]["params"].append(parameter)
+        for number, group in enumerate(groups):
+            group["lr"] = job.rate(part) * (1.0, 0.5, 0.75)[number]
+        return groups
     if not job.decay_groups:
-        return parameters
+        return every
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1]},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        {"params": [p for p in every if p.dim() > 1]},
+        {"params": [p for p in every if p.dim() <= 1], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
 
-def make_scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
-    """Return a scheduler that changes the learning rate after every step."""
-    return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+def distinct_parameters(
+    modules: Mapping[int, nn.Module], all_parameters: bool
+) -> dict[tuple[int, str], nn.Parameter]:
+    """Return (layer, name) -> parameter, each once; only those that train unless ``all_parameters``."""
+    ids: set[int] = set()
+    parameters = {}
+    for layer, module in sorted(modules.items()):
+        for name, parameter in module.named_parameters():
+            if id(parameter) not in ids and (all_parameters or parameter.requires_grad):
+                ids.add(id(parameter))
+                parameters[layer, name] = parameter
+    return parameters
+
+
+def make_scheduler(job: Job, optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """Return the script's scheduler, which changes the learning rate after every step."""
+    if job.scheduler == "lambdas":
+        factors = (0.5, 0.75, 0.9)[: len(job.group_names)]
+        return LambdaLR(optimizer, [partial(pow, factor) for factor in factors])
+    return StepLR(optimizer, 1, 0.5)
+
+
+class Plain(Side):
+    """One process, with what a script sees of it."""
+
+    def __init__(self, job: Job, noise: torch.Generator | None = None) -> None:
+        self.job, self.part, self.result, self.noise = job, 0, Result(), noise
+        self.model = Model(job)
+        self.modules = self.model.modules
+        self.whole = nn.ModuleDict({str(index): module for index, module in self.modules.items()})
+        self.memory, self.optimizer, self.scheduler = {}, None, None
+        self.replicas = Replicas(self.model, job.layout.pipes)
+        self.micro_batches = job.micro_batches
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # of weights and fp32 master weights
+        self._outputs = 0
+
+    def set_up(self, part: int) -> None:
+        """Make the optimizer and the scheduler."""
+        job = self.job
+        parameters = distinct_parameters(self.modules, job.passes_all)
+        if job.has_masters:
+            masters = {key: nn.Parameter(p.detach().float()) for key, p in parameters.items()}
+            self.pairs = [(p, masters[key]) for key, p in parameters.items()]
+            parameters = masters
+        self.optimizer = make_optimizer(job, parameter_groups(job, parameters, part), part)
+        if job.scheduler in ("script", "lambdas"):
+            self.scheduler = make_scheduler(job, self.optimizer)
+        elif job.scheduler == "json":
+            self.scheduler = _make_json_scheduler(job, self.optimizer, part)
+
+    @property
+    def trained(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Pairs of the weights in the optimizer and what it steps, which may be the same."""
+        if self.job.has_masters:
+            return self.pairs
+        return [(p, p) for group in self.optimizer.param_groups for p in group["params"]]
+
+    # --- what scripts do ---
+
+    def settle(self) -> None:
+        pass
+
+    def eval_mode(self) -> None:
+        self.whole.eval()
+
+    def resize(self, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
+
+    def evaluate(self, sizes: Evaluate) -> None:
+        batches = evaluation_batches(self.job, sizes, self.micro_batches, self.replicas.count)
+        outputs = self._evaluate(batches)
+        for number, output in enumerate(outputs if sizes.logits else ()):
+            self.result.state[f"outputs of {sizes}.{number}"] = output
+
+    def _evaluate(self, batches: list[tuple[Any, Any]]) -> list[Any]:
+        """Evaluate micro-batches, and return the outputs of the last layer."""
+        self.replicas.average()
+        modes = [(module, module.training) for module in self.whole.modules()]
+        self.whole.eval()
+        sums: dict[str, float] = {}
+        counts: dict[str, float] = {}
+        outputs = []
+        with torch.no_grad():
+            for inputs, labels in batches:
+                output, loss = self.model.output_and_loss((inputs, labels))
+                samples = _samples(labels)
+                for name, (value, count) in terms(self.job, loss).items():
+                    weight = samples if count is None else 1
+                    sums[name] = sums.get(name, 0.0) + weight * float(value)
+                    counts[name] = counts.get(name, 0.0) + float(samples if count is None else count)
+                outputs.append(output)
+        for module, training in modes:
+            module.training = training
+        self.result.evaluations.append(sum(sums[name] / (counts[name] or 1.0) for name in sums))
+        return outputs
+
+    def evaluate_after(self, step: int) -> None:
+        """Evaluate if the job does so after this number of steps."""
+        if self.job.evaluate_after == step:
+            numbers = range(self.micro_batches)
+            self._evaluate([ordered_batch(self.job, 0, number, EVALUATION) for number in numbers])
+
+    # --- steps ---
+
+    def step(self, step: int) -> None:
+        """Train one step."""
+        if not self.whole.training:  # the script has set all to evaluation mode
+            self.whole.train()
+        job, result, pairs = self.job, self.result, self.trained
+        with torch.no_grad():
+            for p, master in self.pairs:  # weights that the script has set
+                master.copy_(torch.where(master.to(p.dtype) == p, master, p.float()))
+        loss, grads = self._gradients(step, [p for p, _ in pairs])
+        if self.noise is not None:
+            # A bf16 layer rounds gradients by the scale of the loss, and outputs by the strides of its inputs, both of
+            # which differ in a pipeline. Adam makes a large step of that where a gradient plus its decay is near zero.
+            _add_noise(grads, self.noise, BF16_NOISE if job.rounds else FP32_NOISE)
+        for (p, master), grad in zip(pairs, grads, strict=True):
+            if grad is None and job.shards and p.requires_grad:
+                grad = torch.zeros_like(master)
+            master.grad = None if grad is None else grad.to(master.dtype)
+        limit = job.clip or float("inf")
+        masters = [master for _, master in pairs]
+        result.losses.append(0.0 if loss is None else loss)
+        result.norms.append(_clip(masters, limit))
+        if loss is not None:
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        _copy(pairs)
+        if self.scheduler is not None:
+            self.scheduler.step()
+        result.rates.append([float(group["lr"]) for group in self.optimizer.param_groups])
+
+    def _gradients(
+        self, step: int, parameters: list[nn.Parameter]
+    ) -> tuple[float | None, list[Tensor | None]]:
+        """Return the loss of a step, and its gradients in fp32; None for unused parameters.
+
+        The loss is None if no label is counted. Such a step changes no weight.
+        """
+        job, model = self.job, self.model
+        batches = step_batches(job, step)
+        divisors = self._divisors(batches)
+        grads: list[Tensor | None] = [None] * len(parameters)
+        sums: dict[str, float] = {}
+        counts: dict[str, float] = {}
+        additional: dict[str, float] = {}
+        scale = LOSS_SCALE if job.fp16 else 1.0
+        for number, batch in enumerate(batches):
+            self.replicas.use(number * self.replicas.count // len(batches))
+            _, loss = model.output_and_loss(batch, partial(_random_numbers, job, step, number))
+            total: Tensor | float = 0.0
+            for name, (value, count) in terms(job, loss).items():
+                # Means are divided before the backward, because bf16 gradients are rounded in it.
+                sums[name] = sums.get(name, 0.0) + float(value.detach())
+                counts[name] = counts.get(name, 0.0) + float(1 if count is None else count)
+                total = total + value / (len(batches) if count is None else divisors.get(name, 1.0))
+            assert isinstance(total, Tensor)
+            (scale * total).backward()
+            for name, value in (getattr(model.loss, "additional_losses", None) or {}).items():
+                additional[name] = additional.get(name, 0.0) + float(torch.as_tensor(value).detach()) / len(
+                    batches
+                )
+            for index, p in enumerate(parameters):
+                if p.grad is not None:
+                    grad = p.grad.float() if p.dtype in PRECISIONS.values() else p.grad
+                    before = grads[index]
+                    grads[index] = grad if before is None else before + grad
+            for p in self.whole.parameters():
+                p.grad = None
+        self.result.additional += additional.values()
+        if ENDS[job.end].pairs and not any(counts.values()):
+            return None, grads
+        correction = 1.0
+        if not divisors and ENDS[job.end].pairs:
+            (correction,) = counts.values()
+        grads = [None if grad is None else grad / (scale * correction) for grad in grads]
+        return sum(sums[name] / (counts[name] or 1.0) for name in sums), grads
+
+    def _divisors(self, batches: list[tuple[Any, Any]]) -> dict[str, float]:
+        """Return the counts of several terms, by which their gradients are divided; empty for one term."""
+        count = getattr(self.model.loss, "counts", None)
+        sums: dict[str, float] = {}
+        for counts in [count(labels) for _, labels in batches] if count is not None else ():
+            for name, value in counts.items() if isinstance(counts, Mapping) else ():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        return {name: value or 1.0 for name, value in sums.items()}
+
+    # --- resume ---
+
+    def continue_in_second_layout(self, step: int) -> None:
+        """Do what a save, and a load in the second layout, do to the state."""
+        job = self.job
+        self.replicas.average()
+        for action in job.script:
+            action.before_save(self)
+        self.part = 1
+        if job.set_weights == "save":
+            self.model.halve()
+            _copy((master, p) for p, master in self.pairs)
+        self.whole.train()
+        for action in job.script:
+            action_is_earlier = action.step < step and action.repeats
+            if action_is_earlier and type(action).__name__ != "Hook":  # hooks are still registered here
+                action.again(self)
+        if job.resume_with in ("module_only", "no_optimizer", "own_file"):
+            self.set_up(1)
+        elif job.scheduler == "json":
+            self.scheduler = _make_json_scheduler(job, self.optimizer, 1)
+            self.scheduler.step(step - 1)
+        assert job.resume is not None
+        self.replicas = Replicas(self.model, job.resume.pipes)
+
+
+def _clip(parameters: Iterable[nn.Parameter], limit: float) -> float:
+    """Clip the gradients as torch does, with a norm in fp32 or fp64, and return the norm."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return 0.0
+    if any(grad.is_complex() for grad in grads):
+        norm = float(nn.utils.get_total_norm(grads))
+    else:
+        norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in grads))
+    for grad in grads if norm > limit else ():
+        grad.mul_(limit / (norm + 1e-6))
+    return norm
+
+
+def _samples(labels: Any) -> int:
+    while not isinstance(labels, Tensor):
+        labels = labels[0]
+    return len(labels)
+
+
+def terms(job: Job, loss: Any) -> dict[str, tuple[Tensor, Any]]:
+    """Return the terms of a loss: name -> (sum, count), or (mean, None)."""
+    end = ENDS[job.end]
+    if end.metric:
+        return {"": (loss[0], None)}
+    if isinstance(loss, Mapping):
+        return dict(loss)
+    return {"": tuple(loss) if end.pairs else (loss, None)}  # pyright: ignore[reportReturnType]
 
 
 def _make_json_scheduler(job: Job, optimizer: torch.optim.Optimizer, part: int) -> Any:
@@ -200,92 +481,39 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
             only change, and to all gradients; None: no errors. The difference of two results shows how sensitive the
             job is to the order of sums.
     """
-    model, result = Model(job), Result()
     noise = None if noise_seed is None else torch.Generator().manual_seed(noise_seed)
+    plain = Plain(job, noise)
+    for action in job.script:
+        action.at_start(plain)
     if job.set_weights in ("load", "assign"):
-        model.halve()
-    parameters = model.parameters
-    if noise is not None and not job.bf16:
-        _add_noise([p.detach() for p in parameters], noise, FP32_NOISE)
-    masters = [nn.Parameter(p.detach().float()) for p in parameters] if job.bf16 else parameters
-    optimizer = make_optimizer(job, masters)
-    scheduler: Any = None
-    if job.scheduler:
-        scheduler = (
-            make_scheduler(optimizer)
-            if job.scheduler == "script"
-            else _make_json_scheduler(job, optimizer, 0)
-        )
-    replicas = Replicas(model, job.layout.pipes)
-    _evaluate(job, 0, replicas, result)
+        plain.model.halve()
+    if noise is not None and not job.half:
+        trained = distinct_parameters(plain.modules, job.passes_all)
+        _add_noise([p.detach() for p in trained.values()], noise, FP32_NOISE)
+    plain.set_up(0)
+    plain.evaluate_after(0)
     for step in range(job.steps):
         if job.resume is not None and step == job.resume_after:
-            replicas.average()
-            if job.scheduler == "json":
-                scheduler = _make_json_scheduler(job, optimizer, 1)
-                scheduler.step(step - 1)
-            if job.set_weights == "save":
-                model.halve()
-                _copy(parameters, masters)
-            replicas = Replicas(model, job.resume.pipes)
-        loss, grads = _gradients(job, replicas, parameters, step)
-        if noise is not None:
-            # A bf16 layer rounds gradients by the scale of the loss, and outputs by the strides of its inputs, both of
-            # which differ in a pipeline. Adam makes a large step of that where a gradient plus its decay is near zero.
-            _add_noise(grads, noise, BF16_NOISE if job.rounds else FP32_NOISE)
-        for master, grad in zip(masters, grads, strict=True):
-            if grad is None and (job.zero or job.bf16):
-                grad = torch.zeros_like(master)
-            master.grad = grad
-        limit = job.clip or float("inf")
-        result.losses.append(0.0 if loss is None else loss)
-        result.norms.append(float(nn.utils.clip_grad_norm_(masters, limit)))
-        if loss is not None:
-            optimizer.step()
-        optimizer.zero_grad()
-        _copy(masters, parameters)
-        if scheduler is not None:
-            scheduler.step()
-        _evaluate(job, step + 1, replicas, result)
-    replicas.average()
-    result.state = model.state()
-    return result
+            plain.continue_in_second_layout(step)
+        for action in job.script:
+            action.before_step(plain, step)
+        plain.step(step)
+        for action in job.script:
+            action.after_step(plain, step)
+        plain.evaluate_after(step + 1)
+    for action in job.script:
+        action.before_step(plain, job.steps)
+    plain.replicas.average()
+    plain.result.state |= plain.model.state()
+    return plain.result
 
 
 @torch.no_grad()
-def _copy(sources: list[nn.Parameter], targets: list[nn.Parameter]) -> None:
-    """Copy parameters to others, which may be the same."""
-    for source, target in zip(sources, targets, strict=True):
-        if source is not target:
-            target.copy_(source)
-
-
-def _gradients(
-    job: Job, replicas: Replicas, parameters: list[nn.Parameter], step: int
-) -> tuple[float | None, list[Tensor | None]]:
-    """Return the loss of a step, and its gradients in fp32; None for unused parameters.
-
-    The loss is None if no label is counted. Such a step changes no weight.
-    """
-    sums: list[Tensor | None] = [None] * len(parameters)
-    total, count, pairs = 0.0, 0.0, ENDS[job.end].pairs
-    for number, batch in enumerate(step_batches(job, step)):
-        replicas.use(number * replicas.count // job.micro_batches)
-        loss = replicas.model.loss_of(batch, partial(_random_numbers, job, step, number))
-        # Means are divided before the backward, because bf16 gradients are rounded in it.
-        loss, weight = loss if pairs else (loss / job.micro_batches, 0)
-        loss.backward()
-        total, count = total + float(loss), count + float(weight)
-        for index, p in enumerate(parameters):
-            if p.grad is not None:
-                grad = p.grad.float() if job.bf16 else p.grad
-                before = sums[index]
-                sums[index] = grad if before is None else before + grad
-                p.grad = None
-    if pairs and not count:
-        return None, sums
-    count = count or 1.0
-    return total / count, [None if grad is None else grad / count for grad in sums]
+def _copy(pairs: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+    """Copy master weights to the weights, which may be the same."""
+    for parameter, master in pairs:
+        if parameter is not master:
+            parameter.copy_(master)
 
 
 def _random_numbers(job: Job, step: int, micro_batch: int, layer: int) -> AbstractContextManager[Any]:
@@ -294,7 +522,8 @@ def _random_numbers(job: Job, step: int, micro_batch: int, layer: int) -> Abstra
         return nullcontext()
     from ds_ext.tensor_parallel import layer_key  # pyright: ignore[reportAttributeAccessIssue]
 
-    return keyed_rng(layer_key(job.seed, step, micro_batch, layer), torch.device("cpu"))
+    key = layer_key(job.seed_of(step), job.engine_step(step), micro_batch, layer)
+    return keyed_rng(key, torch.device("cpu"))
 
 
 def _add_noise(tensors: Sequence[Tensor | None], noise: torch.Generator, size: float) -> None:
@@ -303,23 +532,3 @@ def _add_noise(tensors: Sequence[Tensor | None], noise: torch.Generator, size: f
             tensor += (
                 size * tensor.abs().max() * torch.randn(tensor.shape, generator=noise, dtype=tensor.dtype)
             )
-
-
-def _evaluate(job: Job, step: int, replicas: Replicas, result: Result) -> None:
-    """Evaluate if the job does so after this number of steps."""
-    if job.evaluate_after != step:
-        return
-    replicas.average()
-    model = replicas.model
-    modes = [(module, module.training) for outer in model.modules.values() for module in outer.modules()]
-    for module in model.modules.values():
-        module.eval()
-    total, count = 0.0, 0.0
-    with torch.no_grad():
-        for number in range(job.micro_batches):
-            loss = model.loss_of(ordered_batch(job, 0, number, EVALUATION))
-            loss, weight = loss if ENDS[job.end].pairs else (loss, 1)
-            total, count = total + float(loss), count + float(weight)
-    for module, training in modes:
-        module.training = training
-    result.evaluations.append(total / (count or 1.0))

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.accelerator import get_accelerator
 
 from benchmarks.rank_pool import RankTimeout
 from ds_ext.errors import ConfigError
 from tests.ranks import Ranks
 
 from . import reference
-from .compare import differences
-from .job import MIXES_TOKENS, Job, Layout
+from .compare import LISTS, differences
+from .habit_layers import TWO_CLASSES
+from .job import MIXES_TOKENS, PATIENCE, Job, Layout
 from .ranks import train_on_rank
+from .reference import Result
 from .zoo import ENDS, ZOO
 
 TIMEOUT_S = 15.0
@@ -40,7 +46,9 @@ OPTIONS = (  # set to their defaults to reduce a job
     ),
     *("evaluate_after", "set_weights", "scheduler", "decay_groups", "own_optimizer", "eager_gradient_sync"),
     *("rank_seeds", "audit", "overlap", "empty_first", "resume_rate"),
+    *("script", "weights", "fp16", "groups", "by_accumulation", "resume_with", "compiled"),
 )
+EXPLODES = 1e4  # times the first loss
 AUTOGRAD = "autograd"  # key of a refusal by torch
 CHANGED_IN_PLACE = "modified by an inplace operation"  # torch's error
 FAULTS = (DIFFERS, FAILED, HANGS)
@@ -66,19 +74,23 @@ class Outcome:
 
 def run(job: Job, pools: Ranks) -> Outcome:
     """Run a job on the ranks and in one process, and compare."""
+    refused = job.must_be_refused
+    plain = dataclasses.replace(job, optimizer="sgd") if refused else job
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            expected = reference.train(job)
-            noisy = reference.train(job, noise_seed=1)
+            expected = reference.train(plain)
+            noisy = reference.train(plain, noise_seed=1)
         except Exception as error:
             return Outcome(INVALID, _lines(error))
+    if diverges(expected):
+        return Outcome(INVALID, [f"diverges: {expected.losses}"])
     try:
         with tempfile.TemporaryDirectory(prefix="fuzz_") as folder:
             results = []
             for part, layout in enumerate(job.layouts):
                 pool = pools(layout.ranks.world_size)
-                results.append(pool.run(train_on_rank, job, part, folder, timeout_s=TIMEOUT_S))
+                results.append(pool.run(train_on_rank, job, part, folder, timeout_s=TIMEOUT_S * PATIENCE))
     except ConfigError as error:
         return _refusal(job, str(error))
     except RankTimeout as error:
@@ -92,22 +104,35 @@ def run(job: Job, pools: Ranks) -> Outcome:
         return Outcome(
             FAILED, [f"{type(error).__name__}: {_lines(error)[0]}", *getattr(error, "__notes__", [])]
         )
-    for earlier, result in zip(results[0], results[-1], strict=False):
-        if earlier is not result:
-            for name in ("losses", "norms", "evaluations"):
-                getattr(result, name)[:0] = getattr(earlier, name)
-    if len(results[-1]) > len(results[0]):  # ranks that only the second layout has
-        for result in results[-1][len(results[0]) :]:
-            for name in ("losses", "norms", "evaluations"):
-                setattr(result, name, list(getattr(results[-1][0], name)))
-    lines = differences(job, results[-1], expected, noisy)
-    if (
-        lines
-        and job.rounds
-        and not differences(job, results[-1], expected, reference.train(job, noise_seed=2))
-    ):
+    if refused:
+        return Outcome(FAILED, [f"{job.optimizer}: was not refused"])
+    ranks = results[0] if job.resume is None else _joined(*results)
+    lines = differences(job, ranks, expected, noisy)
+    if lines and job.rounds and not differences(job, ranks, expected, reference.train(job, noise_seed=2)):
         lines = []  # the first rounding errors happened to cancel
     return Outcome(DIFFERS if lines else SAME, lines)
+
+
+def diverges(result: Result) -> bool:
+    """Return whether a job learns nothing: its losses are not finite, or explode."""
+    first = max(abs(loss) for loss in [*result.losses[:1], 1e-2])
+    return not all(math.isfinite(loss) and abs(loss) <= EXPLODES * first for loss in result.losses)
+
+
+def _joined(earlier: list[Result], later: list[Result]) -> list[Result]:
+    """Return the results of the ranks of the second layout, with those of the first one before them."""
+    outputs = {name: value for result in earlier for name, value in result.state.items()}
+    for rank, result in enumerate(later):
+        before = earlier[min(rank, len(earlier) - 1)]
+        for name in LISTS:
+            if rank < len(earlier):
+                getattr(result, name)[:0] = getattr(before, name)
+            else:  # a rank that only the second layout has
+                setattr(result, name, list(getattr(later[0], name)))
+        missing: list[Any] = [None] * len(before.rates)
+        result.rates[:0] = before.rates if rank < len(earlier) else missing
+        result.state |= outputs if rank == 0 else {}
+    return later
 
 
 def _refusal(job: Job, text: str) -> Outcome:
@@ -117,15 +142,26 @@ def _refusal(job: Job, text: str) -> Outcome:
         AUTOGRAD: any(kind.changes_saved for kind in kinds),
         "schedule": any(kind.changes_saved or kind.inner_backward for kind in kinds),
         "zero_optimization.stage": any("complex" in name for name in (*job.blocks, job.start))
-        or (job.zero > 0 and job.has_doubles),
+        or (job.zero > 0 and (job.has_doubles or job.is_mixed)),
         "data": job.data == "unequal",
         # Without an input that has a gradient, reentrant checkpoints get none, also in one process.
         "activation_checkpoint_func": "checkpointed_reentrant" in job.blocks,
         "sequence_slices": job.is_sliced and bool({*job.blocks, job.end} & {*MIXES_TOKENS, "output_pair"}),
-        "loss_fn": job.is_sliced and not ENDS[job.end].pairs,
+        "loss_fn": (job.is_sliced and not ENDS[job.end].pairs)
+        or ENDS[job.end].metric
+        or (job.fp16 and ENDS[job.end].pairs),
         "ds_ext.audit_interval": job.is_sliced and job.audit,
         "data_iter": any(layout.schedule == "chimera" for layout in job.layouts),
+        "optimizer": job.must_be_refused,
+        "gradient_accumulation_steps": job.by_accumulation
+        and any(layout.placement.replicas > 1 for layout in job.layouts),
+        "fp16.enabled": job.fp16 and not get_accelerator().is_fp16_supported(),
+        "TiedLayerSpec": bool({*job.blocks} & {*TWO_CLASSES}),
+        "MoE": "experts_2" in job.blocks,
     }
+    for action in job.script:
+        if action.may_refuse(job):
+            expected |= dict.fromkeys(action.refusals, True)
     return Outcome(REFUSED if expected.get(text.partition(":")[0]) else FAILED, [text.splitlines()[0]])
 
 
@@ -163,6 +199,7 @@ def _smaller(job: Job) -> Iterator[Job]:
             and candidate.is_reproducible
             and all(layout.supports(candidate.micro_batches) for layout in layouts)
             and candidate.num_layers >= stages
+            and candidate.steps > 0
         ):
             yield candidate
 
@@ -172,7 +209,9 @@ def _candidates(job: Job) -> Iterator[Job]:
     plain = Job()
     defaults = {name: getattr(plain, name) for name in OPTIONS}
     if job.resume is not None:
-        yield change(resume=None, resume_rate=1.0, set_weights=job.set_weights.replace("save", "load"))
+        alone = {"resume": None, "resume_rate": 1.0, "resume_with": ""}
+        compiled = "both" if job.compiled in ("first", "second") else job.compiled
+        yield change(**alone, set_weights=job.set_weights.replace("save", "load"), compiled=compiled)
     yield change(**defaults)
     uniform = functools.partial(change, partition="uniform")
     yield uniform(blocks=("linear",) * len(job.blocks))
@@ -182,6 +221,11 @@ def _candidates(job: Job) -> Iterator[Job]:
         yield uniform(layout=layout)
     for name, value in defaults.items():
         yield change(**{name: value})
+    for index, action in enumerate(job.script):
+        others = (*job.script[:index], *job.script[index + 1 :])
+        yield change(script=others)
+        for smaller in action.smaller():
+            yield change(script=(*others[:index], smaller, *others[index:]))
     for length in (len(job.blocks) // 2, len(job.blocks) - 1):
         yield uniform(blocks=job.blocks[:length])
         yield uniform(blocks=job.blocks[-length:])
@@ -189,7 +233,8 @@ def _candidates(job: Job) -> Iterator[Job]:
         if name != "linear":
             yield uniform(blocks=(*job.blocks[:index], "linear", *job.blocks[index + 1 :]))
     if job.resume is None:
-        yield change(steps=1, evaluate_after=job.evaluate_after and 1)
+        for steps in (1, job.steps - 1):
+            yield change(steps=steps, evaluate_after=job.evaluate_after and min(job.evaluate_after, steps))
     for micro_batches in range(1, job.micro_batches):
         yield change(micro_batches=micro_batches)
     yield change(micro_batch_size=1)

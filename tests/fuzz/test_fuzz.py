@@ -12,12 +12,84 @@ from torch import Tensor
 from tests.ranks import Ranks
 from tests.selection import select
 
-from . import reference
+from . import habits, reference
+from .actions import (
+    ACTIONS,
+    AddGroup,
+    Average,
+    EditGroup,
+    EditWeights,
+    EvalMode,
+    Evaluate,
+    Hook,
+    Mode,
+    Resize,
+    Toggle,
+)
 from .compare import differences
 from .data import ordered_batch
+from .habits import HABITS
 from .job import SCHEDULES, Job, Layout, draw
-from .run import REFUSED, SAME, run
+from .run import (
+    INVALID,
+    REFUSED,
+    SAME,
+    _candidates,  # pyright: ignore[reportPrivateUsage]
+    diverges,
+    run,
+)
+from .scripts import AT_START, Action
 from .zoo import ENDS, STARTS, ZOO
+
+TWO = Layout(pp=2)
+SCRIPTED = Job(
+    layout=TWO, blocks=("linear", "mlp", "dropout", "linear"), optimizer="momentum", micro_batches=2
+)
+# Each action as scripts do it, and options of the job.
+SCRIPTS: dict[str, tuple[Action, dict[str, Any]]] = {
+    "freeze": (Toggle(1, (0, 1)), {}),
+    "freeze at start": (Toggle(AT_START, (1,)), {"zero": 1}),
+    "unfreeze a frozen layer": (Toggle(1, (2,), True), {"blocks": ("linear", "mlp", "frozen", "linear")}),
+    "add a group": (AddGroup(1, (0,)), {}),
+    "eval mode": (Mode(0, (2,)), {}),
+    "eval mode before every step": (Mode(1, (2,), True), {}),
+    "eval mode of everything": (EvalMode(1), {}),
+    "rate by position": (EditGroup(1, 1, "lr", 0.25), {"groups": "layers"}),
+    "decay by name": (EditGroup(1, "biases", "weight_decay", 2.0), {"groups": "names"}),
+    "scaled weights": (EditWeights(1, "scale"), {}),
+    "clamped weights": (EditWeights(1, "clamp"), {"bf16": True}),
+    "noise": (EditWeights(2, "noise"), {}),
+    "assigned weights": (EditWeights(1, "data"), {"zero": 1}),
+    "average": (Average(0, 2, "copy"), {}),
+    "assigned average": (Average(0, 2, "data"), {"bf16": True}),
+    "loaded average": (Average(1, 3, "load"), {}),
+    "torch's average": (Average(0, 2, "averaged_model"), {}),
+    "copied module": (Average(0, 2, "deepcopy"), {}),
+    "evaluation of other sizes": (Evaluate(1, 3, 1, logits=True), {}),
+    "evaluation of a dataset": (Evaluate(2, samples=7), {"layout": Layout(dp=2)}),
+    "more micro-batches": (Resize(1, 5), {"data": "dataset"}),
+    **{f"hook {kind}": (Hook(1, (1, 2), kind), {}) for kind in Hook.KINDS},
+}
+# What else a script does: options of a job.
+HABITUAL: dict[str, dict[str, Any]] = {
+    "bf16 weights": {"weights": "bf16", "layout": Layout(dp=2)},
+    "bf16 weights and ZeRO": {"weights": "bf16", "zero": 1, "layout": Layout(dp=2)},
+    "a bf16 layer": {"blocks": ("linear", "bf16_layer", "linear")},
+    "an fp32 parameter": {"blocks": ("fp32_scale", "linear"), "weights": "bf16"},
+    "fp64 samples": {"start": "fp64_samples", "bf16": True},
+    "two classes of a tie": {"blocks": ("tied_classes",), "layout": Layout("zb_v", pp=2)},
+    "experts": {"blocks": ("experts_1", "linear")},
+    "loss and accuracy": {"end": "loss_and_accuracy", "start": "tokens"},
+    "terms": {"end": "terms", "start": "tokens"},
+    "additional losses": {"end": "additional", "start": "tokens"},
+    "empty groups": {"groups": "ends", "scheduler": "lambdas", "blocks": ("linear",) * 4},
+    "accumulation": {"by_accumulation": True},
+    "weights only": {"resume": Layout("zb_v", pp=2), "resume_with": "module_only"},
+    "own file": {"resume": Layout(pp=2), "resume_with": "own_file"},
+    "compiled at first": {"resume": Layout(pp=2), "compiled": "first"},
+    "compiled by the engine": {"compiled": "engine"},
+    "closure": {"optimizer": "lbfgs", "own_optimizer": True},
+}
 
 SEEDS = (
     2,
@@ -53,6 +125,61 @@ def test_a_job_has_the_numbers_of_one_process(ranks: Ranks, seed: int) -> None:
     assert outcome.kind in (SAME, REFUSED), (job, outcome.lines)
 
 
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_has_the_numbers_of_one_process(ranks: Ranks, name: str) -> None:
+    action, options = SCRIPTS[name]
+    outcome = run(dataclasses.replace(SCRIPTED, script=(action,), **options), ranks)
+    assert outcome.kind == SAME or (outcome.kind == REFUSED and action.refusals), outcome
+
+
+@pytest.mark.parametrize("name", HABITUAL)
+def test_a_habit_has_the_numbers_of_one_process(ranks: Ranks, name: str) -> None:
+    outcome = run(dataclasses.replace(SCRIPTED, **HABITUAL[name]), ranks)
+    assert outcome.kind in (SAME, REFUSED), outcome
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_an_action_changes_the_numbers_of_one_process(name: str) -> None:
+    action, options = SCRIPTS[name]
+    job = dataclasses.replace(SCRIPTED, **options)
+    scripted = dataclasses.replace(job, script=(action,))
+    assert scripted.is_reproducible
+    without, result = reference.train(job), reference.train(scripted)
+    if isinstance(action, Average | Evaluate | EvalMode):  # they train as before
+        assert result.losses == without.losses and len(result.evaluations) == 1
+    elif action != Hook(1, (1, 2), "accumulated"):
+        assert result.losses != without.losses
+    assert not isinstance(action, Hook) or result.calls[action] > 0
+
+
+@pytest.mark.quick
+def test_every_habit_is_drawn_and_can_be_aimed_at() -> None:
+    names = {"Job": Job, "Layout": Layout, **ACTIONS}
+    for habit in HABITS:
+        aimed = [job for seed in range(20) if (job := habits.draw(seed, [habit])) is not None]
+        assert aimed, habit
+        assert all(job.is_reproducible and eval(repr(job), names) == job for job in aimed), habit
+    drawn = {name for seed in range(400) if (job := habits.draw(seed)) for name in job.features}
+    assert {*ACTIONS, "weights", "groups", "by_accumulation", "resume_with", "compiled"} <= drawn
+
+
+@pytest.mark.quick
+def test_a_script_is_reduced() -> None:
+    kept = Hook(1, (0, 1), "parameter")
+    job = dataclasses.replace(SCRIPTED, script=(EditWeights(1), kept), groups="names")
+    scripts = {candidate.script for candidate in _candidates(job)}
+    assert {(), (kept,), (EditWeights(1),), (EditWeights(1), Hook(1, (0,), "parameter"))} <= scripts
+    assert any(not candidate.groups for candidate in _candidates(job))
+
+
+def test_a_job_that_diverges_is_invalid(ranks: Ranks) -> None:
+    assert not diverges(reference.train(SCRIPTED))
+    job = Job(blocks=("scale_in_place",) * 40, steps=8)
+    assert diverges(reference.train(job))
+    assert run(job, ranks).kind == INVALID
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("precision", ["", "bf16", "double"])
 def test_every_kind_trains_in_one_process(precision: str) -> None:
@@ -76,8 +203,8 @@ def test_every_end_trains_from_every_start() -> None:
 
 @pytest.mark.quick
 def test_jobs_are_drawn_from_everything() -> None:
-    jobs = [draw(seed) for seed in range(800)]
-    assert jobs == [draw(seed) for seed in range(800)]
+    jobs = [job for job in map(habits.draw, range(800)) if job is not None]
+    assert jobs[:100] == [*map(habits.draw, range(100))]
     assert len(ZOO) >= 60
     assert {job.layout.schedule for job in jobs} == set(SCHEDULES)
     deterministic = {name for name, kind in ZOO.items() if not kind.random}
@@ -85,7 +212,7 @@ def test_jobs_are_drawn_from_everything() -> None:
     data = {"dataset", "random_dataset", "batches", "iterator", "loader", "unequal"}
     assert {job.data for job in jobs} == data
     for job in jobs:
-        assert eval(repr(job), {"Job": Job, "Layout": Layout}) == job
+        assert eval(repr(job), {"Job": Job, "Layout": Layout, **ACTIONS}) == job
 
 
 @pytest.mark.quick
