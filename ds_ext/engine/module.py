@@ -49,6 +49,9 @@ from .ties import (
     stage_of,
     tied_weights,
 )
+from .wrappers import let_names_be_plain, plain_name
+
+
 
 logger = logging.getLogger(__name__)
 
@@ -175,6 +178,9 @@ class PipelineModule(DeepSpeedPipelineModule):
                 **kwargs,
             )
         require_built(self)
+        for named in {id(m): m for stage in self.stages for m in self.stage_modules(stage).values()}.values():
+            let_names_be_plain(named)
+        let_names_be_plain(self)
         # DeepSpeed numbers the ranks of a model copy by global rank, and mirrored devices run in reverse order.
         # Its norms and file names use this number, so replicas must have the same one.
         coordinate = self.topology().get_coord(dist.get_rank())
@@ -301,6 +307,14 @@ class PipelineModule(DeepSpeedPipelineModule):
         for tie in self.tied_comms.values():
             for weight in tied_weights(tie["module"], tie["weight_attr"]):
                 yield weight, tie
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield (name, parameter) as torch does, without the names of wrappers, see :mod:`.wrappers`."""
+        return ((plain_name(name), value) for name, value in super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, buffer) as torch does, without the names of wrappers."""
+        return ((plain_name(name), value) for name, value in super().named_buffers(*args, **kwargs))
 
     # --- running ---
 
