@@ -8,6 +8,7 @@ partitions match by position.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import logging
@@ -64,7 +65,29 @@ class Clock(Protocol):
         ...
 
 
-class PipelineModule(DeepSpeedPipelineModule):
+# Attributes that a copy of the module shares with it.
+_SHARED = ("_plan", "_topo", "_grid", "_layer_specs", "_head_specs", "clock", "loss_fn", "world_group")
+
+
+class Unpicklable:
+    """Base class of the module and the engine, whose process groups exist in this process only."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise ConfigError: neither pickle nor torch.save() can write it."""
+        raise ConfigError(
+            f"{type(self).__name__}: has process groups, which cannot be pickled (got a call of torch.save, pickle or "
+            f"copy). Save engine.module.state_dict() or use engine.save_checkpoint(), and copy engine.module instead "
+            f"of the engine."
+        )
+
+    def __copy__(self) -> Any:
+        """Return an object with the same attributes."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+
+class PipelineModule(Unpicklable, DeepSpeedPipelineModule):
     """Layers divided into the stages of a schedule's placement.
 
     Takes the arguments of :class:`deepspeed.pipe.PipelineModule`, and a schedule. The schedule and the sizes come from
@@ -307,6 +330,17 @@ class PipelineModule(DeepSpeedPipelineModule):
         for tie in self.tied_comms.values():
             for weight in tied_weights(tie["module"], tie["weight_attr"]):
                 yield weight, tie
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModule:
+        """Return a module with copies of the layers, for averages of weights.
+
+        It shares process groups, plan, layout, clock, and loss function with this one. Ties hold in it.
+        """
+        shared = [vars(self).get(name) for name in _SHARED] + [*torch.distributed.distributed_c10d._world.pg_map]
+        copied = copy.copy(self)
+        memo |= {id(self): copied} | {id(value): value for value in shared}
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield (name, parameter) as torch does, without the names of wrappers, see :mod:`.wrappers`."""
