@@ -52,8 +52,6 @@ from .ties import (
 )
 from .wrappers import let_names_be_plain, plain_name
 
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -80,6 +78,10 @@ class Unpicklable:
             f"of the engine."
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Raise ConfigError. Otherwise DeepSpeed's engine would return a copy of its module."""
+        self.__reduce_ex__(2)
+
     def __copy__(self) -> Any:
         """Return an object with the same attributes."""
         copied = object.__new__(type(self))
@@ -87,7 +89,7 @@ class Unpicklable:
         return copied
 
 
-class PipelineModule(Unpicklable, DeepSpeedPipelineModule):
+class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
     """Layers divided into the stages of a schedule's placement.
 
     Takes the arguments of :class:`deepspeed.pipe.PipelineModule`, and a schedule. The schedule and the sizes come from
@@ -336,10 +338,12 @@ class PipelineModule(Unpicklable, DeepSpeedPipelineModule):
 
         It shares process groups, plan, layout, clock, and loss function with this one. Ties hold in it.
         """
-        shared = [vars(self).get(name) for name in _SHARED] + [*torch.distributed.distributed_c10d._world.pg_map]
-        copied = copy.copy(self)
+        shared = [vars(self).get(name) for name in _SHARED] + [
+            *torch.distributed.distributed_c10d._world.pg_map
+        ]
+        copied: Any = copy.copy(self)
         memo |= {id(self): copied} | {id(value): value for value in shared}
-        vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied.__dict__.update(copy.deepcopy(vars(self), memo))
         return copied
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:

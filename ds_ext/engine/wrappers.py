@@ -1,7 +1,7 @@
 """Names of parameters and buffers without those of wrappers. Needs no torch.
 
-``torch.compile(layer)`` and torch's wrappers for recomputation hold a layer as a submodule, and torch puts its name into
-those of the layer's tensors. How a layer runs is no part of a model, so checkpoints, exports, state dicts and errors
+``torch.compile(layer)`` and torch's wrappers for recomputation hold a layer as a submodule, whose name is part of those
+of the layer's tensors. How a layer runs is no part of a model, so checkpoints, exports, state dicts and errors
 have the names of the layer itself. Names of either kind load.
 """
 

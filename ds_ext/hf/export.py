@@ -52,7 +52,9 @@ def _adapter_weights(engine: PipelineEngine) -> dict[str, Tensor]:
         for name, parameter in layer.module.named_parameters():
             # Other parameters are trained with bias="lora_only", for example.
             if "lora_" in name or parameter.requires_grad:
-                weights[f"{_PREFIX}{layer.path}.{_peft_name(plain_name(name))}"] = parameter.detach().cpu().clone()
+                weights[f"{_PREFIX}{layer.path}.{_peft_name(plain_name(name))}"] = (
+                    parameter.detach().cpu().clone()
+                )
     return weights
 
 

@@ -29,7 +29,7 @@ from ..weight_update import WeightUpdate
 from .handlers import ENGINE_HANDLERS, Handlers, bind_handlers, merge_patches
 
 
-class AdaptedEngine(Unpicklable, PipelineEngine):
+class AdaptedEngine(PipelineEngine, Unpicklable):
     """DeepSpeed's engine for the stages of a timetable. See :class:`..engine.PipelineEngine` for the attributes."""
 
     module: PipelineModule
