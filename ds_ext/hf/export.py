@@ -80,4 +80,5 @@ def _write(tensors: dict[str, Tensor], lora: Any, base_model: str | None, folder
 
 def _peft_name(name: str) -> str:
     """Return the name in peft's file. The magnitudes of DoRA have none of the suffixes that their module has."""
+    name = name.replace(f".modules_to_save.{_ADAPTER}.", ".")
     return name.replace(f".{_ADAPTER}.", ".").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")

@@ -14,12 +14,14 @@ from .weights import Source
 
 # Fields of LoraConfig that have the effect that they have in peft, or are refused with the reason. Others may need more
 # than adapters in layers, such as a loss, a router or copies of layers, so they must have their defaults.
-FIELDS = frozenset(
-    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules "
+_NAMES = (
+    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision runtime_config r target_modules "
     "exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora modules_to_save init_lora_weights "
     "layers_to_transform layers_pattern rank_pattern alpha_pattern loftq_config eva_config corda_config lora_ga_config "
-    "use_dora lora_bias target_parameters trainable_token_indices ensure_weight_tying qalora_group_size".split()
+    "use_dora lora_bias target_parameters trainable_token_indices ensure_weight_tying kasa_config velora_config "
+    "use_qalora qalora_group_size"
 )
+FIELDS = frozenset(_NAMES.split())
 # Values of init_lora_weights that leave the frozen weights as they are.
 _INITIAL_VALUES = (True, False, "gaussian", "orthogonal")
 

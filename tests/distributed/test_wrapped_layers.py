@@ -276,3 +276,9 @@ def tie_a_part(rank: int) -> str:
 def test_errors_have_plain_names(ranks: Ranks) -> None:
     for text in ranks(2).run(tie_a_part, timeout_s=120):
         assert "linear.bias" in text and COMPILED not in text
+
+
+def test_torch_wraps_layers_under_these_names() -> None:
+    linear = nn.Linear(SIZE, SIZE)
+    assert [*dict(compile_layer(linear).named_children())] == [COMPILED]
+    assert [*dict(checkpoint_wrapper(linear).named_children())] == [RECOMPUTED]
