@@ -57,6 +57,14 @@ class Resumable(Protocol):
         ...
 
 
+class EndOfData(Exception):
+    """An iterator ended within a step, which takes ``count`` micro-batches of this rank, after ``got``."""
+
+    def __init__(self, got: int, count: int) -> None:
+        super().__init__(got, count)
+        self.got, self.count = got, count
+
+
 class IteratorBatches:
     """Batches from a user's iterator over the micro-batches of this data-parallel rank.
 
@@ -75,7 +83,7 @@ class IteratorBatches:
         self._micro_batches: list[Any] = []  # of the current step, so far
 
     def get(self, micro_batch: int) -> Any:
-        """Pull up to ``micro_batch``. Raises ConfigError if the data ends early or belongs to another rank."""
+        """Pull up to ``micro_batch``. Raises EndOfData, and ConfigError if the data belongs to another rank."""
         owner, index = divmod(micro_batch, self.count)
         if owner != self.rank:
             raise ConfigError(
@@ -89,11 +97,7 @@ class IteratorBatches:
                 # The iterator may reuse its memory. DeepSpeed clones inputs for the same reason.
                 self._micro_batches.append(tree_map_only(Tensor, _clone_pageable, next(self.iterator)))
             except StopIteration:
-                raise ConfigError(
-                    f"data_iter: ended within a step, which takes {self.count} micro-batches per data-parallel rank "
-                    f"(got {len(self._micro_batches)}). Wrap it in deepspeed.utils.RepeatingLoader, or train one step "
-                    f"fewer."
-                ) from None
+                raise EndOfData(len(self._micro_batches), self.count) from None
         return self._micro_batches[index]
 
     def advance(self, micro_batches: int) -> None:
@@ -364,6 +368,11 @@ class StepData:
         step: number of the step. It selects one micro-batch of every pipe, whose samples the ranks compare.
         batch_fn: function of a batch that returns (inputs, labels), as in DeepSpeed's ``set_batch_fn``; None: identity.
         uses_labels: whether a loss uses the labels; otherwise they are None, whatever the batch has.
+        last_of_mode: last micro-batch of an iterator, in training (True) and in evaluations (False); changed in place.
+
+    Attributes:
+        ended: micro-batches that an iterator yielded in this step before it ended, and those that a step takes. The
+            step continues with the last one again, so that no other rank waits, and :func:`require_data` ends it.
     """
 
     def __init__(
@@ -374,8 +383,12 @@ class StepData:
         step: int,
         batch_fn: Callable[[Any], Any] | None = None,
         uses_labels: bool = True,
+        last_of_mode: dict[bool, tuple[Any, Any]] | None = None,
     ) -> None:
         self.source, self.first_id, self._batch_fn = source, first_id, batch_fn
+        self.step, self.trains = step, schedule.program.timetable.trains
+        self.ended = -1, -1
+        self._last_of_mode = {} if last_of_mode is None else last_of_mode
         self._uses_labels = uses_labels
         self.loads, timetable = schedule.loads, schedule.program.timetable
         self.last_stage = timetable.placement.stages - 1
@@ -387,15 +400,26 @@ class StepData:
     def get(self, micro_batch: int) -> tuple[Any, Any]:
         """Return (inputs, labels). Raises ConfigError for a batch that is not a pair."""
         if micro_batch not in self._batches:
+            inputs, labels = self._batches[micro_batch] = self._read(micro_batch)
+            if micro_batch in self._checksums:  # now: layers may change the inputs in place
+                self._checksums[micro_batch] = _sampled_checksum(inputs), _sampled_checksum(labels)
+        return self._batches[micro_batch]
+
+    def _read(self, micro_batch: int) -> tuple[Any, Any]:
+        """Return (inputs, labels) from the source, or the last ones of an iterator that ended."""
+        try:
             batch = self.source.get(self.first_id + micro_batch)
             if self._batch_fn is not None:
                 batch = self._batch_fn(batch)
             inputs, labels = require_pair(batch, self.source)
-            labels = labels if self._uses_labels else None
-            self._batches[micro_batch] = inputs, labels
-            if micro_batch in self._checksums:  # now: layers may change the inputs in place
-                self._checksums[micro_batch] = _sampled_checksum(inputs), _sampled_checksum(labels)
-        return self._batches[micro_batch]
+            if isinstance(self.source, IteratorBatches):
+                self._last_of_mode[self.trains] = inputs, labels
+        except EndOfData as end:
+            self.ended = end.got, end.count
+            if self.trains not in self._last_of_mode:
+                raise end_of_data(self, {torch.distributed.get_rank(): self.ended}) from None
+            inputs, labels = self._last_of_mode[self.trains]
+        return inputs, labels if self._uses_labels else None
 
     def take(self, micro_batch: int) -> tuple[Any, Any]:
         """Return (inputs, labels) for one stage."""
@@ -425,6 +449,31 @@ class StepData:
             for micro_batch, checksums in self._checksums.items()
             for number in (float(self.first_id + micro_batch), *checksums)
         ]
+
+
+def require_data(data: StepData, ends: Sequence[Sequence[float]]) -> None:
+    """Raise ConfigError on all ranks if the iterator of one ended within the step.
+
+    Args:
+        data: micro-batches of the step.
+        ends: ``ended`` of the data of every rank.
+    """
+    ended = {rank: (int(got), int(count)) for rank, (got, count) in enumerate(ends) if got >= 0}
+    if ended:
+        error = end_of_data(data, ended)
+        error.reported_by = 0
+        raise error
+
+
+def end_of_data(data: StepData, ended: Mapping[int, tuple[int, int]]) -> ConfigError:
+    """Return the error of iterators that ended; ``ended``: rank -> its micro-batches, and those that a step takes."""
+    activity = f"step {data.step + 1}" if data.trains else f"the evaluation after step {data.step}"
+    numbers = ", ".join(f"{got} on rank {rank}" for rank, (got, _) in ended.items())
+    return ConfigError(
+        f"data_iter: ended within {activity}, which takes {max(count for _, count in ended.values())} micro-batches "
+        f"per data-parallel rank (got {numbers}). Wrap it in deepspeed.utils.RepeatingLoader, give every rank as many "
+        f"micro-batches, or take one step fewer."
+    )
 
 
 def require_same_samples(checksums: Sequence[Sequence[float]]) -> None:

@@ -36,6 +36,7 @@ from .batches import (
     NoBatches,
     StepData,
     as_batches,
+    require_data,
 )
 from .checkpoint.background import BackgroundSave
 from .checkpoint.buffers import ReplicaBuffers
@@ -64,7 +65,7 @@ from .schedules import Schedules
 from .slices import StageSlices
 from .stage import StageForward
 from .step_report import Gathered, Measured, StepReport, gather_step
-from .together import collective_device
+from .together import collective_device, rows_of_ranks
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
 from .weight_update import WeightUpdate
@@ -172,6 +173,7 @@ class PipelineEngine(Measured, RunControl):
         self.tokens: int | None = None
         self.eval_additional_losses: dict[str, Tensor] | None = None
         self._checked_modes: set[bool] = set()  # with checked batches: training (True), evaluation (False)
+        self._last_of_mode: dict[bool, Any] = {}  # last micro-batch of an iterator, by the same modes
         self.run = this_run()
         self.run_facts: dict[str, Any] = {}
         self.checkpoint_events = CheckpointEvents()
@@ -261,7 +263,9 @@ class PipelineEngine(Measured, RunControl):
             batches.seed = self.random_seed
         first_id = self.module.data_index * schedule.micro_batches
         uses_labels = computes_loss and self.module.loss_fn is not None
-        data = StepData(batches, first_id, schedule, self.global_steps, self.batch_fn, uses_labels)
+        data = StepData(
+            *(batches, first_id, schedule, self.global_steps, self.batch_fn, uses_labels, self._last_of_mode)
+        )
         total = schedule.micro_batches * self.layout.data_parallel_size
         if trains not in self._checked_modes:
             check_first_batch(data, trains, total, self.activity.abort)
@@ -429,6 +433,9 @@ class PipelineEngine(Measured, RunControl):
                 if compute_loss:
                     losses = self.gather().losses
                     loss, self.eval_additional_losses = losses.loss, losses.parts
+                else:
+                    self.transport.settle()
+                    require_data(self.executor.data, rows_of_ranks(self.executor.data.ended, self.device))
                 result = evaluation.result(loss, self.mpu.get_data_parallel_group())
             self._advance()
         finally:

@@ -8,6 +8,7 @@ partitions match by position.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import logging
@@ -49,6 +50,7 @@ from .ties import (
     stage_of,
     tied_weights,
 )
+from .wrappers import let_names_be_plain, plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,33 @@ class Clock(Protocol):
         ...
 
 
-class PipelineModule(DeepSpeedPipelineModule):
+# Attributes that a copy of the module shares with it.
+_SHARED = ("_plan", "_topo", "_grid", "_layer_specs", "_head_specs", "clock", "loss_fn", "world_group")
+
+
+class Unpicklable:
+    """Base class of the module and the engine, whose process groups exist in this process only."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise ConfigError: neither pickle nor torch.save() can write it."""
+        raise ConfigError(
+            f"{type(self).__name__}: has process groups, which cannot be pickled (got a call of torch.save, pickle or "
+            f"copy). Save engine.module.state_dict() or use engine.save_checkpoint(), and copy engine.module instead "
+            f"of the engine."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Raise ConfigError. Otherwise DeepSpeed's engine would return a copy of its module."""
+        self.__reduce_ex__(2)
+
+    def __copy__(self) -> Any:
+        """Return an object with the same attributes."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+
+class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
     """Layers divided into the stages of a schedule's placement.
 
     Takes the arguments of :class:`deepspeed.pipe.PipelineModule`, and a schedule. The schedule and the sizes come from
@@ -178,6 +206,9 @@ class PipelineModule(DeepSpeedPipelineModule):
         if layout.tensor_parallel_size > 1:
             for parameter in filter(is_sharded, self.parameters()):
                 parameter.model_parallel = True  # pyright: ignore[reportAttributeAccessIssue] read by norms
+        for named in {id(m): m for stage in self.stages for m in self.stage_modules(stage).values()}.values():
+            let_names_be_plain(named)
+        let_names_be_plain(self)
         # DeepSpeed numbers the ranks of a model copy by global rank, and mirrored devices run in reverse order.
         # Its norms and file names use this number, so replicas must have the same one.
         coordinate = self.topology().get_coord(dist.get_rank())
@@ -304,6 +335,27 @@ class PipelineModule(DeepSpeedPipelineModule):
         for tie in self.tied_comms.values():
             for weight in tied_weights(tie["module"], tie["weight_attr"]):
                 yield weight, tie
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModule:
+        """Return a module with copies of the layers, for averages of weights.
+
+        It shares process groups, plan, layout, clock, and loss function with this one. Ties hold in it.
+        """
+        shared = [vars(self).get(name) for name in _SHARED] + [
+            *torch.distributed.distributed_c10d._world.pg_map
+        ]
+        copied: Any = copy.copy(self)
+        memo |= {id(self): copied} | {id(value): value for value in shared}
+        copied.__dict__.update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield (name, parameter) as torch does, without the names of wrappers, see :mod:`.wrappers`."""
+        return ((plain_name(name), value) for name, value in super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, buffer) as torch does, without the names of wrappers."""
+        return ((plain_name(name), value) for name, value in super().named_buffers(*args, **kwargs))
 
     # --- running ---
 

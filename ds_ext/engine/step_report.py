@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..planner.job_plan import JobPlan
-from .batches import StepData, require_same_samples
+from .batches import StepData, require_data, require_same_samples
 from .deepspeed_api.device import peak_memory_bytes
 from .losses.step import StepLoss, StepLosses
 from .recovery.recovery import Recovery
@@ -124,12 +124,14 @@ def gather_step(
         stop_cause: cause of this rank's request to end the run; 0 without one.
 
     Raises:
-        ConfigError: ranks read different samples, or the losses are not of one form.
+        ConfigError: the data of a rank ended, ranks read different samples, or the losses are not of one form.
     """
     measured = [*busy.read(), float(peak_memory_bytes(device)), float(weights_set), float(stop_cause)]
+    measured += map(float, data.ended)
     samples = data.checksums()
     rows = rows_of_ranks([*measured, *samples, *losses.numbers()], device)
     first_loss = len(measured) + len(samples)
+    require_data(data, [row[len(measured) - 2 : len(measured)] for row in rows])
     require_same_samples([row[len(measured) : first_loss] for row in rows])
     seconds, spans, peaks, weights, causes, *_ = zip(*rows, strict=True)
     if torch.distributed.get_rank() == 0 and any(weights):

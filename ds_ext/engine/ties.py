@@ -24,6 +24,7 @@ from ..errors import ConfigError
 from ..parallel.layout import ParallelLayout
 from .grid import FoldedTopology
 from .together import together
+from .wrappers import plain_name, plain_names
 
 
 class LayeredModule(Protocol):
@@ -204,7 +205,7 @@ def _check_ties(module: LayeredModule, ties: dict[str, list[TiedLayerSpec]]) -> 
         if key not in module.tied_modules:
             continue
         layer = module.tied_modules[key]
-        parameters = dict(layer.named_parameters(remove_duplicate=False))
+        parameters = plain_names(dict(layer.named_parameters(remove_duplicate=False)))
         ids = {id(parameter) for parameter in parameters.values()}
         names = sorted({name for spec in specs for name in spec.tied_weight_attr})
         unknown = [name for name in names if id(_attribute(layer, name)) not in ids]
@@ -217,9 +218,10 @@ def _check_ties(module: LayeredModule, ties: dict[str, list[TiedLayerSpec]]) -> 
         tied = set.intersection(
             *({id(p) for p in tied_weights(layer, spec.tied_weight_attr)} for spec in specs)
         )
-        untied = [name for name, p in layer.named_parameters() if p.requires_grad and id(p) not in tied]
+        first_names = plain_names(dict(layer.named_parameters()))
+        untied = [name for name, p in first_names.items() if p.requires_grad and id(p) not in tied]
         if untied:
-            all_names = [name for name, p in layer.named_parameters() if p.requires_grad or id(p) in tied]
+            all_names = [name for name, p in first_names.items() if p.requires_grad or id(p) in tied]
             raise ConfigError(
                 f"tied_weight_attr: all trainable parameters of the tied layer {key!r} must be tied, or some schedules "
                 f"would share them and others would not (got {', '.join(untied)} of {type(layer).__name__} untied). "
@@ -284,7 +286,7 @@ def join_tied_rows(module: LayeredModule) -> None:
             (first, name), (part, weight) = places.items()
             if first not in layers:
                 continue
-            state, rows = layers[first].state_dict(), _attribute(layers[first], name)
+            state, rows = plain_names(layers[first].state_dict()), _attribute(layers[first], name)
             expected = [places[first] for places in module.tied_rows]
             if sorted(state) != sorted(expected) or not isinstance(rows, nn.Parameter):
                 raise ConfigError(
@@ -459,7 +461,7 @@ def _entry_tensors(value: Any) -> Iterator[Tensor]:
 
 def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of parameters, under each of their names, and of saved floating-point buffers."""
-    yield from layer.named_parameters(remove_duplicate=False)
+    yield from plain_names(dict(layer.named_parameters(remove_duplicate=False))).items()
     for prefix, module in layer.named_modules():
         for name, buffer in module._buffers.items():
             if (
@@ -467,7 +469,7 @@ def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 and buffer.is_floating_point()
                 and name not in module._non_persistent_buffers_set
             ):
-                yield f"{prefix}.{name}" if prefix else name, buffer
+                yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _built_layers(module: LayeredModule) -> Iterator[tuple[int, nn.Module]]:

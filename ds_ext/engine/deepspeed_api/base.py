@@ -20,7 +20,7 @@ from ...pipe_schedules.bridge import ReduceStage, TimetableSchedule, WaitStage
 from ...planner.job_plan import JobPlan
 from ..batches import Batches, MicroBatches
 from ..executor import Executor
-from ..module import PipelineModule
+from ..module import PipelineModule, Unpicklable
 from ..recovery.audit import Audit
 from ..recovery.recovery import Recovery
 from ..role import Role
@@ -29,7 +29,7 @@ from ..weight_update import WeightUpdate
 from .handlers import ENGINE_HANDLERS, Handlers, bind_handlers, merge_patches
 
 
-class AdaptedEngine(PipelineEngine):
+class AdaptedEngine(PipelineEngine, Unpicklable):
     """DeepSpeed's engine for the stages of a timetable. See :class:`..engine.PipelineEngine` for the attributes."""
 
     module: PipelineModule

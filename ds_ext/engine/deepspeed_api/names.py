@@ -141,6 +141,7 @@ NAMES = OVERRIDDEN + _parse(f"""
     {C10D} callable: _get_default_store _set_pg_timeout
     {C10D}:_world value: pg_map
     torch.distributed:ProcessGroup value: bound_device_id
+    torch.distributed.algorithms._checkpoint.checkpoint_wrapper value: _CHECKPOINT_WRAPPED_MODULE
     torch.autograd.profiler value: _is_profiler_enabled
     torch.autograd.forward_ad value: _current_level
     torch._C callable: _are_functorch_transforms_active

@@ -308,7 +308,7 @@ def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | No
     Raises:
         ConfigError: a file is damaged, or the name is not in the vocabulary.
     """
-    name = _token_name(_read_object(folder / TOKENIZER_CONFIG).get("eos_token"))
+    name = declared_token(folder, "eos_token")
     if name is not None:
         if name not in vocab:
             raise ConfigError(
@@ -324,6 +324,11 @@ def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | No
         if token_id in names:
             return names[token_id]
     return None
+
+
+def declared_token(folder: Path, key: str) -> str | None:
+    """Return the text of a token, such as ``bos_token``, in the ``tokenizer_config.json`` of a folder."""
+    return _token_name(_read_object(folder / TOKENIZER_CONFIG).get(key))
 
 
 def _token_name(value: Any) -> str | None:
