@@ -58,7 +58,7 @@ _NOT_OF_THE_JSON = ("adamw_mode", "max_grad_norm")
 # These have the argument "amsgrad" and raise an error for it. Creating them to find out would compile their code.
 _WITHOUT_AMSGRAD = (FusedAdam, DeepSpeedCPUAdam, FusedLamb)
 # These need a closure or sparse gradients, which a pipeline does not have.
-_NOT_IN_A_PIPELINE = ("LBFGS", "SparseAdam")
+_NOT_IN_A_PIPELINE = ("SparseAdam",)
 _INSTEAD = {
     **{"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas"},
     "max_grad_norm": "gradient_clipping at the top level",
@@ -222,6 +222,8 @@ def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str
     optimizer_class = _optimizer_class(parsed)
     if optimizer_class is None:
         return
+    step_of_none = functools.partial(optimizer_class.step, None)
+    require_plain_step("optimizer.type", repr(section["type"]), step_of_none, "Use AdamW.")
     is_tested = optimizer_class in ZERO_SUPPORTED_OPTIMIZERS or parsed.zero_allow_untested_optimizer
     if parsed.zero_enabled and not is_tested:
         raise ConfigError(

@@ -107,8 +107,7 @@ def _build(job: Job, part: int) -> tuple[PipelineEngine, TensorParallel]:
 
 def _trained(model: PipelineModule) -> list[nn.Parameter]:
     """Return the trained parameters of this rank, or its placeholder."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return parameters or [p for p in [model.placeholder] if p is not None]
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 def _source(job: Job, layout: Layout, engine: PipelineEngine, step: int) -> Any:

@@ -39,10 +39,8 @@ class LossWatch:
     ) -> None:
         self.gradients, self.limit, self.dynamic_scale = gradients, limit, dynamic_scale
         self.in_a_row = 0
-        self._trained = [
-            (local.layer, local.name, local.parameter)
-            for local in parameters
-            if local.parameter.requires_grad and local.parameter.numel() > 0
+        self._parameters = [
+            (local.layer, local.name, local.parameter) for local in parameters if local.parameter.numel() > 0
         ]
         # Step, (layer, parameter) and largest magnitude of every gradient. Of two steps: a non-finite gradient first
         # changes the weights, and then the loss of the next step.
@@ -53,8 +51,8 @@ class LossWatch:
         """Store the largest magnitude in every gradient of this rank, on the device. Call before the reduction."""
         named_gradients = [
             ((layer, name), gradient)
-            for layer, name, parameter in self._trained
-            if (gradient := self.gradients.get(parameter)) is not None
+            for layer, name, parameter in self._parameters
+            if parameter.requires_grad and (gradient := self.gradients.get(parameter)) is not None
         ]
         if named_gradients:
             names, gradients = zip(*named_gradients, strict=True)
