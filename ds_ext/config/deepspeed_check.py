@@ -63,7 +63,7 @@ _NOT_OF_THE_JSON = ("adamw_mode", "max_grad_norm")
 # These have the argument "amsgrad" and raise an error for it. Creating them to find out would compile their code.
 _WITHOUT_AMSGRAD = (FusedAdam, DeepSpeedCPUAdam, FusedLamb)
 # These need a closure or sparse gradients, which a pipeline does not have.
-_NOT_IN_A_PIPELINE = ("LBFGS", "SparseAdam")
+_NOT_IN_A_PIPELINE = ("SparseAdam",)
 # DeepSpeed reads these parameters of Muon outside its class.
 _MUON_RATES = ("muon_lr", "adam_lr")
 _MUON_KEYS = (*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS, *_MUON_RATES)
@@ -337,6 +337,8 @@ def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str
                 "optimizer", section, {**dict.fromkeys(_MUON_KEYS), **_ADAM_SWITCHES}, _try_muon, flags
             )
         return
+    step_of_none = functools.partial(optimizer_class.step, None)
+    require_plain_step("optimizer.type", repr(section["type"]), step_of_none, "Use AdamW.")
     is_tested = optimizer_class in ZERO_SUPPORTED_OPTIMIZERS or parsed.zero_allow_untested_optimizer
     if parsed.zero_enabled and not is_tested:
         raise ConfigError(

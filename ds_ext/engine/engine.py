@@ -49,7 +49,7 @@ from .deepspeed_api.names import loss_scaler, require_built
 from .deferral import DeferralReport
 from .dynamic import messages as dynamic
 from .dynamic.order import DynamicSchedule
-from .evaluation import Evaluation, evaluating, source_of
+from .evaluation import Evaluation, evaluating, source_of, training
 from .executor import Executor
 from .first_batch import check_first_batch
 from .grad_norm import let_parameters_differ
@@ -65,10 +65,10 @@ from .schedules import Schedules
 from .slices import StageSlices
 from .stage import StageForward
 from .step_report import Gathered, Measured, StepReport, gather_step
-from .together import collective_device, rows_of_ranks
+from .together import collective_device, rows_of_ranks, together
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
-from .weight_update import WeightUpdate
+from .weight_update import TrainedParameters, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,8 @@ class PipelineEngine(Measured, RunControl):
         if settings.trace.dir is not None:
             self.tracer = Tracer.from_engine(self, transport.name, WeightUpdate.is_eager(self))
         let_parameters_differ(self.optimizer)
-        self._use_optimizer()
+        self.trained = TrainedParameters(self)
+        together(self._use_optimizer)  # forward ranks (FBD) have no optimizer
         self.use_transport(transport)
         replicas = self.mpu.get_data_parallel_group()
         self._replica_buffers = ReplicaBuffers(self.module, replicas, collective_device(self.device))
@@ -308,8 +309,9 @@ class PipelineEngine(Measured, RunControl):
             with (
                 self.activity.whole_step(self.timers(TRAIN_BATCH_TIMER).reset),
                 self._replica_buffers.reporting(),
+                training(self.module),
             ):
-                # DeepSpeed calls _train_schedule(), _exec_schedule() and _aggregate_total_loss().
+                # DeepSpeed calls module.train(), _train_schedule(), _exec_schedule() and _aggregate_total_loss().
                 loss = super().train_batch()
             if self.tracer is not None:
                 self.tracer.end_step()
@@ -363,12 +365,15 @@ class PipelineEngine(Measured, RunControl):
             self.role.wait_for_step(self.running)
             weights_set, self._weights_set = int(self._weights_set), 0
             step = self.global_steps + 1
-            data, cause = self.executor.data, self.stops.cause
+            data, cause, trains = self.executor.data, self.stops.cause, self.running.program.timetable.trains
+            changed = len(self.trained.changed) if trains else 0
             self._gathered = gather_step(
-                data, self.step_losses, self.busy, weights_set, step, self.device, cause
+                data, self.step_losses, self.busy, weights_set, changed, step, self.device, cause
             )
             self.stops.agree(self._gathered.stop_causes)
-            if self.running.program.timetable.trains:
+            if self._gathered.num_changed:
+                self.update.take_trained(self.trained.agree())
+            if trains:
                 losses = self._gathered.losses
                 self.agg_additional_losses, self.tokens = losses.parts, losses.tokens
                 if self.is_last_stage():

@@ -173,9 +173,7 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
 
 def _rank_facts(model: PipelineModule) -> dict[str, Any]:
     """Return this rank's object of ``ranks``."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if model.placeholder is not None:
-        parameters -= model.placeholder.numel()
+    parameters = sum(parameter.numel() for parameter in model.parameters()) - len(model.placeholders)
     name = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else "cpu"
     return {"host": platform.node(), "name": name, "device": model.device_index, "parameters": parameters}
 

@@ -131,6 +131,9 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
             seed of the loaded checkpoint.
     """
 
+    keeps_modes = False  # during a training step
+    _before_eval: Sequence[torch.nn.Module] = ()
+
     def __init__(
         self,
         layers: Iterable[Any],
@@ -215,10 +218,43 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         self.mpu().ds_model_rank = coordinate.pipe * self.mpu().model_parallel_size + getattr(
             coordinate, "model", 0
         )
-        self.placeholder: torch.nn.Parameter | None = None
-        if not any(parameter.requires_grad and parameter.numel() for parameter in self.parameters()):
-            # Optimizers need a parameter. The gradient of this one is zero. It is in no stage and no checkpoint.
-            self.placeholder = torch.nn.Parameter(torch.zeros(1))
+        self.placeholders: list[torch.nn.Parameter] = []
+        if not trains(self.parameters()):
+            self.add_placeholder()  # for an optimizer that the script makes of the trained parameters
+
+    def fill_groups(self, groups: list[Any]) -> None:
+        """Add a placeholder to each group without a trained parameter of this rank.
+
+        DeepSpeed removes empty groups, so that positions would differ between ranks, and fails on groups of frozen
+        parameters.
+
+        Args:
+            groups: parameters or parameter groups of this rank.
+        """
+        all_groups = groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]
+        is_named = any(isinstance(entry, tuple) for group in all_groups for entry in group["params"])
+        for group in all_groups:
+            if not trains(group["params"]):
+                name, placeholder = self.add_placeholder()
+                group["params"].append((name, placeholder) if is_named else placeholder)
+                if "param_names" in group:
+                    group["param_names"].append(name)
+
+    def add_placeholder(self, dim: int = 1) -> tuple[str, torch.nn.Parameter]:
+        """Return a new parameter with its name, for a group of an optimizer, which must not be empty.
+
+        Its gradient is zero. It is in no stage and no checkpoint.
+        """
+        trained = [p for p in self.parameters() if p.requires_grad and p.is_floating_point()]
+        like = trained[0].detach() if trained else torch.zeros(1)
+        name, placeholder = (
+            f"placeholder_{len(self.placeholders)}",
+            torch.nn.Parameter(like.new_zeros([1] * dim)),
+        )
+        placeholder.use_muon = dim > 1  # pyright: ignore[reportAttributeAccessIssue]
+        self.register_parameter(name, placeholder)
+        self.placeholders.append(placeholder)
+        return name, placeholder
 
     @property
     def plan(self) -> JobPlan:
@@ -359,6 +395,20 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
 
     # --- running ---
 
+    def train(self, mode: bool = True) -> PipelineModule:
+        """Set the mode of all layers, except in a training step, where DeepSpeed calls this."""
+        if self.keeps_modes:
+            return self
+        if self.training and not mode:
+            self._before_eval = [module for module in self.modules() if module.training]
+        return super().train(mode)
+
+    def undo_eval(self) -> None:
+        """After ``eval()`` of this module, set its parts to their modes before."""
+        if not self.training:
+            for module in self._before_eval:
+                module.training = True
+
     def forward_stage(self, stage: int, inputs: Any, step: int, micro_batch: int) -> Any:
         """Return the output of the layers of one stage.
 
@@ -490,6 +540,12 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         finally:
             self.tied_comms = ties
         self._synchronize_tied_weights()
+
+
+def trains(parameters: Iterable[Any]) -> bool:
+    """Return whether one of the parameters, or pairs (name, parameter), is trained and has elements."""
+    plain = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
+    return any(parameter.requires_grad and parameter.numel() for parameter in plain)
 
 
 def _plan(

@@ -190,19 +190,18 @@ def require_whole_ties(module: LayeredModule) -> None:
     Raises:
         ConfigError: on all ranks; it names the tie and the parameters.
     """
+    if any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs):
+        together(lambda: check_ties(module))
+
+
+def check_ties(module: LayeredModule) -> None:
+    """Raise ConfigError for a tied layer on this rank that trains more than its tied weights."""
     places: dict[str, list[TiedLayerSpec]] = {}
     for spec in module._layer_specs:
         if isinstance(spec, TiedLayerSpec):
             places.setdefault(spec.key, []).append(spec)
-    ties = {key: specs for key, specs in places.items() if len(specs) > 1}
-    if ties:
-        together(lambda: _check_ties(module, ties))
-
-
-def _check_ties(module: LayeredModule, ties: dict[str, list[TiedLayerSpec]]) -> None:
-    """Raise ConfigError for a tied layer on this rank that trains more than its tied weights."""
-    for key, specs in ties.items():
-        if key not in module.tied_modules:
+    for key, specs in places.items():
+        if len(specs) < 2 or key not in module.tied_modules:
             continue
         layer = module.tied_modules[key]
         parameters = plain_names(dict(layer.named_parameters(remove_duplicate=False)))

@@ -96,7 +96,7 @@ def _parse(table: str) -> tuple[PrivateName, ...]:
 OVERRIDDEN = _parse(f"""
     {ENGINE} callable: train_batch eval_batch set_train_batch_size set_dataloader set_dataiterator get_lr
     {ENGINE} callable: is_first_stage is_last_stage clip_fp32_gradients save_checkpoint load_checkpoint
-    {ENGINE} callable: _broadcast_model _build_data_iter _train_schedule _exec_schedule
+    {ENGINE} callable: _broadcast_model _build_data_iter _configure_optimizer _train_schedule _exec_schedule
     {ENGINE} callable: _exec_reduce_tied_grads _exec_reduce_grads _get_gradients_for_reduction
     {ENGINE} callable: _exec_optimizer_step _take_model_step _aggregate_total_loss
     {ENGINE} value: _INSTRUCTION_MAP
@@ -107,7 +107,7 @@ OVERRIDDEN = _parse(f"""
 NAMES = OVERRIDDEN + _parse(f"""
     {ENGINE} callable: _configure_python_gc _get_optimizer_loss_scale
     {ENGINE} value: _MUON_HALF_KEYS _ADAM_HALF_KEYS
-    {ENGINE} of objects: _global_grad_norm _step_applied
+    {ENGINE} of objects: _global_grad_norm _step_applied param_names
     {MODULE} callable: _set_bounds _is_checkpointable
     {MODULE} of objects: _layer_specs _num_layers
     {MODULE} of parameters: ds_pipe_replicated

@@ -163,5 +163,6 @@ def weights_in_order(module: PipelineModule) -> list[Tensor]:
     Layers may change buffers (running means), and checkpoints contain them. A buffer must be changed in place: a new
     tensor assigned to its name is not sent.
     """
-    parameters = [parameter for _, parameter in module.named_parameters()]
+    placeholders = set(map(id, module.placeholders))
+    parameters = [parameter for parameter in module.parameters() if id(parameter) not in placeholders]
     return parameters + [buffer for layer in layers_of(module).values() for _, buffer in buffers_of(layer)]

@@ -49,10 +49,8 @@ class LossWatch:
         self.gradients, self.limit, self.dynamic_scale = gradients, limit, dynamic_scale
         self._allows_zeros = allows_zeros
         self.in_a_row = 0
-        self._trained = [
-            (local.layer, local.name, local.parameter)
-            for local in parameters
-            if local.parameter.requires_grad and local.parameter.numel() > 0
+        self._parameters = [
+            (local.layer, local.name, local.parameter) for local in parameters if local.parameter.numel() > 0
         ]
         # Step, and largest magnitude of every gradient by (layer, parameter). Of two steps: a non-finite gradient first
         # changes the weights, and then the loss of the next step.
@@ -64,8 +62,9 @@ class LossWatch:
         ids = set(map(id, parameters))
         if not self._largest or self._largest[-1][0] != step:
             self._largest.append((step, {}))
-        for layer, name, parameter in self._trained:
-            if id(parameter) in ids and (gradient := self.gradients.get(parameter)) is not None:
+        for layer, name, parameter in self._parameters:
+            is_trained = id(parameter) in ids and parameter.requires_grad
+            if is_trained and (gradient := self.gradients.get(parameter)) is not None:
                 self._largest[-1][1][layer, name] = torch.linalg.vector_norm(gradient, torch.inf)
 
     def loss(self, step: int, loss: float, skipped: bool) -> None:
@@ -121,7 +120,8 @@ class LossWatch:
             if dist.get_rank() == 0:
                 logger.warning("step %d: loss and gradients are 0. Later cases are not reported.", step)
             return
-        names = [name for names in together(lambda: [name for _, name, _ in self._trained]) for name in names]
+        of_ranks = together(lambda: [name for _, name, p in self._parameters if p.requires_grad])
+        names = [name for names in of_ranks for name in names]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         error = ConfigError(
             f"loss_fn: the gradients of all trained parameters are 0 in step {step} (got norm 0 and loss {loss:g} for "

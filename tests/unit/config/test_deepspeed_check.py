@@ -466,7 +466,8 @@ def test_optimizers_that_depend_on_the_model_pass(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", sorted(NOT_IN_A_PIPELINE))
 def test_optimizers_that_need_more_than_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(optimizer_of({"optimizer": {"type": name}}, monkeypatch), Exception)
-    assert f"optimizer.type: cannot be used (got '{name}')" in str(refusal({"optimizer": {"type": name}}))
+    error = str(refusal({"optimizer": {"type": name}}))
+    assert error.startswith("optimizer.type: ") and f"(got '{name}'" in error
 
 
 @pytest.mark.parametrize(
