@@ -24,7 +24,15 @@ from ..tensor_parallel import mix_key
 
 _MAX_SHOWN = 6  # keys or types in an error
 _NOT_READ = -1.0  # instead of a checksum, if a rank does not read this part of a micro-batch
-_LABELS = ("labels", "label", "label_ids", "target", "targets", "target_ids", "y")  # keys of a sample, in any case
+_LABELS = (
+    "labels",
+    "label",
+    "label_ids",
+    "target",
+    "targets",
+    "target_ids",
+    "y",
+)  # keys of a sample, in any case
 _MAX_COMPARED = 1 << 16  # elements of a tensor in a checksum
 
 

@@ -177,5 +177,7 @@ def test_the_advice_for_samples_with_keys_has_their_labels_as_labels(keys: list[
 
 def test_a_part_with_keys_is_not_divided_again() -> None:
     with pytest.raises(ConfigError, match="collate_fn") as caught:
-        require_tensors(dict.fromkeys(("ids", "labels"), torch.ones(4)), "inputs", MicroBatches(Numbers(1), 1))
+        require_tensors(
+            dict.fromkeys(("ids", "labels"), torch.ones(4)), "inputs", MicroBatches(Numbers(1), 1)
+        )
     assert advised_keys(str(caught.value)) is None
