@@ -167,21 +167,18 @@ def separate_kinds(layers: Sequence[Any]) -> tuple[list[Any], dict[str, list[int
     DeepSpeed builds one layer for a key on each rank. So the specs of a further class, or with further arguments, get a
     key with the index of their first layer, and :func:`join_kinds` ties the weights.
     """
-    kinds: dict[str, list[tuple[Any, str]]] = {}  # key -> first spec of every kind, and its key
-    places: dict[str, list[int]] = {}
-    separated = list(layers)
+    separated, places = list(layers), dict[str, list[int]]()
     for index, spec in enumerate(layers):
         if isinstance(spec, TiedLayerSpec):
-            places.setdefault(spec.key, []).append(index)
-            known = kinds.setdefault(spec.key, [])
-            key = next((key for first, key in known if _builds_the_same(first, spec)), None)
-            if key is None:
-                key = f"{spec.key}@{index}" if known else spec.key
-                known.append((spec, key))
-            if key != spec.key:
+            earlier = places.setdefault(spec.key, [])
+            first = next((i for i in earlier if _builds_the_same(layers[i], spec)), index)
+            earlier.append(index)
+            if not _builds_the_same(layers[earlier[0]], spec):
                 separated[index] = copy.copy(spec)
-                separated[index].key = key
-    return separated, {key: places[key] for key, known in kinds.items() if len(known) > 1}
+                separated[index].key = f"{spec.key}@{first}"
+    return separated, {
+        k: of_key for k, of_key in places.items() if any(separated[i] is not layers[i] for i in of_key)
+    }
 
 
 def _builds_the_same(a: LayerSpec, b: LayerSpec) -> bool:
@@ -282,14 +279,10 @@ def join_kinds(module: LayeredModule) -> list[dict[int, str]]:
     if not module.tied_kinds:
         return []
     layers, specs = dict(_built_layers(module)), module._layer_specs
+    keys = {index: key for key, places in module.tied_kinds.items() for index in places}
 
     def describe() -> dict[int, dict[str, str]]:
-        return {
-            index: _describe_tied(layers[index], key, specs[index].tied_weight_attr)
-            for key, places in module.tied_kinds.items()
-            for index in places
-            if index in layers
-        }
+        return {i: _describe_tied(layers[i], keys[i], specs[i].tied_weight_attr) for i in keys if i in layers}
 
     weights = {index: by_name for by_layer in together(describe) for index, by_name in by_layer.items()}
     joined: list[dict[int, str]] = []
@@ -302,7 +295,7 @@ def join_kinds(module: LayeredModule) -> list[dict[int, str]]:
                     f"{got[0]} and {got[1]}). Name them in one order, or use one class, with a forward_fn."
                 )
         joined += [
-            dict(zip(places, names, strict=True)) for names in zip(*map(weights.get, places), strict=True)
+            dict(zip(places, names, strict=True)) for names in zip(*(weights[i] for i in places), strict=True)
         ]
     for places in joined:
         held = [index for index in places if index in layers]
@@ -316,12 +309,8 @@ def _describe_tied(layer: nn.Module, key: str, names: Sequence[str]) -> dict[str
     """Return first name -> shape and dtype of each tied weight of a layer."""
     _require_parameters(layer, key, names)
     first_names = {parameter: name for name, parameter in layer.named_parameters()}
-    return {
-        first_names[
-            weight
-        ]: f"{tuple(weight.shape)} {weight.dtype}{'' if weight.requires_grad else ' frozen'}"
-        for weight in (_attribute(layer, name) for name in names)
-    }
+    weights = [_attribute(layer, name) for name in names]
+    return {first_names[w]: f"{tuple(w.shape)} {w.dtype}{' frozen' * (not w.requires_grad)}" for w in weights}
 
 
 def _join(layer: nn.Module, copies: Sequence[nn.Parameter]) -> None:

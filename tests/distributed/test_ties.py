@@ -106,6 +106,7 @@ class Head(nn.Module):
 
     def __init__(self, slope: float = 1.0) -> None:
         super().__init__()
+        self.mean: Tensor
         self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.zeros(4))
         self.slope = slope
         self.register_buffer("mean", torch.zeros(4))

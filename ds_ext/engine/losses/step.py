@@ -217,8 +217,8 @@ class StepLosses:
         value = outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
         loss = terms_of(value)
         if self._label_counter is None:
-            tensors = [*(labels or ()), *(outputs[1:] if isinstance(outputs, tuple | list) else ())]
-            loss = {name: _checked(term, [] if loss_fn is None else tensors) for name, term in loss.items()}
+            masks = outputs[1:] if isinstance(outputs, tuple | list) else ()
+            loss = {name: _checked(term, (*labels, *masks) if labels else ()) for name, term in loss.items()}
         if self._by_micro_batch:
             return {name: Term(term.mean, None, term.check) for name, term in loss.items()}
         self._require_counts(loss)
@@ -315,9 +315,7 @@ class StepLosses:
             values, counts = zip(*self._terms.get(name, [(0.0, 0.0)]), strict=True)
             counts = [self._weight] if kind == "additional" else counts
             numbers += [_sum(values), _sum(counts), self._divisors.get(name, 0.0)]
-            check = torch.stack(self._checks[name]).sum(0) if name in self._checks else torch.zeros(2)
-            bits = 2.0 ** torch.arange(len(check) - 2, dtype=torch.float64, device=check.device)
-            numbers += [*check[:2], (bits * (check[2:] > 0)).sum()]
+            numbers += _join_checks(self._checks[name]) if name in self._checks else [0.0] * 3
         tensors = [number.to(self._device) for number in numbers if isinstance(number, Tensor)]
         floats = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU
         return [next(floats) if isinstance(number, Tensor) else number for number in numbers]
@@ -518,26 +516,37 @@ def _make_count(count: Any, device: torch.device | None) -> Tensor:
     return torch.as_tensor(count, dtype=torch.float64, device=device).reshape(())
 
 
-def _checked(term: Term, tensors: Sequence[Tensor]) -> Term:
-    """Return a term with the check of its count; without tensors, any whole number passes it."""
+def _checked(term: Term, tensors: Sequence[Any]) -> Term:
+    """Return a term with the check of its count by labels, and masks beside them; without any, it must be whole."""
     if term.count is None:
         return term
-    count, ways = term.count, _numbers_of_labels(tensors)[:_WAYS] or [term.count.round()]
-    numbers = torch.full((_WAYS,), -1.0, dtype=torch.float64, device=count.device)
-    for way, number in enumerate(ways):
+    numbers = torch.full((_WAYS,), -1.0, dtype=torch.float64, device=term.count.device)  # no count is -1
+    for way, number in enumerate(_numbers_of_labels(tensors)[:_WAYS] or [term.count.round()]):
         numbers[way] = number
-    return Term(term.sum, count, torch.cat((count[None], numbers[:1], (numbers != count).double())))
+    return Term(
+        term.sum, term.count, torch.cat((term.count[None], numbers[:1], (numbers != term.count).double()))
+    )
 
 
-def _numbers_of_labels(tensors: Sequence[Tensor]) -> list[_Number]:
-    """Return the number of labels, by every way to count them, in each tensor: labels, or masks beside them.
+def _join_checks(checks: Sequence[Tensor]) -> Tensor:
+    """Return the returned count and the number of labels of several checks, and a bit for each way that differs."""
+    total = torch.stack(list(checks)).sum(0)
+    bits = 2.0 ** torch.arange(_WAYS, dtype=torch.float64, device=total.device)
+    return torch.cat((total[:2], (bits * (total[2:] > 0)).sum()[None]))
+
+
+def _numbers_of_labels(tensors: Sequence[Any]) -> list[_Number]:
+    """Return the number of labels by every way to count them, in each tensor.
 
     Ways are: labels other than -100, all, other than 0 (a mask), neither negative nor nan; the same ones without the
-    first token of each sample; and samples. A way that does not apply is -1, which no count is.
+    first token of each sample; and samples. A way that does not apply is -1.
     """
     numbers: list[_Number] = []
     for position, tensor in enumerate(tensors):
-        t = tensor.detach().real if tensor.is_complex() else tensor.detach()
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_nested:
+            continue
+        t = tensor.detach()
+        t = t.real if t.is_complex() else t if t.is_floating_point() or t.dtype == torch.bool else t.long()
         # A class is no mask: an accuracy may equal it.
         is_mask = position > 0 or t.dtype == torch.bool or (t.dim() > 1 and t.numel() > 1)
         ways: list[_Number] = []
