@@ -24,6 +24,15 @@ from ..tensor_parallel import mix_key
 
 _MAX_SHOWN = 6  # keys or types in an error
 _NOT_READ = -1.0  # instead of a checksum, if a rank does not read this part of a micro-batch
+_LABELS = (
+    "labels",
+    "label",
+    "label_ids",
+    "target",
+    "targets",
+    "target_ids",
+    "y",
+)  # keys of a sample, in any case
 _MAX_COMPARED = 1 << 16  # elements of a tensor in a checksum
 
 
@@ -339,7 +348,7 @@ def require_tensors(value: Any, part: str, source: Batches) -> None:
     if not parts or not all(map(torch.is_tensor, parts)):
         raise ConfigError(
             f"{_name(source)}: the {part} of a micro-batch must be a tensor or a tuple of tensors (got "
-            f"{describe(value)}). {_fix(source, value)}"
+            f"{describe(value)}). {_fix(source)}"
         )
 
 
@@ -540,18 +549,25 @@ def _join_names(names: Sequence[str]) -> str:
     return ", ".join([*names[:_MAX_SHOWN], *(["..."] if len(names) > _MAX_SHOWN else [])])
 
 
+def _stack(keys: Sequence[Any]) -> str:
+    """Return the text of the part of a micro-batch that has these keys of the samples."""
+    stacks = _join_names([f"stack of s[{key!r}]" for key in keys])
+    return f"({stacks})" if len(keys) > 1 else stacks
+
+
 def _name(source: Batches) -> str:
     if isinstance(source, MicroBatches):
         return "training_data"
     return "data_iter" if isinstance(source, IteratorBatches) else f"{type(source).__name__}.get()"
 
 
-def _fix(source: Batches, batch: Any) -> str:
-    if isinstance(batch, Mapping) and len(batch) > 1:
-        inputs, labels = list(batch)[:2]
-        pair = f"(stack of s[{inputs!r}], stack of s[{labels!r}]) over the samples s"
-    else:
-        pair = "(inputs, labels)"
+def _fix(source: Batches, batch: Any = None) -> str:
+    keys = list(batch) if isinstance(batch, Mapping) else []
+    labels = [key for key in keys if str(key).lower() in _LABELS]
+    inputs = [key for key in keys if key not in labels]
+    pair = "(inputs, labels), each a tensor or a tuple of tensors"
+    if inputs and labels:
+        pair = f"({_stack(inputs)}, {_stack(labels)}) over the samples s"
     if isinstance(source, MicroBatches):
         return f"Pass initialize() a collate_fn that returns {pair}."
     if isinstance(source, IteratorBatches):

@@ -497,8 +497,6 @@ def why_not_eager(engine: DeepSpeedEngine) -> str | None:
         return "there is one data-parallel rank"
     if not engine.gradient_average or engine.gradient_predivide_factor() != 1.0:
         return "gradients are not averaged, or are divided before the reduction"
-    if engine.has_moe_layers:
-        return "the model has experts"
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         if optimizer.cpu_offload or optimizer.overlap_comm:
             return "the optimizer is offloaded or overlaps reductions itself"

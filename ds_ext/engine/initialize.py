@@ -15,6 +15,8 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ..comm.groups import limit_waits, wait_for_threads_at_exit, watch_hosts, watch_start
@@ -238,6 +240,7 @@ def initialize(
         del config_dict["scheduler"]
     # The constructors below communicate.
     limit_waits(model.plan.settings.transport_options.timeout_s)
+    together(lambda: _require_whole_experts(model))
     parameters = model.parameters() if model_parameters is None else model_parameters  # as DeepSpeed
     groups = [_list_parameters(group) for group in parameters]
     if model.plan.settings.overlap_across_steps and not hasattr(optimizer, "param_groups"):
@@ -472,6 +475,36 @@ def _require_weights_of_zero(model: PipelineModule, groups: Sequence[Any], is_ha
                 )
 
     together(check)
+
+
+def _require_whole_experts(model: PipelineModule) -> None:
+    """Let experts of which this rank has all train as other layers do.
+
+    DeepSpeed would reduce them apart, over neighboring ranks and in groups that only ranks with experts create.
+    Raises ConfigError for experts that are divided over ranks, and for some with tensor parallelism.
+    """
+    for stage in model.stages:
+        for index, layer in model.stage_modules(stage).items():
+            modules = [(name, module) for name, module in layer.named_modules() if isinstance(module, MoE)]
+            groups = {name: f"ep_size_{module.ep_size}" for name, module in modules}
+            marked = {name: p for name, p in layer.named_parameters() if is_moe_param(p)}
+            groups |= {name: getattr(p, "group_name", "no group") for name, p in marked.items()}
+            divided = [f"{name or 'MoE'}: {group}" for name, group in groups.items() if group != "ep_size_1"]
+            if divided or (groups and model.layout.tensor_parallel_size > 1):
+                tensor = f"tensor_parallel_size {model.layout.tensor_parallel_size}"
+                raise ConfigError(
+                    f"layer {index} ({type(layer).__name__}): every rank must have all experts, without tensor "
+                    f"parallelism (got {divided[0] if divided else tensor}). Use MoE(..., ep_size=1), and "
+                    f"tensor_parallel_size 1."
+                )
+            for parameter in marked.values():
+                parameter.allreduce = True  # pyright: ignore[reportAttributeAccessIssue]
+            for _, module in modules:
+                vars(module)["set_deepspeed_parallelism"] = _create_no_groups
+
+
+def _create_no_groups(use_data_before_expert_parallel_: bool = False) -> None:
+    """Replace :meth:`MoE.set_deepspeed_parallelism`: experts on one rank need no groups."""
 
 
 def _remove_config(args: Any) -> Any:

@@ -44,9 +44,11 @@ from .ties import (
     find_shared,
     index_shared,
     index_tied_modules,
+    join_kinds,
     join_tied_rows,
     require_visible_parameters,
     require_whole_ties,
+    separate_kinds,
     stage_of,
     tied_weights,
 )
@@ -170,6 +172,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
             body, self.tied_rows = layers, list[dict[int, str]]()
             if self._head_specs:
                 body, self.tied_rows = divide_tied_embedding(layers, placement.head_parts)
+            body, self.tied_kinds = separate_kinds(body)
             if len(body) < placement.stages:
                 raise ConfigError(
                     f"layers: {plan.schedule.name} has {placement.stages} stages on {placement.devices_per_pipe} "
@@ -355,6 +358,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         """Return the ties that need communication. In a V placement, both ends of a tie are on the same rank."""
         require_whole_ties(self)
         join_tied_rows(self)
+        self.joined = join_kinds(self)
         self.shared = find_shared(self)
         return index_tied_modules(self) | index_shared(self)
 

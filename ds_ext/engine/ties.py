@@ -8,6 +8,7 @@ the whole layer list, and tie shared parameters as DeepSpeed ties layers.
 from __future__ import annotations
 
 import bisect
+import copy
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from ..errors import ConfigError
 from ..parallel.layout import ParallelLayout
@@ -39,6 +41,8 @@ class LayeredModule(Protocol):
     parts: list[int]
     shared: list[SharedParameter]
     tied_rows: list[dict[int, str]]  # of a tied head in parts: layer -> parameter, of every part
+    tied_kinds: dict[str, list[int]]  # key of a tie of several kinds of layers -> its layers
+    joined: list[dict[int, str]]  # layer -> parameter, of every weight that different kinds of layers tie
     tied_modules: Mapping[str, nn.Module]
     tied_weight_attrs: Mapping[str, list[str]]
     _layer_specs: Sequence[Any]
@@ -158,6 +162,40 @@ def divide_tied_embedding(layers: Sequence[Any], parts: int) -> tuple[list[Any],
     return body, [{index: f"{name}.{part}", len(body) + part: "weight"} for part in range(parts)]
 
 
+def separate_kinds(layers: Sequence[Any]) -> tuple[list[Any], dict[str, list[int]]]:
+    """Return the layers, and the places of every key whose TiedLayerSpecs differ in class or arguments.
+
+    DeepSpeed builds one layer for a key on each rank. So the specs of a further class, or with further arguments, get a
+    key with the index of their first layer, and :func:`join_kinds` ties the weights.
+    """
+    separated, places = list(layers), dict[str, list[int]]()
+    for index, spec in enumerate(layers):
+        if isinstance(spec, TiedLayerSpec):
+            earlier = places.setdefault(spec.key, [])
+            first = next((i for i in earlier if _builds_the_same(layers[i], spec)), index)
+            earlier.append(index)
+            if not _builds_the_same(layers[earlier[0]], spec):
+                separated[index] = copy.copy(spec)
+                separated[index].key = f"{spec.key}@{first}"
+    return separated, {
+        k: of_key for k, of_key in places.items() if any(separated[i] is not layers[i] for i in of_key)
+    }
+
+
+def _builds_the_same(a: LayerSpec, b: LayerSpec) -> bool:
+    """Return whether specs have the same class and equal arguments; equal tensors and arrays are one object."""
+    (values, form), (others, other_form) = (
+        tree_flatten((spec.typename, spec.module_args, spec.module_kwargs)) for spec in (a, b)
+    )
+    try:
+        return form == other_form and all(
+            x is y or (type(x) is type(y) and not hasattr(x, "shape") and bool(x == y))
+            for x, y in zip(values, others, strict=True)
+        )
+    except Exception:  # of an argument's own comparison
+        return False
+
+
 # --- TiedLayerSpec ---
 
 
@@ -204,15 +242,7 @@ def check_ties(module: LayeredModule) -> None:
         if len(specs) < 2 or key not in module.tied_modules:
             continue
         layer = module.tied_modules[key]
-        parameters = plain_names(dict(layer.named_parameters(remove_duplicate=False)))
-        ids = {id(parameter) for parameter in parameters.values()}
-        names = sorted({name for spec in specs for name in spec.tied_weight_attr})
-        unknown = [name for name in names if id(_attribute(layer, name)) not in ids]
-        if unknown:
-            raise ConfigError(
-                f"tied_weight_attr: must name parameters of the tied layer {key!r} (got {', '.join(unknown)}; "
-                f"{type(layer).__name__} has {', '.join(parameters) or 'no parameters'})."
-            )
+        _require_parameters(layer, key, sorted({name for spec in specs for name in spec.tied_weight_attr}))
         # Only weights that every spec names are tied.
         tied = set.intersection(
             *({id(p) for p in tied_weights(layer, spec.tied_weight_attr)} for spec in specs)
@@ -229,6 +259,71 @@ def check_ties(module: LayeredModule) -> None:
             )
 
 
+def _require_parameters(layer: nn.Module, key: str, names: Iterable[str]) -> None:
+    """Raise ConfigError for names in ``tied_weight_attr`` that are no parameters of a tied layer."""
+    parameters = plain_names(dict(layer.named_parameters(remove_duplicate=False)))
+    ids = {id(parameter) for parameter in parameters.values()}
+    unknown = [name for name in names if id(_attribute(layer, name)) not in ids]
+    if unknown:
+        raise ConfigError(
+            f"tied_weight_attr: must name parameters of the tied layer {key!r} (got {', '.join(unknown)}; "
+            f"{type(layer).__name__} has {', '.join(parameters) or 'no parameters'})."
+        )
+
+
+def join_kinds(module: LayeredModule) -> list[dict[int, str]]:
+    """Let layers of one tie that differ in class or arguments share its weights. All ranks must call this together.
+
+    Returns layer -> name of every weight, in the order of ``tied_weight_attr``. Raises ConfigError on all ranks for
+    layers that name different weights.
+    """
+    if not module.tied_kinds:
+        return []
+    layers, specs = dict(_built_layers(module)), module._layer_specs
+    keys = {index: key for key, places in module.tied_kinds.items() for index in places}
+
+    def describe() -> dict[int, dict[str, str]]:
+        return {i: _describe_tied(layers[i], keys[i], specs[i].tied_weight_attr) for i in keys if i in layers}
+
+    weights = {index: by_name for by_layer in together(describe) for index, by_name in by_layer.items()}
+    joined: list[dict[int, str]] = []
+    for key, places in module.tied_kinds.items():
+        for index in places:
+            if [*weights[index].values()] != [*weights[places[0]].values()]:
+                got = [f"{weights[i]} of {specs[i].typename.__name__}" for i in (places[0], index)]
+                raise ConfigError(
+                    f"tied_weight_attr: layers {places[0]} and {index} of the tie {key!r} must name equal weights (got "
+                    f"{got[0]} and {got[1]}). Name them in one order, or use one class, with a forward_fn."
+                )
+        joined += [
+            dict(zip(places, names, strict=True)) for names in zip(*(weights[i] for i in places), strict=True)
+        ]
+    for places in joined:
+        held = [index for index in places if index in layers]
+        copies = [layers[index].get_parameter(places[index]) for index in held]
+        for index in held:
+            _join(layers[index], copies)
+    return joined
+
+
+def _describe_tied(layer: nn.Module, key: str, names: Sequence[str]) -> dict[str, str]:
+    """Return first name -> shape and dtype of each tied weight of a layer."""
+    _require_parameters(layer, key, names)
+    first_names = {parameter: name for name, parameter in plain_names(dict(layer.named_parameters())).items()}
+    weights = [_attribute(layer, name) for name in names]
+    return {first_names[w]: f"{tuple(w.shape)} {w.dtype}{' frozen' * (not w.requires_grad)}" for w in weights}
+
+
+def _join(layer: nn.Module, copies: Sequence[nn.Parameter]) -> None:
+    """Let a layer use the first copy. The others lose their elements: a layer that kept one elsewhere then fails."""
+    others = {id(parameter) for parameter in copies if parameter is not copies[0]}
+    for module in layer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in others:
+                setattr(module, name, copies[0])
+                parameter.data = parameter.new_empty(0)
+
+
 def index_tied_modules(module: LayeredModule) -> dict[str, Any]:
     """Return DeepSpeed's table of the tied modules, whose gradients are summed over the ranks that hold them.
 
@@ -241,6 +336,8 @@ def index_tied_modules(module: LayeredModule) -> dict[str, Any]:
             layers.setdefault(layer.key, []).append(index)
     ties: dict[str, Any] = {}
     for key in sorted(layers):
+        if any(layers[key][0] in places for places in module.tied_kinds.values()):
+            continue  # index_shared ties the weights
         for ranks in _rank_groups(module, layers[key]):
             group = dist.new_group(ranks=list(ranks))
             if module.global_rank in ranks:
@@ -338,9 +435,9 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
             raise ConfigError(_refusal(module, places))
         shared.append(SharedParameter(tensor, dict(sorted(places.items()))))
     layers = dict(_built_layers(module))
-    for places in module.tied_rows:
+    for places in (*module.tied_rows, *module.joined):
         held = (_attribute(layers[index], name) for index, name in places.items() if index in layers)
-        whole = places[min(places)].rpartition(".")[0]
+        whole = places[min(places)].rpartition(".")[0] if places in module.tied_rows else ""
         shared.append(SharedParameter(next(held, None), places, whole))
     return shared
 
@@ -481,8 +578,10 @@ def _is_tied(module: LayeredModule, index: int) -> bool:
     return isinstance(module._layer_specs[index], TiedLayerSpec)
 
 
-def _is_one_tie(module: LayeredModule, places: Iterable[int]) -> bool:
-    """Return whether one TiedLayerSpec key ties all ``places``."""
+def _is_one_tie(module: LayeredModule, places: Mapping[int, str]) -> bool:
+    """Return whether one TiedLayerSpec key ties all ``places``: layer -> parameter."""
+    if any(places.items() <= joined.items() for joined in module.joined):
+        return True
     specs = [module._layer_specs[index] for index in places]
     return all(isinstance(spec, TiedLayerSpec) for spec in specs) and len({spec.key for spec in specs}) == 1
 

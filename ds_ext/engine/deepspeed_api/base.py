@@ -44,6 +44,8 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     schedule: TimetableSchedule
     recovery: Recovery | None
     batches: Batches | None = None  # the parent's constructor sets it
+    # Every rank has all experts, see initialize.py: they are reduced as other layers.
+    has_moe_layers = property(lambda self: False, lambda self, value: None)
     _auditing: Audit | None
     _gathered: Gathered | None
     _snapshot_s: float | None
