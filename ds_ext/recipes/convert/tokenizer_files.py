@@ -58,11 +58,10 @@ def save_tokenizer(tokenizer: Tokenizer | None, folder: Path, source: Path | Non
             "tokenizer: not copied, because the folder of the training data is unknown or moved. Use --tokenizer "
             "FOLDER, or copy tokenizer.json."
         )
-    names = dict.fromkeys(tokenizer.save(folder))  # an ordered set
-    for name in _ONLY_TRANSFORMERS:
-        if source is not None and (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-            names[name] = None
+    copied = [name for name in _ONLY_TRANSFORMERS if source is not None and (source / name).is_file()]
+    for name in copied:
+        shutil.copyfile(source / name, folder / name)
+    names = dict.fromkeys((*tokenizer.save(folder), *copied))  # an ordered set
     return f"tokenizer: {', '.join(names)}"
 
 
