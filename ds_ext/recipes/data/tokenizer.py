@@ -27,6 +27,7 @@ END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<
 # Vocabularies in a folder, the first of which counts, and files of transformers that add to all but tokenizer.json.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", VOCAB_NAME)
 DECLARATIONS = (TOKENIZER_CONFIG, "added_tokens.json", "special_tokens_map.json")
+END_FILES = ("generation_config.json", "config.json")  # with eos_token_id
 GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # which use tokenizer.json as it is
 BYTE_VALUES = 256
 
@@ -359,13 +360,18 @@ def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | No
             )
         return name
     names = {token_id: token for token, token_id in vocab.items()}
-    for file in ("generation_config.json", "config.json"):
-        token_id = _read_object(folder / file).get("eos_token_id")
-        if isinstance(token_id, list):
-            token_id = token_id[0] if token_id else None
-        if token_id in names:
-            return names[token_id]
-    return None
+    firsts = (ids[0] for file in END_FILES if (ids := _end_ids(folder / file)))
+    return next((names[token_id] for token_id in firsts if token_id in names), None)
+
+
+def stop_ids(folder: Path) -> list[int]:
+    """Return the tokens that end a generation: those in generation_config.json, or else in config.json."""
+    return next((ids for file in END_FILES if (ids := _end_ids(folder / file))), [])
+
+
+def _end_ids(path: Path) -> list[int]:
+    ids = _read_object(path).get("eos_token_id")
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _token_name(value: Any) -> str | None:
