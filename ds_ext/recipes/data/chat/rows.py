@@ -157,8 +157,8 @@ def _require_full_loss(node: Mapping[str, Any], position: str, is_trained: bool 
         marks, sign = _marks(key, value), _sign(key)
         if is_trained and marks and (sign == "?" or any(mark != int(sign == "+") for mark in marks)):
             raise ConfigError(
-                f"{position}: all text of the assistant is trained (got {key}: {value!r}). Remove the key, or what must not be "
-                "trained."
+                f"{position}: all of the assistant's text is trained (got {key}: {value!r}). Remove the key, or what "
+                "must not be trained."
             )
         if not is_trained and sign == "+" and "weight" not in key.lower() and any(marks):
             raise ConfigError(
