@@ -40,8 +40,9 @@ LABEL_KEYS = ("label", "kto_tag", "preferred", "is_preferred", "is_chosen")
 BAD_LABELS = ("false", "0", "0.0", "-1", "no", "bad", "rejected", "negative", "undesirable")  # of answers
 OPTIONS_KEY = "chat_template_kwargs"  # of trl
 # Starts of words in keys that mark what to train, and that mark what not to train.
-TRAINED, EXCLUDED = ("loss", "weight", "train"), ("mask", "ignore", "exclude", "skip")
-NEGATIONS = ("no", "not", "without")
+TRAINED, EXCLUDED = ("loss", "weight", "train"), ("mask", "ignore", "exclude", "skip", "noloss")
+NEGATIONS = ("no", "noloss", "not", "without")
+ALWAYS_MARKS = ("loss", "mask", "noloss", "weight")
 MEDIA = ("image", "img", "video", "audio", "pixel")
 TEXT_VALUES: Mapping[str, int] = MappingProxyType(
     {**dict.fromkeys(("true", "yes", "1", "1.0"), 1), **dict.fromkeys(("false", "no", "0", "0.0"), 0)}
@@ -77,7 +78,8 @@ def _conversation(row: Any, position: str) -> Conversation:
     used = {"role", "content", "tool_calls", *REASONING_KEYS}
     items = (item for message in messages for item in message.items())
     unused |= {f"messages.{key}" for key, value in items if key not in used and _is_unused(key, value)}
-    return Conversation(messages, _tools(row, position), position, options, frozenset(unused))
+    tools = options.pop("tools", None) or _tools(row, position)
+    return Conversation(messages, tools, position, options, frozenset(unused))
 
 
 def _tools(row: Mapping[str, Any], position: str) -> list[dict[str, Any]] | None:
@@ -117,32 +119,24 @@ def _words(key: str) -> list[str]:
     return re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower())
 
 
-@lru_cache(1000)
-def _sign(key: str) -> str:
-    """Return what 1 under a key says: "+" trained, "-" not trained, "?" one of these, "" neither."""
+def _marks(key: str, value: Any) -> tuple[list[Any], int | None]:
+    """Return the marks under a key, and the mark of what is trained as usual; None: unclear."""
     words = _words(key)
-    is_trained = any(word.startswith(TRAINED) for word in words)
-    excluded = [word for word in words if word.startswith(EXCLUDED)]
-    if not (is_trained or excluded) or "attention" in words:
-        return "-" if words[:1] == ["noloss"] else ""
-    if words[0] in (*NEGATIONS, *EXCLUDED) or any(word.endswith("ed") for word in excluded):
-        return "-"
-    return "+" if is_trained else "?" if any(word.startswith("mask") for word in excluded) else "-"
-
-
-def _marks(key: str, value: Any) -> list[Any]:
-    """Return the marks under a key, numbers where possible; none if the key has another meaning."""
-    values = value if isinstance(value, list) else [value]
-    values = [TEXT_VALUES.get(item.lower(), item) if isinstance(item, str) else item for item in values]
-    if not _sign(key) or any(word in key.lower() for word in ("loss", "mask")):
-        return [item for item in values if item is not None] if _sign(key) else []
-    # Other values are names or counts, as those of training_set.
-    numbers = () if "weight" in key.lower() else (int, float)
-    is_other = all(
-        item is None or isinstance(item, str) or (isinstance(item, numbers) and item not in (0, 1))
-        for item in values
+    marking = [word for word in words if word.startswith((*TRAINED, *EXCLUDED))]
+    items = value if isinstance(value, list) else [value]
+    marks = [TEXT_VALUES.get(str(item).lower(), item) for item in items if item is not None]
+    # Of some keys, other values are names or counts, as those of training_set.
+    is_other = not any(word.startswith(ALWAYS_MARKS) for word in words) and all(
+        isinstance(mark, str | int | float) and mark not in (0, 1) for mark in marks
     )
-    return [] if is_other else values
+    if not marking or is_other or "attention" in words:
+        return [], None
+    excluded = [word for word in marking if word.startswith(EXCLUDED)]
+    if words[0] in (*NEGATIONS, *EXCLUDED) or any(word.endswith("ed") for word in excluded):
+        return marks, 0
+    if excluded == marking:
+        return marks, None if any(word.startswith("mask") for word in excluded) else 0
+    return marks, 1
 
 
 def _require_full_loss(node: Mapping[str, Any], position: str, is_trained: bool = True) -> None:
@@ -154,13 +148,13 @@ def _require_full_loss(node: Mapping[str, Any], position: str, is_trained: bool 
         is_trained: the role is the assistant's.
     """
     for key, value in node.items():
-        marks, sign = _marks(key, value), _sign(key)
-        if is_trained and marks and (sign == "?" or any(mark != int(sign == "+") for mark in marks)):
+        marks, usual = _marks(key, value)
+        if is_trained and any(mark != usual for mark in marks):
             raise ConfigError(
                 f"{position}: all of the assistant's text is trained (got {key}: {value!r}). Remove the key, or what "
                 "must not be trained."
             )
-        if not is_trained and sign == "+" and "weight" not in key.lower() and any(marks):
+        if not is_trained and usual == 1 and "weight" not in key.lower() and any(marks):
             raise ConfigError(
                 f"{position}: only the assistant's messages are trained (got {key}: {value!r} of the role "
                 f"{node['role']!r}). Remove the key."
@@ -179,7 +173,7 @@ def _require_no_media(node: Mapping[str, Any], position: str) -> None:
 
 def _is_unused(key: str, value: Any) -> bool:
     """Return whether a key that is not known has a value that would be missed."""
-    return value not in (None, "", [], {}) and not _marks(key, value)
+    return value not in (None, "", [], {}) and not _marks(key, value)[0]
 
 
 def _without_nulls(value: Any) -> Any:

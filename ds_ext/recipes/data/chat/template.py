@@ -11,10 +11,10 @@ The rendered text is tokenized once. Offsets into the text map characters to tok
 """
 
 import hashlib
-import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -29,8 +29,6 @@ from ..tokenizer import stop_ids, transformers_tokenizer
 ASSISTANT = "assistant"
 # Roles of any template. A template that writes every role would also write a misspelled one.
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython", "observation")
-# Arguments of apply_chat_template that a row may set.
-ROW_OPTIONS = ("tools", "documents", "chat_template")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 MARKER = "\ue000\ue001\ue000"  # private-use characters, which templates pass unchanged
 # Characters around the text of a generation block, written by a macro that replaces the block.
@@ -49,7 +47,7 @@ class Conversation:
         messages: objects with a "role" and usually a "content".
         tools: tools for the template; None: no tools.
         position: file and line, for errors.
-        options: further variables of the template, such as enable_thinking.
+        options: further arguments of apply_chat_template, such as enable_thinking.
         unused: keys of the row that this package does not use; "messages." and a key that only a template may use.
     """
 
@@ -102,20 +100,16 @@ class ChatTemplate:
             )
         self._takes_text: dict[
             object, bool
-        ] = {}  # arguments of calls as JSON strings, by shape of a conversation
-        self._reserved = {"messages", *inspect.signature(self._backend.apply_chat_template).parameters}
-        self._reserved -= {*ROW_OPTIONS, "kwargs"}
+        ] = {}  # shape of a conversation -> arguments of calls are JSON strings
         # Conversations are truncated to seq_length when training starts.
         self._backend.model_max_length = 10**12
         added_tokens = self._backend.added_tokens_decoder
         self._special_tokens = tuple(token.content for token in added_tokens.values() if token.special)
         stops = [stop for stop in stop_ids(Path(folder)) if stop in added_tokens]
-        self._stop_tokens = tuple(
-            sorted((added_tokens[stop].content for stop in stops), key=len, reverse=True)
-        )
+        self._stop_tokens = tuple(added_tokens[stop].content for stop in stops)
         end_id = self._backend.eos_token_id
-        end_id = eod_id if end_id is None else end_id
-        self._end_id = end_id if end_id in stops or not stops else stops[0]
+        end_ids = [*([eod_id] if end_id is None else [end_id]), *stops]
+        self._end_id = next((end_id for end_id in end_ids if end_id in stops), end_ids[0])
         self._end_token: str = self._backend.eos_token or ""
         definition = repr((self._backend.chat_template, self._end_id, *self._stop_tokens))
         self.fingerprint = hashlib.sha256(definition.encode()).hexdigest()[:16]
@@ -158,17 +152,14 @@ class ChatTemplate:
     def ignored_keys(self, conversation: Conversation) -> list[str]:
         """Return the keys of a row that nothing uses. Those of messages may be named in the template."""
         template = self._template(conversation)
-        return [
-            key
-            for key in sorted(conversation.unused)
-            if not key.startswith("messages.") or key.removeprefix("messages.") not in template
-        ]
+        used = {f"messages.{word}" for word in re.findall(r"\w+", template)} if conversation.unused else set()
+        return sorted(conversation.unused - used)
 
     def _template(self, conversation: Conversation) -> str:
         return self._backend.get_chat_template(conversation.options.get("chat_template"), conversation.tools)
 
     def _complete(self, conversation: Conversation) -> Conversation:
-        """Return a conversation whose calls have the arguments that the template takes: objects, or JSON strings.
+        """Return a conversation whose calls have the arguments that the template takes: objects, or else JSON strings.
 
         Roles, keys, their order and the types of contents decide what a template writes. Conversations that agree in
         these are tested once.
@@ -176,9 +167,11 @@ class ChatTemplate:
         Raises:
             ConfigError: an unknown role, or the template drops tools, or text or a call of a message.
         """
-        with_texts = _with_arguments(conversation.messages, as_text=True)
-        conversation = replace(conversation, messages=_with_arguments(conversation.messages, as_text=False))
-        marked = [_with_markers(message, index) for index, message in enumerate(conversation.messages)]
+        forms = [
+            replace(conversation, messages=_with_arguments(conversation.messages, as_text))
+            for as_text in (False, True)
+        ]
+        marked = (_with_markers(message, index) for index, message in enumerate(forms[0].messages))
         shape = (
             bool(conversation.tools),
             repr(conversation.options),
@@ -188,21 +181,18 @@ class ChatTemplate:
             ),
         )
         if shape not in self._takes_text:
-            self._takes_text[shape] = self._test(conversation, marked)
-        return replace(conversation, messages=with_texts) if self._takes_text[shape] else conversation
+            try:
+                self._require_complete(forms[0])
+            except ConfigError:
+                with suppress(ConfigError):
+                    self._require_complete(forms[1])
+                    self._takes_text[shape] = True
+                if shape not in self._takes_text:
+                    raise
+        return forms[self._takes_text.setdefault(shape, False)]
 
-    def _test(self, conversation: Conversation, marked: list[tuple[dict[str, Any], list[str]]]) -> bool:
-        """Return whether the template takes arguments of calls as JSON strings. Raises ConfigError.
-
-        Args:
-            conversation: conversation with objects as arguments.
-            marked: its messages with markers, and the markers.
-        """
-        if reserved := self._reserved.intersection(conversation.options):
-            raise ConfigError(
-                f"{conversation.position}: chat_template_kwargs sets options that prepare needs (got "
-                f"{', '.join(sorted(reserved))}). Remove them."
-            )
+    def _require_complete(self, conversation: Conversation) -> None:
+        marked = [_with_markers(message, index) for index, message in enumerate(conversation.messages)]
         messages = [message for message, _ in marked]
         template = self._template(conversation)
         for index, role in enumerate(message["role"] for message in messages):
@@ -211,11 +201,10 @@ class ChatTemplate:
                     f"{conversation.position}: unknown role of message {index} (got {role!r}). Use one of "
                     f"{', '.join(ROLES)}, or a role that the chat template names in quotes."
                 )
-        text, takes_text = self._text_of_calls(conversation, marked)
-        if takes_text:
-            messages = _with_arguments(messages, as_text=True)
+        text = self._text(conversation, messages)
         for index, (message, markers) in enumerate(marked):
-            if not all(marker in text for marker in markers):
+            # Python's way to write an object has single quotes.
+            if not all(marker in text and f"'{marker}'" not in text for marker in markers):
                 if isinstance(message.get("content"), list):
                     raise _no_text(conversation, index)
                 raise ConfigError(
@@ -229,33 +218,6 @@ class ChatTemplate:
                 f"{conversation.position}: the chat template drops the tools (got {len(conversation.tools)}). Remove "
                 "them, or use another template."
             )
-        return takes_text
-
-    def _text_of_calls(
-        self, conversation: Conversation, marked: list[tuple[dict[str, Any], list[str]]]
-    ) -> tuple[str, bool]:
-        """Return the text of messages with markers, and whether arguments of calls must be JSON strings for it."""
-        messages = [message for message, _ in marked]
-        with_texts = _with_arguments(messages, as_text=True)
-        try:
-            text = self._text(conversation, messages)
-        except ConfigError:
-            if with_texts == messages:
-                raise
-            try:
-                return self._text(conversation, with_texts), True
-            except ConfigError:
-                pass
-            raise
-        # A template for strings drops an object, or writes it as Python does.
-        is_written = all(
-            marker in text and f"'{marker}'" not in text for _, markers in marked for marker in markers
-        )
-        return (
-            (text, False)
-            if is_written or with_texts == messages
-            else (self._text(conversation, with_texts), True)
-        )
 
     def _require_reasoning(
         self, conversation: Conversation, messages: list[dict[str, Any]], key: str
