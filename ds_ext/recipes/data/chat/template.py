@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +98,8 @@ class ChatTemplate:
                 f"--tokenizer: no chat template (got {folder}). Add chat_template.jinja to the folder, or "
                 '"chat_template" to its tokenizer_config.json.'
             )
-        self._takes_text: dict[
-            object, bool
-        ] = {}  # shape of a conversation -> arguments of calls are JSON strings
+        # Shape of a conversation -> whether arguments of calls are JSON strings.
+        self._takes_text: dict[object, bool] = {}
         # Conversations are truncated to seq_length when training starts.
         self._backend.model_max_length = 10**12
         added_tokens = self._backend.added_tokens_decoder
@@ -151,9 +150,7 @@ class ChatTemplate:
 
     def ignored_keys(self, conversation: Conversation) -> list[str]:
         """Return the keys of a row that nothing uses. Those of messages may be named in the template."""
-        template = self._template(conversation)
-        used = {f"messages.{word}" for word in re.findall(r"\w+", template)} if conversation.unused else set()
-        return sorted(conversation.unused - used)
+        return sorted(conversation.unused - _keys_in(self._template(conversation)))
 
     def _template(self, conversation: Conversation) -> str:
         return self._backend.get_chat_template(conversation.options.get("chat_template"), conversation.tools)
@@ -284,14 +281,10 @@ class ChatTemplate:
         _, prompt_header = _around(prompt, previous_markers)
         header, _ = _around(_around(both, previous_markers)[1], markers)
         start = len(head) - len(header)
-        if text[start:].startswith(prompt_header):
-            start += len(prompt_header)
-        else:
-            shared = takewhile(
-                lambda characters: len(set(characters)) == 1,
-                zip(prompt_header, header, text[start:], strict=False),
-            )
-            start += sum(1 for _ in shared)
+        known = prompt_header
+        while not text.startswith(known, start) or not (known == prompt_header or header.startswith(known)):
+            known = known[:-1]
+        start += len(known)
         stop = len(text) - len(next_turns)
         if (
             max(map(full.count, markers)) == 1
@@ -357,6 +350,11 @@ class ChatTemplate:
         return EncodedConversation(ids, counted, len(text.encode()))
 
 
+@lru_cache(10)
+def _keys_in(template: str) -> frozenset[str]:
+    return frozenset(f"messages.{word}" for word in re.findall(r"\w+", template))
+
+
 def _with_arguments(messages: list[dict[str, Any]], as_text: bool) -> list[dict[str, Any]]:
     """Return messages whose calls have their arguments as JSON strings, or as the values of such strings."""
 
@@ -386,11 +384,8 @@ def _with_markers(message: dict[str, Any], index: int) -> tuple[dict[str, Any], 
         markers.append(f"{MARKER}{index}.{len(markers)}{MARKER}")
         if key != "arguments":
             return {**node, key: markers[-1]}
-        arguments = {markers[-1]: 0}
-        return {
-            **node,
-            key: json.dumps(arguments, ensure_ascii=False) if isinstance(value, str) else arguments,
-        }
+        marked: Any = {markers[-1]: 0}
+        return {**node, key: json.dumps(marked, ensure_ascii=False) if isinstance(value, str) else marked}
 
     if isinstance(message.get("content"), list):
         parts = [mark(part, "text") if isinstance(part, dict) else part for part in message["content"]]
@@ -419,10 +414,8 @@ def _replaced(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list
 
 def _around(text: str, markers: Sequence[str]) -> tuple[str, str]:
     """Return the text before the first marker and after the last one; all of the text without a marker."""
-    found = [(text.index(marker), text.rindex(marker) + len(marker)) for marker in markers if marker in text]
-    return text[: min((start for start, _ in found), default=None)], text[
-        max((stop for _, stop in found), default=0) :
-    ]
+    parts = re.split("|".join(map(re.escape, markers)), text)
+    return parts[0], parts[-1]
 
 
 def _reasoning_keys(message: dict[str, Any]) -> list[str]:
