@@ -92,11 +92,10 @@ def save_tokenizer(found: tuple[Tokenizer, Path] | None, folder: Path) -> str:
             "FOLDER, or copy tokenizer.json."
         )
     tokenizer, source = found
-    names = dict.fromkeys(tokenizer.save(folder))  # an ordered set
-    for name in _ONLY_TRANSFORMERS:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, folder / name)
-            names[name] = None
+    copied = [name for name in _ONLY_TRANSFORMERS if (source / name).is_file()]
+    for name in copied:
+        shutil.copyfile(source / name, folder / name)
+    names = dict.fromkeys((*tokenizer.save(folder), *copied))  # an ordered set
     return f"tokenizer: {', '.join(names)}"
 
 
