@@ -228,7 +228,7 @@ RUNS = [  # of the same checkpoint: schedule, ranks, devices, accumulation, sect
     ("1f1b", 1, 1, 8, {}),
     ("zb_v", 2, 2, 8, {}),
     ("bitpipe", 2, 2, 4, ZERO_1),
-    ("interleaved", 2, 2, 8, {}),
+    ("fbd", 4, 2, 8, {}),
 ]
 
 
