@@ -64,9 +64,7 @@ def build(
     }
     layers = make_layers(how)
     set_trained({i: layer for i, layer in enumerate(layers) if isinstance(layer, nn.Module)}, how, 0)
-    model = ds_ext.PipelineModule(
-        layers, config, loss_fn=nn.functional.mse_loss, partition_method="uniform"
-    )
+    model = ds_ext.PipelineModule(layers, config, loss_fn=nn.functional.mse_loss, partition_method="uniform")
     modules = {i: layer for stage in model.stages for i, layer in model.stage_modules(stage).items()}
     set_trained(modules, how, 0)
     parameters = [p for p in model.parameters() if p.requires_grad or not filtered]
@@ -76,7 +74,9 @@ def build(
     return engine, modules
 
 
-def train_steps(engine: Any, modules: dict[int, nn.Module], how: str, steps: range) -> list[tuple[float, float]]:
+def train_steps(
+    engine: Any, modules: dict[int, nn.Module], how: str, steps: range
+) -> list[tuple[float, float]]:
     losses = []
     for step in steps:
         if step:

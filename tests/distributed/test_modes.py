@@ -64,9 +64,7 @@ def train(rank: int, schedule: str, zero: int, dp: int, how: str) -> tuple[list[
         "ds_ext": {"schedule": schedule, "pipeline_parallel_size": 2, "print_plan": False},
     }
     layers = make_layers(how)
-    model = ds_ext.PipelineModule(
-        layers, config, loss_fn=nn.functional.mse_loss, partition_method="uniform"
-    )
+    model = ds_ext.PipelineModule(layers, config, loss_fn=nn.functional.mse_loss, partition_method="uniform")
     mine = {i: layer for stage in model.stages for i, layer in model.stage_modules(stage).items()}
     engine, *_ = ds_ext.initialize(model=model, config=config, training_data=samples())
     losses = []

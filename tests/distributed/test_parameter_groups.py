@@ -177,7 +177,9 @@ def test_schedulers_of_the_json_have_all_groups(ranks: Ranks, scheduler: dict[st
 
 def save_and_resume(rank: int, folder: str, zero: int, load: bool, schedule: str, pp: int) -> list[Any]:
     """Train, with rates that the script sets before it saves. Returns losses and rates."""
-    engine = build("JSON", config_of(schedule, zero, "fp32", pp, scheduler={"type": "WarmupLR", "params": {}}))
+    engine = build(
+        "JSON", config_of(schedule, zero, "fp32", pp, scheduler={"type": "WarmupLR", "params": {}})
+    )
     engine.lr_scheduler = None
     if load:
         engine.load_checkpoint(folder)

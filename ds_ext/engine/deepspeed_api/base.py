@@ -74,7 +74,7 @@ class AdaptedEngine(PipelineEngine):
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         if callable(client_optimizer):  # its groups are not known before
-            optimizer = client_optimizer(model_parameters)
+            optimizer: Any = client_optimizer(model_parameters)
             self.module.fill_groups(optimizer.param_groups)
             self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
             client_optimizer = lambda _: optimizer  # noqa: E731
