@@ -106,9 +106,7 @@ class TrainedParameters:
         """Return a dict of name -> whether the parameter is trained. Raises ConfigError if the optimizer differs."""
         optimizer, changed = self._engine.optimizer, set(map(id, self.changed))
         held, fix = set[int](), "Save a checkpoint, and load it in an engine that is built with it"
-        if not isinstance(
-            optimizer, DeepSpeedOptimizer
-        ):  # torch's has no parameters of its own, and skips frozen ones
+        if not isinstance(optimizer, DeepSpeedOptimizer):  # torch's skips frozen ones
             held = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
             held |= {id(parameter) for parameter in self.changed if not parameter.requires_grad}
             fix = "Pass module.parameters() to initialize(), or call engine.optimizer.add_param_group() before the step"
@@ -291,7 +289,7 @@ class WeightUpdate:
 
 
 def _require_no_closure(optimizer: Any, *wrappers: Any) -> None:
-    """Raise ConfigError for an optimizer whose step needs a closure, or that wraps such a one."""
+    """Raise ConfigError for an optimizer whose step needs a closure, or that wraps one."""
     if hasattr(optimizer, "param_groups") and hasattr(type(optimizer), "step"):
         step = functools.partial(type(optimizer).step, optimizer)  # that of the object may be a scheduler's
         require_plain_step("optimizer", type(optimizer).__name__, step, "Use AdamW.")
