@@ -372,7 +372,7 @@ class PipelineEngine(Measured, RunControl):
             )
             self.stops.agree(self._gathered.stop_causes)
             if self._gathered.num_changed:
-                self.update.take_trained(self.trained.agree())
+                self.update.agree_on_trained()
             if trains:
                 losses = self._gathered.losses
                 self.agg_additional_losses, self.tokens = losses.parts, losses.tokens

@@ -250,10 +250,8 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         """
         trained = [p for p in self.parameters() if p.requires_grad and p.is_floating_point()]
         like = trained[0].detach() if trained else torch.zeros(1)
-        name, placeholder = (
-            f"placeholder_{len(self.placeholders)}",
-            torch.nn.Parameter(like.new_zeros([1] * dim)),
-        )
+        name = f"placeholder_{len(self.placeholders)}"
+        placeholder = torch.nn.Parameter(like.new_zeros([1] * dim))
         placeholder.use_muon = dim > 1  # pyright: ignore[reportAttributeAccessIssue]
         self.register_parameter(name, placeholder)
         self.placeholders.append(placeholder)

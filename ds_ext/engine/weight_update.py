@@ -35,11 +35,10 @@ logger = logging.getLogger(__name__)
 
 
 class TrainedParameters:
-    """Parameters of this rank that require gradients, and those for which a script has changed that since a step.
+    """Parameters of this rank that require gradients, and those that a script has frozen or unfrozen since a step.
 
-    Ranks reduce the same gradients in one order, also if only some of them run the change. So the reductions of the
-    first step after it are those before it. With its losses, the ranks gather whether one of them has changes, and then
-    compare all.
+    Scripts of ranks may differ, and reductions would then wait forever. So those of the first step after a change are
+    as before it. With its losses, the ranks gather whether one of them has changes, and then compare them.
 
     Args:
         engine: :class:`.engine.PipelineEngine`.
@@ -106,23 +105,17 @@ class TrainedParameters:
     def _check(self) -> dict[str, bool]:
         """Return a dict of name -> whether the parameter is trained. Raises ConfigError if the optimizer differs."""
         optimizer, changed = self._engine.optimizer, set(map(id, self.changed))
-        named = [local for local in self._parameters if id(local.parameter) in changed]
-        has_own_weights = isinstance(optimizer, DeepSpeedOptimizer)
-        held = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-        if not has_own_weights:
-            named = [one for one in named if one.parameter.requires_grad and id(one.parameter) not in held]
-            problem = "is not in a parameter group of the optimizer"
-            fix = "Call engine.optimizer.add_param_group() before the step, or pass module.parameters() to initialize()"
-        else:
-            problem = (
-                "the optimizer of ZeRO and half precision is made for the parameters trained at its start"
-            )
-            fix = "Save a checkpoint and load it in an engine that is built with it, or use fp32 with ZeRO stage 0"
-        if named:
-            names, flag = ", ".join(one.name for one in named[:4]), named[0].parameter.requires_grad
-            more = f" and {len(named) - 4} more" if len(named) > 4 else ""
+        held, fix = set[int](), "Save a checkpoint, and load it in an engine that is built with it"
+        if not isinstance(optimizer, DeepSpeedOptimizer):  # torch's skips frozen ones
+            held = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+            held |= {id(parameter) for parameter in self.changed if not parameter.requires_grad}
+            fix = "Pass module.parameters() to initialize(), or call engine.optimizer.add_param_group() before the step"
+        missing = [one for one in self._parameters if id(one.parameter) in changed - held]
+        if missing:
+            names = ", ".join([*(one.name for one in missing[:4]), "..."][: len(missing)])
             raise ConfigError(
-                f"{names}{more}: requires_grad was changed after initialize(), but {problem} (got {flag}). {fix}."
+                f"{names}: the optimizer does not support a requires_grad that was changed after initialize() (got "
+                f"{missing[0].parameter.requires_grad}). {fix}."
             )
         check_ties(self._engine.module)
         return {local.name: local.parameter.requires_grad for local in self._parameters}
@@ -230,10 +223,10 @@ class WeightUpdate:
         if self.gathers is not None:
             self.gathers.wait(stage)
 
-    def take_trained(self, unfrozen: list[nn.Parameter]) -> None:
-        """Reduce the gradients of the parameters that are trained now; ``unfrozen`` ones have missed this reduction."""
+    def agree_on_trained(self) -> None:
+        """Compare the changes of all ranks. All ranks must call this together, after the reductions of the step."""
+        self._unfrozen = self._engine.trained.agree()
         self.resize()
-        self._unfrozen = unfrozen
 
     def reduce_unfrozen(self) -> None:
         """Reduce the gradients of parameters that are trained since this step."""
@@ -305,7 +298,7 @@ class WeightUpdate:
 
 
 def _require_no_closure(optimizer: Any, *wrappers: Any) -> None:
-    """Raise ConfigError for an optimizer whose step needs a closure, or that wraps such a one."""
+    """Raise ConfigError for an optimizer whose step needs a closure, or that wraps one."""
     if hasattr(optimizer, "param_groups") and hasattr(type(optimizer), "step"):
         step = functools.partial(type(optimizer).step, optimizer)  # that of the object may be a scheduler's
         require_plain_step("optimizer", type(optimizer).__name__, step, "Use AdamW.")
