@@ -126,8 +126,8 @@ FLAG_FAULTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown flag": (["--num-layer", "4"], ("--num-layer",)),
     "Megatron's flag": (["--recompute-num-layers", "2"], ("--recompute-interval",)),
     "global batch": (
-        ["--micro-batch-size", "2", "--global-batch-size", "10"],
-        ("--global-batch-size", "(got 10)", "8 or 12"),
+        ["--global-batch-size", "10"],
+        ("--global-batch-size 10", "train_batch_size", "(got 8)"),
     ),
     "not a number": (["--num-layers", "four"], ("four",)),
     "no checkpoint": (["--load", "."], ("--load .", "no checkpoint")),
