@@ -204,8 +204,10 @@ def copy_module(rank: int, schedule: str, with_buffers: bool) -> list[bool]:
     engine.train_batch()
     average.update_parameters(module)  # the first update copies
     pairs = zip(average.module.buffers(), module.buffers(), strict=True)
-    places = dict(copied.stage_modules(copied.stages[0])) | dict(copied.stage_modules(copied.stages[-1]))
-    originals = dict(module.stage_modules(module.stages[0])) | dict(module.stage_modules(module.stages[-1]))
+    places, originals = (
+        {index: layer for stage in one.stages for index, layer in one.stage_modules(stage).items()}
+        for one in (copied, module)
+    )
     used = {id(p) for layer in places.values() for p in layer.parameters()}
     result = [
         all(torch.equal(p, old) for p, old in zip(copied.parameters(), before, strict=True)),
