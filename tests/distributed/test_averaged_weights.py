@@ -56,7 +56,8 @@ def loss_of(outputs: Tensor, labels: Tensor) -> Tensor:
 def samples(count: int = BATCH * STEPS * 2) -> list[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(0)
     # Values that bf16 represents.
-    return [tuple(torch.randn(2, SIZE, generator=generator).bfloat16().float()) for _ in range(count)]
+    pairs = (torch.randn(2, SIZE, generator=generator).bfloat16().float() for _ in range(count))
+    return [(pair[0], pair[1]) for pair in pairs]
 
 
 def in_half(sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -115,7 +116,7 @@ def averaged(rank: int, job: str, folder: str) -> tuple[Any, ...]:
     engine, plain = build(*JOBS[job]), build(*JOBS[job])
     data = [in_half(sample) for sample in samples(BATCH)] if JOBS[job][1] is BF16 else samples(BATCH)
     average = AveragedModel(engine.module, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
-    losses, expected = [], []
+    losses, expected, evaluated = [], [], 0.0
     for step in range(2 * STEPS):
         losses.append(float(engine.train_batch()))
         expected.append(float(plain.train_batch()))
@@ -139,7 +140,7 @@ def averaged(rank: int, job: str, folder: str) -> tuple[Any, ...]:
 
 
 def in_one_process() -> tuple[list[float], float, dict[str, Tensor], float]:
-    weights = {name: nn.Parameter(value) for name, value in initial_weights().items()}
+    weights: dict[str, Tensor] = {name: nn.Parameter(value) for name, value in initial_weights().items()}
     names = list(weights)
 
     def forward(values: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -155,8 +156,8 @@ def in_one_process() -> tuple[list[float], float, dict[str, Tensor], float]:
         inputs, labels = map(torch.stack, zip(*batch, strict=True))
         return loss_of(forward(values, inputs), labels)
 
-    model = nn.ParameterDict({name.replace(".", "/"): p for name, p in weights.items()})
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    model: Any = nn.ParameterDict({name.replace(".", "/"): p for name, p in weights.items()})
+    average: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     optimizer = torch.optim.AdamW(weights.values(), lr=LR, weight_decay=0.0)
     losses, data, evaluated = [], samples(), 0.0
 
@@ -204,8 +205,10 @@ def copy_module(rank: int, schedule: str, with_buffers: bool) -> list[bool]:
     engine.train_batch()
     average.update_parameters(module)  # the first update copies
     pairs = zip(average.module.buffers(), module.buffers(), strict=True)
-    places = dict(copied.stage_modules(copied.stages[0])) | dict(copied.stage_modules(copied.stages[-1]))
-    originals = dict(module.stage_modules(module.stages[0])) | dict(module.stage_modules(module.stages[-1]))
+    places, originals = (
+        {index: layer for stage in one.stages for index, layer in one.stage_modules(stage).items()}
+        for one in (copied, module)
+    )
     used = {id(p) for layer in places.values() for p in layer.parameters()}
     result = [
         all(torch.equal(p, old) for p, old in zip(copied.parameters(), before, strict=True)),
