@@ -187,4 +187,5 @@ HABITUAL: dict[str, Kind] = {
 }
 TIES = tuple(name for name in HABITUAL if name.startswith(("tied", "module", "bias")))
 TWO_CLASSES = ("tied_classes", "tied_arguments", "tied_three_classes", "tied_classes_with_function")
+EXPERT_LAYERS = ("experts_1", "experts_2")
 MIXED = tuple(name for name, kind in HABITUAL.items() if kind.mixed)

@@ -9,7 +9,7 @@ from random import Random
 
 from . import job as jobs
 from .actions import ACTIONS
-from .habit_layers import MIXED, TIES
+from .habit_layers import EXPERT_LAYERS, MIXED, TIES
 from .job import GROUPS, Job
 from .loss_forms import LOSS_FORMS
 from .scripts import Action
@@ -71,8 +71,9 @@ def _experts(random: Random, job: Job) -> Job | None:
     layout = replace(job.layout, dp=random.choice((1, 2))) if job.layout.ranks.world_size <= 2 else job.layout
     if not layout.supports(job.micro_batches):
         return None
-    blocks = _with_blocks(random, replace(job, layout=layout), ("experts_1", "experts_2")).blocks
-    return replace(job, layout=layout, blocks=blocks, partition="uniform", clip=random.choice((0.05, 1.0)))
+    # DeepSpeed itself needs named groups for experts.
+    job = replace(job, layout=layout, clip=random.choice((0.05, 1.0)), decay_groups=False, groups="")
+    return _with_blocks(random, job, EXPERT_LAYERS)
 
 
 def _end(random: Random, job: Job, names: Sequence[str]) -> Job | None:
@@ -102,23 +103,34 @@ def _accumulation(random: Random, job: Job) -> Job | None:
     return replace(job, by_accumulation=True)
 
 
+def _resumed(random: Random, job: Job) -> Job | None:
+    """Return the job with a resume, in another layout if it has none."""
+    if job.resume is not None:
+        return job
+    resume = jobs.draw_layout(random)
+    fits = resume.supports(job.micro_batches) and resume.placement.stages <= job.num_layers
+    if not fits or not isinstance(job.partition, str) or job.steps == 1:
+        return None
+    after = random.randrange(1, job.steps)
+    return replace(job, resume=resume, resume_after=after, resume_rate=random.choice((1.0, 0.5)))
+
+
 def _partial_load(random: Random, job: Job) -> Job | None:
-    if job.resume is None and job.steps > 1:
-        resume = jobs.draw_layout(random)
-        if not resume.supports(job.micro_batches) or not isinstance(job.partition, str):
-            return None
-        if resume.placement.stages > job.num_layers:
-            return None
-        after = random.randrange(1, job.steps)
-        job = replace(job, resume=resume, resume_after=after, resume_rate=random.choice((1.0, 0.5)))
+    resumed = _resumed(random, job)
+    if resumed is None:
+        return None
     how = random.choice(("module_only", "no_optimizer", "not_strict", "own_file"))
-    return replace(job, resume_with=how, scheduler="")
+    return replace(resumed, resume_with=how, scheduler="")
 
 
 def _compiled(random: Random, job: Job) -> Job | None:
-    compiled = random.choice(("both", "engine", *(("first", "second") * 2 if job.resume else ())))
-    job = _with_blocks(random, job, ("linear", "mlp", "layer_norm"))
-    return replace(job, compiled=compiled)
+    # Compilation takes seconds on every rank.
+    blocks = [block if block in COMPILED else random.choice(COMPILED) for block in job.blocks]
+    partition = job.partition if isinstance(job.partition, str) else "uniform"
+    job = _filled(replace(job, blocks=tuple(blocks), partition=partition))
+    compiled = random.choice(("both", "engine", "first", "first", "second", "second"))
+    resumed = _resumed(random, job) if compiled in ("first", "second") else job
+    return resumed and replace(resumed, compiled=compiled)
 
 
 def _checkpointed(random: Random, job: Job) -> Job | None:
@@ -149,6 +161,7 @@ HABITS: dict[str, Habit] = {
     "checkpointed": _checkpointed,
     "closure": _closure,
 }
+COMPILED = ("linear", "mlp", "layer_norm", "rms_norm")
 RARE = ("closure", "half_json", "accumulation")  # refused, which a few jobs show
 
 
@@ -156,18 +169,16 @@ def draw(seed: int, wanted: Sequence[str] = ()) -> Job | None:
     """Draw the job of a seed, and habits of its script.
 
     Args:
-        wanted: names of habits, of which the job has one; None is returned if they do not fit the job.
+        wanted: names of habits, of which the job has one and no other; None is returned if it does not fit the job.
     """
     random = Random(-3 - seed)
     job = jobs.draw(seed)
-    if not wanted and random.random() < 0.25:
-        return job
     if wanted:
-        job = _with_habit(random, job, random.choice(wanted))
-        if job is None:
-            return None
+        return _with_habit(random, job, random.choice(wanted))
+    if random.random() < 0.25:
+        return job
     names = [name for name in HABITS if name not in RARE or random.random() < 0.3]
-    for name in random.sample(names, random.choice((0, 0, 0, 1) if wanted else (1, 1, 2, 3))):
+    for name in random.sample(names, random.choice((1, 1, 2, 3))):
         job = _with_habit(random, job, name) or job
     return job
 

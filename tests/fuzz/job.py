@@ -379,6 +379,11 @@ class Job(Short):
         return any(action.needs_all_parameters for action in self.script)
 
     @property
+    def adds_groups(self) -> bool:
+        """True if the script adds a parameter group to the optimizer."""
+        return any(type(action).__name__ == "AddGroup" for action in self.script)
+
+    @property
     def must_be_refused(self) -> bool:
         """True if no pipeline can train the job."""
         return self.optimizer == "lbfgs"

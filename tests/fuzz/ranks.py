@@ -19,6 +19,7 @@ from tests.reference import gather_shards
 
 from .actions import Evaluate
 from .data import EVALUATION, EvaluationBatches, Samples, StepBatches, WholeDataset, rank_batches
+from .habit_layers import EXPERT_LAYERS
 from .job import Job
 from .reference import (
     LAYER_SEED,
@@ -78,7 +79,7 @@ class Pipeline(Side):
                 else model.placeholders
             )
         optimizer = make_optimizer(job, groups, part) if job.own_optimizer else None
-        passes = job.decay_groups or job.groups or job.passes_all
+        passes = job.decay_groups or job.groups or job.passes_all or job.adds_groups
         self.engine, self.optimizer, *_ = initialize(
             model=model,
             optimizer=optimizer,
@@ -135,8 +136,9 @@ class Pipeline(Side):
         result.losses.append(float(engine.train_batch(source)))
         norm = engine.get_global_grad_norm()
         result.norms.append(None if norm is None else float(norm))
-        # The script itself makes other groups on each rank, or the engine splits them, as documented.
-        compares = self.optimizer is not None and not (self.job.decay_groups or self.job.overlap)
+        # The script itself makes other groups on each rank, or they are split by stages or experts.
+        splits = self.job.decay_groups or self.job.overlap or {*self.job.blocks} & {*EXPERT_LAYERS}
+        compares = self.optimizer is not None and not splits
         result.rates.append([float(rate) for rate in engine.get_lr()] if compares else None)
         if ENDS[self.job.end].additional:
             result.additional += map(float, (engine.agg_additional_losses or {}).values())

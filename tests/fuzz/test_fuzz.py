@@ -175,7 +175,7 @@ def test_a_script_is_reduced() -> None:
 
 def test_a_job_that_diverges_is_invalid(ranks: Ranks) -> None:
     assert not diverges(reference.train(SCRIPTED))
-    job = Job(blocks=("scale_in_place",) * 40, steps=8)
+    job = Job(blocks=("linear", *["scale_in_place"] * 40), steps=8)
     assert diverges(reference.train(job))
     assert run(job, ranks).kind == INVALID
 
