@@ -67,13 +67,15 @@ def random_batches(
 ) -> list[list[Batch]]:
     """``batches[step][micro_batch]`` of random token ids, each sample with its next tokens as labels.
 
-    Low ids are frequent, so that models learn from the first step on. A packed model gets samples of random documents.
+    Low ids are frequent, and every step shifts the samples of the first one, so that models learn from the first step
+    on. A packed model gets samples of random documents.
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def batch() -> Batch:
-        shape = (micro_batch_size, config.seq_length + 1)
-        ids = (config.vocab_size * torch.rand(shape, generator=generator, dtype=torch.float32) ** 3).long()
+    shape = (micro_batches, micro_batch_size, config.seq_length + 1)
+    ids_MBS = (config.vocab_size * torch.rand(shape, generator=generator, dtype=torch.float32) ** 3).long()
+
+    def batch(ids: Tensor) -> Batch:
         tokens_BS, labels_BS = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         if not config.packed:
             return tokens_BS, labels_BS
@@ -81,7 +83,7 @@ def random_batches(
         starts_BS = (first_BS * torch.arange(config.seq_length)).cummax(1).values
         return (tokens_BS, starts_BS), labels_BS
 
-    return [[batch() for _ in range(micro_batches)] for _ in range(steps)]
+    return [[batch(ids) for ids in ids_MBS.roll(step, 2)] for step in range(steps)]
 
 
 def train_reference(
