@@ -190,7 +190,10 @@ def train_halves(rank: int, *job: Any, **keys: Any) -> tuple[list[float], list[f
     for _ in range(STEPS):
         losses.append(float(engine.train_batch()))
         norms.append(float(engine.get_global_grad_norm() or 0.0))
-    weights = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+    layers = [layer for stage in engine.module.stages for layer in engine.module.stage_modules(stage).items()]
+    weights = {
+        f"{i}.{name}": p.detach().clone() for i, layer in layers for name, p in layer.named_parameters()
+    }
     engine.transport.close()
     return losses, norms, weights
 
