@@ -433,10 +433,13 @@ class Hook(Action):
             if isinstance(value, Tensor) and value.requires_grad:
                 value.register_hook(partial(self._scale, side, 0.5))
 
-    @property
-    def counted(self) -> bool:
-        """True if the calls over all ranks must be those of one process."""
-        return self.kind != "accumulated"
+    def counted(self, job: Job) -> bool:
+        """Return whether the calls over all ranks must be those of one process.
+
+        A parameter of several stages gets a gradient in each.
+        """
+        shared = any(group & {*self.layers} for group in job.sharing)
+        return self.kind != "accumulated" and not (self.kind == "parameter" and shared)
 
     KINDS: ClassVar = ("forward", "forward_pre", "full_backward", "parameter", "accumulated", "boundary")
 
