@@ -58,10 +58,12 @@ def save_tokenizer(tokenizer: Tokenizer | None, folder: Path, source: Path | Non
             "tokenizer: not copied, because the folder of the training data is unknown or moved. Use --tokenizer "
             "FOLDER, or copy tokenizer.json."
         )
-    copied = [name for name in _ONLY_TRANSFORMERS if source is not None and (source / name).is_file()]
-    for name in copied:
-        shutil.copyfile(source / name, folder / name)
-    names = dict.fromkeys((*tokenizer.save(folder), *copied))  # an ordered set
+    copied = (
+        [] if source is None else [source / name for name in _ONLY_TRANSFORMERS if (source / name).is_file()]
+    )
+    for path in copied:
+        shutil.copyfile(path, folder / path.name)
+    names = dict.fromkeys((*tokenizer.save(folder), *(path.name for path in copied)))  # an ordered set
     return f"tokenizer: {', '.join(names)}"
 
 
