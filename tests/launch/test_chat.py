@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -48,7 +49,9 @@ def test_chat_trains_to_the_same_losses(chat: Path, tmp_path: Path, free_port: C
             [[SCRIPT, *flags, "--metrics-file", str(metrics)]] * ranks, tmp_path, port=free_port()
         )
         assert [result.returncode for result in results] == [0] * ranks, results
-        assert sum(line.startswith("chat ") for line in results[0].stdout.splitlines()) == 1
+        (line,) = (line for line in results[0].stdout.splitlines() if line.startswith("chat "))
+        per_epoch = int(re.findall(r"in (\d+) samples of", line)[0])
+        assert re.findall(r"([\d.]+) epochs in (\d+) samples", line) == [(f"{24 / per_epoch:.1f}", "24")]
         losses[schedule] = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
     assert len(losses["1f1b"]) == 3
     assert losses["bitpipe"] == pytest.approx(losses["1f1b"], abs=1e-5)

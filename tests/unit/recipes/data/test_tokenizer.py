@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.errors import ConfigError
+from ds_ext.recipes.convert.tokenizer_files import save_tokenizer
 from ds_ext.recipes.data.layout import TOKENIZER_NAMES
 from ds_ext.recipes.data.tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
 from ds_ext.recipes.data.tokenizer_base import Tokenizer
@@ -266,6 +267,9 @@ def test_a_folder_splits_texts_as_transformers_does(tmp_path: Path, name: str) -
     for path in (copy, copy / names[0]):
         loaded = load_tokenizer(path)
         assert (loaded.fingerprint, loaded.encode(TEXT)) == (tokenizer.fingerprint, tokenizer.encode(TEXT))
+    save_tokenizer(tokenizer, copy, tmp_path)  # of a converted model
+    loaded = load_tokenizer(copy)
+    assert (loaded.fingerprint, loaded.encode(TEXT)) == (tokenizer.fingerprint, tokenizer.encode(TEXT))
 
 
 def test_tokenizer_json_without_transformers(
