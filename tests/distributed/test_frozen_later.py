@@ -120,6 +120,8 @@ JOBS = [
     ("bitpipe", 2, {"eager_gradient_sync": False}, 1),
     ("zb_v", 2, {}, 2),
     ("1f1b", 1, {}, 2),
+    ("zb_v", 2, {"overlap_across_steps": True}, 2),
+    ("fbd", 2, {}, 2),
 ]
 
 

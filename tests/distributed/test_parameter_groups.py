@@ -201,6 +201,30 @@ def test_a_resume_with_other_sizes_keeps_the_rates(ranks: Ranks, tmp_path: Path,
             assert after == pytest.approx(losses, rel=1e-4)
 
 
+def train_with_muon(rank: int, zero: int, pp: int) -> tuple[list[float], list[tuple[str, float]]]:
+    """Return losses and norm, and names and rates of the groups. The first stages have matrices only."""
+    muon = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.1, "torch_adam": True}}
+    config = config_of("1f1b", zero, "fp32", pp, optimizer=muon)
+    model = ds_ext.PipelineModule(make_layers(), config, loss_fn=squared_error, partition_method="uniform")
+    for parameter in model.parameters():
+        parameter.use_muon = parameter.dim() > 1  # pyright: ignore[reportAttributeAccessIssue]
+    engine, *_ = ds_ext.initialize(model=model, training_data=samples())
+    torch.compiler.set_stance("force_eager")
+    losses = [float(engine.train_batch()) for _ in range(STEPS)]
+    torch.compiler.set_stance("default")
+    engine.transport.close()
+    groups = [(group["name"], group["lr"]) for group in engine.optimizer.param_groups]
+    return [*losses, float(engine.get_global_grad_norm())], groups
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_all_ranks_have_both_halves_of_muons_groups(ranks: Ranks, zero: int) -> None:
+    ((expected, halves),) = ranks(1).run(train_with_muon, zero, 1, timeout_s=120)
+    assert halves == [("muon-params", 0.02), ("adam-params", 0.1)]
+    for losses, groups in ranks(2).run(train_with_muon, zero, 2, timeout_s=120):
+        assert groups == halves and losses == pytest.approx(expected, rel=1e-3)
+
+
 # --- optimizers whose step needs a closure ---
 
 

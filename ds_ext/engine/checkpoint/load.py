@@ -115,8 +115,7 @@ def load_checkpoint(
             _load_weights(engine, rank_state, reader, manifest)
             if with_optimizer:
                 _load_states(rank_state, reader, manifest)
-    if with_optimizer:
-        _share_settings(rank_state)
+    _share_settings(rank_state)
     _load_values(engine, state, with_optimizer, with_scheduler, with_counters)
     if with_counters:
         _load_random_states(engine, checkpoint, manifest["files"])
