@@ -185,7 +185,11 @@ def draw(seed: int, wanted: Sequence[str] = ()) -> Job | None:
 
 def _with_habit(random: Random, job: Job, name: str) -> Job | None:
     changed = HABITS[name](random, job)
-    if changed is None or not changed.is_reproducible:
+    if changed is None:
+        return None
+    if changed.num_layers != job.num_layers and not isinstance(changed.partition, str):
+        changed = replace(changed, partition="uniform")
+    if not changed.is_reproducible:
         return None
     stages = max(layout.placement.stages for layout in changed.layouts)
     return changed if changed.num_layers >= stages else None
