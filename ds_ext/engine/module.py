@@ -398,8 +398,8 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
     # --- running ---
 
     def train(self, mode: bool = True) -> PipelineModule:
-        """Set the mode of all layers, except in a training step, where DeepSpeed calls this."""
-        if self.keeps_modes:
+        """Set the mode of all layers, except to train mode in a training step, where DeepSpeed calls this."""
+        if mode and self.keeps_modes:
             return self
         if self.training and not mode:
             self._before_eval = [module for module in self.modules() if module.training]

@@ -29,12 +29,15 @@ def plain_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
     A renamed parameter has its name in the optimizer's files as ``saved_name``.
     """
-    parameters = {
-        plain_name(name): {**record, "key": plain_name(record["key"]), "saved_name": name}
-        for name, record in manifest["parameters"].items()
-    }
-    aliases = {plain_name(place): plain_name(name) for place, name in manifest.get("aliases", {}).items()}
-    return {**manifest, "parameters": parameters, "aliases": aliases}
+    plain = dict(manifest)
+    if "parameters" in plain:
+        plain["parameters"] = {
+            plain_name(name): {**record, "key": plain_name(record["key"]), "saved_name": name}
+            for name, record in plain["parameters"].items()
+        }
+    if "aliases" in plain:
+        plain["aliases"] = {plain_name(place): plain_name(name) for place, name in plain["aliases"].items()}
+    return plain
 
 
 def let_names_be_plain(module: Any) -> None:

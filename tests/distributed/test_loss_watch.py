@@ -135,7 +135,7 @@ def test_steps_that_fp16_skips_do_not_count(ranks: Ranks) -> None:
 
 
 def count_skipped(rank: int) -> int:
-    watch = LossWatch([], Gradients(None, None, {}), 4, dynamic_scale=True)
+    watch = LossWatch([], Gradients(None, None, {}), 4, dynamic_scale=True, allows_zeros=False)
     for step in range(1, 10):
         watch.loss(step, float("inf"), skipped=True)
     assert watch.in_a_row == 0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from ds_ext.engine import PipelineEngine, PipelineModule, initialize
+from ds_ext.engine.batches import MicroBatches
 from ds_ext.errors import ConfigError
 from tests.engine_runs import MODEL, Job, build, train
 from tests.losses import learned
@@ -122,7 +123,7 @@ def test_a_weight_that_one_replica_uses_counts_on_both(ranks2: RankPool) -> None
 
 WIDTH, PER_STEP, STEPS = 8, 4, 5
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-ADAMW = {"lr": 2e-2, "eps": 1e-4, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 2e-2, "eps": 1e-4, "weight_decay": 0.1}
 WEIGHTS = {  # dtypes of the linear layer and of the norm of each layer
     "bf16": [(BF16, BF16)] * 8,
     "fp16": [(FP16, FP16)] * 8,
@@ -310,7 +311,10 @@ def train_in_bf16(rank: int, layout: str, section: dict[str, Any], keys: dict[st
     """Losses, dtypes of the optimizer's states and of its weights, skipped steps with an infinite sample."""
     engine = halves_engine("bf16", 1, layout, False, bf16={"enabled": True, **section}, **keys)
     inner = engine.optimizer.optimizer
-    engine.batches.dataset.tensors[0][2 * PER_STEP * 2] = torch.inf  # in the third step
+    assert isinstance(engine.batches, MicroBatches)
+    data = engine.batches.dataset
+    assert isinstance(data, TensorDataset)
+    data.tensors[0][2 * PER_STEP * 2] = torch.inf  # in the third step
     losses = [float(engine.train_batch()) for _ in range(4)]
     states = {value.dtype for state in inner.state.values() for key, value in state.items() if key != "step"}
     weights = {parameter.dtype for group in inner.param_groups for parameter in group["params"]}

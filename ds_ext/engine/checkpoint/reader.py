@@ -64,7 +64,7 @@ class CheckpointReader:
 
         def read(shard: int, first: int, count: int) -> Tensor:
             elements = torch.zeros(count)
-            saved_name = unique_name(record["saved_name"], shard // self.tensor_ranks, parts)
+            saved_name = unique_name(record.get("saved_name", local.name), shard // self.tensor_ranks, parts)
             for name, begin, length in fragments[str(shard)]:
                 low, high = max(first, begin), min(first + count, begin + length)
                 if low < high:

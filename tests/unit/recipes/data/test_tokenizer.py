@@ -267,7 +267,7 @@ def test_a_folder_splits_texts_as_transformers_does(tmp_path: Path, name: str) -
     for path in (copy, copy / names[0]):
         loaded = load_tokenizer(path)
         assert (loaded.fingerprint, loaded.encode(TEXT)) == (tokenizer.fingerprint, tokenizer.encode(TEXT))
-    save_tokenizer(tokenizer, copy, tmp_path)  # of a converted model
+    save_tokenizer((tokenizer, tmp_path), copy)  # of a converted model
     loaded = load_tokenizer(copy)
     assert (loaded.fingerprint, loaded.encode(TEXT)) == (tokenizer.fingerprint, tokenizer.encode(TEXT))
 
