@@ -118,6 +118,7 @@ class PipelineEngine(Measured, RunControl):
         super().__init__(**kwargs)
         require_built(self, self.optimizer)
         require_built(loss_scaler(self.optimizer))
+        self.module.hide_placeholders()
         # Otherwise DeepSpeed would send only a slice of the activations from each tensor-parallel rank.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         self.role = role or Role()

@@ -173,7 +173,7 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
 
 def _rank_facts(model: PipelineModule) -> dict[str, Any]:
     """Return this rank's object of ``ranks``."""
-    parameters = sum(parameter.numel() for parameter in model.parameters()) - len(model.placeholders)
+    parameters = sum(parameter.numel() for parameter in model.layer_parameters())
     name = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else "cpu"
     return {"host": platform.node(), "name": name, "device": model.device_index, "parameters": parameters}
 

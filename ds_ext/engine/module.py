@@ -257,6 +257,20 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         self.placeholders.append(placeholder)
         return name, placeholder
 
+    def hide_placeholders(self) -> None:
+        """Leave the placeholders to the optimizer, except one of a rank that trains nothing.
+
+        Scripts read names and parameters of the module, and make optimizers of them.
+        """
+        hidden = set(map(id, self.placeholders if trains(self.layer_parameters()) else self.placeholders[1:]))
+        for name in [name for name, parameter in self._parameters.items() if id(parameter) in hidden]:
+            del self._parameters[name]
+
+    def layer_parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Return the parameters of this rank without placeholders."""
+        ids = set(map(id, self.placeholders))
+        return (parameter for parameter in self.parameters() if id(parameter) not in ids)
+
     @property
     def plan(self) -> JobPlan:
         """The job plan. Raises ConfigError before initialize() if the module has no batch size."""

@@ -102,6 +102,7 @@ def train(rank: int, how: str, config: dict[str, Any]) -> list[Numbers]:
         loss, norm = float(engine.train_batch()), float(engine.get_global_grad_norm())
         groups = engine.optimizer.param_groups if engine.optimizer is not None else ()
         rows.append((loss, norm, engine.get_lr(), [group["lr"] for group in groups]))
+    assert all(name.split(".")[0].isdigit() for name, _ in engine.module.named_parameters())
     assert sum(rank["parameters"] for rank in engine.run_facts["ranks"]) % engine.run_facts["parameters"] == 0
     engine.transport.close()
     return rows

@@ -163,6 +163,5 @@ def weights_in_order(module: PipelineModule) -> list[Tensor]:
     Layers may change buffers (running means), and checkpoints contain them. A buffer must be changed in place: a new
     tensor assigned to its name is not sent.
     """
-    placeholders = set(map(id, module.placeholders))
-    parameters = [parameter for parameter in module.parameters() if id(parameter) not in placeholders]
+    parameters = [*module.layer_parameters()]
     return parameters + [buffer for layer in layers_of(module).values() for _, buffer in buffers_of(layer)]
