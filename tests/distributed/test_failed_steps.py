@@ -15,6 +15,7 @@ import ds_ext
 from ds_ext.engine import PipelineEngine
 from ds_ext.engine.batches import MicroBatches
 from ds_ext.errors import ConfigError
+from tests.plans import batch_of
 from tests.ranks import Ranks
 
 Pair = tuple[Tensor, Tensor]
@@ -144,8 +145,7 @@ def end_early(
 ) -> tuple[str, int]:
     """Give every rank an iterator of its length, in steps of 4 micro-batches. Return the error and the steps before."""
     config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4,
+        **batch_of(schedule, 4, pp * tp),
         "steps_per_print": 10**9,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
         "ds_ext": {

@@ -148,8 +148,7 @@ def kinds_of_layers(case: str) -> list[Any]:
 
 def tied_config(schedule: str, pp: int, gas: int, sections: dict[str, Any]) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": gas,
+        **batch_of(schedule, gas, pp),
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.05, "weight_decay": 0.0, "torch_adam": True}},
         "steps_per_print": 10**9,
