@@ -182,7 +182,7 @@ def test_divided_experts_are_refused_by_name(ranks2: RankPool, schedule: str, pp
 
 
 def test_experts_with_tensor_parallelism_are_refused(ranks2: RankPool) -> None:
-    settings = config("1f1b", 1, 8, ds_ext={"tensor_parallel_size": 2})
+    settings = config("1f1b", 1, ds_ext={"tensor_parallel_size": 2})
     first, second = ranks2.run(refusals, settings, True)
     assert first == second
     assert first[0].startswith("layer 6 (Experts)") and "tensor_parallel_size 2" in first[0]
