@@ -90,7 +90,7 @@ class Workload:
             "print_plan": False,
             "transport_options": {"timeout_s": job.timeout_s},
         }
-        config = {**self._config(timetable.placement.replicas), "ds_ext": keys | section}
+        config = {**self._config(), "ds_ext": keys | section}
         model = PipelineModule(
             list(self.layers),
             config,
@@ -112,14 +112,14 @@ class Workload:
             loss_fn=self.loss_fn,
             partition_method=self.partition_method,
         )
-        engine, *_ = deepspeed.initialize(model=model, config=self._config(1))
+        engine, *_ = deepspeed.initialize(model=model, config=self._config())
         batches = itertools.cycle(self.batches)
         return engine, lambda: float(engine.train_batch(data_iter=batches))
 
-    def _config(self, replicas: int) -> dict[str, Any]:
+    def _config(self) -> dict[str, Any]:
         return {
+            "train_batch_size": len(self.batches[0][0]) * len(self.batches),
             "train_micro_batch_size_per_gpu": len(self.batches[0][0]),
-            "gradient_accumulation_steps": len(self.batches) // replicas,
             **self.precision,
             "optimizer": self.optimizer,
             "gradient_clipping": 0.0,  # torch's schedules do not clip, and DeepSpeed's norm is that of one stage

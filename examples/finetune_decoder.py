@@ -95,6 +95,8 @@ def main() -> None:
         collate_fn=pad_conversations,
         config=args.deepspeed_config,
     )
+    samples = args.steps * engine.train_batch_size()
+    say(f"samples   {samples} up to step {args.steps}, {samples / len(data):.1f} epochs")
     tokens = round(data.mean_tokens)
     metrics = ds_ext.Metrics(engine, total_steps=args.steps, tokens_per_sample=tokens, log_interval=5)
     if args.load:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ds_ext.recipes.models.bert import BertConfig, BertLoss, bert_layer_specs
 from ds_ext.tensor_parallel import IGNORE_INDEX, DropoutClock, TensorParallel
-from tests.losses import share, step_counts
+from tests.losses import learned, share, step_counts
 from tests.reference import ReferenceRun
 
 Batch = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -49,7 +49,7 @@ class BertChain(nn.Module):
 def random_bert_batches(
     config: BertConfig, steps: int, micro_batches: int, micro_batch_size: int = 2, seed: int = 7
 ) -> list[list[Batch]]:
-    """``batches[step][micro_batch]``: random ids, a border between the sentences, padding, some masked words.
+    """``batches[step][micro_batch]``: random ids, mostly low, a border between the sentences, padding, masked words.
 
     Every micro-batch has other lengths and another number of masked words.
     """
@@ -62,7 +62,7 @@ def random_bert_batches(
         length = config.seq_length
         end = number(length // 2, length + 1)
         border, places_S = number(2, end - 1), torch.arange(length)
-        ids_S = torch.randint(config.vocab_size, (length,), generator=generator)
+        ids_S = (config.vocab_size * torch.rand(length, generator=generator) ** 3).long()
         masked_S = (torch.rand(length, generator=generator) < 0.3) & (places_S < end)
         masked_S[number(0, end)] = True
         tokens_S = torch.where(masked_S | (places_S >= end), 0, ids_S)
@@ -97,4 +97,6 @@ def train_bert_reference(
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
         update.step()
         update.zero_grad()
-    return ReferenceRun(losses, norms, {n: p.detach() for n, p in model.parameters_by_layer().items()})
+    return ReferenceRun(
+        learned(losses), norms, {n: p.detach() for n, p in model.parameters_by_layer().items()}
+    )

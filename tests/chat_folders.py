@@ -11,6 +11,7 @@ SPECIAL_TOKENS = (
     *("<|im_start|>", "<|im_end|>"),
     *("<s>", "</s>"),
     *("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    *("<|user|>", "<|assistant|>", "<|observation|>"),
 )
 _TURN = "{{- '<|im_start|>' + m.role + '\\n' }}"
 _PROMPT = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
@@ -48,6 +49,19 @@ TEMPLATES: Mapping[str, str] = MappingProxyType(
         # The end-of-sequence token ends conversations only.
         "phi3": "{%- for m in messages %}" + _TURN + _TEXT + "{%- endfor %}"
         "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- else %}{{- eos_token }}{%- endif %}",
+        # The next role's token ends a turn.
+        "glm": "{%- for m in messages %}{%- if m.role == 'tool' %}{{- '<|observation|>\n' + m.content }}"
+        "{%- else %}{{- '<|' + m.role + '|>\n' + m.content }}"
+        "{%- for c in m.tool_calls or [] %}{{- c.function.name + (c.function.arguments | tojson) }}{%- endfor %}"
+        "{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|assistant|>\n' }}{%- endif %}",
+        # The prompt opens the reasoning, which only the turns after the last question keep.
+        "opened": "{%- set ns = namespace(last=-1) %}"
+        "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
+        "{%- for m in messages %}" + _TURN + "{%- if m.role == 'assistant' and loop.index0 > ns.last %}"
+        "{{- '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{%- endif %}{{- m.content or '' }}"
+        "{%- for c in m.tool_calls or [] %}{{- '<tool_call>' + (c.function | tojson) + '</tool_call>' }}{%- endfor %}"
+        "{{- '<|im_end|>\n' }}{%- endfor %}"
+        "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}",
         # No end-of-turn token, and a prompt that is not part of the rendered turns.
         "plain": "{%- for m in messages %}{{- m.role | upper + ': ' + m.content + '\\n' }}{%- endfor %}"
         "{%- if add_generation_prompt %}{{- 'ASSISTANT:' }}{%- endif %}",

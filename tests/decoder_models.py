@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.plans import batch_of
+
 transformers: Any = pytest.importorskip("transformers")
 
 WORDS, LENGTH, LAYERS = 67, 10, 4
@@ -88,9 +90,12 @@ def save_decoder(name: str, folder: Path, **changes: Any) -> str:
 
 
 def micro_batch(step: int, number: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Return ((ids_BS, mask_BS), labels_BS). Odd micro-batches have padding, so that their masks are tensors."""
-    generator = torch.Generator().manual_seed(100 * step + number)
-    ids_BS = torch.randint(3, WORDS, (2, LENGTH), generator=generator)
+    """Return ((ids_BS, mask_BS), labels_BS). Odd micro-batches have padding, so that their masks are tensors.
+
+    Every step shifts the tokens, so that models learn.
+    """
+    generator = torch.Generator().manual_seed(number)
+    ids_BS = torch.randint(3, WORDS, (2, LENGTH), generator=generator).roll(step, 1)
     mask_BS = torch.ones_like(ids_BS)
     if number % 2:
         mask_BS[0, -3:] = 0
@@ -114,8 +119,7 @@ def config_of(schedule: str, pp: int, micro_batches: int, **sections: Any) -> di
     """Return the JSON of a job with ``micro_batches`` per pipeline group, replicas included."""
     replicas = 2 if schedule.startswith(("bitpipe", "chimera")) else 1
     return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": micro_batches // replicas,
+        **batch_of(schedule, micro_batches // replicas, pp),
         "gradient_clipping": 0.0,
         "steps_per_print": 10**9,
         **sections,

@@ -72,7 +72,7 @@ class Job:
     @property
     def layout(self) -> ParallelLayout:
         order = parse_rank_order(self.rank_order)
-        return make_layout(placement_of(self.config(1)), self.tp, self.dp, order)
+        return make_layout(placement_of(self.config()), self.tp, self.dp, order)
 
     @property
     def world_size(self) -> int:
@@ -82,10 +82,10 @@ class Job:
     def num_slices(self) -> int:
         return self.slices if isinstance(self.slices, int) else len(self.slices)
 
-    def config(self, replicas: int) -> dict[str, Any]:
+    def config(self) -> dict[str, Any]:
         return {
+            "train_batch_size": 2 * self.micro_batches * self.dp,
             "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": self.micro_batches // replicas,
             "gradient_clipping": 1.0,
             "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
             "steps_per_print": 10**9,
@@ -147,7 +147,7 @@ class StepBatches:
 
 def build(job: Job) -> tuple[PipelineEngine, TensorParallel]:
     """The engine of this rank."""
-    config = job.config(job.layout.placement.replicas)
+    config = job.config()
     tp = create_tensor_parallel(job.layout.groups()["tensor"])
     clock, loss_fn = DropoutClock(), gpt_loss(job.model, tp)
     model = PipelineModule(

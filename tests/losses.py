@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,3 +30,19 @@ def share(loss: Any, counts: Mapping[str, int]) -> Tensor:
     """Return what the loss of a micro-batch adds to the loss of its step."""
     parts = [total / max(counts[name], 1) for name, (total, _) in _terms(loss).items()]
     return torch.stack(parts).sum()
+
+
+def learned(losses: Sequence[float], unless: str = "") -> list[float]:
+    """Return the losses of a reference, which must be finite and fall.
+
+    Processors round in different ways. A job that learns keeps these differences small, a job that diverges multiplies
+    them until its numbers mean nothing.
+
+    Args:
+        unless: why the last loss need not be below the first one, such as "other samples in every step". It is at most
+            twice the first one in any case.
+    """
+    assert all(map(math.isfinite, losses)), losses
+    assert losses[-1] <= 2 * losses[0], losses
+    assert unless or len(losses) == 1 or losses[-1] < losses[0], losses
+    return [*losses]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from ds_ext.config.job import JobConfig, load_config
-from ds_ext.pipe_schedules import Placement, Timetable
+from ds_ext.pipe_schedules import Placement, Timetable, get_schedule
 from ds_ext.planner.candidates import Candidates
 from ds_ext.planner.job_plan import make_job_plan, place, resolve_schedule, schedule_options
 
@@ -24,9 +26,18 @@ def placement_of(config: JobConfig | Mapping[str, Any], world_size: int | None =
 
 def timetable_of(config: Mapping[str, Any], micro_batches: int) -> Timetable:
     """Return the timetable of a job for ``micro_batches`` per pipeline group and step."""
-    steps = micro_batches // placement_of(config).replicas
-    batch = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": steps}
+    batch = {"train_micro_batch_size_per_gpu": 1, "train_batch_size": micro_batches}
     return make_job_plan(load_config({**config, **batch})).timetable
+
+
+def batch_of(
+    schedule: str, steps: int, pp: int = 2, micro_batch: int = 2, options: Mapping[str, Any] | None = None
+) -> dict[str, int]:
+    """Return the batch keys for ``steps`` micro-batches per data-parallel rank, replicas included."""
+    placement = get_schedule(schedule).placement(pp, options)
+    groups = dist.get_world_size() // placement.num_devices if dist.is_initialized() else 1
+    samples = micro_batch * steps * placement.replicas * groups
+    return {"train_batch_size": samples, "train_micro_batch_size_per_gpu": micro_batch}
 
 
 def candidates_of(config: JobConfig | Mapping[str, Any], world_size: int | None = None) -> Candidates:

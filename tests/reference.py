@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ds_ext.recipes.models.gpt import GPTConfig, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel, shard_dim
-from tests.losses import share, step_counts
+from tests.losses import learned, share, step_counts
 
 Batch = tuple[Any, Tensor]
 """tokens_BS, or (tokens_BS, starts_BS) of a packed model, and labels_BS of one micro-batch."""
@@ -67,13 +67,15 @@ def random_batches(
 ) -> list[list[Batch]]:
     """``batches[step][micro_batch]`` of random token ids, each sample with its next tokens as labels.
 
-    A packed model gets samples of random documents.
+    Low ids are frequent, and every step shifts the samples of the first one, so that models learn from the first step
+    on. A packed model gets samples of random documents.
     """
     generator = torch.Generator().manual_seed(seed)
 
-    def batch() -> Batch:
-        shape = (micro_batch_size, config.seq_length + 1)
-        ids = torch.randint(config.vocab_size, shape, generator=generator)
+    shape = (micro_batches, micro_batch_size, config.seq_length + 1)
+    ids_MBS = (config.vocab_size * torch.rand(shape, generator=generator, dtype=torch.float32) ** 3).long()
+
+    def batch(ids: Tensor) -> Batch:
         tokens_BS, labels_BS = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         if not config.packed:
             return tokens_BS, labels_BS
@@ -81,7 +83,7 @@ def random_batches(
         starts_BS = (first_BS * torch.arange(config.seq_length)).cummax(1).values
         return (tokens_BS, starts_BS), labels_BS
 
-    return [[batch() for _ in range(micro_batches)] for _ in range(steps)]
+    return [[batch(ids) for ids in ids_MBS.roll(step, 2)] for step in range(steps)]
 
 
 def train_reference(
@@ -142,7 +144,7 @@ def train_reference(
         update.step()
         update.zero_grad()
     parameters = {name: gather_shards(p, shard_dim(p), tp) for name, p in model.parameters_by_layer().items()}
-    return ReferenceRun(losses, grad_norms, parameters)
+    return ReferenceRun(learned(losses), grad_norms, parameters)
 
 
 def assert_close_gradients(found: Tensor | None, expected: Tensor | None, name: str = "") -> None:

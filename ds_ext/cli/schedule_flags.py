@@ -27,8 +27,8 @@ from .model_flags import model_of
 _DEFAULT_COSTS = "f=1,b=1,w=1,comm=0"
 _MOST_END_LAYERS = 4  # pipeline layers of a model besides its transformer layers
 _WITH_OPTIONS = re.compile(r"[\w-]+:\w+=")
-# In errors: keys of the JSON whose flags have other names; words that may be flags, which are the first one and those
-# with an underscore, except options behind the name of their schedule; and a number that only jobs have.
+# In errors: keys of the JSON whose flags have other names; and words that may be flags, which are the first one and
+# those with an underscore, except options behind the name of their schedule.
 _DESTS = {
     "pipeline_parallel_size": "num_devices",
     "micro_batches": "micro_batches",
@@ -37,7 +37,6 @@ _DESTS = {
     "schedule_options": "option",
 }
 _WORDS = re.compile(rf"^\w+|\b(?:{'|'.join(_DESTS)})\b|(?<!: )\b[a-z]+_[a-z_]+\b")
-_ACCUMULATION = re.compile(r", i\.e\. gradient_accumulation_steps [\d or]*\d")
 _NO_FLAGS = ("modules", "run", "schedule", "schedules", "verb")
 
 # --- flags -----------------------------------------------------------------------------------------------------------
@@ -108,7 +107,7 @@ def name_flags(error: str, args: argparse.Namespace) -> str:
         is_flag = dest in vars(args) and dest not in _NO_FLAGS
         return "--" + dest.replace("_", "-") if is_flag else match[0]
 
-    return _WORDS.sub(flag, _ACCUMULATION.sub("", error)) if "costs" in args else error
+    return _WORDS.sub(flag, error) if "costs" in args else error
 
 
 # --- requests: NAME[:KEY=VALUE...], or the path of a timetable file ---------------------------------------------------

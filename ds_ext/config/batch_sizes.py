@@ -12,6 +12,7 @@ from ..errors import ConfigError
 Supports = Callable[[int], bool]
 _RESEMBLES = 0.9
 _NEAR = 256  # numbers of micro-batches that an error tries
+NOT_REPLACED = 'Write the value: only transformers and accelerate replace "auto".'
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -50,8 +51,13 @@ def batch_sizes(
     data_parallel_size: int,
     flags: Mapping[str, str] | None = None,
     supports: Supports | None = None,
+    *,
+    one_pipe: float | None = None,
 ) -> BatchSizes:
     """Complete DeepSpeed's three batch keys as DeepSpeed does.
+
+    A JSON has the same samples per step with every schedule: without ``train_batch_size``, a schedule with another
+    number of data-parallel ranks than 1f1b is refused.
 
     Args:
         config: the DeepSpeed JSON.
@@ -60,6 +66,8 @@ def batch_sizes(
         flags: JSON key -> the flag that set it, as :attr:`.job.JobConfig.flags`; errors then name the flag.
         supports: function that returns whether the schedule supports a number of micro-batches, for the values that an
             error proposes; None: any.
+        one_pipe: data-parallel ranks that a schedule of one pipe has on the same ranks, a fraction if it does not fit
+            them; None: ``data_parallel_size``.
 
     Raises:
         ConfigError: if a key is not a positive integer, or if the keys are missing or contradict each other.
@@ -77,13 +85,41 @@ def batch_sizes(
                 "train_batch_size: no batch size is set. Set train_micro_batch_size_per_gpu and "
                 "gradient_accumulation_steps, or train_batch_size and one of them."
             )
-        return BatchSizes(micro, gas or 1, replicas, data_parallel_size)
+        sizes = BatchSizes(micro, gas or 1, replicas, data_parallel_size)
+        if ranks != (one_pipe := data_parallel_size if one_pipe is None else one_pipe):
+            raise ConfigError(_ambiguous_batch(names, sizes, gas, one_pipe, supports))
+        return sizes
     if micro is None and gas is None:
         gas = 1
     divisor = ranks * (micro or 1) * (gas or 1)
     if train % divisor or (micro and gas and train != divisor):
         raise ConfigError(_batch_mismatch(names, train, micro, gas, replicas, data_parallel_size, supports))
     return BatchSizes(micro or train // divisor, gas or train // divisor, replicas, data_parallel_size)
+
+
+def _ambiguous_batch(
+    names: Sequence[str], sizes: BatchSizes, gas: int | None, one_pipe: float, supports: Supports | None
+) -> str:
+    """Return the error for a batch that depends on the schedule, with the values that may be meant."""
+    steps, ranks = sizes.gradient_accumulation_steps, sizes.replicas * sizes.data_parallel_size
+    unit = sizes.micro_batch_size * sizes.data_parallel_size
+    meanings = {
+        sizes.micro_batch_size * steps * one_pipe: "as with 1f1b",
+        sizes.train_batch_size: f"{counted(steps, 'micro-batch')} per data-parallel rank",
+    }
+    fitting = [
+        f"{int(train)} ({meaning})"
+        for train, meaning in meanings.items()
+        if train % unit == 0 and (supports is None or supports(int(train / unit)))
+    ]
+    if supports and not fitting:
+        fitting = [str(train) for train in nearest_train_sizes(sizes.train_batch_size, unit, supports)]
+    got = f"{names[2]} {gas}" if gas else f"only {names[1]} {sizes.micro_batch_size}"
+    return (
+        f"{names[0]}: missing, and a step has other samples than with 1f1b, because the schedule has "
+        f"{counted(ranks, 'data-parallel rank')} instead of {one_pipe:g} (got {got}). Set {names[0]} to "
+        f"{' or '.join(fitting)}, and omit {names[2]}."
+    )
 
 
 def _batch_mismatch(
@@ -107,7 +143,7 @@ def _batch_mismatch(
         if micro and supports:
             fitting = nearest_train_sizes(train, micro * data, supports) or fitting
         return f"{problem}. Use {' or '.join(map(str, fitting))}."
-    fix = f"Omit {names[0]} or set it to {divisor}"
+    fix = f"Set {names[0]} to {divisor}"
     if train % (micro * ranks) == 0:
         fix += f", or set {names[2]} to {train // (micro * ranks)}"
     return f"{problem}. {fix}."
@@ -130,5 +166,6 @@ def _batch_size(config: Mapping[str, Any], key: str, name: str) -> int | None:
     """Return a batch size of the JSON; None if it is not set. ``name`` is for the ConfigError."""
     value = config.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"{name}: must be a positive integer (got {value!r}).")
+        fix = f" {NOT_REPLACED}" if value == "auto" else ""
+        raise ConfigError(f"{name}: must be a positive integer (got {value!r}).{fix}")
     return value

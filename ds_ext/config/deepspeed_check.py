@@ -3,7 +3,8 @@
 Everything is derived from the installed packages:
 
 - Sections and their keys: ``DeepSpeedConfig`` reads the JSON, and its error is reported with the key that causes it.
-- Top-level keys: those that ``DeepSpeedConfig`` looks for. Unknown keys that resemble one are rejected as typos.
+- Other keys: those that ``DeepSpeedConfig`` looks for, with values of the types of their defaults. Unknown keys are
+  rejected in sections, and at the top level if they resemble a known key.
 - Optimizers: ``DEEPSPEED_OPTIMIZERS``, ``torch.optim``, the signatures of the classes, and torch's checks of values.
 - Schedulers: ``deepspeed.runtime.lr_schedules``, ``torch.optim.lr_scheduler``, the signatures of the classes, and one
   step with the given parameters.
@@ -18,10 +19,11 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import json
 import logging
 import reprlib
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -31,14 +33,17 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DtypeEnum
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig, DtypeEnum, get_pipeline_config
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from deepspeed.utils import logger
+from deepspeed.utils.logging import get_log_level_from_string
 from pydantic import ValidationError
 from torch.optim import lr_scheduler
 
 from ..errors import ConfigError
+from .batch_sizes import NOT_REPLACED
 from .deepspeed_json import RESEMBLES, fp32_sums_of_bf16, half_through_zero, precision, zero_stage
 from .schedulers import MegatronLR, require_plain_step
 
@@ -53,12 +58,19 @@ _CLASSES: dict[str, tuple[type, type]] = {
     "lion": (FusedLion, DeepSpeedCPULion),
 }
 # For Adam and AdamW, DeepSpeedEngine itself reads the first; the second are arguments that a JSON must not set.
-_ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
+_ADAM_SWITCHES = {"torch_adam": False, "adam_w_mode": True, "fp32_optimizer_states": True}
 _NOT_OF_THE_JSON = ("adamw_mode", "max_grad_norm")
 # These have the argument "amsgrad" and raise an error for it. Creating them to find out would compile their code.
 _WITHOUT_AMSGRAD = (FusedAdam, DeepSpeedCPUAdam, FusedLamb)
 # These need a closure or sparse gradients, which a pipeline does not have.
-_NOT_IN_A_PIPELINE = ("LBFGS", "SparseAdam")
+_NOT_IN_A_PIPELINE = ("SparseAdam",)
+# DeepSpeed reads these parameters of Muon outside its class.
+_MUON_RATES = ("muon_lr", "adam_lr")
+_MUON_KEYS = (*DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS, *_MUON_RATES)
+# PipelineEngine reads the last one. It needs true or false, and not 1 or 0.
+_PIPELINE = {**get_pipeline_config({}), "use_reentrant": True}
+_DTYPES = ("grad_accum_dtype", "param_dtype", "buffer_dtype")
+_NOT_ZERO = ("steps_per_print", "gradient_predivide_factor")  # DeepSpeed divides by them
 _INSTEAD = {
     **{"learning_rate": "lr", "epsilon": "eps", "beta1": "betas", "beta2": "betas"},
     "max_grad_norm": "gradient_clipping at the top level",
@@ -85,23 +97,96 @@ def check_deepspeed(
     for key in unknown_keys(config):
         if near := difflib.get_close_matches(key.lower(), _top_level_keys(), n=1, cutoff=RESEMBLES):
             raise ConfigError(f"{key}: unknown key (got {config[key]!r}). Did you mean {near[0]}?")
-    if parsed.grad_accum_dtype is not None:
-        _check_accumulation(parsed.grad_accum_dtype, config)
+    _check_values(config)
+    _check_dtypes(config)
+    _check_half_precision(parsed, config)
     if optimizer and parsed.optimizer_name is not None:
         _check_optimizer(parsed, config["optimizer"], flags or {})
     if scheduler and parsed.scheduler_name is not None:
         _check_scheduler(parsed, config["scheduler"])
 
 
-def _check_accumulation(name: Any, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a dtype in which DeepSpeed does not accumulate the gradients of this precision."""
-    try:
-        dtype = DtypeEnum(name).value
-    except ValueError:
-        raise ConfigError(f"data_types.grad_accum_dtype: unknown dtype (got {name!r}). Use fp32.") from None
-    if precision(config) == "fp32" and not zero_stage(config) and dtype != torch.float32:
+def _check_values(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for unknown keys of sections, and for values of another type than their default."""
+    top = _Recorder(config)
+    _attempt(DeepSpeedConfig, top)
+    sections = {"": top, **{key: value for key, value in top.items() if isinstance(value, _Recorder)}}
+    if "pipeline" in sections:
+        sections["pipeline"].defaults = _PIPELINE
+    for section, values in sections.items():
+        defaults = values.defaults
+        if not defaults or (section and values.is_passed_on) or section in ("optimizer", "scheduler"):
+            continue
+        for key, value in values.items():
+            name = f"{section}.{key}".strip(".")
+            if section and key not in defaults:
+                raise ConfigError(f"{name}: unknown key (got {value!r}). {_suggestion(key, defaults)}")
+            if needed := _needed_type(key, defaults.get(key), value, strict=section == "pipeline"):
+                raise _wrong_type(name, needed, value, f"Default: {json.dumps(defaults[key])}.")
+
+
+def _needed_type(key: str, default: Any, value: Any, strict: bool = False) -> str | None:
+    """Return the type of a key with this default; None if the value has it, or if the default has no type."""
+    is_number = isinstance(value, int | float)
+    if key in _NOT_ZERO and value is not None:
+        return None if is_number and value else "a number other than 0"
+    match default:
+        case bool():
+            needed, fits = "true or false", isinstance(value, bool) or (not strict and value in (0, 1, None))
+        case int():
+            needed, fits = "an integer", isinstance(value, int)
+        case float():
+            needed, fits = "a number", is_number
+        case str() if default != "auto":
+            needed, fits = "a string", isinstance(value, str)
+        case dict():
+            needed, fits = "an object", isinstance(value, Mapping)
+        case _:
+            return None
+    return None if fits else needed
+
+
+def _wrong_type(name: str, needed: str, value: Any, fix: str) -> ConfigError:
+    fix = f"{NOT_REPLACED} {fix}" if value == "auto" else fix
+    return ConfigError(f"{name}: must be {needed} (got {json.dumps(value, default=repr)}). {fix}")
+
+
+def _check_dtypes(config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for unknown dtypes, and for one in which DeepSpeed cannot accumulate gradients."""
+    for key, name in (config.get("data_types") or {}).items():
+        if key not in _DTYPES or name is None:
+            continue
+        try:
+            dtype = DtypeEnum(name).value
+        except ValueError:
+            raise ConfigError(f"data_types.{key}: unknown dtype (got {name!r}). Use fp32.") from None
+        only_fp32 = key == "grad_accum_dtype" and precision(config) == "fp32" and not zero_stage(config)
+        if only_fp32 and dtype != torch.float32:
+            raise ConfigError(
+                f"data_types.{key}: must be fp32 without half precision and ZeRO (got {name!r}). Remove it."
+            )
+
+
+def _check_half_precision(parsed: Any, config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings of half precision that DeepSpeed's optimizer would ignore or not support."""
+    name = precision(config)
+    if name == "fp32":
+        return
+    section = parsed.bfloat16_config if name == "bf16" else parsed.float16_config
+    offload = parsed.zero_config.offload_optimizer
+    keeps_states = getattr(section, "bf16_optimizer_states", False)
+    is_offloaded = offload is not None and offload.device in ("cpu", "nvme")
+    if getattr(section, f"{name}_master_weights_and_grads") and not (keeps_states or is_offloaded):
+        states = ' Add "bf16_optimizer_states": true, or' if name == "bf16" else " Add"
         raise ConfigError(
-            f"data_types.grad_accum_dtype: must be fp32 without half precision and ZeRO (got {name!r}). Remove it."
+            f"{name}.{name}_master_weights_and_grads: DeepSpeed keeps fp32 optimizer states of {name} weights only on "
+            f'the CPU (got true).{states} "zero_optimization": {{"offload_optimizer": {{"device": "cpu"}}}}.'
+        )
+    has_check = not zero_stage(config) or DtypeEnum(parsed.grad_accum_dtype or name).value == torch.float32
+    if name == "bf16" and not section.check_grad_overflow and has_check:
+        raise ConfigError(
+            "bf16.check_grad_overflow: fp32 sums of gradients always skip a step whose gradients are not finite (got "
+            'false). Omit it, or add "zero_optimization": {"stage": 1} and "data_types": {"grad_accum_dtype": "bf16"}.'
         )
 
 
@@ -122,6 +207,10 @@ def _convert(
     key = "" if without_keys else next(causes, "")
     path, problem, fix = [section, key], str(error).strip(" ."), "Correct or remove it."
     value = values.get(key, values)
+    if not section and isinstance(error, AttributeError | TypeError):
+        problem = "wrong type"
+    if value == "auto" and isinstance(error, AttributeError | TypeError | ValueError):
+        fix = NOT_REPLACED
     if isinstance(error, ValidationError):
         first = error.errors()[0]
         problem = first["msg"].removeprefix("Value error, ")
@@ -166,7 +255,10 @@ def _read(config: Mapping[str, Any]) -> Any:
         "gradient_accumulation_steps": None,
         "train_micro_batch_size_per_gpu": 1,
     }
-    return DeepSpeedConfig(copy.deepcopy({**config, **sizes}))
+    parsed = DeepSpeedConfig(copy.deepcopy({**config, **sizes}))
+    if parsed.log_level is not None:
+        get_log_level_from_string(parsed.log_level)  # as in the engine's constructor
+    return parsed
 
 
 def _models(base: type[Any]) -> list[type[Any]]:
@@ -185,22 +277,41 @@ def _suggestion(key: str, known: Iterable[str]) -> str:
 @functools.cache
 def _top_level_keys() -> set[str]:
     """Return the keys that DeepSpeedConfig looks for in a JSON."""
-    keys: set[str] = set()
+    top = _Recorder({"train_micro_batch_size_per_gpu": 1})
+    _attempt(DeepSpeedConfig, top)
+    return set(top.defaults)
 
-    class Recorder(dict[str, Any]):
-        def get(self, key: str, default: Any = None) -> Any:
-            keys.add(key)
-            return super().get(key, default)
 
-        def __contains__(self, key: Any) -> bool:
-            keys.add(key)
-            return super().__contains__(key)
+class _Recorder(dict[str, Any]):
+    """Object of a JSON that records how DeepSpeed reads it.
 
-        def keys(self) -> Any:
-            return self
+    Attributes:
+        defaults: key that DeepSpeed looks for -> its default; None: no default.
+        is_passed_on: another class got all keys, and checks them.
+    """
 
-    _attempt(DeepSpeedConfig, Recorder(train_micro_batch_size_per_gpu=1))
-    return keys
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(
+            (key, _Recorder(value) if isinstance(value, Mapping) else copy.deepcopy(value))
+            for key, value in values.items()
+        )
+        self.defaults: dict[str, Any] = {}
+        self.is_passed_on = False
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.defaults[key] = default
+        return super().get(key, default)
+
+    def __contains__(self, key: Any) -> bool:
+        self.defaults.setdefault(key, None)
+        return super().__contains__(key)
+
+    def __iter__(self) -> Iterator[str]:
+        self.is_passed_on = True
+        return super().__iter__()
+
+    def keys(self) -> Any:
+        return self
 
 
 def _classes(module: ModuleType, base: type) -> dict[str, type[Any]]:
@@ -221,7 +332,13 @@ def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str
     is_adam = name in ("adam", "adamw")
     optimizer_class = _optimizer_class(parsed)
     if optimizer_class is None:
+        if name == "muon":
+            _check_params(
+                "optimizer", section, {**dict.fromkeys(_MUON_KEYS), **_ADAM_SWITCHES}, _try_muon, flags
+            )
         return
+    step_of_none = functools.partial(optimizer_class.step, None)
+    require_plain_step("optimizer.type", repr(section["type"]), step_of_none, "Use AdamW.")
     is_tested = optimizer_class in ZERO_SUPPORTED_OPTIMIZERS or parsed.zero_allow_untested_optimizer
     if parsed.zero_enabled and not is_tested:
         raise ConfigError(
@@ -236,26 +353,29 @@ def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str
     # DeepSpeed's classes do not check values, so AdamW's rules apply.
     is_torch_class = optimizer_class in _classes(torch.optim, torch.optim.Optimizer).values()
     rules = optimizer_class if is_torch_class else torch.optim.AdamW
+    known = {**_arguments(optimizer_class), **(_ADAM_SWITCHES if is_adam else {})}
+    _check_params("optimizer", section, known, functools.partial(_try_rules, rules), flags)
+
+
+def _try_rules(rules: type[Any], params: Mapping[str, Any]) -> None:
+    """Raise what a class of torch raises for the values of its arguments; other parameters are ignored."""
     defaults = _arguments(rules)
+    values = {key: value for key, value in params.items() if key in defaults}
+    for key, value in values.items():
+        if isinstance(defaults[key], tuple) and len(value) != len(defaults[key]):
+            raise ValueError(f"needs {len(defaults[key])} numbers")
+    try:
+        rules([], **values)
+    except ValueError as error:
+        if "empty parameter list" not in str(error):  # torch checks the values first
+            raise
 
-    def check(params: Mapping[str, Any]) -> None:
-        values = {key: value for key, value in params.items() if key in defaults}
-        for key, value in values.items():
-            if isinstance(defaults[key], tuple) and len(value) != len(defaults[key]):
-                raise ValueError(f"needs {len(defaults[key])} numbers")
-        try:
-            rules([], **values)
-        except ValueError as error:
-            if "empty parameter list" not in str(error):  # torch checks the values first
-                raise
 
-    _check_params(
-        "optimizer",
-        section,
-        {*_arguments(optimizer_class), *(_ADAM_SWITCHES if is_adam else ())},
-        check,
-        flags,
-    )
+def _try_muon(params: Mapping[str, Any]) -> None:
+    """Apply the rules of AdamW, and those of SGD for the momentum."""
+    for key, value in params.items():
+        rules = torch.optim.SGD if key == "momentum" else torch.optim.AdamW
+        _try_rules(rules, {"lr" if key in _MUON_RATES else key: value})
 
 
 def _optimizer_class(parsed: Any) -> type[Any] | None:
@@ -319,9 +439,13 @@ def _try_step(scheduler_class: type[Any], rate: float, params: Mapping[str, Any]
 
 
 def _check_params(
-    what: str, section: Mapping[str, Any], known: Collection[str], make: Make, flags: Mapping[str, str]
+    what: str, section: Mapping[str, Any], known: Mapping[str, Any], make: Make, flags: Mapping[str, str]
 ) -> None:
-    """Reject unknown parameters, parameters outside "params", and values with which ``make`` fails."""
+    """Reject unknown parameters, parameters outside "params", and values with which ``make`` fails.
+
+    Args:
+        known: parameter -> its default; the value of a switch must be true or false.
+    """
     params = section.get("params") or {}
     for key in [key for key in params if key not in known]:
         problem = f"unknown to {section['type']} (got {params[key]!r})"
@@ -330,4 +454,7 @@ def _check_params(
         if key in known or difflib.get_close_matches(key, ["params"], cutoff=0.7):
             problem = f'has no effect outside "params" (got {section[key]!r})'
             raise ConfigError(f"{what}.{key}: {problem}. Move it into {what}.params.")
+    for key, value in params.items():
+        if isinstance(known[key], bool) and (needed := _needed_type(key, known[key], value)):
+            raise _wrong_type(f"{what}.params.{key}", needed, value, f"Default: {json.dumps(known[key])}.")
     _convert(make, params, f"{what}.params", flags)

@@ -134,8 +134,10 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
 
 
 def notes_on_keys(config: Mapping[str, Any]) -> list[str]:
-    """Return a note for each key of NOTED that the JSON sets."""
-    notes = []
+    """Return a note for each key of NOTED that the JSON sets, and for a precision "auto"."""
+    precisions = [f"{name}.enabled" for name in ("bf16", "bfloat16", "fp16")]
+    automatic = [path for path in precisions if _value(config, path, False) == "auto"]
+    notes = [f'{path}: "auto" is off, as in DeepSpeed. Write true or false' for path in automatic]
     for path, (silent, note) in NOTED.items():
         offloads = path.endswith("offload_optimizer.device") and zero_stage(half_through_zero(config)) > 0
         if not offloads and _value(config, path, silent[0]) not in silent:
@@ -222,7 +224,8 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``config``, with bf16 gradients accumulated and reduced in fp32, unless it sets the dtypes.
 
     DeepSpeed's default is bf16. Over 1,000 micro-batches, most of the sum would be lost to rounding, and results would
-    depend on the sizes of the job. An offloaded optimizer, or ``compute_grad_norm`` false, keeps bf16 sums.
+    depend on the sizes of the job. An offloaded optimizer, ``compute_grad_norm`` false, or
+    ``bf16_master_weights_and_grads`` keeps bf16 sums.
     """
     settings = dict(config)
     if precision(config) != "bf16":
@@ -232,9 +235,11 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
         settings["communication_data_type"] = "fp32"
     is_set = not isinstance(types, Mapping) or types.get("grad_accum_dtype") is not None
     device = _value(config, "zero_optimization.offload_optimizer.device", "none")
-    is_offloaded = device != "none" or _value(config, "zero_optimization.cpu_offload", False)
-    # DeepSpeed has no fp32 sums with an offloaded optimizer, or without the gradient norm.
-    is_refused = is_offloaded or _value(config, "zero_optimization.compute_grad_norm", True) is False
+    is_offloaded = device not in ("none", "auto") or _value(config, "zero_optimization.cpu_offload", False)
+    # DeepSpeed has no fp32 sums with an offloaded optimizer, without the gradient norm, or with bf16 master weights.
+    without_norm = _value(config, "zero_optimization.compute_grad_norm", True) is False
+    in_bf16 = _value(config, f"{precision_section(config)}.bf16_master_weights_and_grads", False)
+    is_refused = is_offloaded or without_norm or in_bf16
     if zero_stage(config) == 1 and not (is_set or is_refused):
         settings["data_types"] = {**types, "grad_accum_dtype": "fp32"}
     return settings
@@ -250,8 +255,8 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 def reduce_bucket_size(config: Mapping[str, Any]) -> int:
     """Return the elements of ZeRO's reduction bucket. The default is DeepSpeed's."""
-    zero = config.get("zero_optimization")
-    return int(zero.get("reduce_bucket_size", _BUCKET) if isinstance(zero, Mapping) else _BUCKET)
+    size = _value(config, "zero_optimization.reduce_bucket_size", _BUCKET)
+    return _BUCKET if size == "auto" else int(size)
 
 
 def adam_implementation(config: Mapping[str, Any]) -> str:

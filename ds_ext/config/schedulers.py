@@ -1,4 +1,4 @@
-"""Learning-rate schedulers: Megatron-LM's, and what the engine requires of all of them."""
+"""Learning-rate schedulers: Megatron-LM's, and what the engine requires of all of them and of optimizers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 
 
 def require_plain_step(key: str, name: str, step: Callable[..., Any], fix: str) -> None:
-    """Raise ConfigError for a scheduler whose ``step`` has required arguments.
+    """Raise ConfigError for a scheduler or an optimizer whose ``step`` has required arguments.
 
     Args:
-        key: key or argument that sets the scheduler.
+        key: key or argument that sets it.
         name: name of its class.
         step: its method, bound to an object.
         fix: instruction at the end of the error.
@@ -28,8 +28,8 @@ def require_plain_step(key: str, name: str, step: Callable[..., Any], fix: str) 
     required = [a.name for a in arguments if a.default is a.empty and a.kind not in starred]
     if required:
         raise ConfigError(
-            f"{key}: the engine calls step() without arguments, and has no metrics in a step (got {name}, whose step() "
-            f"requires {', '.join(required)}). {fix}"
+            f"{key}: the engine calls step() without arguments (got {name}, whose step() requires "
+            f"{', '.join(required)}). {fix}"
         )
 
 

@@ -24,6 +24,15 @@ from ..tensor_parallel import mix_key
 
 _MAX_SHOWN = 6  # keys or types in an error
 _NOT_READ = -1.0  # instead of a checksum, if a rank does not read this part of a micro-batch
+_LABELS = (
+    "labels",
+    "label",
+    "label_ids",
+    "target",
+    "targets",
+    "target_ids",
+    "y",
+)  # keys of a sample, in any case
 _MAX_COMPARED = 1 << 16  # elements of a tensor in a checksum
 
 
@@ -57,6 +66,14 @@ class Resumable(Protocol):
         ...
 
 
+class EndOfData(Exception):
+    """An iterator ended within a step, which takes ``count`` micro-batches of this rank, after ``got``."""
+
+    def __init__(self, got: int, count: int) -> None:
+        super().__init__(got, count)
+        self.got, self.count = got, count
+
+
 class IteratorBatches:
     """Batches from a user's iterator over the micro-batches of this data-parallel rank.
 
@@ -75,7 +92,7 @@ class IteratorBatches:
         self._micro_batches: list[Any] = []  # of the current step, so far
 
     def get(self, micro_batch: int) -> Any:
-        """Pull up to ``micro_batch``. Raises ConfigError if the data ends early or belongs to another rank."""
+        """Pull up to ``micro_batch``. Raises EndOfData, and ConfigError if the data belongs to another rank."""
         owner, index = divmod(micro_batch, self.count)
         if owner != self.rank:
             raise ConfigError(
@@ -89,11 +106,7 @@ class IteratorBatches:
                 # The iterator may reuse its memory. DeepSpeed clones inputs for the same reason.
                 self._micro_batches.append(tree_map_only(Tensor, _clone_pageable, next(self.iterator)))
             except StopIteration:
-                raise ConfigError(
-                    f"data_iter: ended within a step, which takes {self.count} micro-batches per data-parallel rank "
-                    f"(got {len(self._micro_batches)}). Wrap it in deepspeed.utils.RepeatingLoader, or train one step "
-                    f"fewer."
-                ) from None
+                raise EndOfData(len(self._micro_batches), self.count) from None
         return self._micro_batches[index]
 
     def advance(self, micro_batches: int) -> None:
@@ -335,7 +348,7 @@ def require_tensors(value: Any, part: str, source: Batches) -> None:
     if not parts or not all(map(torch.is_tensor, parts)):
         raise ConfigError(
             f"{_name(source)}: the {part} of a micro-batch must be a tensor or a tuple of tensors (got "
-            f"{describe(value)}). {_fix(source, value)}"
+            f"{describe(value)}). {_fix(source)}"
         )
 
 
@@ -364,6 +377,11 @@ class StepData:
         step: number of the step. It selects one micro-batch of every pipe, whose samples the ranks compare.
         batch_fn: function of a batch that returns (inputs, labels), as in DeepSpeed's ``set_batch_fn``; None: identity.
         uses_labels: whether a loss uses the labels; otherwise they are None, whatever the batch has.
+        last_of_mode: last micro-batch of an iterator, in training (True) and in evaluations (False); changed in place.
+
+    Attributes:
+        ended: micro-batches that an iterator yielded in this step before it ended, and those that a step takes. The
+            step continues with the last one again, so that no other rank waits, and :func:`require_data` ends it.
     """
 
     def __init__(
@@ -374,8 +392,12 @@ class StepData:
         step: int,
         batch_fn: Callable[[Any], Any] | None = None,
         uses_labels: bool = True,
+        last_of_mode: dict[bool, tuple[Any, Any]] | None = None,
     ) -> None:
         self.source, self.first_id, self._batch_fn = source, first_id, batch_fn
+        self.step, self.trains = step, schedule.program.timetable.trains
+        self.ended = -1, -1
+        self._last_of_mode = {} if last_of_mode is None else last_of_mode
         self._uses_labels = uses_labels
         self.loads, timetable = schedule.loads, schedule.program.timetable
         self.last_stage = timetable.placement.stages - 1
@@ -387,15 +409,26 @@ class StepData:
     def get(self, micro_batch: int) -> tuple[Any, Any]:
         """Return (inputs, labels). Raises ConfigError for a batch that is not a pair."""
         if micro_batch not in self._batches:
+            inputs, labels = self._batches[micro_batch] = self._read(micro_batch)
+            if micro_batch in self._checksums:  # now: layers may change the inputs in place
+                self._checksums[micro_batch] = _sampled_checksum(inputs), _sampled_checksum(labels)
+        return self._batches[micro_batch]
+
+    def _read(self, micro_batch: int) -> tuple[Any, Any]:
+        """Return (inputs, labels) from the source, or the last ones of an iterator that ended."""
+        try:
             batch = self.source.get(self.first_id + micro_batch)
             if self._batch_fn is not None:
                 batch = self._batch_fn(batch)
             inputs, labels = require_pair(batch, self.source)
-            labels = labels if self._uses_labels else None
-            self._batches[micro_batch] = inputs, labels
-            if micro_batch in self._checksums:  # now: layers may change the inputs in place
-                self._checksums[micro_batch] = _sampled_checksum(inputs), _sampled_checksum(labels)
-        return self._batches[micro_batch]
+            if isinstance(self.source, IteratorBatches):
+                self._last_of_mode[self.trains] = inputs, labels
+        except EndOfData as end:
+            self.ended = end.got, end.count
+            if self.trains not in self._last_of_mode:
+                raise end_of_data(self, {torch.distributed.get_rank(): self.ended}) from None
+            inputs, labels = self._last_of_mode[self.trains]
+        return inputs, labels if self._uses_labels else None
 
     def take(self, micro_batch: int) -> tuple[Any, Any]:
         """Return (inputs, labels) for one stage."""
@@ -425,6 +458,31 @@ class StepData:
             for micro_batch, checksums in self._checksums.items()
             for number in (float(self.first_id + micro_batch), *checksums)
         ]
+
+
+def require_data(data: StepData, ends: Sequence[Sequence[float]]) -> None:
+    """Raise ConfigError on all ranks if the iterator of one ended within the step.
+
+    Args:
+        data: micro-batches of the step.
+        ends: ``ended`` of the data of every rank.
+    """
+    ended = {rank: (int(got), int(count)) for rank, (got, count) in enumerate(ends) if got >= 0}
+    if ended:
+        error = end_of_data(data, ended)
+        error.reported_by = 0
+        raise error
+
+
+def end_of_data(data: StepData, ended: Mapping[int, tuple[int, int]]) -> ConfigError:
+    """Return the error of iterators that ended; ``ended``: rank -> its micro-batches, and those that a step takes."""
+    activity = f"step {data.step + 1}" if data.trains else f"the evaluation after step {data.step}"
+    numbers = ", ".join(f"{got} on rank {rank}" for rank, (got, _) in ended.items())
+    return ConfigError(
+        f"data_iter: ended within {activity}, which takes {max(count for _, count in ended.values())} micro-batches "
+        f"per data-parallel rank (got {numbers}). Wrap it in deepspeed.utils.RepeatingLoader, give every rank as many "
+        f"micro-batches, or take one step fewer."
+    )
 
 
 def require_same_samples(checksums: Sequence[Sequence[float]]) -> None:
@@ -491,18 +549,25 @@ def _join_names(names: Sequence[str]) -> str:
     return ", ".join([*names[:_MAX_SHOWN], *(["..."] if len(names) > _MAX_SHOWN else [])])
 
 
+def _stack(keys: Sequence[Any]) -> str:
+    """Return the text of the part of a micro-batch that has these keys of the samples."""
+    stacks = _join_names([f"stack of s[{key!r}]" for key in keys])
+    return f"({stacks})" if len(keys) > 1 else stacks
+
+
 def _name(source: Batches) -> str:
     if isinstance(source, MicroBatches):
         return "training_data"
     return "data_iter" if isinstance(source, IteratorBatches) else f"{type(source).__name__}.get()"
 
 
-def _fix(source: Batches, batch: Any) -> str:
-    if isinstance(batch, Mapping) and len(batch) > 1:
-        inputs, labels = list(batch)[:2]
-        pair = f"(stack of s[{inputs!r}], stack of s[{labels!r}]) over the samples s"
-    else:
-        pair = "(inputs, labels)"
+def _fix(source: Batches, batch: Any = None) -> str:
+    keys = list(batch) if isinstance(batch, Mapping) else []
+    labels = [key for key in keys if str(key).lower() in _LABELS]
+    inputs = [key for key in keys if key not in labels]
+    pair = "(inputs, labels), each a tensor or a tuple of tensors"
+    if inputs and labels:
+        pair = f"({_stack(inputs)}, {_stack(labels)}) over the samples s"
     if isinstance(source, MicroBatches):
         return f"Pass initialize() a collate_fn that returns {pair}."
     if isinstance(source, IteratorBatches):

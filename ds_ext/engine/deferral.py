@@ -16,6 +16,7 @@ from .executor import Observer
 from .module import PipelineModule
 from .stage import Buffer
 from .together import together
+from .wrappers import plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class DeferralReport(Observer):
         """Return the share of deferred elements, and log it on rank 0. All ranks must call this together."""
         self._watch.close()
         named_parameters = (
-            (f"{name} of layer {index} ({type(layer).__name__})", parameter)
+            (f"{plain_name(name)} of layer {index} ({type(layer).__name__})", parameter)
             for stage in self._module.stages
             for index, layer in self._module.stage_modules(stage).items()
             for name, parameter in layer.named_parameters()

@@ -36,6 +36,7 @@ from .batches import (
     NoBatches,
     StepData,
     as_batches,
+    require_data,
 )
 from .checkpoint.background import BackgroundSave
 from .checkpoint.buffers import ReplicaBuffers
@@ -48,7 +49,7 @@ from .deepspeed_api.names import loss_scaler, require_built
 from .deferral import DeferralReport
 from .dynamic import messages as dynamic
 from .dynamic.order import DynamicSchedule
-from .evaluation import Evaluation, evaluating, source_of
+from .evaluation import Evaluation, evaluating, source_of, training
 from .executor import Executor
 from .first_batch import check_first_batch
 from .grad_norm import let_parameters_differ
@@ -64,10 +65,10 @@ from .schedules import Schedules
 from .slices import StageSlices
 from .stage import StageForward
 from .step_report import Gathered, Measured, StepReport, gather_step
-from .together import collective_device
+from .together import collective_device, rows_of_ranks, together
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
-from .weight_update import WeightUpdate
+from .weight_update import TrainedParameters, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,7 @@ class PipelineEngine(Measured, RunControl):
         super().__init__(**kwargs)
         require_built(self, self.optimizer)
         require_built(loss_scaler(self.optimizer))
+        self.module.hide_placeholders()
         # Otherwise DeepSpeed would send only a slice of the activations from each tensor-parallel rank.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         self.role = role or Role()
@@ -162,7 +164,8 @@ class PipelineEngine(Measured, RunControl):
         if settings.trace.dir is not None:
             self.tracer = Tracer.from_engine(self, transport.name, WeightUpdate.is_eager(self))
         let_parameters_differ(self.optimizer)
-        self._use_optimizer()
+        self.trained = TrainedParameters(self)
+        together(self._use_optimizer)  # forward ranks (FBD) have no optimizer
         self.use_transport(transport)
         replicas = self.mpu.get_data_parallel_group()
         self._replica_buffers = ReplicaBuffers(self.module, replicas, collective_device(self.device))
@@ -172,6 +175,7 @@ class PipelineEngine(Measured, RunControl):
         self.tokens: int | None = None
         self.eval_additional_losses: dict[str, Tensor] | None = None
         self._checked_modes: set[bool] = set()  # with checked batches: training (True), evaluation (False)
+        self._last_of_mode: dict[bool, Any] = {}  # last micro-batch of an iterator, by the same modes
         self.run = this_run()
         self.run_facts: dict[str, Any] = {}
         self.checkpoint_events = CheckpointEvents()
@@ -261,7 +265,9 @@ class PipelineEngine(Measured, RunControl):
             batches.seed = self.random_seed
         first_id = self.module.data_index * schedule.micro_batches
         uses_labels = computes_loss and self.module.loss_fn is not None
-        data = StepData(batches, first_id, schedule, self.global_steps, self.batch_fn, uses_labels)
+        data = StepData(
+            *(batches, first_id, schedule, self.global_steps, self.batch_fn, uses_labels, self._last_of_mode)
+        )
         total = schedule.micro_batches * self.layout.data_parallel_size
         if trains not in self._checked_modes:
             check_first_batch(data, trains, total, self.activity.abort)
@@ -287,6 +293,7 @@ class PipelineEngine(Measured, RunControl):
 
         Raises:
             ConfigError: there is no data or no optimizer, or a script changed ``micro_batches``.
+                Or all gradients are zero, see ``allow_zero_norm``.
             NonFiniteLoss: the loss was not finite in ``max_nonfinite_losses`` consecutive steps.
         """
         if self.recovery is not None:
@@ -303,12 +310,13 @@ class PipelineEngine(Measured, RunControl):
             with (
                 self.activity.whole_step(self.timers(TRAIN_BATCH_TIMER).reset),
                 self._replica_buffers.reporting(),
+                training(self.module),
             ):
-                # DeepSpeed calls _train_schedule(), _exec_schedule() and _aggregate_total_loss().
+                # DeepSpeed calls module.train(), _train_schedule(), _exec_schedule() and _aggregate_total_loss().
                 loss = super().train_batch()
             if self.tracer is not None:
                 self.tracer.end_step()
-            self.update.loss_watch.loss(step, float(loss), self.skipped_steps > skipped)
+            self._check_step(step, float(loss), self.skipped_steps > skipped)
         seconds, rate = time.perf_counter() - begin, float(rates[0]) if rates else 0.0
         self.report = StepReport(seconds, rate, self.gather(), self._snapshot_s, self._recovered_from)
         self._recovered_from = None
@@ -317,6 +325,11 @@ class PipelineEngine(Measured, RunControl):
             self.monitor.write_events(self.report.monitor_events(norm, losses, self.global_samples))
         self.role.end_step()
         return loss
+
+    def _check_step(self, step: int, loss: float, is_skipped: bool) -> None:
+        watch, norm = self.update.loss_watch, self.get_global_grad_norm()
+        watch.loss(step, loss, is_skipped)
+        watch.norm(step, loss, None if norm is None else float(norm), self.gather().losses.correction != 0)
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule, evaluation: Evaluation | None = None) -> None:
         """Run the instructions of a step or an evaluation.
@@ -353,12 +366,15 @@ class PipelineEngine(Measured, RunControl):
             self.role.wait_for_step(self.running)
             weights_set, self._weights_set = int(self._weights_set), 0
             step = self.global_steps + 1
-            data, cause = self.executor.data, self.stops.cause
+            data, cause, trains = self.executor.data, self.stops.cause, self.running.program.timetable.trains
+            changed = len(self.trained.changed) if trains else 0
             self._gathered = gather_step(
-                data, self.step_losses, self.busy, weights_set, step, self.device, cause
+                data, self.step_losses, self.busy, weights_set, changed, step, self.device, cause
             )
             self.stops.agree(self._gathered.stop_causes)
-            if self.running.program.timetable.trains:
+            if self._gathered.num_changed:
+                self.update.agree_on_trained()
+            if trains:
                 losses = self._gathered.losses
                 self.agg_additional_losses, self.tokens = losses.parts, losses.tokens
                 if self.is_last_stage():
@@ -423,6 +439,9 @@ class PipelineEngine(Measured, RunControl):
                 if compute_loss:
                     losses = self.gather().losses
                     loss, self.eval_additional_losses = losses.loss, losses.parts
+                else:
+                    self.transport.settle()
+                    require_data(self.executor.data, rows_of_ranks(self.executor.data.ended, self.device))
                 result = evaluation.result(loss, self.mpu.get_data_parallel_group())
             self._advance()
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from torch.distributed import ProcessGroup
 from ..errors import ConfigError
 from .batches import MicroBatches
 from .losses.step import mean_of
+from .module import PipelineModule
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,42 @@ def mean_over_ranks(outputs: Sequence[Any], group: ProcessGroup | None) -> Any:
     mean = torch.stack(list(outputs)).sum(0) / len(outputs)
     dist.all_reduce(mean, group=group)
     return mean / dist.get_world_size(group)
+
+
+@contextmanager
+def training(module: PipelineModule) -> Iterator[None]:
+    """Context of a training step, in which modules have the modes that the script set."""
+    module.undo_eval()
+    module.keeps_modes = True
+    try:
+        yield
+    finally:
+        module.keeps_modes = False
+
+
+def set_first_modes(module: PipelineModule) -> None:
+    """Set the modes at the start: train mode, except of parts in evaluation mode without trained parameters.
+
+    DeepSpeed sets all modules to train mode in every step, and scripts pass layers of ``from_pretrained``, which
+    returns them in evaluation mode. A part is the largest module in evaluation mode.
+    """
+    kept = []
+
+    def set_modes(part: nn.Module, path: str) -> None:
+        parameters = list(part.parameters())
+        if part.training:
+            for name, child in part.named_children():
+                set_modes(child, f"{path}.{name}".lstrip("."))
+        elif parameters and not any(parameter.requires_grad for parameter in parameters):
+            kept.append(f"{path} ({type(part).__name__})")
+        else:
+            part.train()
+
+    module.undo_eval()
+    set_modes(module, "")
+    if kept and module.data_index == 0:
+        text = "%s: in evaluation mode and frozen; this mode is kept. For dropout there, call its train()."
+        logger.warning(text, ", ".join(kept))
 
 
 @contextmanager

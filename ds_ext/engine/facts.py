@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,10 @@ from ..environment import package_version
 from ..launch.job_facts import as_text, checksum, setting_facts
 from ..launch.roll_call import Facts
 from ..planner.job_text import describe
-from ..tensor_parallel import shard_dim
+from ..tensor_parallel import is_sharded
 from .checkpoint.states import parameters_of
 from .module import PipelineModule
+from .ties import tied_weights
 from .together import together
 
 _PACKAGES = ("ds_ext", "torch", "deepspeed")
@@ -39,7 +40,7 @@ def optimizer_facts(optimizer: Any) -> Facts:
 def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
     """Return a text -> checksum of the parameters' shapes, dtypes and optimizer options, for every stage of this rank.
 
-    Rows of a tied embedding have a further text, because all ranks that hold them must train them alike.
+    Tied weights have a further text, because all ranks that hold them must train them alike.
 
     Args:
         model: module with the stages.
@@ -48,7 +49,8 @@ def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
     options: dict[int, str] = {}
     for group in groups:
         if isinstance(group, Mapping):
-            values = {k: value for k, value in group.items() if isinstance(value, (int, float, str, tuple))}
+            kinds = (int, float, str, tuple)
+            values = {k: value for k, value in group.items() if isinstance(value, kinds) and k != "name"}
             text = as_text(values)
             options |= {id(parameter): text for parameter in group["params"]}
     _, _, tensor = model.layout.coordinates(model.global_rank)
@@ -60,10 +62,16 @@ def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
         facts[f"{role}stage {stage}{place}: parameters"] = checksum(
             f"{tuple(p.shape)} {p.dtype} {options.get(id(p))};".encode() for p in parameters
         )
-    for shared in model.shared:
-        if shared.whole and shared.parameter is not None:
-            text = options.get(id(shared.parameter)) if shared.parameter.requires_grad else "frozen"
-            facts[f"layer {shared.layer} {shared.key}: optimizer options of tied rows"] = str(text)
+    tied: dict[str, Sequence[torch.Tensor]] = {
+        f"layer {shared.layer} {shared.key}": [shared.parameter]
+        for shared in model.shared
+        if shared.whole and shared.parameter is not None
+    }
+    for key, tie in model.tied_comms.items():
+        tied[f"tie {key}"] = tied_weights(tie["module"], tie["weight_attr"])
+    for name, weights in tied.items():
+        texts = [str(options.get(id(weight))) if weight.requires_grad else "frozen" for weight in weights]
+        facts[f"{name}: optimizer options of tied weights"] = ", ".join(texts)
     return facts
 
 
@@ -165,9 +173,7 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
 
 def _rank_facts(model: PipelineModule) -> dict[str, Any]:
     """Return this rank's object of ``ranks``."""
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    if model.placeholder is not None:
-        parameters -= model.placeholder.numel()
+    parameters = sum(parameter.numel() for parameter in model.layer_parameters())
     name = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else "cpu"
     return {"host": platform.node(), "name": name, "device": model.device_index, "parameters": parameters}
 
@@ -182,10 +188,8 @@ def _share(model: PipelineModule) -> tuple[int, int]:
     for local in parameters_of(model, 1).values():
         if getattr(local.parameter, PIPE_REPLICATED, False):
             continue
-        is_sharded = shard_dim(local.parameter) is not None or getattr(
-            local.parameter, "model_parallel", False
-        )
-        size = local.parameter.numel() * (layout.tensor_parallel_size if is_sharded else 1)
+        shards = layout.tensor_parallel_size if is_sharded(local.parameter) else 1
+        size = local.parameter.numel() * shards
         counts[0] += size
         counts[1] += size * local.parameter.requires_grad
     return counts[0], counts[1]

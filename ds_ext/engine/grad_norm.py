@@ -54,8 +54,7 @@ def _join_zero_norms(optimizer: DeepSpeedZeroOptimizer) -> None:
         ]
         return optimizer.get_grad_norm_direct(*(zip(*pairs, strict=True) if pairs else ([], [])), norm_type)
 
-    if not optimizer.has_moe_layers:
-        optimizer.scaled_global_norm = joint_norm
+    optimizer.scaled_global_norm = joint_norm
 
 
 def _pad_bf16_norm(optimizer: BF16_Optimizer) -> None:

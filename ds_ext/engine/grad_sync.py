@@ -376,6 +376,9 @@ class EagerReduction:
         dtype: dtype of the reduced gradients.
         tracer: records the reductions; None without tracing.
         scatters: True to reduce-scatter parameter groups of one stage.
+
+    Attributes:
+        parameters: stage -> parameters that are reduced with it; None -> those tied to other ranks.
     """
 
     def __init__(
@@ -388,10 +391,10 @@ class EagerReduction:
         scatters: bool = False,
     ) -> None:
         self._gradients, self._dtype, self._tracer = gradients, dtype, tracer
-        self._parameters = parameters_by_reduction(module, order)
+        self.parameters = parameters_by_reduction(module, order)
         self._groups = {
             stage: gradients.groups_within(parameters) if scatters else []
-            for stage, parameters in self._parameters.items()
+            for stage, parameters in self.parameters.items()
         }
         self._pending: deque[tuple[Work, Tensor, list[Tensor]]] = deque()
         self._used: list[
@@ -431,8 +434,12 @@ class EagerReduction:
 
         Where gradients may be missing, flags of the used parameters are reduced with them.
         """
-        parameters = self._parameters[stage]
+        parameters = self.parameters[stage]
         used = self._gradients.fill_missing(parameters)
+        if self._gradients.share_memory:
+            # Backwards of other stages would add these, which are zeros then, to sums that the reduction writes to.
+            for parameter in parameters:
+                parameter.grad = None
         if self._groups[stage]:
             scattered = set()
             for index in self._groups[stage]:
@@ -490,8 +497,6 @@ def why_not_eager(engine: DeepSpeedEngine) -> str | None:
         return "there is one data-parallel rank"
     if not engine.gradient_average or engine.gradient_predivide_factor() != 1.0:
         return "gradients are not averaged, or are divided before the reduction"
-    if engine.has_moe_layers:
-        return "the model has experts"
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
         if optimizer.cpu_offload or optimizer.overlap_comm:
             return "the optimizer is offloaded or overlaps reductions itself"
@@ -524,9 +529,7 @@ def parameters_by_reduction(
 def _without_averaging(optimizer: Any) -> Iterator[None]:
     """Context in which ZeRO moves gradients to its partitions without communication."""
 
-    def move(tensor: Tensor, communication_data_type: torch.dtype) -> None:
-        if not optimizer.reduce_scatter:
-            optimizer._add_full_reduction_to_compact_grad_partition(tensor, communication_data_type)
-
+    # Sums in another dtype than the weights have a buffer for each partition.
+    move = optimizer._add_full_reduction_to_compact_grad_partition
     with _set_attribute(optimizer, "average_tensor", move):
         yield

@@ -15,6 +15,8 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from ..comm.groups import limit_waits, wait_for_threads_at_exit, watch_hosts, watch_start
@@ -50,14 +52,15 @@ from ..launch.roll_call import Facts, RollCall, compare, make_early_roll_call, o
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from ..parallel.slices import BALANCED, EQUAL
 from .batches import MicroBatches
-from .deepspeed_api.device import select_device
+from .deepspeed_api.device import announce_locks, select_device
 from .deepspeed_api.muon import import_muon
 from .deepspeed_api.names import require_names
 from .engine import PipelineEngine
+from .evaluation import set_first_modes
 from .facts import data_facts, optimizer_facts, plan_text, run_facts, stage_facts
 from .fbd.backward import BackwardRole
 from .fbd.forward import ForwardRole
-from .module import PipelineModule
+from .module import PipelineModule, trains
 from .together import by_rank_0, together
 from .weight_gathers import repeat_lists, split_by_stage
 
@@ -105,6 +108,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
         TransportError: a rank did not join in time.
     """
     require_names("deepspeed", "torch")
+    announce_locks()
     slurm.set_rank()
     set_single_rank()
     print_stacks_on_signal()
@@ -236,13 +240,11 @@ def initialize(
         del config_dict["scheduler"]
     # The constructors below communicate.
     limit_waits(model.plan.settings.transport_options.timeout_s)
-    if model_parameters is not None:
-        groups = _drop_empty_groups([_list_parameters(group) for group in model_parameters])
-        model_parameters = _add_placeholder(model, groups)
-    if model.plan.settings.overlap_across_steps and not isinstance(optimizer, torch.optim.Optimizer):
-        if model_parameters is None:
-            model_parameters = _add_placeholder(model, [p for p in model.parameters() if p.requires_grad])
-        model_parameters, sources = split_by_stage(model_parameters, model)
+    together(lambda: _require_whole_experts(model))
+    parameters = model.parameters() if model_parameters is None else model_parameters  # as DeepSpeed
+    groups = [_list_parameters(group) for group in parameters]
+    if model.plan.settings.overlap_across_steps and not hasattr(optimizer, "param_groups"):
+        groups, sources = split_by_stage(groups, model)
         if "params" in config_dict.get("scheduler", {}):
             config_dict["scheduler"] = {**scheduler, "params": repeat_lists(scheduler["params"], sources)}
     data = data_facts(model, training_data)
@@ -255,16 +257,20 @@ def initialize(
             **setting_facts({"shuffle": shuffle, "repeat": repeat}, "initialize."),
         },
         replica_facts={
-            **stage_facts(model, getattr(optimizer, "param_groups", model_parameters) or []),
+            **stage_facts(model, getattr(optimizer, "param_groups", groups)),
             **data,
         },
     )
     if optimizer is not None or "optimizer" in config_dict:
-        _require_parameters(model, model_parameters)
+        _require_parameters(model, None if hasattr(optimizer, "param_groups") else groups)
     model.random_seed = by_rank_0(torch.initial_seed)
     if zero_stage(half_through_zero(job.deepspeed)):
-        groups = getattr(optimizer, "param_groups", model_parameters)
-        _require_weights_of_zero(model, groups or [], is_half=precision(job.deepspeed) != "fp32")
+        all_groups = getattr(optimizer, "param_groups", groups)
+        _require_weights_of_zero(model, all_groups, is_half=precision(job.deepspeed) != "fp32")
+    if str(config_dict.get("optimizer", {}).get("type")).lower() == "muon" and optimizer is None:
+        _fill_halves(model, groups)
+    model.fill_groups(getattr(optimizer, "param_groups", groups))
+    set_first_modes(model)
     facts = run_facts(model, data)
     if rank() == 0 and job.ds_ext.print_plan and not (model.plan_is_given or restart_count()):
         text = plan_text(model, facts, verbose=job.ds_ext.print_plan == "all")
@@ -277,7 +283,7 @@ def initialize(
         config_dict,
         args=_remove_config(args),
         optimizer=optimizer,
-        model_parameters=model_parameters,
+        model_parameters=groups,
         training_data=training_data,
         lr_scheduler=lr_scheduler,
         mpu=model.mpu(),
@@ -373,38 +379,21 @@ def _list_parameters(group: Any) -> Any:
     return {**group, "params": [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)}
 
 
-def _drop_empty_groups(groups: list[Any]) -> list[Any]:
-    """Return parameters or groups, without groups whose parameters have no elements, on which DeepSpeed fails.
+def _fill_halves(model: PipelineModule, groups: list[Any]) -> None:
+    """Add placeholders to groups of Muon, which DeepSpeed divides, so that all ranks have the same halves."""
 
-    If all groups are such ones, they are returned without parameters.
-    """
-    remaining = [
-        group
-        for group in groups
-        if not isinstance(group, Mapping) or not group["params"] or any(map(_numel, group["params"]))
-    ]
-    return remaining or [{**group, "params": []} for group in groups]
+    def trained_halves() -> list[list[bool]]:
+        marks = [[p for p in group["params"] if hasattr(p, "use_muon")] for group in all_groups]
+        return [
+            [trains(p for p in marked if p.use_muon is half) for half in (True, False)] for marked in marks
+        ]
 
-
-def _numel(parameter: Any) -> int:
-    """Return the number of elements of a parameter, or of a pair (name, parameter)."""
-    return (parameter[1] if isinstance(parameter, tuple) else parameter).numel()
-
-
-def _add_placeholder(model: PipelineModule, groups: list[Any]) -> list[Any]:
-    """Return the parameters or groups, with the placeholder of a rank that trains nothing if they are empty."""
-    if model.placeholder is None or not _are_empty(groups):
-        return groups
-    if groups and isinstance(groups[0], Mapping):
-        return [{**groups[0], "params": [model.placeholder]}, *groups[1:]]
-    return [model.placeholder]
-
-
-def _are_empty(groups: list[Any]) -> bool:
-    """Return whether no parameter has elements, in parameters or parameter groups."""
-    return not any(
-        any(map(_numel, group["params"])) if isinstance(group, Mapping) else _numel(group) for group in groups
-    )
+    all_groups = groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]
+    of_ranks = together(trained_halves)
+    for group, mine, *others in zip(all_groups, trained_halves(), *of_ranks, strict=False):
+        for half, dim in ((0, 2), (1, 1)):
+            if not mine[half] and any(halves[half] for halves in others):
+                group["params"].append(model.add_placeholder(dim)[1])
 
 
 def _require_samples_by_index(training_data: Any) -> None:
@@ -432,16 +421,13 @@ def _require_optimizer_for_zero(config: Mapping[str, Any]) -> None:
 
 
 def _require_parameters(model: PipelineModule, groups: list[Any] | None) -> None:
-    """Raise ConfigError on all ranks if an optimizer would have no parameter on one of them.
-
-    A rank whose layers are frozen when the module is built has a placeholder, because optimizers need a parameter.
-    """
-    trains = any(p.numel() for stage in model.stages for p in model.stage_parameters(stage))
-    omitted = groups is not None and _are_empty(groups)
-    has_parameter = trains or model.placeholder is not None
-    trains_by_rank, has_by_rank, omitted_by_rank = zip(
-        *together(lambda: (trains, has_parameter, omitted)), strict=True
-    )
+    """Raise ConfigError on all ranks if the model trains nothing, or the groups nothing of a rank that trains some."""
+    has_trained = any(p.numel() for stage in model.stages for p in model.stage_parameters(stage))
+    entries = [
+        p for group in groups or () for p in (group["params"] if isinstance(group, Mapping) else [group])
+    ]
+    omitted = has_trained and groups is not None and not trains(entries)
+    trains_by_rank, omitted_by_rank = zip(*together(lambda: (has_trained, omitted)), strict=True)
     if not any(trains_by_rank):
         raise ConfigError(
             "layers: the model has no trainable parameter (got 0). Set requires_grad on some of them."
@@ -452,22 +438,18 @@ def _require_parameters(model: PipelineModule, groups: list[Any] | None) -> None
             f"model_parameters: contains no parameter of rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}, which "
             f"trains some. Pass model.parameters()."
         )
-    empty = [rank for rank, has_parameter in enumerate(has_by_rank) if not has_parameter]
-    if empty:
-        raise ConfigError(
-            f"layers: all parameters of rank{'s' * (len(empty) > 1)} {', '.join(map(str, empty))} were frozen after "
-            f"PipelineModule was built. Freeze them in the layers' constructors, or in the modules of the layer list."
-        )
 
 
 def _require_weights_of_zero(model: PipelineModule, groups: Sequence[Any], is_half: bool) -> None:
     """Raise ConfigError on all ranks if one of them has weights that ZeRO does not support.
 
-    They are complex or, without half precision, fp64 weights, and groups of frozen ones. ZeRO would convert complex
-    weights, train fp64 weights without gradients, and fail without a weight to train.
+    They are complex or, without half precision, fp64 weights and groups of several dtypes. ZeRO would convert complex
+    weights, train fp64 weights without gradients, and convert the weights of a group to one dtype, on the ranks where
+    they differ.
     """
 
     def check() -> None:
+        names = {id(p): name for name, p in model.named_parameters()}
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, parameter in trained:
             if parameter.dtype == torch.float64 and not is_half:  # half precision casts these
@@ -480,16 +462,49 @@ def _require_weights_of_zero(model: PipelineModule, groups: Sequence[Any], is_ha
                     f"zero_optimization.stage: ZeRO and half precision do not support complex weights (got {name} of "
                     f"{parameter.dtype}). Use fp32 and stage 0."
                 )
-        all_groups = groups if all(isinstance(group, Mapping) for group in groups) else [{"params": groups}]
+        all_groups = groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]
         for group in all_groups:
             parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
-            if parameters and not any(parameter.requires_grad for parameter in parameters):
+            by_dtype = {p.dtype: names.get(id(p), "a parameter") for p in parameters if p.requires_grad}
+            if len(by_dtype) > 1 and not is_half:
+                found = ", ".join(f"{name} of {dtype}" for dtype, name in by_dtype.items())
                 raise ConfigError(
-                    f"model_parameters: ZeRO needs a parameter that requires gradients in every group (got a group of "
-                    f"{len(parameters)} frozen ones). Leave out frozen parameters."
+                    f"zero_optimization.stage: ZeRO joins the weights of a parameter group, which must have one dtype "
+                    f"(got {found}). Pass one group per dtype to initialize(model_parameters=...), those in half "
+                    f'precision first, cast the layers, use stage 0, or set "bf16": {{"enabled": true}}.'
                 )
 
     together(check)
+
+
+def _require_whole_experts(model: PipelineModule) -> None:
+    """Let experts of which this rank has all train as other layers do.
+
+    DeepSpeed would reduce them apart, over neighboring ranks and in groups that only ranks with experts create.
+    Raises ConfigError for experts that are divided over ranks, and for some with tensor parallelism.
+    """
+    for stage in model.stages:
+        for index, layer in model.stage_modules(stage).items():
+            modules = [(name, module) for name, module in layer.named_modules() if isinstance(module, MoE)]
+            groups = {name: f"ep_size_{module.ep_size}" for name, module in modules}
+            marked = {name: p for name, p in layer.named_parameters() if is_moe_param(p)}
+            groups |= {name: getattr(p, "group_name", "no group") for name, p in marked.items()}
+            divided = [f"{name or 'MoE'}: {group}" for name, group in groups.items() if group != "ep_size_1"]
+            if divided or (groups and model.layout.tensor_parallel_size > 1):
+                tensor = f"tensor_parallel_size {model.layout.tensor_parallel_size}"
+                raise ConfigError(
+                    f"layer {index} ({type(layer).__name__}): every rank must have all experts, without tensor "
+                    f"parallelism (got {divided[0] if divided else tensor}). Use MoE(..., ep_size=1), and "
+                    f"tensor_parallel_size 1."
+                )
+            for parameter in marked.values():
+                parameter.allreduce = True  # pyright: ignore[reportAttributeAccessIssue]
+            for _, module in modules:
+                vars(module)["set_deepspeed_parallelism"] = _create_no_groups
+
+
+def _create_no_groups(use_data_before_expert_parallel_: bool = False) -> None:
+    """Replace :meth:`MoE.set_deepspeed_parallelism`: experts on one rank need no groups."""
 
 
 def _remove_config(args: Any) -> Any:
@@ -504,12 +519,10 @@ def _remove_config(args: Any) -> Any:
 def weight_decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
     """Return parameter groups for an optimizer: matrices with weight decay, vectors (biases, norms) without it.
 
-    This is the convention of GPT-2, BERT and Megatron. Empty groups are omitted. Replicas get the same groups in the
-    same order, as ZeRO requires.
+    This is the convention of GPT-2, BERT and Megatron. All ranks get both groups, in this order.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
+    return [
         {"params": [parameter for parameter in trained if parameter.dim() > 1]},
         {"params": [parameter for parameter in trained if parameter.dim() <= 1], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]

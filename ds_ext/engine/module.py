@@ -8,6 +8,7 @@ partitions match by position.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import logging
@@ -32,7 +33,7 @@ from ..parallel.fbd import FORWARD_ROLE
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan, StagePlan, make_stage_plan
-from ..tensor_parallel import KeyedLayers
+from ..tensor_parallel import KeyedLayers, is_sharded
 from .deepspeed_api.device import select_device
 from .deepspeed_api.names import require_built, require_names
 from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, run_with_recompute
@@ -43,12 +44,15 @@ from .ties import (
     find_shared,
     index_shared,
     index_tied_modules,
+    join_kinds,
     join_tied_rows,
     require_visible_parameters,
     require_whole_ties,
+    separate_kinds,
     stage_of,
     tied_weights,
 )
+from .wrappers import let_names_be_plain, plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +65,33 @@ class Clock(Protocol):
         ...
 
 
-class PipelineModule(DeepSpeedPipelineModule):
+# Attributes that a copy of the module shares with it.
+_SHARED = ("_plan", "_topo", "_grid", "_layer_specs", "_head_specs", "clock", "loss_fn", "world_group")
+
+
+class Unpicklable:
+    """Base class of the module and the engine, whose process groups exist in this process only."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raise ConfigError: neither pickle nor torch.save() can write it."""
+        raise ConfigError(
+            f"{type(self).__name__}: has process groups, which cannot be pickled (got a call of torch.save, pickle or "
+            f"copy). Save engine.module.state_dict() or use engine.save_checkpoint(), and copy engine.module instead "
+            f"of the engine."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Raise ConfigError. Otherwise DeepSpeed's engine would return a copy of its module."""
+        self.__reduce_ex__(2)
+
+    def __copy__(self) -> Any:
+        """Return an object with the same attributes."""
+        copied = object.__new__(type(self))
+        vars(copied).update(vars(self))
+        return copied
+
+
+class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
     """Layers divided into the stages of a schedule's placement.
 
     Takes the arguments of :class:`deepspeed.pipe.PipelineModule`, and a schedule. The schedule and the sizes come from
@@ -103,6 +133,9 @@ class PipelineModule(DeepSpeedPipelineModule):
             seed of the loaded checkpoint.
     """
 
+    keeps_modes = False  # during a training step
+    _before_eval: Sequence[torch.nn.Module] = ()
+
     def __init__(
         self,
         layers: Iterable[Any],
@@ -139,6 +172,7 @@ class PipelineModule(DeepSpeedPipelineModule):
             body, self.tied_rows = layers, list[dict[int, str]]()
             if self._head_specs:
                 body, self.tied_rows = divide_tied_embedding(layers, placement.head_parts)
+            body, self.tied_kinds = separate_kinds(body)
             if len(body) < placement.stages:
                 raise ConfigError(
                     f"layers: {plan.schedule.name} has {placement.stages} stages on {placement.devices_per_pipe} "
@@ -175,16 +209,67 @@ class PipelineModule(DeepSpeedPipelineModule):
                 **kwargs,
             )
         require_built(self)
+        if layout.tensor_parallel_size > 1:
+            for parameter in filter(is_sharded, self.parameters()):
+                parameter.model_parallel = True  # pyright: ignore[reportAttributeAccessIssue] read by norms
+        for named in {id(m): m for stage in self.stages for m in self.stage_modules(stage).values()}.values():
+            let_names_be_plain(named)
+        let_names_be_plain(self)
         # DeepSpeed numbers the ranks of a model copy by global rank, and mirrored devices run in reverse order.
         # Its norms and file names use this number, so replicas must have the same one.
         coordinate = self.topology().get_coord(dist.get_rank())
         self.mpu().ds_model_rank = coordinate.pipe * self.mpu().model_parallel_size + getattr(
             coordinate, "model", 0
         )
-        self.placeholder: torch.nn.Parameter | None = None
-        if not any(parameter.requires_grad and parameter.numel() for parameter in self.parameters()):
-            # Optimizers need a parameter. The gradient of this one is zero. It is in no stage and no checkpoint.
-            self.placeholder = torch.nn.Parameter(torch.zeros(1))
+        self.placeholders: list[torch.nn.Parameter] = []
+        if not trains(self.parameters()):
+            self.add_placeholder()  # for an optimizer that the script makes of the trained parameters
+
+    def fill_groups(self, groups: list[Any]) -> None:
+        """Add a placeholder to each group without a trained parameter of this rank.
+
+        DeepSpeed removes empty groups, so that positions would differ between ranks, and fails on groups of frozen
+        parameters.
+
+        Args:
+            groups: parameters or parameter groups of this rank.
+        """
+        all_groups = groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]
+        is_named = any(isinstance(entry, tuple) for group in all_groups for entry in group["params"])
+        for group in all_groups:
+            if not trains(group["params"]):
+                name, placeholder = self.add_placeholder()
+                group["params"].append((name, placeholder) if is_named else placeholder)
+                if "param_names" in group:
+                    group["param_names"].append(name)
+
+    def add_placeholder(self, dim: int = 1) -> tuple[str, torch.nn.Parameter]:
+        """Return a new parameter with its name, for a group of an optimizer, which must not be empty.
+
+        Its gradient is zero. It is in no stage and no checkpoint.
+        """
+        trained = [p for p in self.parameters() if p.requires_grad and p.is_floating_point()]
+        like = trained[0].detach() if trained else torch.zeros(1)
+        name = f"placeholder_{len(self.placeholders)}"
+        placeholder = torch.nn.Parameter(like.new_zeros([1] * dim))
+        placeholder.use_muon = dim > 1  # pyright: ignore[reportAttributeAccessIssue]
+        self.register_parameter(name, placeholder)
+        self.placeholders.append(placeholder)
+        return name, placeholder
+
+    def hide_placeholders(self) -> None:
+        """Leave the placeholders to the optimizer, except one of a rank that trains nothing.
+
+        Scripts read names and parameters of the module, and make optimizers of them.
+        """
+        hidden = set(map(id, self.placeholders if trains(self.layer_parameters()) else self.placeholders[1:]))
+        for name in [name for name, parameter in self._parameters.items() if id(parameter) in hidden]:
+            del self._parameters[name]
+
+    def layer_parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Return the parameters of this rank without placeholders."""
+        ids = set(map(id, self.placeholders))
+        return (parameter for parameter in self.parameters() if id(parameter) not in ids)
 
     @property
     def plan(self) -> JobPlan:
@@ -285,6 +370,7 @@ class PipelineModule(DeepSpeedPipelineModule):
         """Return the ties that need communication. In a V placement, both ends of a tie are on the same rank."""
         require_whole_ties(self)
         join_tied_rows(self)
+        self.joined = join_kinds(self)
         self.shared = find_shared(self)
         return index_tied_modules(self) | index_shared(self)
 
@@ -302,7 +388,42 @@ class PipelineModule(DeepSpeedPipelineModule):
             for weight in tied_weights(tie["module"], tie["weight_attr"]):
                 yield weight, tie
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModule:
+        """Return a module with copies of the layers, for averages of weights.
+
+        It shares process groups, plan, layout, clock, and loss function with this one. Ties hold in it.
+        """
+        shared = [vars(self).get(name) for name in _SHARED] + [
+            *torch.distributed.distributed_c10d._world.pg_map
+        ]
+        copied: Any = copy.copy(self)
+        memo |= {id(self): copied} | {id(value): value for value in shared}
+        copied.__dict__.update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield (name, parameter) as torch does, without the names of wrappers, see :mod:`.wrappers`."""
+        return ((plain_name(name), value) for name, value in super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, buffer) as torch does, without the names of wrappers."""
+        return ((plain_name(name), value) for name, value in super().named_buffers(*args, **kwargs))
+
     # --- running ---
+
+    def train(self, mode: bool = True) -> PipelineModule:
+        """Set the mode of all layers, except to train mode in a training step, where DeepSpeed calls this."""
+        if mode and self.keeps_modes:
+            return self
+        if self.training and not mode:
+            self._before_eval = [module for module in self.modules() if module.training]
+        return super().train(mode)
+
+    def undo_eval(self) -> None:
+        """After ``eval()`` of this module, set its parts to their modes before."""
+        if not self.training:
+            for module in self._before_eval:
+                module.training = True
 
     def forward_stage(self, stage: int, inputs: Any, step: int, micro_batch: int) -> Any:
         """Return the output of the layers of one stage.
@@ -435,6 +556,12 @@ class PipelineModule(DeepSpeedPipelineModule):
         finally:
             self.tied_comms = ties
         self._synchronize_tied_weights()
+
+
+def trains(parameters: Iterable[Any]) -> bool:
+    """Return whether one of the parameters, or pairs (name, parameter), is trained and has elements."""
+    plain = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
+    return any(parameter.requires_grad and parameter.numel() for parameter in plain)
 
 
 def _plan(

@@ -134,8 +134,12 @@ class RankState:
 
     @functools.cached_property
     def trained(self) -> dict[str, LocalParameter]:
-        """Trained parameters by name. Frozen ones have their values again when the script starts again."""
-        return {name: local for name, local in self.parameters.items() if local.parameter.requires_grad}
+        """Parameters that this job has trained, by name. Others have their values again after a restart."""
+        return {
+            name: local
+            for name, local in self.parameters.items()
+            if local.parameter.requires_grad or getattr(local.parameter, "was_trained", False)
+        }
 
     # --- parts ---
 
@@ -205,6 +209,9 @@ class RankState:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Load :meth:`tensors` and :meth:`values` of this rank, of the same job. All ranks must call this together."""
+        kept = {key.removeprefix("weight/") for key in tensors}
+        for name in kept & self.parameters.keys():
+            self.parameters[name].parameter.was_trained = True  # pyright: ignore[reportAttributeAccessIssue]
         for local, _, target in self.weights(self.trained):
             target.copy_(tensors[f"weight/{local.unique_name}"].view_as(target))
         if self._engine.role.in_checkpoints:

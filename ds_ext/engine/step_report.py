@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..planner.job_plan import JobPlan
-from .batches import StepData, require_same_samples
+from .batches import StepData, require_data, require_same_samples
 from .deepspeed_api.device import peak_memory_bytes
 from .losses.step import StepLoss, StepLosses
 from .recovery.recovery import Recovery
@@ -29,12 +29,14 @@ class Gathered:
         bubble: share of the time so far in which an average rank did not compute.
         peak_memory_of_ranks: peak memory of every rank so far, in bytes.
         stop_causes: cause of every rank's request to end the run; 0 without one. See :mod:`..launch.stop`.
+        num_changed: number of parameters that the script froze or unfroze before the step.
     """
 
     losses: StepLoss
     bubble: float
     peak_memory_of_ranks: tuple[int, ...]
     stop_causes: tuple[int, ...]
+    num_changed: int
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ def gather_step(
     losses: StepLosses,
     busy: BusyClock,
     weights_set: int,
+    num_changed: int,
     step: int,
     device: torch.device,
     stop_cause: int,
@@ -119,25 +122,29 @@ def gather_step(
         losses: losses of this rank.
         busy: clock of this rank's computations.
         weights_set: number of elements of the weights that the script set before the step.
+        num_changed: number of parameters of this rank that the script froze or unfroze before the step.
         step: number of the step, from 1, for this warning.
         device: device of this rank's tensors.
         stop_cause: cause of this rank's request to end the run; 0 without one.
 
     Raises:
-        ConfigError: ranks read different samples, or the losses are not of one form.
+        ConfigError: the data of a rank ended, ranks read different samples, or the losses are not of one form.
     """
-    measured = [*busy.read(), float(peak_memory_bytes(device)), float(weights_set), float(stop_cause)]
+    changes = float(weights_set), float(num_changed)
+    measured = [*busy.read(), float(peak_memory_bytes(device)), *changes, float(stop_cause)]
+    measured += map(float, data.ended)
     samples = data.checksums()
     rows = rows_of_ranks([*measured, *samples, *losses.numbers()], device)
     first_loss = len(measured) + len(samples)
+    require_data(data, [row[len(measured) - 2 : len(measured)] for row in rows])
     require_same_samples([row[len(measured) : first_loss] for row in rows])
-    seconds, spans, peaks, weights, causes, *_ = zip(*rows, strict=True)
+    seconds, spans, peaks, weights, changed, causes, *_ = zip(*rows, strict=True)
     if torch.distributed.get_rank() == 0 and any(weights):
         text = "step %d: the script set %d elements of the weights; the fp32 master weights have their values"
         logger.warning(text, step, int(sum(weights)))
     bubble = 1 - sum(seconds) / len(seconds) / max(*spans, 1e-9)
     result = losses.result([row[first_loss:] for row in rows])
-    return Gathered(result, bubble, tuple(map(int, peaks)), tuple(map(int, causes)))
+    return Gathered(result, bubble, tuple(map(int, peaks)), tuple(map(int, causes)), int(sum(changed)))
 
 
 def vote(

@@ -8,6 +8,7 @@ the whole layer list, and tie shared parameters as DeepSpeed ties layers.
 from __future__ import annotations
 
 import bisect
+import copy
 import inspect
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,11 +20,13 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from ..errors import ConfigError
 from ..parallel.layout import ParallelLayout
 from .grid import FoldedTopology
 from .together import together
+from .wrappers import plain_name, plain_names
 
 
 class LayeredModule(Protocol):
@@ -38,6 +41,8 @@ class LayeredModule(Protocol):
     parts: list[int]
     shared: list[SharedParameter]
     tied_rows: list[dict[int, str]]  # of a tied head in parts: layer -> parameter, of every part
+    tied_kinds: dict[str, list[int]]  # key of a tie of several kinds of layers -> its layers
+    joined: list[dict[int, str]]  # layer -> parameter, of every weight that different kinds of layers tie
     tied_modules: Mapping[str, nn.Module]
     tied_weight_attrs: Mapping[str, list[str]]
     _layer_specs: Sequence[Any]
@@ -157,6 +162,40 @@ def divide_tied_embedding(layers: Sequence[Any], parts: int) -> tuple[list[Any],
     return body, [{index: f"{name}.{part}", len(body) + part: "weight"} for part in range(parts)]
 
 
+def separate_kinds(layers: Sequence[Any]) -> tuple[list[Any], dict[str, list[int]]]:
+    """Return the layers, and the places of every key whose TiedLayerSpecs differ in class or arguments.
+
+    DeepSpeed builds one layer for a key on each rank. So the specs of a further class, or with further arguments, get a
+    key with the index of their first layer, and :func:`join_kinds` ties the weights.
+    """
+    separated, places = list(layers), dict[str, list[int]]()
+    for index, spec in enumerate(layers):
+        if isinstance(spec, TiedLayerSpec):
+            earlier = places.setdefault(spec.key, [])
+            first = next((i for i in earlier if _builds_the_same(layers[i], spec)), index)
+            earlier.append(index)
+            if not _builds_the_same(layers[earlier[0]], spec):
+                separated[index] = copy.copy(spec)
+                separated[index].key = f"{spec.key}@{first}"
+    return separated, {
+        k: of_key for k, of_key in places.items() if any(separated[i] is not layers[i] for i in of_key)
+    }
+
+
+def _builds_the_same(a: LayerSpec, b: LayerSpec) -> bool:
+    """Return whether specs have the same class and equal arguments; equal tensors and arrays are one object."""
+    (values, form), (others, other_form) = (
+        tree_flatten((spec.typename, spec.module_args, spec.module_kwargs)) for spec in (a, b)
+    )
+    try:
+        return form == other_form and all(
+            x is y or (type(x) is type(y) and not hasattr(x, "shape") and bool(x == y))
+            for x, y in zip(values, others, strict=True)
+        )
+    except Exception:  # of an argument's own comparison
+        return False
+
+
 # --- TiedLayerSpec ---
 
 
@@ -189,43 +228,100 @@ def require_whole_ties(module: LayeredModule) -> None:
     Raises:
         ConfigError: on all ranks; it names the tie and the parameters.
     """
+    if any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs):
+        together(lambda: check_ties(module))
+
+
+def check_ties(module: LayeredModule) -> None:
+    """Raise ConfigError for a tied layer on this rank that trains more than its tied weights."""
     places: dict[str, list[TiedLayerSpec]] = {}
     for spec in module._layer_specs:
         if isinstance(spec, TiedLayerSpec):
             places.setdefault(spec.key, []).append(spec)
-    ties = {key: specs for key, specs in places.items() if len(specs) > 1}
-    if ties:
-        together(lambda: _check_ties(module, ties))
-
-
-def _check_ties(module: LayeredModule, ties: dict[str, list[TiedLayerSpec]]) -> None:
-    """Raise ConfigError for a tied layer on this rank that trains more than its tied weights."""
-    for key, specs in ties.items():
-        if key not in module.tied_modules:
+    for key, specs in places.items():
+        if len(specs) < 2 or key not in module.tied_modules:
             continue
         layer = module.tied_modules[key]
-        parameters = dict(layer.named_parameters(remove_duplicate=False))
-        ids = {id(parameter) for parameter in parameters.values()}
-        names = sorted({name for spec in specs for name in spec.tied_weight_attr})
-        unknown = [name for name in names if id(_attribute(layer, name)) not in ids]
-        if unknown:
-            raise ConfigError(
-                f"tied_weight_attr: must name parameters of the tied layer {key!r} (got {', '.join(unknown)}; "
-                f"{type(layer).__name__} has {', '.join(parameters) or 'no parameters'})."
-            )
+        _require_parameters(layer, key, sorted({name for spec in specs for name in spec.tied_weight_attr}))
         # Only weights that every spec names are tied.
         tied = set.intersection(
             *({id(p) for p in tied_weights(layer, spec.tied_weight_attr)} for spec in specs)
         )
-        untied = [name for name, p in layer.named_parameters() if p.requires_grad and id(p) not in tied]
+        first_names = plain_names(dict(layer.named_parameters()))
+        untied = [name for name, p in first_names.items() if p.requires_grad and id(p) not in tied]
         if untied:
-            all_names = [name for name, p in layer.named_parameters() if p.requires_grad or id(p) in tied]
+            all_names = [name for name, p in first_names.items() if p.requires_grad or id(p) in tied]
             raise ConfigError(
                 f"tied_weight_attr: all trainable parameters of the tied layer {key!r} must be tied, or some schedules "
                 f"would share them and others would not (got {', '.join(untied)} of {type(layer).__name__} untied). "
                 f"Set tied_weight_attr={all_names} in all {len(specs)} TiedLayerSpecs, build the layer without them "
                 f"(nn.Linear: bias=False), or move them to a separate layer."
             )
+
+
+def _require_parameters(layer: nn.Module, key: str, names: Iterable[str]) -> None:
+    """Raise ConfigError for names in ``tied_weight_attr`` that are no parameters of a tied layer."""
+    parameters = plain_names(dict(layer.named_parameters(remove_duplicate=False)))
+    ids = {id(parameter) for parameter in parameters.values()}
+    unknown = [name for name in names if id(_attribute(layer, name)) not in ids]
+    if unknown:
+        raise ConfigError(
+            f"tied_weight_attr: must name parameters of the tied layer {key!r} (got {', '.join(unknown)}; "
+            f"{type(layer).__name__} has {', '.join(parameters) or 'no parameters'})."
+        )
+
+
+def join_kinds(module: LayeredModule) -> list[dict[int, str]]:
+    """Let layers of one tie that differ in class or arguments share its weights. All ranks must call this together.
+
+    Returns layer -> name of every weight, in the order of ``tied_weight_attr``. Raises ConfigError on all ranks for
+    layers that name different weights.
+    """
+    if not module.tied_kinds:
+        return []
+    layers, specs = dict(_built_layers(module)), module._layer_specs
+    keys = {index: key for key, places in module.tied_kinds.items() for index in places}
+
+    def describe() -> dict[int, dict[str, str]]:
+        return {i: _describe_tied(layers[i], keys[i], specs[i].tied_weight_attr) for i in keys if i in layers}
+
+    weights = {index: by_name for by_layer in together(describe) for index, by_name in by_layer.items()}
+    joined: list[dict[int, str]] = []
+    for key, places in module.tied_kinds.items():
+        for index in places:
+            if [*weights[index].values()] != [*weights[places[0]].values()]:
+                got = [f"{weights[i]} of {specs[i].typename.__name__}" for i in (places[0], index)]
+                raise ConfigError(
+                    f"tied_weight_attr: layers {places[0]} and {index} of the tie {key!r} must name equal weights (got "
+                    f"{got[0]} and {got[1]}). Name them in one order, or use one class, with a forward_fn."
+                )
+        joined += [
+            dict(zip(places, names, strict=True)) for names in zip(*(weights[i] for i in places), strict=True)
+        ]
+    for places in joined:
+        held = [index for index in places if index in layers]
+        copies = [layers[index].get_parameter(places[index]) for index in held]
+        for index in held:
+            _join(layers[index], copies)
+    return joined
+
+
+def _describe_tied(layer: nn.Module, key: str, names: Sequence[str]) -> dict[str, str]:
+    """Return first name -> shape and dtype of each tied weight of a layer."""
+    _require_parameters(layer, key, names)
+    first_names = {parameter: name for name, parameter in plain_names(dict(layer.named_parameters())).items()}
+    weights = [_attribute(layer, name) for name in names]
+    return {first_names[w]: f"{tuple(w.shape)} {w.dtype}{' frozen' * (not w.requires_grad)}" for w in weights}
+
+
+def _join(layer: nn.Module, copies: Sequence[nn.Parameter]) -> None:
+    """Let a layer use the first copy. The others lose their elements: a layer that kept one elsewhere then fails."""
+    others = {id(parameter) for parameter in copies if parameter is not copies[0]}
+    for module in layer.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(parameter) in others:
+                setattr(module, name, copies[0])
+                parameter.data = parameter.new_empty(0)
 
 
 def index_tied_modules(module: LayeredModule) -> dict[str, Any]:
@@ -240,6 +336,8 @@ def index_tied_modules(module: LayeredModule) -> dict[str, Any]:
             layers.setdefault(layer.key, []).append(index)
     ties: dict[str, Any] = {}
     for key in sorted(layers):
+        if any(layers[key][0] in places for places in module.tied_kinds.values()):
+            continue  # index_shared ties the weights
         for ranks in _rank_groups(module, layers[key]):
             group = dist.new_group(ranks=list(ranks))
             if module.global_rank in ranks:
@@ -284,7 +382,7 @@ def join_tied_rows(module: LayeredModule) -> None:
             (first, name), (part, weight) = places.items()
             if first not in layers:
                 continue
-            state, rows = layers[first].state_dict(), _attribute(layers[first], name)
+            state, rows = plain_names(layers[first].state_dict()), _attribute(layers[first], name)
             expected = [places[first] for places in module.tied_rows]
             if sorted(state) != sorted(expected) or not isinstance(rows, nn.Parameter):
                 raise ConfigError(
@@ -337,9 +435,9 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
             raise ConfigError(_refusal(module, places))
         shared.append(SharedParameter(tensor, dict(sorted(places.items()))))
     layers = dict(_built_layers(module))
-    for places in module.tied_rows:
+    for places in (*module.tied_rows, *module.joined):
         held = (_attribute(layers[index], name) for index, name in places.items() if index in layers)
-        whole = places[min(places)].rpartition(".")[0]
+        whole = places[min(places)].rpartition(".")[0] if places in module.tied_rows else ""
         shared.append(SharedParameter(next(held, None), places, whole))
     return shared
 
@@ -459,7 +557,7 @@ def _entry_tensors(value: Any) -> Iterator[Tensor]:
 
 def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of parameters, under each of their names, and of saved floating-point buffers."""
-    yield from layer.named_parameters(remove_duplicate=False)
+    yield from plain_names(dict(layer.named_parameters(remove_duplicate=False))).items()
     for prefix, module in layer.named_modules():
         for name, buffer in module._buffers.items():
             if (
@@ -467,7 +565,7 @@ def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 and buffer.is_floating_point()
                 and name not in module._non_persistent_buffers_set
             ):
-                yield f"{prefix}.{name}" if prefix else name, buffer
+                yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
 def _built_layers(module: LayeredModule) -> Iterator[tuple[int, nn.Module]]:
@@ -480,8 +578,10 @@ def _is_tied(module: LayeredModule, index: int) -> bool:
     return isinstance(module._layer_specs[index], TiedLayerSpec)
 
 
-def _is_one_tie(module: LayeredModule, places: Iterable[int]) -> bool:
-    """Return whether one TiedLayerSpec key ties all ``places``."""
+def _is_one_tie(module: LayeredModule, places: Mapping[int, str]) -> bool:
+    """Return whether one TiedLayerSpec key ties all ``places``: layer -> parameter."""
+    if any(places.items() <= joined.items() for joined in module.joined):
+        return True
     specs = [module._layer_specs[index] for index in places]
     return all(isinstance(spec, TiedLayerSpec) for spec in specs) and len({spec.key for spec in specs}) == 1
 

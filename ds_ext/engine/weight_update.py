@@ -5,6 +5,7 @@ DeepSpeed's or torch's optimizer takes the step itself.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,22 +14,111 @@ from typing import Any
 import torch
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from deepspeed.runtime.pipe import schedule as ds
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..config.deepspeed_json import precision
 from ..config.schedulers import require_plain_step
 from ..errors import ConfigError
 from ..pipe_schedules.reductions import order_of_reductions
 from .checkpoint.master_weights import MasterWeights
 from .checkpoint.states import parameters_of
 from .deepspeed_api.handlers import is_patch
+from .deepspeed_api.names import loss_scaler
 from .grad_norm import clip_grad_norm
 from .grad_sync import EagerReduction, Gradients, as_real, why_not_eager
 from .losses.step import Loss
 from .losses.watch import LossWatch
+from .ties import check_ties
+from .together import together
 from .weight_gathers import WeightGathers
 
 logger = logging.getLogger(__name__)
+
+
+class TrainedParameters:
+    """Parameters of this rank that require gradients, and those that a script has frozen or unfrozen since a step.
+
+    Scripts of ranks may differ, and reductions would then wait forever. So those of the first step after a change are
+    as before it. With its losses, the ranks gather whether one of them has changes, and then compare them.
+
+    Args:
+        engine: :class:`.engine.PipelineEngine`.
+
+    Attributes:
+        changed: parameters whose ``requires_grad`` differs from that of the last step.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        parameters = parameters_of(engine.module, engine.layout.tensor_parallel_size).values()
+        self._parameters = [*parameters] if engine.role.has_gradients else []
+        self._objects = [local.parameter for local in self._parameters]
+        self._flags = self._read()
+        self.changed: list[nn.Parameter] = []
+
+    def _read(self) -> list[bool]:
+        return [parameter.requires_grad for parameter in self._objects]
+
+    def take_changes(self) -> None:
+        """Find what the script has changed since the last step."""
+        flags = self._read()
+        self.changed = []
+        if flags != self._flags:
+            rows = zip(self._objects, flags, self._flags, strict=True)
+            self.changed = [parameter for parameter, now, before in rows if now != before]
+
+    @contextmanager
+    def before_changes(self) -> Iterator[None]:
+        """Context of a reduction, in which parameters require gradients as in the last step."""
+        self._toggle()
+        try:
+            yield
+        finally:
+            self._toggle()
+
+    def _toggle(self) -> None:
+        for parameter in self.changed:
+            parameter.requires_grad_(not parameter.requires_grad)
+
+    def agree(self) -> list[nn.Parameter]:
+        """Compare the changes of all ranks, and return the parameters that are trained from this step on.
+
+        All ranks must call this together. Raises ConfigError on all of them if the optimizer of one cannot follow, or
+        ranks with the same parameter differ.
+        """
+        known: dict[str, tuple[bool, int]] = {}
+        for rank, flags in enumerate(together(self._check)):
+            for name, flag in flags.items():
+                other, first = known.setdefault(name, (flag, rank))
+                if flag != other:
+                    error = ConfigError(
+                        f"{name}: requires_grad must be the same on all ranks with this parameter (got {other} on rank "
+                        f"{first}, {flag} on rank {rank}). Set it in the same step on all ranks."
+                    )
+                    error.reported_by = 0
+                    raise error
+        unfrozen = [parameter for parameter in self.changed if parameter.requires_grad]
+        for parameter in self.changed:
+            parameter.was_trained = True  # pyright: ignore[reportAttributeAccessIssue]
+        self._flags, self.changed = self._read(), []
+        return unfrozen
+
+    def _check(self) -> dict[str, bool]:
+        """Return a dict of name -> whether the parameter is trained. Raises ConfigError if the optimizer differs."""
+        optimizer, changed = self._engine.optimizer, set(map(id, self.changed))
+        held, fix = set[int](), "Save a checkpoint, and load it in an engine that is built with it"
+        if not isinstance(optimizer, DeepSpeedOptimizer):  # torch's skips frozen ones
+            held = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+            held |= {id(parameter) for parameter in self.changed if not parameter.requires_grad}
+            fix = "Pass module.parameters() to initialize(), or call engine.optimizer.add_param_group() before the step"
+        missing = [one for one in self._parameters if id(one.parameter) in changed - held]
+        if missing:
+            names = ", ".join([*(one.name for one in missing[:4]), "..."][: len(missing)])
+            raise ConfigError(
+                f"{names}: the optimizer does not support a requires_grad that was changed after initialize() (got "
+                f"{missing[0].parameter.requires_grad}). {fix}."
+            )
+        check_ties(self._engine.module)
+        return {local.name: local.parameter.requires_grad for local in self._parameters}
 
 
 class WeightUpdate:
@@ -45,11 +135,12 @@ class WeightUpdate:
         loss_watch: counter of consecutive steps with a non-finite loss or gradient.
 
     Raises:
-        ConfigError: the scheduler cannot be stepped without arguments.
+        ConfigError: the scheduler or the optimizer cannot be stepped without arguments.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine, self._optimizer = engine, engine.optimizer
+        _require_no_closure(engine.optimizer)
         if engine.lr_scheduler is not None:
             scheduler = type(engine.lr_scheduler).__name__
             fix = "Give step() defaults, or step the scheduler in the script after train_batch()."
@@ -63,12 +154,16 @@ class WeightUpdate:
         self.masters = MasterWeights(self._optimizer)
         self.reduction = self._make_reduction() if self.is_eager(engine) else None
         self.gathers = self._make_gathers()
-        # DeepSpeed's default, 0, is a dynamic loss scale, which skips steps.
-        deepspeed_json = engine.plan.job.deepspeed
-        dynamic_scale = precision(deepspeed_json) == "fp16" and not deepspeed_json["fp16"].get("loss_scale")
-        limit = engine.plan.settings.max_nonfinite_losses
-        self.loss_watch = LossWatch(parameters, self.gradients, limit, dynamic_scale)
+        scaler, settings = loss_scaler(self._optimizer), engine.plan.settings
+        self.loss_watch = LossWatch(
+            parameters,
+            self.gradients,
+            settings.max_nonfinite_losses,
+            dynamic_scale=scaler is not None and scaler.dynamic,
+            allows_zeros=settings.allow_zero_norm,
+        )
         self._dependencies = _dependencies(engine)
+        self._unfrozen: list[nn.Parameter] = []  # in this step, not reduced with the others
 
     @staticmethod
     def is_eager(engine: Any) -> bool:
@@ -114,9 +209,12 @@ class WeightUpdate:
         return True
 
     def resize(self) -> None:
-        """Use the plan's timetable, which has got another number of micro-batches."""
+        """Use the plan's timetable, which has got another number of micro-batches, and the agreed parameters."""
+        trained = self._engine.trained
+        trained.take_changes()
         if self.reduction is not None:
-            self.reduction = self._make_reduction()
+            with trained.before_changes():
+                self.reduction = self._make_reduction()
 
     # --- in a step ---
 
@@ -124,6 +222,27 @@ class WeightUpdate:
         """Wait until the weights of a stage are gathered; None: those of all stages."""
         if self.gathers is not None:
             self.gathers.wait(stage)
+
+    def agree_on_trained(self) -> None:
+        """Compare the changes of all ranks. All ranks must call this together, after the reductions of the step."""
+        self._unfrozen = self._engine.trained.agree()
+        self.resize()
+
+    def reduce_unfrozen(self) -> None:
+        """Reduce the gradients of parameters that are trained since this step."""
+        parameters, self._unfrozen = self._unfrozen, []
+        ids, gradients = set(map(id, parameters)), self.gradients
+        if not ids:
+            return
+        ties = self._engine.module.get_tied_weights_and_groups()
+        gradients.sum_tied((weight, group) for weight, group in ties if id(weight) in ids)
+        used = gradients.fill_missing(parameters)
+        if gradients.replicas > 1:
+            real = [as_real(gradient) for gradient in map(gradients.get, parameters) if gradient is not None]
+            for dtype in sorted({gradient.dtype for gradient in real}, key=str):
+                same = [gradient for gradient in real if gradient.dtype == dtype]
+                gradients.reduce(same, average=self._engine.gradient_average)
+            gradients.drop_unused_by_all(parameters, used)
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
@@ -144,12 +263,20 @@ class WeightUpdate:
         return self._optimizer.scale_if_loss(root) if is_deepspeed else root
 
     def begin_reduction(self, step: int, module: Any) -> None:
-        """Check the gradients of a step before their reduction."""
-        self.loss_watch.record_gradients(step)
-        if module.placeholder is not None:
-            # The bf16 optimizer needs at least one gradient.
+        """Check the gradients of a step before their reduction; with eager reductions, the remaining ones."""
+        remaining = module.parameters() if self.reduction is None else self.reduction.parameters[None]
+        self.loss_watch.record_gradients(step, remaining)
+        if module.placeholders:
+            # The bf16 optimizer needs at least one gradient. A script may have frozen all parameters.
             with (self.gradients.accumulating or nullcontext)():
-                (0 * module.placeholder).sum().backward()
+                for placeholder in module.placeholders:
+                    (0 * placeholder.requires_grad_()).sum().backward()
+
+    def reduce_stage(self, step: int, stage: int) -> None:
+        """Check the gradients of a stage, and start their reduction. It does nothing without eager reductions."""
+        if self.reduction is not None:
+            self.loss_watch.record_gradients(step, self.reduction.parameters[stage])
+            self.reduction.start(stage)
 
     def reduce_fp64(self, gradients: list[Tensor], average: bool) -> list[Tensor]:
         """Reduce the fp64 gradients, which DeepSpeed does not, and return the others, complex ones as real views."""
@@ -168,6 +295,16 @@ class WeightUpdate:
             tensor_rank=mpu.get_slice_parallel_rank(),
             model_group=mpu.get_model_parallel_group(),
         )
+
+
+def _require_no_closure(optimizer: Any, *wrappers: Any) -> None:
+    """Raise ConfigError for an optimizer whose step needs a closure, or that wraps one."""
+    if hasattr(optimizer, "param_groups") and hasattr(type(optimizer), "step"):
+        step = functools.partial(type(optimizer).step, optimizer)  # that of the object may be a scheduler's
+        require_plain_step("optimizer", type(optimizer).__name__, step, "Use AdamW.")
+        for value in vars(optimizer).values():
+            if not any(value is wrapper for wrapper in (optimizer, *wrappers)):
+                _require_no_closure(value, optimizer, *wrappers)
 
 
 def _dependencies(engine: Any) -> list[Any]:

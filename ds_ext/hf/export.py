@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine.together import by_rank_0, together
+from ..engine.wrappers import plain_name
 from ..errors import ConfigError
 from .layers import DecoderLayer
 
@@ -51,7 +52,9 @@ def _adapter_weights(engine: PipelineEngine) -> dict[str, Tensor]:
         for name, parameter in layer.module.named_parameters():
             # Other parameters are trained with bias="lora_only", for example.
             if "lora_" in name or parameter.requires_grad:
-                weights[f"{_PREFIX}{layer.path}.{_peft_name(name)}"] = parameter.detach().cpu().clone()
+                weights[f"{_PREFIX}{layer.path}.{_peft_name(plain_name(name))}"] = (
+                    parameter.detach().cpu().clone()
+                )
     return weights
 
 
@@ -77,4 +80,5 @@ def _write(tensors: dict[str, Tensor], lora: Any, base_model: str | None, folder
 
 def _peft_name(name: str) -> str:
     """Return the name in peft's file. The magnitudes of DoRA have none of the suffixes that their module has."""
+    name = name.replace(f".modules_to_save.{_ADAPTER}.", ".")
     return name.replace(f".{_ADAPTER}.", ".").replace("lora_magnitude_vector.weight", "lora_magnitude_vector")

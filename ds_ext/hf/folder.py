@@ -17,6 +17,7 @@ from ..engine.checkpoint.file import TensorFile
 from ..errors import ConfigError
 from ..recipes.data.layout import sampled_checksum
 
+GENERATION = "generation_config.json"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _ROWS = 4096  # that are read at once to compare two weights
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -153,6 +154,15 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of ``config.json``. Raises ConfigError if the file is missing or damaged."""
     return _read_json(folder / CONFIG)
+
+
+def read_generation(folder: Path) -> dict[str, Any]:
+    """Return what a folder has for the generation of text: keys of ``config.json``, and ``generation_config.json``."""
+    keys = {
+        k: v for k, v in read_config(folder).items() if k.endswith("_token_id") or k == "task_specific_params"
+    }
+    path = folder / GENERATION
+    return {CONFIG: keys, GENERATION: _read_json(path) if path.is_file() else None}
 
 
 def _open(path: Path) -> TensorFile:

@@ -67,7 +67,7 @@ class _Part(nn.Module):
         self._dropped = _drop_weights(skeleton, [skeleton.get_submodule(path) for path in paths])
         if adapters is not None:
             skeleton.requires_grad_(False)
-        self.skeleton = skeleton
+        self.skeleton = skeleton.train()  # models of from_pretrained are in evaluation mode
         layers = skeleton.get_submodule(cut.layers)
         for module in layers.modules():
             module._buffers = dict.fromkeys(module._buffers)
@@ -148,7 +148,7 @@ class DecoderLayer(nn.Module):
         self.index = index
         self.path = f"{cut.layers}.{index}"
         self.base_model: str = source.config.name_or_path
-        self.module = source.submodule(self.path)
+        self.module = source.submodule(self.path).train()
         if adapters is not None:
             adapters.insert(source, cut, index, self.module)
 

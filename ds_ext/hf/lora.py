@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 from torch import nn
@@ -11,6 +12,16 @@ from ..errors import ConfigError
 from .cut import Cut
 from .weights import Source
 
+# Fields of LoraConfig that have the effect that they have in peft, or are refused with the reason. Others may need more
+# than adapters in layers, such as a loss, a router or copies of layers, so they must have their defaults.
+_NAMES = (
+    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision runtime_config r target_modules "
+    "exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora modules_to_save init_lora_weights "
+    "layers_to_transform layers_pattern rank_pattern alpha_pattern loftq_config eva_config corda_config lora_ga_config "
+    "use_dora lora_bias target_parameters trainable_token_indices ensure_weight_tying kasa_config velora_config "
+    "use_qalora qalora_group_size"
+)
+FIELDS = frozenset(_NAMES.split())
 # Values of init_lora_weights that leave the frozen weights as they are.
 _INITIAL_VALUES = (True, False, "gaussian", "orthogonal")
 
@@ -40,6 +51,14 @@ class Adapters:
                 f"lora: init_lora_weights must not change the frozen weights (got {lora.init_lora_weights!r}). Use "
                 f"{', '.join(map(repr, _INITIAL_VALUES[:-1]))} or {_INITIAL_VALUES[-1]!r}."
             )
+        for field in dataclasses.fields(lora):
+            value, factory = getattr(lora, field.name), field.default_factory
+            default = field.default if factory is dataclasses.MISSING else factory()
+            if field.name not in FIELDS and value != default:
+                raise ConfigError(
+                    f"lora: {field.name} must have peft's default, {default!r} (got {value!r}). Remove it, or pass a "
+                    f"model with its adapters, from peft.get_peft_model()."
+                )
         self.config = lora
         self._layers = self._adapted_layers(source, cut)
 

@@ -346,8 +346,7 @@ def check_multiple(name: str, micro_batches: int, placement: Placement, alternat
     valid = [n for n in (below, below + step) if n >= step] or [step]
     raise ScheduleError(
         f"{name}: micro_batches must be a multiple of {step}, the number of devices (got {micro_batches}). "
-        f"Use {' or '.join(map(str, valid))}, i.e. gradient_accumulation_steps "
-        f"{' or '.join(str(n // placement.replicas) for n in valid)}.{alternative}"
+        f"Use {' or '.join(map(str, valid))}.{alternative}"
     )
 
 

@@ -58,9 +58,8 @@ def schedule_of_file(path: str | Path) -> Schedule:
                 f"timetable {path}: sequence_slices must be {timetable.slices} (got {slices})."
             )
         if requested != micro_batches:
-            steps, rest = divmod(micro_batches, placement.replicas)
-            fix = f"Use gradient_accumulation_steps {steps}."
-            if rest:
+            fix = f"Use {micro_batches}."
+            if micro_batches % placement.replicas:
                 fix = f"No job can run it: the {placement.replicas} pipes need equal shares."
             raise ScheduleError(
                 f"timetable {path}: micro_batches must be {micro_batches} (got {requested}). {fix}"

@@ -78,16 +78,25 @@ class StagePlan:
         """Return the batch sizes of ``job``. Raises ConfigError."""
         layout = self.layout
         return batch_sizes(
-            job.deepspeed, layout.placement.replicas, layout.data_parallel_size, job.flags, self._supports
+            job.deepspeed,
+            layout.placement.replicas,
+            layout.data_parallel_size,
+            job.flags,
+            self._supports,
+            one_pipe=layout.world_size
+            / (self.settings.pipeline_parallel_size * self.settings.tensor_parallel_size),
         )
 
     def batch_hint(self) -> str:
-        """Return the nearest train_batch_size values that the schedule supports; empty if the JSON sets other keys."""
+        """Return the nearest values of a batch key that the schedule supports; empty without a micro-batch size."""
         train, micro, accumulation = (self.job.deepspeed.get(key) for key in BATCH_KEYS)
-        if train is None or micro is None or accumulation is not None:
+        if micro is None:
             return ""
-        fitting = nearest_train_sizes(train, micro * self.layout.data_parallel_size, self._supports)
-        return f"With train_batch_size: {' or '.join(map(str, fitting))}." if fitting else ""
+        key, size, unit = BATCH_KEYS[2], accumulation or 1, 1
+        if train is not None:
+            key, size, unit = BATCH_KEYS[0], train, micro * self.layout.data_parallel_size
+        fitting = nearest_train_sizes(size, unit, self._supports)
+        return f"With {key}: {' or '.join(map(str, fitting))}." if fitting else ""
 
     def supports_fewer_devices(self) -> bool:
         """Return whether the schedule has a pipeline of fewer devices, which are at least 2."""

@@ -80,7 +80,6 @@ def describe(
         *(f"note: {note}" for note in plan.job.notes),
         f"schedule  {plan.timetable.schedule}, {counted(sizes.micro_batches, 'micro-batch')} of "
         f"{sizes.micro_batch_size}{slices} per pipeline group, {counted(sizes.train_batch_size, 'sample')} per step",
-        *_describe_batch(plan),
         *settings,
         groups,
         *(rows if verbose else []),
@@ -103,23 +102,6 @@ def describe(
     if verbose and sizes.micro_batches <= _GRID_MICRO_BATCHES:
         lines += ["", time_grid(simulation), f"        {_legend(plan)}"]
     return "\n".join(lines)
-
-
-def _describe_batch(plan: JobPlan) -> list[str]:
-    """Return a line if the batch depends on the schedule, because the JSON sets only its accumulation steps."""
-    config, placement = plan.job.deepspeed, plan.layout.placement
-    if (
-        "train_batch_size" in config
-        or "gradient_accumulation_steps" not in config
-        or placement.num_devices == 1
-    ):
-        return []
-    samples, replicas = plan.sizes.train_batch_size, placement.replicas
-    other, pipes = (samples // replicas, "one pipe") if replicas > 1 else (2 * samples, "two pipes")
-    return [
-        f"batch     {other} samples per step with a schedule of {pipes}; every schedule has {samples} if the JSON sets "
-        f'"train_batch_size": {samples} instead of gradient_accumulation_steps'
-    ]
 
 
 def _describe_groups(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> tuple[str, list[str]]:

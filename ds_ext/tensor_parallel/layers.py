@@ -259,7 +259,16 @@ def leave_tensor_parallel(x: Tensor, tp: TensorParallel, sequence_parallel: bool
 
 def shard_dim(parameter: Tensor) -> int | None:
     """Return the dimension along which a parameter is sharded; None if it is replicated."""
-    return getattr(parameter, "partition_dim", None)
+    is_replicated = (
+        getattr(parameter, "tensor_model_parallel", None) is False
+    )  # Megatron's tag, with dimension -1
+    return None if is_replicated else getattr(parameter, "partition_dim", None)
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Return whether a parameter is a shard, by any of the attributes that layers set."""
+    tags = ("model_parallel", "tensor_model_parallel")
+    return shard_dim(parameter) is not None or any(getattr(parameter, tag, False) for tag in tags)
 
 
 def unpadded_size(parameter: Tensor, padded: int) -> int:

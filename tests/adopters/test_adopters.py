@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.losses import learned
 from tests.ranks import Ranks
 from tests.selection import select
 
@@ -101,7 +102,7 @@ def assert_equal(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> No
         for key, value in reference.items():
             exact = key in EXACT
             assert mine[key] == (value if exact else pytest.approx(value, rel=1e-5)), key
-    assert len(set(theirs[0]["losses"])) == len(theirs[0]["losses"])
+    learned(theirs[0]["losses"], unless="the scripts draw other samples for every step")
 
 
 ALL = ["1f1b", "bitpipe", "zb_h1", "zb_v", "bitpipe_zb", "interleaved", "chimera"]

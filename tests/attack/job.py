@@ -56,7 +56,6 @@ def script_words(
     layout = LAYOUTS[launch.layout]
     config = tiny_config(corpus, **layout.ds_ext)
     config |= {"train_batch_size": SAMPLES, "zero_optimization": {"stage": 0}, **layout.config}
-    del config["gradient_accumulation_steps"]
     config["ds_ext"]["train"] |= {"num_layers": 8, "eval_iters": 1}
     if launch.every:
         config["ds_ext"]["recovery"] = {"every": launch.every}

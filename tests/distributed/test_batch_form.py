@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.errors import ConfigError, TransportError
+from tests.plans import batch_of
 from tests.precisions import needs
 from tests.ranks import RankPool, Ranks
 
@@ -21,8 +22,7 @@ WIDTH = 4
 def config(schedule: str = "1f1b", **sections: Any) -> dict[str, Any]:
     section = {"schedule": schedule, "pipeline_parallel_size": 2, "transport_options": {"timeout_s": 20}}
     return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4 if schedule == "1f1b" else 2,
+        **batch_of(schedule, 4 if schedule == "1f1b" else 2),
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**9,

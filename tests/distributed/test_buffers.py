@@ -17,6 +17,7 @@ import ds_ext
 from ds_ext.engine.checkpoint import buffers
 from ds_ext.engine.checkpoint.file import read_plain
 from tests.engine_runs import StepBatches
+from tests.losses import learned
 from tests.ranks import Ranks
 
 STEPS, MICRO_BATCHES, LR, LAYERS = 2, 8, 0.1, 4
@@ -75,9 +76,9 @@ def layers() -> list[Any]:
 
 def batches() -> StepBatches:
     generator = torch.Generator().manual_seed(0)
-    sizes = range(STEPS * MICRO_BATCHES)
-    pairs = [tuple(torch.randn(2, 3, 4, generator=generator) + 1) for _ in sizes]
-    return StepBatches([pairs[:MICRO_BATCHES], pairs[MICRO_BATCHES:], pairs[:MICRO_BATCHES]])
+    first = torch.randn(MICRO_BATCHES, 2, 3, 4, generator=generator) + 1
+    second = first + 0.1 * torch.randn(first.shape, generator=generator)
+    return StepBatches([[tuple(pair) for pair in pairs] for pairs in (first, second, first)])
 
 
 def train(rank: int, case: Case, folder: str) -> tuple[list[float], dict[int, dict[str, Tensor]], list[str]]:
@@ -160,7 +161,7 @@ def in_one_process(replicas: int) -> tuple[list[float], list[dict[str, Tensor]]]
     with torch.no_grad():
         pairs = [data.get(j) for j in range(MICRO_BATCHES)]
         evaluated = sum(float(nn.functional.mse_loss(chain(x), y)) / MICRO_BATCHES for x, y in pairs)
-    return [*losses, evaluated, evaluated], [dict(module.named_buffers()) for module in modules]
+    return [*learned(losses), evaluated, evaluated], [dict(module.named_buffers()) for module in modules]
 
 
 CHANGED = {"mean", "count", "wave", "last", *(f"norm.{name}" for name in ("running_mean", "running_var"))}

@@ -17,6 +17,7 @@ from ds_ext.engine.checkpoint.file import read_plain
 from ds_ext.engine.checkpoint.lock import LOCK
 from ds_ext.errors import CheckpointError, ConfigError
 from tests.engine_runs import StepBatches
+from tests.plans import batch_of
 from tests.ranks import Ranks
 
 
@@ -38,8 +39,7 @@ class Counting(nn.Module):
 
 def build_own(schedule: str, pp: int, gas: int, zero: int, frozen: bool = True) -> Any:
     config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": gas,
+        **batch_of(schedule, gas, pp),
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
         "zero_optimization": {"stage": zero, "reduce_bucket_size": 1000},
         "zero_allow_untested_optimizer": True,
@@ -135,8 +135,7 @@ class Remembering(nn.Linear):
 def remembering(schedule: str, gas: int) -> Any:
     """An engine with training data of its own."""
     config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": gas,
+        **batch_of(schedule, gas),
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
         "steps_per_print": 10**9,
         "ds_ext": {

@@ -26,6 +26,7 @@ from ds_ext.recipes.training.checkpoint_fit import check_load
 from ds_ext.tensor_parallel import skip_initial_values
 from tests.distributed import test_bert, test_checkpoint
 from tests.engine_runs import MODEL, Job, StepBatches, build
+from tests.losses import learned
 from tests.precisions import needs
 from tests.ranks import Ranks
 from tests.reference import random_batches
@@ -116,7 +117,7 @@ def expected_losses(theirs: Any, model: GPTConfig, micro_batches: int, steps: in
         update.step()
         update.zero_grad()
         expected.append(float(loss.detach()))
-    return expected
+    return learned(expected)
 
 
 @pytest.mark.parametrize(("sizes", "zero"), [(("bitpipe_zb", 2, 2, 1, 4), 1), (("1f1b", 2, 1, 2, 2), 0)])

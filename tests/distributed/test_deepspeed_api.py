@@ -29,6 +29,7 @@ from ds_ext.config.job import load_config
 from ds_ext.engine import PipelineEngine
 from ds_ext.errors import ConfigError, DsExtError
 from ds_ext.planner.job_plan import make_job_plan
+from tests.losses import learned
 from tests.precisions import needs
 from tests.ranks import RankPool
 from tests.selection import select
@@ -86,7 +87,7 @@ def plain_losses(optimizer_of: Callable[[Any], torch.optim.Optimizer]) -> list[f
         total.mean().backward()
         losses.append(total.mean().item())
         optimizer.step()
-    return losses
+    return learned(losses)
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

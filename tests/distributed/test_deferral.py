@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import ds_ext
 from ds_ext.tensor_parallel import linear
 from tests.engine_runs import StepBatches
+from tests.plans import batch_of
 from tests.ranks import RankPool
 
 WORDS, WIDTH = 64, 4
@@ -44,8 +45,7 @@ class Warnings(logging.Handler):
 def train(rank: int, schedule: str, head: Any) -> tuple[float | None, list[str], list[float]]:
     """(deferred share, warnings, losses) of two steps of a model with a tied table."""
     settings = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 4,
+        **batch_of(schedule, 4),
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "steps_per_print": 10**9,
         "ds_ext": {"schedule": schedule, "pipeline_parallel_size": 2},

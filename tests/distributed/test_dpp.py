@@ -126,8 +126,8 @@ def evaluate_and_train(rank: int, job: Job) -> dict[str, Any]:
 class ImpatientJob(Job):
     """Waits for three seconds at most."""
 
-    def config(self, replicas: int) -> dict[str, Any]:
-        config = super().config(replicas)
+    def config(self) -> dict[str, Any]:
+        config = super().config()
         config["ds_ext"]["transport_options"]["timeout_s"] = 3
         return config
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import ds_ext
 from ds_ext.engine import PipelineEngine
 from ds_ext.engine.batches import MicroBatches
 from ds_ext.errors import ConfigError
+from tests.plans import batch_of
 from tests.ranks import Ranks
 
 Pair = tuple[Tensor, Tensor]
@@ -136,3 +138,83 @@ def train_too_little(rank: int) -> str:
 def test_training_data_smaller_than_a_batch(ranks: Ranks) -> None:
     for text in ranks(2).run(train_too_little):
         assert "training step" in text and "8 samples" in text and "(got 6)" in text
+
+
+def end_early(
+    rank: int, schedule: str, pp: int, tp: int, lengths: list[int], mode: str, loss: str
+) -> tuple[str, int]:
+    """Give every rank an iterator of its length, in steps of 4 micro-batches. Return the error and the steps before."""
+    config = {
+        **batch_of(schedule, 4, pp * tp),
+        "steps_per_print": 10**9,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "ds_ext": {
+            "print_plan": False,
+            "schedule": schedule,
+            "pipeline_parallel_size": pp,
+            "tensor_parallel_size": tp,
+            "transport_options": {"timeout_s": 300},
+        },
+    }
+    layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(8)]
+    loss_fn = Counted() if loss == "counted" else nn.functional.mse_loss
+    model = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn)
+    engine, *_ = ds_ext.initialize(model=model, config=config)
+    data = iter([(torch.ones(2, 4), torch.zeros(2, 4))] * lengths[rank])
+    endless = iter(lambda: (torch.ones(2, 4), torch.zeros(2, 4)), None)
+    with pytest.raises(ConfigError) as raised:
+        for _ in range(4):
+            engine.train_batch(data if mode == "train" else endless)
+            if mode != "train":
+                engine.eval_batch(data, compute_loss=mode == "evaluate")
+    return str(raised.value), engine.global_steps
+
+
+class Counted:
+    """Loss whose labels are read at the start of a step."""
+
+    def __call__(self, outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return (outputs - labels).square().sum(), self.counts(labels)
+
+    def counts(self, labels: Tensor) -> Tensor:
+        return torch.tensor(labels.numel())
+
+
+# schedule, devices, tensor-parallel size, micro-batches by rank, mode, loss -> ranks that ended, micro-batches, steps
+ENDS = [
+    ("1f1b", 1, 1, [40, 10], "train", "mean", {1: 2}, 2),
+    ("1f1b", 1, 1, [8, 40], "train", "counted", {0: 0}, 2),
+    ("1f1b", 1, 1, [3, 40], "train", "mean", {0: 3}, 0),
+    ("1f1b", 2, 1, [40, 5], "train", "mean", {1: 1}, 1),
+    ("1f1b", 2, 1, [8, 8], "train", "mean", {0: 0, 1: 0}, 2),
+    ("bitpipe", 2, 1, [9, 40], "train", "mean", {0: 1}, 2),
+    ("zb_h1", 2, 1, [6, 40], "train", "counted", {0: 2}, 1),
+    ("dpp", 2, 1, [40, 7], "train", "mean", {1: 3}, 1),
+    ("1f1b", 1, 2, [40, 11], "train", "mean", {1: 3}, 2),
+    ("1f1b", 2, 1, [6, 40], "evaluate", "mean", {0: 2}, 2),
+    ("bitpipe", 2, 1, [40, 4], "evaluate", "mean", {1: 0}, 2),
+    ("1f1b", 1, 1, [7, 40], "outputs", "mean", {0: 3}, 2),
+    ("1f1b", 1, 1, [40, 0], "train", "mean", {1: 0}, 0),
+]
+
+
+@pytest.mark.parametrize(("schedule", "pp", "tp", "lengths", "mode", "loss", "ended", "steps"), ENDS)
+def test_every_rank_reports_data_that_ends(
+    ranks: Ranks,
+    schedule: str,
+    pp: int,
+    tp: int,
+    lengths: list[int],
+    mode: str,
+    loss: str,
+    ended: dict[int, int],
+    steps: int,
+) -> None:
+    begin = time.monotonic()
+    results = ranks(2).run(end_early, schedule, pp, tp, lengths, mode, loss, timeout_s=120)
+    numbers = ", ".join(f"{got} on rank {rank}" for rank, got in ended.items())
+    for text, steps_before in results:
+        assert text.startswith("data_iter: ") and f"(got {numbers})" in text and "takes 4 " in text
+        assert f"step {steps + (mode == 'train')}," in text
+        assert steps_before == steps
+    assert time.monotonic() - begin < 300  # the time limit of a wait

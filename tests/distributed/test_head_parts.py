@@ -322,7 +322,7 @@ def error_of_a_buffer(rank: int, job: Job) -> str:
 
     layers[0].in_parts = with_buffer
     with pytest.raises(ConfigError) as caught:
-        PipelineModule(layers, job.config(1), loss_fn=gpt_loss(job.model, TensorParallel()))
+        PipelineModule(layers, job.config(), loss_fn=gpt_loss(job.model, TensorParallel()))
     return str(caught.value)
 
 
@@ -346,7 +346,7 @@ def test_the_plan_counts_the_rows_of_a_tied_head_once(ranks: Ranks) -> None:
 def error_of_rows(rank: int, job: Job, frozen: bool) -> str:
     """Treat the rows of the embedding in another way than those of the parts, which have other names."""
     layers = gpt_layer_specs(job.model, TensorParallel(), DropoutClock())
-    model = PipelineModule(layers, job.config(1), loss_fn=gpt_loss(job.model, TensorParallel()))
+    model = PipelineModule(layers, job.config(), loss_fn=gpt_loss(job.model, TensorParallel()))
     groups: list[dict[str, Any]] = [
         {"params": [], "weight_decay": 0.5},
         {"params": [], "weight_decay": 0.0 if not frozen else 0.5},
@@ -356,7 +356,7 @@ def error_of_rows(rank: int, job: Job, frozen: bool) -> str:
         groups["word_embeddings" in name]["params"].append(parameter)
     groups = [group for group in groups if any(p.requires_grad for p in group["params"])]
     with pytest.raises(ConfigError) as caught:
-        initialize(model=model, config=job.config(1), model_parameters=groups)
+        initialize(model=model, config=job.config(), model_parameters=groups)
     return str(caught.value)
 
 

@@ -19,6 +19,7 @@ from tests.decoder_models import config_of, micro_batch, own_name, random_decode
 from tests.distributed.test_checkpoint import contents
 from tests.distributed.test_head_parts import settings
 from tests.distributed.test_own_layers import Batches
+from tests.losses import learned
 from tests.precisions import needs
 from tests.ranks import Ranks
 
@@ -103,7 +104,7 @@ def in_one_process(name: str) -> tuple[list[float], dict[str, Tensor]]:
             loss.backward()
             losses[-1] += loss.item()
         optimizer.step()
-    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return learned(losses), {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize(

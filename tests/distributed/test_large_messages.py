@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext.engine import PipelineModule, initialize
+from tests.losses import learned
+from tests.plans import batch_of
 from tests.ranks import Ranks
 
 SHAPE = (1, 1024, 1025)  # fp32: a little more than 4 MiB
@@ -74,14 +76,13 @@ def train_alone(kinds: list[type[nn.Module]]) -> list[float]:
             losses[step] += loss.item()
         optimizer.step()
         optimizer.zero_grad()
-    return losses
+    return learned(losses)
 
 
 def train(rank: int, schedule: str, kinds: list[type[nn.Module]]) -> list[float]:
     """Return the losses of one rank."""
     config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": MICRO_BATCHES,
+        **batch_of(schedule, MICRO_BATCHES, micro_batch=1),
         "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": LR}},
         "ds_ext": {

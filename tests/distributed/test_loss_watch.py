@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.engine.grad_sync import Gradients
 from ds_ext.engine.losses.watch import LossWatch
 from ds_ext.errors import NonFiniteLoss, TransportError
+from tests.distributed.test_own_layers import Batches, bf16_numbers, build, job
+from tests.precisions import needs
 from tests.ranks import Ranks
 
 WIDTH, LAYERS, FAULTY, STEP, LIMIT = 4, 8, 5, 3, 4
@@ -132,7 +135,7 @@ def test_steps_that_fp16_skips_do_not_count(ranks: Ranks) -> None:
 
 
 def count_skipped(rank: int) -> int:
-    watch = LossWatch([], Gradients(None, None, {}), 4, dynamic_scale=True)
+    watch = LossWatch([], Gradients(None, None, {}), 4, dynamic_scale=True, allows_zeros=False)
     for step in range(1, 10):
         watch.loss(step, float("inf"), skipped=True)
     assert watch.in_a_row == 0
@@ -144,3 +147,34 @@ def count_skipped(rank: int) -> int:
     watch.loss(14, 1.0, skipped=False)
     assert watch.in_a_row == 0
     return count
+
+
+class FaultyOnARank(nn.Linear):
+    """Its gradient is infinite on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.rank = rank
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        return _Explode.apply(output) if torch.distributed.get_rank() == self.rank else output  # pyright: ignore[reportReturnType]
+
+
+def bad_rank(rank: int, faulty: int) -> int:
+    """Return the rank that the error of a step names."""
+    config = job("bitpipe", 2, bf16={"enabled": True}, ds_ext={"max_nonfinite_losses": 1})
+    engine = build(
+        [*(LayerSpec(nn.Linear, WIDTH, WIDTH) for _ in range(3)), LayerSpec(FaultyOnARank, faulty)], config
+    )
+    with pytest.raises(NonFiniteLoss) as caught:
+        engine.train_batch(Batches(bf16_numbers))
+    assert caught.value.first is not None
+    return caught.value.first[1]
+
+
+@needs("bf16")
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_the_named_rank_is_the_one_whose_gradient_was_bad(ranks: Ranks, faulty: int) -> None:
+    """Its gradients are reduced while others are computed: soon they are bad on both replicas."""
+    assert ranks(2).run(bad_rank, faulty) == [faulty] * 2

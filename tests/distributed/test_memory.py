@@ -110,7 +110,7 @@ def peak_bytes(rank: int, job: Job) -> int:
 
 def estimates(job: Job) -> list[int]:
     """Return the bytes that the planner estimates for every rank."""
-    sizes = training_sizes(job.config(1), job.model, 2, job.tp, job.dp, on_cpu=True)
+    sizes = training_sizes(job.config(), job.model, 2, job.tp, job.dp, on_cpu=True)
     sizes = replace(sizes, sequence_parallel=job.model.sequence_parallel)
     planned = get_schedule(job.schedule).timetable(
         job.pp, job.micro_batches, slices=job.num_slices, head_parts=job.head_parts

@@ -17,6 +17,8 @@ import ds_ext
 from ds_ext.errors import ConfigError
 from ds_ext.recipes.convert.export import export
 from tests.engine_runs import digest
+from tests.losses import learned
+from tests.plans import batch_of
 from tests.ranks import RankPool, Ranks
 
 OWN_SCRIPTS = Path(__file__).parents[2] / "docs" / "own_scripts.md"
@@ -24,8 +26,7 @@ OWN_SCRIPTS = Path(__file__).parents[2] / "docs" / "own_scripts.md"
 
 def job(schedule: str, gas: int) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": gas,
+        **batch_of(schedule, gas),
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "steps_per_print": 10**9,
         "ds_ext": {"schedule": schedule, "pipeline_parallel_size": 2},
@@ -257,7 +258,7 @@ def plain_losses() -> list[float]:
         sgd.step()
         sgd.zero_grad()
         losses.append(loss.item())
-    return losses
+    return learned(losses)
 
 
 @pytest.mark.parametrize("from_iterator", [False, True])

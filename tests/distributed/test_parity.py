@@ -6,17 +6,24 @@ The layouts are selected by traits of a schedule's timetable, so that a new sche
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from ds_ext.engine import PipelineEngine
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.parallel.partition import layer_boundaries
 from ds_ext.pipe_schedules import get_schedule
-from ds_ext.tensor_parallel import create_tensor_parallel
+from ds_ext.tensor_parallel import TensorParallel, create_tensor_parallel
 from tests.engine_runs import MODEL, SCHEDULES, SPLIT, WHOLE, Job, reference, train
+from tests.precisions import needs
 from tests.ranks import Ranks
 from tests.reference import ReferenceRun, random_batches, train_reference
 from tests.selection import covering, select
@@ -234,6 +241,49 @@ def test_eager_gradient_sync_changes_nothing(ranks: Ranks, schedule: str, layout
             torch.testing.assert_close(weight, off["weights"][name], rtol=1e-5, atol=1e-6)
         if get_schedule(schedule).placement(layout[0]).replicas * layout[2] == 2:
             assert on["digests"] == off["digests"]
+
+
+class Accesses(TorchDispatchMode):
+    """Names of the operations that read or write gradients while they are reduced."""
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        super().__init__()
+        self.reduction, self.names = engine.update.reduction, []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            is_view = argument.alias_info is not None and not argument.alias_info.is_write
+            if not is_view and any(map(self.is_reduced, tree_leaves(value))):
+                self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def is_reduced(self, value: Any) -> bool:
+        assert self.reduction is not None
+        if not isinstance(value, Tensor):
+            return False
+        memory, pending = memory_of(value), [memory_of(flat) for _, flat, _ in self.reduction._pending]
+        return any(memory.start < flat.stop and flat.start < memory.stop for flat in pending)
+
+
+def memory_of(tensor: Tensor) -> range:
+    return range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+
+
+@contextmanager
+def watched(engine: PipelineEngine, tp: TensorParallel) -> Iterator[list[str]]:
+    with Accesses(engine) as accesses:
+        yield accesses.names
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=needs("bf16"))])
+def test_a_gradient_is_left_alone_while_it_is_reduced(ranks: Ranks, precision: str, overlap: bool) -> None:
+    """The backwards of other stages go on meanwhile. What they write to it would replace the average."""
+    sections = zero_json(1) if precision == "fp32" else {"bf16": {"enabled": True}}
+    for schedule, pp, dp in (("bitpipe_zb", 2, 1), ("interleaved", 1, 2)):
+        job = Job(schedule, pp, 1, dp, 4, model=MODEL, steps=2, deepspeed=sections, overlap=overlap)
+        for result in ranks(2).run(train, job, False, watched, timeout_s=120):
+            assert result["eager"] and not result["watched"]
 
 
 def zero_json(stage: int) -> dict:

@@ -1,4 +1,7 @@
-"""bf16 and fp16: every schedule gives the losses of 1F1B within rounding, and an overflow skips a step everywhere."""
+"""bf16 and fp16: every schedule gives the losses of 1F1B within rounding, and an overflow skips a step everywhere.
+
+Weights in half precision without a section in the JSON train as in one process.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,13 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from ds_ext.engine import PipelineModule, initialize
+from ds_ext.engine import PipelineEngine, PipelineModule, initialize
+from ds_ext.engine.batches import MicroBatches
+from ds_ext.errors import ConfigError
 from tests.engine_runs import MODEL, Job, build, train
+from tests.losses import learned
 from tests.precisions import needs
 from tests.ranks import RankPool, Ranks
 from tests.reference import random_batches
@@ -45,6 +52,7 @@ def test_schedules_agree_in_half_precision(ranks: Ranks, precision: str, zero: i
         assert result["norms"] == pytest.approx(results[0]["norms"], rel=10 * TOLERANCE)
     # The loss scale, whatever it is, leaves the gradient as it is without one.
     whole = ranks(2).run(train, Job("1f1b", 2, 1, 1, 4, MODEL, steps=6, deepspeed=ADAM))[0]
+    learned(whole["losses"])
     assert results[0]["norms"] == pytest.approx(whole["norms"], rel=0.05)
     # Halves of a backward are the whole, whatever the precision.
     assert results[1]["losses"] == pytest.approx(results[2]["losses"], rel=1e-5)
@@ -109,3 +117,219 @@ def step_with_a_branch(rank: int) -> tuple[list[list[float]], float]:
 def test_a_weight_that_one_replica_uses_counts_on_both(ranks2: RankPool) -> None:
     first, second = ranks2.run(step_with_a_branch)
     assert first == second
+
+
+# --- weights in half precision, without a section in the JSON ---
+
+WIDTH, PER_STEP, STEPS = 8, 4, 5
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ADAMW: dict[str, Any] = {"lr": 2e-2, "eps": 1e-4, "weight_decay": 0.1}
+WEIGHTS = {  # dtypes of the linear layer and of the norm of each layer
+    "bf16": [(BF16, BF16)] * 8,
+    "fp16": [(FP16, FP16)] * 8,
+    "fp32 norms": [(BF16, FP32)] * 8,
+    "one fp32": [*[(BF16, BF16)] * 3, (BF16, FP32), *[(BF16, BF16)] * 4],
+    "bf16 behind fp32": [*[(FP32, FP32)] * 4, *[(BF16, BF16)] * 4],
+}
+LAYOUTS = {"two replicas": ("1f1b", 1), "bitpipe": ("bitpipe", 2), "zb_v": ("zb_v", 2), "fbd": ("fbd", 2)}
+
+
+class Cast(nn.Module):
+    """Layer that casts its input to its own dtypes."""
+
+    def __init__(self, linear: torch.dtype, norm: torch.dtype) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH, dtype=linear), nn.LayerNorm(WIDTH, dtype=norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norm(x.to(self.norm.weight.dtype))
+        return x + torch.tanh(self.linear(normed.to(self.linear.weight.dtype)))
+
+
+def cast_layers(weights: str) -> list[nn.Module]:
+    torch.manual_seed(3)
+    return [Cast(*dtypes) for dtypes in WEIGHTS[weights]]
+
+
+def mean_square(outputs: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.mse_loss(outputs.float(), labels)
+
+
+def samples_of_halves() -> TensorDataset:
+    x = torch.randn(2 * PER_STEP * STEPS, WIDTH, generator=torch.Generator().manual_seed(5))
+    return TensorDataset(x, 0.5 * torch.roll(x, 1, 1))
+
+
+def halves_engine(
+    weights: str, zero: int, layout: str, by_dtype: bool, loss_fn: Any = mean_square, **keys: Any
+) -> PipelineEngine:
+    schedule, pp = LAYOUTS[layout]
+    config = {
+        "train_batch_size": 2 * PER_STEP,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
+        "zero_optimization": {"stage": zero},
+        **keys,
+        "ds_ext": {"schedule": schedule, "pipeline_parallel_size": pp, **keys.get("ds_ext", {})},
+    }
+    layers = cast_layers(weights)
+    model = PipelineModule(layers, config, loss_fn=loss_fn, partition_method="uniform")
+    parameters: Any = model.parameters()
+    if by_dtype:
+        parameters = [
+            {"params": [p for p in model.parameters() if p.dtype == dtype]} for dtype in (BF16, FP32)
+        ]
+    data = samples_of_halves()
+    engine, *_ = initialize(model=model, model_parameters=parameters, training_data=data, config=config)
+    return engine
+
+
+def train_halves(rank: int, *job: Any, **keys: Any) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Losses, norms and weights."""
+    engine = halves_engine(*job, **keys)
+    losses, norms = [], []
+    for _ in range(STEPS):
+        losses.append(float(engine.train_batch()))
+        norms.append(float(engine.get_global_grad_norm() or 0.0))
+    layers = [layer for stage in engine.module.stages for layer in engine.module.stage_modules(stage).items()]
+    weights = {
+        f"{i}.{name}": p.detach().clone() for i, layer in layers for name, p in layer.named_parameters()
+    }
+    engine.transport.close()
+    return losses, norms, weights
+
+
+def plain_halves(weights: str, zero: int) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Results of one process. With ZeRO, sums of gradients and the weights of the optimizer are fp32."""
+    model = nn.Sequential(*cast_layers(weights))
+    parameters = list(model.parameters())
+    masters = [nn.Parameter(p.detach().float()) if zero else p for p in parameters]
+    optimizer = torch.optim.AdamW(masters, **ADAMW)
+    data, losses, norms = samples_of_halves(), [], []
+    for step in range(STEPS):
+        sums, total = [torch.zeros_like(master) for master in masters], 0.0
+        for m in range(PER_STEP):
+            first = 2 * (PER_STEP * step + m)
+            x, y = data[first : first + 2]
+            loss = mean_square(model(x), y)
+            total += float(loss.detach())
+            for gradient, part in zip(sums, torch.autograd.grad(loss / PER_STEP, parameters), strict=True):
+                gradient += part.to(gradient.dtype)
+        norm = torch.stack([gradient.float().norm() for gradient in sums]).norm()
+        for master, gradient in zip(masters, sums, strict=True):
+            master.grad = gradient * min(1.0, 1.0 / float(norm + 1e-6))
+        optimizer.step()
+        for parameter, master in zip(parameters, masters, strict=True):
+            parameter.data.copy_(master.data)
+        losses.append(total / PER_STEP)
+        norms.append(float(norm))
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("weights", [name for name in WEIGHTS if name != "fp16"])
+def test_weights_train_in_their_own_dtype(ranks: Ranks, weights: str, zero: int, layout: str) -> None:
+    """With ZeRO, a group of the optimizer has one dtype."""
+    by_dtype = zero > 0 and weights != "bf16"
+    results = ranks(4 if layout == "fbd" else 2).run(train_halves, weights, zero, layout, by_dtype)
+    losses, norms, trained = plain_halves(weights, zero)
+    assert losses[-1] < 0.8 * losses[0] and min(norms) > 0
+    # Without ZeRO, gradients of half precision are summed in half precision, in another order.
+    tolerance, atol = (1e-5, 1e-2) if zero else (2e-2, 4e-2)
+    for result in results:
+        assert result[0] == pytest.approx(losses, rel=tolerance)
+        assert result[1] == pytest.approx(norms, rel=tolerance)
+        for name, weight in result[2].items():
+            assert weight.dtype == trained[name].dtype
+            torch.testing.assert_close(weight, trained[name], rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("layout", ["two replicas", "bitpipe"])
+def test_fp16_weights_search_their_loss_scale(ranks2: RankPool, layout: str) -> None:
+    """ZeRO scales the loss of fp16 weights also without the section "fp16". Skipped steps do not end the run."""
+    section = {"max_nonfinite_losses": 1}
+    losses, norms, _ = ranks2.run(train_fp16, layout, section)[0]
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(norm > 0 for norm in norms)
+
+
+def train_fp16(rank: int, layout: str, section: dict[str, Any]) -> Any:
+    return train_halves(rank, "fp16", 1, layout, False, ds_ext=section)
+
+
+def refused_halves(rank: int, weights: str, zero: int, layout: str, loss_fn: Any, section: Any) -> str:
+    """Return the error of the first step, or "" for a step without error."""
+    try:
+        engine = halves_engine(weights, zero, layout, False, loss_fn, ds_ext=section)
+        engine.train_batch()
+    except ConfigError as error:
+        return str(error)
+    engine.transport.close()
+    return ""
+
+
+@pytest.mark.parametrize("layout", ["two replicas", "bitpipe"])
+@pytest.mark.parametrize("weights", ["fp32 norms", "one fp32"])
+def test_a_group_of_several_dtypes_is_refused_with_zero(ranks2: RankPool, weights: str, layout: str) -> None:
+    for error in ranks2.run(refused_halves, weights, 1, layout, mean_square, {}):
+        assert error.startswith("zero_optimization.stage: ")
+        assert "bfloat16" in error and "float32" in error and ".norm." in error
+
+
+def without_gradient(outputs: Tensor, labels: Tensor) -> Tensor:
+    return mean_square(outputs * 0.0, labels)
+
+
+def without_loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    return outputs.float().sum() * 0.0
+
+
+def without_labels(outputs: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    return outputs.float().sum() * 0.0, 0
+
+
+without_labels.counts = lambda labels: 0  # pyright: ignore[reportFunctionMemberAccess]
+
+
+@pytest.mark.parametrize("layout", ["two replicas", "bitpipe", "zb_v", "fbd"])
+def test_a_step_without_gradients_is_refused(ranks: Ranks, layout: str) -> None:
+    pool = ranks(4 if layout == "fbd" else 2)
+    for zero in (0, 1):
+        for error in pool.run(refused_halves, "bf16", zero, layout, without_gradient, {}):
+            assert error.startswith("loss_fn: ") and "step 1" in error and "0.linear.bias" in error
+    allowed = {"allow_zero_norm": True}
+    assert not any(pool.run(refused_halves, "bf16", 1, layout, without_gradient, allowed))
+    assert not any(pool.run(refused_halves, "bf16", 1, layout, without_labels, {}))
+    assert not any(pool.run(refused_halves, "bf16", 1, layout, without_loss, {}))
+
+
+# --- bf16 states ---
+
+
+def train_in_bf16(rank: int, layout: str, section: dict[str, Any], keys: dict[str, Any]) -> Any:
+    """Losses, dtypes of the optimizer's states and of its weights, skipped steps with an infinite sample."""
+    engine = halves_engine("bf16", 1, layout, False, bf16={"enabled": True, **section}, **keys)
+    inner = engine.optimizer.optimizer
+    assert isinstance(engine.batches, MicroBatches)
+    data = engine.batches.dataset
+    assert isinstance(data, TensorDataset)
+    data.tensors[0][2 * PER_STEP * 2] = torch.inf  # in the third step
+    losses = [float(engine.train_batch()) for _ in range(4)]
+    states = {value.dtype for state in inner.state.values() for key, value in state.items() if key != "step"}
+    weights = {parameter.dtype for group in inner.param_groups for parameter in group["params"]}
+    engine.transport.close()
+    return losses, states, weights, engine.skipped_steps
+
+
+@needs("bf16")
+@pytest.mark.parametrize("layout", ["two replicas", "bitpipe", "zb_v"])
+def test_keys_of_bf16_have_their_effect(ranks2: RankPool, layout: str) -> None:
+    in_bf16 = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    losses, *dtypes, skipped = ranks2.run(train_in_bf16, layout, in_bf16, {})[0]
+    assert dtypes == [{BF16}, {BF16}] and losses[1] < losses[0] and skipped == 1
+    losses, *dtypes, skipped = ranks2.run(train_in_bf16, layout, {}, {})[0]
+    assert dtypes == [{FP32}, {FP32}] and losses[1] < losses[0] and skipped == 1
+    bf16_sums = {"data_types": {"grad_accum_dtype": "bf16"}}
+    *_, skipped = ranks2.run(train_in_bf16, layout, {"check_grad_overflow": False}, bf16_sums)[0]
+    assert skipped == 0

@@ -23,8 +23,8 @@ def build(rank: int, what: str) -> str | None:
     """The error of a rank when ``what`` differs on rank 1; None when the job is accepted."""
     other = rank == 1
     config: dict[str, Any] = {
+        "train_batch_size": 4,
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 1,
         "steps_per_print": 10**9,
         "optimizer": {"type": "SGD", "params": {"lr": 0.2 if other and what == "lr" else 0.1}},
         "ds_ext": {

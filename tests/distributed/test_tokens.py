@@ -422,14 +422,12 @@ class Changing:
 
 
 class Weighted:
-    """Labels that weigh a tenth each, with a method ``counts`` or without."""
+    """Labels that weigh a tenth each, which needs a method ``counts``."""
 
     def __call__(self, outputs: Tensor, labels: Tensor) -> Any:
         total, count = Counted()(outputs, labels)
         return total * 0.1, count * 0.1
 
-
-class WeightedWithCounts(Weighted):
     def counts(self, labels: Tensor) -> float:
         return 0.1 * int(labels.isfinite().sum())
 
@@ -451,7 +449,7 @@ class NamedCounts(nn.Module):
 def after_an_evaluation(rank: int) -> list[tuple[float, list[Tensor]]]:
     """Return (loss, change of the weights) of a step with SGD after an evaluation, for some loss functions."""
     found = []
-    for loss_fn in (Counted(), Changing(), Weighted(), WeightedWithCounts(), NamedCounts()):
+    for loss_fn in (Counted(), Changing(), WithoutCounts(Counted()), Weighted(), NamedCounts()):
         engine = own_engine(loss_fn, pairs([1, 1, 1, 1]), optimizer="SGD")
         before = [p.detach().clone() for p in engine.module.parameters()]
         engine.eval_batch(pairs([1, 1, 1, 1]))
@@ -504,3 +502,191 @@ def test_wrong_counts_are_refused_before_the_weights_change(ranks: Ranks) -> Non
     assert all(unchanged for result in results for _, unchanged in result)
     keys = [{key for key, _ in of_ranks} - {""} for of_ranks in zip(*results, strict=True)]
     assert keys == [{"loss_fn.counts"}, *[{"loss_fn"}] * 5]
+
+
+# --- second values that are no counts ---
+
+CLASSES, TOKENS = 3, 5
+
+
+class Scores(nn.Module):
+    """Logits (B, S, classes), and the mask (B, S) that the data brings with the inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, CLASSES)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.linear(inputs[0]), inputs[1]
+
+
+class WithMask(nn.Module):
+    """Linear layer beside a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return self.linear(inputs[0]), inputs[1]
+
+
+def classified(seed: int = 0) -> list[Any]:
+    """Samples ((x, mask), (labels, mask of floats)); the first two have no label that counts."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for number in range(8):
+        labels = torch.randint(0, CLASSES, (TOKENS,), generator=generator)
+        mask = torch.rand(TOKENS, generator=generator) < 0.6
+        labels[~mask] = -100
+        if number < 2:
+            labels[:], mask = -100, torch.zeros(TOKENS, dtype=torch.bool)
+        samples.append(((torch.randn(TOKENS, 4, generator=generator), mask.int()), (labels, mask.float())))
+    return samples
+
+
+class Returns:
+    """Cross entropy as (its sum, second value of that kind)."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __call__(self, outputs: tuple[Tensor, Tensor], labels: tuple[Tensor, Tensor]) -> Any:
+        (logits, mask_of_inputs), (labels_BS, mask) = outputs, labels
+        counted = labels_BS != -100
+        losses = nn.functional.cross_entropy(logits.flatten(0, 1), labels_BS.flatten(), reduction="none")
+        mean, right = losses.sum() / counted.sum().clamp(min=1), (logits.argmax(-1) == labels_BS).float()
+        if self.kind in ("accuracy", "perplexity", "detached", "one", "none", "metrics", "text"):
+            return mean, {
+                "accuracy": right.sum() / counted.sum().clamp(min=1),
+                "perplexity": mean.detach().exp(),
+                "detached": mean.detach(),
+                "one": 1,
+                "none": None,
+                "metrics": {"accuracy": right.mean()},
+            }.get(self.kind)
+        return losses.sum(), {
+            "right": right.sum(),
+            "all right": counted.sum() + (labels_BS == 2).sum(),
+            "half": counted.to(torch.bfloat16).sum(),
+            "tenths": mask.sum() / 10,
+            "labels": counted.sum(),
+            "number": int(counted.sum()),
+            "not negative": (labels_BS >= 0).sum().float(),
+            "mask": mask.sum(),
+            "mask of inputs": mask_of_inputs.sum(),
+            "shifted mask": mask[:, 1:].sum(),
+            "shifted": (labels_BS[:, 1:] != -100).sum(),
+            "tokens": labels_BS.numel(),
+            "samples": len(labels_BS),
+        }[self.kind]
+
+
+NO_COUNTS = [
+    "accuracy",
+    "perplexity",
+    "detached",
+    "one",
+    "none",
+    "metrics",
+    "right",
+    "all right",
+    "half",
+    "tenths",
+]
+NO_NUMBERS = ("none", "metrics", "half")
+COUNTS = {
+    **dict.fromkeys(("labels", "number", "not negative", "mask", "mask of inputs"), "labels"),
+    **dict.fromkeys(("shifted mask", "shifted"), "shifted"),
+    **{"tokens": "tokens", "samples": "samples"},
+}
+
+
+def engine_of(kind: str, schedule: str, weighting: str = "tokens") -> Any:
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "steps_per_print": 10**9,
+        "ds_ext": {
+            "schedule": schedule,
+            "pipeline_parallel_size": 2,
+            "loss_weighting": weighting,
+            "print_plan": False,
+        },
+    }
+    layers = [*(LayerSpec(WithMask) for _ in range(3)), LayerSpec(Scores)]
+    module = ds_ext.PipelineModule(layers, config, loss_fn=Returns(kind), partition_method="uniform")
+    engine, *_ = ds_ext.initialize(model=module, config=config, training_data=classified())
+    return engine
+
+
+def errors_of_no_counts(rank: int, schedule: str, weighting: str) -> list[tuple[str, str, bool]]:
+    """Return type and text of the errors of a step and of an evaluation, and whether the weights are unchanged."""
+    found = []
+    for kind in NO_COUNTS:
+        # A value that is no number fails where the loss is computed, and ends an evaluation with that process.
+        for name in ("train_batch", "train_batch" if kind in NO_NUMBERS else "eval_batch"):
+            engine = engine_of(kind, schedule, weighting)
+            before = [p.detach().clone() for p in engine.module.parameters()]
+            with pytest.raises((ConfigError, TransportError)) as caught:
+                engine.train_batch() if name == "train_batch" else engine.eval_batch(classified(1))
+            same = all(map(torch.equal, before, engine.module.parameters()))
+            found.append((type(caught.value).__name__, str(caught.value), same))
+            engine.transport.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("schedule", "weighting"), [("1f1b", "tokens"), ("bitpipe", "tokens"), ("1f1b", "micro_batches")]
+)
+def test_metrics_are_no_counts(ranks: Ranks, schedule: str, weighting: str) -> None:
+    results = ranks(2).run(errors_of_no_counts, schedule, weighting, timeout_s=180)
+    for number, of_ranks in enumerate(zip(*results, strict=True)):
+        kind = NO_COUNTS[number // 2]
+        texts = {text for error, text, _ in of_ranks if error == "ConfigError"}
+        assert len(texts) == 1 and all(same for _, _, same in of_ranks)
+        (text,) = texts
+        assert text.startswith("loss_fn: ")
+        if kind not in NO_NUMBERS:
+            assert {error for error, _, _ in of_ranks} == {"ConfigError"}
+            assert "additional_losses" in text and "counts(labels)" in text
+        if kind == "one":
+            assert "got 4 " in text
+
+
+def with_counts(rank: int, schedule: str) -> list[tuple[float, int, float]]:
+    """Return loss and tokens of a step, and the loss of an evaluation, for each way to count."""
+    found = []
+    for kind in COUNTS:
+        engine = engine_of(kind, schedule)
+        evaluated = float(engine.eval_batch(classified(1)))
+        found.append((float(engine.train_batch()), engine.tokens, evaluated))
+        engine.transport.close()
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "bitpipe"])
+def test_every_way_to_count_labels_is_a_count(ranks: Ranks, schedule: str) -> None:
+    layers: list[nn.Module] = []
+    for index, kind in enumerate([WithMask] * 3 + [Scores]):
+        torch.manual_seed(1234 + index)
+        layers.append(kind())
+    model, expected = nn.Sequential(*layers), dict[str, list[tuple[float, int]]]()
+    for seed in (0, 1):
+        (x, mask), labels = torch.utils.data.default_collate(classified(seed))
+        total = Returns("labels")(model((x, mask)), labels)[0].item()
+        counted = labels[0] != -100
+        counts = {
+            "labels": counted.sum(),
+            "shifted": counted[:, 1:].sum(),
+            "tokens": counted.numel(),
+            "samples": 8,
+        }
+        for name, count in counts.items():
+            expected.setdefault(name, []).append((total / int(count), int(count)))
+    for found in ranks(2).run(with_counts, schedule, timeout_s=180):
+        for kind, (loss, tokens, evaluated) in zip(COUNTS, found, strict=True):
+            (trained, count), (other, _) = expected[COUNTS[kind]]
+            assert loss == pytest.approx(trained, rel=1e-5) and tokens == count
+            assert evaluated == pytest.approx(other, rel=1e-5)

@@ -38,8 +38,8 @@ class TracedJob(Job):
 
     trace: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def config(self, replicas: int) -> dict[str, Any]:
-        made = super().config(replicas)
+    def config(self) -> dict[str, Any]:
+        made = super().config()
         made["ds_ext"]["trace"] = self.trace
         return made
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ds_ext
+from tests.losses import learned
 from tests.precisions import needs
 from tests.ranks import Ranks
 
@@ -111,6 +112,7 @@ def reference(zeros: bool) -> list[tuple[float, float]]:
         losses.append((total, float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))))
         optimizer.step()
         optimizer.zero_grad()
+    learned([loss for loss, _ in losses])
     return losses
 
 

@@ -72,11 +72,11 @@ class Pipeline(Side):
             action.at_start(self)
         parameters = distinct_parameters(self.modules, job.passes_all)
         groups = parameter_groups(job, parameters, part)
-        if not parameters and model.placeholder is not None:
+        if not parameters:
             groups = (
-                [{**groups[0], "params": [model.placeholder]}, *groups[1:]]
+                [{**groups[0], "params": model.placeholders}, *groups[1:]]
                 if job.groups
-                else [model.placeholder]
+                else model.placeholders
             )
         optimizer = make_optimizer(job, groups, part) if job.own_optimizer else None
         passes = job.decay_groups or job.groups or job.passes_all or job.adds_groups

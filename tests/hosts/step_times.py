@@ -209,8 +209,8 @@ def _engine(row: Case) -> tuple[Any, Any, Any]:
     device.split_backwards = timetable.split_backwards
     batches = make_batches(row.micro_batches * row.data, rows_of(row.message_kb))
     config = {
+        "train_batch_size": len(batches[0][0]) * row.micro_batches * row.data,
         "train_micro_batch_size_per_gpu": len(batches[0][0]),
-        "gradient_accumulation_steps": row.micro_batches // timetable.placement.replicas,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
         "steps_per_print": 10**9,
         **({} if row.overlap is None else ZERO),

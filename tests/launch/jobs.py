@@ -173,8 +173,8 @@ def tiny_config(data: Path, **ds_ext: Any) -> dict[str, Any]:
         "split": "80,20,0",
     }
     return {
+        "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": 1},

@@ -49,7 +49,7 @@ NO_DATA = (
 )
 JSON_FAULTS: dict[str, tuple[Change, int, tuple[str, ...]]] = {
     "odd devices": (lambda c: c["ds_ext"].update(pipeline_parallel_size=3), 3, ("bitpipe", "3", "2 or 4")),
-    "micro-batches": (lambda c: c.update(gradient_accumulation_steps=1), 4, ("multiple of 4", "got 2")),
+    "micro-batches": (lambda c: c.update(train_batch_size=4), 4, ("multiple of 4", "got 2")),
     "layers": (
         lambda c: c["ds_ext"]["train"].update(num_layers=3),
         2,
@@ -126,8 +126,8 @@ FLAG_FAULTS: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "unknown flag": (["--num-layer", "4"], ("--num-layer",)),
     "Megatron's flag": (["--recompute-num-layers", "2"], ("--recompute-interval",)),
     "global batch": (
-        ["--micro-batch-size", "2", "--global-batch-size", "12"],
-        ("--global-batch-size", "(got 12)", "8", "gradient_accumulation_steps to 3"),
+        ["--global-batch-size", "10"],
+        ("--global-batch-size 10", "train_batch_size", "(got 8)"),
     ),
     "not a number": (["--num-layers", "four"], ("four",)),
     "no checkpoint": (["--load", "."], ("--load .", "no checkpoint")),

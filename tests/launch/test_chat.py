@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,8 +42,6 @@ def test_chat_trains_to_the_same_losses(chat: Path, tmp_path: Path, free_port: C
     losses = {}
     for schedule, ranks in (("1f1b", 1), ("bitpipe", 2)):
         config = tiny_config(chat, schedule=schedule, pipeline_parallel_size=ranks)
-        config["train_batch_size"] = 8
-        config["gradient_accumulation_steps"] = 4 // ranks  # replicas are data-parallel ranks
         config["ds_ext"]["train"] |= {"seq_length": 128, "hidden_dropout": 0.0, "attention_dropout": 0.0}
         metrics = tmp_path / f"{schedule}.jsonl"
         flags = ["--deepspeed_config", str(write_json(tmp_path / f"{schedule}.json", config))]
@@ -50,7 +49,9 @@ def test_chat_trains_to_the_same_losses(chat: Path, tmp_path: Path, free_port: C
             [[SCRIPT, *flags, "--metrics-file", str(metrics)]] * ranks, tmp_path, port=free_port()
         )
         assert [result.returncode for result in results] == [0] * ranks, results
-        assert sum(line.startswith("chat ") for line in results[0].stdout.splitlines()) == 1
+        (line,) = (line for line in results[0].stdout.splitlines() if line.startswith("chat "))
+        per_epoch = int(re.findall(r"in (\d+) samples of", line)[0])
+        assert re.findall(r"([\d.]+) epochs in (\d+) samples", line) == [(f"{24 / per_epoch:.1f}", "24")]
         losses[schedule] = [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
     assert len(losses["1f1b"]) == 3
     assert losses["bitpipe"] == pytest.approx(losses["1f1b"], abs=1e-5)

@@ -151,6 +151,7 @@ def test_finetune_decoder_on_chat_data(run: Callable[..., str], tmp_path: Path) 
     assert f"examples/finetune_decoder.py --lora 8 --seq-length 96 --model {folder} --data {data}" in text
     flags = ["--model", str(folder), "--data", data, "--seq-length", "64", "--lora", "4", "--steps", "10"]
     text = run("finetune_decoder.py", *flags, ranks=2)
+    assert re.findall(r"^samples +(\d+) .* ([\d.]+) epochs", text, re.MULTILINE) == [("160", "4.0")]
     assert losses(text)[-1] < losses(text)[0]
     assert (tmp_path / "finetuned" / "adapter" / "adapter_model.safetensors").exists()
     again = ["--load", "finetuned", "--lr", "0.002", "--validation", data]

@@ -44,6 +44,8 @@ def test_training_starts_at_the_loss_of_the_folder(
     vocab_size = load_tokenizer(corpus).vocab_size + 21
     sizes = {"vocab_size": vocab_size, "num_hidden_layers": 4, "max_position_embeddings": 32}
     theirs = random_llama("qwen3", **sizes)
+    theirs.config.bos_token_id = theirs.generation_config.bos_token_id = 1
+    theirs.generation_config.eos_token_id = [2, 3]
     theirs.save_pretrained(folder, max_shard_size="100KB")
     shutil.copy(corpus / "tokenizer.json", folder)
     shutil.copytree(folder, other)
@@ -74,6 +76,10 @@ def test_training_starts_at_the_loss_of_the_folder(
     assert [result.returncode for result in results] == [0, 0], results
     assert f"resumed from {saved / 'step_4'} at step 4" in results[0].stdout
     assert main(["convert", str(saved / "step_4"), "--to", "hf", str(back)]) == 0
+    for name in ("generation_config.json", "config.json"):
+        before, after = (json.loads((path / name).read_text()) for path in (folder, back))
+        ids = {key: value for key, value in before.items() if key.endswith("_token_id")}
+        assert ids and ids == {key: after[key] for key in ids}
     trained = loaded("Qwen3ForCausalLM", back)
     assert trained.config.vocab_size == vocab_size
     expected = loss_of(trained, corpus, range(4 * batch, 5 * batch))

@@ -211,7 +211,7 @@ def test_kills_at_random_moments(
     config = {**tiny_config(corpus), **more}
     config["ds_ext"] |= {"schedule": schedule, "pipeline_parallel_size": 2 if schedule == "fbd" else 4}
     config["ds_ext"]["train"]["num_layers"] = 8
-    config["gradient_accumulation_steps"] = 4
+    config["train_batch_size"] = 16
     plain = write_json(tmp_path / "plain.json", config)
     config["ds_ext"]["recovery"] = {"every": 1}
     with_recovery = write_json(tmp_path / "recovery.json", config)

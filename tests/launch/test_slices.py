@@ -28,7 +28,7 @@ LIMIT_KB = 1_450_000  # that a rank may allocate; four ranks, two micro-batches 
 def test_a_sample_that_does_not_fit_trains_in_slices(tmp_path: Path, free_port: Callable[[], int]) -> None:
     corpus = prepare_corpus(tmp_path, files=TOKENS // 100)
     config = tiny_config(corpus, schedule="1f1b", pipeline_parallel_size=4)
-    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    config |= {"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1}
     del config["zero_optimization"]
     config["ds_ext"]["train"] = {"data_path": str(corpus)}
     path = str(write_json(tmp_path / "long.json", config))

@@ -197,7 +197,7 @@ def test_resuming_under_another_schedule_sizes_and_batch(
 ) -> None:
     saved, metrics = tmp_path / "saved", tmp_path / "metrics.jsonl"
     keep = ("--save", str(saved), "--metrics-file", str(metrics))
-    one = changed(config, "1f1b.json", ds_ext={"schedule": "1f1b"}, gradient_accumulation_steps=12)
+    one = changed(config, "1f1b.json", ds_ext={"schedule": "1f1b"}, train_batch_size=24)
     first = train_forked("--deepspeed_config", one, "--train-iters", "2", *keep)
     refused_before_a_start(tmp_path / one, saved)
     # Tensor instead of pipeline parallelism, and a third of the batch; the data go on at the next sample. All steps
@@ -209,7 +209,7 @@ def test_resuming_under_another_schedule_sizes_and_batch(
             **{"schedule": "gpipe", "pipeline_parallel_size": 1, "tensor_parallel_size": 2},
             "print_plan": False,
         },
-        gradient_accumulation_steps=4,
+        train_batch_size=8,
     )
     other = ("--load", str(saved), "--seed", "5", "--split", "7,3")
     again = train_forked("--deepspeed_config", sizes, "--train-iters", "3", *other, *keep)

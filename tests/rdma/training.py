@@ -88,8 +88,8 @@ def _train(rank: int, transport: str, folder: Path) -> None:
     import ds_ext
 
     config: dict[str, Any] = {
+        "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
         "steps_per_print": 10**9,
         "zero_optimization": {"stage": 1},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..module import PipelineModule
 from ..recovery.audit import checksum
 from ..together import together
+from ..wrappers import plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -111,4 +112,4 @@ class ReplicaBuffers:
         for stage in self._module.stages:
             for index, layer in self._module.stage_modules(stage).items():
                 for name, buffer in layer.named_buffers():
-                    yield index, name, buffer
+                    yield index, plain_name(name), buffer

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from ...errors import CheckpointError, ConfigError, DsExtError
+from ..wrappers import plain_manifest
 
 MANIFEST = "ds_ext.json"
 LATEST = "latest"
@@ -97,7 +98,7 @@ def open_checkpoint(folder: Path, tag: str | None = None) -> tuple[Path, dict[st
         _check_sizes(checkpoint, manifest)
     except CheckpointError as error:
         raise CheckpointError(f"{error} {_alternatives(folder, excluded=checkpoint.name)}") from None
-    return checkpoint, manifest
+    return checkpoint, plain_manifest(manifest)
 
 
 def has_checkpoint(folder: Path) -> bool:

@@ -115,6 +115,7 @@ def load_checkpoint(
             _load_weights(engine, rank_state, reader, manifest)
             if with_optimizer:
                 _load_states(rank_state, reader, manifest)
+    _share_settings(rank_state)
     _load_values(engine, state, with_optimizer, with_scheduler, with_counters)
     if with_counters:
         _load_random_states(engine, checkpoint, manifest["files"])
@@ -255,6 +256,16 @@ def _load_states(state: RankState, reader: CheckpointReader, manifest: Mapping[s
         saved_numbers = [saved[name]["group"] for name in saved_names if saved[name]["group"] is not None]
         if saved_numbers:
             set_numbers(group, saved_numbers[0])
+
+
+def _share_settings(state: RankState) -> None:
+    """Give groups without parameters of this rank the settings of other ranks. All ranks must call this together."""
+    here, groups = {id(local.parameter) for local in state.parameters.values()}, state.optimizer.groups()
+    mine = [numbers_of(group) if here & set(map(id, members)) else None for group, members in groups]
+    of_ranks = [settings for settings in together(lambda: mine) if len(settings) == len(mine)]
+    for index, (group, _) in enumerate(groups):
+        if mine[index] is None:
+            set_numbers(group, next(filter(None, (settings[index] for settings in of_ranks)), {}))
 
 
 def _load_random_states(engine: Checkpointed, checkpoint: Path, files: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..wrappers import plain_names
 from .file import TensorFile, layer_file, read_plain
 from .states import MASTER, LocalParameter, Shape, unique_name
 
@@ -35,7 +36,7 @@ class CheckpointReader:
         self._parameters, self._files = manifest["parameters"], manifest["files"]
         self._tensor_rank, self._target_ranks = tensor_rank, target_ranks
         self._layer = cache(
-            lambda layer, shard, shards: read_plain(folder / layer_file(layer, shard, shards))
+            lambda layer, shard, shards: plain_names(read_plain(folder / layer_file(layer, shard, shards)))
         )
         self._file = cache(lambda name: TensorFile(folder / name))
 
@@ -63,7 +64,7 @@ class CheckpointReader:
 
         def read(shard: int, first: int, count: int) -> Tensor:
             elements = torch.zeros(count)
-            saved_name = unique_name(local.name, shard // self.tensor_ranks, parts)
+            saved_name = unique_name(record.get("saved_name", local.name), shard // self.tensor_ranks, parts)
             for name, begin, length in fragments[str(shard)]:
                 low, high = max(first, begin), min(first + count, begin + length)
                 if low < high:

@@ -26,6 +26,7 @@ from ..batches import Batches
 from ..deepspeed_api.names import model_groups
 from ..module import PipelineModule
 from ..role import Role
+from ..wrappers import plain_name, plain_names
 from .run import Run
 
 MASTER = "fp32"  # DeepSpeed's name for master weights in universal checkpoints
@@ -152,7 +153,7 @@ def parameters_of(module: PipelineModule, tensor_ranks: int) -> dict[str, LocalP
     parameters: dict[int, LocalParameter] = {}
     all_shared = {id(shared.parameter): shared for shared in module.shared}
     for index, layer in layers_of(module).items():
-        for key, parameter in layer.named_parameters():
+        for key, parameter in plain_names(dict(layer.named_parameters())).items():
             if id(parameter) in parameters:
                 continue
             shared = all_shared.get(id(parameter))
@@ -358,7 +359,8 @@ def set_numbers(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
 
 def buffers_of(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, buffer) of the persistent buffers of a layer."""
-    parameters, state = dict(layer.named_parameters(remove_duplicate=False)), layer.state_dict(keep_vars=True)
+    parameters = plain_names(dict(layer.named_parameters(remove_duplicate=False)))
+    state = layer.state_dict(keep_vars=True)
     extra_states = extra_states_of(layer)
     for key, value in state.items():
         if key not in parameters and key not in extra_states and isinstance(value, Tensor):
@@ -368,7 +370,7 @@ def buffers_of(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def extra_states_of(layer: nn.Module) -> dict[str, nn.Module]:
     """Return a dict of key in ``state_dict()`` -> module with a ``get_extra_state()``."""
     return {
-        f"{name}.{_EXTRA}" if name else _EXTRA: module
+        plain_name(f"{name}.{_EXTRA}" if name else _EXTRA): module
         for name, module in layer.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }

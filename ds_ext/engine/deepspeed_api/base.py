@@ -20,16 +20,16 @@ from ...pipe_schedules.bridge import ReduceStage, TimetableSchedule, WaitStage
 from ...planner.job_plan import JobPlan
 from ..batches import Batches, MicroBatches
 from ..executor import Executor
-from ..module import PipelineModule
+from ..module import PipelineModule, Unpicklable
 from ..recovery.audit import Audit
 from ..recovery.recovery import Recovery
 from ..role import Role
 from ..step_report import Gathered, vote
-from ..weight_update import WeightUpdate
+from ..weight_update import TrainedParameters, WeightUpdate
 from .handlers import ENGINE_HANDLERS, Handlers, bind_handlers, merge_patches
 
 
-class AdaptedEngine(PipelineEngine):
+class AdaptedEngine(PipelineEngine, Unpicklable):
     """DeepSpeed's engine for the stages of a timetable. See :class:`..engine.PipelineEngine` for the attributes."""
 
     module: PipelineModule
@@ -37,12 +37,15 @@ class AdaptedEngine(PipelineEngine):
     executor: Executor
     handlers: Handlers
     update: WeightUpdate
+    trained: TrainedParameters
     last_stage: int
     plan: JobPlan
     role: Role
     schedule: TimetableSchedule
     recovery: Recovery | None
     batches: Batches | None = None  # the parent's constructor sets it
+    # Every rank has all experts, see initialize.py: they are reduced as other layers.
+    has_moe_layers = property(lambda self: False, lambda self, value: None)
     _auditing: Audit | None
     _gathered: Gathered | None
     _snapshot_s: float | None
@@ -70,6 +73,14 @@ class AdaptedEngine(PipelineEngine):
     def _build_data_iter(self, dataset: Any) -> None:
         # The parent's constructor calls this if initialize() got training_data.
         self.batches = MicroBatches(dataset, self.micro_batch_size, collate=self.collate_fn, repeat=True)
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        if callable(client_optimizer):  # its groups are not known before
+            optimizer: Any = client_optimizer(model_parameters)
+            self.module.fill_groups(optimizer.param_groups)
+            self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
+            client_optimizer = lambda _: optimizer  # noqa: E731
+        super()._configure_optimizer(client_optimizer, model_parameters)
 
     # --- position in the pipeline ---
 
@@ -108,13 +119,15 @@ class AdaptedEngine(PipelineEngine):
                 f"engine.set_train_batch_size()."
             )
         self._take_handlers()
+        self.trained.take_changes()
         if self.update.is_outdated():
             self.update.wait_for_weights()
             self._use_optimizer()
         self._weights_set = self.update.masters.take_changes()
 
     def _use_optimizer(self) -> None:
-        self.update = WeightUpdate(self)
+        with self.trained.before_changes():
+            self.update = WeightUpdate(self)
         self._weights_set = 0
         self.executor.scale = self.update.scale
         self.executor.accumulating = self.update.gradients.accumulating
@@ -129,10 +142,11 @@ class AdaptedEngine(PipelineEngine):
         """Return the mean loss of all micro-batches of all groups, on every rank, and end the step."""
         is_late = self._gathered is None  # a script replaced the handler of the optimizer step
         losses = self.gather().losses
-        if is_late and losses.correction != 1:
+        if is_late and (losses.correction != 1 or self.gather().num_changed):
+            cause = "requires_grad: a change" if losses.correction == 1 else "loss_fn: a pair (sum, count)"
             raise ConfigError(
-                "loss_fn: a pair (sum, count) needs this engine's handler of OptimizerStep (got a replaced one). "
-                "Add a method counts(labels), or call the engine's handler."
+                f"{cause} needs this engine's handler of OptimizerStep (got a replaced one). Call that handler, "
+                "or add a method counts(labels) to the loss."
             )
         self._advance()
         numbers = self.role.numbers()
@@ -142,33 +156,35 @@ class AdaptedEngine(PipelineEngine):
         return losses.loss
 
     def get_lr(self) -> list[float]:
-        """Return the learning rates of the parameter groups; on a forward rank (FBD), the first one's last rate."""
+        """Return the learning rates of the parameter groups; on a forward rank (FBD), those of the last step."""
         return super().get_lr() if self.role.rates is None else self.role.rates
 
     # --- handlers of the instructions for the weights ---
 
     def _exec_reduce_tied_grads(self) -> None:
-        self.update.gradients.sum_tied(self.module.get_tied_weights_and_groups())
+        with self.trained.before_changes():
+            self.update.gradients.sum_tied(self.module.get_tied_weights_and_groups())
 
     def _exec_wait_stage(self, stage: int) -> None:
         self.update.wait_for_weights(stage)
 
     def _exec_reduce_stage(self, stage: int) -> None:
-        if self.update.reduction is not None:
-            self.update.reduction.start(stage)
+        with self.trained.before_changes():
+            self.update.reduce_stage(self.global_steps + 1, stage)
 
     def _exec_reduce_grads(self) -> None:
         self.transport.settle()  # the reduction and the optimizer may make the host wait for the GPU
-        self.update.begin_reduction(self.global_steps + 1, self.module)
-        if self.update.reduction is not None:
-            self.update.reduction.finish()
-            return
-        gradients = self.update.gradients
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        used = gradients.fill_missing(trained)
-        if gradients.needs_reduction:
-            super()._exec_reduce_grads()
-        gradients.drop_unused_by_all(trained, used)
+        with self.trained.before_changes():
+            self.update.begin_reduction(self.global_steps + 1, self.module)
+            if self.update.reduction is not None:
+                self.update.reduction.finish()
+                return
+            gradients = self.update.gradients
+            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            used = gradients.fill_missing(trained)
+            if gradients.needs_reduction:
+                super()._exec_reduce_grads()
+            gradients.drop_unused_by_all(trained, used)
 
     def _get_gradients_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         gradients, expert_gradients = super()._get_gradients_for_reduction()
@@ -182,6 +198,7 @@ class AdaptedEngine(PipelineEngine):
         if self._auditing is not None:
             self._auditing.finish()
         correction = self.gather().losses.correction
+        self.update.reduce_unfrozen()
         with (
             self.update.gradients.corrected(correction, self.module.parameters()),
             self.update.overlapping(),

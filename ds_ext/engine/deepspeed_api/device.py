@@ -1,16 +1,21 @@
-"""Device of this rank: its selection before anything allocates or communicates, and its memory."""
+"""Device of this rank: its selection before anything allocates or communicates, its memory, and builds of its code."""
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 import sys
+import time
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.utils.file_baton import FileBaton
 
-from ...environment import data_bytes, local_rank
+from ...environment import data_bytes, local_rank, process_age_s
 from ...errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 # Hardware queues of a CUDA process, at most 32. By default there are 8, and streams that share one wait for each other.
 # A rank has a stream per communicator, and a blocked receive must not hold up a send in the same queue.
@@ -53,3 +58,29 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def announce_locks() -> None:
+    """Log every lock of another build of a torch extension before torch waits for it.
+
+    torch waits without a limit, also for the lock of a killed build. In a build by another rank of this job, only one
+    rank of the host logs it.
+    """
+    FileBaton.wait = _wait_for_build
+
+
+_wait = FileBaton.wait
+
+
+def _wait_for_build(self: FileBaton) -> None:
+    try:
+        is_older = os.path.getmtime(self.lock_file_path) < time.time() - process_age_s()
+    except FileNotFoundError:
+        return
+    if is_older or local_rank() == 0:
+        logger.warning(
+            "%s: waiting for the build of a torch extension that holds this lock. If no build runs, delete the "
+            "file and start again.",
+            os.path.abspath(self.lock_file_path),
+        )
+    _wait(self)

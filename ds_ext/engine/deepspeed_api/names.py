@@ -96,7 +96,7 @@ def _parse(table: str) -> tuple[PrivateName, ...]:
 OVERRIDDEN = _parse(f"""
     {ENGINE} callable: train_batch eval_batch set_train_batch_size set_dataloader set_dataiterator get_lr
     {ENGINE} callable: is_first_stage is_last_stage clip_fp32_gradients save_checkpoint load_checkpoint
-    {ENGINE} callable: _broadcast_model _build_data_iter _train_schedule _exec_schedule
+    {ENGINE} callable: _broadcast_model _build_data_iter _configure_optimizer _train_schedule _exec_schedule
     {ENGINE} callable: _exec_reduce_tied_grads _exec_reduce_grads _get_gradients_for_reduction
     {ENGINE} callable: _exec_optimizer_step _take_model_step _aggregate_total_loss
     {ENGINE} value: _INSTRUCTION_MAP
@@ -106,7 +106,8 @@ OVERRIDDEN = _parse(f"""
 """)
 NAMES = OVERRIDDEN + _parse(f"""
     {ENGINE} callable: _configure_python_gc _get_optimizer_loss_scale
-    {ENGINE} of objects: _global_grad_norm _step_applied
+    {ENGINE} value: _MUON_HALF_KEYS _ADAM_HALF_KEYS
+    {ENGINE} of objects: _global_grad_norm _step_applied param_names
     {MODULE} callable: _set_bounds _is_checkpointable
     {MODULE} of objects: _layer_specs _num_layers
     {MODULE} of parameters: ds_pipe_replicated
@@ -116,7 +117,7 @@ NAMES = OVERRIDDEN + _parse(f"""
     {ZERO} callable: _add_full_reduction_to_compact_grad_partition set_gradient_accumulation_boundary
     {ZERO} callable: scaled_global_norm unscale_and_clip_grads update_lp_params scale_if_loss
     {ZERO} of objects: optimizer bit16_groups use_grad_accum_attribute gradient_accumulation_dtype
-    {ZERO} of objects: cpu_offload overlap_comm contiguous_gradients reduce_scatter loss_scaler
+    {ZERO} of objects: cpu_offload overlap_comm contiguous_gradients loss_scaler
     {ZERO} callable: get_grad_norm_direct complete_grad_norm_calculation_for_cpu_offload
     {ZERO} callable: _muon_update_lacks_loss_scale
     {ZERO} of objects: round_robin_gradients bit16_groups_flat params_in_partition averaged_gradients
@@ -133,19 +134,21 @@ NAMES = OVERRIDDEN + _parse(f"""
     {BF16} of parameters: _hp_mapping
     deepspeed.runtime.bf16_optimizer callable: all_gather_dp_groups
     deepspeed.runtime.zero.stage_1_and_2 callable: all_gather_dp_groups
-    {SCALERS}:LossScalerBase of objects: cur_scale
+    {SCALERS}:LossScalerBase of objects: cur_scale dynamic
     {SCALERS}:DynamicLossScaler of objects: cur_iter last_overflow_iter cur_hysteresis
     {FRAGMENT}:tensor_fragment field: lp_fragment_address hp_fragment_address hp_fragment
     {FRAGMENT}:fragment_address field: start numel
     {C10D} callable: _get_default_store _set_pg_timeout
     {C10D}:_world value: pg_map
     torch.distributed:ProcessGroup value: bound_device_id
+    torch.distributed.algorithms._checkpoint.checkpoint_wrapper value: _CHECKPOINT_WRAPPED_MODULE
     torch.autograd.profiler value: _is_profiler_enabled
     torch.autograd.forward_ad value: _current_level
     torch._C callable: _are_functorch_transforms_active
     torch:Tensor value: _version _backward_hooks
     torch:UntypedStorage callable: _share_cuda_ _new_shared_cuda
     torch:ops.aten callable: _assert_async
+    torch.utils.file_baton:FileBaton callable: wait
     torch.nn:Module of objects: _parameters _buffers _non_persistent_buffers_set
     transformers:AutoModelForCausalLM value: _model_mapping
     transformers:PreTrainedModel callable: _from_config tie_weights

@@ -49,12 +49,14 @@ class BackwardRole(DisaggregatedRole):
     def numbers(self) -> list[float]:
         """Return the optimizer's values."""
         engine = self.engine
-        norm, rates = engine.get_global_grad_norm(), engine.get_lr()
+        norm, rates = engine.get_global_grad_norm(), [float(rate) for rate in engine.get_lr()]
+        size = len(self.group_rates)
         return [
-            float(rates[0]) if rates else 0.0,
+            float(len(rates)),
             float("nan") if norm is None else float(norm),
             float(engine.skipped_steps),
             float(engine._get_optimizer_loss_scale() or 0.0),
+            *(rates + [0.0] * size)[:size],
         ]
 
     def _sync_weights(self, stage: int, peer: int) -> None:

@@ -120,11 +120,11 @@ class ForwardRole(DisaggregatedRole):
 
     def numbers(self) -> list[float]:
         """Return no values: a forward rank has no optimizer."""
-        return [0.0] * 4
+        return [0.0] * (4 + len(self.group_rates))
 
     def take_numbers(self, rows: Sequence[Sequence[float]]) -> None:
         """Store the optimizer's values of the backward ranks in the engine."""
         super().take_numbers(rows)
-        self.rates = [self.optimizer_values["lr"]]
+        self.rates = self.group_rates
         self.engine.skipped_steps = int(self.optimizer_values["skipped_steps"])
         self.engine._global_grad_norm = self.optimizer_values["grad_norm"]

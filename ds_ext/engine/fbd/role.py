@@ -43,6 +43,7 @@ class DisaggregatedRole(Role):
         self.layout, self._timeout_s = layout, timeout_s
         self.first_in_checkpoints = min(layout.groups()["backward"][0])
         self.optimizer_values: dict[str, float] = {}  # of the backward ranks
+        self.group_rates: list[float] = []  # of all parameter groups of the backward ranks
         self._step_group: ProcessGroup | None = None
 
     def max_held(self) -> dict[tuple[int, int], int]:
@@ -80,9 +81,15 @@ class DisaggregatedRole(Role):
         self.take_numbers(rows_of_ranks(self.numbers(), self.engine.device))
 
     def take_numbers(self, rows: Sequence[Sequence[float]]) -> None:
-        """Store the optimizer's values of the first backward rank."""
-        names = ("lr", "grad_norm", "skipped_steps", "loss_scale")
-        self.optimizer_values = dict(zip(names, rows[self.first_in_checkpoints], strict=True))
+        """Store the optimizer's values of the first backward rank. All ranks call this together."""
+        names = ("groups", "grad_norm", "skipped_steps", "loss_scale")
+        row = rows[self.first_in_checkpoints]
+        groups = int(row[0])
+        if groups != len(self.group_rates):
+            self.group_rates = [0.0] * groups
+            return self.take_numbers(rows_of_ranks(self.numbers(), self.engine.device))
+        self.optimizer_values = dict(zip(names, row, strict=False))
+        self.group_rates = list(row[len(names) :])
 
     def wait_for_step(self, schedule: TimetableSchedule) -> None:
         """Wait for all ranks, up to the limit for a step: some ranks have no work in it."""

@@ -163,5 +163,5 @@ def weights_in_order(module: PipelineModule) -> list[Tensor]:
     Layers may change buffers (running means), and checkpoints contain them. A buffer must be changed in place: a new
     tensor assigned to its name is not sent.
     """
-    parameters = [parameter for _, parameter in module.named_parameters()]
+    parameters = [*module.layer_parameters()]
     return parameters + [buffer for layer in layers_of(module).values() for _, buffer in buffers_of(layer)]

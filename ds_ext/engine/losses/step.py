@@ -4,6 +4,9 @@ A loss function returns a scalar mean, and every micro-batch has the same weight
 name -> pair for a loss with several terms. Then the loss and the gradient of a step are the sum of the sums divided by
 the sum of the counts, over all micro-batches, pipes and data-parallel ranks: every counted label has the same weight.
 
+A metric may look like a count. So without the method ``counts`` below, counts are compared with the labels of every
+micro-batch: all counts of a step must be those of one way to count labels (:func:`_numbers_of_labels`).
+
 The divisor of the gradients must be known before the first backward. If the loss function has a method
 ``counts(labels)``, the ranks of the last stage count the labels of the step and add up the counts beside the first
 forwards. Otherwise, the gradients are divided by a power of two, and multiplied by a correction before the optimizer
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +28,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
-from ...config.deepspeed_json import precision
 from ...errors import ConfigError
 from ..messages import unpack
 from ..module import PipelineModule
 from ..together import together
 
 _Number = Tensor | float
+_WAYS = 52  # to count labels: bits that a float64 has for them
 _ONLY = ""  # name of the term of a loss with one term
 
 
@@ -41,10 +45,13 @@ class Term:
     Attributes:
         sum: scalar with its graph.
         count: number of counted labels, float64; None: ``sum`` is a mean, and the micro-batch counts as one.
+        check: float64 vector of the returned count, the number of labels, and 1 for each way to count labels that gives
+            another number; None: the count is not checked.
     """
 
     sum: Tensor
     count: Tensor | None
+    check: Tensor | None = None
 
     @property
     def mean(self) -> Tensor:
@@ -135,6 +142,7 @@ class StepLosses:
         # Name of a term -> (sum, count) of every micro-batch, and total count that its gradients were divided by.
         self._terms: dict[str, list[tuple[_Number, _Number]]] = {}
         self._divisors: dict[str, Tensor] = {}
+        self._checks: dict[str, list[Tensor]] = {}  # :attr:`Term.check` of every micro-batch
         self._weight = 0.0  # of the micro-batches of this step whose loss this rank has computed
         # Name -> "mean", "count" or "additional": on this rank in this step; and agreed by all ranks in the first step
         # and in the first evaluation, by whether it trains.
@@ -150,7 +158,7 @@ class StepLosses:
             engine.mpu.get_data_parallel_group(),
             counts_here=engine.layout.coordinates(engine.global_rank)[2] == 0,
             by_micro_batch=engine.plan.settings.loss_weighting == "micro_batches",
-            in_fp16=precision(engine.plan.job.deepspeed) == "fp16",
+            in_fp16=any(together(lambda: any(p.dtype == torch.float16 for p in engine.module.parameters()))),
             device=engine.device,
         )
 
@@ -167,6 +175,7 @@ class StepLosses:
         self._declared_counts = None
         self._terms.clear()
         self._divisors.clear()
+        self._checks.clear()
         self._local_kinds.clear()
         count_labels = self._label_counter
         if self._by_micro_batch or count_labels is None:
@@ -206,8 +215,11 @@ class StepLosses:
         loss_fn = self._module.loss_fn
         value = outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
         loss = terms_of(value)
+        if self._label_counter is None:
+            masks = outputs[1:] if isinstance(outputs, tuple | list) else ()
+            loss = {name: _checked(term, (*labels, *masks) if labels else ()) for name, term in loss.items()}
         if self._by_micro_batch:
-            return {name: Term(term.mean, None) for name, term in loss.items()}
+            return {name: Term(term.mean, None, term.check) for name, term in loss.items()}
         self._require_counts(loss)
         return loss
 
@@ -272,6 +284,8 @@ class StepLosses:
             return
         self._weight += weight
         for name, term in loss.items():
+            if term.check is not None:
+                self._checks.setdefault(name, []).append(term.check.to(self._device))
             if term.count is None:
                 self._add(name, "mean", _weighted(term.sum, weight), weight)
             else:
@@ -291,7 +305,7 @@ class StepLosses:
         self._terms.setdefault(name, []).append((value, count))
 
     def numbers(self) -> list[float]:
-        """Return sum, count and divisor of every name, for :meth:`result`. All ranks must call this together.
+        """Return sum, count, divisor and check of every name, for :meth:`result`. All ranks must call this together.
 
         Raises ConfigError for a name that was not reported in the first step, or had another form.
         """
@@ -300,6 +314,7 @@ class StepLosses:
             values, counts = zip(*self._terms.get(name, [(0.0, 0.0)]), strict=True)
             counts = [self._weight] if kind == "additional" else counts
             numbers += [_sum(values), _sum(counts), self._divisors.get(name, 0.0)]
+            numbers += _join_checks(self._checks[name]) if name in self._checks else [0.0] * 3
         tensors = [number.to(self._device) for number in numbers if isinstance(number, Tensor)]
         floats = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU
         return [next(floats) if isinstance(number, Tensor) else number for number in numbers]
@@ -331,7 +346,7 @@ class StepLosses:
 
         Raises:
             ConfigError: counts are not finite or negative, differ from those of the method ``counts``, or are of
-                several terms without this method.
+                several terms without this method, or are not those of labels.
         """
         kinds = self._kinds.get(self._trains, {})
         columns = iter(zip(*table, strict=True))
@@ -342,6 +357,14 @@ class StepLosses:
             total = sum(next(columns))
             count = sum(next(columns))
             divisor = max(next(columns))
+            returned, labels = sum(next(columns)), sum(next(columns))
+            if functools.reduce(operator.or_, map(int, next(columns))) == 2**_WAYS - 1:
+                raise _error_on_all_ranks(
+                    f"loss_fn: the second value of a pair (sum, count) must be the number of counted labels (got "
+                    f"{returned:g} in the step, whose micro-batches have {labels:g} labels other than -100). Report a "
+                    f"metric by the attribute additional_losses, and return the loss alone; or add a method "
+                    f"counts(labels) that returns the same count (docs/own_scripts.md)."
+                )
             means[name] = total / (count or 1.0)
             if kind == "count":
                 counts[name] = count
@@ -484,7 +507,54 @@ def _make_count(count: Any, device: torch.device | None) -> Tensor:
             f"{_describe(count)}). Return the number of counted labels of the micro-batch; report other losses "
             f"by the attribute additional_losses."
         )
+    if isinstance(count, Tensor) and count.dtype in (torch.float16, torch.bfloat16):
+        raise ConfigError(
+            f"loss_fn: the count of a pair (sum, count) must not be in half precision, which rounds it (got "
+            f"{count.dtype}). Sum the mask as mask.float().sum()."
+        )
     return torch.as_tensor(count, dtype=torch.float64, device=device).reshape(())
+
+
+def _checked(term: Term, tensors: Sequence[Any]) -> Term:
+    """Return a term with the check of its count by labels, and masks beside them; without any, it must be whole."""
+    if term.count is None:
+        return term
+    numbers = torch.full((_WAYS,), -1.0, dtype=torch.float64, device=term.count.device)  # no count is -1
+    for way, number in enumerate(_numbers_of_labels(tensors)[:_WAYS] or [term.count.round()]):
+        numbers[way] = number
+    return Term(
+        term.sum, term.count, torch.cat((term.count[None], numbers[:1], (numbers != term.count).double()))
+    )
+
+
+def _join_checks(checks: Sequence[Tensor]) -> Tensor:
+    """Return the returned count and the number of labels of several checks, and a bit for each way that differs."""
+    total = torch.stack(list(checks)).sum(0)
+    bits = 2.0 ** torch.arange(_WAYS, dtype=torch.float64, device=total.device)
+    return torch.cat((total[:2], (bits * (total[2:] > 0)).sum()[None]))
+
+
+def _numbers_of_labels(tensors: Sequence[Any]) -> list[_Number]:
+    """Return the number of labels by every way to count them, in each tensor.
+
+    Ways are: labels other than -100, all, other than 0 (a mask), neither negative nor nan; the same ones without the
+    first token of each sample; and samples. A way that does not apply is -1.
+    """
+    numbers: list[_Number] = []
+    for position, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_nested:
+            continue
+        t = tensor.detach()
+        t = t.real if t.is_complex() else t if t.is_floating_point() or t.dtype == torch.bool else t.long()
+        # A class is no mask: an accuracy may equal it.
+        is_mask = position > 0 or t.dtype == torch.bool or (t.dim() > 1 and t.numel() > 1)
+        ways: list[_Number] = []
+        for part in (t, t[:, 1:]) if t.dim() > 1 and t.size(1) > 1 else (t,):
+            marked = (part != 0).sum() if is_mask else -1.0
+            valid = part.isfinite() if part.is_floating_point() else part >= 0
+            ways += [(part != -100).sum(), float(part.numel()), marked, valid.sum()]
+        numbers += [*ways, *[-1.0] * (8 - len(ways)), float(len(t) if t.dim() else 1)]
+    return numbers
 
 
 def _describe(value: Any) -> str:

@@ -1,4 +1,7 @@
-"""Detection of non-finite losses and gradients. Too many consecutive bad steps stop the training run."""
+"""Detection of steps that do not train: non-finite losses and gradients, and gradients that are all zero.
+
+Too many consecutive non-finite steps, or one step whose gradients are all zero, stop the training run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...errors import NonFiniteLoss
+from ...errors import ConfigError, NonFiniteLoss
 from ..checkpoint.states import LocalParameter
 from ..grad_sync import Gradients
 from ..together import together
@@ -29,37 +32,40 @@ class LossWatch:
         gradients: gradients of this rank.
         limit: number of consecutive bad steps after which training stops; 0: never stop.
         dynamic_scale: fp16 skips steps to find its loss scale, so skipped steps do not count.
+        allows_zeros: whether the gradients of a step may all be zero.
 
     Attributes:
         in_a_row: number of consecutive bad steps so far.
     """
 
     def __init__(
-        self, parameters: Iterable[LocalParameter], gradients: Gradients, limit: int, dynamic_scale: bool
+        self,
+        parameters: Iterable[LocalParameter],
+        gradients: Gradients,
+        limit: int,
+        dynamic_scale: bool,
+        allows_zeros: bool,
     ) -> None:
         self.gradients, self.limit, self.dynamic_scale = gradients, limit, dynamic_scale
+        self._allows_zeros = allows_zeros
         self.in_a_row = 0
-        self._trained = [
-            (local.layer, local.name, local.parameter)
-            for local in parameters
-            if local.parameter.requires_grad and local.parameter.numel() > 0
+        self._parameters = [
+            (local.layer, local.name, local.parameter) for local in parameters if local.parameter.numel() > 0
         ]
-        # Step, (layer, parameter) and largest magnitude of every gradient. Of two steps: a non-finite gradient first
+        # Step, and largest magnitude of every gradient by (layer, parameter). Of two steps: a non-finite gradient first
         # changes the weights, and then the loss of the next step.
-        self._largest: deque[tuple[int, list[tuple[int, str]], list[Tensor]]] = deque(maxlen=2)
+        self._largest: deque[tuple[int, dict[tuple[int, str], Tensor]]] = deque(maxlen=2)
         self._first_bad: tuple[int, int, str] | None = None  # step, rank and parameter
 
-    def record_gradients(self, step: int) -> None:
-        """Store the largest magnitude in every gradient of this rank, on the device. Call before the reduction."""
-        named_gradients = [
-            ((layer, name), gradient)
-            for layer, name, parameter in self._trained
-            if (gradient := self.gradients.get(parameter)) is not None
-        ]
-        if named_gradients:
-            names, gradients = zip(*named_gradients, strict=True)
-            largest = [torch.linalg.vector_norm(gradient, torch.inf) for gradient in gradients]
-            self._largest.append((step, list(names), largest))
+    def record_gradients(self, step: int, parameters: Iterable[Tensor]) -> None:
+        """Store the largest magnitude in gradients of ``parameters``, on the device. Call before their reduction."""
+        ids = set(map(id, parameters))
+        if not self._largest or self._largest[-1][0] != step:
+            self._largest.append((step, {}))
+        for layer, name, parameter in self._parameters:
+            is_trained = id(parameter) in ids and parameter.requires_grad
+            if is_trained and (gradient := self.gradients.get(parameter)) is not None:
+                self._largest[-1][1][layer, name] = torch.linalg.vector_norm(gradient, torch.inf)
 
     def loss(self, step: int, loss: float, skipped: bool) -> None:
         """Check the loss of a step. All ranks must call this together.
@@ -94,6 +100,37 @@ class LossWatch:
             error.reported_by = 0
             raise error
 
+    def norm(self, step: int, loss: float, norm: float | None, counts_labels: bool) -> None:
+        """Check the norm of the gradients of a step. All ranks must call this together.
+
+        A loss of exactly 0 has nothing to train, so its step only gets a warning, once.
+
+        Args:
+            step: number of the step, from 1.
+            loss, norm: loss and norm of the step, the same on all ranks; None: not measured.
+            counts_labels: False if no label of the step was counted.
+
+        Raises:
+            ConfigError: on all ranks, if the gradients of all trained parameters were zero.
+        """
+        if norm != 0 or not counts_labels or self._allows_zeros:
+            return
+        if loss == 0:
+            self._allows_zeros = True
+            if dist.get_rank() == 0:
+                logger.warning("step %d: loss and gradients are 0. Later cases are not reported.", step)
+            return
+        of_ranks = together(lambda: [name for _, name, p in self._parameters if p.requires_grad])
+        names = [name for names in of_ranks for name in names]
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        error = ConfigError(
+            f"loss_fn: the gradients of all trained parameters are 0 in step {step} (got norm 0 and loss {loss:g} for "
+            f"{', '.join(names[:3])}{more}). Compute the loss from outputs that depend on these parameters, or allow "
+            f'such steps with "ds_ext": {{"allow_zero_norm": true}}.'
+        )
+        error.reported_by = 0
+        raise error
+
     def _first_bad_gradient(self) -> tuple[int, int, str] | None:
         """Return (step, rank, parameter) for the last bad layer in the earliest bad step; its backward runs first.
 
@@ -101,9 +138,9 @@ class LossWatch:
         """
         bad = [
             (-step, layer, name, dist.get_rank())  # the largest tuple is the first to be bad
-            for step, names, largest in self._largest
-            for (layer, name), is_finite in zip(names, torch.stack(largest).isfinite().tolist(), strict=True)
-            if not is_finite
+            for step, largest in self._largest
+            for (layer, name), value in largest.items()
+            if not value.isfinite()
         ]
         candidates = [candidate for candidate in together(lambda: max(bad, default=None)) if candidate]
         if not candidates:

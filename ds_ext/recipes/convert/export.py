@@ -17,6 +17,7 @@ from torch import Tensor
 from ...engine.checkpoint.file import read_plain, write_tensors
 from ...engine.checkpoint.folder import check_contents
 from ...engine.checkpoint.save import STATE_FILE
+from ...engine.wrappers import plain_name
 from ...errors import ConfigError
 from . import SHARD_GB
 from .checkpoint_weights import CheckpointWeights, new_folder, open_source, write_shards
@@ -97,7 +98,7 @@ def _read_layers(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Any
     """Return ``LAYER.KEY`` -> value of the state of every layer, in order. Of shards, only the first is read."""
     matches = [match for name in manifest["files"] if (match := _LAYER_FILE.fullmatch(name))]
     return {
-        f"{int(match[1])}.{key}": value
+        f"{int(match[1])}.{plain_name(key)}": value
         for match in sorted(matches, key=lambda match: int(match[1]))
         for key, value in read_plain(checkpoint / match[0]).items()
     }

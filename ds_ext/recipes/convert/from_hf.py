@@ -26,7 +26,7 @@ from ..models.config import TransformerConfig
 from ..models.hf import Counterpart, num_pipeline_layers
 from ..models.hf_config import is_gpt2, unseen_in_weights
 from .hf_model import HuggingFaceModel
-from .tokenizer_files import find_hf_tokenizer
+from .tokenizer_files import find_hf_tokenizer, origin_of
 
 TAG = "step_0"
 _SEQ_LENGTH = 4096  # proposed for models with longer samples
@@ -63,6 +63,7 @@ def write_checkpoint(source: Path, output: Path) -> str:
         "sizes": f"transformers, from {source.absolute().name}",
         "tokenizer": tokenizer and tokenizer[1].fingerprint,
         "model": unseen_in_weights(config),
+        **origin_of(source, source),
     }
     try:
         with FolderLock(output, f"convert {secrets.token_hex(4)}"):

@@ -14,14 +14,14 @@ from ...engine.checkpoint.file import read_plain
 from ...engine.checkpoint.folder import check_contents
 from ...engine.checkpoint.save import STATE_FILE
 from ...errors import ConfigError
-from ...hf.folder import CONFIG, safetensors, shape_text, write_weights
+from ...hf.folder import CONFIG, GENERATION, safetensors, shape_text, write_weights
 from ..models.bert import BertConfig
 from ..models.config import TransformerConfig
 from ..models.gpt import GPTConfig
 from ..models.hf import Counterpart, counterparts
 from ..models.hf_config import saved_fields, to_json
 from .checkpoint_weights import CheckpointWeights, new_folder, open_source, write_json, write_shards
-from .tokenizer_files import find_tokenizer, save_tokenizer
+from .tokenizer_files import find_generation, find_tokenizer, save_tokenizer
 
 
 def write_hf_folder(
@@ -32,7 +32,7 @@ def write_hf_folder(
     shard_bytes: int,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> str:
-    """Write config.json, the weights and, if one is found, the tokenizer.
+    """Write config.json, generation_config.json, the weights and, if one is found, the tokenizer.
 
     Args:
         source: folder of checkpoints, of which the latest is converted, or one checkpoint.
@@ -54,8 +54,9 @@ def write_hf_folder(
     state = read_plain(checkpoint / STATE_FILE)
     weights = CheckpointWeights(checkpoint, manifest)
     config, model_weights = find_model(checkpoint, weights.shapes, state, heads)
-    model_tokenizer = find_tokenizer(tokenizer, state)
-    config_json = to_json(config, None if model_tokenizer is None else model_tokenizer.eod_id, dtype)
+    found = find_tokenizer(tokenizer, state)
+    generation = find_generation(state, found)
+    config_json = to_json(config, None if found is None else found[0].eod_id, dtype) | generation[CONFIG]
     check_contents(checkpoint, manifest)
     torch_dtype: torch.dtype = getattr(torch, dtype)
     by_name = {weight.name: weight for weight in model_weights}
@@ -67,7 +68,9 @@ def write_hf_folder(
     with new_folder(output) as folder:
         sizes = {name: torch_dtype.itemsize * math.prod(weight.shape) for name, weight in by_name.items()}
         files = write_shards(folder, sizes, read, shard_bytes, write_weights)
-        tokenizer_line = save_tokenizer(model_tokenizer, folder, tokenizer)
+        tokenizer_line = save_tokenizer(found, folder)
+        if generation[GENERATION] is not None:
+            write_json(folder / GENERATION, generation[GENERATION])
         write_json(folder / CONFIG, config_json)
     precision = "fp32" if dtype == "float32" else "bf16"
     return (

@@ -22,7 +22,7 @@ def read_meta(data_path: str | Sequence[str]) -> dict[str, Any] | None:
     Keys: format, arguments, source, documents, sentences (BERT only), tokens, bytes, max_token_id,
     unigram_entropy_nats, vocab_size, eod_id, tokenizer (file name), tokenizer_fingerprint, versions; for text also
     special_tokens (those in the text, with counts); for chat also without_assistant, without_assistant_lines (the first
-    ones), assistant_tokens, longer_than, loss_mask (file name).
+    ones), assistant_tokens, longer_than, ignored_keys (rows by key), loss_mask (file name).
 
     Raises:
         ConfigError: a data file is missing, or ``meta.json`` is damaged.

@@ -52,7 +52,7 @@ MEGATRON_TYPES = {
 NEXT_GPT = "train_gpt.py --deepspeed_config configs/bitpipe.json"
 NEXT_GPT_STAGES = 8
 NEXT_LORA = "torchrun --nproc_per_node 2 examples/finetune_decoder.py --lora 8 --seq-length"
-LORA_SEQ_LENGTH = 1024
+MAX_SEQ_LENGTH = 4096  # in the next commands
 NEXT_BERT = "train_bert.py --deepspeed_config configs/bert_bitpipe.json"
 VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "megatron-core", "numpy", "torch")
 
@@ -153,9 +153,12 @@ def run(args: argparse.Namespace) -> int:
     _print_summary(meta)
     model_flag = _model_flag(args.tokenizer)
     command = NEXT_BERT if is_bert else NEXT_GPT + model_flag
+    length, layers = 0, 0
+    if template is not None:
+        length, layers = _sizes(Path(args.tokenizer), meta)
+        command += f" --seq-length {length}"
     following = [f"deepspeed --num_gpus 4 {command} --data-path {output} --save checkpoints/{output.name}"]
     if template is not None and model_flag:
-        length, layers = _model_sizes(Path(args.tokenizer))
         lora = f"{NEXT_LORA} {length} --model {args.tokenizer} --data {output}"
         following = [lora] if layers < NEXT_GPT_STAGES else [*following, lora]
     print("next: " + "\nor with LoRA: ".join(following))
@@ -221,17 +224,24 @@ def _model_flag(tokenizer: str | None) -> str:
     return f" --hf-model {tokenizer}" if has_model else ""
 
 
-def _model_sizes(model: Path) -> tuple[int, int]:
-    """Return the positions and the layers of the model, at most ``LORA_SEQ_LENGTH`` and ``NEXT_GPT_STAGES``."""
+def _sizes(model: Path, meta: dict[str, Any]) -> tuple[int, int]:
+    """Return a length of samples for chat data, and the number of layers of the model, at most ``NEXT_GPT_STAGES``.
+
+    The length truncates no conversation, unless the model has fewer positions or it would exceed ``MAX_SEQ_LENGTH``.
+    """
+    from .chat.files import COMMON_LENGTHS
+
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except ValueError:
+    except (OSError, ValueError):
         config = {}  # training reports it
 
     def least(most: int, *keys: str) -> int:
         return min([most, *(config[key] for key in keys if isinstance(config.get(key), int))])
 
-    positions = least(LORA_SEQ_LENGTH, "max_position_embeddings", "n_positions")
+    fitting = (length for length in COMMON_LENGTHS if not meta["longer_than"].get(str(length)))
+    length = min(MAX_SEQ_LENGTH, next(fitting, MAX_SEQ_LENGTH))
+    positions = least(length, "max_position_embeddings", "n_positions")
     return positions, least(NEXT_GPT_STAGES, "num_hidden_layers", "n_layer")
 
 

@@ -12,33 +12,44 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from .tokenizer_base import HuggingFaceTokenizer, Tokenizer, fingerprint_of
+from .tokenizer_base import (
+    REPLACED,
+    TOKENIZER_CONFIG,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    fingerprint_of,
+    splitting,
+)
 from .wordpiece import VOCAB_NAME, WordPieceTokenizer, is_word_piece, load_vocab_txt
 
 END_OF_DOCUMENT = "<|endoftext|>"
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eod|>", "[EOD]")
-TOKENIZER_CONFIG = "tokenizer_config.json"
 # Vocabularies in a folder, the first of which counts, and files of transformers that add to all but tokenizer.json.
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", VOCAB_NAME)
 DECLARATIONS = (TOKENIZER_CONFIG, "added_tokens.json", "special_tokens_map.json")
+END_FILES = ("generation_config.json", "config.json")  # with eos_token_id
+GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # which use tokenizer.json as it is
 BYTE_VALUES = 256
 
 
 class BpeTokenizer(HuggingFaceTokenizer):
     """Tokenizer with an end-of-document token; byte-level BPE if trained here."""
 
-    def __init__(self, backend: Any, origin: str, end_of_document: str | None = None) -> None:
+    def __init__(
+        self, backend: Any, origin: str, end_of_document: str | None = None, is_replaced: bool = False
+    ) -> None:
         """Wrap a ``tokenizers.Tokenizer``.
 
         Args:
             backend: tokenizer of the library.
             origin: name in errors.
             end_of_document: declared end-of-document token; None: use a well-known name.
+            is_replaced: transformers splits texts differently than the file.
 
         Raises:
             ConfigError: there is no end-of-document token.
         """
-        super().__init__(backend)
+        super().__init__(backend, is_replaced)
         self._end_of_document = end_of_document
         names = [name for name in (self._end_of_document, *END_OF_DOCUMENT_NAMES) if name in self.vocab]
         if not names:
@@ -49,17 +60,16 @@ class BpeTokenizer(HuggingFaceTokenizer):
         merges = json.loads(backend.to_str())["model"].get("merges", [])
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
         self.eod_id = self.vocab[names[0]]
-        self.fingerprint = fingerprint_of([sorted(self.vocab.items()), pairs])
+        self.fingerprint = self._fingerprint_of([sorted(self.vocab.items()), pairs])
 
     def save(self, folder: Path) -> list[str]:
         """Write ``tokenizer.json`` and the files of the model into ``folder``. Return their names."""
         self._backend.save(str(folder / "tokenizer.json"))
         self._backend.model.save(str(folder))
-        if self._end_of_document is not None:
-            values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self._end_of_document}
-            (folder / TOKENIZER_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-        names = ("tokenizer.json", TOKENIZER_CONFIG, "vocab.json", "merges.txt")
-        return [name for name in names if (folder / name).exists()]
+        values = {} if self._end_of_document is None else {"eos_token": self._end_of_document}
+        names = self._declare(folder, **({"tokenizer_class": GENERIC_CLASSES[0], **values} if values else {}))
+        others = [name for name in ("vocab.json", "merges.txt") if (folder / name).exists()]
+        return ["tokenizer.json", *names, *others]
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -222,9 +232,14 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ConfigError(
             f"tokenizer: the file cannot be read (got {path}: {error}). Use a tokenizer.json."
         ) from error
+    return _fast_tokenizer(backend, path, REPLACED in _read_object(path.parent / TOKENIZER_CONFIG))
+
+
+def _fast_tokenizer(backend: Any, path: Path, is_replaced: bool) -> HuggingFaceTokenizer:
     if is_word_piece(backend):
-        return WordPieceTokenizer(backend, str(path))
-    return BpeTokenizer(backend, str(path), declared_end_of_document(path.parent, _vocab(backend)))
+        return WordPieceTokenizer(backend, str(path), is_replaced)
+    end = declared_end_of_document(path.parent, _vocab(backend))
+    return BpeTokenizer(backend, str(path), end, is_replaced)
 
 
 def _load_from_folder(folder: Path) -> Tokenizer:
@@ -244,7 +259,35 @@ def _load_from_folder(folder: Path) -> Tokenizer:
         needs_transformers |= _read_object(folder / "config.json").get("model_type", "gpt2") != "gpt2"
     if needs_transformers:
         return _load_with_transformers(folder)
+    if path.name == "tokenizer.json" and (backend := _replaced_backend(path)) is not None:
+        return _fast_tokenizer(backend, path, is_replaced=True)
     return load_gpt2_files(path, folder / "merges.txt") if path.name == "vocab.json" else load_tokenizer(path)
+
+
+def _replaced_backend(path: Path) -> Any:
+    """Return ``tokenizer.json`` with what transformers replaces in it; None if it replaces nothing.
+
+    Classes such as Qwen2's build a tokenizer from the vocabulary alone. Tokens that transformers adds are not included,
+    because the model may lack them.
+    """
+    config = _read_object(path.parent / TOKENIZER_CONFIG)
+    is_prepared = set(config) <= {"tokenizer_class", "eos_token", REPLACED} and not any(
+        (path.parent / name).is_file() for name in ("config.json", *DECLARATIONS[1:])
+    )
+    if is_prepared and config.get("tokenizer_class", GENERIC_CLASSES[0]) in GENERIC_CLASSES:
+        return None
+    try:
+        loaded = json.loads(transformers_tokenizer(path.parent).backend_tokenizer.to_str())
+    except ConfigError:  # texts do not need transformers
+        return None
+    import tokenizers
+
+    own = json.loads(tokenizers.Tokenizer.from_file(str(path)).to_str())
+    same_model = all(own["model"].get(key) == loaded["model"].get(key) for key in ("vocab", "merges"))
+    if same_model and splitting(own) == splitting(loaded):
+        return None
+    parts = {key: loaded[key] for key in ("normalizer", "pre_tokenizer", "decoder", "model")}
+    return tokenizers.Tokenizer.from_str(json.dumps({**own, **parts}))
 
 
 def _has_other_tokens(folder: Path, path: Path) -> bool:
@@ -308,7 +351,7 @@ def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | No
     Raises:
         ConfigError: a file is damaged, or the name is not in the vocabulary.
     """
-    name = _token_name(_read_object(folder / TOKENIZER_CONFIG).get("eos_token"))
+    name = declared_token(folder, "eos_token")
     if name is not None:
         if name not in vocab:
             raise ConfigError(
@@ -317,13 +360,23 @@ def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | No
             )
         return name
     names = {token_id: token for token, token_id in vocab.items()}
-    for file in ("generation_config.json", "config.json"):
-        token_id = _read_object(folder / file).get("eos_token_id")
-        if isinstance(token_id, list):
-            token_id = token_id[0] if token_id else None
-        if token_id in names:
-            return names[token_id]
-    return None
+    firsts = (ids[0] for file in END_FILES if (ids := _end_ids(folder / file)))
+    return next((names[token_id] for token_id in firsts if token_id in names), None)
+
+
+def stop_ids(folder: Path) -> list[int]:
+    """Return the tokens that end a generation: those in generation_config.json, or else in config.json."""
+    return next((ids for file in END_FILES if (ids := _end_ids(folder / file))), [])
+
+
+def _end_ids(path: Path) -> list[int]:
+    ids = _read_object(path).get("eos_token_id")
+    return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+
+def declared_token(folder: Path, key: str) -> str | None:
+    """Return the text of a token, such as ``bos_token``, in the ``tokenizer_config.json`` of a folder."""
+    return _token_name(_read_object(folder / TOKENIZER_CONFIG).get(key))
 
 
 def _token_name(value: Any) -> str | None:

@@ -3,9 +3,13 @@
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+# Key in it: tokenizer.json splits texts as transformers does, and not as the file from which it was made.
+REPLACED = "split_by_transformers"
 
 
 class Tokenizer(ABC):
@@ -14,7 +18,8 @@ class Tokenizer(ABC):
     Attributes:
         vocab_size: largest token id + 1.
         eod_id: id of the end-of-document token.
-        fingerprint: 16 hex digits of the sha256 of vocabulary and merges; equal if all ids have the same meaning.
+        fingerprint: 16 hex digits of the sha256 of vocabulary and merges, and of what splits texts if transformers
+            replaces that of ``tokenizer.json``; equal if all ids have the same meaning.
         special_tokens: texts of the special tokens, such as <|im_end|>.
     """
 
@@ -58,8 +63,9 @@ class HuggingFaceTokenizer(Tokenizer):
         vocab: token -> id, including special tokens.
     """
 
-    def __init__(self, backend: Any) -> None:
-        """Wrap a ``tokenizers.Tokenizer``."""
+    def __init__(self, backend: Any, is_replaced: bool = False) -> None:
+        """Wrap a ``tokenizers.Tokenizer``. ``is_replaced``: transformers splits texts differently than the file."""
+        self._is_replaced = is_replaced
         backend.encode_special_tokens = True  # that is, as plain text
         # A tokenizer.json may have the lengths of another program, as that of sentence-transformers.
         backend.no_truncation()
@@ -82,6 +88,36 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` without special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
+
+    def _declare(self, folder: Path, **values: Any) -> list[str]:
+        """Add values to tokenizer_config.json, if there are any, but change none. Return its name."""
+        values |= {REPLACED: True} if self._is_replaced else {}
+        path = folder / TOKENIZER_CONFIG
+        if not values:
+            return []
+        old = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        path.write_text(json.dumps({**values, **old}, indent=2) + "\n", encoding="utf-8")
+        return [TOKENIZER_CONFIG]
+
+    def _fingerprint_of(self, definition: object) -> str:
+        """Return the fingerprint of the vocabulary, which includes how texts are split if transformers replaced it."""
+        parts = splitting(json.loads(self._backend.to_str())) if self._is_replaced else None
+        return fingerprint_of([definition, parts] if self._is_replaced else definition)
+
+
+def splitting(serialized: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what splits texts in a ``tokenizer.json``, except vocabulary and merges, and options that are off."""
+    model = {key: value for key, value in serialized["model"].items() if key not in ("vocab", "merges")}
+    return _options({**{key: serialized[key] for key in ("normalizer", "pre_tokenizer")}, "model": model})
+
+
+def _options(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_options(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    options = {key: _options(item) for key, item in value.items() if key != "trim_offsets"}  # of offsets only
+    return {key: item for key, item in options.items() if item not in (None, "") and item is not False}
 
 
 def fingerprint_of(definition: object) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from .tokenizer_base import HuggingFaceTokenizer, fingerprint_of
+from .tokenizer_base import HuggingFaceTokenizer
 
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PIECE_PREFIX = "##"
@@ -31,13 +31,13 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
         special_ids: token -> id for the ``SPECIAL_TOKENS``.
     """
 
-    def __init__(self, backend: Any, origin: str) -> None:
+    def __init__(self, backend: Any, origin: str, is_replaced: bool = False) -> None:
         """Wrap a ``tokenizers.Tokenizer``. ``origin`` is its name in errors.
 
         Raises:
             ConfigError: a special token is missing, or [PAD] is not token 0.
         """
-        super().__init__(backend)
+        super().__init__(backend, is_replaced)
         missing = [name for name in SPECIAL_TOKENS if name not in self.vocab]
         if missing:
             raise ConfigError(
@@ -51,7 +51,7 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
                 f"{self.special_ids[PAD]}). Move it to the start of the vocabulary."
             )
         self.eod_id = self.special_ids[SEP]
-        self.fingerprint = fingerprint_of(sorted(self.vocab.items()))
+        self.fingerprint = self._fingerprint_of(sorted(self.vocab.items()))
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[list[int]]]:
         """Return the non-empty sentences of each text; those longer than ``MAX_SENTENCE_TOKENS`` tokens are split."""
@@ -68,11 +68,11 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
         ]
 
     def save(self, folder: Path) -> list[str]:
-        """Write ``tokenizer.json`` and ``vocab.txt`` into ``folder``. Return their names."""
+        """Write ``tokenizer.json``, ``vocab.txt`` and what they lack into ``folder``. Return their names."""
         self._backend.save(str(folder / "tokenizer.json"))
         tokens = sorted(self.vocab, key=self.vocab.__getitem__)
         (folder / VOCAB_NAME).write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
-        return ["tokenizer.json", VOCAB_NAME]
+        return ["tokenizer.json", VOCAB_NAME, *self._declare(folder)]
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTokenizer:

@@ -97,6 +97,8 @@ def _parse(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Job
     config, set_by = _merge_json_flags(job.deepspeed, args, steps == {"train_samples"}, problems)
     args.notes = _ignored_note([*ignored_keys, *ignored_flags], config, args, problems)
     _set_train_for_auto(config, args)
+    if path is None:
+        set_by.setdefault("train_batch_size", "--global-batch-size")
     return args, JobConfig(config, load_config(config).ds_ext, path, set_by)
 
 

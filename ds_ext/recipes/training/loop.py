@@ -30,6 +30,7 @@ from ...launch.launcher import launch_again
 from ...observe.metrics import Metrics, print_line
 from ...pipe_schedules.files import is_timetable_file
 from ...planner.job_plan import JobPlan
+from ..convert.tokenizer_files import ORIGIN, origin_of
 from ..data.blend import parse_data_path
 from ..data.datasets import parse_split
 from ..models.bert import MASKED_WORDS
@@ -88,6 +89,9 @@ class Trainer:
     stopped: str = ""  # why the run ended before its last step
     not_saved: list[int] = field(default_factory=list)
     metrics: Metrics = field(init=False)
+    _origin: dict[str, Any] = field(
+        default_factory=dict
+    )  # what a checkpoint keeps of the folder of --hf-model
     _saving: int | None = None  # step of the last save, until all ranks know its result
     _announced: int | None = None  # step of the last save whose end rank 0 has printed early
 
@@ -99,6 +103,7 @@ class Trainer:
         """
         args = self.args
         self._listen()
+        self._origin = origin_of(getattr(args, "hf_model", None), args.tokenizer)
         first = step = self.recover()
         if args.save:
             steps = [n for n in range(step + 1, args.train_iters) if _is_due(n, args.save_interval)]
@@ -228,6 +233,7 @@ class Trainer:
             "data_path": list(self.args.data_path),
             "data_flags": data_flags(self.args),
             "model": unseen_in_weights(self.model),
+            **self._origin,
             "sizes": self._sizes(),
             **self.train.state_dict(),
         }
@@ -315,6 +321,7 @@ class Trainer:
                 f"name of an older checkpoint into {Path(folder) / 'latest'}, or remove --load."
             )
         self.train.load_state_dict(state)
+        self._origin = {**{key: state[key] for key in ORIGIN if key in state}, **self._origin}
         writer = "" if state.get("sizes") == self._sizes() else f" (written with {state.get('sizes')})"
         say(
             f"resumed from {path} at step {state['step']}, {self.train.consumed_samples} samples consumed{writer}"

@@ -11,8 +11,6 @@ from ds_ext.errors import ConfigError
 @pytest.mark.parametrize(
     ("train", "micro", "steps", "expected"),
     [
-        (None, 2, 3, (2, 3)),
-        (None, 2, None, (2, 1)),
         (24, 2, 3, (2, 3)),
         (24, 2, None, (2, 3)),
         (24, None, 3, (2, 3)),
@@ -41,6 +39,12 @@ def test_errors_name_the_flag_that_set_a_key(train: int, micro: int, steps: int 
     flags = {"train_batch_size": f"--global-batch-size {train}"}
     with pytest.raises(ConfigError, match=f"^--global-batch-size: .*{numbers}"):
         batch_sizes(batch(train, micro, steps), 2, 1, flags)
+
+
+def test_one_pipe_counts_its_groups() -> None:
+    for steps in (3, None):
+        sizes = batch_sizes(batch(None, 2, steps), replicas=1, data_parallel_size=2)
+        assert sizes == BatchSizes(2, steps or 1, replicas=1, data_parallel_size=2)
 
 
 def test_errors_name_the_flag_of_a_factor() -> None:

@@ -108,7 +108,7 @@ def test_keys_and_types(section: dict[str, Any], key: str, got: str) -> None:
         (
             {"schedule": "bitpipe", "pipeline_parallel_size": 4},
             6,
-            ["micro_batches", "(got 6)", "4 or 8", "gradient_accumulation_steps 2 or 4"],
+            ["micro_batches", "(got 6)", "4 or 8", "train_batch_size: 4 or 8"],
         ),
         (
             {"schedule": "interleaved", "pipeline_parallel_size": 2, "schedule_options": {"chunks": "2"}},
@@ -309,7 +309,8 @@ def test_sections_of_a_wrong_type(config: dict[str, Any], found: str) -> None:
 
 def test_alternative_forms_of_sections() -> None:
     load_config({"bf16": None, "zero_optimization": True, "optimizer": {"type": "AdamW", "params": None}})
-    load_config({"bf16": {"enabled": "auto"}})
+    job = load_config({"bf16": {"enabled": "auto"}, "fp16": {"enabled": False}})
+    assert [note.partition(": ")[0] for note in job.notes] == ["bf16.enabled"]
     assert [zero_stage({"zero_optimization": z}) for z in (True, False, {}, {"stage": "1"})] == [1, 0, 0, 1]
     on, off = {"enabled": True}, {"enabled": False}
     for config, name, section in (

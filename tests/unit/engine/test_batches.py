@@ -1,11 +1,13 @@
 """Order of samples in micro-batches, their position in checkpoints, and collation."""
 
+import ast
+import re
 from typing import Any
 
 import pytest
 import torch
 
-from ds_ext.engine.batches import MicroBatches, stack_samples
+from ds_ext.engine.batches import MicroBatches, require_pair, require_tensors, stack_samples
 from ds_ext.errors import ConfigError
 
 
@@ -147,3 +149,35 @@ def test_too_few_samples_are_left() -> None:
 def test_samples_of_different_shapes() -> None:
     with pytest.raises(ConfigError, match=r"\(3,\) and \(4,\)"):
         stack_samples([torch.zeros(3), torch.zeros(4)])
+
+
+def advised_keys(text: str) -> Any:
+    """Keys in the pair that an error tells to build of the samples; None if it names none."""
+    pair = re.search(r"returns (.*) over the samples", text)
+    return pair and ast.literal_eval(re.sub(r"stack of s\[('\w+')\]", r"\1", pair[1]))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (["input_ids", "attention_mask", "labels"], (("input_ids", "attention_mask"), "labels")),
+        (["label", "pixel_values"], ("pixel_values", "label")),
+        (["x", "y"], ("x", "y")),
+        (["source_ids", "Target_ids", "label_ids"], ("source_ids", ("Target_ids", "label_ids"))),
+        (["input_ids", "attention_mask"], None),
+        (["labels"], None),
+    ],
+)
+def test_the_advice_for_samples_with_keys_has_their_labels_as_labels(keys: list[str], expected: Any) -> None:
+    batches = MicroBatches([dict.fromkeys(keys, torch.ones(4))], 1)
+    with pytest.raises(ConfigError) as caught:
+        require_pair(batches.get(0), batches)
+    assert advised_keys(str(caught.value)) == expected
+
+
+def test_a_part_with_keys_is_not_divided_again() -> None:
+    with pytest.raises(ConfigError, match="collate_fn") as caught:
+        require_tensors(
+            dict.fromkeys(("ids", "labels"), torch.ones(4)), "inputs", MicroBatches(Numbers(1), 1)
+        )
+    assert advised_keys(str(caught.value)) is None

@@ -235,7 +235,7 @@ def test_a_timetable_file_is_a_schedule_of_a_job(tmp_path: Path) -> None:
         return {"ds_ext": {"schedule": str(path), "pipeline_parallel_size": ranks}}
 
     assert timetable_of(section(4), 8) == made and placement_of(section(4)) == made.placement
-    with pytest.raises(ConfigError, match=r"micro_batches .*8 \(got 4\).*gradient_accumulation_steps 4"):
+    with pytest.raises(ConfigError, match=r"micro_batches .*8 \(got 4\).*train_batch_size: 8"):
         timetable_of(section(4), 4)
     with pytest.raises(ConfigError, match=r"pipeline_parallel_size .*4 \(got 2\)"):
         placement_of(section(2))

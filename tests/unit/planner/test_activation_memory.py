@@ -15,6 +15,7 @@ from ds_ext.planner.job_plan import JobPlan, make_job_plan
 from ds_ext.planner.memory import memory
 from ds_ext.planner.training_sizes import TrainingSizes
 from ds_ext.recipes.models.config import TransformerConfig
+from tests.plans import batch_of
 
 MODEL = TransformerConfig(
     num_layers=16, hidden_size=64, num_attention_heads=4, seq_length=256, vocab_size=500, hidden_dropout=0.0
@@ -28,7 +29,7 @@ def make(
         **{"schedule": schedule, "pipeline_parallel_size": 4, "sequence_slices": slices},
         **{"max_activation_memory": limit, "schedule_options": options},
     }
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8, "ds_ext": section}
+    config = {**batch_of(schedule, 8, 4, 1, options), "ds_ext": section}
     plan = make_job_plan(load_config(config))
     return plan, training_sizes(config, MODEL, 1, 1, 1)
 

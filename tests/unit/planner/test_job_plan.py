@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from ds_ext.config.job import load_config
 from ds_ext.errors import ConfigError
 from ds_ext.parallel.partition import StageWork
+from ds_ext.pipe_schedules import SCHEDULES
 from ds_ext.pipe_schedules.costs import Costs, read_costs
 from ds_ext.pipe_schedules.draw.grid import time_grid
 from ds_ext.pipe_schedules.simulation import simulate
@@ -23,15 +25,16 @@ from ds_ext.planner.memory import DeviceMemory
 
 ROOT = Path(__file__).parents[3]
 JSON: dict[str, Any] = {
+    "train_batch_size": 24,
     "train_micro_batch_size_per_gpu": 3,
-    "gradient_accumulation_steps": 4,
     "ds_ext": {"schedule": "bitpipe", "pipeline_parallel_size": 4},
 }
 SIZES = {"num_layers": 16, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
 
 
-def plan(world_size: int | None = None, **section: Any) -> JobPlan:
-    return make_job_plan(load_config(JSON | {"ds_ext": JSON["ds_ext"] | section}), world_size)
+def plan(world_size: int | None = None, samples: int = 24, **section: Any) -> JobPlan:
+    config = {**JSON, "train_batch_size": samples, "ds_ext": JSON["ds_ext"] | section}
+    return make_job_plan(load_config(config), world_size)
 
 
 def auto(world_size: int | None = None, **section: Any) -> JobPlan:
@@ -53,7 +56,7 @@ def text_of(plan: JobPlan, **options: Any) -> str:
 def test_sizes_follow_from_the_world() -> None:
     one, two = plan(), plan(8)
     assert (one.layout.world_size, one.sizes.micro_batches, one.sizes.train_batch_size) == (4, 8, 24)
-    assert (two.layout.world_size, two.sizes.micro_batches, two.sizes.train_batch_size) == (8, 8, 48)
+    assert (two.layout.world_size, two.sizes.micro_batches, two.sizes.train_batch_size) == (8, 4, 24)
     assert two.layout.data_parallel_size == 2
     assert one.timetable.micro_batches == 8
 
@@ -74,20 +77,57 @@ def test_every_schedule_has_the_batch_of_a_configuration(file: Path) -> None:
     assert batches == {config["train_batch_size"]}
 
 
-@pytest.mark.parametrize(("schedule", "here", "other"), [("bitpipe", 24, 12), ("1f1b", 12, 24)])
-def test_a_batch_that_depends_on_the_schedule_is_said(schedule: str, here: int, other: int) -> None:
-    def batch_lines(job: JobPlan) -> list[str]:
-        return [line for line in text_of(job).splitlines() if line.startswith("batch ")]
+BATCHES = [
+    {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 16},
+    {"train_micro_batch_size_per_gpu": 3},
+    {"train_batch_size": 96, "train_micro_batch_size_per_gpu": 3},
+    {"train_batch_size": 96, "gradient_accumulation_steps": 16},
+    {"train_batch_size": 48, "gradient_accumulation_steps": 8, "train_micro_batch_size_per_gpu": 3},
+]
 
-    (line,) = batch_lines(plan(schedule=schedule))
-    assert re.findall(r"\d+", line) == [str(other), str(here), str(here)]
-    keeps = {"train_batch_size": here, "train_micro_batch_size_per_gpu": 3}
-    section = JSON["ds_ext"] | {"schedule": schedule}
-    assert batch_lines(make_job_plan(load_config(keeps | {"ds_ext": section}))) == []
+
+@pytest.mark.parametrize("world", [None, 8])
+@pytest.mark.parametrize("batch", BATCHES, ids=str)
+def test_a_json_trains_the_same_samples_with_every_schedule(batch: dict[str, int], world: int | None) -> None:
+    samples: dict[str, int] = {}
+    for name in (*SCHEDULES, "auto", "fbd 3"):
+        schedule, _, backward = name.partition(" ")
+        section = {"schedule": schedule, "pipeline_parallel_size": 2 if backward else 4}
+        fbd = {"fbd": {"backward_per_forward": int(backward)}} if backward else {}
+        with contextlib.suppress(ConfigError):
+            samples[name] = make_job_plan(
+                load_config({**batch, "ds_ext": section | fbd}), world
+            ).sizes.train_batch_size
+    assert samples and len(set(samples.values())) == 1
+    assert "train_batch_size" in batch or not samples.keys() & {"bitpipe", "bitpipe_zb", "chimera", "fbd"}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps", "world", "numbers"),
+    [
+        ("bitpipe", 16, None, {48, 96}),
+        ("bitpipe", 6, None, {36}),  # 6 micro-batches, as with 1f1b, are not supported
+        ("bitpipe_zb", 6, 8, {36, 72}),
+        ("bitpipe", None, None, {12}),
+        ("fbd", 16, 8, {96, 48}),
+    ],
+)
+def test_both_meanings_of_accumulation_are_shown(
+    schedule: str, steps: int | None, world: int | None, numbers: set[int]
+) -> None:
+    section = {"schedule": schedule, "pipeline_parallel_size": 4}
+    config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": steps, "ds_ext": section}
+    with pytest.raises(ConfigError, match=r"^train_batch_size: .*\(got .*\)") as caught:
+        make_job_plan(load_config(config), world)
+    fix = str(caught.value).partition("Set train_batch_size to ")[2]
+    assert {int(number) for number in re.findall(r"(?:^| or )(\d+)", fix)} == numbers
+    for number in numbers:
+        sizes = {"train_batch_size": number, "gradient_accumulation_steps": None}
+        assert make_job_plan(load_config(config | sizes), world).sizes.train_batch_size == number
 
 
 def test_what_a_schedule_does_not_support_may_come_later_too() -> None:
-    fbd = {"ds_ext": {"schedule": "fbd", "pipeline_parallel_size": 4}, "gradient_accumulation_steps": 4}
+    fbd = {"ds_ext": {"schedule": "fbd", "pipeline_parallel_size": 4}, "train_batch_size": 4}
     early = make_job_plan(load_config(fbd | {"train_micro_batch_size_per_gpu": 1}))
     audited = load_config(early.job.deepspeed | {"ds_ext": {**fbd["ds_ext"], "audit_interval": 5}})
     for plan in (early, early.stages):
@@ -99,11 +139,11 @@ def test_the_batch_sizes_may_come_later() -> None:
     early = make_stage_plan(load_config({"ds_ext": JSON["ds_ext"]}), 8)
     complete = early.complete(load_config(JSON))
     assert (early.layout, early.schedule.name) == (complete.layout, "bitpipe")
-    assert complete.program == plan(8).program and complete.sizes.train_batch_size == 48
-    same = complete.complete(load_config(JSON | {"train_batch_size": 48, "steps_per_print": 1}))
+    assert complete.program == plan(8).program and complete.sizes.train_batch_size == 24
+    same = complete.complete(load_config(JSON | {"gradient_accumulation_steps": 2, "steps_per_print": 1}))
     assert same.program is complete.program and same.job.deepspeed["steps_per_print"] == 1
-    other = complete.complete(load_config(JSON | {"gradient_accumulation_steps": 2}))
-    assert other.timetable.micro_batches == 4 and isinstance(other, JobPlan)
+    other = complete.complete(load_config(JSON | {"train_batch_size": 48}))
+    assert other.timetable.micro_batches == 8 and isinstance(other, JobPlan)
     with pytest.raises(ConfigError, match="train_batch_size"):
         early.complete(early.job)
 
@@ -114,7 +154,7 @@ def test_the_batch_sizes_may_come_later() -> None:
         (6, {}, "world size: .*pipeline_parallel_size 4 x tensor_parallel_size 1 .*6.* 4 or 8 "),
         (4, {"tensor_parallel_size": 2}, "world size: .*8 .*4.* 8 "),
         (5, {"pipeline_parallel_size": 5}, r"bitpipe.*got 5.* 4 or 6"),
-        (6, {"pipeline_parallel_size": 6}, r"6.*got 8.* 6 or 12.* 3 or 6"),
+        (6, {"pipeline_parallel_size": 6}, r"6.*got 8.* 6 or 12.* 18 or 36"),
     ],
 )
 def test_sizes_that_do_not_fit(world: int, section: dict[str, Any], words: str) -> None:
@@ -147,14 +187,13 @@ def test_planning_and_its_checks_import_no_torch() -> None:
 
 
 def test_text_of_a_plan() -> None:
-    planned = plan(16, tensor_parallel_size=2)
+    planned = plan(16, 48, tensor_parallel_size=2)
     names = ["embedding", "positions", *(f"layer {i}" for i in range(16)), "final norm", "head"]
     layers = {"boundaries": [0, *range(4, 18, 2), 20], "layer_names": names, "message_bytes": 65536}
     text = describe(planned, **layers)
     lines = text.splitlines()
     assert lines[0].startswith("schedule  bitpipe, 8 micro-batches of 3 ") and " 48 samples " in lines[0]
-    assert lines[1].startswith("batch ")
-    assert lines[2:16] == [
+    assert lines[1:15] == [
         "world 16 = 4 pipeline x 2 tensor x 2 data",
         "  tensor    [0,1] [2,3] [4,5] [6,7] [8,9] [10,11] [12,13] [14,15]",
         "  pipeline  [0,4,8,12] [1,5,9,13] [2,6,10,14] [3,7,11,15]",
@@ -170,7 +209,7 @@ def test_text_of_a_plan() -> None:
         "  stage 6   device 1, 2    layer 12-13",
         "  stage 7   device 0, 3    layer 14-15, final norm, head",
     ]
-    figures = {line.split()[0]: line for line in lines[16:23]}
+    figures = {line.split()[0]: line for line in lines[15:22]}
     for label, numbers in {
         "bubble": "11.1% 1 2",
         "peak": "3.5 4 4 3.5 1/4",
@@ -193,7 +232,7 @@ def test_the_plan_has_ten_lines() -> None:
     options = {**layers, "memory": memory, "parameters": [1, 2, 3, 4], "settings": ["rate      0.1"]}
     short, whole = (describe(planned, **options, verbose=verbose).splitlines() for verbose in (False, True))
     assert [line.split()[0] for line in short] == [
-        *("schedule", "batch", "rate", "world", "stages", "model", "bubble", "memory", "more"),
+        *("schedule", "rate", "world", "stages", "model", "bubble", "memory", "more"),
     ]
     assert set(short[:-1]) <= set(whole) and len(whole) > 30
     assert all(len(line) <= 180 for line in short)

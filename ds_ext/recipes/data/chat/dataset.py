@@ -140,7 +140,7 @@ class ChatDataset(Dataset[Sample]):
         return (
             f"{self.num_conversations} conversations in {samples} samples of {self.seq_length} tokens, "
             f"{self._lengths.sum() / (samples * self.seq_length):.1%} full; truncated {self.num_truncated}, dropped "
-            f"{self.num_dropped}"
+            f"{self.num_dropped}; {len(self) / samples:.1f} epochs in {len(self)} samples"
         )
 
     def _conversations_of(self, index: int) -> list[int]:

@@ -1,5 +1,6 @@
 """Prepared chat files: tokens of conversations, and their loss mask."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ from .template import ChatTemplate, Conversation, EncodedConversation
 
 BATCH_CONVERSATIONS = 1000
 NAMED_CONVERSATIONS = 5  # of the dropped ones
+NAMED_KEYS = 20  # of the ignored ones
 COMMON_LENGTHS = tuple(2**power for power in range(9, 18))
 
 
@@ -42,6 +44,7 @@ def write_conversations(
     """
     writer = _Writer(builder, folder, vocab_size)
     dropped: list[str] = []
+    ignored: Counter[str] = Counter()
     remaining = iter(conversations)
     while batch := list(islice(remaining, BATCH_CONVERSATIONS)):
         examples = template.encode(batch)
@@ -50,12 +53,13 @@ def write_conversations(
                 writer.add(example, conversation.position)
             else:
                 dropped.append(conversation.position)
+            ignored.update(template.ignored_keys(conversation))
         advance(sum(example.num_bytes for example in examples))
     if not writer.lengths:
         raise ConfigError(
             f"--source: no conversation has text of the assistant (got {len(dropped)} conversations). Check the roles."
         )
-    return writer.finish(dropped)
+    return {**writer.finish(dropped), "ignored_keys": dict(ignored.most_common())}
 
 
 class _Writer:
@@ -127,9 +131,12 @@ def summary(meta: dict[str, Any]) -> str:
     lines = meta.get("without_assistant_lines", [])
     more = ", ..." if len(lines) < meta["without_assistant"] else ""
     dropped = f"dropped: {'; '.join(lines)}{more}\n" if lines else ""
+    keys = [f"{key} ({rows:,} rows)" for key, rows in meta.get("ignored_keys", {}).items()]
+    more = ", ..." if len(keys) > NAMED_KEYS else ""
+    ignored = f"\nignored keys: {', '.join(keys[:NAMED_KEYS])}{more}" if keys else ""
     return (
         f"conversations {meta['documents']}, without assistant (dropped) {meta['without_assistant']}, tokens "
         f"{meta['tokens']}, share of assistant tokens {meta['assistant_tokens'] / meta['tokens']:.1%}, vocabulary "
         f"{meta['vocab_size']}, unigram entropy of assistant tokens {meta['unigram_entropy_nats']:.3f} nats\n"
-        f"{dropped}conversations longer than --seq-length {longer}"
+        f"{dropped}conversations longer than --seq-length {longer}{ignored}"
     )

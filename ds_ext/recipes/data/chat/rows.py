@@ -4,20 +4,24 @@ Rows that mark bad answers, as in data for DPO and KTO, are refused.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from ....errors import ConfigError
 from ..sources import read_rows, row_files
-from .template import ASSISTANT, Conversation
+from .template import ASSISTANT, REASONING_KEYS, Conversation
 
 FORMATS = (
     '{"messages": [{"role": "user", "content": ...}, ...]}, {"conversations": [{"from": "human", "value": ...}, ...]} '
     'or {"instruction": ..., "input": ..., "output": ...}'
 )
 FUNCTION_CALL = "function_call"
+ALPACA_KEYS = ("instruction", "input", "output", "history")
+TOOL_KEYS = ("tools", "functions")
 # ShareGPT's sender -> role.
 SENDERS: Mapping[str, str] = MappingProxyType(
     {
@@ -34,13 +38,15 @@ PREFERENCE_KEYS = (
 )
 LABEL_KEYS = ("label", "kto_tag", "preferred", "is_preferred", "is_chosen")
 BAD_LABELS = ("false", "0", "0.0", "-1", "no", "bad", "rejected", "negative", "undesirable")  # of answers
-ROW_WEIGHT_KEYS = ("weight", "loss_weight", "sample_weight")
-# Of a message: weights that must be 1, and marks that exclude it.
-WEIGHT_KEYS = (
-    *("weight", "loss", "loss_scale", "loss_weight", "train", "training", "trainable"),
-    *("train_detail", "training_detail", "train_on_turn"),
+OPTIONS_KEY = "chat_template_kwargs"  # of trl
+# Starts of words in keys that mark what to train, and that mark what not to train.
+TRAINED, EXCLUDED = ("loss", "weight", "train"), ("mask", "ignore", "exclude", "skip", "noloss")
+NEGATIONS = ("no", "noloss", "not", "without")
+ALWAYS_MARKS = ("loss", "mask", "noloss", "weight")
+MEDIA = ("image", "img", "video", "audio", "pixel")
+TEXT_VALUES: Mapping[str, int] = MappingProxyType(
+    {**dict.fromkeys(("true", "yes", "1", "1.0"), 1), **dict.fromkeys(("false", "no", "0", "0.0"), 0)}
 )
-MASK_KEYS = ("mask", "masked", "ignore")
 
 
 def read_conversations(source: Path) -> Iterator[Conversation]:
@@ -53,7 +59,8 @@ def _conversation(row: Any, position: str) -> Conversation:
     if not isinstance(row, dict):
         raise ConfigError(f"{position}: not a conversation (got {type(row).__name__}). Write {FORMATS}.")
     _require_targets(row, position)
-    messages = [_message(message, position) for message in _messages(row, position)]
+    source_keys, raw_messages = _messages(row, position)
+    messages = [_message(message, position) for message in raw_messages]
     prompts = {key: row[key] for key in SYSTEM_KEYS if row.get(key)}
     if prompts:
         if len(prompts) > 1 or messages[0]["role"] == "system":
@@ -62,16 +69,25 @@ def _conversation(row: Any, position: str) -> Conversation:
                 f"{position}: two system prompts (got {', '.join(prompts)}{others}). Remove one."
             )
         messages.insert(0, {"role": "system", "content": next(iter(prompts.values()))})
-    return Conversation(messages, _tools(row, position), position)
+    options = row.get(OPTIONS_KEY) or {}
+    options = _without_nulls(_parsed(options, OPTIONS_KEY, position) if isinstance(options, str) else options)
+    if not isinstance(options, dict):
+        raise ConfigError(f"{position}: {OPTIONS_KEY!r} must be an object (got {options!r}). Remove the key.")
+    used = {*source_keys, *SYSTEM_KEYS, *LABEL_KEYS, *TOOL_KEYS, OPTIONS_KEY}
+    unused = {key for key, value in row.items() if key not in used and _is_unused(key, value)}
+    used = {"role", "content", "tool_calls", *REASONING_KEYS}
+    items = (item for message in messages for item in message.items())
+    unused |= {f"messages.{key}" for key, value in items if key not in used and _is_unused(key, value)}
+    tools = options.pop("tools", None) or _tools(row, position)
+    return Conversation(messages, tools, position, options, frozenset(unused))
 
 
 def _tools(row: Mapping[str, Any], position: str) -> list[dict[str, Any]] | None:
     """Return the tools of a row, which OpenAI's older key lists as ``functions``. Raises ConfigError."""
     tools: list[dict[str, Any]] = []
-    for key in ("tools", "functions"):
+    for key in TOOL_KEYS:
         values = row.get(key) or []
-        if isinstance(values, str):
-            values = _parsed(values, key, position) or []
+        values = (_parsed(values, key, position) or []) if isinstance(values, str) else _without_nulls(values)
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
             raise ConfigError(
                 f"{position}: {key!r} must be a list of objects (got {values!r}). Remove the key."
@@ -94,27 +110,84 @@ def _require_targets(row: Mapping[str, Any], position: str) -> None:
             f"{position}: training would not avoid the rejected answers of preference data (got {problem}). Keep the "
             "good answers only, as 'messages' without this key."
         )
-    _require_full_weight(row, ROW_WEIGHT_KEYS, (), position)
+    _require_full_loss(row, position)
+    _require_no_media(row, position)
 
 
-def _require_full_weight(
-    node: Mapping[str, Any], weight_keys: Sequence[str], mask_keys: Sequence[str], position: str
-) -> None:
-    """Raise ConfigError for a row or a message whose loss has a weight other than 1, or a mask other than 0."""
-    for keys, neutral in ((weight_keys, 1), (mask_keys, 0)):
-        for key in keys:
-            if node.get(key) not in (None, neutral):
-                raise ConfigError(
-                    f"{position}: weights are not supported (got {key}: {node[key]!r}). Remove the key, or what must "
-                    "not be trained."
-                )
+@lru_cache(1000)
+def _words(key: str) -> list[str]:
+    return re.findall(r"[a-z]+", re.sub(r"([a-z])([A-Z])", r"\1_\2", key).lower())
 
 
-def _messages(row: Mapping[str, Any], position: str) -> list[Any]:
-    """Return the messages of a row, of which those of ShareGPT have the keys ``from`` and ``value``."""
+def _marks(key: str, value: Any) -> tuple[list[Any], int | None]:
+    """Return the marks under a key, and the mark of what is trained as usual; None: unclear."""
+    words = _words(key)
+    marking = [word for word in words if word.startswith((*TRAINED, *EXCLUDED))]
+    items = value if isinstance(value, list) else [value]
+    marks = [TEXT_VALUES.get(str(item).lower(), item) for item in items if item is not None]
+    # Of some keys, other values are names or counts, as those of training_set.
+    is_other = not any(word.startswith(ALWAYS_MARKS) for word in words) and all(
+        isinstance(mark, str | int | float) and mark not in (0, 1) for mark in marks
+    )
+    if not marking or is_other or "attention" in words:
+        return [], None
+    excluded = [word for word in marking if word.startswith(EXCLUDED)]
+    if words[0] in (*NEGATIONS, *EXCLUDED) or any(word.endswith("ed") for word in excluded):
+        return marks, 0
+    if excluded == marking:
+        return marks, None if any(word.startswith("mask") for word in excluded) else 0
+    return marks, 1
+
+
+def _require_full_loss(node: Mapping[str, Any], position: str, is_trained: bool = True) -> None:
+    """Raise ConfigError if a row, a message or a part of its content has a mark that training would ignore.
+
+    Args:
+        node: the row, message or part.
+        position: file and line.
+        is_trained: the role is the assistant's.
+    """
+    for key, value in node.items():
+        marks, usual = _marks(key, value)
+        if is_trained and any(mark != usual for mark in marks):
+            raise ConfigError(
+                f"{position}: all of the assistant's text is trained (got {key}: {value!r}). Remove the key, or what "
+                "must not be trained."
+            )
+        if not is_trained and usual == 1 and "weight" not in key.lower() and any(marks):
+            raise ConfigError(
+                f"{position}: only the assistant's messages are trained (got {key}: {value!r} of the role "
+                f"{node['role']!r}). Remove the key."
+            )
+
+
+def _require_no_media(node: Mapping[str, Any], position: str) -> None:
+    """Raise ConfigError if a row, a message or a part of its content has images, videos or sound."""
+    for key, value in node.items():
+        words = _words(f"{key} {value}" if key == "type" else key)
+        if value and any(word.startswith(MEDIA) for word in words):
+            raise ConfigError(
+                f"{position}: only text is supported (got {key}: {str(value)[:80]!r}). Remove the key, or the row."
+            )
+
+
+def _is_unused(key: str, value: Any) -> bool:
+    """Return whether a key that is not known has a value that would be missed."""
+    return value not in (None, "", [], {}) and not _marks(key, value)[0]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys whose value is null, which files with columns write for absent keys."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _messages(row: Mapping[str, Any], position: str) -> tuple[Sequence[str], list[Any]]:
+    """Return the used keys and the messages of a row. Those of ShareGPT have the keys ``from`` and ``value``."""
     for key in ("messages", "conversations"):
         if isinstance(row.get(key), list) and row[key]:
-            return row[key]
+            return [key], row[key]
     if "instruction" in row and "output" in row:
         question = [part for part in (row["instruction"], row.get("input")) if part]
         history = row.get("history") or []
@@ -123,7 +196,7 @@ def _messages(row: Mapping[str, Any], position: str) -> list[Any]:
             raise ConfigError(
                 f"{position}: the parts of a conversation must be strings (got {texts!r}). Write {FORMATS}."
             )
-        return [
+        return ALPACA_KEYS, [
             {"role": role, "content": text}
             for turn in (*history, ("\n".join(question), row["output"]))
             for role, text in zip(("user", ASSISTANT), turn, strict=True)
@@ -132,7 +205,8 @@ def _messages(row: Mapping[str, Any], position: str) -> list[Any]:
 
 
 def _message(message: Any, position: str) -> dict[str, Any]:
-    """Return a message with role, content and tool calls, whose arguments are objects. Raises ConfigError."""
+    """Return a message with role, content and tool calls. Raises ConfigError."""
+    message = _without_nulls(message)
     if isinstance(message, dict) and "from" in message:
         message = _from_sharegpt(message, position)
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
@@ -140,9 +214,14 @@ def _message(message: Any, position: str) -> dict[str, Any]:
             f"{position}: a message without a role (got {message!r}). Write "
             '{"role": "user" or "assistant", "content": ...}.'
         )
-    _require_full_weight(message, WEIGHT_KEYS, MASK_KEYS, position)
-    # Templates test whether a key exists; files with columns write all keys.
-    message = {key: value for key, value in message.items() if value is not None or key == "content"}
+    is_trained = message["role"] == ASSISTANT
+    _require_full_loss(message, position, is_trained)
+    _require_no_media(message, position)
+    content = message.setdefault("content", None)
+    for part in content if isinstance(content, list) else []:
+        if isinstance(part, dict):
+            _require_full_loss({"role": message["role"], **part}, position, is_trained)
+            _require_no_media(part, position)
     calls = message.get("tool_calls", [])
     if FUNCTION_CALL in message:  # OpenAI's older key
         if calls:
@@ -152,7 +231,7 @@ def _message(message: Any, position: str) -> dict[str, Any]:
         calls = [message.pop(FUNCTION_CALL)]
     if calls:
         message["tool_calls"] = [_call(call, position) for call in calls]
-    elif message.get("content", "") is None:
+    elif content is None:
         raise ConfigError(
             f"{position}: a message without content (got role {message['role']!r}). Write text, or remove it."
         )
@@ -175,7 +254,7 @@ def _from_sharegpt(message: dict[str, Any], position: str) -> dict[str, Any]:
 
 
 def _call(call: Any, position: str) -> dict[str, Any]:
-    """Return a tool call with a function whose arguments are an object, as templates expect. Raises ConfigError."""
+    """Return a tool call with a function. Raises ConfigError, also if its arguments are a string without JSON."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ConfigError(
@@ -183,7 +262,7 @@ def _call(call: Any, position: str) -> dict[str, Any]:
             '{"type": "function", "function": {"name": ..., "arguments": {...}}}.'
         )
     if isinstance(function.get("arguments"), str):
-        function = {**function, "arguments": _parsed(function["arguments"], "arguments", position)}
+        _parsed(function["arguments"], "arguments", position)
     others = call if "function" in call else {}
     return {"type": "function", **others, "function": function}
 

@@ -3,16 +3,20 @@
 The template itself marks the assistant's text with ``{% generation %}``, or the text of message i is found between the
 prompt for it (messages 0..i-1 with ``add_generation_prompt``) and messages 0..i. Some templates render a message
 differently once others follow: Qwen3 removes the reasoning of earlier turns. The prompts of others contain text that
-the rendered turns lack: DeepSeek-R1 opens the reasoning. Then message i is replaced by a marker, which shows where the
-message and the following ones begin. A conversation for which this fails too is an error.
+the rendered turns lack: DeepSeek-R1 opens the reasoning. Then markers replace messages i-1 and i. Between them are the
+end of one and the start of the other, which the prompt after message i-1 shares up to the assistant's first token. A
+conversation for which this fails too is an error.
 
 The rendered text is tokenized once. Offsets into the text map characters to tokens.
 """
 
 import hashlib
+import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....errors import ConfigError
-from ..tokenizer import transformers_tokenizer
+from ..tokenizer import stop_ids, transformers_tokenizer
 
 ASSISTANT = "assistant"
 # Roles of any template. A template that writes every role would also write a misspelled one.
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython", "observation")
-CONTENT_KEYS = {"role", "content"}
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 MARKER = "\ue000\ue001\ue000"  # private-use characters, which templates pass unchanged
 # Characters around the text of a generation block, written by a macro that replaces the block.
@@ -44,11 +47,15 @@ class Conversation:
         messages: objects with a "role" and usually a "content".
         tools: tools for the template; None: no tools.
         position: file and line, for errors.
+        options: further arguments of apply_chat_template, such as enable_thinking.
+        unused: keys of the row that this package does not use; "messages." and a key that only a template may use.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     position: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    unused: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,7 @@ class ChatTemplate:
     """Tokenizer with a chat template.
 
     Attributes:
-        fingerprint: 16 hex digits of the sha256 of the template and the end-of-sequence token.
+        fingerprint: 16 hex digits of the sha256 of the template, the end-of-sequence token and the stop tokens.
     """
 
     def __init__(self, folder: str | Path, eod_id: int) -> None:
@@ -91,23 +98,27 @@ class ChatTemplate:
                 f"--tokenizer: no chat template (got {folder}). Add chat_template.jinja to the folder, or "
                 '"chat_template" to its tokenizer_config.json.'
             )
-        self._complete_shapes: set[object] = set()
+        # Shape of a conversation -> whether arguments of calls are JSON strings.
+        self._takes_text: dict[object, bool] = {}
         # Conversations are truncated to seq_length when training starts.
         self._backend.model_max_length = 10**12
-        added_tokens = self._backend.added_tokens_decoder.values()
-        self._special_tokens = tuple(token.content for token in added_tokens if token.special)
+        added_tokens = self._backend.added_tokens_decoder
+        self._special_tokens = tuple(token.content for token in added_tokens.values() if token.special)
+        stops = [stop for stop in stop_ids(Path(folder)) if stop in added_tokens]
+        self._stop_tokens = tuple(added_tokens[stop].content for stop in stops)
         end_id = self._backend.eos_token_id
-        self._end_id = eod_id if end_id is None else end_id
+        end_ids = [*([eod_id] if end_id is None else [end_id]), *stops]
+        self._end_id = next((end_id for end_id in end_ids if end_id in stops), end_ids[0])
         self._end_token: str = self._backend.eos_token or ""
-        definition = repr((self._backend.chat_template, self._end_id))
+        definition = repr((self._backend.chat_template, self._end_id, *self._stop_tokens))
         self.fingerprint = hashlib.sha256(definition.encode()).hexdigest()[:16]
 
     def encode(self, conversations: Sequence[Conversation]) -> list[EncodedConversation]:
         """Render and tokenize conversations.
 
-        The end-of-turn token after the assistant's text counts as the assistant's, except behind a ``{% generation %}``
-        block that ends before it. A text that does not end with a special token gets the end-of-sequence token, so that
-        the model learns to stop.
+        The end-of-turn token after the assistant's text counts as the assistant's. Behind a ``{% generation %}`` block,
+        and if it is the next role's first token, it must be in ``eos_token_id`` of generation_config.json. A text that
+        does not end with a special token gets the end-of-sequence token, so that the model learns to stop.
 
         Raises:
             ConfigError: the template rejects a conversation, or its assistant's tokens cannot be identified.
@@ -124,36 +135,63 @@ class ChatTemplate:
 
     def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the start and end of the assistant's parts of it."""
-        self._require_complete(conversation)
-        template = self._backend.get_chat_template(None, conversation.tools)
+        conversation = self._complete(conversation)
+        template = self._template(conversation)
         if GENERATION.search(template):
-            return self._render_marked(conversation, template)
-        text = self._text(conversation, conversation.messages)
-        spans = [
-            self._span(conversation, text, index)
-            for index, message in enumerate(conversation.messages)
-            if message["role"] == ASSISTANT
-        ]
-        return text, spans
+            text, spans = self._render_marked(conversation, template)
+        else:
+            text = self._text(conversation, conversation.messages)
+            spans = [
+                self._span(conversation, text, index)
+                for index, message in enumerate(conversation.messages)
+                if message["role"] == ASSISTANT
+            ]
+        return text, [self._with_stop(text, span) for span in spans]
 
-    def _require_complete(self, conversation: Conversation) -> None:
-        """Raise ConfigError for an unknown role, or if the template drops tools, or text or a call of a message.
+    def ignored_keys(self, conversation: Conversation) -> list[str]:
+        """Return the keys of a row that nothing uses. Those of messages may be named in the template."""
+        return sorted(conversation.unused - _keys_in(self._template(conversation)))
+
+    def _template(self, conversation: Conversation) -> str:
+        return self._backend.get_chat_template(conversation.options.get("chat_template"), conversation.tools)
+
+    def _complete(self, conversation: Conversation) -> Conversation:
+        """Return a conversation whose calls have the arguments that the template takes: objects, or else JSON strings.
 
         Roles, keys, their order and the types of contents decide what a template writes. Conversations that agree in
         these are tested once.
+
+        Raises:
+            ConfigError: an unknown role, or the template drops tools, or text or a call of a message.
         """
-        marked = [_with_markers(message, index) for index, message in enumerate(conversation.messages)]
+        forms = [
+            replace(conversation, messages=_with_arguments(conversation.messages, as_text))
+            for as_text in (False, True)
+        ]
+        marked = (_with_markers(message, index) for index, message in enumerate(forms[0].messages))
         shape = (
             bool(conversation.tools),
+            repr(conversation.options),
             *(
                 (message["role"], type(message.get("content")), *message, *markers, *_reasoning_keys(message))
                 for message, markers in marked
             ),
         )
-        if shape in self._complete_shapes:
-            return
+        if shape not in self._takes_text:
+            try:
+                self._require_complete(forms[0])
+            except ConfigError:
+                with suppress(ConfigError):
+                    self._require_complete(forms[1])
+                    self._takes_text[shape] = True
+                if shape not in self._takes_text:
+                    raise
+        return forms[self._takes_text.setdefault(shape, False)]
+
+    def _require_complete(self, conversation: Conversation) -> None:
+        marked = [_with_markers(message, index) for index, message in enumerate(conversation.messages)]
         messages = [message for message, _ in marked]
-        template = self._backend.get_chat_template(None, conversation.tools)
+        template = self._template(conversation)
         for index, role in enumerate(message["role"] for message in messages):
             if role not in ROLES and not any(quote + role + quote in template for quote in "'\""):
                 raise ConfigError(
@@ -162,7 +200,8 @@ class ChatTemplate:
                 )
         text = self._text(conversation, messages)
         for index, (message, markers) in enumerate(marked):
-            if not all(marker in text for marker in markers):
+            # Python's way to write an object has single quotes.
+            if not all(marker in text and f"'{marker}'" not in text for marker in markers):
                 if isinstance(message.get("content"), list):
                     raise _no_text(conversation, index)
                 raise ConfigError(
@@ -176,7 +215,6 @@ class ChatTemplate:
                 f"{conversation.position}: the chat template drops the tools (got {len(conversation.tools)}). Remove "
                 "them, or use another template."
             )
-        self._complete_shapes.add(shape)
 
     def _require_reasoning(
         self, conversation: Conversation, messages: list[dict[str, Any]], key: str
@@ -218,41 +256,60 @@ class ChatTemplate:
         if prompt_and_answer.startswith(prompt) and text.startswith(prompt_and_answer):
             start, stop = len(prompt), len(prompt_and_answer)
         else:
-            start, stop = self._span_by_marker(conversation, text, prompt, index)
+            start, stop = self._span_by_markers(conversation, text, index)
         answer = text[start:stop].rstrip()
         if answer.endswith(self._special_tokens):
             stop = start + len(answer)  # without whitespace after the end-of-turn token
         return start, stop
 
-    def _span_by_marker(self, conversation: Conversation, text: str, prompt: str, index: int) -> Span:
-        """Return start and end in ``text`` of message ``index``, found with a marker in its place."""
-        messages = conversation.messages
-        message = messages[index]
-        messages_to_marker = [*messages[:index], {**message, "content": MARKER}]
-        short = self._text(conversation, messages_to_marker)
-        full = self._text(conversation, [*messages_to_marker, *messages[index + 1 :]])
-        if short.count(MARKER) == full.count(MARKER) == 1:
-            turn_end = short.partition(MARKER)[2]
-            head, _, following = full.partition(MARKER)
-            if not following.startswith(turn_end):
-                turn_end = turn_end.removesuffix(self._end_token)  # at the end of the conversation only
-            next_turns = following.removeprefix(turn_end)
-            # The head may contain other parts of the message, such as its reasoning, which must count.
-            begin = prompt if text.startswith(prompt) or set(message) - CONTENT_KEYS else head
-            stop = len(text) - len(next_turns)
-            if (
-                text.startswith(begin)
-                and head.startswith(begin)
-                and following.startswith(turn_end)
-                and text[stop:] == next_turns
-                and text[len(begin) : stop].endswith(turn_end.lstrip())
-            ):
-                return len(begin), stop
+    def _span_by_markers(self, conversation: Conversation, text: str, index: int) -> Span:
+        """Return start and end in ``text`` of message ``index``, found with markers in its place."""
+        earlier, later = conversation.messages[: index - 1], conversation.messages[index + 1 :]
+        previous = conversation.messages[index - 1]
+        marked_previous, previous_markers = _replaced(previous, index - 1)
+        message, markers = _replaced(conversation.messages[index], index)
+        prompt = self._text(conversation, [*earlier, marked_previous], add_generation_prompt=True)
+        both = self._text(conversation, [*earlier, marked_previous, message, *later])
+        short = self._text(conversation, [*earlier, previous, message])
+        full = self._text(conversation, [*earlier, previous, message, *later])
+        head, following = _around(full, markers)
+        _, turn_end = _around(short, markers)
+        if not following.startswith(turn_end):
+            turn_end = turn_end.removesuffix(self._end_token)  # at the end of the conversation only
+        next_turns = following.removeprefix(turn_end)
+        # Between the text of the previous message and that of this one, in the prompt and in the conversation.
+        _, prompt_header = _around(prompt, previous_markers)
+        header, _ = _around(_around(both, previous_markers)[1], markers)
+        start = len(head) - len(header)
+        known = prompt_header
+        while not text.startswith(known, start) or not (known == prompt_header or header.startswith(known)):
+            known = known[:-1]
+        start += len(known)
+        stop = len(text) - len(next_turns)
+        if (
+            max(map(full.count, markers)) == 1
+            and head.endswith(header)
+            and text.startswith(head[:start])
+            and following.startswith(turn_end)
+            and text[stop:] == next_turns
+            and (message.get("tool_calls") or text[start:stop].endswith(turn_end.lstrip()))
+        ):
+            return start, stop
         raise ConfigError(
             f"{conversation.position}: the tokens of the assistant's message {index} cannot be identified, because the "
-            f"chat template renders it differently among other messages (got {len(messages)} messages). Split the "
-            "conversation after this message, or mark the assistant's text in the template with {% generation %}."
+            f"chat template renders it differently among other messages (got {len(conversation.messages)} messages). "
+            "Split the conversation after this message, or mark the assistant's text in the template with "
+            "{% generation %}."
         )
+
+    def _with_stop(self, text: str, span: Span) -> Span:
+        """Return a span with the stop token after it, such as the next role's first token in the format of GLM."""
+        start, stop = span
+        rest = text[stop:].lstrip()
+        if text[start:stop].rstrip().endswith(self._stop_tokens) or not rest.startswith(self._stop_tokens):
+            return span
+        token = next(token for token in self._stop_tokens if rest.startswith(token))
+        return start, len(text) - len(rest) + len(token)
 
     def _text(
         self,
@@ -261,13 +318,12 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         chat_template: str | None = None,
     ) -> str:
+        options = {"tools": conversation.tools, **conversation.options}
+        if chat_template is not None:
+            options["chat_template"] = chat_template
         try:
             return self._backend.apply_chat_template(
-                messages,
-                tools=conversation.tools,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                tokenize=False,
+                messages, add_generation_prompt=add_generation_prompt, tokenize=False, **options
             )
         except Exception as error:  # a template is a program
             raise _rejection(conversation, error) from error
@@ -294,15 +350,42 @@ class ChatTemplate:
         return EncodedConversation(ids, counted, len(text.encode()))
 
 
+@lru_cache(10)
+def _keys_in(template: str) -> frozenset[str]:
+    return frozenset(f"messages.{word}" for word in re.findall(r"\w+", template))
+
+
+def _with_arguments(messages: list[dict[str, Any]], as_text: bool) -> list[dict[str, Any]]:
+    """Return messages whose calls have their arguments as JSON strings, or as the values of such strings."""
+
+    def with_arguments(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"].get("arguments", "")
+        if isinstance(arguments, str) == as_text or arguments == "":
+            return call
+        arguments = json.dumps(arguments, ensure_ascii=False) if as_text else json.loads(arguments)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return [
+        {**message, "tool_calls": [with_arguments(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
 def _with_markers(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list[str]]:
-    """Return message ``index`` with markers instead of its texts and the names of its functions, and the markers."""
+    """Return message ``index`` with markers instead of its texts, and names and arguments of calls, and the markers."""
     markers: list[str] = []
 
     def mark(node: dict[str, Any], key: str) -> dict[str, Any]:
-        if not node.get(key):
+        value = node.get(key)
+        if not value or not isinstance(value, str | dict):
             return node
         markers.append(f"{MARKER}{index}.{len(markers)}{MARKER}")
-        return {**node, key: markers[-1]}
+        if key != "arguments":
+            return {**node, key: markers[-1]}
+        marked: Any = {markers[-1]: 0}
+        return {**node, key: json.dumps(marked, ensure_ascii=False) if isinstance(value, str) else marked}
 
     if isinstance(message.get("content"), list):
         parts = [mark(part, "text") if isinstance(part, dict) else part for part in message["content"]]
@@ -310,9 +393,29 @@ def _with_markers(message: dict[str, Any], index: int) -> tuple[dict[str, Any], 
     else:
         message = mark(message, "content")
     if message.get("tool_calls"):
-        calls = [{**call, "function": mark(call["function"], "name")} for call in message["tool_calls"]]
+        calls = [
+            {**call, "function": mark(mark(call["function"], "name"), "arguments")}
+            for call in message["tool_calls"]
+        ]
         message = {**message, "tool_calls": calls}
     return message, markers
+
+
+def _replaced(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list[str]]:
+    """Return message ``index`` with markers also as its reasoning, and as its content if it has none, and the markers.
+
+    The text before a content is that which the assistant's messages have in common.
+    """
+    message, markers = _with_markers(message, index)
+    keys = [*_reasoning_keys(message), *(() if message.get("content") else ("content",))]
+    others = {key: f"{MARKER}{index}.{key}{MARKER}" for key in keys}
+    return {**message, **others}, [*markers, *others.values()]
+
+
+def _around(text: str, markers: Sequence[str]) -> tuple[str, str]:
+    """Return the text before the first marker and after the last one; all of the text without a marker."""
+    parts = re.split("|".join(map(re.escape, markers)), text)
+    return parts[0], parts[-1]
 
 
 def _reasoning_keys(message: dict[str, Any]) -> list[str]:

@@ -24,6 +24,7 @@ from ds_ext.errors import ConfigError
 from ds_ext.hf.folder import ModelFolder
 from ds_ext.recipes.convert.hf_model import HuggingFaceModel
 from ds_ext.recipes.convert.to_hf import _make_config
+from ds_ext.recipes.convert.tokenizer_files import find_generation, origin_of
 from ds_ext.recipes.data.tokenizer import load_tokenizer, train_bpe
 from ds_ext.recipes.data.tokenizer_base import Tokenizer
 from ds_ext.recipes.data.wordpiece import train_wordpiece
@@ -32,6 +33,7 @@ from ds_ext.recipes.models.config import RopeScaling
 from ds_ext.recipes.models.gpt import GPTConfig
 from ds_ext.recipes.models.hf_config import from_json, to_json
 from ds_ext.recipes.training.checkpoint_fit import check_load
+from tests.chat_folders import write_tokenizer
 from tests.hf_models import (
     BERT,
     GPT,
@@ -295,7 +297,12 @@ def test_the_tokenizer_is_copied(
     assert state["tokenizer"] == tokenizer.fingerprint
 
     convert(checkpoint, "--to", "hf", tmp_path / "without")
+    assert load_tokenizer(tmp_path / "without").fingerprint == tokenizer.fingerprint
+    assert "--tokenizer" not in capsys.readouterr().out
+    source.rename(tmp_path / "moved")
+    convert(checkpoint, "--to", "hf", tmp_path / "after_a_move")
     assert "--tokenizer" in capsys.readouterr().out
+    (tmp_path / "moved").rename(source)
     (tmp_path / "other").mkdir()
     other.save(tmp_path / "other")
     words = ["convert", str(checkpoint), "--to", "hf", str(back), "--tokenizer", str(tmp_path / "other")]
@@ -496,3 +503,64 @@ def test_rope_needs_the_settings_that_weights_do_not_show(name: str, tmp_path: P
     with pytest.raises(ConfigError, match='"model"') as caught:
         _make_config(folder, shapes, state, 4)
     assert str(folder) in str(caught.value) and "0.word_embeddings.weight" not in str(caught.value)
+
+
+def read(folder: Path, name: str) -> Any:
+    return json.loads((folder / name).read_text())
+
+
+GENERATION = {
+    "bos_token_id": 1,
+    "eos_token_id": [2, 3],
+    "pad_token_id": 0,
+    "do_sample": True,
+    "temperature": 0.6,
+}
+
+
+@pytest.mark.parametrize("name", LLAMA_FAMILY)
+def test_settings_of_generation_return(name: str, tmp_path: Path) -> None:
+    source, checkpoint, back = (tmp_path / part for part in ("source", "checkpoint", "back"))
+    model = random_llama(name)
+    model.generation_config = transformers.GenerationConfig(**GENERATION, top_p=0.9)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(model.config, key, GENERATION[key])
+    model.save_pretrained(source)
+    write_tokenizer(source, "{{ messages }}")
+    for file in ("special_tokens_map.json", "added_tokens.json", "chat_template.jinja"):
+        if not (source / file).exists():
+            (source / file).write_text("{}")
+    convert(source, "--from", "hf", checkpoint)
+    convert(checkpoint, "--to", "hf", back)
+    for file in sorted(path.name for path in source.iterdir()):
+        if file.endswith((".safetensors", "config.json", "tokenizer.json")):
+            continue
+        assert (back / file).read_bytes() == (source / file).read_bytes(), file
+    before, after = (transformers.AutoConfig.from_pretrained(path).to_dict() for path in (source, back))
+    # The last two follow from the sizes, or have no effect without layers of other kinds.
+    ignored = {"_name_or_path", "transformers_version", "head_dim", "max_window_layers"}
+    assert {k: v for k, v in after.items() if k not in ignored} == {
+        k: v for k, v in before.items() if k not in ignored
+    }
+    before, after = (transformers.GenerationConfig.from_pretrained(path).to_dict() for path in (source, back))
+    assert after == before and after["eos_token_id"] == [2, 3]
+    first, second = (transformers.AutoTokenizer.from_pretrained(path) for path in (source, back))
+    assert first.special_tokens_map == second.special_tokens_map
+    assert first.chat_template == second.chat_template
+    assert first.get_vocab() == second.get_vocab()
+
+
+def test_settings_of_generation_of_a_tokenizer(tmp_path: Path) -> None:
+    """A model that began with random weights has those of its tokenizer."""
+    folder = write_tokenizer(tmp_path / "tokenizer", "{{ messages }}")
+    declared = read(folder, "tokenizer_config.json") | {"bos_token": {"content": "<s>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(declared))
+    tokenizer: Any = load_tokenizer(folder)
+    ids = {"bos_token_id": tokenizer.vocab["<s>"]}
+    assert find_generation({}, (tokenizer, folder)) == {"config.json": ids, "generation_config.json": None}
+    assert find_generation({}, None) == {"config.json": {}, "generation_config.json": None}
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 8, "eos_token_id": [1, 2]}))
+    (folder / "generation_config.json").write_text(json.dumps(GENERATION))
+    expected = {"config.json": {"eos_token_id": [1, 2]}, "generation_config.json": GENERATION}
+    assert find_generation({}, (tokenizer, folder)) == expected == origin_of(folder, None)["generation"]
+    assert find_generation({"generation": {"config.json": {}}}, (tokenizer, folder)) == {"config.json": {}}

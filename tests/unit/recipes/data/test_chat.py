@@ -233,6 +233,151 @@ def test_tool_calls_count(tmp_path: Path) -> None:
     assert [text for counts, text in runs if counts] == [json.dumps(call["function"]) + "<|im_end|>"]
 
 
+CALL = {"type": "function", "function": {"name": "number", "arguments": {"of": 7, "é": "x"}}}
+WITH_TOOLS = [
+    {"role": "user", "content": "what is 7?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "7"},
+    {"role": "assistant", "content": "it is 7."},
+    {"role": "user", "content": "and 8?"},
+    {"role": "assistant", "content": "8"},
+]
+
+
+def token_ids(folder: Path) -> dict[str, int]:
+    tokens = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    return {token["content"]: token["id"] for token in tokens}
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_the_next_role_ends_a_turn(tmp_path: Path, block: bool, file: str) -> None:
+    """All of ``eos_token_id`` end one, behind generation blocks too, and the end of a text gets one of them."""
+    text = TEMPLATES["glm"]
+    if block:
+        text = text.replace(
+            "+ m.content }}{%- for c", "}}{%- generation %}{{- m.content }}{%- for c"
+        ).replace(
+            "{%- endfor %}{%- endif %}{%- endfor %}",
+            "{%- endfor %}{%- endgeneration %}{%- endif %}{%- endfor %}",
+        )
+        assert text.count("generation %}") == 2
+        text = text.replace("{%- generation", "{%- if m.role == 'assistant' %}{%- generation", 1)
+        text = text.replace(
+            "{%- endgeneration %}", "{%- endgeneration %}{%- else %}{{- m.content }}{%- endif %}"
+        )
+    folder = write_tokenizer(tmp_path, text)
+    call = "number" + json.dumps(CALL["function"]["arguments"], ensure_ascii=False)
+
+    def counted(*stops: str) -> list[str]:
+        ids = [token_ids(folder)[stop] for stop in stops]
+        (folder / file).write_text(json.dumps({"eos_token_id": ids[0] if len(ids) == 1 else ids}))
+        template = ChatTemplate(folder, 0)
+        return [text for counts, text in parts(template, encode(template, WITH_TOOLS)) if counts]
+
+    stops = ("<|endoftext|>", "<|user|>", "<|observation|>")
+    assert counted(*stops) == [f"{call}<|observation|>", "it is 7.<|user|>", "8<|endoftext|>"]
+    assert counted("<|user|>") == [call, "it is 7.<|user|>", "8<|user|>"]
+    assert counted("<|endoftext|>") == [call, "it is 7.", "8<|endoftext|>"]
+
+
+def test_a_stop_token_after_an_end_of_turn_does_not_count(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path, TEMPLATES["chatml"])
+    ids = [token_ids(folder)[stop] for stop in ("<|im_end|>", "<|im_start|>")]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    template = ChatTemplate(folder, 0)
+    runs = parts(template, encode(template, TWO_TURNS))
+    expected = [f"{THOUGHT}it is 7.<|im_end|>", "\n the é number  <|im_end|>"]
+    assert [text.lstrip("\n") for counts, text in runs if counts] == [text.lstrip("\n") for text in expected]
+
+
+def test_a_prompt_that_opens_the_reasoning(templates: dict[str, ChatTemplate]) -> None:
+    """The answers after the last question count from the opened reasoning on, earlier ones as the template has them."""
+    template = templates["opened"]
+
+    def counted(messages: list[dict[str, Any]]) -> list[str]:
+        return [text for counts, text in parts(template, encode(template, messages)) if counts]
+
+    called = f"<tool_call>{json.dumps(CALL['function'], ensure_ascii=False)}</tool_call><|im_end|>"
+    tools = [called, "it is 7.<|im_end|>"]
+    assert counted(WITH_TOOLS) == [*tools, "\n</think>\n\n8<|im_end|>"]
+    assert counted(WITH_TOOLS[:4]) == [f"\n</think>\n\n{text}" for text in tools]
+    thoughtful = [{**m, "reasoning_content": "hm"} if m["role"] == "assistant" else m for m in WITH_TOOLS]
+    assert counted(thoughtful) == [*tools, "hm\n</think>\n\n8<|im_end|>"]
+    # An answer with both text and a call, equal answers, and an empty question.
+    both = {**WITH_TOOLS[1], "content": "<t"}
+    twice = [*WITH_TOOLS[:1], both, *WITH_TOOLS[2:4], {"role": "user", "content": ""}, *WITH_TOOLS[1:]]
+    expected = [f"<t{called}", tools[1], *tools, "\n</think>\n\n8<|im_end|>"]
+    assert counted(twice) == expected
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "takes_text"),
+    [
+        ("c.function.arguments | tojson", False),
+        ("'' if c.function.arguments is string else c.function.arguments.items() | list | tojson", False),
+        ("c.function.name + c.function.arguments", True),
+        ("c.function.arguments", True),
+        ("c.function.arguments if c.function.arguments is string else ''", True),
+    ],
+)
+def test_arguments_in_the_form_that_the_template_takes(
+    tmp_path: Path, arguments: str, takes_text: bool, as_text: bool
+) -> None:
+    """Objects, or JSON strings as in the file. The text is that of transformers for this form."""
+    chatml = TEMPLATES["chatml"].replace(
+        "m.content +",
+        f"m.content }}}}{{%- for c in m.tool_calls or [] %}}{{{{- c.function.name + '=' }}}}"
+        f"{{{{- {arguments} }}}}{{%- endfor %}}{{{{- ",
+    )
+    template = ChatTemplate(write_tokenizer(tmp_path, chatml), 0)
+    forms: dict[bool, Any] = {False: {"of": 7, "é": "x"}, True: '{"of":7,"é":"x"}'}
+
+    def messages(form: Any) -> list[dict[str, Any]]:
+        call = {"type": "function", "function": {"name": "number", "arguments": form}}
+        return [*WITH_TOOLS[:1], {**WITH_TOOLS[1], "tool_calls": [call]}, *WITH_TOOLS[2:]]
+
+    expected_form = (
+        forms[takes_text]
+        if as_text == takes_text or not takes_text
+        else json.dumps(forms[False], ensure_ascii=False)
+    )
+    text, spans = template.render(Conversation(messages(forms[as_text]), None, "x"))
+    assert text == template._backend.apply_chat_template(messages(expected_form), tokenize=False)
+    assert len(spans) == 3 and text[slice(*spans[0])].startswith("number=")
+
+
+def test_arguments_that_a_template_drops_are_refused(tmp_path: Path) -> None:
+    chatml = TEMPLATES["chatml"].replace(
+        "m.content +", "m.content }}{%- for c in m.tool_calls or [] %}{{- c.function.name }}{%- endfor %}{{- "
+    )
+    with pytest.raises(ConfigError, match=r"line 3.*\b1\b.*tool_calls"):
+        encode(ChatTemplate(write_tokenizer(tmp_path, chatml), 0), WITH_TOOLS)
+
+
+def test_options_of_a_row_reach_the_template(tmp_path: Path) -> None:
+    """As in trl: variables, documents, tools and another template. The prompt of an answer has them too."""
+    text = "{%- if documents %}{{- documents | tojson }}{%- endif %}" + TEMPLATES["chatml"].replace(
+        "assistant\\n' }}", "assistant\\n' }}{{- '<think></think>' if enable_thinking is false else '' }}"
+    ).replace(
+        "'\\n' }}{{- m.content",
+        "'\\n' }}{{- '<think></think>' if enable_thinking is false and m.role == 'assistant' "
+        "else '' }}{{- m.content",
+    )
+    template = ChatTemplate(write_tokenizer(tmp_path, text), 0)
+    documents = [{"title": "a", "text": "b"}]
+    other = TEMPLATES["chatml"].replace("<|im_end|>", "<|eot_id|>")
+    turns = [TWO_TURNS[2], {"role": "assistant", "content": "8"}]
+    for options in ({}, {"enable_thinking": False}, {"documents": documents}, {"chat_template": other}):
+        rendered, ((start, stop),) = template.render(Conversation(turns, None, "x", options))
+        assert rendered == template._backend.apply_chat_template(turns, tokenize=False, **options)
+        assert rendered[start:stop] == "8<|eot_id|>" if "chat_template" in options else "8<|im_end|>"
+    for options in ({"tokenize": True}, {"add_generation_prompt": True}, {"conversation": []}):
+        with pytest.raises(ConfigError, match=next(iter(options))):
+            template.render(Conversation(turns, None, "x", options))
+
+
 def test_generation_block_in_a_macro(tmp_path: Path) -> None:
     block = "{%- generation -%}  {{- m.content + '<|im_end|>' }}{%- endgeneration %}"
     turn = (
@@ -269,8 +414,9 @@ def source(tmp_path: Path) -> Path:
         {
             "messages": [
                 {"role": "user", "content": f"what is {i}?"},
-                {"role": "assistant", "content": "it is " * i},
-            ]
+                {"role": "assistant", "content": "it is " * i, "score": 0.5 if i < 11 else None},
+            ],
+            "id": i,
         }
         for i in range(1, 30)
     ]
@@ -297,6 +443,10 @@ def test_prepared_chat(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     assert meta["assistant_tokens"] == mask.tokens.sum()
     assert meta["max_token_id"] == tokens.tokens.max()
     assert meta["longer_than"] == {"512": 0}
+    assert meta["ignored_keys"] == {"id": 29, "messages.score": 10}
+    assert (
+        "--seq-length 512 " in printed and sum("messages.score" in line for line in printed.splitlines()) == 1
+    )
     check_tokenizer(str(output), load_tokenizer(folder))
     tokenizer = load_tokenizer(output)
     for number, (ids, counted) in enumerate((tokens.document(i), mask.document(i)) for i in range(29)):
@@ -318,6 +468,35 @@ def test_prepared_chat(source: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
     (output / "loss_mask.bin").unlink()
     with pytest.raises(ConfigError, match=r"line 1.*text"):
         run(*words)
+
+
+def test_text_and_chat_have_the_tokens_of_transformers(tmp_path: Path) -> None:
+    """Data prepared by tokenizer.json alone does not fit a folder whose class splits texts differently."""
+    folder = write_tokenizer(tmp_path / "tokenizer", TEMPLATES["chatml"])
+    own = json.loads((folder / "tokenizer.json").read_text())
+    number = "number 7 é."
+    text = write_lines(tmp_path / "text.jsonl", [{"text": number}])
+    chat = write_lines(tmp_path / "chat.jsonl", [{"messages": [{"role": "assistant", "content": number}]}])
+    ids: dict[str, list[int]] = {}
+    for name, tokenizer in (("own", folder / "tokenizer.json"), ("before", folder)):
+        run("--source", text, "--tokenizer", tokenizer, "--output", tmp_path / name)
+    for name in ("own", "before"):
+        check_tokenizer(str(tmp_path / name), load_tokenizer(folder))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    own["pre_tokenizer"] = {"type": "Whitespace"}
+    (folder / "tokenizer.json").write_text(json.dumps(own))
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    )
+    for name, words in (("text", ("--source", text)), ("chat", ("--format", "chat", "--source", chat))):
+        run(*words, "--tokenizer", folder, "--output", tmp_path / name)
+        check_tokenizer(str(tmp_path / name), load_tokenizer(folder))
+        check_tokenizer(str(tmp_path / name), load_tokenizer(tmp_path / name))
+        ids[name] = IndexedTokens(tmp_path / name / "text_document").document(0).tolist()
+    assert ids["text"] == ids["chat"]
+    for name in ("own", "before"):
+        with pytest.raises(ConfigError, match="fingerprint"):
+            check_tokenizer(str(tmp_path / name), load_tokenizer(folder))
 
 
 def test_text_replaces_chat(source: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -106,6 +107,24 @@ def test_the_next_commands_for_chat_suit_the_layers_of_the_model(
     lines = capsys.readouterr().out.splitlines()
     (first,) = [number for number, line in enumerate(lines) if line.startswith("next: ")]
     assert [next(word for word in line.split() if word.endswith(".py")) for line in lines[first:]] == scripts
+
+
+@pytest.mark.parametrize(
+    ("words", "positions", "length"),
+    [(1, 2048, 512), (900, 2048, 1024), (900, 600, 600), (9000, 40_000, 4096)],
+)
+def test_the_next_commands_truncate_no_conversation(
+    words: int, positions: int, length: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the model has too few positions, or the conversation is very long."""
+    pytest.importorskip("transformers")
+    model, source = write_tokenizer(tmp_path / "model", TEMPLATES["chatml"]), tmp_path / "chat.json"
+    config = {"model_type": "llama", "num_hidden_layers": 8, "max_position_embeddings": positions}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "model.safetensors").touch()
+    source.write_text(json.dumps([{"instruction": "one?", "output": "7 " * words}]))
+    run("--format", "chat", "--source", source, "--tokenizer", model, "--output", tmp_path / "out")
+    assert re.findall(r"--seq-length (\d+) ", capsys.readouterr().out) == [str(length)] * 2
 
 
 def test_special_tokens_in_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

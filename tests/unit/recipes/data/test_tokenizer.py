@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.errors import ConfigError
+from ds_ext.recipes.convert.tokenizer_files import save_tokenizer
 from ds_ext.recipes.data.layout import TOKENIZER_NAMES
 from ds_ext.recipes.data.tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
 from ds_ext.recipes.data.tokenizer_base import Tokenizer
@@ -215,6 +216,88 @@ FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "model_type": ({"config": {"model_type": "qwen2"}}, "<|endoftext|>"),
 }
+
+
+TEXT = "in 2023 it cost 2043, don't!  e\u0301\n\n x"
+# Files beside tokenizer.json, and whether transformers replaces what splits texts.
+REPLACED: dict[str, tuple[dict[str, Any], bool]] = {
+    "none": ({}, False),
+    "model_type": ({"config": {"model_type": "qwen2"}}, True),
+    "class of a model type": (
+        {"config": {"model_type": "qwen2"}, "tokenizer_config": {"tokenizer_class": "TokenizersBackend"}},
+        True,
+    ),
+    "class": ({"tokenizer_config": {"tokenizer_class": "CohereTokenizer"}}, True),
+    "normalizer": ({"config": {"model_type": "gpt_neox"}}, True),
+    "added tokens": ({"config": {"model_type": "gpt2"}}, False),
+    "no replacement": ({"config": {"model_type": "llama"}}, False),
+    "damaged": ({"config": {"model_type": "t5"}}, False),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_folder_splits_texts_as_transformers_does(tmp_path: Path, name: str) -> None:
+    """The fingerprint is that of ``tokenizer.json`` unless the ids differ; a copy keeps both."""
+    transformers: Any = pytest.importorskip("transformers")
+    import tokenizers
+
+    files, is_replaced = REPLACED[name]
+    own = tokenizers.Tokenizer(tokenizers.models.BPE())
+    own.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    own.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    own.train_from_iterator([f"{TEXT} \u00e9"] * 9, trainer)
+    own.save(str(tmp_path / "tokenizer.json"))
+    for file, values in files.items():
+        (tmp_path / f"{file}.json").write_text(json.dumps(values))
+    plain, tokenizer = load_tokenizer(tmp_path / "tokenizer.json"), load_tokenizer(tmp_path)
+    assert (tokenizer.fingerprint != plain.fingerprint) == is_replaced
+    assert (tokenizer.encode(TEXT) != plain.encode(TEXT)) == is_replaced
+    assert (tokenizer.vocab_size, tokenizer.eod_id) == (plain.vocab_size, plain.eod_id)
+    if name != "damaged":
+        expected = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+        assert tokenizer.encode(TEXT) == expected(TEXT, add_special_tokens=False)["input_ids"]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    names = tokenizer.save(copy)
+    assert {*names} <= {*TOKENIZER_NAMES}
+    for path in (copy, copy / names[0]):
+        loaded = load_tokenizer(path)
+        assert (loaded.fingerprint, loaded.encode(TEXT)) == (tokenizer.fingerprint, tokenizer.encode(TEXT))
+    save_tokenizer((tokenizer, tmp_path), copy)  # of a converted model
+    loaded = load_tokenizer(copy)
+    assert (loaded.fingerprint, loaded.encode(TEXT)) == (tokenizer.fingerprint, tokenizer.encode(TEXT))
+
+
+def test_tokenizer_json_without_transformers(
+    bpe: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bpe.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert load_tokenizer(tmp_path).fingerprint == bpe.fingerprint
+
+
+def test_word_pieces_are_split_as_transformers_does(tmp_path: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "two", "TWO"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    load_tokenizer(tmp_path).save(tmp_path)
+    plain = load_tokenizer(tmp_path)
+    assert plain.encode("two TWO") == [5, 6]
+    values = {"tokenizer_class": "BertTokenizer", "do_lower_case": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(values))
+    expected = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode("two TWO") == expected("two TWO", add_special_tokens=False)["input_ids"] == [5, 5]
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    tokenizer.save(copy)
+    assert load_tokenizer(copy).fingerprint == tokenizer.fingerprint != plain.fingerprint
+    assert load_tokenizer(copy).encode("two TWO") == [5, 5]
 
 
 @pytest.mark.parametrize("name", FOLDERS)

@@ -217,8 +217,8 @@ def test_flags_of_other_systems_set_the_schedule(run: Any) -> None:
 # --- custom schedules ------------------------------------------------------------------------------------------------
 
 JOB = {
+    "train_batch_size": 4,
     "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 4,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
 }
 PLAN = """

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ds_ext.errors import ConfigError
+from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.recipes.training.arguments import finished_json, parse
 from ds_ext.recipes.training.setup import plan_job
 from tests.launch.jobs import tiny_config
@@ -85,6 +86,9 @@ def test_a_job_without_a_json() -> None:
     assert job.deepspeed["optimizer"]["params"] == {"torch_adam": True, "lr": 6e-4}
     # As in Megatron, one micro-batch per step without --global-batch-size.
     assert parse("train_gpt.py", ENOUGH[:4])[1].deepspeed["gradient_accumulation_steps"] == 1
+    two_pipes = ["--schedule", "bitpipe", "--pipeline-model-parallel-size", "2"]
+    with pytest.raises(ConfigError, match=r"^--global-batch-size: .* 8 "):
+        make_job_plan(parse("train_gpt.py", [*ENOUGH[:4], *two_pipes])[1])
     for missing, kept in (("--lr", ENOUGH[2:]), ("--micro-batch-size", ENOUGH[:2])):
         with pytest.raises(ConfigError, match=f"^--deepspeed_config: .*{missing}"):
             parse("train_gpt.py", kept)

@@ -1,0 +1,268 @@
+"""Parameter groups that are empty on some ranks, and optimizers whose step needs a closure."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
+
+import ds_ext
+from ds_ext.errors import ConfigError
+from tests.precisions import needs
+from tests.ranks import Ranks
+
+SIZE, STEPS, RATES = 4, 3, [0.01, 0.03, 0.02]
+OWN = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}}
+
+
+class Layer(nn.Module):
+    """Layer in the dtype of its weight. Only those with ``bias`` have vectors."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.to(self.linear.weight.dtype))
+
+
+def squared_error(outputs: Tensor, labels: Tensor) -> Tensor:
+    return (outputs.float() - labels.float()).square().mean()
+
+
+def groups_of(module: nn.Module) -> list[dict[str, Any]]:
+    """Return vectors, which the first layers lack, nothing, and matrices."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    vectors, matrices = ([p for p in parameters if (p.dim() < 2) is small] for small in (True, False))
+    lists = vectors, [], matrices
+    return [{"params": params, "lr": lr} for params, lr in zip(lists, RATES, strict=True)]
+
+
+def make_layers() -> list[Any]:
+    return [LayerSpec(Layer, i >= 6) for i in range(8)]
+
+
+def samples() -> TensorDataset:
+    return TensorDataset(*torch.randn(2, 64, SIZE, generator=torch.Generator().manual_seed(0)))
+
+
+def factors(step: int, base: float = 1.0) -> float:
+    return base / (1 + step)
+
+
+def make_scheduler(optimizer: Any) -> LambdaLR:
+    return LambdaLR(optimizer, [functools.partial(factors, base=base) for base in (1.0, 2.0, 3.0)])
+
+
+def config_of(schedule: str, zero: int, precision: str, pp: int = 2, **keys: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        **({} if precision == "fp32" else {precision: {"enabled": True}}),
+        "ds_ext": {"schedule": schedule, "pipeline_parallel_size": pp, "print_plan": False},
+        **keys,
+    }
+
+
+def build(how: str, config: dict[str, Any]) -> Any:
+    keys = OWN if how == "JSON" else {}
+    model = ds_ext.PipelineModule(
+        make_layers(), {**config, **keys}, loss_fn=squared_error, partition_method="uniform"
+    )
+    arguments: dict[str, Any] = {"model_parameters": groups_of(model)}
+    if how == "object":
+        optimizer = torch.optim.AdamW(groups_of(model))
+        arguments = {"optimizer": optimizer, "lr_scheduler": make_scheduler(optimizer)}
+    elif how == "callable":
+        arguments = {"optimizer": lambda parameters: torch.optim.AdamW(groups_of(model))}
+    if "scheduler" not in config:
+        arguments.setdefault("lr_scheduler", make_scheduler)
+    return ds_ext.initialize(model=model, training_data=samples(), **arguments)[0]
+
+
+Numbers = tuple[float, float, list[float], list[float]]
+
+
+def train(rank: int, how: str, config: dict[str, Any]) -> list[Numbers]:
+    """Return loss, norm, ``get_lr()`` and the rates of the groups, in every step."""
+    engine, rows = build(how, config), []
+    for _ in range(STEPS):
+        loss, norm = float(engine.train_batch()), float(engine.get_global_grad_norm())
+        groups = engine.optimizer.param_groups if engine.optimizer is not None else ()
+        rows.append((loss, norm, engine.get_lr(), [group["lr"] for group in groups]))
+    assert all(name.split(".")[0].isdigit() for name, _ in engine.module.named_parameters())
+    assert sum(rank["parameters"] for rank in engine.run_facts["ranks"]) % engine.run_facts["parameters"] == 0
+    engine.transport.close()
+    return rows
+
+
+def reference(with_scheduler: Callable[[Any], Any] = make_scheduler) -> list[Numbers]:
+    layers, data, rows = [], samples(), []
+    for index in range(8):
+        torch.manual_seed(1234 + index)
+        layers.append(Layer(index >= 6))
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(groups_of(model))
+    scheduler = with_scheduler(optimizer)
+    for step in range(STEPS):
+        x, y = data[8 * step : 8 * step + 8]
+        loss = squared_error(model(x), y)
+        loss.backward()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        rates = [group["lr"] for group in optimizer.param_groups]
+        rows.append((loss.item(), norm, rates, rates))
+    return rows
+
+
+def require_equal(rows: list[Numbers], expected: list[Numbers], tolerance: float) -> None:
+    for (loss, norm, rates, of_groups), one in zip(rows, expected, strict=True):
+        assert (loss, norm) == pytest.approx(one[:2], rel=tolerance)
+        assert rates == pytest.approx(one[2])
+        assert of_groups in ([], rates)  # a forward rank has no optimizer
+
+
+JOBS = [("1f1b", 2, 1), ("1f1b", 2, 2), ("bitpipe", 2, 1), ("zb_v", 2, 1)]
+
+
+@pytest.mark.parametrize("how", ["JSON", "object", "callable"])
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("schedule", "pp", "dp"), JOBS)
+def test_groups_have_their_positions(
+    ranks: Ranks, schedule: str, pp: int, dp: int, zero: int, how: str
+) -> None:
+    for rows in ranks(pp * dp).run(train, how, config_of(schedule, zero, "fp32", pp)):
+        require_equal(rows, reference(), 1e-4)
+
+
+@needs("bf16")
+@pytest.mark.parametrize("how", ["JSON", "object", "callable"])
+def test_groups_of_half_precision(ranks: Ranks, how: str) -> None:
+    for rows in ranks(2).run(train, how, config_of("1f1b", 1, "bf16")):
+        require_equal(rows, reference(), 0.05)
+
+
+def test_forward_ranks_have_the_rates_of_all_groups(ranks: Ranks) -> None:
+    results = ranks(4).run(train, "JSON", config_of("fbd", 0, "fp32"))
+    for rows in results:
+        require_equal(rows, reference(), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        {"type": "OneCycle", "params": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_momentum": False}},
+        {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": [0.01, 0.03, 0.02]}},
+        {"type": "WarmupLR", "params": {"warmup_max_lr": [0.01, 0.03, 0.02], "warmup_num_steps": 5}},
+    ],
+)
+def test_schedulers_of_the_json_have_all_groups(ranks: Ranks, scheduler: dict[str, Any]) -> None:
+    results = ranks(2).run(train, "JSON", config_of("1f1b", 1, "fp32", scheduler=scheduler))
+    assert results[0] == results[1]
+    assert all(len(rates) == len(RATES) for _, _, rates, _ in results[0])
+
+
+def save_and_resume(rank: int, folder: str, zero: int, load: bool, schedule: str, pp: int) -> list[Any]:
+    """Train, with rates that the script sets before it saves. Returns losses and rates."""
+    engine = build(
+        "JSON", config_of(schedule, zero, "fp32", pp, scheduler={"type": "WarmupLR", "params": {}})
+    )
+    engine.lr_scheduler = None
+    if load:
+        engine.load_checkpoint(folder)
+    else:
+        for step, group in enumerate(engine.optimizer.param_groups):
+            group["lr"] = 0.05 * (step + 1)
+        engine.train_batch()
+        engine.save_checkpoint(folder)
+    return [engine.get_lr(), float(engine.train_batch()), float(engine.train_batch())]
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_resume_with_other_sizes_keeps_the_rates(ranks: Ranks, tmp_path: Path, zero: int) -> None:
+    expected = ranks(2).run(save_and_resume, str(tmp_path), zero, False, "1f1b", 1)
+    rates, *losses = expected[0]
+    for schedule in ("1f1b", "bitpipe"):
+        for found, *after in ranks(2).run(save_and_resume, str(tmp_path), zero, True, schedule, 2):
+            assert found[::2] == rates[::2] == [0.05, pytest.approx(0.15)]
+            assert after == pytest.approx(losses, rel=1e-4)
+
+
+def train_with_muon(rank: int, zero: int, pp: int) -> tuple[list[float], list[tuple[str, float]]]:
+    """Return losses and norm, and names and rates of the groups. The first stages have matrices only."""
+    muon = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.1, "torch_adam": True}}
+    config = config_of("1f1b", zero, "fp32", pp, optimizer=muon)
+    model = ds_ext.PipelineModule(make_layers(), config, loss_fn=squared_error, partition_method="uniform")
+    for parameter in model.parameters():
+        parameter.use_muon = parameter.dim() > 1  # pyright: ignore[reportAttributeAccessIssue]
+    engine, *_ = ds_ext.initialize(model=model, training_data=samples())
+    torch.compiler.set_stance("force_eager")
+    losses = [float(engine.train_batch()) for _ in range(STEPS)]
+    torch.compiler.set_stance("default")
+    engine.transport.close()
+    groups = [(group["name"], group["lr"]) for group in engine.optimizer.param_groups]
+    return [*losses, float(engine.get_global_grad_norm())], groups
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_all_ranks_have_both_halves_of_muons_groups(ranks: Ranks, zero: int) -> None:
+    ((expected, halves),) = ranks(1).run(train_with_muon, zero, 1, timeout_s=120)
+    assert halves == [("muon-params", 0.02), ("adam-params", 0.1)]
+    for losses, groups in ranks(2).run(train_with_muon, zero, 2, timeout_s=120):
+        assert groups == halves and losses == pytest.approx(expected, rel=1e-3)
+
+
+# --- optimizers whose step needs a closure ---
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Optimizer that passes its step on."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+
+    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.inner.step(closure)
+
+
+def error_of_lbfgs(rank: int, how: str, schedule: str) -> str:
+    config = config_of(schedule, 0, "fp32")
+    if how == "JSON":
+        config["optimizer"] = {"type": "LBFGS", "params": {"lr": 0.1}}
+    model = ds_ext.PipelineModule(make_layers(), config, loss_fn=squared_error)
+    optimizer: Any = None
+    if how in ("object", "wrapped"):
+        optimizer = torch.optim.LBFGS(model.parameters())
+    if how == "wrapped":
+        optimizer = Lookahead(optimizer)
+    if how == "callable":
+        optimizer = torch.optim.LBFGS
+    with pytest.raises(ConfigError) as caught:
+        ds_ext.initialize(model=model, optimizer=optimizer, training_data=samples())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "bitpipe"])
+@pytest.mark.parametrize("how", ["JSON", "object", "callable", "wrapped"])
+def test_an_optimizer_that_needs_a_closure_is_refused(ranks: Ranks, how: str, schedule: str) -> None:
+    for error in ranks(2).run(error_of_lbfgs, how, schedule):
+        assert error.startswith("optimizer") and "LBFGS" in error and "closure" in error
+
+
+def test_forward_ranks_report_the_refusal_of_backward_ranks(ranks: Ranks) -> None:
+    for error in ranks(4).run(error_of_lbfgs, "callable", "fbd"):
+        assert "LBFGS" in error
