@@ -259,7 +259,6 @@ class Job(Short):
         """Return the DeepSpeed JSON of the first or second layout."""
         layout = self.layouts[part]
         config: dict[str, Any] = {
-            "train_batch_size": self.micro_batch_size * self.micro_batches,
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
             "gradient_clipping": self.clip,
             "steps_per_print": 10**9,
