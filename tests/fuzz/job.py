@@ -506,6 +506,8 @@ class Job(Short):
             return False
         if not LOSS_PAIRS and ENDS[self.end].pairs:
             return False
+        if self.overlap and any(layout.schedule == "fbd" for layout in self.layouts):
+            return False
         if not KEYED_RANDOM and any(kind.random for kind in kinds):
             return False
         if self.resume is None and (self.resume_with or self.compiled in ("first", "second")):
@@ -585,7 +587,9 @@ def _sharing(start: str, blocks: tuple[str, ...], end: str) -> list[set[int]]:
     from .reference import Model
 
     owners: dict[int, set[int]] = {}
-    for index, module in Model(Job(start=start, blocks=blocks, end=end)).modules.items():
+    with torch.random.fork_rng(devices=[]):  # the seed of this rank stays
+        modules = Model(Job(start=start, blocks=blocks, end=end)).modules
+    for index, module in modules.items():
         for parameter in module.parameters():
             owners.setdefault(id(parameter), set()).add(index)
     groups: list[set[int]] = []

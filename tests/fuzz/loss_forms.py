@@ -119,6 +119,7 @@ def _form(sample: Any, layers: Any, loss: Any, **options: Any) -> End:
     return End(sample, layers, loss, drawn=False, **options)
 
 
+WITHOUT_COUNTS = ("loss_pair", "scaled_pair", "square_pair")  # pairs whose counts follow from the losses only
 LOSS_FORMS: dict[str, End] = {
     "loss_and_accuracy": _form(token_labels, head_layers, lambda: _loss_and_accuracy, metric=True),
     "loss_and_detached": _form(token_labels, head_layers, lambda: _loss_and_detached, metric=True),

@@ -487,6 +487,7 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
         action.at_start(plain)
     if job.set_weights in ("load", "assign"):
         plain.model.halve()
+        plain.replicas = Replicas(plain.model, job.layout.pipes)
     if noise is not None and not job.half:
         trained = distinct_parameters(plain.modules, job.passes_all)
         _add_noise([p.detach() for p in trained.values()], noise, FP32_NOISE)

@@ -21,6 +21,7 @@ from tests.ranks import Ranks
 from . import reference
 from .compare import LISTS, differences
 from .job import MIXES_TOKENS, PATIENCE, Job, Layout
+from .loss_forms import WITHOUT_COUNTS
 from .ranks import train_on_rank
 from .reference import Result
 from .zoo import ENDS, ZOO
@@ -155,7 +156,7 @@ def _refusal(job: Job, text: str, result: Result) -> Outcome:
         and (bool({*job.blocks, job.end} & {*MIXES_TOKENS, "output_pair"}) or ENDS[job.end].metric),
         "loss_fn": (job.is_sliced and not ENDS[job.end].pairs)
         or ENDS[job.end].metric
-        or (job.fp16 and ENDS[job.end].pairs)
+        or ((job.half or job.is_mixed) and job.end in WITHOUT_COUNTS)
         or 0.0 in result.norms,
         "ds_ext.audit_interval": job.is_sliced and job.audit,
         "data_iter": any(layout.schedule == "chimera" for layout in job.layouts),
