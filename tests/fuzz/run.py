@@ -162,7 +162,8 @@ def _refusal(job: Job, text: str, result: Result) -> Outcome:
         "data_iter": any(layout.schedule == "chimera" for layout in job.layouts),
         "optimizer": job.must_be_refused,
         "train_batch_size": job.by_accumulation
-        and any(layout.placement.replicas > 1 for layout in job.layouts),
+        # The script counts the data-parallel ranks of 1f1b.
+        and any(layout.pipes != layout.ranks.world_size // (layout.pp * layout.tp) for layout in job.layouts),
         "fp16.enabled": job.fp16 and not get_accelerator().is_fp16_supported(),
     }
     divided = "experts_2" in job.blocks or ("experts_1" in job.blocks and tensor_parallel)
