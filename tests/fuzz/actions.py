@@ -66,8 +66,8 @@ class Toggle(Action):
         if self.step == AT_START:  # ranks or groups that train nothing
             return key in ("layers", "model_parameters")
         names = [name for name in key.split(", ") if name != "..."]
-        changed = {f"{layer}." for layer in self.layers}
-        return job.shards and all(name[: name.find(".") + 1] in changed for name in names)
+        changed = {*map(str, self.layers), "tied_modules"}
+        return job.shards and all(name.partition(".")[0] in changed for name in names)
 
     def fits(self, job: Job) -> bool:
         return super().fits(job) and not job.has_head_parts
@@ -182,8 +182,10 @@ class EditGroup(Action):
         )
 
     def fits(self, job: Job) -> bool:
+        names = job.group_names
+        exists = self.group in names if isinstance(self.group, str) else self.group < len(names)
         # The script itself leaves out groups on some ranks, or the documented split of the groups changes positions.
-        return super().fits(job) and not job.decay_groups and not job.overlap
+        return super().fits(job) and exists and not job.decay_groups and not job.overlap
 
 
 # --- weights ---

@@ -506,7 +506,7 @@ class Job(Short):
             return False
         if not LOSS_PAIRS and ENDS[self.end].pairs:
             return False
-        if self.overlap and any(layout.schedule == "fbd" for layout in self.layouts):
+        if (self.overlap or self.audit) and any(layout.schedule == "fbd" for layout in self.layouts):
             return False
         if not KEYED_RANDOM and any(kind.random for kind in kinds):
             return False
