@@ -585,7 +585,9 @@ def _sharing(start: str, blocks: tuple[str, ...], end: str) -> list[set[int]]:
     from .reference import Model
 
     owners: dict[int, set[int]] = {}
-    for index, module in Model(Job(start=start, blocks=blocks, end=end)).modules.items():
+    with torch.random.fork_rng():  # the job being built has drawn no number yet
+        modules = Model(Job(start=start, blocks=blocks, end=end)).modules
+    for index, module in modules.items():
         for parameter in module.parameters():
             owners.setdefault(id(parameter), set()).add(index)
     groups: list[set[int]] = []
