@@ -263,7 +263,7 @@ def log_probabilities(rank: int, precision: str) -> list[Tensor]:
     tokens_BS, labels_BS = random_batches(MODEL, 1, 1, SAMPLES)[0][0]
     found = []
     for size in (2, 4):
-        deepspeed = {"train_micro_batch_size_per_gpu": size}
+        deepspeed: dict[str, Any] = {"train_batch_size": SAMPLES, "train_micro_batch_size_per_gpu": size}
         deepspeed |= {"bf16": {"enabled": True}} if precision == "bf16" else {}
         engine, _ = build_gpt(Job("1f1b", 2, 1, 1, SAMPLES // size, MODEL, deepspeed=deepspeed))
         pairs = list(zip(tokens_BS.split(size), labels_BS.split(size), strict=True))
