@@ -67,7 +67,7 @@ class Sinks(nn.Module):
 def train_sinks(rank: int, attributes: dict[str, Any], zero: int) -> list[tuple[float, float]]:
     """Return (loss, norm) of the steps."""
     tp = create_tensor_parallel([[0, 1], [2, 3]])
-    sections = {"gradient_clipping": CLIP, "zero_optimization": {"stage": zero}}
+    sections = {"train_batch_size": 8, "gradient_clipping": CLIP, "zero_optimization": {"stage": zero}}
     config = job("1f1b", 4, ds_ext={"tensor_parallel_size": 2}, **sections)
     engine = build([LayerSpec(Sinks, tp, **attributes) for _ in range(4)], config)
     batches = Batches(plain_numbers)
