@@ -144,7 +144,7 @@ def train_reference(
         update.step()
         update.zero_grad()
     parameters = {name: gather_shards(p, shard_dim(p), tp) for name, p in model.parameters_by_layer().items()}
-    return ReferenceRun(learned(losses), grad_norms, parameters)
+    return ReferenceRun(learned(losses, unless="" if lr else "no learning rate"), grad_norms, parameters)
 
 
 def assert_close_gradients(found: Tensor | None, expected: Tensor | None, name: str = "") -> None:

@@ -60,6 +60,10 @@ UNAPPLIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "datastates_ckpt": (({}, None), "All ranks write at the same time"),
     "weight_quantization.quantized_initialization": (({},), "Quantize the weights in the layers"),
     "weight_quantization.post_init_quant": (({},), "Quantize the weights in the layers"),
+    "zero_optimization.round_robin_gradients": (
+        _OFF,
+        "Every rank updates consecutive parameters, which checkpoints rely on",
+    ),
     "zero_optimization.zenflow": ((None,), "offload_optimizer works without it"),
     "zero_optimization.offload_optimizer.super_offload": (_OFF, _STAGE_3),
     "zero_optimization.offload_param.device": (("none", None), _STAGE_3),

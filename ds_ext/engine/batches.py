@@ -66,11 +66,11 @@ class Resumable(Protocol):
         ...
 
 
-class EndOfData(Exception):
+class EndOfData(ConfigError):
     """An iterator ended within a step, which takes ``count`` micro-batches of this rank, after ``got``."""
 
     def __init__(self, got: int, count: int) -> None:
-        super().__init__(got, count)
+        super().__init__(f"data_iter: ended within a step, which takes {count} micro-batches (got {got}).")
         self.got, self.count = got, count
 
 

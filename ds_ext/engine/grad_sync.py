@@ -155,7 +155,7 @@ class Gradients:
 
     def groups_within(self, parameters: Iterable[nn.Parameter]) -> list[int]:
         """Return the parameter groups of ZeRO that have no other parameters, and whose parts follow their order."""
-        if not self._is_zero or (self._has_sums and self.optimizer.round_robin_gradients):
+        if not self._is_zero:
             return []
         ids = {id(parameter) for parameter in parameters}
         groups = enumerate(model_groups(self.optimizer))
@@ -253,7 +253,7 @@ class Gradients:
             if half:
                 raise ConfigError(
                     f"loss_fn: a pair (sum, count) without a method counts(labels) needs gradients summed in fp32 (got "
-                    f"{half[0]}). Add the method, or remove grad_accum_dtype."
+                    f"{half[0]}). Add the method, use ZeRO stage 1, or remove grad_accum_dtype."
                 )
             _multiply(gradients, factor)
             yield

@@ -240,7 +240,6 @@ def initialize(
         del config_dict["scheduler"]
     # The constructors below communicate.
     limit_waits(model.plan.settings.transport_options.timeout_s)
-    together(lambda: _require_whole_experts(model))
     parameters = model.parameters() if model_parameters is None else model_parameters  # as DeepSpeed
     groups = [_list_parameters(group) for group in parameters]
     if model.plan.settings.overlap_across_steps and not hasattr(optimizer, "param_groups"):
@@ -261,6 +260,7 @@ def initialize(
             **data,
         },
     )
+    together(lambda: _require_whole_experts(model))
     if optimizer is not None or "optimizer" in config_dict:
         _require_parameters(model, None if hasattr(optimizer, "param_groups") else groups)
     model.random_seed = by_rank_0(torch.initial_seed)

@@ -67,7 +67,7 @@ class Sinks(nn.Module):
 def train_sinks(rank: int, attributes: dict[str, Any], zero: int) -> list[tuple[float, float]]:
     """Return (loss, norm) of the steps."""
     tp = create_tensor_parallel([[0, 1], [2, 3]])
-    sections = {"gradient_clipping": CLIP, "zero_optimization": {"stage": zero}}
+    sections = {"train_batch_size": 8, "gradient_clipping": CLIP, "zero_optimization": {"stage": zero}}
     config = job("1f1b", 4, ds_ext={"tensor_parallel_size": 2}, **sections)
     engine = build([LayerSpec(Sinks, tp, **attributes) for _ in range(4)], config)
     batches = Batches(plain_numbers)
@@ -263,7 +263,7 @@ def log_probabilities(rank: int, precision: str) -> list[Tensor]:
     tokens_BS, labels_BS = random_batches(MODEL, 1, 1, SAMPLES)[0][0]
     found = []
     for size in (2, 4):
-        deepspeed = {"train_micro_batch_size_per_gpu": size}
+        deepspeed: dict[str, Any] = {"train_batch_size": SAMPLES, "train_micro_batch_size_per_gpu": size}
         deepspeed |= {"bf16": {"enabled": True}} if precision == "bf16" else {}
         engine, _ = build_gpt(Job("1f1b", 2, 1, 1, SAMPLES // size, MODEL, deepspeed=deepspeed))
         pairs = list(zip(tokens_BS.split(size), labels_BS.split(size), strict=True))

@@ -122,6 +122,12 @@ class LossWatch:
             return
         of_ranks = together(lambda: [name for _, name, p in self._parameters if p.requires_grad])
         names = [name for names in of_ranks for name in names]
+        if not names:
+            error = ConfigError(
+                f"requires_grad: no parameter is trained in step {step} (got False for all). Set it on some of them."
+            )
+            error.reported_by = 0
+            raise error
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         error = ConfigError(
             f"loss_fn: the gradients of all trained parameters are 0 in step {step} (got norm 0 and loss {loss:g} for "

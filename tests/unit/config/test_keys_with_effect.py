@@ -45,7 +45,7 @@ APPLIED = [
         for key in (
             *("stage", "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "overlap_comm"),
             *("use_multi_rank_bucket_allreduce", "allgather_partitions", "allgather_bucket_size"),
-            *("compute_grad_norm", "round_robin_gradients", "parameter_alignment", "cpu_offload"),
+            *("compute_grad_norm", "parameter_alignment", "cpu_offload"),
             *("offload_optimizer", "offload_optimizer.pin_memory"),
             *("offload_optimizer.cpuadam_cores_perc", "ignore_unused_parameters"),
         )
