@@ -523,6 +523,8 @@ class Job(Short):
             return False
         if self.groups and (self.decay_groups or self.overlap):
             return False
+        if self.groups in ("layers", "ends") and self.has_head_parts:  # parts are other layers
+            return False
         layers = {layer for action in self.script for layer in getattr(action, "layers", ())}
         if not layers <= {*range(self.num_layers)} or not all(action.fits(self) for action in self.script):
             return False
