@@ -134,7 +134,9 @@ def set_first_modes(module: PipelineModule) -> None:
 
     def set_modes(part: nn.Module, path: str) -> None:
         parameters = list(part.parameters())
-        if part.training:
+        if part.training and part is not module and type(part).train is not nn.Module.train:
+            part.train()  # a layer that keeps parts of itself in evaluation mode
+        elif part.training:
             for name, child in part.named_children():
                 set_modes(child, f"{path}.{name}".lstrip("."))
         elif parameters and not any(parameter.requires_grad for parameter in parameters):

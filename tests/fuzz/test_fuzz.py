@@ -75,6 +75,7 @@ HABITUAL: dict[str, dict[str, Any]] = {
     "bf16 weights": {"weights": "bf16", "layout": Layout(dp=2)},
     "bf16 weights and ZeRO": {"weights": "bf16", "zero": 1, "layout": Layout(dp=2)},
     "a bf16 layer": {"blocks": ("linear", "bf16_layer", "linear")},
+    "a layer with its own train()": {"blocks": ("linear", "frozen_batch_norm", "linear")},
     "an fp32 parameter": {"blocks": ("fp32_scale", "linear"), "weights": "bf16"},
     "fp64 samples": {"start": "fp64_samples", "bf16": True},
     "two classes of a tie": {"blocks": ("tied_classes",), "layout": Layout("zb_v", pp=2)},
