@@ -149,7 +149,7 @@ def train_recomputed(rank: int, schedule: str, places: tuple[int, ...]) -> list[
 @pytest.mark.parametrize("places", [(0,), (1, 2), (3,)])
 @pytest.mark.parametrize("schedule", ["zb_v", "bitpipe_zb"])
 def test_layers_may_recompute_themselves(ranks2: RankPool, schedule: str, places: tuple[int, ...]) -> None:
-    """As in torch, a first layer whose inputs need no gradient is not trained."""
+    """A first layer whose inputs need no gradient is not trained, as in torch."""
     expected = in_one_process(recomputed_at(*places), plain_numbers, 4)
     assert ranks2.run(train_recomputed, schedule, places)[0] == pytest.approx(expected, rel=1e-5)
 

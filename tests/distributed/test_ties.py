@@ -90,7 +90,7 @@ def test_a_tied_layer_starts_with_the_weights_of_its_first_place(ranks2: RankPoo
 
 
 class Table(nn.Module):
-    """First layer: its weight in a submodule, and a buffer of its own."""
+    """First layer with its weight in a submodule, and an own buffer."""
 
     def __init__(self, scale: float = 0.5) -> None:
         super().__init__()

@@ -85,7 +85,7 @@ class Samples:
 
 
 class EvaluationBatches:
-    """Micro-batches of an evaluation with sizes of its own."""
+    """Micro-batches of an evaluation with other sizes."""
 
     def __init__(self, job: Job, micro_batch_size: int) -> None:
         self.job, self.micro_batch_size = job, micro_batch_size
@@ -138,7 +138,7 @@ class StepBatches:
 
 
 def evaluation_batches(job: Job, sizes: Evaluate, micro_batches: int, pipes: int) -> list[tuple[Any, Any]]:
-    """Return all micro-batches of an evaluation with sizes of its own.
+    """Return all micro-batches of an evaluation with other sizes.
 
     Args:
         sizes: the sizes.

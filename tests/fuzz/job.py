@@ -301,7 +301,7 @@ class Job(Short):
 
     @property
     def shards(self) -> bool:
-        """True if DeepSpeed's own optimizer has master weights of its own."""
+        """True if DeepSpeed's own optimizer keeps master weights."""
         return self.zero > 0 or bool(self.section)
 
     @property

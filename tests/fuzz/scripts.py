@@ -19,7 +19,7 @@ AT_START = -1  # before the optimizer is made
 
 
 class Side(ABC):
-    """What actions do something to: an engine, or a model and torch's optimizer in one process.
+    """Object of the actions: an engine, or a model and torch's optimizer in one process.
 
     Attributes:
         job: the job.
@@ -74,7 +74,7 @@ class Side(ABC):
 
 @dataclass(frozen=True)
 class Action(ABC):
-    """What the script does before one step, or before several.
+    """Action of the script before one step, or before several.
 
     Attributes:
         step: steps before it; AT_START: it happens before the optimizer is made.

@@ -79,7 +79,12 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
             optimizer: Any = client_optimizer(model_parameters)
             self.module.fill_groups(optimizer.param_groups)
             self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
-            client_optimizer = lambda _: optimizer  # noqa: E731
+
+            def return_optimizer(_: Any) -> Any:
+                return optimizer
+
+            client_optimizer = return_optimizer
+
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     # --- position in the pipeline ---

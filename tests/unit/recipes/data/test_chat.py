@@ -357,7 +357,7 @@ def test_arguments_that_a_template_drops_are_refused(tmp_path: Path) -> None:
 
 
 def test_options_of_a_row_reach_the_template(tmp_path: Path) -> None:
-    """As in trl: variables, documents, tools and another template. The prompt of an answer has them too."""
+    """Variables, documents, tools and another template, as in trl. The prompt of an answer has them too."""
     text = "{%- if documents %}{{- documents | tojson }}{%- endif %}" + TEMPLATES["chatml"].replace(
         "assistant\\n' }}", "assistant\\n' }}{{- '<think></think>' if enable_thinking is false else '' }}"
     ).replace(

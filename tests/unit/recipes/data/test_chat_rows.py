@@ -165,7 +165,7 @@ def test_refused_rows(tmp_path: Path, row: Any, words: str) -> None:
 
 
 def test_marks_that_change_nothing(tmp_path: Path) -> None:
-    """What is not trained anyway may say so."""
+    """Marks are accepted on messages that are not trained."""
     for key in EXCLUDING.keys() - {"no_loss", "is_masked", "skip", "ignored"}:
         (conversation,) = read(tmp_path, {"messages": [{**TURNS[0], key: 0}, TURNS[1]]})
         assert conversation.unused == frozenset()
