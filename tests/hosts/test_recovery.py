@@ -121,6 +121,7 @@ def test_two_lost_hosts_with_each_others_copies(
     """No snapshot of one host remains: the ranks continue from the last checkpoint, and report the lost steps."""
     three, steps = hosts(3), 60
     config = tiny_config(corpus, recovery={"every": 1})
+    config |= {"train_batch_size": 12}
     config["ds_ext"] |= {"schedule": "1f1b", "pipeline_parallel_size": 1}
     job_config = write_json(tmp_path / "c.json", config)
     script = [SCRIPT, "--deepspeed_config", job_config.name, "--metrics-file", "all.jsonl", "--save", "saved"]
