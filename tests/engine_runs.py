@@ -145,8 +145,8 @@ class StepBatches:
         self.step += 1
 
 
-def build(job: Job) -> tuple[PipelineEngine, TensorParallel]:
-    """The engine of this rank."""
+def build(job: Job, **options: Any) -> tuple[PipelineEngine, TensorParallel]:
+    """The engine of this rank. Options are those of ``initialize``."""
     config = job.config()
     tp = create_tensor_parallel(job.layout.groups()["tensor"])
     clock, loss_fn = DropoutClock(), gpt_loss(job.model, tp)
@@ -158,7 +158,7 @@ def build(job: Job) -> tuple[PipelineEngine, TensorParallel]:
         partition_method=job.partition_method,
     )
     groups = weight_decay_groups(model) if job.decay_groups else None
-    engine, *_ = initialize(model=model, model_parameters=groups, config=config)
+    engine, *_ = initialize(model=model, model_parameters=groups, config=config, **options)
     return engine, tp
 
 

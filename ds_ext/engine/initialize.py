@@ -62,7 +62,7 @@ from .fbd.backward import BackwardRole
 from .fbd.forward import ForwardRole
 from .module import PipelineModule, trains
 from .together import by_rank_0, together
-from .weight_gathers import repeat_lists, split_by_stage
+from .weight_gathers import repeat_lists, scheduler_of_parts, split_by_stage
 
 logger = logging.getLogger(__name__)
 
@@ -243,9 +243,12 @@ def initialize(
     parameters = model.parameters() if model_parameters is None else model_parameters  # as DeepSpeed
     groups = [_list_parameters(group) for group in parameters]
     if model.plan.settings.overlap_across_steps and not hasattr(optimizer, "param_groups"):
-        groups, sources = split_by_stage(groups, model)
+        groups, model.group_sources = split_by_stage(groups, model)
         if "params" in config_dict.get("scheduler", {}):
-            config_dict["scheduler"] = {**scheduler, "params": repeat_lists(scheduler["params"], sources)}
+            params = repeat_lists(scheduler["params"], model.group_sources)
+            config_dict["scheduler"] = {**scheduler, "params": params}
+        if callable(lr_scheduler):
+            lr_scheduler = functools.partial(scheduler_of_parts, lr_scheduler, model.group_sources)
     data = data_facts(model, training_data)
     compare(
         {

@@ -131,8 +131,10 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         plan_is_given: the module was built from a job plan, which its script prints.
         random_seed: seed of the keys from which layers draw: initial seed of torch on rank 0 in ``initialize``, or the
             seed of the loaded checkpoint.
+        group_sources: with ``overlap_across_steps``, the script's parameter group of each group of the optimizer.
     """
 
+    group_sources: Sequence[int] = ()
     keeps_modes = False  # during a training step
     _before_eval: Sequence[torch.nn.Module] = ()
 

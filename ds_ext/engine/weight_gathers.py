@@ -12,7 +12,7 @@ optimizer. A group with several stages would be gathered before the first of the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from ..errors import ConfigError
 from ..pipe_schedules.gathers import order_of_first_use
 from ..pipe_schedules.reductions import order_of_reductions
 from .deepspeed_api.names import model_groups
@@ -123,6 +124,32 @@ def split_by_stage(groups: Sequence[Any], module: PipelineModule) -> tuple[list[
         parts += [{**group, "params": entries} for entries in of_stages]
         sources += [source] * len(of_stages)
     return parts, sources
+
+
+def scheduler_of_parts(make: Callable[[Any], Any], sources: Sequence[int], optimizer: Any) -> Any:
+    """Return the scheduler of a script's function. Raises ConfigError if it needs the number of the script's groups."""
+    try:
+        return make(optimizer)
+    except (ValueError, IndexError) as error:
+        raise ConfigError(
+            f"lr_scheduler: with overlap_across_steps, the optimizer has {len(sources)} parameter groups on this rank, "
+            f"the parts of {max(sources) + 1} by stage (got {type(error).__name__}: {error}). Use one value for all "
+            f'groups, put the scheduler in the JSON, whose lists are expanded, or set "overlap_across_steps": false.'
+        ) from error
+
+
+def require_equal_parts(param_groups: Sequence[Mapping[str, Any]], sources: Sequence[int]) -> None:
+    """Raise ConfigError if a script has set parts of one group to different values."""
+    first: dict[int, int] = {}
+    for index, (group, source) in enumerate(zip(param_groups, sources, strict=False)):
+        other = param_groups[first.setdefault(source, index)]
+        for key, value in group.items():
+            if key != "params" and other.get(key) != value:
+                raise ConfigError(
+                    f"param_groups[{index}][{key!r}]: with overlap_across_steps, groups {first[source]} and {index} "
+                    f"are parts of one, by stage, and need equal values (got {other.get(key)} and {value}). Set the "
+                    f'value in all parts, or set "overlap_across_steps": false.'
+                )
 
 
 def repeat_lists(values: Mapping[str, Any], sources: Sequence[int]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from .losses.step import Loss
 from .losses.watch import LossWatch
 from .ties import check_ties
 from .together import together
-from .weight_gathers import WeightGathers
+from .weight_gathers import WeightGathers, require_equal_parts
 
 logger = logging.getLogger(__name__)
 
@@ -248,8 +248,10 @@ class WeightUpdate:
     def overlapping(self) -> Iterator[None]:
         """Context of an optimizer step that reads the ranks' parts of the gradients, and starts to gather the weights.
 
-        It does nothing for a job without "overlap_across_steps".
+        It does nothing for a job without "overlap_across_steps". Raises ConfigError if a script has set parts of one
+        parameter group to different values.
         """
+        require_equal_parts(getattr(self._optimizer, "param_groups", ()), self._engine.module.group_sources)
         if self.gathers is None:
             yield
             return

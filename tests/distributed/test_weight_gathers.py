@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from ds_ext.config.job import load_config
 from ds_ext.engine import grad_sync, weight_gathers
@@ -267,6 +268,35 @@ def test_lists_of_a_scheduler_are_expanded(ranks: Ranks) -> None:
     # Two stages per device. The embedding, which is tied to the head, has its own group.
     for rates in ranks(4).run(lists_of_rates, timeout_s=120):
         assert rates == pytest.approx([0.1, 0.1, 0.1, 0.2, 0.2])
+
+
+def rates_of_parts(rank: int, parts: slice | int | None) -> float | str:
+    """Halve the rate of some parts of the first group, or pass a function per group; return the rate or error."""
+    job = make_job("interleaved", decay_groups=True)
+    options: dict[str, Any] = {}
+    if parts is None:
+        options["lr_scheduler"] = lambda optimizer: LambdaLR(optimizer, [lambda _: 1.0, lambda _: 0.5])
+    try:
+        engine, _ = build(job, **options)
+        groups = engine.optimizer.param_groups[parts]
+        for group in groups if isinstance(groups, list) else [groups]:
+            group["lr"] /= 2
+        engine.train_batch(StepBatches(batches_of(job)))
+        engine.wait_for_weights()
+        return engine.optimizer.param_groups[0]["lr"]
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("parts", "key"), [(1, "param_groups[1]['lr']"), (slice(3), None), (None, "lr_scheduler")]
+)
+def test_parts_of_a_group_have_equal_values(ranks: Ranks, parts: slice | int | None, key: str | None) -> None:
+    results = ranks(4).run(rates_of_parts, parts, timeout_s=120)
+    if key is None:
+        assert all(isinstance(rate, float) for rate in results)
+    else:
+        assert {str(text).partition(":")[0] for text in results} == {key}
 
 
 def test_forward_ranks_are_refused() -> None:
