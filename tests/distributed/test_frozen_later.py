@@ -51,7 +51,13 @@ def samples() -> TensorDataset:
 
 
 def build(
-    schedule: str, pp: int, options: dict[str, Any], zero: int, how: str, filtered: bool = False
+    schedule: str,
+    pp: int,
+    options: dict[str, Any],
+    zero: int,
+    how: str,
+    filtered: bool = False,
+    first_step: int = 0,
 ) -> tuple[Any, dict[int, nn.Module]]:
     config = {
         "train_batch_size": SAMPLES,
@@ -63,10 +69,10 @@ def build(
         "ds_ext": {"schedule": schedule, "pipeline_parallel_size": pp, "print_plan": False, **options},
     }
     layers = make_layers(how)
-    set_trained({i: layer for i, layer in enumerate(layers) if isinstance(layer, nn.Module)}, how, 0)
+    set_trained({i: layer for i, layer in enumerate(layers) if isinstance(layer, nn.Module)}, how, first_step)
     model = ds_ext.PipelineModule(layers, config, loss_fn=nn.functional.mse_loss, partition_method="uniform")
     modules = {i: layer for stage in model.stages for i, layer in model.stage_modules(stage).items()}
-    set_trained(modules, how, 0)
+    set_trained(modules, how, first_step)
     parameters = [p for p in model.parameters() if p.requires_grad or not filtered]
     engine, *_ = ds_ext.initialize(
         model=model, config=config, training_data=samples(), model_parameters=parameters
@@ -162,6 +168,32 @@ def test_a_resume_after_unfreezing(ranks: Ranks, tmp_path: Path, schedule: str, 
     for losses in ranks(2).run(resume, str(tmp_path), schedule, pp):
         for found, one in zip(losses, expected, strict=True):
             assert found == pytest.approx(one, rel=1e-5)
+
+
+def save_before_a_change(rank: int, folder: str, schedule: str, pp: int, how: str) -> None:
+    engine, modules = build(schedule, pp, {}, 1, how)
+    train_steps(engine, modules, how, range(2))
+    engine.save_checkpoint(folder)
+    engine.transport.close()
+
+
+def resume_with_a_change(
+    rank: int, folder: str, schedule: str, pp: int, how: str
+) -> list[tuple[float, float]]:
+    engine, modules = build(schedule, pp, {}, 1, how, first_step=2)
+    engine.load_checkpoint(folder)
+    return train_steps(engine, modules, how, range(3, STEPS + 1))
+
+
+@pytest.mark.parametrize("how", ["unfreeze", "freeze"])
+@pytest.mark.parametrize(("schedule", "pp"), [("bitpipe", 2), ("1f1b", 1)])
+def test_zero_resumes_with_other_trained_parameters(
+    ranks: Ranks, tmp_path: Path, schedule: str, pp: int, how: str
+) -> None:
+    ranks(2).run(save_before_a_change, str(tmp_path), schedule, pp, how)
+    for losses in ranks(2).run(resume_with_a_change, str(tmp_path), schedule, pp, how):
+        for found, one in zip(losses, reference(how)[0][2:], strict=True):
+            assert found == pytest.approx(one, rel=1e-4)
 
 
 def recover(rank: int, how: str) -> tuple[list[Any], list[Any]]:
