@@ -70,9 +70,7 @@ class Toggle(Action):
         return job.shards and all(name.partition(".")[0] in changed for name in names)
 
     def fits(self, job: Job) -> bool:
-        # The script cannot make an optimizer on a rank that trains nothing.
-        empty = self.step == AT_START and job.own_optimizer
-        return super().fits(job) and not empty and not job.has_head_parts
+        return super().fits(job) and not job.has_head_parts
 
 
 @dataclass(frozen=True)

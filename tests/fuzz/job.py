@@ -22,7 +22,7 @@ from ds_ext.tensor_parallel import TensorParallel
 from tests.plans import placement_of
 
 from .kinds import LENGTH, Place
-from .scripts import Action
+from .scripts import AT_START, Action
 from .sliced_layers import SLICED
 from .zoo import ENDS, STARTS, ZOO, model_layers
 
@@ -527,6 +527,10 @@ class Job(Short):
             return False
         layers = {layer for action in self.script for layer in getattr(action, "layers", ())}
         if not layers <= {*range(self.num_layers)} or not all(action.fits(self) for action in self.script):
+            return False
+        freezes = self.adds_groups or any(action.step == AT_START for action in self.toggles)
+        # The script cannot make an optimizer on a rank that trains nothing.
+        if self.own_optimizer and freezes and not self.passes_all:
             return False
         moves = self.optimizer in MOVES_AT_ZERO_GRADIENT
         return UNUSED_KEEP_NONE or not (moves and set(self.blocks) & set(MAY_BE_UNUSED))
