@@ -129,7 +129,10 @@ class Mode(Action):
 
     def fits(self, job: Job) -> bool:
         others = self.every or not any(isinstance(action, EvalMode) for action in job.script)
-        return super().fits(job) and others and not job.has_head_parts
+        # A forward rank of several backward ranks has the statistics of one of them.
+        joined = any(layout.backward_per_forward > 1 for layout in job.layouts)
+        running = joined and any(job.layer_kinds[index] in job.RUNNING for index in self.layers)
+        return super().fits(job) and others and not running and not job.has_head_parts
 
 
 @dataclass(frozen=True)

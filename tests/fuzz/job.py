@@ -209,12 +209,8 @@ class Job(Short):
         compiled: layers are compiled by torch.compile: "first", "second" or "both" layouts, or the "engine" does it.
     """
 
-    MODAL: ClassVar = (
-        "batch_norm",
-        "cumulative_batch_norm",
-        "instance_norm",
-        *RANDOM,
-    )  # kinds with two modes
+    RUNNING: ClassVar = ("batch_norm", "cumulative_batch_norm", "instance_norm")  # kinds with statistics
+    MODAL: ClassVar = (*RUNNING, *RANDOM)  # kinds with two modes
 
     seed: int = 0
     layout: Layout = Layout()
