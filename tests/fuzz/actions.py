@@ -70,9 +70,7 @@ class Toggle(Action):
         return job.shards and all(name.partition(".")[0] in changed for name in names)
 
     def fits(self, job: Job) -> bool:
-        # The script cannot make an optimizer on a rank that trains nothing.
-        empty = self.step == AT_START and job.own_optimizer
-        return super().fits(job) and not empty and not job.has_head_parts
+        return super().fits(job) and not job.has_head_parts
 
 
 @dataclass(frozen=True)
@@ -131,7 +129,10 @@ class Mode(Action):
 
     def fits(self, job: Job) -> bool:
         others = self.every or not any(isinstance(action, EvalMode) for action in job.script)
-        return super().fits(job) and others and not job.has_head_parts
+        # A forward rank of several backward ranks has the statistics of one of them.
+        joined = any(layout.backward_per_forward > 1 for layout in job.layouts)
+        running = joined and any(job.layer_kinds[index] in job.RUNNING for index in self.layers)
+        return super().fits(job) and others and not running and not job.has_head_parts
 
 
 @dataclass(frozen=True)
