@@ -138,8 +138,7 @@ class Pipeline(Side):
         result.norms.append(None if norm is None else float(norm))
         # The script itself makes other groups on each rank, or they are split by stages or experts.
         splits = self.job.decay_groups or self.job.overlap or {*self.job.blocks} & {*EXPERT_LAYERS}
-        compares = self.optimizer is not None and not splits
-        result.rates.append([float(rate) for rate in engine.get_lr()] if compares else None)
+        result.rates.append(None if splits else [float(rate) for rate in engine.get_lr()])
         if ENDS[self.job.end].additional:
             result.additional += map(float, (engine.agg_additional_losses or {}).values())
 
