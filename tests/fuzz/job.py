@@ -528,6 +528,8 @@ class Job(Short):
         # The script cannot make an optimizer on a rank that trains nothing.
         if self.own_optimizer and freezes and not self.passes_all:
             return False
+        if layers == {*range(self.num_layers)} and freezes and not self.passes_all:  # nothing trains
+            return False
         moves = self.optimizer in MOVES_AT_ZERO_GRADIENT
         return UNUSED_KEEP_NONE or not (moves and set(self.blocks) & set(MAY_BE_UNUSED))
 

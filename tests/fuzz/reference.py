@@ -325,7 +325,8 @@ class Plain(Side):
         """Evaluate if the job does so after this number of steps."""
         if self.job.evaluate_after == step:
             numbers = range(self.micro_batches)
-            self._evaluate([ordered_batch(self.job, 0, number, EVALUATION) for number in numbers])
+            seed = self.job.seed_of(max(step - 1, 0))
+            self._evaluate([ordered_batch(self.job, 0, number, EVALUATION, seed) for number in numbers])
 
     # --- steps ---
 
