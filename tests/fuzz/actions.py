@@ -35,6 +35,11 @@ def _draw_layers(random: Random, job: Job) -> tuple[int, ...]:
     return tuple(sorted({index for group in job.sharing if group & layers for index in group} | layers))
 
 
+def _takes_all_that_share(job: Job, layers: tuple[int, ...]) -> bool:
+    """Return whether the layers are all that share their parameters; another habit may have changed the blocks."""
+    return all(group <= {*layers} or not group & {*layers} for group in job.sharing)
+
+
 # --- what trains, and in which mode ---
 
 
@@ -70,7 +75,7 @@ class Toggle(Action):
         return job.shards and all(name.partition(".")[0] in changed for name in names)
 
     def fits(self, job: Job) -> bool:
-        return super().fits(job) and not job.has_head_parts
+        return super().fits(job) and _takes_all_that_share(job, self.layers) and not job.has_head_parts
 
 
 @dataclass(frozen=True)
@@ -100,7 +105,8 @@ class AddGroup(Action):
     def fits(self, job: Job) -> bool:
         # DeepSpeed's own optimizers have no add_param_group().
         others = job.shards or job.toggles or job.groups or job.scheduler or job.resume or job.decay_groups
-        return super().fits(job) and not others and not job.has_head_parts
+        is_whole = _takes_all_that_share(job, self.layers)
+        return super().fits(job) and is_whole and not others and not job.has_head_parts
 
 
 @dataclass(frozen=True)
@@ -459,7 +465,9 @@ class Hook(Action):
         return cls(random.randrange(job.steps), _draw_layers(random, job), random.choice(cls.KINDS))
 
     def fits(self, job: Job) -> bool:
-        return super().fits(job) and not job.has_head_parts
+        # torch calls no full backward hook of a compiled module.
+        is_called = self.kind != "full_backward" or not job.compiled
+        return super().fits(job) and is_called and not job.has_head_parts
 
 
 ACTIONS: dict[str, type[Action]] = {

@@ -77,6 +77,11 @@ HABITUAL: dict[str, dict[str, Any]] = {
     "a bf16 layer": {"blocks": ("linear", "bf16_layer", "linear")},
     "a layer with its own train()": {"blocks": ("linear", "frozen_batch_norm", "linear")},
     "an fp32 parameter": {"blocks": ("fp32_scale", "linear"), "weights": "bf16"},
+    "an fp16 layer, reduced late": {
+        "blocks": ("linear", "fp16_layer"),
+        "layout": Layout(dp=2),
+        "eager_gradient_sync": False,
+    },
     "fp64 samples": {"start": "fp64_samples", "bf16": True},
     "two classes of a tie": {"blocks": ("tied_classes",), "layout": Layout("zb_v", pp=2)},
     "experts": {"blocks": ("experts_1", "linear")},
