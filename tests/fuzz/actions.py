@@ -13,6 +13,7 @@ from torch import Generator, Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from .scripts import AT_START, Action, Side, changed, set_weights
+from .zoo import ZOO
 
 if TYPE_CHECKING:
     from .job import Job
@@ -467,7 +468,9 @@ class Hook(Action):
     def fits(self, job: Job) -> bool:
         # torch calls no full backward hook of a compiled module.
         is_called = self.kind != "full_backward" or not job.compiled
-        return super().fits(job) and is_called and not job.has_head_parts
+        # torch forgets the hooks of a view, such as the output of a linear layer, when it is changed in place.
+        is_kept = self.kind != "boundary" or not any(ZOO[name].changes_input for name in job.blocks)
+        return super().fits(job) and is_called and is_kept and not job.has_head_parts
 
 
 ACTIONS: dict[str, type[Action]] = {
