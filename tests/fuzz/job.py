@@ -517,7 +517,7 @@ class Job(Short):
             return False
         if self.scheduler == "lambdas" and (self.decay_groups or self.overlap):
             return False
-        if self.groups and (self.decay_groups or self.overlap):
+        if self.groups and (self.decay_groups or self.overlap or self.optimizer == "lbfgs"):
             return False
         if self.groups in ("layers", "ends") and self.has_head_parts:  # parts are other layers
             return False
