@@ -521,10 +521,6 @@ class Job(Short):
             return False
         if self.groups in ("layers", "ends") and self.has_head_parts:  # parts are other layers
             return False
-        # No checkpoint has the rate of a group without parameters, the one of the last layer.
-        ends = {0, self.num_layers - 1}
-        if self.groups == "ends" and self.resume is not None and any(ends <= group for group in self.sharing):
-            return False
         layers = {layer for action in self.script for layer in getattr(action, "layers", ())}
         if not layers <= {*range(self.num_layers)} or not all(action.fits(self) for action in self.script):
             return False

@@ -36,7 +36,7 @@ class Result:
         losses: mean over the micro-batches of each step.
         norms: norm of the gradient of each step, before clipping; None: not measured.
         evaluations: losses of the evaluations.
-        rates: learning rates of the groups after each step; None: not compared.
+        rates: learning rates of the groups after each step; None, or nan for a group: not compared.
         additional: means of the additional losses of each step.
         calls: calls of each hook; of all ranks together, they are those of one process.
         state: parameters and persistent buffers by "layer.name", and outputs of evaluations.
@@ -357,7 +357,13 @@ class Plain(Side):
         _copy(pairs)
         if self.scheduler is not None:
             self.scheduler.step()
-        result.rates.append([float(group["lr"]) for group in self.optimizer.param_groups])
+        # No checkpoint has the rate of a group without parameters.
+        result.rates.append(
+            [
+                float(group["lr"]) if group["params"] or self.part == 0 else math.nan
+                for group in self.optimizer.param_groups
+            ]
+        )
 
     def _gradients(
         self, step: int, parameters: list[nn.Parameter]
