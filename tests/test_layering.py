@@ -41,12 +41,16 @@ ALLOWED: dict[str, set[str]] = {
     "tensor_parallel": {"errors", "comm/gloo_cuda", "torch:"},
     "recipes/models/field_flags": set(),
     "recipes/models/config": {"errors", "parallel", "recipes/models/field_flags"},
+    "recipes/models/hf_values": {"errors"},
+    "recipes/models/hf_llama": {"errors", "recipes/models/config", "recipes/models/hf_values"},
     "recipes/models": {
         *(
             "errors",
             "parallel",
             "recipes/models/config",
             "recipes/models/field_flags",
+            "recipes/models/hf_llama",
+            "recipes/models/hf_values",
             "tensor_parallel",
             "torch:",
         ),
@@ -83,7 +87,9 @@ ALLOWED: dict[str, set[str]] = {
         *("errors", "engine", "engine/wrappers", "hf/folder", "tensor_parallel", "torch:", "deepspeed.pipe:"),
         *("transformers:", "safetensors:", "peft:"),
     },
-    "hf/folder": {"errors", "engine", "recipes/data/layout", "torch:", "safetensors:"},
+    "hf/folder": {
+        *("errors", "engine", "recipes/data/layout", "recipes/models/hf_values", "torch:", "safetensors:"),
+    },
     "recipes/convert": {
         *(
             "errors",
@@ -116,6 +122,8 @@ ALLOWED: dict[str, set[str]] = {
         "planner/solver",
         "recipes/models/config",
         "recipes/models/field_flags",
+        "recipes/models/hf_llama",
+        "recipes/models/hf_values",
         "parallel",
         "comm",
         "launch",
