@@ -10,8 +10,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..errors import ScheduleError
@@ -22,7 +22,7 @@ from ..planner.candidates import ESTIMATE_ERROR
 from ..planner.fbd import compare_with_fbd
 from ..planner.gpus import GPUS, Gpu
 from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, other_head, plan_cluster
-from ..planner.rental import Run, plan_for_deadline, run_of
+from ..planner.rental import figures_of_run, plan_for_deadline
 from ..planner.stage_costs import SLICE_TOKENS
 from ..planner.text import (
     HEADROOM,
@@ -106,7 +106,6 @@ def run_plan(args: argparse.Namespace) -> int:
     Raises:
         ScheduleError: a flag is wrong, no sizes are possible, or no number of devices meets ``--days``.
     """
-    searches = args.devices is None
     gpu = _take_gpu(args)
     _check_run(args)
     cluster = _cluster(args)
@@ -123,13 +122,12 @@ def run_plan(args: argparse.Namespace) -> int:
     forward_devices = _forward_devices(args, cluster)
     costs = read_costs(args.costs).ratios()
     with _progress() as progress, _few_collections():
-        if searches:
+        if args.devices is None:
             cluster, plan = plan_for_deadline(cluster, model, costs, args.tokens, args.days, progress)
         else:
             plan = plan_cluster(cluster, model, costs, progress)
-    peak_flops = None if gpu is None else 1e12 * gpu.peak_tflops
-    prices = {"peak_flops": peak_flops, "tokens": args.tokens, "price": args.price}
-    run = run_of(plan, cluster, model, **prices) if plan.best.fits else None
+    prices = gpu and 1e12 * gpu.peak_tflops, args.tokens, args.price
+    run = figures_of_run(plan, cluster, model, *prices) if plan.best.fits else None
     fbd = forward_devices and compare_with_fbd(cluster, forward_devices, model, costs, plan)
     config = None if plan.best.candidate is None else _config(plan.best, cluster, model)
     if args.json:
@@ -144,7 +142,7 @@ def run_plan(args: argparse.Namespace) -> int:
         if config is not None and plan.best.fits:
             vocabulary = f"vocabulary {model.vocab_size:,}"
             print(f"JSON for {cluster.devices} devices ({vocabulary}; add --data-path):\n\n{_text(config)}")
-    is_late = args.days is not None and run is not None and (run.days or 0.0) > args.days
+    is_late = args.days is not None and run is not None and run["days"] > args.days
     return EXIT_OK if plan.best.fits and not is_late else EXIT_INVALID
 
 
@@ -154,8 +152,7 @@ def _take_gpu(args: argparse.Namespace) -> Gpu | None:
         return None
     if args.precision == "fp32":
         raise ScheduleError(
-            f"--precision: the rate of --gpu {args.gpu} is that of bf16 (got fp32). Replace --gpu by --memory and "
-            "--tflops."
+            f"--precision: --gpu {args.gpu} has the rate of bf16 (got fp32). Use --tflops instead."
         )
     gpu = GPUS[args.gpu]
     for dest, value in gpu.flags.items():
@@ -165,7 +162,7 @@ def _take_gpu(args: argparse.Namespace) -> Gpu | None:
 
 
 def _check_run(args: argparse.Namespace) -> None:
-    """Raise ScheduleError for wrong or missing flags of a run; set a number of devices if it is to be found."""
+    """Raise ScheduleError for wrong or missing flags of a run."""
     for dest in ("tokens", "days", "price"):
         value = getattr(args, dest)
         if value is not None and not 0 < value < math.inf:
@@ -177,11 +174,9 @@ def _check_run(args: argparse.Namespace) -> None:
     if args.devices is None:
         if args.days is None:
             raise ScheduleError("--devices: missing. Add --devices 64, or --tokens and --days to find it.")
-        for dest in ("hosts", "forward_devices"):
-            if (value := getattr(args, dest)) is not None:
-                flag = "--" + dest.replace("_", "-")
-                raise ScheduleError(f"{flag}: needs --devices (got {value}). Add --devices 64.")
-        args.devices = 1
+        if (value := args.hosts or args.forward_devices) is not None:
+            flag = "--hosts" if args.hosts else "--forward-devices"
+            raise ScheduleError(f"{flag}: needs --devices (got {value}). Add --devices 64.")
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
@@ -196,7 +191,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         if value is not None and value < 1:
             raise ScheduleError(f"--{dest.replace('_', '-')}: must be at least 1 (got {value}).")
     return Cluster(
-        args.devices,
+        1 if args.devices is None else args.devices,
         usable_bytes(parse_bytes(args.memory, "--memory"), args.headroom, "--headroom"),
         args.global_batch_size,
         flops_of(args),
@@ -303,33 +298,26 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
 
 def _table(ranked: Sequence[ParallelSizes]) -> Iterator[str]:
     """Yield a table of the sizes that are evaluated, and a line with the bounds of the others."""
-    cells: list[tuple[str, ...]] = [
-        ("TP", "SP", "PP", "DP", "b", "N", "schedule", "recompute", "step", "bubble", "memory")
-    ]
-    bounds: list[str] = []
-    for sizes in ranked:
-        candidate = sizes.candidate
-        if candidate is None or candidate.sizes is None:
-            bounds.append(f"{sizes} {sizes.least_s:.4g} s")
-            continue
-        cells.append(
-            (
-                str(sizes.tensor),
-                "yes" if candidate.sizes.sequence_parallel else "no",
-                str(sizes.pipeline),
-                str(sizes.data),
-                str(candidate.sizes.micro_batch),
-                str(candidate.micro_batches),
-                candidate.label,
-                candidate.recompute_text,
-                f"{sizes.step_s:.4g} s",
-                f"{candidate.bubble or 0:.1%}",
-                format_bytes(candidate.memory_bytes or 0),
-            )
+    cells = [("TP", "SP", "PP", "DP", "b", "N", "schedule", "recompute", "step", "bubble", "memory")]
+    cells += [
+        (
+            str(row.tensor),
+            "yes" if candidate.sizes.sequence_parallel else "no",
+            str(row.pipeline),
+            str(row.data),
+            str(candidate.sizes.micro_batch),
+            str(candidate.micro_batches),
+            candidate.label,
+            candidate.recompute_text,
+            f"{row.step_s:.4g} s",
+            f"{candidate.bubble or 0:.1%}",
+            format_bytes(candidate.memory_bytes or 0),
         )
-    if len(cells) > 1:
-        yield from aligned(cells, left=(1, 6, 7))
-    if bounds:
+        for row in ranked
+        if (candidate := row.candidate) is not None and candidate.sizes is not None
+    ]
+    yield from aligned(cells, left=(1, 6, 7)) if len(cells) > 1 else ()
+    if bounds := [f"{row} {row.least_s:.4g} s" for row in ranked if row.candidate is None]:
         more = f", and {len(bounds) - _BOUNDS} others" if len(bounds) > _BOUNDS else ""
         yield f"not planned, take at least: {', '.join(bounds[:_BOUNDS])}{more}"
 
@@ -340,12 +328,12 @@ def _result_lines(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes) -> 
     large = len(plan.ranked) - len(plan.shown)
     if large:
         yield f"too large: {large} other"
+    if plan.refused:
+        yield f"not possible: {'; '.join(join_reasons(reason for _, reason in plan.refused))}"
     yield ""
     yield _reason(plan)
     if not plan.best.fits and plan.best.candidate is not None:
         yield f"  Use {_remedies(cluster, model)}."
-    if plan.refused:
-        yield f"not possible: {'; '.join(join_reasons(reason for _, reason in plan.refused))}"
 
 
 def _reason(plan: ClusterPlan) -> str:
@@ -364,10 +352,7 @@ def _reason(plan: ClusterPlan) -> str:
         verdict = f"best: {best}, {others}"
     else:
         excess = (second.step_s or 0.0) / (best.step_s or 1.0) - 1
-        is_crowded = (
-            row is not None and second.candidate is not None and second.candidate.crowding > row.crowding
-        )
-        drawback = "less memory free" if is_crowded else "not simpler"
+        drawback = "tight memory" if second.candidate and second.candidate.crowding else "not simpler"
         comparison = f"{excess:.1%} longer" if excess > 5e-4 else f"as fast, {drawback}"
         if excess < -5e-4:
             comparison = f"{-excess:.1%} shorter, {drawback}"
@@ -375,23 +360,26 @@ def _reason(plan: ClusterPlan) -> str:
     return f"{verdict}\n  {best.candidates.reason()}{order}"
 
 
-def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Run) -> Iterator[str]:
+def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, Any]) -> Iterator[str]:
     """Yield the memory that stays free, the rates, and the days, GPU-hours and cost of ``--tokens``."""
     whole, candidate = parse_bytes(args.memory, "--memory"), plan.best.candidate
     need = 0 if candidate is None else candidate.memory_bytes or 0
     free = f"{format_bytes(whole - need)} of {format_bytes(whole)} stay free"
-    if candidate is not None and candidate.tight:
+    if candidate is not None and candidate.crowding:
         worst = max(0, whole - int(need * (1 + ESTIMATE_ERROR)))
         free += f", {format_bytes(worst)} if the estimate is {ESTIMATE_ERROR:.0%} too low"
     yield f"  memory {format_bytes(need)}: {free}"
-    tflops = run.model_flops / 1e12
+    tflops, days = run["model_flops"] / 1e12, run["days"]
     rate = f"{tflops:.1f} TFLOP/s" if tflops >= 0.1 else f"{1e3 * tflops:.3g} GFLOP/s"
-    mfu = " (divided by its peak rate: MFU)" if run.mfu is None else f": MFU {run.mfu:.1%}"
-    yield f"  {run.tokens_per_s:,.0f} tokens/s, {rate} of the model per device{mfu}"
-    if run.days is not None and run.gpu_hours is not None:
-        late = f", {run.days - args.days:,.1f} more than --days" if run.days > (args.days or math.inf) else ""
-        cost = "" if run.cost is None else f", cost {run.cost:,.0f} at {args.price:g} per GPU-hour"
-        yield f"  {args.tokens:g} tokens: {run.days:,.1f} days{late}, {run.gpu_hours:,.0f} GPU-hours{cost}"
+    mfu = " (divided by its peak rate: MFU)" if run["mfu"] is None else f": MFU {run['mfu']:.1%}"
+    yield f"  {run['tokens_per_s']:,.0f} tokens/s, {rate} of the model per device{mfu}"
+    if days is not None:
+        late = f", {days - args.days:,.1f} more than --days" if days > (args.days or math.inf) else ""
+        late = (
+            f" on {run['devices']} devices, the fewest for --days {args.days:g}" if not args.devices else late
+        )
+        cost = "" if run["cost"] is None else f", cost {run['cost']:,.0f} at {args.price:g} per GPU-hour"
+        yield f"  {args.tokens:g} tokens: {days:,.1f} days{late}, {run['gpu_hours']:,.0f} GPU-hours{cost}"
 
 
 def _other_head(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes, costs: Costs) -> Iterator[str]:
@@ -443,12 +431,12 @@ def _text(config: dict[str, Any]) -> str:
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def _as_dict(plan: ClusterPlan, config: dict[str, Any] | None, run: Run | None) -> dict[str, Any]:
+def _as_dict(plan: ClusterPlan, config: dict[str, Any] | None, run: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "best": [_sizes_as_dict(sizes) for sizes in plan.shown[:_SHOWN]],
         "reason": _reason(plan),
         "fits": plan.best.fits,
-        "run": None if run is None else asdict(run),
+        "run": run,
         "refused": [{"sizes": sizes, "reason": reason} for sizes, reason in plan.refused],
         "config": config,
     }

@@ -730,11 +730,11 @@ class _Variant:
         timetable = order.timetable
         need = None if sizes is None else max(device.total for device in self._memory(timetable, sizes))
         too_large = is_too_large(need, request.memory_bytes)
+        worst = None if need is None else int(need * (1 + ESTIMATE_ERROR))
         values: dict[str, Any] = {
             "refusal": f"It needs {format_bytes(need)}." if need and too_large else "",
             "memory_bytes": need,
-            "tight": need is not None
-            and is_too_large(int(need * (1 + ESTIMATE_ERROR)), request.memory_bytes),
+            "crowding": need if is_too_large(worst, request.memory_bytes) else 0,
             "replicas": timetable.placement.replicas,
             "stages": timetable.placement.stages,
             "costs": self.costs,
