@@ -352,7 +352,8 @@ def _reason(plan: ClusterPlan) -> str:
         verdict = f"best: {best}, {others}"
     else:
         excess = (second.step_s or 0.0) / (best.step_s or 1.0) - 1
-        drawback = "tight memory" if second.candidate and second.candidate.crowding else "not simpler"
+        is_tight = second.candidate is not None and second.candidate.tight and row and not row.tight
+        drawback = "tight memory" if is_tight else "not simpler"
         comparison = f"{excess:.1%} longer" if excess > 5e-4 else f"as fast, {drawback}"
         if excess < -5e-4:
             comparison = f"{-excess:.1%} shorter, {drawback}"
@@ -365,7 +366,7 @@ def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, An
     whole, candidate = parse_bytes(args.memory, "--memory"), plan.best.candidate
     need = 0 if candidate is None else candidate.memory_bytes or 0
     free = f"{format_bytes(whole - need)} of {format_bytes(whole)} stay free"
-    if candidate is not None and candidate.crowding:
+    if candidate is not None and candidate.tight:
         worst = max(0, whole - int(need * (1 + ESTIMATE_ERROR)))
         free += f", {format_bytes(worst)} if the estimate is {ESTIMATE_ERROR:.0%} too low"
     yield f"  memory {format_bytes(need)}: {free}"

@@ -28,7 +28,7 @@ class Candidate:
         refusal: why the candidate cannot be used, in one sentence; "" if it can.
         time: makespan of a step in the unit of the costs; None if not simulated.
         memory_bytes: largest memory of a device; None without a model or a simulation.
-        crowding: the memory if it may exceed the limit, because the estimate has an error; else 0.
+        tight: True if the memory exceeds the limit should the estimate be too low by its error.
         replicas: copies of the weights.
         activations: largest peak of live activations on a device, in units of 1/D of the model.
         stages: stages of the model.
@@ -50,7 +50,7 @@ class Candidate:
     time: float | None = None
     bubble: float | None = None
     memory_bytes: int | None = None
-    crowding: int = 0
+    tight: bool = False
     replicas: int = 1
     activations: float = 0.0
     stages: int = 0
@@ -107,7 +107,7 @@ class Candidate:
         """
         repeated = self.sizes.repeated_share if self.sizes is not None else 0.0
         stages = self.stages * self.replicas
-        return (self.crowding, self.slices, repeated, stages, self.micro_batches, self.planned)
+        return (self.tight, self.slices, repeated, stages, self.micro_batches, self.planned)
 
 
 @dataclass(frozen=True)

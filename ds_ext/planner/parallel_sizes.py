@@ -196,8 +196,8 @@ class ParallelSizes:
 class ClusterPlan:
     """All possible sizes, best first, and (sizes, reason) of the impossible ones.
 
-    The best sizes are the simplest of those within 1 % of the shortest step whose memory is not tight; of tight ones
-    the smallest. Others follow by time, then those that are not evaluated, by their bounds, then those that do not fit.
+    The best sizes are the simplest of those within 1 % of the shortest step, without tight memory if there are any.
+    Others follow by time, then those that are not evaluated, by their bounds, then those that do not fit.
     """
 
     ranked: tuple[ParallelSizes, ...]
@@ -289,7 +289,7 @@ def plan_cluster(
     ranked = [ParallelSizes(*factors, choices) for factors, choices in zip(possible, candidates, strict=True)]
     shortest = min((c.time or 0.0 for row in ranked for c in row.candidates.usable), default=0.0)
     near = (row for row in ranked if row.fits and (row.step_s or 0.0) <= shortest * (1 + _MARGIN))
-    best = min(near, key=lambda row: row.candidate.crowding if row.candidate else 0, default=None)
+    best = min(near, key=lambda row: row.candidate is not None and row.candidate.tight, default=None)
     return ClusterPlan(
         tuple(sorted(ranked, key=lambda row: (row is not best, _sort_key(row)))), tuple(refused)
     )

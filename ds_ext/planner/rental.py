@@ -69,11 +69,11 @@ def plan_for_deadline(
     work_s = cluster.batch * sizes.forward_flops * passes * (1 - ratios.jitter) / cluster.flops
     least = work_s / limit_s
     states = sizes.device_parameters(linear(1), 0) * _ADAM_BYTES / cluster.memory_bytes
-    # Devices that can be busy with one slice of a sample each.
+    # Devices that can be busy with one slice of a sample each. More only overlap the passes of its layers.
     slices = max(cluster.slice_numbers(sizes.seq_length, 2))
     busy = (cluster.tensor_parallel or MOST_TENSOR_PARALLEL) * cluster.batch * slices
-    if least > busy:
-        raise _missed(tokens, days, busy, least / busy)
+    if least > busy * passes and not cluster.head_parts:
+        raise _missed(tokens, days, busy, least / busy / passes)
     plans: list[ClusterPlan] = []
     refusal, tried = None, 0
     for tried in _rentable(least, _MOST * max(least, states)):
@@ -101,7 +101,7 @@ def plan_for_deadline(
 def _missed(tokens: float, days: float, devices: int, excess: float) -> ScheduleError:
     """Return the error for a deadline when up to ``devices`` take at least ``excess`` times as long."""
     return ScheduleError(
-        f"--days: must be at least {excess * days:.3g} for {tokens:g} tokens on up to {devices:,} devices (got "
+        f"--days: must be at least {excess * days:.4g} for {tokens:g} tokens on up to {devices:,} devices (got "
         f"{days:g}). Use more days, fewer tokens, a larger --global-batch-size, or faster devices."
     )
 

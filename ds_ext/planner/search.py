@@ -734,7 +734,7 @@ class _Variant:
         values: dict[str, Any] = {
             "refusal": f"It needs {format_bytes(need)}." if need and too_large else "",
             "memory_bytes": need,
-            "crowding": need if is_too_large(worst, request.memory_bytes) else 0,
+            "tight": is_too_large(worst, request.memory_bytes),
             "replicas": timetable.placement.replicas,
             "stages": timetable.placement.stages,
             "costs": self.costs,
