@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": EVERYTHING,
     "errors": set(),
     "environment": set(),
+    "gpus": set(),
     "pipe_schedules": {"errors"},
     "pipe_schedules/bridge": {"errors", "pipe_schedules", "deepspeed:"},
     "config": {"errors", "pipe_schedules", "parallel", "hjson:", "pydantic:"},
@@ -73,7 +74,7 @@ ALLOWED: dict[str, set[str]] = {
     "observe/trace": {"errors", "pipe_schedules"},
     "observe/run_record": {"environment"},
     "observe/report": {"errors", "pipe_schedules", "observe/trace", "observe/run_record"},
-    "observe": {"errors", "parallel", "observe/run_record", "torch:"},
+    "observe": {"errors", "gpus", "parallel", "observe/run_record", "torch:"},
     "engine/wrappers": set(),
     "engine/checkpoint/folder": {"errors", "engine/wrappers"},
     "engine": {
@@ -117,6 +118,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {
         "environment",
         "errors",
+        "gpus",
         "pipe_schedules",
         "planner",
         "planner/solver",

@@ -15,12 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ScheduleError
+from ..gpus import GPUS, Gpu
 from ..parallel.network import GLOO
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
 from ..planner.candidates import ESTIMATE_ERROR
 from ..planner.fbd import compare_with_fbd
-from ..planner.gpus import GPUS, Gpu
 from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, other_head, plan_cluster
 from ..planner.rental import figures_of_run, plan_for_deadline
 from ..planner.stage_costs import SLICE_TOKENS
