@@ -204,7 +204,7 @@ def test_planning_and_its_checks_import_no_torch() -> None:
 
 
 def test_text_of_a_plan() -> None:
-    planned = plan(16, 48, tensor_parallel_size=2)
+    planned = plan(16, 48, tensor_parallel_size=2).with_work(StageWork(None, None))
     names = ["embedding", "positions", *(f"layer {i}" for i in range(16)), "final norm", "head"]
     layers = {"boundaries": [0, *range(4, 18, 2), 20], "layer_names": names, "message_bytes": 65536}
     text = describe(planned, **layers)
