@@ -13,12 +13,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import ds_ext
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ds_ext
+
+REPLICATED, PARTIAL, SHARDED, DIFFERS = (
+    "replicated",
+    "partial sum",
+    "sharded",
+    "differs",
+)  # types over an axis
 PRODUCT = os.path.dirname(os.path.abspath(ds_ext.__file__))
 _COPIES = {"clone", "_to_copy", "copy", "contiguous", "_foreach_clone"}
 _SCALES = {
@@ -27,6 +34,31 @@ _SCALES = {
     for end in ("", "_")
 }
 _NORMS = {"linalg_vector_norm", "norm", "_foreach_norm"}
+
+
+class Fault(NamedTuple):
+    """Tensor with another type than its use needs.
+
+    Attributes:
+        name: parameter or message.
+        found, axis: its type over an axis of the layout.
+        expected: type that its use needs.
+        line: line of the product.
+        detail: ranks and numbers.
+    """
+
+    name: str
+    found: str
+    axis: str
+    expected: str
+    line: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        detail = f" ({self.detail})" if self.detail else ""
+        return (
+            f"{self.name}: {self.found} over {self.axis}{detail}, expected {self.expected} (at {self.line})."
+        )
 
 
 @dataclass(frozen=True)
@@ -91,7 +123,9 @@ class Memory:
     """Table of the pieces and numbers in memory, which is not freed while the table has it."""
 
     def __init__(self) -> None:
-        self._regions: dict[int, list[tuple[int, int, int, Any]]] = {}  # storage -> bytes, element size, value
+        self._regions: dict[
+            int, list[tuple[int, int, int, Any]]
+        ] = {}  # storage -> bytes, element size, value
         self._kept: dict[int, Any] = {}
 
     def clear(self) -> None:
@@ -145,7 +179,7 @@ def real_size(tensor: Tensor) -> int:
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte of a tensor in its storage, and that behind the last one."""
-    size, first = tensor.element_size(), tensor.storage_offset()
+    size, first = tensor.element_size(), int(tensor.storage_offset())
     length = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * size, (first + (length if tensor.numel() else 0)) * size
 
@@ -156,7 +190,12 @@ def _outside(region: tuple[int, int, int, Any], first: int, last: int) -> Iterat
     for start, stop in ((begin, min(end, first)), (max(begin, last), end)):
         if start < stop:
             cut = isinstance(value, Piece)
-            yield start, stop, size, value.part((start - begin) // size, (stop - begin) // size) if cut else value
+            yield (
+                start,
+                stop,
+                size,
+                value.part((start - begin) // size, (stop - begin) // size) if cut else value,
+            )
 
 
 @dataclass
@@ -178,7 +217,7 @@ class Flow:
     memory: Memory = field(default_factory=Memory)
     events: list[Event] = field(default_factory=list)
     norms: list[tuple[Square, str]] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    faults: list[Fault] = field(default_factory=list)
     begun: dict[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     weights: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -255,7 +294,9 @@ class Flow:
             self._require_no_backward(a)
         for (_, sum_), (_, piece) in zip(old, new, strict=False):
             if sum_.sums != piece.sums:
-                self._fault(sum_.name, f"{_what(piece)} is added to {_what(sum_)}", where())
+                detail = "added to a partial sum" if piece.sums else "added to a sum"
+                found, expected = (REPLICATED, PARTIAL) if piece.sums else (PARTIAL, REPLICATED)
+                self.faults.append(Fault(sum_.name, found, "data", expected, where(), detail))
         self.memory.write(result, old or new)
 
     def _scale(self, result: Any, args: Sequence[Any], sign: int) -> bool:
@@ -300,11 +341,8 @@ class Flow:
     def _require_no_backward(self, tensor: Tensor) -> None:
         for _, value in self.memory.read(tensor) if self.in_backward else ():
             if isinstance(value, Piece) and value.name in self.begun:
-                begun = self.begun[value.name]
-                self._fault(value.name, f"a backward writes to the gradient, whose reduction began at {begun}", where())
-
-    def _fault(self, name: str, text: str, line: str) -> None:
-        self.faults.append(f"{name}: {text} (at {line}).")
+                detail = f"a backward writes to it after its reduction began at {self.begun[value.name]}"
+                self.faults.append(Fault(value.name, PARTIAL, "data", REPLICATED, where(), detail))
 
     def _collect(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a collective, and note its group and content."""
@@ -334,7 +372,7 @@ class Flow:
                 if isinstance(value, Piece):
                     self.begun.setdefault(value.name, line)
             if name == "_reduce_scatter_base_":
-                first = dist.get_rank(group) * args[0].numel()
+                first = ranks.index(dist.get_rank()) * args[0].numel()
                 reduced = _slice(reduced, first, first + args[0].numel())
                 tensor = args[0]
             elif name == "reduce_" and ranks[args[3]] != dist.get_rank():
@@ -375,10 +413,6 @@ def _slice(content: Content, first: int, last: int) -> Content:
     return parts
 
 
-def _what(piece: Piece) -> str:
-    return "a sum" if piece.sums else "a partial sum"
-
-
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
@@ -388,11 +422,15 @@ def _tensors(value: Any) -> list[Tensor]:
 def _written(function: Any, args: Sequence[Any]) -> list[Tensor]:
     """Return the tensors that an operation writes to."""
     pairs = zip(function._schema.arguments, args, strict=False)
-    return [t for formal, arg in pairs if formal.alias_info and formal.alias_info.is_write for t in _tensors(arg)]
+    return [
+        t for formal, arg in pairs if formal.alias_info and formal.alias_info.is_write for t in _tensors(arg)
+    ]
 
 
 def _process_group(value: Any) -> dist.ProcessGroup | None:
-    if not isinstance(value, torch.ScriptObject) or not value._type().qualified_name().endswith("ProcessGroup"):
+    if not isinstance(value, torch.ScriptObject) or not value._type().qualified_name().endswith(
+        "ProcessGroup"
+    ):
         return None
     return dist.ProcessGroup.unbox(value)
 
@@ -406,7 +444,11 @@ def where() -> str:
             line = f"ds_ext{path[len(PRODUCT) :]}:{frame.f_lineno}"
             return f"{other}, called at {line}" if other else line
         package = path.partition("site-packages/")[2]
-        if not other and package and not package.startswith(("torch/", "deepspeed/comm/", "deepspeed/utils/")):
+        if (
+            not other
+            and package
+            and not package.startswith(("torch/", "deepspeed/comm/", "deepspeed/utils/"))
+        ):
             other = f"{package}:{frame.f_lineno}"
         frame = frame.f_back
     return other or "a script"

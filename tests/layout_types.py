@@ -3,9 +3,9 @@
     with checked():
         engine.train_batch()
 
-    LayoutError: 3.weight: partial sum over data (of rank 0; 0 and 2 have it), expected replicated (at torch/...).
+    LayoutError: 3.weight: partial sum over data (of ranks 0, and 0, 2 have it), expected replicated (at ds_ext/...:9).
 
-A tensor is replicated over an axis (all ranks have equal values), sharded (they have parts), a partial sum (the sum over
+A tensor is replicated over an axis (all ranks have equal values), sharded (they have parts), a partial sum (the sum of
 the ranks has the value), or differs. The axes are tensor, tie (copies of shared weights on other stages), pipes
 (replicas of a schedule) and data.
 
@@ -35,8 +35,9 @@ import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import schedule as ds
-from torch import Tensor, nn
+from torch import Tensor
 
+from ds_ext.comm.channels import ACTIVATIONS
 from ds_ext.engine.checkpoint.load import load_checkpoint
 from ds_ext.engine.checkpoint.save import save_checkpoint
 from ds_ext.engine.checkpoint.states import LocalParameter, parameters_of
@@ -48,14 +49,37 @@ from ds_ext.engine.messages import StageMessages
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.pipe_schedules.bridge import ReduceStage
 from ds_ext.tensor_parallel import is_sharded
-from tests.layout_flow import PRODUCT, Flow, Piece, Square, where
+from tests.layout_flow import (
+    DIFFERS,
+    PARTIAL,
+    PRODUCT,
+    REPLICATED,
+    SHARDED,
+    Fault,
+    Flow,
+    Piece,
+    Square,
+    where,
+)
 
 _SHOWN = 5  # errors of a step
 _EXACT, _HALF = 1e-4, 3e-2  # tolerances relative to the sum of magnitudes
 
 
 class LayoutError(AssertionError):
-    """A tensor has another type over an axis of the layout than its use needs."""
+    """A tensor has another type over an axis of the layout than its use needs.
+
+    Attributes:
+        faults: causes first.
+    """
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        more = [f"{len(faults) - _SHOWN} more"] if len(faults) > _SHOWN else []
+        super().__init__("\n".join([*map(str, faults[:_SHOWN]), *more]))
+        self.faults = faults
+
+    def __reduce__(self) -> Any:
+        return LayoutError, (self.faults,)
 
 
 @dataclass(frozen=True)
@@ -265,7 +289,11 @@ class LayoutTypes(Observer):
             parameter: Any = local.parameter
             gradient = sums.get(id(parameter), getattr(parameter, "grad_accum", None))
             gradient = parameter.grad if gradient is None else gradient
-            if gradient is not None and gradient.layout == torch.strided and gradient.numel() == parameter.numel():
+            if (
+                gradient is not None
+                and gradient.layout == torch.strided
+                and gradient.numel() == parameter.numel()
+            ):
                 yield name, gradient
 
     def _find_gradients(self, parameters: Sequence[Tensor] | None) -> None:
@@ -294,9 +322,8 @@ class LayoutTypes(Observer):
                 self._late(name)
 
     def _late(self, name: str) -> None:
-        self.flow.faults.append(
-            f"{name}: a backward changes the gradient after its reduction began (at {self.flow.begun[name]})."
-        )
+        detail = "a backward changes it after its reduction began"
+        self.flow.faults.append(Fault(name, PARTIAL, "data", REPLICATED, self.flow.begun[name], detail))
 
     # --- update ---
 
@@ -306,10 +333,14 @@ class LayoutTypes(Observer):
             return
         self._pause()
         record, zero = self.record, isinstance(self.engine.optimizer, ZeROOptimizer)
-        groups = model_groups(self.engine.optimizer) if zero else [g["params"] for g in optimizer.param_groups]
+        groups = (
+            model_groups(self.engine.optimizer) if zero else [g["params"] for g in optimizer.param_groups]
+        )
         names = (self._names.get(id(parameter), "") for group in groups for parameter in group)
         record.optimized |= {
-            name for name in names if name and not getattr(self._parameters[name].parameter, "use_muon", False)
+            name
+            for name in names
+            if name and not getattr(self._parameters[name].parameter, "use_muon", False)
         }
         record.read_at = where()
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
@@ -339,7 +370,9 @@ class LayoutTypes(Observer):
 
     # --- messages ---
 
-    def sent(self, kind: int, tensors: Sequence[Tensor], stage: int, item: int, targets: Iterable[int]) -> None:
+    def sent(
+        self, kind: int, tensors: Sequence[Tensor], stage: int, item: int, targets: Iterable[int]
+    ) -> None:
         """Note a message of this rank."""
         values = tuple(map(project, tensors))
         key, rank = (int(kind), stage, item), dist.get_rank()
@@ -348,7 +381,9 @@ class LayoutTypes(Observer):
     def received(self, kind: int, tensors: Sequence[Tensor], stage: int, item: int, source: int) -> None:
         """Note a message to this rank."""
         values = tuple(map(project, tensors))
-        self.record.received.append(Message((int(kind), stage, item), source, dist.get_rank(), values, where()))
+        self.record.received.append(
+            Message((int(kind), stage, item), source, dist.get_rank(), values, where())
+        )
 
     # --- checkpoints ---
 
@@ -392,10 +427,9 @@ def raise_together(engine: PipelineEngine, record: Record) -> None:
     record.flow.memory.clear()  # and not sent
     records: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(records, record)
-    errors = list(dict.fromkeys(Comparison(engine, records).errors()))
-    if errors:
-        more = [f"{len(errors) - _SHOWN} more"] if len(errors) > _SHOWN else []
-        raise LayoutError("\n".join([*errors[:_SHOWN], *more]))
+    faults = list(dict.fromkeys(Comparison(engine, records).faults()))
+    if faults:
+        raise LayoutError(faults)
 
 
 class Comparison:
@@ -409,9 +443,15 @@ class Comparison:
     def __init__(self, engine: PipelineEngine, records: Sequence[Record]) -> None:
         self.records, self.layout = records, engine.layout
         self.tokens_are_sharded = engine.plan.settings.sequence_parallel
+        placement = engine.layout.placement
+        self.shares = (
+            placement.loss_stage if placement.head_parts else None
+        )  # receives shares of the vocabulary
         self.zero = isinstance(engine.optimizer, ZeROOptimizer)
         self.holders: dict[tuple[str, int], list[int]] = {}  # (parameter, shard) -> its ranks
-        self.summing: dict[tuple[str, int], list[int]] = {}  # (parameter, tensor index) -> ranks that sum gradients
+        self.summing: dict[
+            tuple[str, int], list[int]
+        ] = {}  # (parameter, tensor index) -> ranks that sum gradients
         for rank, record in enumerate(records):
             for name in record.sizes:
                 self.holders.setdefault(self.key(rank, name), []).append(rank)
@@ -425,17 +465,17 @@ class Comparison:
         record = self.records[rank]
         return name, record.coordinates[2] if name in record.sharded else -1
 
-    def errors(self) -> Iterator[str]:
+    def faults(self) -> Iterator[Fault]:
         """Yield what is wrong, causes first."""
         for record in self.records:
             yield from record.flow.faults
         yield from self._layouts()
+        yield from self._messages()
         yield from self._reads()
         yield from self._values()
         yield from self._over_tensor()
         yield from self._norms()
         yield from self._weights()
-        yield from self._messages()
 
     def axes(self, ranks: Iterable[int]) -> str:
         """Return the axes in which ranks differ."""
@@ -450,21 +490,25 @@ class Comparison:
 
     # --- gradients ---
 
-    def _layouts(self) -> Iterator[str]:
+    def _layouts(self) -> Iterator[Fault]:
         """Yield collectives whose ranks pass other gradients."""
         for rank, record in enumerate(self.records):
             for event in record.flow.events:
                 mine = [(i, p.name, p.start) for i, p in event.content if isinstance(p, Piece)]
                 for other in event.ranks if mine else ():
                     match = self._events[other].get((event.ranks, event.number))
-                    theirs = [(i, p.name, p.start) for i, p in match.content if isinstance(p, Piece)] if match else []
+                    theirs = (
+                        [(i, p.name, p.start) for i, p in match.content if isinstance(p, Piece)]
+                        if match
+                        else []
+                    )
                     if theirs != mine:
                         wrong = next((a for a, b in itertools.zip_longest(mine, theirs) if a != b), None)
                         _, name, first = wrong or theirs[len(mine)]
-                        yield (
-                            f"{name}: differs over {self.axes((rank, other))}: rank {rank} reduces its element {first} "
-                            f"where rank {other} reduces another one (at {event.line})."
+                        detail = (
+                            f"rank {rank} reduces its element {first} where rank {other} reduces another one"
                         )
+                        yield Fault(name, DIFFERS, self.axes((rank, other)), PARTIAL, event.line, detail)
                         break
 
     def _sources(self, rank: int, value: Piece | Square) -> Counter[tuple[int, Piece | None]]:
@@ -494,29 +538,26 @@ class Comparison:
                     break
         return sources
 
-    def _wrong_sum(self, rank: int, piece: Piece, line: str) -> str | None:
+    def _wrong_sum(self, rank: int, piece: Piece, line: str) -> Fault | None:
         """Return why a piece is not the sum over all ranks with its parameter; None if it is."""
         holders = self.summing[piece.name, self.records[rank].coordinates[2]]
         counts = Counter({other: n for (other, _), n in self._sources(rank, piece).items()})
         missing, twice = [r for r in holders if not counts[r]], [r for r, n in counts.items() if n > 1]
         if twice:
             event = self.records[rank].flow.events[piece.sums[-1]]
-            again = self.axes(event.ranks)
-            return (
-                f"{piece.name}: replicated over {again}, expected partial sum: the gradient of rank {twice[0]} is added "
-                f"{counts[twice[0]]} times (at {event.line})."
-            )
+            detail = f"the gradient of rank {twice[0]} is added {counts[twice[0]]} times"
+            return Fault(piece.name, REPLICATED, self.axes(event.ranks), PARTIAL, event.line, detail)
         if missing:
-            return (
-                f"{piece.name}: partial sum over {self.axes((rank, *missing))} (of ranks {_list(counts)}, which "
-                f"{_list(holders)} have), expected replicated (at {line})."
-            )
+            detail = f"of ranks {_list(counts)}, and {_list(holders)} have it"
+            nearest = [min((self.axes((other, r)) for r in counts), key=len) for other in missing]
+            return Fault(piece.name, PARTIAL, max(nearest, key=len), REPLICATED, line, detail)
         others = sorted(set(counts) - set(holders))
         if others:
-            return f"{piece.name}: has gradients of ranks {_list(others)}, which do not have it (at {line})."
+            detail = f"has gradients of ranks {_list(others)}, which do not have it"
+            return Fault(piece.name, DIFFERS, self.axes((rank, *others)), REPLICATED, line, detail)
         return None
 
-    def _reads(self) -> Iterator[str]:
+    def _reads(self) -> Iterator[Fault]:
         """Yield gradients that the optimizer reads with another type than replicated or sharded."""
         scales: dict[str, float] = {}
         for rank, record in enumerate(self.records):
@@ -530,27 +571,29 @@ class Comparison:
                 other = scales.setdefault(piece.name, piece.scale)
                 first_name, first = next(iter(scales.items()))
                 if not math.isclose(first, piece.scale, rel_tol=1e-3) or other != first:
-                    yield (
-                        f"{piece.name}: averaged with the factor {piece.scale:g} on rank {rank}, expected {first:g} as "
-                        f"{first_name} (at {self._last_line(record, piece)})."
+                    detail = f"scaled by {piece.scale:g} on rank {rank}, and {first_name} by {first:g}"
+                    yield Fault(
+                        piece.name, DIFFERS, "data", REPLICATED, self._last_line(record, piece), detail
                     )
             read = {piece.name for piece, _ in record.read}
             unread = [name for name in record.local if name not in record.optimized and self.zero]
             for name in unread:
-                if record.local[name].size and not record.read == []:
-                    yield f"{name}: has a gradient that no group of the optimizer reads (at {record.read_at})."
+                if record.local[name].size and record.read:
+                    detail = "no group of the optimizer has it"
+                    yield Fault(name, PARTIAL, "data", REPLICATED, record.read_at, detail)
             if not self.zero:
                 for name in sorted(record.optimized & {*record.local} - read):
                     yield self._unread(record, name)
 
-    def _unread(self, record: Record, name: str) -> str:
+    def _unread(self, record: Record, name: str) -> Fault:
         lost = f", not followed since {record.flow.lost[name]}" if name in record.flow.lost else ""
-        return f"{name}: the optimizer reads no gradient of a backward{lost} (at {record.read_at})."
+        detail = f"the optimizer reads no gradient of a backward{lost}"
+        return Fault(name, PARTIAL, "data", REPLICATED, record.read_at, detail)
 
     def _last_line(self, record: Record, piece: Piece) -> str:
         return record.flow.events[piece.sums[-1]].line if piece.sums else record.read_at
 
-    def _values(self) -> Iterator[str]:
+    def _values(self) -> Iterator[Fault]:
         """Yield gradients that the optimizer does not read whole, or that are another sum than their type says."""
         for (name, _), holders in self.summing.items():
             records = [self.records[rank] for rank in holders]
@@ -558,7 +601,9 @@ class Comparison:
                 continue
             parts = [entry for record in records for entry in record.read if entry[0].name == name]
             local = [record.local[name] for record in records if name in record.local]
-            if not local or any(self._wrong_sum(r, p, "") for r in holders for p, _ in self.records[r].read if p.name == name):
+            if not local or any(
+                self._wrong_sum(r, p, "") for r in holders for p, _ in self.records[r].read if p.name == name
+            ):
                 continue
             covered, size = sum(piece.stop - piece.start for piece, _ in parts), records[0].sizes[name]
             if not covered and not any(value.size for value in local):
@@ -568,26 +613,27 @@ class Comparison:
                 if not covered:
                     yield self._unread(record, name)
                 else:
-                    yield (
-                        f"{name}: sharded, with {covered} of {size} elements on {self.axes(holders)}, expected each "
-                        f"(at {record.read_at})."
-                    )
+                    detail = f"the optimizers read {covered} of {size} elements"
+                    yield Fault(name, SHARDED, self.axes(holders), REPLICATED, record.read_at, detail)
                 continue
             half = any(piece.is_half for piece, _ in parts)
             scaled = [
-                Value(value.number / piece.scale, value.size / piece.scale) for piece, value in parts if piece.scale
+                Value(value.number / piece.scale, value.size / piece.scale)
+                for piece, value in parts
+                if piece.scale
             ]
             copies = covered // size
             found = sum(scaled, ZERO)
             found = Value(found.number / copies, found.size / copies)
             expected = sum(local, ZERO)
             if scaled and not found.is_close(expected, _HALF if half else _EXACT):
-                yield (
-                    f"{name}: the optimizer reads another sum than that of its ranks' gradients (got projection "
-                    f"{found.number:g}, expected {expected.number:g}; at {self._last_line(records[0], parts[0][0])})."
+                detail = (
+                    f"the optimizer reads a sum of {found.number:g}, its gradients have {expected.number:g}"
                 )
+                line = self._last_line(next(r for r in records if r.read), parts[0][0])
+                yield Fault(name, DIFFERS, self.axes(holders), REPLICATED, line, detail)
 
-    def _over_tensor(self) -> Iterator[str]:
+    def _over_tensor(self) -> Iterator[Fault]:
         """Yield gradients of replicated parameters that tensor-parallel ranks compute differently."""
         for name, index in self.summing:
             first, ranks = self.summing[name, index], self.summing.get((name, 0), [])
@@ -596,15 +642,14 @@ class Comparison:
             for a, b in zip(ranks, first, strict=False):
                 pair = [self.records[rank].local.get(name, ZERO) for rank in (a, b)]
                 if not pair[0].is_close(pair[1], _EXACT):
-                    yield (
-                        f"{name}: its gradient differs over tensor, on ranks {a} and {b}, expected replicated, because "
-                        f"no layer shards it (at {self.records[a].flow.begun.get(name) or self.records[a].read_at})."
-                    )
+                    line = self.records[a].flow.begun.get(name) or self.records[a].read_at
+                    detail = f"the gradient on ranks {a} and {b}, and no layer shards the parameter"
+                    yield Fault(name, DIFFERS, "tensor", REPLICATED, line, detail)
                     break
 
     # --- norm ---
 
-    def _norms(self) -> Iterator[str]:
+    def _norms(self) -> Iterator[Fault]:
         """Yield parameters that the norm does not count once."""
         trained = {
             self.key(rank, name)
@@ -616,6 +661,8 @@ class Comparison:
                 sources = self._sources(rank, square)
                 if not sources:
                     continue
+                sums = [*square.sums, *(i for inner in square.joined for i in inner.sums)]
+                line = record.flow.events[sums[-1]].line if sums else line
                 ranges: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
                 for (other, piece), count in sources.items():
                     assert piece is not None
@@ -628,27 +675,28 @@ class Comparison:
                     yield from self._counts(key, sorted(ranges.get(key, [])), line)
                 break
 
-    def _counts(self, key: tuple[str, int], ranges: Sequence[tuple[int, int, int]], line: str) -> Iterator[str]:
+    def _counts(
+        self, key: tuple[str, int], ranges: Sequence[tuple[int, int, int]], line: str
+    ) -> Iterator[Fault]:
         holders = self.holders[key]
         end, ranks = 0, []
         for start, stop, rank in ranges:
             ranks.append(rank)
             if start < end:
-                yield (
-                    f"{key[0]}: replicated over {self.axes(ranks)}, counted twice in the norm, by ranks {_list(ranks)} "
-                    f"(at {line})."
-                )
+                detail = f"counted twice in the norm, by ranks {_list(ranks)}"
+                yield Fault(key[0], REPLICATED, self.axes(ranks), SHARDED, line, detail)
                 return
             if start > end:
                 break
             end = stop
         if end < self.records[holders[0]].sizes[key[0]]:
-            shard = "" if key[1] < 0 else f", shard {key[1]} over tensor"
-            yield f"{key[0]}{shard}: not counted in the norm from element {end} on, of ranks {_list(holders)} (at {line})."
+            shard = "" if key[1] < 0 else f" of shard {key[1]}"
+            detail = f"element {end}{shard} is not counted in the norm, by ranks {_list(holders)}"
+            yield Fault(key[0], DIFFERS, self.axes(holders), SHARDED, line, detail)
 
     # --- weights ---
 
-    def _weights(self) -> Iterator[str]:
+    def _weights(self) -> Iterator[Fault]:
         """Yield weights and settings that differ between ranks that should have the same."""
         for (name, _), holders in self.holders.items():
             first, *others = [rank for rank in holders if name in self.records[rank].weights] or [0]
@@ -656,22 +704,24 @@ class Comparison:
             for rank in others:
                 axis, other = self.axes((first, rank)), self.records[rank]
                 if not record.weights[name].is_close(other.weights[name], 1e-6):
-                    yield f"{name}: differs over {axis}, expected replicated (at {record.read_at or 'the step'})."
-                elif record.settings.get(name) != other.settings.get(name) and {*record.settings} & {*other.settings}:
-                    yield (
-                        f"{name}: learning rate and weight decay differ over {axis} (got {record.settings.get(name)} on "
-                        f"rank {first}, {other.settings.get(name)} on rank {rank}), expected replicated."
-                    )
+                    yield Fault(name, DIFFERS, axis, REPLICATED, record.read_at or "the step")
+                elif record.settings.get(name) != other.settings.get(name) and {*record.settings} & {
+                    *other.settings
+                }:
+                    values = [r.settings.get(name) for r in (record, other)]
+                    detail = f"learning rate and weight decay {values[0]} on rank {first}, {values[1]} on rank {rank}"
+                    yield Fault(name, DIFFERS, axis, REPLICATED, record.read_at, detail)
                 else:
                     continue
                 break
         for record in self.records:
             for name in record.frozen:
-                yield f"{name}: changed by the step without requires_grad (at {record.read_at})."
+                detail = "changed without requires_grad"
+                yield Fault(name, DIFFERS, "steps", REPLICATED, record.read_at, detail)
 
     # --- messages ---
 
-    def _messages(self) -> Iterator[str]:
+    def _messages(self) -> Iterator[Fault]:
         """Yield messages that are not received once, as they were sent, and equal over tensor."""
         received: dict[tuple[Any, ...], list[Message]] = {}
         for record in self.records:
@@ -683,19 +733,20 @@ class Comparison:
             for message in record.sent:
                 copies = received.get((message.key, message.source, message.target), [])
                 kind, stage, item = message.key
-                name = f"{'gradient' if kind else 'activation'} {item} to stage {stage}"
+                name = f"{'activation' if kind == ACTIVATIONS else 'gradient'} {item} to stage {stage}"
                 if len(copies) != 1:
-                    yield f"{name}: received {len(copies)} times by rank {message.target} (sent at {message.line})."
+                    detail = f"rank {message.target} receives it {len(copies)} times"
+                    yield Fault(name, DIFFERS, "stages", REPLICATED, message.line, detail)
                 elif repr(copies[0].values) != repr(message.values):
-                    yield f"{name}: differs between ranks {rank} and {message.target} (at {copies[0].line})."
+                    detail = f"rank {message.target} receives other values than rank {rank} sends"
+                    yield Fault(name, DIFFERS, "stages", REPLICATED, copies[0].line, detail)
                 place = message.key, device, data, self.records[message.target].coordinates[:2]
                 first = over_tensor.setdefault(place, message)
                 pairs = zip(first.values, message.values, strict=False)
-                if not self.tokens_are_sharded and not all(a.is_close(b, _EXACT) for a, b in pairs):
-                    yield (
-                        f"{name}: differs over tensor, on ranks {first.source} and {rank}, expected replicated (at "
-                        f"{message.line})."
-                    )
+                is_sharded = self.tokens_are_sharded or (kind == ACTIVATIONS and stage == self.shares)
+                if not is_sharded and not all(a.is_close(b, _EXACT) for a, b in pairs):
+                    detail = f"on ranks {first.source} and {rank}"
+                    yield Fault(name, DIFFERS, "tensor", REPLICATED, message.line, detail)
 
 
 def _contains(piece: Piece, other: Piece | Square) -> bool:
