@@ -224,11 +224,20 @@ class Flow:
     in_update: bool = False
     in_backward: bool = False
     _numbers: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    _scattered: set[int] = field(default_factory=set)  # addresses of parts
 
     def clear(self) -> None:
         """Begin a new step."""
         self.memory.clear()
-        for container in (self.events, self.norms, self.faults, self.begun, self.lost, self._numbers):
+        for container in (
+            self.events,
+            self.norms,
+            self.faults,
+            self.begun,
+            self.lost,
+            self._numbers,
+            self._scattered,
+        ):
             container.clear()
         self.in_update = self.in_backward = False
 
@@ -253,6 +262,8 @@ class Flow:
                 content += [(first + element, value) for element, value in read(tensor)]
                 first += tensor.numel() * tensor.element_size() // real_size(tensor)
             self._write_or_join(result, content)
+        elif name == "copy_" and args[0].data_ptr() in self._scattered:
+            self._scattered.remove(args[0].data_ptr())  # gloo copies its part when its caller waits
         elif name == "copy_":
             self._require_no_backward(args[0])
             self._convert(args[0], read(args[1]), args[1])
@@ -375,6 +386,8 @@ class Flow:
                 first = ranks.index(dist.get_rank()) * args[0].numel()
                 reduced = _slice(reduced, first, first + args[0].numel())
                 tensor = args[0]
+                if dist.get_backend(group) == "gloo":
+                    self._scattered.add(tensor.data_ptr())
             elif name == "reduce_" and ranks[args[3]] != dist.get_rank():
                 reduced = []
             self.memory.write(tensor, reduced)
