@@ -10,7 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -61,8 +61,7 @@ class Fault(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Elements of a parameter's gradient.
 
     Attributes:
@@ -82,11 +81,10 @@ class Piece:
 
     def part(self, first: int, last: int) -> Piece:
         """Return elements ``first`` to ``last`` - 1 of these."""
-        return replace(self, start=self.start + first, stop=self.start + last)
+        return Piece(self.name, self.start + first, self.start + last, *self[3:])
 
 
-@dataclass(frozen=True)
-class Square:
+class Square(NamedTuple):
     """Number that depends on the norms of gradients.
 
     Attributes:
@@ -148,7 +146,7 @@ class Memory:
         content: Content = []
         for begin, end, element, value in inside:
             start, stop = max(begin, first), min(end, last)
-            if isinstance(value, Piece):
+            if isinstance(value, Piece) and (start, stop) != (begin, end):
                 value = value.part((start - begin) // element, (stop - begin) // element)
             content.append(((start - first) // size, value))
         return content
@@ -161,7 +159,10 @@ class Memory:
         address = storage.data_ptr()
         regions = []
         for region in self._regions.get(address, ()):
-            regions += _outside(region, first, last)
+            if region[1] <= first or region[0] >= last:
+                regions.append(region)
+            else:
+                regions += _outside(region, first, last)
         if last - first == tensor.numel() * tensor.element_size():
             for element, value in content:
                 count = value.stop - value.start if isinstance(value, Piece) else (last - first) // size
@@ -293,7 +294,7 @@ class Flow:
         if not isinstance(source, Tensor) or source.numel() != result.numel():
             content = []
         if result.element_size() // (2 if result.is_complex() else 1) == 2:
-            content = [(i, replace(v, is_half=True) if isinstance(v, Piece) else v) for i, v in content]
+            content = [(i, v._replace(is_half=True) if isinstance(v, Piece) else v) for i, v in content]
         self.memory.write(result, content)
 
     def _add(self, result: Tensor, a: Tensor, b: Any) -> None:
@@ -323,7 +324,7 @@ class Flow:
                 self.memory.write(target, [])
                 continue
             number = float(factor) ** sign if float(factor) else 0.0
-            scaled = [(i, replace(v, scale=v.scale * number)) for i, v in content if isinstance(v, Piece)]
+            scaled = [(i, v._replace(scale=v.scale * number)) for i, v in content if isinstance(v, Piece)]
             self._convert(target, scaled, source)
         return True
 
@@ -378,7 +379,7 @@ class Flow:
                 continue
             line, index = where(), len(self.events)
             self.events.append(Event(ranks, number, tuple(content), line))
-            reduced = [(i, replace(value, sums=(*value.sums, index))) for i, value in content]
+            reduced = [(i, value._replace(sums=(*value.sums, index))) for i, value in content]
             for _, value in content:
                 if isinstance(value, Piece):
                     self.begun.setdefault(value.name, line)

@@ -425,11 +425,16 @@ def real(tensor: Tensor) -> Tensor:
 def raise_together(engine: PipelineEngine, record: Record) -> None:
     """Compare the records of all ranks. Raises LayoutError on all of them."""
     record.flow.memory.clear()  # and not sent
+    is_first = dist.get_rank() == 0
     records: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(records, record)
-    faults = list(dict.fromkeys(Comparison(engine, records).faults()))
-    if faults:
-        raise LayoutError(faults)
+    dist.gather_object(record, records if is_first else None)
+    faults = list(dict.fromkeys(Comparison(engine, records).faults())) if is_first else []
+    count = torch.tensor(len(faults))
+    dist.broadcast(count, 0)
+    if count:
+        sent: list[Any] = [faults]
+        dist.broadcast_object_list(sent)
+        raise LayoutError(sent[0])
 
 
 class Comparison:
@@ -456,6 +461,8 @@ class Comparison:
             for name in record.sizes:
                 self.holders.setdefault(self.key(rank, name), []).append(rank)
                 self.summing.setdefault((name, record.coordinates[2]), []).append(rank)
+        self._known: dict[tuple[int, Piece | Square], Counter[tuple[int, Piece | None]]] = {}
+        self._wrong: dict[tuple[int, Piece], Fault | None] = {}
         self._events = [
             {(event.ranks, event.number): event for event in record.flow.events} for record in records
         ]
@@ -513,6 +520,12 @@ class Comparison:
 
     def _sources(self, rank: int, value: Piece | Square) -> Counter[tuple[int, Piece | None]]:
         """Return which ranks' gradients a piece is the sum of, or the pieces in a number by rank."""
+        key = rank, value
+        if key not in self._known:
+            self._known[key] = self._find_sources(rank, value)
+        return self._known[key]
+
+    def _find_sources(self, rank: int, value: Piece | Square) -> Counter[tuple[int, Piece | None]]:
         if not value.sums:
             if isinstance(value, Piece):
                 return Counter({(rank, None): 1})
@@ -540,6 +553,12 @@ class Comparison:
 
     def _wrong_sum(self, rank: int, piece: Piece, line: str) -> Fault | None:
         """Return why a piece is not the sum over all ranks with its parameter; None if it is."""
+        key = rank, piece
+        if key not in self._wrong:
+            self._wrong[key] = self._find_wrong_sum(rank, piece, line)
+        return self._wrong[key]
+
+    def _find_wrong_sum(self, rank: int, piece: Piece, line: str) -> Fault | None:
         holders = self.summing[piece.name, self.records[rank].coordinates[2]]
         counts = Counter({other: n for (other, _), n in self._sources(rank, piece).items()})
         missing, twice = [r for r in holders if not counts[r]], [r for r, n in counts.items() if n > 1]
