@@ -605,7 +605,9 @@ class Comparison:
                     yield self._unread(record, name)
 
     def _unread(self, record: Record, name: str) -> Fault:
-        lost = f", not followed since {record.flow.lost[name]}" if name in record.flow.lost else ""
+        flow = record.flow
+        lost = f", not followed since {flow.lost[name]}" if name in flow.lost else ""
+        lost += f", reduced at {flow.begun[name]}" if name in flow.begun else ""
         detail = f"the optimizer reads no gradient of a backward{lost}"
         return Fault(name, PARTIAL, "data", REPLICATED, record.read_at, detail)
 
@@ -709,9 +711,9 @@ class Comparison:
                 break
             end = stop
         if end < self.records[holders[0]].sizes[key[0]]:
-            shard = "" if key[1] < 0 else f" of shard {key[1]}"
+            shard, axis = ("", self.axes(holders)) if key[1] < 0 else (f" of shard {key[1]}", "tensor")
             detail = f"element {end}{shard} is not counted in the norm, by ranks {_list(holders)}"
-            yield Fault(key[0], DIFFERS, self.axes(holders), SHARDED, line, detail)
+            yield Fault(key[0], DIFFERS, axis, SHARDED, line, detail)
 
     # --- weights ---
 
@@ -722,14 +724,12 @@ class Comparison:
             record = self.records[first]
             for rank in others:
                 axis, other = self.axes((first, rank)), self.records[rank]
-                if not record.weights[name].is_close(other.weights[name], 1e-6):
-                    yield Fault(name, DIFFERS, axis, REPLICATED, record.read_at or "the step")
-                elif record.settings.get(name) != other.settings.get(name) and {*record.settings} & {
-                    *other.settings
-                }:
-                    values = [r.settings.get(name) for r in (record, other)]
+                values = [r.settings.get(name) for r in (record, other)]
+                if values[0] != values[1] and None not in values:
                     detail = f"learning rate and weight decay {values[0]} on rank {first}, {values[1]} on rank {rank}"
                     yield Fault(name, DIFFERS, axis, REPLICATED, record.read_at, detail)
+                elif not record.weights[name].is_close(other.weights[name], 1e-6):
+                    yield Fault(name, DIFFERS, axis, REPLICATED, record.read_at or "the step")
                 else:
                     continue
                 break

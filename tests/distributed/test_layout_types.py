@@ -328,7 +328,7 @@ WRONG = {
             "counts_here",
             count_first,
             DIFFERS,
-            "one rank",
+            "tensor",
             SHARDED,
             NORM,
             "all_reduce",
