@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -124,6 +123,7 @@ class Record:
         sharded: parameters that are sharded over tensor-parallel ranks.
         local: parameter -> projection of its gradient before all reductions.
         optimized: parameters of the optimizer, if it took a step.
+        shards: the optimizer reads this rank's shards of them.
         read: pieces that the optimizer read, with their projections.
         read_at: line of the optimizer step.
         weights: parameter -> projection after the step.
@@ -138,6 +138,7 @@ class Record:
     sharded: frozenset[str] = frozenset()
     local: dict[str, Value] = field(default_factory=dict)
     optimized: frozenset[str] = frozenset()
+    shards: bool = False
     read: list[tuple[Piece, Value]] = field(default_factory=list)
     read_at: str = ""
     weights: dict[str, Value] = field(default_factory=dict)
@@ -332,7 +333,8 @@ class LayoutTypes(Observer):
         if not self.in_step or not self.flow.in_update:
             return
         self._pause()
-        record, zero = self.record, isinstance(self.engine.optimizer, ZeROOptimizer)
+        record = self.record
+        zero = record.shards = isinstance(self.engine.optimizer, ZeROOptimizer)
         groups = (
             model_groups(self.engine.optimizer) if zero else [g["params"] for g in optimizer.param_groups]
         )
@@ -452,7 +454,6 @@ class Comparison:
         self.shares = (
             placement.loss_stage if placement.head_parts else None
         )  # receives shares of the vocabulary
-        self.zero = isinstance(engine.optimizer, ZeROOptimizer)
         self.holders: dict[tuple[str, int], list[int]] = {}  # (parameter, shard) -> its ranks
         self.summing: dict[
             tuple[str, int], list[int]
@@ -595,12 +596,12 @@ class Comparison:
                         piece.name, DIFFERS, "data", REPLICATED, self._last_line(record, piece), detail
                     )
             read = {piece.name for piece, _ in record.read}
-            unread = [name for name in record.local if name not in record.optimized and self.zero]
+            unread = [name for name in record.local if name not in record.optimized and record.shards]
             for name in unread:
                 if record.local[name].size and record.read:
                     detail = "no group of the optimizer has it"
                     yield Fault(name, PARTIAL, "data", REPLICATED, record.read_at, detail)
-            if not self.zero:
+            if not record.shards:
                 for name in sorted(record.optimized & {*record.local} - read):
                     yield self._unread(record, name)
 
@@ -781,11 +782,11 @@ def _list(ranks: Iterable[int]) -> str:
 # --- hooks ---
 
 
-_TYPES: WeakKeyDictionary[PipelineEngine, LayoutTypes] = WeakKeyDictionary()
-
-
 def _types(engine: PipelineEngine) -> LayoutTypes:
-    return _TYPES.setdefault(engine, LayoutTypes(engine)) if engine not in _TYPES else _TYPES[engine]
+    types = vars(engine).get("layout_types")
+    if types is None:
+        types = vars(engine)["layout_types"] = LayoutTypes(engine)
+    return types
 
 
 @contextmanager

@@ -53,6 +53,7 @@ RIGHT = {
     "head in parts": job("zb_v", n=4, head_parts=True),
     "groups": job("interleaved", dp=2, decay_groups=True, options={"chunks": 2}),
     "fbd": job("fbd", n=4),
+    "fbd and zero": job("fbd", n=4, deepspeed=ZERO, fbd={"backward_per_forward": 2}),
     "dpp": job("dpp", n=4),
 }
 HALF = {
