@@ -782,11 +782,10 @@ def _list(ranks: Iterable[int]) -> str:
 # --- hooks ---
 
 
-def _types(engine: PipelineEngine) -> LayoutTypes:
-    types = vars(engine).get("layout_types")
-    if types is None:
-        types = vars(engine)["layout_types"] = LayoutTypes(engine)
-    return types
+def _types(engine: Any) -> LayoutTypes:
+    if "layout_types" not in vars(engine):
+        engine.layout_types = LayoutTypes(engine)
+    return engine.layout_types
 
 
 @contextmanager
