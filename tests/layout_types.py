@@ -579,22 +579,21 @@ class Comparison:
 
     def _reads(self) -> Iterator[Fault]:
         """Yield gradients that the optimizer reads with another type than replicated or sharded."""
-        scales: dict[str, float] = {}
+        first: tuple[str, float] | None = None
         for rank, record in enumerate(self.records):
             if not record.read_at:
                 continue
-            for piece, _ in record.read:
-                error = self._wrong_sum(rank, piece, record.read_at)
-                if error is not None:
-                    yield error
-                    continue
-                other = scales.setdefault(piece.name, piece.scale)
-                first_name, first = next(iter(scales.items()))
-                if not math.isclose(first, piece.scale, rel_tol=1e-3) or other != first:
-                    detail = f"scaled by {piece.scale:g} on rank {rank}, and {first_name} by {first:g}"
-                    yield Fault(
-                        piece.name, DIFFERS, "data", REPLICATED, self._last_line(record, piece), detail
-                    )
+            for piece, value in record.read:
+                fault = self._wrong_sum(rank, piece, record.read_at)
+                if fault is not None:
+                    yield fault
+                elif value.size:  # an optimizer may leave out zeros
+                    name, scale = first = first or (piece.name, piece.scale)
+                    if not math.isclose(scale, piece.scale, rel_tol=1e-3):
+                        detail = f"scaled by {piece.scale:g} on rank {rank}, and {name} by {scale:g}"
+                        yield Fault(
+                            piece.name, DIFFERS, "data", REPLICATED, self._last_line(record, piece), detail
+                        )
             read = {piece.name for piece, _ in record.read}
             unread = [name for name in record.local if name not in record.optimized and record.shards]
             for name in unread:
