@@ -675,7 +675,7 @@ class Comparison:
         trained = {
             self.key(rank, name)
             for rank, record in enumerate(self.records)
-            for name in {piece.name for piece, _ in record.read}
+            for name in {piece.name for piece, value in record.read if value.size}
         }
         for rank, record in enumerate(self.records):
             for square, line in reversed(record.flow.norms):
