@@ -15,6 +15,7 @@ from ds_ext.engine import PipelineEngine, PipelineModule, initialize
 from ds_ext.errors import ConfigError
 from ds_ext.parallel.fbd import FORWARD_ROLE
 from ds_ext.tensor_parallel import TensorParallel, create_tensor_parallel, shard_dim
+from tests.layout_types import checked
 from tests.reference import gather_shards
 
 from .actions import Evaluate
@@ -189,12 +190,17 @@ def _compiled(layer: Any, index: int) -> Any:
 
 
 def train_on_rank(rank: int, job: Job, part: int, folder: str) -> Result:
-    """Train the steps of a job's first or second layout.
+    """Train the steps of a job's first or second layout, and check the types of tensors over its axes.
 
     Args:
         part: index in ``job.layouts``.
         folder: folder of the checkpoint that ends part 0 and begins part 1.
     """
+    with checked():
+        return _train(rank, job, part, folder)
+
+
+def _train(rank: int, job: Job, part: int, folder: str) -> Result:
     pipeline = Pipeline(job, part)
     engine, result = pipeline.engine, pipeline.result
     first, last = (
