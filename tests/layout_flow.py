@@ -209,6 +209,7 @@ class Flow:
         norms: numbers that were read or summed over ranks, with the line.
         faults: wrong operations.
         begun: parameter -> line of the first collective with its gradient.
+        running: parameters with a collective that its caller does not wait for at once.
         lost: parameter -> line of an operation without a rule.
         weights: address of a parameter -> (name, number of real elements).
         in_update: the optimizer step has begun.
@@ -220,6 +221,7 @@ class Flow:
     norms: list[tuple[Square, str]] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     begun: dict[str, str] = field(default_factory=dict)
+    running: set[str] = field(default_factory=set)
     lost: dict[str, str] = field(default_factory=dict)
     weights: dict[int, tuple[str, int]] = field(default_factory=dict)
     in_update: bool = False
@@ -235,6 +237,7 @@ class Flow:
             self.norms,
             self.faults,
             self.begun,
+            self.running,
             self.lost,
             self._numbers,
             self._scattered,
@@ -303,7 +306,7 @@ class Flow:
             self.memory.write(result, [(0, _join(value for _, value in (*old, *new)))])
             return
         if result is a:
-            self._require_no_backward(a)
+            self._require_no_backward(a, b)
         for (_, sum_), (_, piece) in zip(old, new, strict=False):
             if sum_.sums != piece.sums:
                 detail = "added to a partial sum" if piece.sums else "added to a sum"
@@ -350,11 +353,15 @@ class Flow:
             if isinstance(value, Piece):
                 self.lost.setdefault(value.name, where())
 
-    def _require_no_backward(self, tensor: Tensor) -> None:
+    def _require_no_backward(self, tensor: Tensor, added: Any = None) -> None:
+        """Note a write of a backward, except an addition of zeros while no collective is running."""
         for _, value in self.memory.read(tensor) if self.in_backward else ():
-            if isinstance(value, Piece) and value.name in self.begun:
-                detail = f"a backward writes to it after its reduction began at {self.begun[value.name]}"
-                self.faults.append(Fault(value.name, PARTIAL, "data", REPLICATED, where(), detail))
+            if not isinstance(value, Piece) or value.name not in self.begun:
+                continue
+            if isinstance(added, Tensor) and value.name not in self.running and not bool(added.any()):
+                continue
+            detail = f"a backward writes to it after its reduction began at {self.begun[value.name]}"
+            self.faults.append(Fault(value.name, PARTIAL, "data", REPLICATED, where(), detail))
 
     def _collect(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a collective, and note its group and content."""
@@ -383,6 +390,8 @@ class Flow:
             for _, value in content:
                 if isinstance(value, Piece):
                     self.begun.setdefault(value.name, line)
+                    if name != "allreduce_" or len(args) < 5 or args[4]:
+                        self.running.add(value.name)
             if name == "_reduce_scatter_base_":
                 first = ranks.index(dist.get_rank()) * args[0].numel()
                 reduced = _slice(reduced, first, first + args[0].numel())

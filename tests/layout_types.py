@@ -338,12 +338,12 @@ class LayoutTypes(Observer):
         groups = (
             model_groups(self.engine.optimizer) if zero else [g["params"] for g in optimizer.param_groups]
         )
-        names = (self._names.get(id(parameter), "") for group in groups for parameter in group)
-        record.optimized |= {
-            name
-            for name in names
-            if name and not getattr(self._parameters[name].parameter, "use_muon", False)
-        }
+        ids = {id(parameter) for group in groups for parameter in group}
+        names = {name for parameter, name in self._names.items() if parameter in ids}
+        for name in [name for name in names if getattr(self._parameters[name].parameter, "use_muon", False)]:
+            names.discard(name)  # Muon computes another gradient
+            record.local.pop(name, None)
+        record.optimized |= names
         record.read_at = where()
         for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             gradient = parameter.grad
@@ -790,6 +790,9 @@ def _types(engine: Any) -> LayoutTypes:
 @contextmanager
 def checked() -> Iterator[None]:
     """Context in which every training step, save and load of this rank's engines is checked."""
+    if hasattr(PipelineEngine.train_batch, "__wrapped__"):
+        yield  # within this context
+        return
     current: list[LayoutTypes] = []  # whose step is running
 
     def train(original: Callable[..., Any], engine: PipelineEngine, *args: Any, **kwargs: Any) -> Any:

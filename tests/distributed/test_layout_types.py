@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 
 import ds_ext
+from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.engine import grad_norm
 from ds_ext.engine.engine import PipelineEngine
 from ds_ext.engine.executor import Executor
 from ds_ext.engine.grad_sync import EagerReduction, Gradients
-from ds_ext.engine.messages import StageMessages
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
 from tests.layout_flow import DIFFERS, PARTIAL, REPLICATED, SHARDED, Fault
 from tests.layout_types import LayoutError, call_checked, checked
@@ -156,8 +156,8 @@ def disturb_outputs(original: Any, *args: Any) -> Any:
     return tuple(t + dist.get_rank() if t.is_floating_point() else t for t in original(*args))
 
 
-def disturb_received(original: Any, *args: Any) -> Any:
-    return tuple(tensor + 1 if tensor.is_floating_point() else tensor for tensor in original(*args))
+def disturb_sent(original: Any, transport: Any, tensors: Any, *args: Any) -> Any:
+    return original(transport, [t + 1 if t.is_floating_point() else t for t in tensors], *args)
 
 
 def lose(original: Any, engine: PipelineEngine, *args: Any) -> None:
@@ -372,9 +372,9 @@ WRONG = {
     "messages between stages": Wrong(
         *(
             RIGHT["pipes"],
-            StageMessages,
-            "receive",
-            disturb_received,
+            NativeTransport,
+            "send",
+            disturb_sent,
             DIFFERS,
             "stages",
             REPLICATED,
