@@ -114,7 +114,7 @@ class Message:
 
 @dataclass
 class Record:
-    """What one rank did in a step.
+    """Record of one rank in a step.
 
     Attributes:
         coordinates: device, data-parallel and tensor-parallel index.
@@ -849,13 +849,14 @@ def checked() -> Iterator[None]:
             (DynamicMessages, "receive"): receive,
         }
         for (owner, name), wrapper in wrappers.items():
-            stack.enter_context(_wrapped(owner, name, wrapper))
+            stack.enter_context(replaced(owner, name, wrapper))
         yield
 
 
 @contextmanager
-def _wrapped(owner: type, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    original = vars(owner)[name]
+def replaced(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Context in which ``owner.name`` calls ``wrapper(original, *args)``."""
+    original = getattr(owner, name)
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:

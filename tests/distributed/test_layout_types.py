@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from ds_ext.engine.executor import Executor
 from ds_ext.engine.grad_sync import EagerReduction, Gradients
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
 from tests.layout_flow import DIFFERS, PARTIAL, REPLICATED, SHARDED, Fault
-from tests.layout_types import LayoutError, call_checked, checked
+from tests.layout_types import LayoutError, call_checked, checked, replaced
 from tests.precisions import needs
 from tests.ranks import Ranks
 
@@ -87,21 +86,6 @@ def test_checkpoints_have_replicated_weights(ranks: Ranks, tmp_path: Path) -> No
 
 
 # --- wrong jobs: each replaces a part of the engine ---
-
-
-@contextmanager
-def replaced(owner: Any, name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
-    """Context in which ``owner.name`` calls ``wrapper(original, *args)``."""
-    original = getattr(owner, name)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def skip(original: Any, *args: Any, **kwargs: Any) -> None:
