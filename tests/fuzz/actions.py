@@ -41,6 +41,11 @@ def _takes_all_that_share(job: Job, layers: tuple[int, ...]) -> bool:
     return all(group <= {*layers} or not group & {*layers} for group in job.sharing)
 
 
+def _trains_untied(job: Job, layers: tuple[int, ...]) -> bool:
+    """Return whether one of the layers is tied by some of its parameters only, which ds_ext refuses to train whole."""
+    return any(job.layer_kinds[index] == "tied_frozen" for index in layers)
+
+
 # --- what trains, and in which mode ---
 
 
@@ -71,6 +76,8 @@ class Toggle(Action):
     def refuses(self, job: Job, key: str) -> bool:
         if self.step == AT_START:  # ranks or groups that train nothing
             return key in ("layers", "model_parameters")
+        if key == "tied_weight_attr":
+            return _trains_untied(job, self.layers)
         names = [name for name in key.split(", ") if name != "..."]
         changed = {*map(str, self.layers), "tied_modules"}
         return job.shards and all(name.partition(".")[0] in changed for name in names)
@@ -101,7 +108,7 @@ class AddGroup(Action):
         return cls(_draw_step(random, job, 1), _draw_layers(random, job))
 
     def refuses(self, job: Job, key: str) -> bool:
-        return key == "layers"
+        return key == "layers" or (key == "tied_weight_attr" and _trains_untied(job, self.layers))
 
     def fits(self, job: Job) -> bool:
         # DeepSpeed's own optimizers have no add_param_group().

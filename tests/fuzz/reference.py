@@ -428,7 +428,7 @@ class Plain(Side):
         self.replicas.average()
         for action in job.script:
             action.before_save(self)
-        self.part = 1
+        self.part, self.micro_batches = 1, job.micro_batches_at(step)  # those of the second JSON
         if job.set_weights == "save":
             self.model.halve()
             _copy((master, p) for p, master in self.pairs)

@@ -76,6 +76,7 @@ HABITUAL: dict[str, dict[str, Any]] = {
     "bf16 weights and ZeRO": {"weights": "bf16", "zero": 1, "layout": Layout(dp=2)},
     "a bf16 layer": {"blocks": ("linear", "bf16_layer", "linear")},
     "a layer with its own train()": {"blocks": ("linear", "frozen_batch_norm", "linear")},
+    "a tied layer with other values": {"blocks": ("linear", "tied_frozen", "linear")},
     "an fp32 parameter": {"blocks": ("fp32_scale", "linear"), "weights": "bf16"},
     "an fp16 layer, reduced late": {
         "blocks": ("linear", "fp16_layer"),
