@@ -105,7 +105,7 @@ class TrainedParameters:
     def _check(self) -> dict[str, bool]:
         """Return a dict of name -> whether the parameter is trained. Raises ConfigError if the optimizer differs."""
         optimizer, changed = self._engine.optimizer, set(map(id, self.changed))
-        held, fix = set[int](), "Save a checkpoint, and load it in a job with this requires_grad from its start"
+        held, fix = set[int](), "Save a checkpoint, and load it in a job that starts with this requires_grad"
         if not isinstance(optimizer, DeepSpeedOptimizer):  # torch's skips frozen ones
             held = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
             held |= {id(parameter) for parameter in self.changed if not parameter.requires_grad}
