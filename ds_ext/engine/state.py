@@ -253,7 +253,8 @@ class RankState:
         present = len(self.optimizer.groups())
         for names, settings in zip(values["members"][present:], values["groups"][present:], strict=True):
             members = [self.parameters[name].parameter for name in names]
-            self.optimizer.base.add_param_group({"params": members, **settings})
+            typed = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+            self.optimizer.base.add_param_group({"params": members, **typed})
         for local, _, target in self.weights(self.trained):
             target.copy_(tensors[f"weight/{local.unique_name}"].view_as(target))
         if self._engine.role.in_checkpoints:
