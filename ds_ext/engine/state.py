@@ -210,9 +210,9 @@ class RankState:
         twice = any(name in held for group in added for name in group)
         if saved[: len(now)] != now or twice or (added and self.optimizer.partitioned):
             raise ConfigError(
-                f"optimizer.param_groups: the snapshot has others (got {list(map(len, now))} parameters in them, and "
-                f"{list(map(len, saved))} in the snapshot). Build the optimizer as at the first start, and add no group "
-                f"before engine.recover(), which adds those of the snapshot."
+                f"optimizer.param_groups: the snapshot has others (got {list(map(len, now))} parameters in them, "
+                f"{list(map(len, saved))} in the snapshot). Build the optimizer as at the first start, and add no "
+                f"group before engine.recover(), which adds those of the snapshot."
             )
 
     def tensors(self) -> dict[str, Tensor]:
@@ -253,7 +253,9 @@ class RankState:
         present = len(self.optimizer.groups())
         for names, settings in zip(values["members"][present:], values["groups"][present:], strict=True):
             members = [self.parameters[name].parameter for name in names]
-            typed = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+            typed = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()
+            }
             self.optimizer.base.add_param_group({"params": members, **typed})
         for local, _, target in self.weights(self.trained):
             target.copy_(tensors[f"weight/{local.unique_name}"].view_as(target))

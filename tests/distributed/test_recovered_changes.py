@@ -41,9 +41,9 @@ class Running(nn.Linear):
         self.register_buffer("last", None, persistent=False)
         self.register_buffer("table", torch.polar(torch.ones(9), torch.arange(9.0)), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         last = 0 if self.last is None else self.last
-        y = super().forward(x) - self.mean + last
+        y = super().forward(input) - self.mean + last
         if self.training:
             self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
             self.last = y.detach()[0]
@@ -108,7 +108,7 @@ def freeze(engine: Any, modules: dict[int, nn.Module]) -> None:
 
 def draw(engine: Any, modules: dict[int, nn.Module]) -> None:
     torch.rand(3)
-    noise = torch.randn(SIZE, generator=None)
+    noise = torch.randn(SIZE)
     with torch.no_grad():
         for layer in modules.values():
             layer.bias += 0.1 * noise  # pyright: ignore[reportOperatorIssue]
@@ -119,9 +119,7 @@ def add_group(engine: Any, modules: dict[int, nn.Module]) -> None:
         added = [p for index in ADDED if index in modules for p in modules[index].parameters()]
         for parameter in added:
             parameter.requires_grad_(True)
-        engine.optimizer.add_param_group(
-            {"params": added, "lr": 0.03, "betas": (0.5, 0.9), "amsgrad": True}
-        )
+        engine.optimizer.add_param_group({"params": added, "lr": 0.03, "betas": (0.5, 0.9), "amsgrad": True})
 
 
 def nothing(engine: Any, modules: dict[int, nn.Module]) -> None:
@@ -149,7 +147,7 @@ def last_step(engine: Any, modules: dict[int, nn.Module], change: Change) -> lis
 def runs(
     rank: int, schedule: str, more: dict[str, Any], change: Change, layer: Callable[..., nn.Module]
 ) -> tuple[list[Any], list[Any], int, set[str]]:
-    """(undisturbed and recovered :func:`last_step`, step of the recovery, names of the non-persistent buffers saved)."""
+    """(undisturbed and recovered :func:`last_step`, step of the recovery, names of saved non-persistent buffers)."""
     try:
         frozen = change is add_group
         engine, modules = build(rank, schedule, more, layer, frozen)

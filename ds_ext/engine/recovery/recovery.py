@@ -1,7 +1,7 @@
 """Snapshots of every step, and their loading when the launcher has restarted the ranks.
 
-Each rank writes its snapshot of a step when the next one begins, and then the ranks wait for each other. Only then the
-step is complete, so it includes what the script does after it: an evaluation, a checkpoint, a line in a log, or a change
+Each rank writes its snapshot of a step when the next one begins, and then the ranks wait for each other. Only then is
+the step complete, so it includes what the script does after it: an evaluation, a checkpoint, a line in a log, a change
 of the weights. A step that was not complete runs again with all of this, and a rank that dies in the optimizer step
 never leaves ranks one step apart: they load the last complete step.
 
@@ -111,9 +111,9 @@ class Recovery:
         self._stepped = False  # since the last snapshot
         self._copying: int | None = None  # step of the last copy that this process has started
         self._copy_failed = False
-        # A restarted script has these again; large tables need not be in every snapshot.
-        transient = RankState(engine).transient()
-        self._constant = {key: checksum([owner[name]]) for key, owner, name in transient if owner[name] is not None}
+        # A restarted script has these again: large tables need not be in every snapshot.
+        found = {key: buffers[name] for key, buffers, name in RankState(engine).transient()}
+        self._constant = {key: checksum([buffer]) for key, buffer in found.items() if buffer is not None}
         self.restart = restarts()
         self.pending = self.restart > 0
         keepers, stop_reasons = zip(*self._with_keepers(self._start), strict=True)
