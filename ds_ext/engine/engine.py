@@ -182,7 +182,6 @@ class PipelineEngine(Measured, RunControl):
         self.saving: BackgroundSave | None = None
         require_states(self.optimizer, settings.recovery is not None)
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
-        self._snapshot_s: float | None = None
         self._recovered_from: int | None = None  # before the first step after a recovery
         self.audit = None if settings.audit_interval == 0 else Audit(self, settings.audit_interval)
         self._auditing: Audit | None = None  # in an audited step
@@ -296,8 +295,6 @@ class PipelineEngine(Measured, RunControl):
                 Or all gradients are zero, see ``allow_zero_norm``.
             NonFiniteLoss: the loss was not finite in ``max_nonfinite_losses`` consecutive steps.
         """
-        if self.recovery is not None:
-            self.recovery.complete()
         self.run.begin(self.global_steps)
         if data_iter is not None:
             self.set_dataiterator(data_iter)
@@ -305,6 +302,7 @@ class PipelineEngine(Measured, RunControl):
         step, skipped = self.global_steps + 1, self.skipped_steps
         rates, begin = self.get_lr(), time.perf_counter()
         with self.activity.during(f"step {step}"), self.activity.longer_limit(self._may_compile(True)):
+            snapshot_s = None if self.recovery is None else self.recovery.complete()
             if self.tracer is not None:
                 self.tracer.start_step(step, self.plan.timetable)
             with (
@@ -318,7 +316,7 @@ class PipelineEngine(Measured, RunControl):
                 self.tracer.end_step()
             self._check_step(step, float(loss), self.skipped_steps > skipped)
         seconds, rate = time.perf_counter() - begin, float(rates[0]) if rates else 0.0
-        self.report = StepReport(seconds, rate, self.gather(), self._snapshot_s, self._recovered_from)
+        self.report = StepReport(seconds, rate, self.gather(), snapshot_s, self._recovered_from)
         self._recovered_from = None
         if self.global_rank == 0 and self.monitor.enabled:
             norm, losses = self.get_global_grad_norm(), self.agg_additional_losses

@@ -116,6 +116,9 @@ class RunControl(AdaptedEngine):
             recovered = self.recovery.recover(None if save_dir is None else Path(save_dir))
             if recovered is not None:
                 self._recovered_from = recovered.step
+                self.trained.take_changes()
+                self.trained.agree()
+                self.update.resize()
                 self.role.weights_loaded()
                 self.checkpoint_events.recovered(recovered)
         return recovered

@@ -1,7 +1,8 @@
 """State of a rank: the list of what it must keep, for checkpoints, snapshots, recovery and the check before a save.
 
 - tensors: weights or master weights, optimizer states, and buffers, by parameter and layer;
-- extra states of layers, and the numeric settings of the optimizer's groups;
+- extra states of layers, and the numeric settings of the optimizer's groups; in a snapshot also the parameters and the
+  other plain settings of the groups, what requires gradients, and non-persistent buffers;
 - values that are the same on all ranks (:data:`VALUES`): counters, learning-rate scheduler, loss scale, position in the
   data, and the seed of the layers' random numbers;
 - random states of this rank: torch's, Python's and NumPy's generators.
@@ -23,6 +24,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from torch import Tensor, nn
 
+from ..errors import ConfigError
 from .batches import Resumable
 from .checkpoint.states import (
     Checkpointed,
@@ -32,11 +34,12 @@ from .checkpoint.states import (
     buffers_of,
     extra_states_of,
     layers_of,
-    numbers_of,
     parameters_of,
     set_numbers,
+    settings_of,
 )
 from .deepspeed_api.names import loss_scaler
+from .wrappers import plain_name
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 SCHEDULER = "lr_scheduler"
@@ -186,13 +189,41 @@ class RankState:
 
     # --- a whole copy, for snapshots ---
 
+    def transient(self) -> Iterator[tuple[str, dict[str, Tensor | None], str]]:
+        """Yield key, buffers of the owner by name, and name of every non-persistent buffer."""
+        for index, layer in layers_of(self._engine.module).items():
+            for path, owner in layer.named_modules():
+                for name in sorted(owner._non_persistent_buffers_set & owner._buffers.keys()):
+                    yield f"transient/{index}/{plain_name(f'{path}.{name}')}", owner._buffers, name
+
+    def _members(self) -> list[list[str]]:
+        """Return the unique names of the parameters of each group of the optimizer."""
+        names = {id(local.parameter): name for name, local in self.parameters.items()}
+        return [
+            sorted(names[id(p)] for p in members if id(p) in names) for _, members in self.optimizer.groups()
+        ]
+
+    def require_groups(self, values: Mapping[str, Any]) -> None:
+        """Raise ConfigError if :meth:`load` cannot make the groups of the optimizer those of a snapshot."""
+        now, saved = self._members(), values["members"]
+        added, held = saved[len(now) :], {name for group in now for name in group}
+        twice = any(name in held for group in added for name in group)
+        if saved[: len(now)] != now or twice or (added and self.optimizer.partitioned):
+            raise ConfigError(
+                f"optimizer.param_groups: the snapshot has others (got {list(map(len, now))} parameters in them, "
+                f"{list(map(len, saved))} in the snapshot). Build the optimizer as at the first start, and add no "
+                f"group before engine.recover(), which adds those of the snapshot."
+            )
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return the trained weights (or master weights), optimizer states and buffers by name."""
+        """Return the trained weights (or master weights), optimizer states and all buffers by name."""
         tensors = {f"weight/{local.unique_name}": tensor for local, _, tensor in self.weights(self.trained)}
         for name, _, fragment in self.fragments(self.trained):
             states, _ = self.optimizer.read(fragment)
             tensors |= {f"state/{name}/{key}": state for key, state in states.items()}
-        return tensors | {f"buffer/{index}/{key}": buffer for index, key, buffer in self.buffers()}
+        tensors |= {f"buffer/{index}/{key}": buffer for index, key, buffer in self.buffers()}
+        transient = {key: buffers[name] for key, buffers, name in self.transient()}
+        return tensors | {key: buffer for key, buffer in transient.items() if buffer is not None}
 
     def values(self) -> dict[str, Any]:
         """Return the other values."""
@@ -201,17 +232,31 @@ class RankState:
             "values": {
                 name: self.optimizer.read(fragment)[1] for name, _, fragment in self.fragments(self.trained)
             },
-            "groups": [numbers_of(group) for group, _ in self.optimizer.groups()],
+            "groups": [settings_of(group) for group, _ in self.optimizer.groups()],
+            "members": self._members(),
+            "requires_grad": {name: local.parameter.requires_grad for name, local in self.parameters.items()},
             "extra": {f"{index}/{key}": owner.get_extra_state() for index, key, owner in self.extra_states()},
             RANDOM: random_states(),
         }
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Load :meth:`tensors` and :meth:`values` of this rank, of the same job. All ranks must call this together."""
+        """Load :meth:`tensors` and :meth:`values` of this rank, of the same job. All ranks must call this together.
+
+        Non-persistent buffers without a tensor keep their values. See :meth:`require_groups`.
+        """
         kept = {key.removeprefix("weight/") for key in tensors}
         for name in kept & self.parameters.keys():
             self.parameters[name].parameter.was_trained = True  # pyright: ignore[reportAttributeAccessIssue]
+        for name, flag in values["requires_grad"].items():
+            self.parameters[name].parameter.requires_grad_(flag)
+        present = len(self.optimizer.groups())
+        for names, settings in zip(values["members"][present:], values["groups"][present:], strict=True):
+            members = [self.parameters[name].parameter for name in names]
+            typed = {
+                key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()
+            }
+            self.optimizer.base.add_param_group({"params": members, **typed})
         for local, _, target in self.weights(self.trained):
             target.copy_(tensors[f"weight/{local.unique_name}"].view_as(target))
         if self._engine.role.in_checkpoints:
@@ -223,10 +268,16 @@ class RankState:
             self.optimizer.write(fragment, states, values["values"].get(name, {}))
         for index, key, buffer in self.buffers():
             buffer.copy_(tensors[f"buffer/{index}/{key}"])
+        for key, buffers, name in self.transient():
+            tensor, buffer = tensors.get(key), buffers[name]
+            if tensor is not None and buffer is not None and buffer.shape == tensor.shape:
+                buffer.copy_(tensor)
+            elif tensor is not None:
+                buffers[name] = tensor.to(self._engine.device)
         for index, key, owner in self.extra_states():
             owner.set_extra_state(values["extra"][f"{index}/{key}"])
-        for (group, _), numbers in zip(self.optimizer.groups(), values["groups"], strict=True):
-            set_numbers(group, numbers)
+        for (group, _), settings in zip(self.optimizer.groups(), values["groups"], strict=True):
+            set_numbers(group, settings)
         for value in VALUES:
             value.write(self._engine, values[value.key])
         set_random_states(values[RANDOM])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,6 @@ from ..planner.job_plan import JobPlan
 from .batches import StepData, require_data, require_same_samples
 from .deepspeed_api.device import peak_memory_bytes
 from .losses.step import StepLoss, StepLosses
-from .recovery.recovery import Recovery
 from .together import rows_of_ranks
 from .tracing.clock import BusyClock
 
@@ -47,7 +46,7 @@ class StepReport:
         seconds: duration on this rank.
         lr: learning rate of the first parameter group.
         of_ranks: numbers of all ranks.
-        snapshot_s: seconds for this rank's snapshot and for waiting for copies; None without one.
+        snapshot_s: seconds for this rank's snapshot of the step before, and for waiting for copies; None without one.
         recovered_from: in the first step after a recovery, the step from which it continued; else None.
     """
 
@@ -145,16 +144,3 @@ def gather_step(
     bubble = 1 - sum(seconds) / len(seconds) / max(*spans, 1e-9)
     result = losses.result([row[first_loss:] for row in rows])
     return Gathered(result, bubble, tuple(map(int, peaks)), tuple(map(int, causes)), int(sum(changed)))
-
-
-def vote(
-    recovery: Recovery | None, step: int, numbers: Sequence[float], device: torch.device
-) -> tuple[float | None, list[list[float]]]:
-    """Take a snapshot, and return its seconds on this rank and the ``numbers`` of all ranks, one row per rank.
-
-    All ranks have taken their snapshots of ``step`` when this returns: the vote of :mod:`.recovery.recovery`.
-    """
-    seconds = None if recovery is None else recovery.snapshot()
-    if recovery is None and not numbers:
-        return seconds, []
-    return seconds, [row[1:] for row in rows_of_ranks([float(step), *numbers], device)]

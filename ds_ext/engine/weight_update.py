@@ -65,6 +65,8 @@ class TrainedParameters:
         if flags != self._flags:
             rows = zip(self._objects, flags, self._flags, strict=True)
             self.changed = [parameter for parameter, now, before in rows if now != before]
+        for parameter in self.changed:
+            parameter.was_trained = True  # pyright: ignore[reportAttributeAccessIssue]
 
     @contextmanager
     def before_changes(self) -> Iterator[None]:
@@ -97,8 +99,6 @@ class TrainedParameters:
                     error.reported_by = 0
                     raise error
         unfrozen = [parameter for parameter in self.changed if parameter.requires_grad]
-        for parameter in self.changed:
-            parameter.was_trained = True  # pyright: ignore[reportAttributeAccessIssue]
         self._flags, self.changed = self._read(), []
         return unfrozen
 

@@ -96,7 +96,7 @@ def train(rank: int) -> Any:
 
 def test_a_killed_keeper_is_reported_and_started_again(ranks: Ranks) -> None:
     results = ranks(2).run(train)
-    assert [held for held, _ in results] == [{0: [3, 4], 1: [3, 4]}] * 2
+    assert [held for held, _ in results] == [{0: [2, 3], 1: [2, 3]}] * 2
     assert sum(warnings for _, warnings in results) == 1
 
 

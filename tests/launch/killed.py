@@ -1,8 +1,8 @@
 """Runs train_gpt.py, and kills ranks at given points of given attempts.
 
 DS_EXT_TEST_KILLS is a JSON list with a [rank, step, point] for each attempt of the launcher. Points are names of
-instructions, also with "after ", and "gather" (the gathers beside the next step have started), "snapshot" (written but
-not committed), "recover" (before loading) and "save" (in a checkpoint after the step).
+instructions, also with "after ", and "gather" (the gathers beside the next step have started), "snapshot" (of the
+step, written but not committed), "recover" (before loading) and "save" (in a checkpoint after the step).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def kill_at(rank: int, step: int, point: str) -> None:
         run(executor, *args)
 
     def crc32_or_die(data: Any) -> int:
-        if point == "snapshot" and steps[0] == step:
+        if point == "snapshot" and steps[0] == step + 1:
             die()
         return crc32(data)
 

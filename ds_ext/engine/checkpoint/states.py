@@ -45,6 +45,7 @@ class Checkpointed(Protocol):
     mpu: Any
     config: Any
     dp_world_size: int
+    device: torch.device
     global_steps: int
     global_samples: int
     skipped_steps: int
@@ -347,8 +348,14 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return numbers
 
 
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain settings of a parameter group: the numeric ones, switches (True, False, None) and texts."""
+    plain = {key: value for key, value in group.items() if value is None or isinstance(value, bool | str)}
+    return plain | numbers_of(group)
+
+
 def set_numbers(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
-    """Set the numeric settings of a parameter group, as returned by :func:`numbers_of`."""
+    """Set the settings of a parameter group, as returned by :func:`numbers_of` or :func:`settings_of`."""
     for key, value in numbers.items():
         present = group.get(key)
         if isinstance(present, Tensor):

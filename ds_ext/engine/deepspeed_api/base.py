@@ -24,7 +24,8 @@ from ..module import PipelineModule, Unpicklable
 from ..recovery.audit import Audit
 from ..recovery.recovery import Recovery
 from ..role import Role
-from ..step_report import Gathered, vote
+from ..step_report import Gathered
+from ..together import rows_of_ranks
 from ..weight_update import TrainedParameters, WeightUpdate
 from .handlers import ENGINE_HANDLERS, Handlers, bind_handlers, merge_patches
 
@@ -48,7 +49,6 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     has_moe_layers = property(lambda self: False, lambda self, value: None)
     _auditing: Audit | None
     _gathered: Gathered | None
-    _snapshot_s: float | None
     _weights_set: Tensor | int = 0  # number of elements that the script set before the current step
     _stages: Sequence[int] | None = None  # the parent's constructor reads it
     _instruction_maps: Any = None  # of this class and its bases, as they were when the handlers were taken
@@ -154,10 +154,10 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
                 "or add a method counts(labels) to the loss."
             )
         self._advance()
-        numbers = self.role.numbers()
-        self._snapshot_s, rows = vote(self.recovery, self.global_steps, numbers, self.device)
-        if numbers:
-            self.role.take_numbers(rows)
+        if numbers := self.role.numbers():
+            self.role.take_numbers(rows_of_ranks(numbers, self.device))
+        if self.recovery is not None:
+            self.recovery.end_step()
         return losses.loss
 
     def get_lr(self) -> list[float]:

@@ -1,1 +1,1 @@
-"""Snapshots in host memory: written after every step, and loaded when the launcher restarts the ranks."""
+"""Snapshots in host memory: written for every step, and loaded when the launcher restarts the ranks."""

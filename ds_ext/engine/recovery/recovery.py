@@ -1,9 +1,9 @@
-"""Snapshots after every step, and their loading when the launcher has restarted the ranks.
+"""Snapshots of every step, and their loading when the launcher has restarted the ranks.
 
-Each rank writes its snapshot of a step before the losses are gathered, and the gathering is the vote: after it, all
-ranks have snapshots of the step. The step is complete when rank 0 begins the next one, so it includes what the script
-does after it: evaluation, a checkpoint, a line in a log. A step that was not complete runs again with all of this, and
-a rank that dies in the optimizer step never leaves ranks one step apart: they load the last complete step.
+Each rank writes its snapshot of a step when the next one begins, and then the ranks wait for each other. Only then is
+the step complete, so it includes what the script does after it: an evaluation, a checkpoint, a line in a log, a change
+of the weights. A step that was not complete runs again with all of this, and a rank that dies in the optimizer step
+never leaves ranks one step apart: they load the last complete step.
 
 When a step is complete, the keepers copy its snapshots to other hosts (:mod:`ds_ext.parallel.hosts`), beside the next
 step. No rank writes its next snapshot before all copies have arrived. So whenever a host is lost, there is a step of
@@ -35,6 +35,7 @@ from ..checkpoint.save import describe_job
 from ..checkpoint.states import Checkpointed
 from ..state import RankState
 from ..together import by_rank_0, together
+from .audit import checksum
 from .keeper import Exits, Keeper, KeeperError, Snapshots
 from .keeper_process import RUNS
 from .slots import Slots, pack_state, unpack_state
@@ -107,9 +108,12 @@ class Recovery:
         self._engine, self._options = engine, options
         self._rank = dist.get_rank()
         self._timeout_s = engine.plan.settings.transport_options.timeout_s
-        self._last_step: int | None = None  # step that this process has completed last
+        self._stepped = False  # since the last snapshot
         self._copying: int | None = None  # step of the last copy that this process has started
         self._copy_failed = False
+        # A restarted script has these again: large tables need not be in every snapshot.
+        found = {key: buffers[name] for key, buffers, name in RankState(engine).transient()}
+        self._constant = {key: checksum([buffer]) for key, buffer in found.items() if buffer is not None}
         self.restart = restarts()
         self.pending = self.restart > 0
         keepers, stop_reasons = zip(*self._with_keepers(self._start), strict=True)
@@ -163,48 +167,72 @@ class Recovery:
 
     # --- snapshots ---
 
-    def snapshot(self) -> float | None:
-        """Write this rank's snapshot of the step that it has completed, if it is due. The caller then gathers losses.
+    def end_step(self) -> None:
+        """Have the next :meth:`complete` record a step."""
+        self._stepped = True
 
-        Returns the seconds taken, with the longest wait of a rank for its last copy; None if it is not due.
+    def complete(self) -> float | None:
+        """Write this rank's snapshot of the last step, if it is due, and record that the step is complete.
+
+        To be called when the next step begins, with all that the script has changed: the snapshot has what this step
+        starts from. Returns the seconds taken, with the longest wait of a rank for its last copy; None without one.
 
         Raises:
             ConfigError: the position in the data cannot be saved, or the script did not call ``engine.recover()``.
         """
-        step = self._engine.global_steps
         if self.pending:
             raise ConfigError(
                 "ds_ext.recovery: the launcher has restarted the ranks, and the script trains from the beginning (got "
                 "no call of engine.recover()). Call it before the first step, and train from engine.global_steps."
             )
-        self._last_step = step
-        if not self._is_due(step):
+        stepped, self._stepped = self._stepped, False
+        if not stepped:
             return None
-        self._require_position()
+        step = self._engine.global_steps
+        seconds = self._snapshot(step) if self._is_due(step) else None
+        self._slots.mark_complete(step)
+        if seconds is not None:
+            self._start_copy(step)
+        return seconds
+
+    def _snapshot(self, step: int) -> float:
+        """Write the snapshot of a step. When this returns, all ranks have theirs. Returns the seconds taken."""
         keeper_is_gone = any_keeper_is_gone = not self._keeper.is_running()
         waited_s = 0.0
         if any(target is not None for target in self._targets):
             reports = self._with_keepers(lambda: (self._wait_for_copy(), keeper_is_gone))
             waited_s = max(wait_s for wait_s, _ in reports)
             any_keeper_is_gone = any(is_gone for _, is_gone in reports)
-        begin = time.perf_counter()
-        try:
-            if keeper_is_gone:
-                self._restart_keeper(step)
-            if any_keeper_is_gone and self._addresses is not None:
-                self._addresses = self._with_keepers(self._listen)
-            self._write(step)
-        except KeeperError as error:
-            raise ConfigError(
-                f"ds_ext.recovery: no snapshot of step {step} on host {socket.gethostname()} (got {error}). Use fewer "
-                f"ranks per host, or remove the section."
-            ) from None
-        return waited_s + time.perf_counter() - begin
+
+        def write() -> float:
+            self._require_position()
+            begin = time.perf_counter()
+            try:
+                if keeper_is_gone:
+                    self._restart_keeper(step)
+                self._write(step)
+            except KeeperError as error:
+                raise ConfigError(
+                    f"ds_ext.recovery: no snapshot of step {step} on host {socket.gethostname()} (got {error}). Use "
+                    f"fewer ranks per host, or remove the section."
+                ) from None
+            return time.perf_counter() - begin
+
+        seconds = together(write)[self._rank]
+        if any_keeper_is_gone and self._addresses is not None:
+            self._addresses = self._with_keepers(self._listen)
+        return waited_s + seconds
 
     def _write(self, step: int) -> None:
         state = RankState(self._engine)
+        tensors, constant = state.tensors(), self._constant
+        changed = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if name not in constant or constant[name] != checksum([tensor])
+        }
         values = {"job": describe_job(self._engine), **state.values()}
-        self._slots.write(step, state.tensors(), pack_state(values))
+        self._slots.write(step, changed, pack_state(values))
 
     def _require_position(self) -> None:
         """Raise ConfigError for data whose position cannot be restored."""
@@ -234,18 +262,6 @@ class Recovery:
             )
         self._keeper.start(self._rank, self.restart)
         self._slots = Slots(self._keeper, self._rank)
-
-    def complete(self) -> None:
-        """Record that the last step is complete, and have its snapshot copied to another host.
-
-        To be called when the next step begins: then every rank has a snapshot of the last one, because of the vote.
-        """
-        step = self._last_step
-        if step is None:
-            return
-        self._slots.mark_complete(step)
-        if self._is_due(step):
-            self._start_copy(step)
 
     def _is_due(self, step: int) -> bool:
         return step % self._options.every == 0
@@ -425,6 +441,7 @@ class Recovery:
             tensors, state = self._slots.read(step)
             snapshot = tensors, unpack_state(state)
             self._require_same_job(snapshot[1]["job"])
+            RankState(self._engine).require_groups(snapshot[1])
 
         try:
             together(read, CheckpointError)
