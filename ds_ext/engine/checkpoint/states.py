@@ -291,8 +291,8 @@ class OptimizerStates:
 
         A copy of the optimizer takes a step with small parameters of the same numbers of dimensions.
         """
-        if self.base is None or hasattr(self.base, "__del__"):  # which would end the optimizer with its copy
-            return ""
+        if self.base is None or any(hasattr(one, "__del__") for one in (self.base, *self._inner().values())):
+            return ""  # a copy would end the optimizer
         probe = self._make_probe()
         try:
             type(probe).step(probe)  # the object's may be a scheduler's, of the optimizer itself
@@ -306,16 +306,18 @@ class OptimizerStates:
             return str(error)
         return ""
 
+    def _inner(self) -> dict[str, torch.optim.Optimizer]:
+        """Return the optimizers that the optimizer contains, by attribute."""
+        return {key: one for key, one in vars(self.base).items() if isinstance(one, torch.optim.Optimizer)}
+
     def _make_probe(self) -> Any:
-        """Return a copy of the optimizer without states and hooks.
+        """Return a copy of the optimizer, and of those that it contains, without states and hooks.
 
         Its groups have a small parameter, with gradient, for each number of dimensions of the original ones. All sizes
         of a parameter differ, so that a state with other sizes is noticed.
         """
-        probe = object.__new__(type(self.base))
-        hooks = {key: OrderedDict() for key in vars(self.base) if key.endswith("_hooks")}
-        probe.__dict__ |= {**vars(self.base), **hooks, "state": defaultdict(dict)}
-        probe.param_groups = []
+        probe = _copy_empty(self.base)
+        probe.__dict__ |= {key: _copy_empty(inner) for key, inner in self._inner().items()}
         for group in self.base.param_groups:
             examples = {parameter.dim(): parameter for parameter in group["params"]}
             small = [p.new_zeros([*range(2, 2 + dim)]).requires_grad_() for dim, p in examples.items()]
@@ -357,6 +359,14 @@ class OptimizerStates:
         """Copy the master weights to the model. All data-parallel ranks must call this together."""
         if self.wrapper is not None:
             self.wrapper.update_lp_params()
+
+
+def _copy_empty(optimizer: Any) -> Any:
+    """Return a copy of an optimizer without groups, states and hooks."""
+    empty = object.__new__(type(optimizer))
+    hooks = {key: OrderedDict() for key in vars(optimizer) if key.endswith("_hooks")}
+    empty.__dict__ |= {**vars(optimizer), **hooks, "state": defaultdict(dict), "param_groups": []}
+    return empty
 
 
 def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
