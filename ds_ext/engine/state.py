@@ -218,8 +218,8 @@ class RankState:
     def tensors(self) -> dict[str, Tensor]:
         """Return the trained weights (or master weights), optimizer states and all buffers by name."""
         tensors = {f"weight/{local.unique_name}": tensor for local, _, tensor in self.weights(self.trained)}
-        for name, _, fragment in self.fragments(self.trained):
-            states, _ = self.optimizer.read(fragment)
+        for name, local, fragment in self.fragments(self.trained):
+            states, _ = self.optimizer.read(fragment.kept(local.parameter))
             tensors |= {f"state/{name}/{key}": state for key, state in states.items()}
         tensors |= {f"buffer/{index}/{key}": buffer for index, key, buffer in self.buffers()}
         transient = {key: buffers[name] for key, buffers, name in self.transient()}
@@ -262,10 +262,10 @@ class RankState:
         if self._engine.role.in_checkpoints:
             self.optimizer.weights_changed()
             self.optimizer.clear()
-        for name, _, fragment in self.fragments(self.trained):
+        for name, local, fragment in self.fragments(self.trained):
             start = f"state/{name}/"
             states = {key.removeprefix(start): t for key, t in tensors.items() if key.startswith(start)}
-            self.optimizer.write(fragment, states, values["values"].get(name, {}))
+            self.optimizer.write(fragment.kept(local.parameter), states, values["values"].get(name, {}))
         for index, key, buffer in self.buffers():
             buffer.copy_(tensors[f"buffer/{index}/{key}"])
         for key, buffers, name in self.transient():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from ..config.schedulers import require_plain_step
 from ..errors import ConfigError
 from ..pipe_schedules.reductions import order_of_reductions
+from ..tensor_parallel import is_sharded
 from .checkpoint.master_weights import MasterWeights
-from .checkpoint.states import parameters_of
+from .checkpoint.states import LocalParameter, OptimizerStates, parameters_of
 from .deepspeed_api.handlers import is_patch
 from .deepspeed_api.names import loss_scaler
 from .grad_norm import clip_grad_norm
@@ -135,7 +136,7 @@ class WeightUpdate:
         loss_watch: counter of consecutive steps with a non-finite loss or gradient.
 
     Raises:
-        ConfigError: the scheduler or the optimizer cannot be stepped without arguments.
+        ConfigError: the scheduler or the optimizer cannot be stepped without arguments, or Muon has shards of weights.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -146,6 +147,7 @@ class WeightUpdate:
             fix = "Give step() defaults, or step the scheduler in the script after train_batch()."
             require_plain_step("lr_scheduler", scheduler, engine.lr_scheduler.step, fix)
         parameters = parameters_of(engine.module, engine.layout.tensor_parallel_size).values()
+        _require_whole_matrices(engine.optimizer, parameters, engine.layout.tensor_parallel_size)
         names = {
             local.parameter: f"{local.name} of {engine.module.layer_names[local.layer]}"
             for local in parameters
@@ -308,6 +310,23 @@ def _require_no_closure(optimizer: Any, *wrappers: Any) -> None:
         for value in vars(optimizer).values():
             if not any(value is wrapper for wrapper in (optimizer, *wrappers)):
                 _require_no_closure(value, optimizer, *wrappers)
+
+
+def _require_whole_matrices(optimizer: Any, parameters: Iterable[LocalParameter], tensor_ranks: int) -> None:
+    """Raise ConfigError if Muon would orthogonalize the shards of a matrix instead of the matrix."""
+    states = OptimizerStates(optimizer)
+    if "muon" not in (states.name or "").lower():
+        return
+    members = {id(p) for group, entries in states.groups() if group.get("use_muon", True) for p in entries}
+    for local in parameters:
+        shards = tensor_ranks * local.parts
+        if shards > 1 and id(local.parameter) in members and is_sharded(local.parameter):
+            size = "vocabulary_parallel_head" if tensor_ranks == 1 else f"tensor_parallel_size {tensor_ranks}"
+            raise ConfigError(
+                f"optimizer.type: {states.name} orthogonalizes whole matrices (got {size} and {local.name}, of which "
+                f"this rank has one of {shards} shards). Set use_muon = False on sharded weights, which Adam then "
+                f"trains, or use another optimizer."
+            )
 
 
 def _dependencies(engine: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 import ds_ext
+from ds_ext.engine.state import RankState
 from ds_ext.errors import ConfigError
+from ds_ext.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallel,
+    create_tensor_parallel,
+    is_sharded,
+)
 from tests.precisions import needs
 from tests.ranks import Ranks
 
@@ -202,17 +211,29 @@ def test_a_resume_with_other_sizes_keeps_the_rates(ranks: Ranks, tmp_path: Path,
             assert after == pytest.approx(losses, rel=1e-4)
 
 
+MUON = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.1, "torch_adam": True}}
+
+
+def build_with_muon(config: dict[str, Any], layers: list[Any], frozen: str = "none") -> Any:
+    config = {**config, "optimizer": MUON}
+    model = ds_ext.PipelineModule(layers, config, loss_fn=squared_error, partition_method="uniform")
+    for name, parameter in model.named_parameters():
+        parameter.use_muon = parameter.dim() > 1 and not is_sharded(parameter)  # pyright: ignore[reportAttributeAccessIssue]
+        parameter.requires_grad_(name.split(".")[0] != frozen)
+    return ds_ext.initialize(model=model, training_data=samples())[0]
+
+
+def train_eagerly(engine: Any, steps: int = STEPS) -> list[float]:
+    torch.compiler.set_stance("force_eager")
+    losses = [float(engine.train_batch()) for _ in range(steps)]
+    torch.compiler.set_stance("default")
+    return losses
+
+
 def train_with_muon(rank: int, zero: int, pp: int) -> tuple[list[float], list[tuple[str, float]]]:
     """Return losses and norm, and names and rates of the groups. The first stages have matrices only."""
-    muon = {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.1, "torch_adam": True}}
-    config = config_of("1f1b", zero, "fp32", pp, optimizer=muon)
-    model = ds_ext.PipelineModule(make_layers(), config, loss_fn=squared_error, partition_method="uniform")
-    for parameter in model.parameters():
-        parameter.use_muon = parameter.dim() > 1  # pyright: ignore[reportAttributeAccessIssue]
-    engine, *_ = ds_ext.initialize(model=model, training_data=samples())
-    torch.compiler.set_stance("force_eager")
-    losses = [float(engine.train_batch()) for _ in range(STEPS)]
-    torch.compiler.set_stance("default")
+    engine = build_with_muon(config_of("1f1b", zero, "fp32", pp), make_layers())
+    losses = train_eagerly(engine)
     engine.transport.close()
     groups = [(group["name"], group["lr"]) for group in engine.optimizer.param_groups]
     return [*losses, float(engine.get_global_grad_norm())], groups
@@ -224,6 +245,101 @@ def test_all_ranks_have_both_halves_of_muons_groups(ranks: Ranks, zero: int) -> 
     assert halves == [("muon-params", 0.02), ("adam-params", 0.1)]
     for losses, groups in ranks(2).run(train_with_muon, zero, 2, timeout_s=120):
         assert groups == halves and losses == pytest.approx(expected, rel=1e-3)
+
+
+def train_unclipped(rank: int, zero: int) -> list[float]:
+    return train_eagerly(
+        build_with_muon(config_of("1f1b", zero, "fp32", 1, gradient_clipping=0.0), make_layers())
+    )
+
+
+def test_muon_trains_vectors_with_adam_as_zero_does(ranks: Ranks) -> None:
+    plain, with_zero = (ranks(1).run(train_unclipped, zero, timeout_s=120)[0] for zero in (0, 1))
+    assert plain == pytest.approx(with_zero, rel=1e-4)
+
+
+def save_with_muon(rank: int, folder: str, schedule: str, pp: int) -> list[float]:
+    """Save in the middle of a run. With 7 matrices, two data-parallel ranks have a part of one."""
+    engine = build_with_muon(config_of(schedule, 1, "fp32", pp), make_layers(), frozen="2")
+    train_eagerly(engine)
+    engine.save_checkpoint(folder)
+    return train_eagerly(engine)
+
+
+def resume_with_muon(rank: int, folder: str, schedule: str, zero: int, pp: int) -> tuple[list[float], ...]:
+    """Return the losses after a load, and those of an engine with a snapshot of it."""
+    config, results = config_of(schedule, zero, "fp32", pp), []
+    engine = build_with_muon(config, make_layers(), frozen="2")
+    engine.load_checkpoint(folder)
+    state = RankState(engine)
+    tensors = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    values = copy.deepcopy(state.values())
+    results.append(train_eagerly(engine))
+    engine.transport.close()
+    engine = build_with_muon(config, make_layers(), frozen="2")
+    RankState(engine).load(tensors, values)
+    results.append(train_eagerly(engine))
+    return tuple(results)
+
+
+@pytest.mark.parametrize("saved", [("1f1b", 1), ("bitpipe", 2)])
+def test_zero_resumes_the_momentum_of_muon(ranks: Ranks, tmp_path: Path, saved: tuple[str, int]) -> None:
+    expected = ranks(2).run(save_with_muon, str(tmp_path), *saved, timeout_s=120)[0]
+    for schedule, zero, pp in (("1f1b", 1, 1), ("bitpipe", 1, 2), ("1f1b", 0, 2)):
+        job = str(tmp_path), schedule, zero, pp
+        for loaded, from_snapshot in ranks(2).run(resume_with_muon, *job, timeout_s=120):
+            assert loaded == pytest.approx(expected, rel=1e-3) and from_snapshot == loaded
+
+
+def sharded_layers(size: int) -> list[Any]:
+    groups: Any = create_tensor_parallel([[0, 1]]) if size > 1 else TensorParallel()
+    generator = torch.Generator().manual_seed(1)
+    weights = [torch.randn(SIZE, SIZE, generator=generator) for _ in range(2)]
+    up, down = (functools.partial(Tensor.copy_, other=weight) for weight in weights)
+    columns = LayerSpec(ColumnParallelLinear, SIZE, SIZE, groups, init=up)
+    rows = LayerSpec(RowParallelLinear, SIZE, SIZE, groups, init=down)
+    return [LayerSpec(Layer, True), columns, rows, LayerSpec(Layer, True)]
+
+
+def train_shards(rank: int, zero: int, size: int) -> list[float]:
+    sizes = {
+        "schedule": "1f1b",
+        "pipeline_parallel_size": 1,
+        "tensor_parallel_size": size,
+        "print_plan": False,
+    }
+    config = config_of("1f1b", zero, "fp32", ds_ext=sizes)
+    return train_eagerly(build_with_muon(config, sharded_layers(size)))
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_adam_trains_shards_beside_muon(ranks: Ranks, zero: int) -> None:
+    (expected,) = ranks(1).run(train_shards, zero, 1, timeout_s=120)
+    for losses in ranks(2).run(train_shards, zero, 2, timeout_s=120):
+        assert losses == pytest.approx(expected, rel=1e-3)
+
+
+def error_of_shards(rank: int, how: str, zero: int) -> str:
+    sizes = {"schedule": "1f1b", "pipeline_parallel_size": 1, "tensor_parallel_size": 2, "print_plan": False}
+    config = {
+        **config_of("1f1b", zero, "fp32", ds_ext=sizes),
+        **({"optimizer": MUON} if how == "JSON" else {}),
+    }
+    model = ds_ext.PipelineModule(sharded_layers(2), config, loss_fn=squared_error)
+    for parameter in model.parameters():
+        parameter.use_muon = parameter.dim() > 1  # pyright: ignore[reportAttributeAccessIssue]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    optimizer: Any = torch.optim.Muon(matrices) if how == "object" else None
+    with pytest.raises(ConfigError) as caught:
+        ds_ext.initialize(model=model, optimizer=optimizer, training_data=samples())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("how", "zero"), [("JSON", 0), ("JSON", 1), ("object", 0)])
+def test_muon_refuses_shards(ranks: Ranks, how: str, zero: int) -> None:
+    for error in ranks(2).run(error_of_shards, how, zero):
+        assert error.startswith("optimizer.type: ") and "tensor_parallel_size 2" in error
+        assert " 1.weight" in error and "use_muon" in error
 
 
 # --- optimizers whose step needs a closure ---

@@ -100,6 +100,8 @@ def load_checkpoint(
         check_contents(checkpoint, manifest, rank, world)
         state = read_plain(checkpoint / STATE_FILE)
         _check_fit(engine, parameters, states, checkpoint, manifest, strict, with_optimizer)
+        if with_optimizer:
+            _check_joined(rank_state, checkpoint, manifest["parameters"])
         if with_scheduler:
             _check_scheduler(engine, checkpoint, state)
         return [local.name for local in parameters.values()]
@@ -212,6 +214,24 @@ def _check_fit(
         )
 
 
+def _check_joined(state: RankState, checkpoint: Path, saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if parameters that ZeRO joins on this rank differ in states with a single value."""
+    partitions: dict[int, dict[str, list[str]]] = {}  # names of the parameters by values, for each partition
+    for _, local, fragment in state.fragments(state.parameters) if state.optimizer.partitioned else ():
+        values = saved.get(local.name, {}).get("values", {}).items()
+        single = {key: value["value"] if isinstance(value, dict) else value for key, value in values}
+        text = ", ".join(f"{key} {value}" for key, value in single.items()) or "none"
+        partitions.setdefault(id(fragment.owner), {}).setdefault(text, []).append(local.name)
+    for partition in partitions.values():
+        if len(partition) > 1:
+            got = [f"{text} of {', '.join([*of[:4], '...'][: len(of)])}" for text, of in partition.items()]
+            raise CheckpointError(
+                f"{checkpoint}: ZeRO and half precision need one step count for the parameters of a group (got "
+                f"{'; '.join(got)}). Pass those with another one, such as newly trained ones, to initialize() in a "
+                f"parameter group of their own, or load with load_optimizer_states=False."
+            )
+
+
 def _check_scheduler(engine: Checkpointed, checkpoint: Path, state: Mapping[str, Any]) -> None:
     expected = None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
     got = state["lr_scheduler_class"]
@@ -248,8 +268,9 @@ def _load_states(state: RankState, reader: CheckpointReader, manifest: Mapping[s
     state.optimizer.clear()
     for _, local, fragment in state.fragments(state.parameters):
         if local.name in saved:
-            tensors = reader.states(local, fragment.start, fragment.numel)
-            state.optimizer.write(fragment, tensors, saved[local.name]["values"])
+            kept = fragment.kept(local.parameter)
+            tensors = reader.states(local, kept.start, kept.numel)
+            state.optimizer.write(kept, tensors, saved[local.name]["values"])
     names = {id(local.parameter): local.name for local in state.parameters.values()}
     for group, members in state.optimizer.groups():
         saved_names = [names[id(p)] for p in members if names.get(id(p)) in saved]

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
@@ -174,18 +176,28 @@ class Fragment:
     Attributes:
         start, numel: range in the flattened shard of the parameter.
         owner: parameter of the optimizer: a flat partition, or the model's parameter.
-        offset: start of the range in ``owner``.
+        offset: start of the range in the states.
+        shape: shape of the states.
         master: flat view of the range's master weights; None if the parameter is its own master weight.
+        is_whole: the states contain all elements of the parameter, on each rank with a fragment of it.
     """
 
     start: int
     numel: int
     owner: Tensor
     offset: int
-    master: Tensor | None
+    shape: torch.Size
+    master: Tensor | None = None
+    is_whole: bool = False
+
+    def kept(self, parameter: Tensor) -> Fragment:
+        """Return the range of the states that this rank must have, of which checkpoints contain this fragment's."""
+        if not self.is_whole:
+            return self
+        return replace(self, start=0, numel=parameter.numel(), offset=self.offset - self.start)
 
     def part(self, state: Tensor) -> Tensor:
-        """Return a flat view of the range in a state with the size of ``owner``."""
+        """Return a flat view of the range in a state."""
         return state.view(-1)[self.offset : self.offset + self.numel]
 
 
@@ -222,16 +234,35 @@ class OptimizerStates:
     def fragments(self) -> dict[int, Fragment]:
         """Return a dict of ``id`` of a model parameter -> fragment on this rank."""
         fragments = {}
-        for group, parameters in self.groups():
+        for index, (group, parameters) in enumerate(self.groups()):
+            momentum = self._offsets_of_matrices(index)
             for parameter in parameters:
                 if self.wrapper is None:
-                    fragments[id(parameter)] = Fragment(0, parameter.numel(), parameter, 0, None)
+                    fragments[id(parameter)] = Fragment(0, parameter.numel(), parameter, 0, parameter.shape)
                 elif (mapping := parameter._hp_mapping) is not None:  # pyright: ignore[reportAttributeAccessIssue]
                     low, high = mapping.lp_fragment_address, mapping.hp_fragment_address
+                    owner = group["params"][0]
+                    offset, shape = high.start, owner.shape
+                    if momentum:
+                        offset, shape = momentum[id(parameter)] + low.start, torch.Size([momentum[None]])
+                    master = mapping.hp_fragment.detach()
                     fragments[id(parameter)] = Fragment(
-                        low.start, low.numel, group["params"][0], high.start, mapping.hp_fragment.detach()
+                        low.start, low.numel, owner, offset, shape, master, bool(momentum)
                     )
         return fragments
+
+    def _offsets_of_matrices(self, index: int) -> dict[int | None, int]:
+        """Return the offsets of the matrices of a group in the momentum of Muon by ``id``, and its size by None.
+
+        ZeRO keeps it whole for every matrix of which the rank has a part. Empty for other groups.
+        """
+        zero = self.wrapper
+        is_zero = isinstance(zero, DeepSpeedZeroOptimizer) and not zero.cpu_offload
+        members = zero.params_in_partition[index] if is_zero else []
+        if not members or not zero._is_muon_group(members):
+            return {}
+        ends = accumulate((parameter.numel() for parameter in members), initial=0)
+        return dict(zip([*map(id, members), None], ends, strict=True))
 
     def read(self, fragment: Fragment) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the states of a fragment: those with a value per element as flat views, and those with one value.
@@ -242,7 +273,7 @@ class OptimizerStates:
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         for key, state in self.base.state.get(fragment.owner, {}).items():
-            if isinstance(state, Tensor) and key != "step" and state.shape == fragment.owner.shape:
+            if isinstance(state, Tensor) and key != "step" and state.shape == fragment.shape:
                 tensors[key] = fragment.part(state)
             elif isinstance(state, Tensor) and state.numel() == 1:
                 dtype = str(state.dtype).removeprefix("torch.")
@@ -261,8 +292,8 @@ class OptimizerStates:
 
         A copy of the optimizer takes a step with small parameters of the same numbers of dimensions.
         """
-        if self.base is None or hasattr(self.base, "__del__"):  # which would end the optimizer with its copy
-            return ""
+        if self.base is None or any(hasattr(one, "__del__") for one in (self.base, *self._inner().values())):
+            return ""  # a copy would end the optimizer
         probe = self._make_probe()
         try:
             type(probe).step(probe)  # the object's may be a scheduler's, of the optimizer itself
@@ -271,21 +302,23 @@ class OptimizerStates:
         try:
             for group in probe.param_groups:
                 for parameter in group["params"]:
-                    OptimizerStates(probe).read(Fragment(0, parameter.numel(), parameter, 0, None))
+                    OptimizerStates(probe).read(Fragment(0, 0, parameter, 0, parameter.shape))
         except CheckpointError as error:
             return str(error)
         return ""
 
+    def _inner(self) -> dict[str, torch.optim.Optimizer]:
+        """Return the optimizers that the optimizer contains, by attribute."""
+        return {key: one for key, one in vars(self.base).items() if isinstance(one, torch.optim.Optimizer)}
+
     def _make_probe(self) -> Any:
-        """Return a copy of the optimizer without states and hooks.
+        """Return a copy of the optimizer, and of those that it contains, without states and hooks.
 
         Its groups have a small parameter, with gradient, for each number of dimensions of the original ones. All sizes
         of a parameter differ, so that a state with other sizes is noticed.
         """
-        probe = object.__new__(type(self.base))
-        hooks = {key: OrderedDict() for key in vars(self.base) if key.endswith("_hooks")}
-        probe.__dict__ |= {**vars(self.base), **hooks, "state": defaultdict(dict)}
-        probe.param_groups = []
+        probe = _copy_empty(self.base)
+        probe.__dict__ |= {key: _copy_empty(inner) for key, inner in self._inner().items()}
         for group in self.base.param_groups:
             examples = {parameter.dim(): parameter for parameter in group["params"]}
             small = [p.new_zeros([*range(2, 2 + dim)]).requires_grad_() for dim, p in examples.items()]
@@ -308,7 +341,7 @@ class OptimizerStates:
         state = self.base.state[fragment.owner]
         for key, tensor in tensors.items():
             if key not in state:
-                state[key] = torch.zeros_like(fragment.owner.detach())
+                state[key] = fragment.owner.detach().new_zeros(fragment.shape)
             fragment.part(state[key]).copy_(tensor)
         for key, value in values.items():
             state[key] = self._value(fragment, value)
@@ -327,6 +360,14 @@ class OptimizerStates:
         """Copy the master weights to the model. All data-parallel ranks must call this together."""
         if self.wrapper is not None:
             self.wrapper.update_lp_params()
+
+
+def _copy_empty(optimizer: Any) -> Any:
+    """Return a copy of an optimizer without groups, states and hooks."""
+    empty = object.__new__(type(optimizer))
+    hooks = {key: OrderedDict() for key in vars(optimizer) if key.endswith("_hooks")}
+    empty.__dict__ |= {**vars(optimizer), **hooks, "state": defaultdict(dict), "param_groups": []}
+    return empty
 
 
 def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:

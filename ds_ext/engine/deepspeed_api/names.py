@@ -119,7 +119,7 @@ NAMES = OVERRIDDEN + _parse(f"""
     {ZERO} of objects: optimizer bit16_groups use_grad_accum_attribute gradient_accumulation_dtype
     {ZERO} of objects: cpu_offload overlap_comm contiguous_gradients loss_scaler
     {ZERO} callable: get_grad_norm_direct complete_grad_norm_calculation_for_cpu_offload
-    {ZERO} callable: _muon_update_lacks_loss_scale
+    {ZERO} callable: _muon_update_lacks_loss_scale _is_muon_group
     {ZERO} of objects: bit16_groups_flat params_in_partition averaged_gradients
     {ZERO} of objects: _hp_optimizer_states_linked model_parallel_group real_dp_process_group
     {ZERO} of objects: parallel_partitioned_bit16_groups single_partition_of_fp32_groups
