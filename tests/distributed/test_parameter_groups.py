@@ -247,10 +247,13 @@ def test_all_ranks_have_both_halves_of_muons_groups(ranks: Ranks, zero: int) -> 
         assert groups == halves and losses == pytest.approx(expected, rel=1e-3)
 
 
+def unclipped(schedule: str, zero: int, pp: int) -> dict[str, Any]:
+    """Return a job. With ZeRO, DeepSpeed's Muon clips what it has orthogonalized, and without, the gradients."""
+    return config_of(schedule, zero, "fp32", pp, gradient_clipping=0.0)
+
+
 def train_unclipped(rank: int, zero: int) -> list[float]:
-    return train_eagerly(
-        build_with_muon(config_of("1f1b", zero, "fp32", 1, gradient_clipping=0.0), make_layers())
-    )
+    return train_eagerly(build_with_muon(unclipped("1f1b", zero, 1), make_layers()))
 
 
 def test_muon_trains_vectors_with_adam_as_zero_does(ranks: Ranks) -> None:
@@ -260,7 +263,7 @@ def test_muon_trains_vectors_with_adam_as_zero_does(ranks: Ranks) -> None:
 
 def save_with_muon(rank: int, folder: str, schedule: str, pp: int) -> list[float]:
     """Save in the middle of a run. With 7 matrices, two data-parallel ranks have a part of one."""
-    engine = build_with_muon(config_of(schedule, 1, "fp32", pp), make_layers(), frozen="2")
+    engine = build_with_muon(unclipped(schedule, 1, pp), make_layers(), frozen="2")
     train_eagerly(engine)
     engine.save_checkpoint(folder)
     return train_eagerly(engine)
@@ -268,7 +271,7 @@ def save_with_muon(rank: int, folder: str, schedule: str, pp: int) -> list[float
 
 def resume_with_muon(rank: int, folder: str, schedule: str, zero: int, pp: int) -> tuple[list[float], ...]:
     """Return the losses after a load, and those of an engine with a snapshot of it."""
-    config, results = config_of(schedule, zero, "fp32", pp), []
+    config, results = unclipped(schedule, zero, pp), []
     engine = build_with_muon(config, make_layers(), frozen="2")
     engine.load_checkpoint(folder)
     state = RankState(engine)

@@ -227,8 +227,8 @@ def _check_joined(state: RankState, checkpoint: Path, saved: Mapping[str, Any]) 
             got = [f"{text} of {', '.join([*of[:4], '...'][: len(of)])}" for text, of in partition.items()]
             raise CheckpointError(
                 f"{checkpoint}: ZeRO and half precision need one step count for the parameters of a group (got "
-                f"{'; '.join(got)}). Pass those with another one, such as newly trained ones, to initialize() in a "
-                f"parameter group of their own, or load with load_optimizer_states=False."
+                f"{'; '.join(got)}). Pass those with another one, such as newly trained ones, to initialize() in "
+                f"another parameter group, or load with load_optimizer_states=False."
             )
 
 
