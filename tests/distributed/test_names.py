@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -100,6 +101,26 @@ def test_the_engine_is_not_built_without_a_name_of_a_module_or_class(ranks: Rank
     for key, error in errors.items():
         assert key in error
         assert f"=={TESTED[key.split('.')[0]]}" in error
+
+
+def renamed_parameters_refused(rank: int) -> set[str]:
+    """Return the keys of the callables that are refused if their parameters have other names."""
+    refused: set[str] = set()
+    for name in STATIC:
+        if name.parameters is not None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(pkgutil.resolve_name(name.owner), name.name, lambda renamed: None)
+                with pytest.raises(ConfigError, match=re.escape(name.key)):
+                    build(name.package)
+                refused.add(name.key)
+    return refused
+
+
+@pytest.mark.quick
+def test_a_callable_with_other_parameters_is_refused(ranks: Ranks) -> None:
+    pytest.importorskip("transformers")
+    (refused,) = ranks(1).run(renamed_parameters_refused)
+    assert refused == {name.key for name in STATIC if name.parameters is not None} and len(refused) > 40
 
 
 def refused_objects(rank: int) -> set[str]:
