@@ -18,12 +18,14 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from packaging.version import Version
 from torch import nn
 
+from ...environment import package_version
 from ...errors import ConfigError
 
-# Versions that have every name; constraints.txt has the same.
-TESTED = {"deepspeed": "0.19.8", "torch": "2.13.0", "transformers": "5.23.0"}
+# Newest versions whose numbers were compared. Newer ones run if they have every name.
+TESTED = {"deepspeed": "0.19.8", "torch": "2.14.1", "transformers": "5.24.0"}
 ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -192,6 +194,16 @@ NAMES = OVERRIDDEN + _parse(f"""
 """)
 if not hasattr(torch.distributed, "set_timeout"):  # public since torch 2.14
     NAMES += _parse(f"{C10D} callable: _set_pg_timeout(timeout,group)")
+
+
+def untested_versions() -> list[str]:
+    """Return a line for each installed package that is newer than the tested version."""
+    installed = {package: package_version(package) for package in TESTED}
+    return [
+        f"{package} {version} is newer than {TESTED[package]}, up to which ds_ext is tested; all private names exist"
+        for package, version in installed.items()
+        if version is not None and Version(Version(version).public) > Version(TESTED[package])
+    ]
 
 
 def require_names(*packages: str) -> None:
