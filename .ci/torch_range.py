@@ -1,9 +1,10 @@
-"""Print pip's requirement for the oldest or the newest torch of setup.py: python .ci/torch_range.py oldest|newest."""
+"""Print pip's requirement for the oldest or the newest tested torch: python .ci/torch_range.py oldest|newest."""
 
 import re
 import sys
 from pathlib import Path
 
-text = (Path(__file__).parents[1] / "setup.py").read_text()
-lowest, bound = re.search(r'"torch>=([\d.]+),<([\d.]+)"', text).groups()
-print({"oldest": f"torch=={lowest}.*", "newest": f"torch>={lowest},<{bound}"}[sys.argv[1]])
+ROOT = Path(__file__).parents[1]
+lowest = re.search(r'"torch>=([\d.]+)"', (ROOT / "setup.py").read_text())[1]
+tested = re.search(r'"torch": "([\d.]+)"', (ROOT / "ds_ext/engine/deepspeed_api/names.py").read_text())[1]
+print({"oldest": f"torch=={lowest}.*", "newest": f"torch=={tested}"}[sys.argv[1]])

@@ -82,7 +82,7 @@ ALLOWED: dict[str, set[str]] = {
         *("environment", "config/deepspeed_check", "config/schedulers"),
         *("comm/host_watch", "launch", "tensor_parallel", "observe/trace", "engine/checkpoint/folder"),
         "engine/wrappers",
-        *("numpy:", "torch:", "deepspeed:"),
+        *("numpy:", "packaging.version:", "torch:", "deepspeed:"),
     },
     "hf": {
         *("errors", "engine", "engine/wrappers", "hf/folder", "tensor_parallel", "torch:", "deepspeed.pipe:"),

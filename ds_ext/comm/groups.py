@@ -100,7 +100,13 @@ def limit_waits(timeout_s: float) -> None:
     world = dist.distributed_c10d._world
     for group in list(world.pg_map):
         limit = backend_limit(dist.get_backend_config(group), timeout_s)
-        dist.distributed_c10d._set_pg_timeout(limit, group)
+        set_limit(group, limit)
+
+
+def set_limit(group: Any, limit: timedelta) -> None:
+    """Set the time limit of a process group. torch 2.14 has a public function for it."""
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(limit, group)
 
 
 def wait_for_threads_at_exit() -> None:

@@ -54,7 +54,7 @@ from ..parallel.slices import BALANCED, EQUAL
 from .batches import MicroBatches
 from .deepspeed_api.device import announce_locks, select_device
 from .deepspeed_api.muon import import_muon
-from .deepspeed_api.names import require_names
+from .deepspeed_api.names import require_names, untested_versions
 from .engine import PipelineEngine
 from .evaluation import set_first_modes
 from .facts import data_facts, optimizer_facts, plan_text, run_facts, stage_facts
@@ -319,6 +319,8 @@ def _check_json(job: JobConfig, has_optimizer: bool, has_scheduler: bool) -> Non
     check_deepspeed(job.deepspeed, optimizer=not has_optimizer, scheduler=not has_scheduler)
     if rank() == 0:
         require_monitors(job.deepspeed)
+        for line in untested_versions():
+            logger.warning("%s", line)
         if unknown := unknown_keys(job.deepspeed):
             logger.warning("unknown keys without effect: %s", ", ".join(unknown))
 

@@ -107,7 +107,7 @@ class Positions(_Part):
             mask = torch.cat([*(m for (m,) in earlier_slices(self, masks[0])), masks[0]], 1)
             if self._is_eager and current_slice() is not None:
                 self._require_padding_last(mask)
-        arguments = cache_arguments(_slice_cache(None))
+        arguments = cache_arguments(self.backbone, _slice_cache(None))
         self._recorder.take()  # those of a forward that failed
         with contextlib.suppress(_AllRecorded):
             self.backbone(inputs_embeds=embeds_BSD, attention_mask=mask, **arguments)

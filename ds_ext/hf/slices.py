@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..tensor_parallel import earlier_slices
@@ -77,6 +78,12 @@ class SliceCache(Cache):
         )
 
 
-def cache_arguments(cache: SliceCache | None) -> dict[str, Any]:
-    """Return the arguments of a backbone for a cache."""
-    return {"use_cache": False} if cache is None else {"use_cache": True, "past_key_values": cache}
+def cache_arguments(backbone: nn.Module, cache: SliceCache | None) -> dict[str, Any]:
+    """Return the arguments of a backbone for a cache. Raises Uncuttable if it takes none."""
+    if cache is None:
+        return {"use_cache": False}
+    parameters = inspect.signature(backbone.forward).parameters
+    for name in ("past_key_values", "cache"):  # until transformers 5.23, and from 5.24 on
+        if name in parameters:
+            return {"use_cache": True, name: cache}
+    raise Uncuttable("its backbone takes no cache of keys and values")

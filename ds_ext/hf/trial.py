@@ -79,7 +79,7 @@ class Trial:
         from .slices import SliceCache, cache_arguments  # needs transformers
 
         earlier = _EARLIER if in_slices else 0
-        arguments = cache_arguments(SliceCache(earlier) if in_slices else None)
+        arguments = cache_arguments(self.backbone, SliceCache(earlier) if in_slices else None)
         if padded:
             mask_BS = torch.ones(_BATCH, earlier + _LENGTH, dtype=torch.int64)
             mask_BS[0, -_PADDING:] = 0

@@ -14,7 +14,7 @@ from ..engine.deepspeed_api.names import require_names
 from ..errors import ConfigError
 from .folder import CONFIG, ModelFolder, read_config
 
-_NEEDS = "Install them with: pip install 'transformers>=5,<5.24' safetensors"
+_NEEDS = "Install them with: pip install 'transformers>=5' safetensors"
 
 
 class Source(Protocol):

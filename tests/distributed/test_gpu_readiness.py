@@ -164,11 +164,7 @@ def recorded_limits(backend: str) -> Iterator[list[float]]:
     limits: list[float] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups.dist, "get_backend_config", lambda group: backend)
-        patch.setattr(
-            dist.distributed_c10d,
-            "_set_pg_timeout",
-            lambda limit, group: limits.append(limit.total_seconds()),
-        )
+        patch.setattr(groups, "set_limit", lambda group, limit: limits.append(limit.total_seconds()))
         yield limits
 
 

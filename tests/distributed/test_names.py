@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import pkgutil
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEng
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from packaging.version import Version
 from torch import nn
 
 import ds_ext
@@ -100,6 +102,26 @@ def test_the_engine_is_not_built_without_a_name_of_a_module_or_class(ranks: Rank
     for key, error in errors.items():
         assert key in error
         assert f"=={TESTED[key.split('.')[0]]}" in error
+
+
+def renamed_parameters_refused(rank: int) -> set[str]:
+    """Return the keys of the callables that are refused if their parameters have other names."""
+    refused: set[str] = set()
+    for name in STATIC:
+        if name.parameters is not None:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(pkgutil.resolve_name(name.owner), name.name, lambda renamed: None)
+                with pytest.raises(ConfigError, match=re.escape(name.key)):
+                    build(name.package)
+                refused.add(name.key)
+    return refused
+
+
+@pytest.mark.quick
+def test_a_callable_with_other_parameters_is_refused(ranks: Ranks) -> None:
+    pytest.importorskip("transformers")
+    (refused,) = ranks(1).run(renamed_parameters_refused)
+    assert refused == {name.key for name in STATIC if name.parameters is not None} and len(refused) > 40
 
 
 def refused_objects(rank: int) -> set[str]:
@@ -214,11 +236,22 @@ def test_no_default_hides_a_missing_name() -> None:
 
 
 @pytest.mark.quick
-def test_the_tested_versions_are_those_of_the_constraints() -> None:
+def test_the_constraints_are_tested_versions() -> None:
     pinned = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
     )
-    assert {package: pinned[package] for package in TESTED} == TESTED
+    assert all(Version(pinned[package]) <= Version(TESTED[package]) for package in TESTED)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("version", "lines"),
+    [("99.0.1", 1), (f"{TESTED['torch']}+cu130", 0), ("2.6.0+cpu", 0), (TESTED["torch"], 0)],
+)
+def test_a_newer_version_is_named(version: str, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "package_version", {"torch": version}.get)
+    found = names.untested_versions()
+    assert len(found) == lines and all(version in line and TESTED["torch"] in line for line in found)
 
 
 @pytest.mark.quick

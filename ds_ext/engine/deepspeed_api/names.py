@@ -8,20 +8,24 @@ Names that a file imports at its top are not listed, because their import fails.
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import pkgutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from packaging.version import Version
 from torch import nn
 
+from ...environment import package_version
 from ...errors import ConfigError
 
-# Versions that have every name; constraints.txt has the same.
-TESTED = {"deepspeed": "0.19.8", "torch": "2.13.0", "transformers": "5.23.0"}
+# Newest versions whose numbers were compared. Newer ones run if they have every name.
+TESTED = {"deepspeed": "0.19.8", "torch": "2.14.1", "transformers": "5.24.0"}
 ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -29,6 +33,10 @@ BF16 = "deepspeed.runtime.bf16_optimizer:BF16_Optimizer"
 SCALERS = "deepspeed.runtime.fp16.loss_scaler"
 FRAGMENT = "deepspeed.utils.tensor_fragment"
 C10D = "torch.distributed.distributed_c10d"
+GATHER = (
+    "all_gather_dp_groups(groups_flat,partitioned_param_groups,dp_process_group,start_alignment_factor,"
+    "allgather_bucket_size)"
+)
 # "own": function of the class itself, because that of its base does nothing. "of objects": set by the owner's
 # constructor. "of parameters": set by it on every parameter of the owner.
 Kind = Literal["callable", "own", "class", "value", "field", "of objects", "of parameters"]
@@ -42,11 +50,14 @@ class PrivateName:
         owner: ``module`` or ``module:Class``.
         name: its attribute.
         kind: what the attribute must be.
+        parameters: names of the first parameters, without ``self``, of a callable that this package calls or overrides;
+            others must have defaults. None: not checked.
     """
 
     owner: str
     name: str
     kind: Kind
+    parameters: tuple[str, ...] | None = None
 
     @property
     def key(self) -> str:
@@ -69,76 +80,99 @@ class PrivateName:
         if self.kind == "field":
             return self.name not in owner.__annotations__
         if self.kind == "own":
-            return not callable(vars(owner).get(self.name))
+            return not (callable(vars(owner).get(self.name)) and self._fits(vars(owner)[self.name]))
         # A base class of another package, such as nn.Module, may have a different method of this name.
         bases = [c for c in getattr(owner, "__mro__", ()) if c.__module__.partition(".")[0] == self.package]
         if bases and not any(self.name in vars(base) for base in bases):
             return True
         value = getattr(owner, self.name, None)
         if self.kind == "callable":
-            return not callable(value)
+            return not (callable(value) and self._fits(value))
         if self.kind == "class":
             return not isinstance(value, type)
         return value is None
 
+    def _fits(self, function: Any) -> bool:
+        """Return whether a callable has the expected parameters."""
+        if self.parameters is None:
+            return True
+        found = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+        first, others = found[: len(self.parameters)], found[len(self.parameters) :]
+        optional = all(
+            p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in others
+        )
+        return tuple(p.name for p in first) == self.parameters and optional
+
 
 def _parse(table: str) -> tuple[PrivateName, ...]:
-    """Return the names of a table with a line ``owner kind: name name`` for each owner and kind."""
+    """Return the names of a table with lines ``owner kind: name name(parameter,parameter)``."""
     names: list[PrivateName] = []
     for line in table.strip().splitlines():
         owner_and_kind, attributes = line.strip().split(": ")
         owner, kind = owner_and_kind.split(" ", 1)
-        names += [PrivateName(owner, attribute, cast(Kind, kind)) for attribute in attributes.split()]
+        for attribute in attributes.split():
+            name, is_called, inner = attribute.rstrip(")").partition("(")
+            parameters = tuple(filter(None, inner.split(","))) if is_called else None
+            names.append(PrivateName(owner, name, cast(Kind, kind), parameters))
     return tuple(names)
 
 
 # Methods that this package overrides: without them, DeepSpeed's code would run instead.
 OVERRIDDEN = _parse(f"""
-    {ENGINE} callable: train_batch eval_batch set_train_batch_size set_dataloader set_dataiterator get_lr
-    {ENGINE} callable: is_first_stage is_last_stage clip_fp32_gradients save_checkpoint load_checkpoint
-    {ENGINE} callable: _broadcast_model _build_data_iter _configure_optimizer _train_schedule _exec_schedule
-    {ENGINE} callable: _exec_reduce_tied_grads _exec_reduce_grads _get_gradients_for_reduction
-    {ENGINE} callable: _exec_optimizer_step _take_model_step _aggregate_total_loss
+    {ENGINE} callable: train_batch(data_iter) set_train_batch_size(train_batch_size) set_dataloader(loader)
+    {ENGINE} callable: eval_batch(data_iter,return_logits,compute_loss,reduce_output,bcast_loss,num_micro_batches)
+    {ENGINE} callable: set_dataiterator(iterator) get_lr() is_first_stage() is_last_stage() clip_fp32_gradients()
+    {ENGINE} callable: save_checkpoint(save_dir,tag,client_state,save_latest,exclude_frozen_parameters)
+    {ENGINE} callable: load_checkpoint(load_dir,tag,load_module_strict,load_optimizer_states)
+    {ENGINE} callable: _broadcast_model() _build_data_iter(dataset) _train_schedule() _exec_schedule(pipe_schedule)
+    {ENGINE} callable: _configure_optimizer(client_optimizer,model_parameters) _get_gradients_for_reduction()
+    {ENGINE} callable: _exec_reduce_tied_grads() _exec_reduce_grads() _exec_optimizer_step(lr_kwargs)
+    {ENGINE} callable: _take_model_step(lr_kwargs) _aggregate_total_loss()
     {ENGINE} value: _INSTRUCTION_MAP
-    {MODULE} callable: _partition_layers _count_layer_params _build stage_owner _index_tied_modules forward
-    {MODULE} callable: get_tied_weights_and_groups _synchronize_tied_weights get_additional_losses compile
-    {MODULE} callable: save_state_dict load_state_dir
+    {MODULE} callable: _partition_layers(method) _count_layer_params() _build() stage_owner(layer_idx)
+    {MODULE} callable: _index_tied_modules() forward(forward_input) get_tied_weights_and_groups()
+    {MODULE} callable: _synchronize_tied_weights() get_additional_losses() compile
+    {MODULE} callable: save_state_dict(save_dir,checkpoint_engine,exclude_frozen_params)
+    {MODULE} callable: load_state_dir(load_dir,checkpoint_engine,strict)
 """)
 NAMES = OVERRIDDEN + _parse(f"""
-    {ENGINE} callable: _configure_python_gc _get_optimizer_loss_scale
+    {ENGINE} callable: _configure_python_gc() _get_optimizer_loss_scale()
     {ENGINE} value: _MUON_HALF_KEYS _ADAM_HALF_KEYS
     {ENGINE} of objects: _global_grad_norm _step_applied param_names
-    {MODULE} callable: _set_bounds _is_checkpointable
+    {MODULE} callable: _set_bounds(start,stop) _is_checkpointable(funcs)
     {MODULE} of objects: _layer_specs _num_layers
     {MODULE} of parameters: ds_pipe_replicated
     deepspeed.runtime.pipe.module class: PipelineParallelGrid
     {ZERO} own: backward_epilogue
-    {ZERO} callable: backward_prologue get_gradient_for_reduction average_tensor reduce_gradients
-    {ZERO} callable: _add_full_reduction_to_compact_grad_partition set_gradient_accumulation_boundary
-    {ZERO} callable: scaled_global_norm unscale_and_clip_grads update_lp_params scale_if_loss
+    {ZERO} callable: backward_prologue() get_gradient_for_reduction(param) reduce_gradients(pipeline_parallel)
+    {ZERO} callable: average_tensor(tensor,communication_data_type) set_gradient_accumulation_boundary(is_boundary)
+    {ZERO} callable: _add_full_reduction_to_compact_grad_partition(reduced_tensor,communication_data_type)
+    {ZERO} callable: scaled_global_norm(norm_type) unscale_and_clip_grads(grad_groups_flat,total_norm)
+    {ZERO} callable: update_lp_params() scale_if_loss(value)
     {ZERO} of objects: optimizer bit16_groups use_grad_accum_attribute gradient_accumulation_dtype
     {ZERO} of objects: cpu_offload overlap_comm contiguous_gradients loss_scaler
-    {ZERO} callable: get_grad_norm_direct complete_grad_norm_calculation_for_cpu_offload
-    {ZERO} callable: _muon_update_lacks_loss_scale _is_muon_group
+    {ZERO} callable: get_grad_norm_direct(gradients,params,norm_type)
+    {ZERO} callable: complete_grad_norm_calculation_for_cpu_offload(params)
+    {ZERO} callable: _muon_update_lacks_loss_scale(group_index) _is_muon_group(tensor_list)
     {ZERO} of objects: bit16_groups_flat params_in_partition averaged_gradients
     {ZERO} of objects: _hp_optimizer_states_linked model_parallel_group real_dp_process_group
     {ZERO} of objects: parallel_partitioned_bit16_groups single_partition_of_fp32_groups
     {ZERO} of parameters: _hp_mapping grad_accum
-    {BF16} own: backward_prologue backward_epilogue
-    {BF16} callable: update_lp_params scale_if_loss
+    {BF16} own: backward_prologue() backward_epilogue(update_hp_grads,clear_lp_grads)
+    {BF16} callable: update_lp_params() scale_if_loss(value)
     {BF16} of objects: optimizer bf16_groups fp32_groups_gradients fp32_groups_has_gradients
-    {BF16} callable: get_grads_for_norm
+    {BF16} callable: get_grads_for_norm(for_clipping)
     {BF16} of objects: mpu fp32_groups_gradients_flat fp32_groups_gradient_flat_partition
     {BF16} of objects: _hp_optimizer_states_linked real_dp_process_group
     {BF16} of objects: bf16_partitioned_groups fp32_groups_flat_partition
     {BF16} of parameters: _hp_mapping
-    deepspeed.runtime.bf16_optimizer callable: all_gather_dp_groups
-    deepspeed.runtime.zero.stage_1_and_2 callable: all_gather_dp_groups
+    deepspeed.runtime.bf16_optimizer callable: {GATHER}
+    deepspeed.runtime.zero.stage_1_and_2 callable: {GATHER}
     {SCALERS}:LossScalerBase of objects: cur_scale dynamic
     {SCALERS}:DynamicLossScaler of objects: cur_iter last_overflow_iter cur_hysteresis
     {FRAGMENT}:tensor_fragment field: lp_fragment_address hp_fragment_address hp_fragment
     {FRAGMENT}:fragment_address field: start numel
-    {C10D} callable: _get_default_store _set_pg_timeout
+    {C10D} callable: _get_default_store()
     {C10D}:_world value: pg_map
     torch.distributed:ProcessGroup value: bound_device_id
     torch.distributed.algorithms._checkpoint.checkpoint_wrapper value: _CHECKPOINT_WRAPPED_MODULE
@@ -148,15 +182,28 @@ NAMES = OVERRIDDEN + _parse(f"""
     torch:Tensor value: _version _backward_hooks
     torch:UntypedStorage callable: _share_cuda_ _new_shared_cuda
     torch:ops.aten callable: _assert_async
-    torch.utils.file_baton:FileBaton callable: wait
+    torch.utils.file_baton:FileBaton callable: wait()
     torch.nn:Module of objects: _parameters _buffers _non_persistent_buffers_set
     transformers:AutoModelForCausalLM value: _model_mapping
-    transformers:PreTrainedModel callable: _from_config tie_weights
-    transformers.core_model_loading callable: convert_and_load_state_dict_in_model rename_source_key
+    transformers:PreTrainedModel callable: _from_config(config) tie_weights
+    transformers.core_model_loading callable: convert_and_load_state_dict_in_model(model,state_dict,load_config)
+    transformers.core_model_loading callable: rename_source_key(source_key,weight_renamings,weight_converters)
     transformers.core_model_loading class: WeightConverter WeightRenaming
     transformers.modeling_utils class: LoadStateDictConfig
-    transformers.conversion_mapping callable: get_model_conversion_mapping
+    transformers.conversion_mapping callable: get_model_conversion_mapping(model)
 """)
+if not hasattr(torch.distributed, "set_timeout"):  # public since torch 2.14
+    NAMES += _parse(f"{C10D} callable: _set_pg_timeout(timeout,group)")
+
+
+def untested_versions() -> list[str]:
+    """Return a line for each installed package that is newer than the tested version."""
+    installed = {package: package_version(package) for package in TESTED}
+    return [
+        f"{package} {version} is newer than {TESTED[package]}, up to which ds_ext is tested; all private names exist"
+        for package, version in installed.items()
+        if version is not None and Version(Version(version).public) > Version(TESTED[package])
+    ]
 
 
 def require_names(*packages: str) -> None:

@@ -13,10 +13,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 
-import torch
 from deepspeed import comm as dist
 from torch.distributed import ProcessGroup
 
+from ...comm.groups import set_limit
 from ...parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout
 from ...pipe_schedules.bridge import TimetableSchedule
 from ..engine import PipelineEngine
@@ -96,7 +96,7 @@ class DisaggregatedRole(Role):
         if self._step_group is None:
             self._step_group = dist.new_group(ranks=list(range(dist.get_world_size())))
         limit = timedelta(seconds=self.step_limit_s(schedule))
-        torch.distributed.distributed_c10d._set_pg_timeout(limit, self._step_group)
+        set_limit(self._step_group, limit)
         dist.barrier(group=self._step_group)
 
     def step_limit_s(self, schedule: TimetableSchedule) -> float:
