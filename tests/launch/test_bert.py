@@ -15,9 +15,10 @@ from ds_ext.recipes.data.meta import read_meta
 from ds_ext.recipes.models.bert import BertConfig
 from ds_ext.recipes.models.gpt import GPTConfig
 from ds_ext.recipes.training.checkpoint_fit import check_load
-from ds_ext.recipes.training.setup import model_fields, plan_job
+from ds_ext.recipes.training.setup import model_fields
 from tests.launch.forked import ForkedJob, run_forked
 from tests.launch.jobs import ROOT, tiny_config, write_json
+from tests.plans import plan_job
 
 
 def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(

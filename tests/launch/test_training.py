@@ -23,10 +23,11 @@ from ds_ext.observe.trace.summary import summarize
 from ds_ext.recipes.data.meta import read_meta
 from ds_ext.recipes.models.gpt import GPTConfig
 from ds_ext.recipes.training.checkpoint_fit import check_load
-from ds_ext.recipes.training.setup import model_fields, plan_job
+from ds_ext.recipes.training.setup import model_fields
 from tests.launch.forked import ForkedJob, run_forked
 from tests.launch.jobs import ROOT, Job, command, write_json
 from tests.own_schedule import NAME, write_own_schedule
+from tests.plans import plan_job
 from tests.selection import extensive
 
 SCRIPT = str(ROOT / "train_gpt.py")

@@ -71,7 +71,7 @@ class IndexedWriter:
 
     def __init__(self, prefix: Path, dtype: type[np.integer[Any]]) -> None:
         self._prefix, self._dtype = prefix, np.dtype(dtype)
-        self._file = Path(f"{prefix}.bin").open("wb")
+        self._file = Path(f"{prefix}.bin").open("wb")  # noqa: SIM115
         self._lengths: list[int] = []
         self._borders = [0]
 

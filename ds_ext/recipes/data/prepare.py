@@ -1,7 +1,7 @@
 """``python -m ds_ext prepare``: convert text to a folder: ``text_document.bin/.idx``, a tokenizer and ``meta.json``.
 
-The pair of files has Megatron's indexed format. For GPT every document is one sequence that ends with an end-of-document
-token (Megatron's ``--append-eod``). For BERT, selected by a WordPiece tokenizer, every sentence is one
+The pair of files has Megatron's indexed format. For GPT every document is one sequence that ends with an
+end-of-document token (Megatron's ``--append-eod``). For BERT, selected by a WordPiece tokenizer, every sentence is one
 sequence (``--split-sentences``). Chat data also has a loss mask; see chat/.
 """
 

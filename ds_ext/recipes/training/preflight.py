@@ -12,9 +12,12 @@ from typing import Any
 
 from ...config.deepspeed_json import require_monitors
 from ...environment import local_world_size, rank
-from ...errors import CheckpointError, ConfigError
+from ...errors import CheckpointError, ConfigError, Problems
 from ...parallel.fbd import DisaggregatedLayout, place_by_hosts
 from ...parallel.layout import ParallelLayout
+from ..data.blend import parse_data_path
+from ..data.indexed import require_files
+from ..models.field_flags import flag_name
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 
 _LOWEST = {
@@ -28,34 +31,73 @@ _LOWEST = {
 }
 
 
-def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a wrong optimizer, tokenizer, interval, checkpoint or output path.
+def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, problems: Problems) -> None:
+    """Add a problem for a wrong optimizer, tokenizer, interval, checkpoint, file or output path.
 
-    If the folder of ``load`` is missing or empty, ``load`` becomes None.
+    A dry run needs no packages, no files and no output folders. If the folder of ``load`` is missing or empty, ``load``
+    becomes None.
+
+    Args:
+        args: flags; those of files that do not exist become empty.
+        config: the JSON; None: a key is undecided.
+        problems: errors, to which those of the job are added.
     """
-    require_optimizer(config)
-    if rank() == 0:
-        require_monitors(config)
-    _check_tokenizer(args)
+    if config is not None:
+        with problems.collect():
+            require_optimizer(config)
+        if rank() == 0 and not args.dry_run:
+            with problems.collect():
+                require_monitors(config)
+    with problems.collect():
+        _check_tokenizer(args)
+    _check_files(args, problems)
     for dest, lowest in _LOWEST.items():
         value = getattr(args, dest)
         if value < lowest:
-            raise ConfigError(f"--{dest.replace('_', '-')}: must be at least {lowest} (got {value}).")
+            problems.add(f"{flag_name(dest)}: must be at least {lowest} (got {value}).")
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
-        raise ConfigError(f"--peak-tflops: must be greater than 0 and finite (got {args.peak_tflops:g}).")
+        problems.add(f"--peak-tflops: must be greater than 0 and finite (got {args.peak_tflops:g}).")
     if args.save_interval and not args.save:
-        raise ConfigError(
+        problems.add(
             f"--save-interval: needs --save (got {args.save_interval}). Add --save DIR, or remove --save-interval."
         )
     if args.load:
-        _check_load(args)
+        with problems.collect():
+            _check_load(args)
     if args.metrics_file and rank() == 0 and os.path.isdir(args.metrics_file):
         file = Path(args.metrics_file, "metrics.jsonl")
-        raise ConfigError(
-            f"--metrics-file: is a folder (got {args.metrics_file}). Name a file, such as {file}."
+        problems.add(f"--metrics-file: is a folder (got {args.metrics_file}). Name a file, such as {file}.")
+    for flag, folder in () if args.dry_run else _output_folders(args, config or {}):
+        with problems.collect():
+            _require_writable(flag, folder)
+
+
+def _check_files(args: argparse.Namespace, problems: Problems) -> None:
+    """Unset the flags of data and tokenizers that do not exist here: a problem, or in a dry run a note."""
+    missing = Problems()
+    if not args.data_path:
+        missing.add(
+            '--data-path: missing. Add it or "train": {"data_path": ...}; `python -m ds_ext prepare` creates data.'
         )
-    for flag, folder in _output_folders(args, config):
-        _require_writable(flag, folder)
+    with problems.collect("data_path"):
+        for prefix in parse_data_path(args.data_path)[1]:
+            with missing.collect("data_path"):
+                require_files(prefix)
+    for dest in ("tokenizer", "vocab_file", "merge_file"):
+        path = getattr(args, dest, None)
+        if path and not os.path.exists(path):
+            missing.add(
+                f"{flag_name(dest)}: no such file or folder (got {path}). Use a path on this host.", dest
+            )
+    for dest in missing.undecided | problems.undecided & {"data_path"}:
+        setattr(args, dest, [] if dest == "data_path" else None)
+    if args.vocab_file is None or args.merge_file is None:
+        args.vocab_file = args.merge_file = None
+    if not args.dry_run:
+        problems.errors += missing.errors
+    elif missing.errors:
+        flags = ", ".join(str(error).partition(":")[0] for error in missing.errors)
+        args.notes.append(f"missing   {flags}: a run needs them")
 
 
 def create_folders(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
@@ -145,7 +187,7 @@ def _check_load(args: argparse.Namespace) -> None:
         {*files} - {LOCK} for *_, files in os.walk(folder)
     )
     is_new = not os.path.lexists(folder) or (os.path.isdir(folder) and is_empty)
-    if is_new and not args.exit_on_missing_checkpoint:
+    if is_new and (args.dry_run or not args.exit_on_missing_checkpoint):
         args.notes.append(f"load      {folder}: no checkpoint yet, the run starts at step 0")
         args.load = None
     else:

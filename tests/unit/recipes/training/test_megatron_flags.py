@@ -16,7 +16,8 @@ from ds_ext.planner.job_plan import JobPlan
 from ds_ext.recipes.training.arguments import finished_json, parse
 from ds_ext.recipes.training.megatron_flags import MEGATRON_FLAGS, Harmless, Refused, row_of
 from ds_ext.recipes.training.script_flags import SCRIPTS, Model, build_parser
-from ds_ext.recipes.training.setup import model_fields, plan_job
+from ds_ext.recipes.training.setup import model_fields
+from tests.plans import plan_job
 
 # Flags of BitPipe, MegaDPP, MegaFBD, the launchers and ds_ext.
 OURS = {
@@ -154,7 +155,9 @@ def test_all_problems_are_in_one_error(tmp_path: Path) -> None:
     )
     # A wrong value is not missing too.
     assert problems("--lr", "0.1", "--micro-batch-size", "two") == ["--micro-batch-size"]
-    assert problems("--seed", "x", "--bf16=1", "--num-layers", "2") == ["--seed", "argument --bf16"]
+    assert problems("--seed", "x", "--bf16=1", "--num-layers", "2") == [
+        *("--bf16", "--seed", "--deepspeed_config")
+    ]
 
 
 def test_a_flag_of_the_other_script() -> None:
@@ -334,7 +337,6 @@ SCRIPT_WORDS = {"gpt3": GPT_3, "llama": LLAMA, "bert": BERT, "bloom": BLOOM, "qw
 
 def planned(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[argparse.Namespace, JobPlan]:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("ds_ext.recipes.training.preflight.require_monitors", lambda config: None)
     batch = {"train_batch_size": 512, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}
     job = {**batch, "steps_per_print": 2000, "zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}
     path = write_job(folder, job)[1]
@@ -403,8 +405,9 @@ def test_launch_scripts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     keys = ("decay_style", "min_lr", "total_num_steps", "warmup_num_steps")
     assert (config["optimizer"]["params"]["lr"], *(params[key] for key in keys)) == expected["rate"]
     assert config["optimizer"]["type"] == "AdamW" and config["gradient_clipping"] == 1.0
-    ignored, load = args.notes
+    ignored, missing, load = args.notes
     assert ignored.startswith("ignored ") and ignored.count(", ") + 1 == expected["ignored"]
+    assert missing.startswith("missing ") and "--data-path" in missing and args.data_path == []
     assert load.startswith("load ") and str(args.save) in load
 
 
