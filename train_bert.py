@@ -120,7 +120,7 @@ def bert_config(args: argparse.Namespace, plan: JobPlan | None) -> BertConfig:
     if args.data_path or args.tokenizer:
         size = bert_tokenizer(args.data_path, args.tokenizer).vocab_size
     else:
-        args.notes.append(f"words     {size}, the vocabulary of bert-base-uncased (assumed)")
+        args.notes.append(f"vocab     {size}, that of bert-base-uncased (assumed)")
     return BertConfig(**model_fields(args, plan), vocab_size=size, order_classes=classes)
 
 

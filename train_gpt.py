@@ -146,7 +146,7 @@ def vocab_size(args: argparse.Namespace) -> int:
         size = args.vocab_size
     elif not args.data_path:
         size = 50257
-        args.notes.append(f"words     {size}, GPT-2's vocabulary (assumed: --vocab-size sets it)")
+        args.notes.append(f"vocab     {size}, that of GPT-2 (assumed, --vocab-size sets it)")
     else:
         raise ConfigError(
             f"--data-path: no meta.json with the vocabulary (got {' '.join(args.data_path)}). Add --tokenizer, or "

@@ -197,16 +197,18 @@ def parse_json(text: str, name: str) -> Any:
 
 
 def require_monitors(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an enabled monitor whose package is not installed here; rank 0 alone uses it."""
+    """Raise ConfigError for enabled monitors whose packages are not installed here; rank 0 alone uses them."""
+    problems = Problems()
     for section, (package, requirement) in _MONITORS.items():
         if not _is_enabled(config, section):
             continue
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:  # a folder such as ./wandb is a namespace package
-            raise ConfigError(
+            problems.add(
                 f'{section}: the package {package!r} is not installed on the host of rank 0 (got "enabled": true). '
                 f"Install it with `pip install {requirement}`, or remove the section."
             )
+    problems.raise_all()
 
 
 def half_through_zero(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,8 +100,10 @@ def _check_files(args: argparse.Namespace, problems: Problems) -> None:
         args.notes.append(f"missing   {flags}: a run needs them")
 
 
-def create_folders(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """Create the folders that this rank writes to. Raises ConfigError if one cannot be created."""
+def set_up_outputs(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+    """Create the folders that this rank writes to, and name the run of wandb. Raises ConfigError."""
+    if args.wandb_exp_name:
+        os.environ["WANDB_NAME"] = args.wandb_exp_name  # DeepSpeed's section has no name
     for flag, folder in _output_folders(args, config):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -201,7 +203,19 @@ def require_checkpoint(folder: str) -> None:
     try:
         open_checkpoint(Path(folder))
     except (ConfigError, CheckpointError) as error:
+        if name := _megatron_file(Path(folder)):
+            raise ConfigError(
+                f"--load: {folder} is a checkpoint of Megatron, in another format (got {name}). Export it to a Hugging "
+                "Face folder with Megatron's tools (AutoBridge.export_ckpt of Megatron-Bridge), and start with "
+                "--hf-model FOLDER, or with --load NEW after `python -m ds_ext convert FOLDER --from hf NEW`."
+            ) from None
         raise ConfigError(f"--load {folder}: {str(error).removeprefix(f'{folder}: ')}") from None
+
+
+def _megatron_file(folder: Path) -> str:
+    """Return the name of a file or folder that Megatron-LM or Megatron-DeepSpeed wrote; empty without one."""
+    patterns = ("latest_checkpointed_iteration.txt", "iter_*", "common.pt", "mp_rank_*", "*/mp_rank_*")
+    return next((path.name for pattern in patterns for path in folder.glob(pattern)), "")
 
 
 def _require_writable(flag: str, folder: Path) -> None:

@@ -310,6 +310,7 @@ def _add_training(group: Any) -> None:
         metavar="STEPS",
         help="save and exit with 0 after a step that is divisible by it; 0: never",
     )
+    group.add_argument("--wandb-exp-name", metavar="NAME", help="name of the run in wandb")
     group.add_argument("--load", metavar="DIR", help="folder of the checkpoint to resume from")
     group.add_argument(
         "--exit-on-missing-checkpoint", action="store_true", help="refuse a --load folder without checkpoints"

@@ -40,7 +40,7 @@ from ..models.config import TransformerConfig
 from ..models.field_flags import fields_of, flags_of
 from .arguments import FLAGS_OF_THE_JSON, finished_json, read_job
 from .hosts import describe_hosts, hosts_of_flags, is_placed, layout_on
-from .preflight import check_forward_hosts, check_job, create_folders
+from .preflight import check_forward_hosts, check_job, set_up_outputs
 from .script_flags import Model
 from .section_flags import value_at
 
@@ -134,7 +134,7 @@ def plan_job(
         text = json.dumps(finished_json(prog, argv, model, args, job), indent=2)
         print(f"JSON of this job (--write-config FILE saves it):\n{text}\n", flush=True)
     if not args.dry_run:
-        create_folders(args, job.deepspeed)
+        set_up_outputs(args, job.deepspeed)
     return args, plan, config, boundaries
 
 

@@ -158,7 +158,7 @@ def test_monitor_without_its_package(
         "find_spec",
         lambda name, *more: missing["spec"] if name == package else installed(name, *more),
     )
-    run = functools.partial(planned, "dpp", {"schedule": "1f1b", "pipeline_parallel_size": 1}, dry_run=False)
+    run = functools.partial(planned, "gpipe", {"pipeline_parallel_size": 1}, dry_run=False)
     run(**{section: {"enabled": False}})
     planned("dpp", {}, **{section: {"enabled": True}})  # a dry run writes nothing
     with pytest.raises(ConfigError, match=rf"^{section}: .*{package}.*pip install '?{package}"):
