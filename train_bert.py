@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ds_ext.environment import restart_count
 from ds_ext.launch import process, stop
 from ds_ext.parallel.hosts import Hosts
-from ds_ext.planner.job_plan import JobPlan
+from ds_ext.planner.job_plan import JobPlan, StagePlan
 from ds_ext.recipes.training.hosts import hosts_of_flags
 from ds_ext.recipes.training.setup import (
     check_memory,
@@ -111,7 +111,7 @@ def bert_options(args: argparse.Namespace) -> BertOptions:
     return BertOptions(args.mask_prob, args.short_seq_prob, not args.bert_no_binary_head)
 
 
-def bert_config(args: argparse.Namespace, plan: JobPlan | None) -> BertConfig:
+def bert_config(args: argparse.Namespace, plan: StagePlan | None) -> BertConfig:
     """Return the config of the model. Raises ConfigError. A dry run without data assumes BERT's vocabulary."""
     from ds_ext.recipes.data.bert import bert_tokenizer
     from ds_ext.recipes.models.bert import BertConfig

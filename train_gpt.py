@@ -18,7 +18,7 @@ from ds_ext.environment import restart_count
 from ds_ext.errors import ConfigError
 from ds_ext.launch import process, stop
 from ds_ext.parallel.hosts import Hosts
-from ds_ext.planner.job_plan import JobPlan
+from ds_ext.planner.job_plan import JobPlan, StagePlan
 from ds_ext.recipes.training.hosts import hosts_of_flags
 from ds_ext.recipes.training.setup import (
     check_memory,
@@ -109,14 +109,14 @@ def main() -> int:
     return code
 
 
-def gpt_config(args: argparse.Namespace, plan: JobPlan | None) -> GPTConfig:
+def gpt_config(args: argparse.Namespace, plan: StagePlan | None) -> GPTConfig:
     """Return the config of the model. Raises ConfigError."""
     from ds_ext.recipes.convert.hf_model import config_of_folder
     from ds_ext.recipes.models.gpt import GPTConfig
-    from ds_ext.recipes.training.documents import take_chat
+    from ds_ext.recipes.training.documents import document_options
     from ds_ext.recipes.training.hf_model import folder_sizes
 
-    take_chat(args)
+    document_options(args)  # chat data sets flags of the model
     sizes = folder_sizes(config_of_folder(Path(args.hf_model))) if args.hf_model else {}
     return GPTConfig(**{**model_fields(args, plan), **sizes, "vocab_size": vocab_size(args)})
 

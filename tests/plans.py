@@ -11,7 +11,14 @@ import torch.distributed as dist
 from ds_ext.config.job import JobConfig, load_config
 from ds_ext.pipe_schedules import Placement, Timetable, get_schedule
 from ds_ext.planner.candidates import Candidates
-from ds_ext.planner.job_plan import JobPlan, make_job_plan, place, resolve_schedule, schedule_options
+from ds_ext.planner.job_plan import (
+    JobPlan,
+    StagePlan,
+    make_job_plan,
+    place,
+    resolve_schedule,
+    schedule_options,
+)
 from ds_ext.recipes.models.config import TransformerConfig
 from ds_ext.recipes.training import setup
 from ds_ext.recipes.training.script_flags import Model
@@ -21,7 +28,7 @@ from ds_ext.recipes.training.setup import model_fields
 def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Namespace, JobPlan]:
     """Return the flags and the plan of a script's command line, without looking at the vocabulary of its data."""
 
-    def make_config(args: argparse.Namespace, plan: JobPlan | None) -> TransformerConfig:
+    def make_config(args: argparse.Namespace, plan: StagePlan | None) -> TransformerConfig:
         return TransformerConfig(**{**model_fields(args, plan), "vocab_size": 100})
 
     return setup.plan_job(prog, argv, model, make_config, ["a", "b"], ["c", "d"])[:2]

@@ -143,7 +143,7 @@ def norm_of_two_replicas(rank: int, eager: bool, keys: dict[str, Any]) -> float:
 @pytest.mark.parametrize("eager", [True, False])
 def test_gradients_are_reduced_in_the_communication_data_type(ranks2: RankPool, eager: bool) -> None:
     """bf16 keeps 1 of 1 + 2^-9; the flag is Megatron's."""
-    words = "--lr 1 --micro-batch-size 1 --global-batch-size 2 --bf16".split()
+    words = ["--lr", "1", "--micro-batch-size", "1", "--global-batch-size", "2", "--bf16"]
     key = "communication_data_type"
     for flags, total in (([], 1 + 2**-9), (["--grad-reduce-in-bf16"], 1)):
         config = parse("train_gpt.py", [*words, *flags])[1].deepspeed

@@ -120,19 +120,23 @@ def _flags_in(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     parser.add_harmless(argv)
     words = [*parser.without_values(argv)]
     args, unknown_words = parser.parse_known_args(words, argparse.Namespace(**blank))
-    _report_unknown_flags(parser, unknown_words)
+    _report_unknown_flags(parser, unknown_words, args)
     return {key: value for key, value in vars(args).items() if value is not UNSET and value != []}
 
 
-def _report_unknown_flags(parser: Parser, words: list[str]) -> None:
-    """Add a problem for each unknown flag, with its replacement or the most similar flag, which is then undecided."""
+def _report_unknown_flags(parser: Parser, words: list[str], args: argparse.Namespace) -> None:
+    """Add a problem for each unknown flag, with its replacement or the most similar flag.
+
+    These are then undecided, unless ``args`` has them.
+    """
     flags = dict.fromkeys([word.partition("=")[0] for word in words if word.startswith("--")] or words[:1])
     for number, flag in enumerate(flags, start=1):
         line, replacement = _unknown_flag(parser, flag)
         if number == len(flags) and all(row_of(flag)[1] is None for flag in flags):
             line += f" `python {parser.prog} --help` lists the flags."
         actions = map(parser._option_string_actions.get, re.findall(r"--[\w-]+", replacement))
-        parser.problems.add(line, *(action.dest for action in actions if action is not None))
+        dests = (action.dest for action in actions if action is not None)
+        parser.problems.add(line, *(dest for dest in dests if getattr(args, dest, UNSET) is UNSET))
 
 
 def _unknown_flag(parser: Parser, flag: str) -> tuple[str, str]:

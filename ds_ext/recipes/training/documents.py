@@ -17,18 +17,14 @@ def flagged_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
     return load_gpt2_files(args.vocab_file, args.merge_file) if args.vocab_file else None
 
 
-def take_chat(args: argparse.Namespace) -> None:
-    """Switch ``--reset-position-ids`` and ``--reset-attention-mask`` on for chat data.
+def document_options(args: argparse.Namespace) -> DocumentOptions:
+    """Return the treatment of documents that the flags select.
 
-    A sample then contains several conversations.
+    Chat data switches ``--reset-position-ids`` and ``--reset-attention-mask`` on, because a sample contains several
+    conversations.
     """
     if has_chat(args.data_path):
         args.reset_position_ids = args.reset_attention_mask = True
-
-
-def document_options(args: argparse.Namespace) -> DocumentOptions:
-    """Return the treatment of documents that the flags select, after :func:`take_chat`."""
-    take_chat(args)
     starts = args.reset_position_ids or args.reset_attention_mask
     if not starts and not args.eod_mask_loss:
         return DocumentOptions()

@@ -62,7 +62,7 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, proble
             f"--save-interval: needs --save (got {args.save_interval}). Add --save DIR, or remove --save-interval."
         )
     if args.load:
-        with problems.collect():
+        with problems.collect("load"):
             _check_load(args)
     if args.metrics_file and rank() == 0 and os.path.isdir(args.metrics_file):
         file = Path(args.metrics_file, "metrics.jsonl")

@@ -29,7 +29,7 @@ from ...parallel.slices import BALANCED as BALANCED_SLICES
 from ...pipe_schedules.costs import Costs
 from ...planner.activation_memory import within_activation_memory
 from ...planner.auto import training_sizes
-from ...planner.job_plan import JobPlan, make_job_plan
+from ...planner.job_plan import JobPlan, StagePlan, make_stage_plan
 from ...planner.job_text import describe
 from ...planner.memory import memory, model_parameters, rank_parameters
 from ...planner.stage_costs import slice_costs, slice_tokens
@@ -60,14 +60,23 @@ _PER_HOST = frozenset(
             "dry_run",
             "verbose",
             "write_config",
+        ),
+        *(
             "hosts",
             "notes",
+            "data_path",
+            "hf_model",
+            "tokenizer",
+            "tokenizer_type",
+            "vocab_file",
+            "merge_file",
         ),
-        *("data_path", "hf_model", "tokenizer", "tokenizer_type", "vocab_file", "merge_file"),
     }
 )
-
-
+# Sizes of the model, whose checks need all of them.
+_SIZES = frozenset(
+    flag.key for name, flag in flags_of(TransformerConfig).items() if flag.kind is int and name != "seed"
+)
 # A JSON with one of these keys from flags is printed.
 _SHOWN_KEYS = frozenset(
     {"scheduler.params", "tensorboard.output_path", "fp16.loss_scale", "zero_optimization.stage"}
@@ -78,7 +87,7 @@ def plan_job(
     prog: str,
     argv: Sequence[str],
     model: Model,
-    make_config: Callable[[argparse.Namespace, JobPlan | None], Config],
+    make_config: Callable[[argparse.Namespace, StagePlan | None], Config],
     before: list[str],
     after: list[str],
 ) -> tuple[argparse.Namespace, JobPlan, Config, list[int]]:
@@ -107,29 +116,29 @@ def plan_job(
         with problems.collect():
             require_section(job)
     check_job(args, job and job.deepspeed, problems)
-    plan = config = boundaries = None
-    if job is not None:
-        plan = _make_plan(args, job, problems)
-    if not problems.undecided & {"hf_model", *(flag.key for flag in flags_of(TransformerConfig).values())}:
+    # These import torch.
+    from ..data.datasets import parse_split
+    from .checkpoint_fit import check_load
+
+    plan = None if job is None else _make_plan(args, job, problems)
+    config = boundaries = None
+    if not problems.undecided & {"hf_model", *_SIZES}:
         with problems.collect():
             config = make_config(args, plan)
+    with problems.collect():
+        parse_split(args.split)
     if plan is not None and config is not None:
         with problems.collect():
             _check_splits(args, plan, model)
         with problems.collect():
             config.check_tensor_parallel(plan.layout.tensor_parallel_size)
-        # These import torch.
-        from ..data.datasets import parse_split
-        from .checkpoint_fit import check_load
-
         with problems.collect():
-            check_load(args, config)
-        with problems.collect():
-            parse_split(args.split)
+            if "load" not in problems.undecided:
+                check_load(args, config)
         with problems.collect():
             boundaries = stage_boundaries(args, plan, before, layers_after(plan, after), config)
     problems.raise_all()
-    assert job is not None and plan is not None and config is not None and boundaries is not None
+    assert job is not None and isinstance(plan, JobPlan) and config is not None and boundaries is not None
     if rank() == 0 and (job.flags.keys() & _SHOWN_KEYS or job.path is None):
         text = json.dumps(finished_json(prog, argv, model, args, job), indent=2)
         print(f"JSON of this job (--write-config FILE saves it):\n{text}\n", flush=True)
@@ -138,28 +147,29 @@ def plan_job(
     return args, plan, config, boundaries
 
 
-def _make_plan(args: argparse.Namespace, job: JobConfig, problems: Problems) -> JobPlan | None:
-    """Return the plan of the job, and set the flags that it decides; None with a problem, which is added."""
+def _make_plan(args: argparse.Namespace, job: JobConfig, problems: Problems) -> StagePlan | None:
+    """Return the plan of the job, and set the flags that it decides; with a problem, the part without it."""
     from ...engine import check_deepspeed
 
     with problems.collect():
         check_deepspeed(job.deepspeed, job.flags)
-    launched = world_size() > 1 or not args.dry_run
+    launched, plan = world_size() > 1 or not args.dry_run, None
     with problems.collect():
         if launched and job.ds_ext.recovery is not None:
             require_restarts()
     with problems.collect():
         hosts = hosts_of_flags(args)
-        plan = make_job_plan(job, world_size() if launched else hosts and hosts.world_size)
+        plan = make_stage_plan(job, world_size() if launched else hosts and hosts.world_size)
         check_forward_hosts(plan.layout, job.ds_ext.fbd.forward_hosts)
         if args.hosts is not None and hosts is not None:
             require_slots(plan.layout, hosts)
             plan = replace(plan, layout=layout_on(plan.layout, hosts, job.ds_ext.fbd.forward_hosts))
         _take_candidate(args, plan)
-        return plan
+        plan = plan.complete(job)
+    return plan
 
 
-def _check_splits(args: argparse.Namespace, plan: JobPlan, model: Model) -> None:
+def _check_splits(args: argparse.Namespace, plan: StagePlan, model: Model) -> None:
     """Raise ConfigError for slices or parts of a head that do not fit the samples or the model."""
     settings = plan.settings
     if settings.vocabulary_parallel_head and model == "bert":
@@ -179,7 +189,7 @@ def _check_splits(args: argparse.Namespace, plan: JobPlan, model: Model) -> None
         )
 
 
-def _take_candidate(args: argparse.Namespace, plan: JobPlan) -> None:
+def _take_candidate(args: argparse.Namespace, plan: StagePlan) -> None:
     """Set the recomputation and the layers of the stages to the planner's choice, unless flags set them."""
     best = plan.candidates and plan.candidates.best
     if args.recompute_granularity is None:
@@ -201,19 +211,19 @@ def _write_json(args: argparse.Namespace, config: dict[str, Any]) -> NoReturn:
     raise SystemExit(0)
 
 
-def model_fields(args: argparse.Namespace, plan: JobPlan | None) -> dict[str, Any]:
+def model_fields(args: argparse.Namespace, plan: StagePlan | None) -> dict[str, Any]:
     """Return the fields of the model's config that flags and, with a plan, the JSON decide. Raises ConfigError."""
     fields = fields_of(TransformerConfig, vars(args))
     return fields | ({"sequence_parallel": plan.job.ds_ext.sequence_parallel} if plan else {})
 
 
-def layers_after(plan: JobPlan, after: list[str]) -> list[str]:
+def layers_after(plan: StagePlan, after: list[str]) -> list[str]:
     """Return the names of the layers that follow the transformer layers; a head in parts is in no stage of them."""
     return after[:-1] if plan.settings.vocabulary_parallel_head else after
 
 
 def stage_boundaries(
-    args: argparse.Namespace, plan: JobPlan, before: list[str], after: list[str], model: TransformerConfig
+    args: argparse.Namespace, plan: StagePlan, before: list[str], after: list[str], model: TransformerConfig
 ) -> list[int]:
     """Return stages + 1 indices of pipeline layers: stage s has the layers from element s up to element s + 1.
 
@@ -227,13 +237,13 @@ def stage_boundaries(
         len(before),
         len(after),
         plan.layout.placement,
-        plan.timetable.schedule,
+        plan.schedule.name,
         args.stage_layers,
         _end_work(plan, model) if args.stage_layers == BALANCED else None,
     )
 
 
-def _end_work(plan: JobPlan, model: TransformerConfig) -> tuple[float, float]:
+def _end_work(plan: StagePlan, model: TransformerConfig) -> tuple[float, float]:
     """Return the work of the layers before and after the transformer layers. A lookup in the embedding counts as 0."""
     in_parts = plan.settings.vocabulary_parallel_head
     return 0.0, 0.0 if in_parts else model.head_work(model.repeated_share)
