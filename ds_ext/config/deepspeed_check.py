@@ -105,7 +105,6 @@ def check_deepspeed(
     with problems.collect():
         if optimizer and parsed.optimizer_name is not None:
             _check_optimizer(parsed, config["optimizer"], flags or {})
-    with problems.collect():
         if scheduler and parsed.scheduler_name is not None:
             _check_scheduler(parsed, config["scheduler"])
     problems.raise_all()

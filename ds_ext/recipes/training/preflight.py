@@ -48,7 +48,7 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, proble
         if rank() == 0 and not args.dry_run:
             with problems.collect():
                 require_monitors(config)
-    with problems.collect():
+    with problems.collect("tokenizer", "vocab_file", "merge_file"):
         _check_tokenizer(args)
     _check_files(args, problems)
     for dest, lowest in _LOWEST.items():
@@ -74,8 +74,8 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, proble
 
 def _check_files(args: argparse.Namespace, problems: Problems) -> None:
     """Unset the flags of data and tokenizers that do not exist here: a problem, or in a dry run a note."""
-    missing = Problems()
-    if not args.data_path:
+    missing, tokenizers = Problems(), ("tokenizer", "vocab_file", "merge_file")
+    if not args.data_path and "data_path" not in problems.undecided:
         missing.add(
             '--data-path: missing. Add it or "train": {"data_path": ...}; `python -m ds_ext prepare` creates data.'
         )
@@ -83,16 +83,13 @@ def _check_files(args: argparse.Namespace, problems: Problems) -> None:
         for prefix in parse_data_path(args.data_path)[1]:
             with missing.collect("data_path"):
                 require_files(prefix)
-    for dest in ("tokenizer", "vocab_file", "merge_file"):
-        path = getattr(args, dest, None)
-        if path and not os.path.exists(path):
-            missing.add(
-                f"{flag_name(dest)}: no such file or folder (got {path}). Use a path on this host.", dest
-            )
-    for dest in missing.undecided | problems.undecided & {"data_path"}:
+    for dest in tokenizers:
+        path = getattr(args, dest)
+        if path and dest not in problems.undecided and not os.path.exists(path):
+            text = f"{flag_name(dest)}: no such file or folder (got {path}). Use a path on this host."
+            missing.add(text, *(tokenizers[1:] if dest in tokenizers[1:] else (dest,)))
+    for dest in (missing.undecided | problems.undecided) & {"data_path", *tokenizers}:
         setattr(args, dest, [] if dest == "data_path" else None)
-    if args.vocab_file is None or args.merge_file is None:
-        args.vocab_file = args.merge_file = None
     if not args.dry_run:
         problems.errors += missing.errors
     elif missing.errors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import os
 import socket
 from contextlib import nullcontext
 from pathlib import Path
@@ -211,6 +212,38 @@ def test_a_folder_to_load_without_a_checkpoint(planned: Any, tmp_path: Path) -> 
     for folder in ("logs", "job.json", "link"):
         with pytest.raises(ConfigError, match=f"^--load {folder}: "):
             planned("dpp", {}, "--load", folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        (
+            ["latest_checkpointed_iteration.txt", "iter_0000100/.metadata"],
+            "latest_checkpointed_iteration.txt",
+        ),
+        (["common.pt", ".metadata", "__0_0.distcp"], "common.pt"),
+        (["mp_rank_00/model_optim_rng.pt"], "mp_rank_00"),
+        (["latest", "global_step100/mp_rank_00_model_states.pt"], "mp_rank_00_model_states.pt"),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_checkpoint_of_megatron(
+    planned: Any, tmp_path: Path, files: list[str], name: str, dry_run: bool
+) -> None:
+    for file in files:
+        (tmp_path / "old" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "old" / file).write_text("global_step100")
+    with pytest.raises(
+        ConfigError, match=rf"^--load: old .*got {name}.*--hf-model.*ds_ext convert .*--from hf"
+    ):
+        planned("gpipe", {"pipeline_parallel_size": 1}, "--load", "old", dry_run=dry_run)
+
+
+def test_the_name_of_a_run_in_wandb(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_NAME", "before")
+    for dry_run, name in ((True, "before"), (False, "mine")):
+        planned("gpipe", {"pipeline_parallel_size": 1}, "--wandb-exp-name", "mine", dry_run=dry_run)
+        assert os.environ["WANDB_NAME"] == name
 
 
 def test_the_plan_has_the_learning_rate(tmp_path: Path) -> None:
