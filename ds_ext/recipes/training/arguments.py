@@ -59,7 +59,7 @@ def read_job(
         prog: name of the script.
         argv: words of the command line.
         model: model that the script trains.
-        problems: errors, to which those of the flags and the JSON are added.
+        problems: errors, to which every ConfigError of the flags and the JSON is added.
     """
     parser = build_parser(prog, model)
     parser.problems = problems

@@ -241,7 +241,7 @@ def test_half_precision_goes_through_zero(name: str) -> None:
 
 
 def test_all_problems_of_a_json_are_in_one_error() -> None:
-    section = {"schedul": "x", "pipeline_parallel_size": "four", "slice_lengths": "x", "trace": {"dirr": 1}}
+    section = {"scheduler": "x", "pipeline_parallel_size": "four", "slice_lengths": "x", "trace": {"dirr": 1}}
     config = {
         "bf16": {"enabled": 1},
         "zero_optimization": {"stage": 3},

@@ -544,9 +544,11 @@ def test_a_wrong_size_hides_only_the_checks_that_need_it(
     assert refused("--micro-batch-size", "x", "--num-attention-heads", "30") == [
         *("--micro-batch-size", "num_query_groups")
     ]
-    (tmp_path / "job.json").write_text('{"train_batch_size": 8, "ds_ext": {"schedul": 1, "trace": {"x": 1}}}')
+    (tmp_path / "job.json").write_text(
+        '{"train_batch_size": 8, "ds_ext": {"scheduler": 1, "trace": {"x": 1}}}'
+    )
     assert refused("--deepspeed_config", "job.json", "--eval-iters", "-1", "--moe-router-topk", "2") == [
-        *("--moe-router-topk", "ds_ext.trace.x", "ds_ext.schedul", "--eval-iters")
+        *("--moe-router-topk", "ds_ext.trace.x", "ds_ext.scheduler", "--eval-iters")
     ]
 
 
