@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -25,12 +25,18 @@ from ds_ext.recipes.training.script_flags import Model
 from ds_ext.recipes.training.setup import model_fields
 
 
-def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Namespace, JobPlan]:
-    """Return the flags and the plan of a script's command line, without looking at the vocabulary of its data."""
+def small_config(args: argparse.Namespace, plan: StagePlan | None) -> TransformerConfig:
+    """Return the model of the flags, without looking at the vocabulary of the data."""
+    return TransformerConfig(**{**model_fields(args, plan), "vocab_size": 100})
 
-    def make_config(args: argparse.Namespace, plan: StagePlan | None) -> TransformerConfig:
-        return TransformerConfig(**{**model_fields(args, plan), "vocab_size": 100})
 
+def plan_job(
+    prog: str,
+    argv: Sequence[str],
+    model: Model,
+    make_config: Callable[[argparse.Namespace, StagePlan | None], TransformerConfig] = small_config,
+) -> tuple[argparse.Namespace, JobPlan]:
+    """Return the flags and the plan of a script's command line."""
     return setup.plan_job(prog, argv, model, make_config, ["a", "b"], ["c", "d"])[:2]
 
 

@@ -211,7 +211,11 @@ def require_checkpoint(folder: str) -> None:
 
 def _megatron_file(folder: Path) -> str:
     """Return the name of a file or folder that Megatron-LM or Megatron-DeepSpeed wrote; empty without one."""
-    patterns = ("latest_checkpointed_iteration.txt", "iter_*", "common.pt", "mp_rank_*", "*/mp_rank_*")
+    from ...engine.checkpoint.folder import MANIFEST
+
+    patterns = ("latest_checkpointed_iteration.txt", "iter_*", "common.pt", "mp_rank_*/*_rng.pt")
+    if not any(folder.glob(f"*/{MANIFEST}")):  # a folder of ds_ext may have the same names
+        patterns += ("global_step*/mp_rank_*",)
     return next((path.name for pattern in patterns for path in folder.glob(pattern)), "")
 
 

@@ -222,7 +222,7 @@ def test_a_folder_to_load_without_a_checkpoint(planned: Any, tmp_path: Path) -> 
             "latest_checkpointed_iteration.txt",
         ),
         (["common.pt", ".metadata", "__0_0.distcp"], "common.pt"),
-        (["mp_rank_00/model_optim_rng.pt"], "mp_rank_00"),
+        (["mp_rank_00/model_optim_rng.pt"], "model_optim_rng.pt"),
         (["latest", "global_step100/mp_rank_00_model_states.pt"], "mp_rank_00_model_states.pt"),
     ],
 )
