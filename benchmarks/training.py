@@ -17,7 +17,7 @@ from typing import Any
 
 from ds_ext.comm.spin import usable_cores
 from ds_ext.errors import ConfigError
-from ds_ext.observe.flops import peak_tflops
+from ds_ext.gpus import peak_tflops
 from ds_ext.pipe_schedules import Timetable, get_schedule
 from ds_ext.planner.memory import memory
 from ds_ext.planner.text import format_bytes

@@ -106,6 +106,11 @@ def call_in_test(rank: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> An
     numpy.random.seed(0)
     torch.manual_seed(0)
     try:
+        if os.environ.get("DS_EXT_TEST_TYPES"):
+            from tests.layout_types import checked
+
+            with checked():
+                return fn(rank, *args)
         return fn(rank, *args)
     finally:
         gc.collect()

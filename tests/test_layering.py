@@ -20,6 +20,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": EVERYTHING,
     "errors": set(),
     "environment": set(),
+    "gpus": set(),
     "pipe_schedules": {"errors"},
     "pipe_schedules/bridge": {"errors", "pipe_schedules", "deepspeed:"},
     "config": {"errors", "pipe_schedules", "parallel", "hjson:", "pydantic:"},
@@ -41,12 +42,16 @@ ALLOWED: dict[str, set[str]] = {
     "tensor_parallel": {"errors", "comm/gloo_cuda", "torch:"},
     "recipes/models/field_flags": set(),
     "recipes/models/config": {"errors", "parallel", "recipes/models/field_flags"},
+    "recipes/models/hf_values": {"errors"},
+    "recipes/models/hf_llama": {"errors", "recipes/models/config", "recipes/models/hf_values"},
     "recipes/models": {
         *(
             "errors",
             "parallel",
             "recipes/models/config",
             "recipes/models/field_flags",
+            "recipes/models/hf_llama",
+            "recipes/models/hf_values",
             "tensor_parallel",
             "torch:",
         ),
@@ -69,7 +74,7 @@ ALLOWED: dict[str, set[str]] = {
     "observe/trace": {"errors", "pipe_schedules"},
     "observe/run_record": {"environment"},
     "observe/report": {"errors", "pipe_schedules", "observe/trace", "observe/run_record"},
-    "observe": {"errors", "parallel", "observe/run_record", "torch:"},
+    "observe": {"errors", "gpus", "parallel", "observe/run_record", "torch:"},
     "engine/wrappers": set(),
     "engine/checkpoint/folder": {"errors", "engine/wrappers"},
     "engine": {
@@ -83,7 +88,9 @@ ALLOWED: dict[str, set[str]] = {
         *("errors", "engine", "engine/wrappers", "hf/folder", "tensor_parallel", "torch:", "deepspeed.pipe:"),
         *("transformers:", "safetensors:", "peft:"),
     },
-    "hf/folder": {"errors", "engine", "recipes/data/layout", "torch:", "safetensors:"},
+    "hf/folder": {
+        *("errors", "engine", "recipes/data/layout", "recipes/models/hf_values", "torch:", "safetensors:"),
+    },
     "recipes/convert": {
         *(
             "errors",
@@ -111,11 +118,14 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {
         "environment",
         "errors",
+        "gpus",
         "pipe_schedules",
         "planner",
         "planner/solver",
         "recipes/models/config",
         "recipes/models/field_flags",
+        "recipes/models/hf_llama",
+        "recipes/models/hf_values",
         "parallel",
         "comm",
         "launch",

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from ..errors import ScheduleError
+from ..errors import ConfigError, ScheduleError
 from ..planner.named_models import LLAMA, MODELS, named_model
 from ..planner.training_sizes import TrainingSizes
 from ..recipes.models.config import PLANNED, SIZES, TransformerConfig
 from ..recipes.models.field_flags import add_flags, fields_of, flag_name, flags_of
+from ..recipes.models.hf_llama import decoder_fields
+from ..recipes.models.hf_values import read_json
 
 # Settings of the job that `plan` chooses itself, and all settings with a flag.
 _CHOSEN = ("tensor_parallel", "data_parallel", "attention_scores")
 _SETTINGS = ("micro_batch", "precision", "zero_stage", "overlap_across_steps", *_CHOSEN)
+_MOST_TOKENS = 8192  # of a sample of a config.json without --seq-length, as in MODELS
 
 
 def add_model_flags(verb: argparse.ArgumentParser, *, all_settings: bool = True) -> None:
     """Add the flags; ``all_settings`` includes the settings that ``plan`` chooses itself."""
     group = verb.add_argument_group("model, for memory and message sizes")
-    group.add_argument(
-        "--model", metavar="NAME", help=f"one of {', '.join(MODELS)}; the flags override its sizes"
-    )
+    names = f"one of {', '.join(MODELS)}; or a Hugging Face folder or its config.json"
+    group.add_argument("--model", metavar="NAME|FOLDER", help=f"{names}; the flags override its sizes")
     add_flags(group, TransformerConfig, PLANNED, default=None)
     group.add_argument(
         "--rope",
@@ -53,7 +56,7 @@ def model_of(args: argparse.Namespace) -> TrainingSizes | None:
     is_llama = sizes.get("swiglu") and sizes.get("position_embedding_type") == "rope"
     all_sizes = {**LLAMA, **sizes} if is_llama else sizes
     if args.model is not None:
-        return TrainingSizes.of_model(named_model(args.model), **all_sizes)
+        return TrainingSizes.of_model(_sizes_of(args.model), **all_sizes)
     if not sizes:
         return None
     required = (*SIZES, "vocab_size")
@@ -66,3 +69,27 @@ def model_of(args: argparse.Namespace) -> TrainingSizes | None:
     if missing_flags:
         raise ScheduleError(f"model: sizes are missing. Add {', '.join(missing_flags)}, or --model NAME.")
     return TrainingSizes(**all_sizes)
+
+
+def model_label(args: argparse.Namespace) -> str:
+    """Return the name of the model of the flags, with the sizes that they change. Raises ConfigError."""
+    if args.model is None:
+        return "custom"
+    model = _sizes_of(args.model)
+    values = fields_of(TransformerConfig, vars(args), PLANNED)
+    changes = [f"{name} {value}" for name, value in values.items() if getattr(model, name) != value]
+    return f"{args.model} with {', '.join(changes)}" if changes else args.model
+
+
+def _sizes_of(model: str) -> TransformerConfig:
+    """Return the sizes for ``--model``. Raises ConfigError, or ScheduleError for an unknown name."""
+    path = Path(model)
+    if model.lower() in MODELS or not path.exists():
+        return named_model(model)
+    path = path / "config.json" if path.is_dir() else path
+    values = read_json(path)
+    try:
+        fields = decoder_fields(values)
+        return TransformerConfig(**{**fields, "seq_length": min(fields["seq_length"], _MOST_TOKENS)})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None

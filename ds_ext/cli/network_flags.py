@@ -54,7 +54,7 @@ def network_of(args: argparse.Namespace) -> Network | None:
         ConfigError, ScheduleError: a flag is wrong, or needs ``--hosts``.
     """
     devices = getattr(args, "devices", None)
-    if args.hosts is None and devices is None:
+    if args.hosts is None and not hasattr(args, "devices"):
         for dest in _ONLY_WITH_HOSTS:
             if (value := getattr(args, dest)) is not None:
                 flag = "--" + dest.replace("_", "-")

@@ -10,16 +10,19 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..errors import ScheduleError
+from ..gpus import GPUS, Gpu
 from ..parallel.network import GLOO
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
+from ..planner.candidates import ESTIMATE_ERROR
 from ..planner.fbd import compare_with_fbd
 from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, other_head, plan_cluster
+from ..planner.rental import figures_of_run, plan_for_deadline
 from ..planner.stage_costs import SLICE_TOKENS
 from ..planner.text import (
     HEADROOM,
@@ -32,12 +35,12 @@ from ..planner.text import (
     usable_bytes,
 )
 from ..planner.training_sizes import SCORES_ON_CPU, TrainingSizes
-from .model_flags import add_model_flags, model_of
-from .network_flags import RATE, TFLOPS, add_network_flags, describe_network, flops_of, network_of
+from .model_flags import add_model_flags, model_label, model_of
+from .network_flags import RATE, add_network_flags, describe_network, flops_of, network_of
 from .schedule_flags import add_head_flag, add_import_flag
 from .schedule_verbs import EXIT_INVALID, EXIT_OK
 
-_SHOWN = 10  # rows of the table
+_SHOWN, _BOUNDS = 10, 3  # rows of the table, and bounds of sizes that are not planned
 _LEAST_WITH, _LEAST_WITHOUT = 0.02, 5e-4  # saving of a head in parts, or without them, that is worth a line
 _PATIENCE_S = 2.0  # before the progress is shown
 # Usual values for GPT; replace them for a real run. torch's fused Adam needs no compiler and no temporary tensors.
@@ -53,13 +56,16 @@ _ADAM = {
 
 def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     """Add the flags of ``plan``."""
-    verb.add_argument("--devices", type=int, required=True, metavar="N", help="number of devices in the job")
-    verb.add_argument("--memory", required=True, metavar="80GB", help="memory of a device")
+    devices = "number of devices in the job (the fewest that train --tokens in --days)"
+    verb.add_argument("--devices", type=int, metavar="N", help=devices)
+    gpu = "memory, rates and links of this GPU, from its data sheet; the other flags override them"
+    verb.add_argument("--gpu", choices=[*GPUS], help=gpu)
+    verb.add_argument("--memory", metavar="80GB", help="memory of a device (that of --gpu)")
     share = "share of the memory for what is not counted (%(default)g)"
     verb.add_argument("--headroom", type=float, default=HEADROOM, metavar="X", help=share)
     samples = "samples per step, over all devices"
     verb.add_argument("--global-batch-size", type=int, required=True, metavar="G", help=samples)
-    verb.add_argument("--tflops", type=float, default=TFLOPS, metavar="T", help=RATE)
+    verb.add_argument("--tflops", type=float, metavar="T", help=RATE)
     costs = (
         "times of backward_input and backward_weight relative to the forward (%(default)s), or a JSON file, also of "
         "`trace costs`"
@@ -83,20 +89,25 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
         "--forward-memory", metavar="24GB", help="memory of a forward device (default: --memory)"
     )
     verb.add_argument("--json", action="store_true", help="print JSON")
-    verb.add_argument(
-        "--tokens", type=float, metavar="15e12", help="tokens to train on, for the days that it takes"
-    )
+    tokens = "tokens to train on, for the days and the GPU-hours that it takes"
+    verb.add_argument("--tokens", type=float, metavar="15e12", help=tokens)
+    verb.add_argument("--days", type=float, metavar="D", help="deadline for --tokens")
+    verb.add_argument("--price", type=float, metavar="P", help="price of a device per hour, for the cost")
     add_import_flag(verb)
     add_model_flags(verb, all_settings=False)
     add_network_flags(verb, sizes=False)
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Print the best sizes, and the reason and JSON for the first of them. The exit status is 1 if nothing fits.
+    """Print the best sizes, and the reason and JSON for the first of them.
+
+    The exit status is 1 if nothing fits, or if the run misses ``--days``.
 
     Raises:
-        ScheduleError: a flag is wrong, or no sizes are possible.
+        ScheduleError: a flag is wrong, no sizes are possible, or no number of devices meets ``--days``.
     """
+    gpu = _take_gpu(args)
+    _check_run(args)
     cluster = _cluster(args)
     # Limits on the search, not sizes of the model.
     args.tensor_parallel = args.sequence_parallel = args.micro_batch_size = None
@@ -111,22 +122,61 @@ def run_plan(args: argparse.Namespace) -> int:
     forward_devices = _forward_devices(args, cluster)
     costs = read_costs(args.costs).ratios()
     with _progress() as progress, _few_collections():
-        plan = plan_cluster(cluster, model, costs, progress)
+        if args.devices is None:
+            cluster, plan = plan_for_deadline(cluster, model, costs, args.tokens, args.days, progress)
+        else:
+            plan = plan_cluster(cluster, model, costs, progress)
+    prices = gpu and 1e12 * gpu.peak_tflops, args.tokens, args.price
+    run = figures_of_run(plan, cluster, model, *prices) if plan.best.fits else None
     fbd = forward_devices and compare_with_fbd(cluster, forward_devices, model, costs, plan)
     config = None if plan.best.candidate is None else _config(plan.best, cluster, model)
     if args.json:
-        print(json.dumps(_as_dict(plan, config) | ({"fbd": fbd} if fbd else {})))
+        print(json.dumps(_as_dict(plan, config, run) | ({"fbd": fbd} if fbd else {})))
     else:
         lines = [*_header(args, cluster, model, costs), "", *_result_lines(plan, cluster, model)]
-        if plan.best.fits:
-            lines += [*_other_head(plan, cluster, model, costs), _speed(args, plan, cluster, model)]
+        if run is not None:
+            lines += [*_other_head(plan, cluster, model, costs), *_run_lines(args, plan, run)]
         print("\n".join(lines))
         if fbd:
             print(fbd["reason"])
         if config is not None and plan.best.fits:
             vocabulary = f"vocabulary {model.vocab_size:,}"
             print(f"JSON for {cluster.devices} devices ({vocabulary}; add --data-path):\n\n{_text(config)}")
-    return EXIT_OK if plan.best.fits else EXIT_INVALID
+    is_late = args.days is not None and run is not None and run["days"] > args.days
+    return EXIT_OK if plan.best.fits and not is_late else EXIT_INVALID
+
+
+def _take_gpu(args: argparse.Namespace) -> Gpu | None:
+    """Set the flags that describe a device to those of ``--gpu``, unless they are set. Raises ScheduleError."""
+    if args.gpu is None:
+        return None
+    if args.precision == "fp32":
+        raise ScheduleError(
+            f"--precision: --gpu {args.gpu} has the rate of bf16 (got fp32). Use --tflops instead."
+        )
+    gpu = GPUS[args.gpu]
+    for dest, value in gpu.flags.items():
+        if getattr(args, dest) is None:
+            setattr(args, dest, value)
+    return gpu
+
+
+def _check_run(args: argparse.Namespace) -> None:
+    """Raise ScheduleError for wrong or missing flags of a run."""
+    for dest in ("tokens", "days", "price"):
+        value = getattr(args, dest)
+        if value is not None and not 0 < value < math.inf:
+            raise ScheduleError(f"--{dest}: must be greater than 0 (got {value:g}).")
+        if value is not None and args.tokens is None:
+            raise ScheduleError(f"--{dest}: needs --tokens (got {value:g}). Add --tokens 1e12.")
+    if args.memory is None:
+        raise ScheduleError("--memory: missing. Add --gpu h100, or --memory 80GB.")
+    if args.devices is None:
+        if args.days is None:
+            raise ScheduleError("--devices: missing. Add --devices 64, or --tokens and --days to find it.")
+        if (value := args.hosts or args.forward_devices) is not None:
+            flag = "--hosts" if args.hosts else "--forward-devices"
+            raise ScheduleError(f"{flag}: needs --devices (got {value}). Add --devices 64.")
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
@@ -141,7 +191,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         if value is not None and value < 1:
             raise ScheduleError(f"--{dest.replace('_', '-')}: must be at least 1 (got {value}).")
     return Cluster(
-        args.devices,
+        1 if args.devices is None else args.devices,
         usable_bytes(parse_bytes(args.memory, "--memory"), args.headroom, "--headroom"),
         args.global_batch_size,
         flops_of(args),
@@ -216,15 +266,19 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
     zero = "1 with several copies of the weights" if model.bytes.sharded else "0"
     hosts, links = describe_network(cluster.links)
     whole = parse_bytes(args.memory, "--memory")
+    name = f" ({args.gpu})" if args.gpu else ""
+    rates = f"{cluster.flops / 1e12:g} TFLOP/s each"
+    if cluster.links.memory_bandwidth:
+        rates += f" in matrices, {format_bytes(cluster.links.memory_bandwidth)}/s of memory"
     default = "" if args.hosts else " (default: 8 devices per host)"
     batch = "" if cluster.micro_batch is None else f", micro-batches of {cluster.micro_batch}"
     b, w = (time / costs.forward for time in (costs.backward_input, costs.backward_weight))
     more = f"{SLICE_TOKENS:,} tokens in a layer's matrices"
     several = [k for k in cluster.slice_numbers(model.seq_length, cluster.devices) if k > 1]
     return [
-        f"model       {args.model or 'custom'}, {format_count(parameters)} parameters, {model.precision}, "
+        f"model       {model_label(args)}, {format_count(parameters)} parameters, {model.precision}, "
         f"ZeRO stage {zero}",
-        f"devices     {cluster.devices} x {format_bytes(whole)}, {args.tflops:g} TFLOP/s each",
+        f"devices     {cluster.devices} x {format_bytes(whole)}{name}, {rates}",
         f"memory      {format_bytes(cluster.memory_bytes)} planned, {format_bytes(whole - cluster.memory_bytes)} free: "
         "CUDA's context about 0.5 GB, NCCL 0.1 to 0.4 GB per group, fragmentation",
         f"hosts       {hosts}{default}",
@@ -242,26 +296,30 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
     ]
 
 
-def _table(ranked: Sequence[ParallelSizes]) -> list[str]:
-    cells: list[tuple[str, ...]] = [
-        ("TP", "SP", "PP", "DP", "b", "N", "schedule", "recompute", "step", "bubble", "memory")
+def _table(ranked: Sequence[ParallelSizes]) -> Iterator[str]:
+    """Yield a table of the sizes that are evaluated, and a line with the bounds of the others."""
+    cells = [("TP", "SP", "PP", "DP", "b", "N", "schedule", "recompute", "step", "bubble", "memory")]
+    cells += [
+        (
+            str(row.tensor),
+            "yes" if candidate.sizes.sequence_parallel else "no",
+            str(row.pipeline),
+            str(row.data),
+            str(candidate.sizes.micro_batch),
+            str(candidate.micro_batches),
+            candidate.label,
+            candidate.recompute_text,
+            f"{row.step_s:.4g} s",
+            f"{candidate.bubble or 0:.1%}",
+            format_bytes(candidate.memory_bytes or 0),
+        )
+        for row in ranked
+        if (candidate := row.candidate) is not None and candidate.sizes is not None
     ]
-    for sizes in ranked:
-        candidate = sizes.candidate
-        parallel, row = "-", ("-", "-", "not planned", "-", f">= {sizes.least_s:.4g} s", "-", "-")
-        if candidate is not None and candidate.sizes is not None:
-            parallel = "yes" if candidate.sizes.sequence_parallel else "no"
-            row = (
-                str(candidate.sizes.micro_batch),
-                str(candidate.micro_batches),
-                candidate.label,
-                candidate.recompute_text,
-                f"{sizes.step_s:.4g} s",
-                f"{candidate.bubble or 0:.1%}",
-                format_bytes(candidate.memory_bytes or 0),
-            )
-        cells.append((str(sizes.tensor), parallel, str(sizes.pipeline), str(sizes.data), *row))
-    return aligned(cells, left=(1, 6, 7))
+    yield from aligned(cells, left=(1, 6, 7)) if len(cells) > 1 else ()
+    if bounds := [f"{row} {row.least_s:.4g} s" for row in ranked if row.candidate is None]:
+        more = f", and {len(bounds) - _BOUNDS} others" if len(bounds) > _BOUNDS else ""
+        yield f"not planned, take at least: {', '.join(bounds[:_BOUNDS])}{more}"
 
 
 def _result_lines(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes) -> Iterator[str]:
@@ -270,12 +328,12 @@ def _result_lines(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes) -> 
     large = len(plan.ranked) - len(plan.shown)
     if large:
         yield f"too large: {large} other"
+    if plan.refused:
+        yield f"not possible: {'; '.join(join_reasons(reason for _, reason in plan.refused))}"
     yield ""
     yield _reason(plan)
     if not plan.best.fits and plan.best.candidate is not None:
         yield f"  Use {_remedies(cluster, model)}."
-    if plan.refused:
-        yield f"not possible: {'; '.join(join_reasons(reason for _, reason in plan.refused))}"
 
 
 def _reason(plan: ClusterPlan) -> str:
@@ -294,21 +352,35 @@ def _reason(plan: ClusterPlan) -> str:
         verdict = f"best: {best}, {others}"
     else:
         excess = (second.step_s or 0.0) / (best.step_s or 1.0) - 1
-        comparison = f"{excess:.1%} longer" if excess > 5e-4 else "as fast, not simpler"
+        is_tight = second.candidate is not None and second.candidate.tight and row and not row.tight
+        drawback = "tight memory" if is_tight else "not simpler"
+        comparison = f"{excess:.1%} longer" if excess > 5e-4 else f"as fast, {drawback}"
         if excess < -5e-4:
-            comparison = f"{-excess:.1%} shorter, not simpler"
+            comparison = f"{-excess:.1%} shorter, {drawback}"
         verdict = f"best: {best}; next: {second}, {comparison}"
     return f"{verdict}\n  {best.candidates.reason()}{order}"
 
 
-def _speed(args: argparse.Namespace, plan: ClusterPlan, cluster: Cluster, model: TrainingSizes) -> str:
-    """Return tokens per second, the model's operations without recomputation, and the days of ``--tokens``."""
-    step_s = plan.best.step_s or math.inf
-    tokens_s = cluster.batch * model.seq_length / step_s
-    tflops = cluster.batch * model.flops_per_sample / step_s / cluster.devices / 1e12
+def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the memory that stays free, the rates, and the days, GPU-hours and cost of ``--tokens``."""
+    whole, candidate = parse_bytes(args.memory, "--memory"), plan.best.candidate
+    need = 0 if candidate is None else candidate.memory_bytes or 0
+    free = f"{format_bytes(whole - need)} of {format_bytes(whole)} stay free"
+    if candidate is not None and candidate.tight:
+        worst = max(0, whole - int(need * (1 + ESTIMATE_ERROR)))
+        free += f", {format_bytes(worst)} if the estimate is {ESTIMATE_ERROR:.0%} too low"
+    yield f"  memory {format_bytes(need)}: {free}"
+    tflops, days = run["model_flops"] / 1e12, run["days"]
     rate = f"{tflops:.1f} TFLOP/s" if tflops >= 0.1 else f"{1e3 * tflops:.3g} GFLOP/s"
-    line = f"  {tokens_s:,.0f} tokens/s, {rate} of the model per device (divided by its peak rate: MFU)"
-    return line if args.tokens is None else f"{line}, {args.tokens / tokens_s / 86400:,.1f} days"
+    mfu = " (divided by its peak rate: MFU)" if run["mfu"] is None else f": MFU {run['mfu']:.1%}"
+    yield f"  {run['tokens_per_s']:,.0f} tokens/s, {rate} of the model per device{mfu}"
+    if days is not None:
+        late = f", {days - args.days:,.1f} more than --days" if days > (args.days or math.inf) else ""
+        late = (
+            f" on {run['devices']} devices, the fewest for --days {args.days:g}" if not args.devices else late
+        )
+        cost = "" if run["cost"] is None else f", cost {run['cost']:,.0f} at {args.price:g} per GPU-hour"
+        yield f"  {args.tokens:g} tokens: {days:,.1f} days{late}, {run['gpu_hours']:,.0f} GPU-hours{cost}"
 
 
 def _other_head(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes, costs: Costs) -> Iterator[str]:
@@ -360,11 +432,12 @@ def _text(config: dict[str, Any]) -> str:
 # --- JSON ------------------------------------------------------------------------------------------------------------
 
 
-def _as_dict(plan: ClusterPlan, config: dict[str, Any] | None) -> dict[str, Any]:
+def _as_dict(plan: ClusterPlan, config: dict[str, Any] | None, run: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "best": [_sizes_as_dict(sizes) for sizes in plan.shown[:_SHOWN]],
         "reason": _reason(plan),
         "fits": plan.best.fits,
+        "run": run,
         "refused": [{"sizes": sizes, "reason": reason} for sizes, reason in plan.refused],
         "config": config,
     }
@@ -376,6 +449,7 @@ def _sizes_as_dict(sizes: ParallelSizes) -> dict[str, Any]:
         "tensor_parallel_size": sizes.tensor,
         "pipeline_parallel_size": sizes.pipeline,
         "data_parallel_size": sizes.data,
+        "planned": candidate is not None,
         "fits": sizes.fits,
         "reason": sizes.candidates.reason(),
     }

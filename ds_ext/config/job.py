@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError
 
@@ -61,6 +61,13 @@ class DsExtConfig(Section):
 def _keys(section: type[Section]) -> list[str]:
     """Return the keys of a section as they are spelled in the JSON."""
     return [field.alias or name for name, field in section.model_fields.items()]
+
+
+def _section(outer: type[Section], key: str) -> type[Section]:
+    annotation = outer.model_fields[key].annotation
+    return next(
+        t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, Section)
+    )
 
 
 def import_own_schedules(job: JobConfig) -> None:
@@ -203,7 +210,7 @@ def _explain(error: Mapping[str, Any]) -> str:
     *outer, last = map(str, error["loc"])
     key = ".".join(("ds_ext", *outer, last))
     if error["type"] == "extra_forbidden":
-        known = _keys(type(functools.reduce(getattr, outer, DsExtConfig())))
+        known = _keys(functools.reduce(_section, outer, DsExtConfig))
         near = difflib.get_close_matches(last, known, n=1)
         fix = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
         return f"{key}: unknown key (got {error['input']!r}). {fix}"

@@ -315,9 +315,9 @@ class Executor:
     def _store_loss(self, buffer: Buffer, micro_batch: int, outputs: Any, index: int) -> None:
         """Store the loss of a slice of a micro-batch, and what an evaluation keeps."""
         labels, buffer.labels = buffer.labels, None
-        evaluation, weight = self._evaluation, self.data.weight(micro_batch)
+        evaluation, weight, part = self._evaluation, self.data.weight(micro_batch), current_slice()
         if evaluation.outputs is not None and weight:
-            part, joined = current_slice(), self.losses.return_logits(outputs)
+            joined = self.losses.return_logits(outputs)
             if index and part is not None:
                 joined = join_outputs(evaluation.outputs[micro_batch], joined, part.length)
             evaluation.outputs[micro_batch] = joined
@@ -327,7 +327,7 @@ class Executor:
             loss = self.losses.compute(outputs, labels)
             if self.slices is not None:
                 require_pairs(loss)
-            self.losses.add(loss, weight)
+            self.losses.add(loss, weight if part is None else weight * part.length / part.total)
             if evaluation.losses is not None and weight:
                 earlier = (evaluation.losses[micro_batch],) if index else ()
                 evaluation.losses[micro_batch] = join_losses((*earlier, loss))

@@ -131,11 +131,13 @@ class Gradients:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
             self.drop_unused(parameters, flags.tolist())
 
-    def reduce(self, gradients: Sequence[Tensor], average: bool) -> None:
-        """Replace gradients of one dtype by their sums or averages over replicas."""
-        flat = flatten(gradients)
-        dist.all_reduce(flat, group=self.group)
-        _copy_parts(flat / self.replicas if average else flat, gradients)
+    def reduce(self, gradients: Sequence[Tensor], average: bool, dtype: torch.dtype) -> None:
+        """Replace gradients by their sums or averages over replicas, computed in ``dtype`` or a wider one."""
+        for own in sorted({gradient.dtype for gradient in gradients}, key=str):
+            same = [gradient for gradient in gradients if gradient.dtype == own]
+            flat = flatten(same).to(torch.promote_types(own, dtype))
+            dist.all_reduce(flat, group=self.group)
+            _copy_parts(flat / self.replicas if average else flat, same)
 
     def sum_tied(self, tied: Iterable[tuple[nn.Parameter, ProcessGroup]]) -> None:
         """Sum the gradients of tied parameters over the ranks that hold them. A missing gradient counts as zero."""

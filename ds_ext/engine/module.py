@@ -381,9 +381,15 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         return [(weight, tie["group"]) for weight, tie in self._tied_weights() if weight.requires_grad]
 
     def _synchronize_tied_weights(self) -> None:
+        """Send the tied weights, frozen weights and buffers of each tie from its first rank to the others."""
         with torch.no_grad():
-            for weight, tie in self._tied_weights():
-                dist.broadcast(weight.detach(), src=tie["ranks"][0], group=tie["group"])
+            for tie in self.tied_comms.values():
+                layer = tie["module"]
+                for tensor in (*layer.parameters(), *layer.buffers()):
+                    sent = tensor.detach().contiguous()
+                    dist.broadcast(sent, src=tie["ranks"][0], group=tie["group"])
+                    if not tensor.is_contiguous() and not torch.equal(tensor, sent):
+                        tensor.copy_(sent)
 
     def _tied_weights(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
         for tie in self.tied_comms.values():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class TrainedParameters:
     def _check(self) -> dict[str, bool]:
         """Return a dict of name -> whether the parameter is trained. Raises ConfigError if the optimizer differs."""
         optimizer, changed = self._engine.optimizer, set(map(id, self.changed))
-        held, fix = set[int](), "Save a checkpoint, and load it in an engine that is built with it"
+        held, fix = set[int](), "Save a checkpoint, and load it in a job that starts with this requires_grad"
         if not isinstance(optimizer, DeepSpeedOptimizer):  # torch's skips frozen ones
             held = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
             held |= {id(parameter) for parameter in self.changed if not parameter.requires_grad}
@@ -239,9 +239,7 @@ class WeightUpdate:
         used = gradients.fill_missing(parameters)
         if gradients.replicas > 1:
             real = [as_real(gradient) for gradient in map(gradients.get, parameters) if gradient is not None]
-            for dtype in sorted({gradient.dtype for gradient in real}, key=str):
-                same = [gradient for gradient in real if gradient.dtype == dtype]
-                gradients.reduce(same, average=self._engine.gradient_average)
+            gradients.reduce(real, self._engine.gradient_average, self._engine.communication_data_type)
             gradients.drop_unused_by_all(parameters, used)
 
     @contextmanager
@@ -280,13 +278,16 @@ class WeightUpdate:
             self.loss_watch.record_gradients(step, self.reduction.parameters[stage])
             self.reduction.start(stage)
 
-    def reduce_fp64(self, gradients: list[Tensor], average: bool) -> list[Tensor]:
-        """Reduce the fp64 gradients, which DeepSpeed does not, and return the others, complex ones as real views."""
-        real = [as_real(gradient) for gradient in gradients]
-        doubles = [gradient for gradient in real if gradient.dtype == torch.float64]
-        if doubles:
-            self.gradients.reduce(doubles, average=average)
-        return [gradient for gradient in real if gradient.dtype != torch.float64]
+    def reduce_others(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Reduce gradients of dtypes that DeepSpeed does not reduce, and return the others, complex ones as real views.
+
+        DeepSpeed does not reduce fp64, and fp16 on processors without arithmetic for it.
+        """
+        engine, real = self._engine, [as_real(gradient) for gradient in gradients]
+        dtypes = get_accelerator().supported_dtypes()
+        others = [gradient for gradient in real if gradient.dtype not in dtypes]
+        self.gradients.reduce(others, engine.gradient_average, engine.communication_data_type)
+        return [gradient for gradient in real if gradient.dtype in dtypes]
 
     def clip_fp32(self) -> float:
         """Clip with a norm that counts every parameter of the model once, and return the norm; see grad_norm.py."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import zlib
@@ -16,6 +15,7 @@ from torch import Tensor
 from ..engine.checkpoint.file import TensorFile
 from ..errors import ConfigError
 from ..recipes.data.layout import sampled_checksum
+from ..recipes.models.hf_values import read_json
 
 GENERATION = "generation_config.json"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -139,7 +139,7 @@ class ModelFolder:
 def _read_weight_map(index: Path) -> dict[str, str]:
     """Return weight name -> file name from an index. Raises ConfigError if it is damaged or names other folders."""
     try:
-        weight_map = {str(weight): str(name) for weight, name in _read_json(index)["weight_map"].items()}
+        weight_map = {str(weight): str(name) for weight, name in read_json(index)["weight_map"].items()}
     except (KeyError, AttributeError):
         raise ConfigError(f"{index}: 'weight_map' is missing or not an object.") from None
     for name in weight_map.values():
@@ -153,7 +153,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of ``config.json``. Raises ConfigError if the file is missing or damaged."""
-    return _read_json(folder / CONFIG)
+    return read_json(folder / CONFIG)
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def read_generation(folder: Path) -> dict[str, Any]:
         k: v for k, v in read_config(folder).items() if k.endswith("_token_id") or k == "task_specific_params"
     }
     path = folder / GENERATION
-    return {CONFIG: keys, GENERATION: _read_json(path) if path.is_file() else None}
+    return {CONFIG: keys, GENERATION: read_json(path) if path.is_file() else None}
 
 
 def _open(path: Path) -> TensorFile:
@@ -172,17 +172,3 @@ def _open(path: Path) -> TensorFile:
         raise ConfigError(
             f"{path}: missing or not a complete safetensors file (got {error}). Download or save the model again."
         ) from None
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: {error.strerror}. Use a model folder that transformers' save_pretrained() wrote."
-        ) from None
-    except ValueError as error:
-        raise ConfigError(f"{path}: invalid JSON (got {error}).") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must contain a JSON object (got {type(value).__name__}).")
-    return value

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError
-from .flops import peak_tflops as peak_of_name
+from ..gpus import peak_tflops as peak_of_name
 from .run_record import RunRecord
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from ..pipe_schedules.costs import Costs
 from .text import costs_text, format_bytes, format_number, join_reasons
 from .training_sizes import TrainingSizes
 
+ESTIMATE_ERROR = 0.06  # by which a job may need more memory than its estimate; docs/plans.md has measurements
 SAME = 1e-7  # relative difference up to which times count as equal; stage factors are rounded to 1e-8
 _REASONS_SHOWN = 3
 
@@ -27,6 +28,7 @@ class Candidate:
         refusal: why the candidate cannot be used, in one sentence; "" if it can.
         time: makespan of a step in the unit of the costs; None if not simulated.
         memory_bytes: largest memory of a device; None without a model or a simulation.
+        tight: True if the memory exceeds the limit should the estimate be too low by its error.
         replicas: copies of the weights.
         activations: largest peak of live activations on a device, in units of 1/D of the model.
         stages: stages of the model.
@@ -48,6 +50,7 @@ class Candidate:
     time: float | None = None
     bubble: float | None = None
     memory_bytes: int | None = None
+    tight: bool = False
     replicas: int = 1
     activations: float = 0.0
     stages: int = 0
@@ -98,9 +101,13 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[object, ...]:
-        """Key that sorts candidates of about equal time: fewest slices, least recomputation, fewest stages, least N."""
+        """Key that sorts candidates of about equal time.
+
+        First those that keep the headroom free; fewest slices, least recomputation, fewest stages, least N.
+        """
         repeated = self.sizes.repeated_share if self.sizes is not None else 0.0
-        return (self.slices, repeated, self.stages * self.replicas, self.micro_batches, self.planned)
+        stages = self.stages * self.replicas
+        return (self.tight, self.slices, repeated, stages, self.micro_batches, self.planned)
 
 
 @dataclass(frozen=True)

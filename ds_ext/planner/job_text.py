@@ -87,7 +87,7 @@ def describe(
         *(_describe_stages(plan, boundaries, layer_names) if verbose else []),
         *([f"model     {model}"] if model else []),
         *([_OVERLAP] if plan.overlaps_steps else []),
-        *_describe_bubble(plan),
+        *_describe_bubble(plan, boundaries),
         *_describe_slowest_stage(plan),
         *(_describe_costs(plan, simulation, message_bytes) if verbose else []),
         *_describe_memory(plan, memory),
@@ -150,7 +150,11 @@ def _describe_stages(plan: JobPlan, boundaries: list[int], layer_names: list[str
     return lines
 
 
-def _describe_bubble(plan: JobPlan) -> list[str]:
+def _describe_bubble(plan: JobPlan, boundaries: Sequence[int]) -> list[str]:
+    """Return a line with the simulated bubble; none if stages with different layers take unknown times."""
+    layers = {stop - start for start, stop in pairwise(boundaries)}
+    if len(layers) > 1 and plan.work is None and plan.costs.stages is None:
+        return []
     work = plan.work or StageWork(None, None)
     stages, slices = work.stages, work.slices
     priced = "equal stages" if stages is None and not work.head else "layers and head"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
@@ -91,11 +92,21 @@ MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
 )
 
 
+# Names of published models with experts: sizes such as 8x7b and 30b-a3b, and families.
+_EXPERTS = re.compile(r"mixtral|moe|\dx\d+b|\d+b-a\d|deepseek-(v[2-9]|r1$)|gpt-oss|dbrx|llama-4|kimi-k2")
+
+
 def named_model(name: str) -> TransformerConfig:
     """Return a model in ``MODELS``. Raises ScheduleError for an unknown name."""
     model = MODELS.get(name.lower())
+    if model is None and _EXPERTS.search(name.lower()):
+        raise ScheduleError(
+            f"model: mixtures of experts are not supported yet (got {name!r}). Use a model without experts."
+        )
     if model is None:
         near = difflib.get_close_matches(name.lower(), MODELS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise ScheduleError(f"model: unknown name (got {name!r}).{hint} Use one of {', '.join(MODELS)}.")
+        raise ScheduleError(
+            f"model: unknown name (got {name!r}).{hint} Use one of {', '.join(MODELS)}, or a folder with config.json."
+        )
     return model

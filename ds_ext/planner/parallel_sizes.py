@@ -42,7 +42,7 @@ _SLICES, _LEAST_SLICE = (2, 4, 8), 2048  # numbers of slices by default, and tok
 _MOST_SLICES = 64  # in an error
 _MARGIN = 0.01  # schedules that save less are not evaluated
 _TRIED, _MOST_OPS = 2, 2000  # sizes with their head in parts, and forwards of a step for more than one
-_RANKS_PER_HOST = 8
+RANKS_PER_HOST = 8
 _SEARCHED = 100  # distance within which an error looks for sizes that fit
 
 
@@ -128,8 +128,8 @@ class Cluster:
 
 def default_hosts(devices: int) -> Hosts:
     """Return hosts of 8 devices; the last one has the remaining devices."""
-    full, rest = divmod(devices, _RANKS_PER_HOST)
-    return Hosts((_RANKS_PER_HOST,) * full + (rest,) * bool(rest))
+    full, rest = divmod(devices, RANKS_PER_HOST)
+    return Hosts((RANKS_PER_HOST,) * full + (rest,) * bool(rest))
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,8 @@ class ParallelSizes:
 class ClusterPlan:
     """All possible sizes, best first, and (sizes, reason) of the impossible ones.
 
-    The best sizes are the simplest of those within 1 % of the shortest step. Others follow by time, then those that
-    are not evaluated, by their bounds, then those that do not fit.
+    The best sizes are the simplest of those within 1 % of the shortest step, without tight memory if there are any.
+    Others follow by time, then those that are not evaluated, by their bounds, then those that do not fit.
     """
 
     ranked: tuple[ParallelSizes, ...]
@@ -232,6 +232,7 @@ def plan_cluster(
     sizes: TrainingSizes,
     ratios: Costs | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    most_s: float = math.inf,
 ) -> ClusterPlan:
     """Choose a schedule for every TP x PP x DP that uses all devices.
 
@@ -242,6 +243,7 @@ def plan_cluster(
         sizes: the model; its parallel sizes and its micro-batch size are ignored.
         ratios: times of backward_input and backward_weight relative to the forward, and jitter.
         progress: called with (done, total) sizes.
+        most_s: longest step of interest; sizes whose bound is above it are not evaluated.
 
     Raises:
         ScheduleError: no sizes fit the devices, heads, layers and batch; or ``ratios`` contain message times.
@@ -283,11 +285,11 @@ def plan_cluster(
         )
     possible.sort(key=lambda factors: (factors[1], factors[0]))
     requests = [list(_requests(cluster, sizes, ratios, *factors)) for factors in possible]
-    candidates = choose_each(requests, progress)
+    candidates = choose_each(requests, progress, most_s)
     ranked = [ParallelSizes(*factors, choices) for factors, choices in zip(possible, candidates, strict=True)]
     shortest = min((c.time or 0.0 for row in ranked for c in row.candidates.usable), default=0.0)
     near = (row for row in ranked if row.fits and (row.step_s or 0.0) <= shortest * (1 + _MARGIN))
-    best = next(near, None)
+    best = min(near, key=lambda row: row.candidate is not None and row.candidate.tight, default=None)
     return ClusterPlan(
         tuple(sorted(ranked, key=lambda row: (row is not best, _sort_key(row)))), tuple(refused)
     )

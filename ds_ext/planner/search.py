@@ -29,7 +29,15 @@ from ..pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORW
 from ..pipe_schedules.reductions import Reductions, eager_reductions
 from ..pipe_schedules.simulation import Simulation, simulate
 from .activations import layer_activations, stage_activations
-from .candidates import SAME, Candidate, Candidates, is_too_large, rank_candidates, refuse_duplicates
+from .candidates import (
+    ESTIMATE_ERROR,
+    SAME,
+    Candidate,
+    Candidates,
+    is_too_large,
+    rank_candidates,
+    refuse_duplicates,
+)
 from .memory import DeviceMemory, memory
 from .stage_costs import slice_costs, slice_tokens, split_layers, stage_costs
 from .step_time import best_step, least_collectives_s, on_devices
@@ -175,7 +183,9 @@ def choose(request: Request) -> Candidates:
 
 
 def choose_each(
-    groups: Sequence[Sequence[Request]], progress: Callable[[int, int], None] = lambda done, total: None
+    groups: Sequence[Sequence[Request]],
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    most: float = math.inf,
 ) -> list[Candidates]:
     """Evaluate several groups of requests, such as parallel sizes; the best candidate of each group.
 
@@ -186,8 +196,9 @@ def choose_each(
         groups: requests of every group, the simplest group first. Among ties in a group, the first request wins. Only
             those with the N of the last one consider orders that are planned.
         progress: called with the number of groups that are decided, and of all.
+        most: candidates with a lower bound above this time are not evaluated.
     """
-    search = _Search(groups)
+    search = _Search(groups, most)
     search.run(progress)
     return search.candidates()
 
@@ -203,8 +214,9 @@ def price(request: Request, candidate: Candidate) -> Candidate:
 class _Search:
     """Best-first search over requests, then over their variants, by lower bounds on the time."""
 
-    def __init__(self, groups: Sequence[Sequence[Request]]) -> None:
+    def __init__(self, groups: Sequence[Sequence[Request]], most: float = math.inf) -> None:
         self._groups = groups
+        self._limit = _UNKNOWN if math.isinf(most) else (0.0, most)
         self._rows: list[list[Candidate]] = [[] for _ in groups]
         self._least: list[tuple[float, ...]] = [_UNKNOWN] * len(groups)  # bound of what is excluded
         self._best: list[tuple[float, ...] | None] = [None] * len(groups)  # sort key of the best candidate
@@ -261,12 +273,13 @@ class _Search:
     def _most(self) -> tuple[float, ...]:
         """Return the largest sort key of a candidate that can be the choice or in the best two groups."""
         if len(self._groups) == 1:
-            return _UNKNOWN
+            return self._limit
         smallest, *others = [*sorted(best for best in self._best if best is not None), _UNKNOWN, _UNKNOWN]
         if smallest[0]:
-            return others[0]
+            return min(others[0], self._limit)
         shortest, margin = smallest[1], self._groups[0][0].margin
-        return max((0.0, shortest * (1 + margin)), min(others[0], (0.0, shortest * (1 + _NEAR))))
+        largest = max((0.0, shortest * (1 + margin)), min(others[0], (0.0, shortest * (1 + _NEAR))))
+        return min(largest, self._limit)
 
     def _exclude(self, group: int, bound: tuple[float, ...]) -> None:
         self._least[group] = min(self._least[group], bound)
@@ -717,9 +730,11 @@ class _Variant:
         timetable = order.timetable
         need = None if sizes is None else max(device.total for device in self._memory(timetable, sizes))
         too_large = is_too_large(need, request.memory_bytes)
+        worst = None if need is None else int(need * (1 + ESTIMATE_ERROR))
         values: dict[str, Any] = {
             "refusal": f"It needs {format_bytes(need)}." if need and too_large else "",
             "memory_bytes": need,
+            "tight": is_too_large(worst, request.memory_bytes),
             "replicas": timetable.placement.replicas,
             "stages": timetable.placement.stages,
             "costs": self.costs,

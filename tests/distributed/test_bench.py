@@ -29,7 +29,7 @@ from benchmarks.ranks import Run, take_turns
 from benchmarks.schedules import Result, as_json, as_table
 from benchmarks.torch_rivals import TORCH_SCHEDULES
 from ds_ext.__main__ import main
-from ds_ext.observe.flops import peak_tflops
+from ds_ext.gpus import peak_tflops
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.lowering import lower

@@ -65,25 +65,31 @@ def test_a_tied_layer_trains_alike_on_two_ranks_and_on_one(ranks2: RankPool) -> 
     assert "'ends' (got weights; Linear has weight, bias)" in unknown
 
 
-def start_weights(rank: int, schedule: str) -> list[list[float]]:
-    """Weights of the tied layer on this rank, whose places are layers 1 and 3; none if it holds no place."""
-    layers = [
-        *(LayerSpec(nn.Linear, 4, 4), TiedLayerSpec("ends", nn.Linear, 4, 4, False)),
-        *(LayerSpec(nn.Linear, 4, 4), TiedLayerSpec("ends", nn.Linear, 4, 4, False)),
-    ]
+class FrozenBias(nn.Linear):
+    """Layer with a frozen bias and a buffer, both with random values, beside its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.bias.requires_grad_(False)
+        self.register_buffer("offsets", torch.randn(4, 3).t())
+
+
+def start_values(rank: int, schedule: str) -> list[dict[str, Tensor]]:
+    """State of the tied layer on this rank, whose places are layers 1 and 3; empty if it holds no place."""
+    layers = [LayerSpec(nn.Linear, 4, 4), TiedLayerSpec("ends", FrozenBias)] * 2
     model = ds_ext.PipelineModule(
         layers, num_stages=2, schedule=schedule, partition_method="uniform", base_seed=7
     )
-    return [layer.weight.tolist() for layer in model.tied_modules.values()]
+    return [layer.state_dict() for layer in model.tied_modules.values()]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb_v", "dualpipev", "bitpipe", "bitpipe_zb"])
-def test_a_tied_layer_starts_with_the_weights_of_its_first_place(ranks2: RankPool, schedule: str) -> None:
+def test_a_tied_layer_starts_with_the_values_of_its_first_place(ranks2: RankPool, schedule: str) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(7 + 1)
-        expected = nn.Linear(4, 4, False).weight.tolist()
-    places = [weights for of_rank in ranks2.run(start_weights, schedule) for weights in of_rank]
-    assert places and all(weights == expected for weights in places)
+        expected = FrozenBias().state_dict()
+    places = [state for of_rank in ranks2.run(start_values, schedule) for state in of_rank]
+    assert places and all(torch.equal(state[name], expected[name]) for state in places for name in expected)
 
 
 # --- layers of several classes, or with several arguments, under one key ---

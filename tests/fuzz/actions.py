@@ -13,6 +13,7 @@ from torch import Generator, Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from .scripts import AT_START, Action, Side, changed, set_weights
+from .zoo import ZOO
 
 if TYPE_CHECKING:
     from .job import Job
@@ -33,6 +34,16 @@ def _draw_layers(random: Random, job: Job) -> tuple[int, ...]:
     else:
         layers = set(random.sample(range(job.num_layers), count))
     return tuple(sorted({index for group in job.sharing if group & layers for index in group} | layers))
+
+
+def _takes_all_that_share(job: Job, layers: tuple[int, ...]) -> bool:
+    """Return whether the layers are all that share their parameters; another habit may have changed the blocks."""
+    return all(group <= {*layers} or not group & {*layers} for group in job.sharing)
+
+
+def _trains_untied(job: Job, layers: tuple[int, ...]) -> bool:
+    """Return whether one of the layers is tied by some of its parameters only, which ds_ext refuses to train whole."""
+    return any(job.layer_kinds[index] == "tied_frozen" for index in layers)
 
 
 # --- what trains, and in which mode ---
@@ -65,14 +76,14 @@ class Toggle(Action):
     def refuses(self, job: Job, key: str) -> bool:
         if self.step == AT_START:  # ranks or groups that train nothing
             return key in ("layers", "model_parameters")
+        if key == "tied_weight_attr":
+            return _trains_untied(job, self.layers)
         names = [name for name in key.split(", ") if name != "..."]
         changed = {*map(str, self.layers), "tied_modules"}
         return job.shards and all(name.partition(".")[0] in changed for name in names)
 
     def fits(self, job: Job) -> bool:
-        # The script cannot make an optimizer on a rank that trains nothing.
-        empty = self.step == AT_START and job.own_optimizer
-        return super().fits(job) and not empty and not job.has_head_parts
+        return super().fits(job) and _takes_all_that_share(job, self.layers) and not job.has_head_parts
 
 
 @dataclass(frozen=True)
@@ -97,12 +108,13 @@ class AddGroup(Action):
         return cls(_draw_step(random, job, 1), _draw_layers(random, job))
 
     def refuses(self, job: Job, key: str) -> bool:
-        return key == "layers"
+        return key == "layers" or (key == "tied_weight_attr" and _trains_untied(job, self.layers))
 
     def fits(self, job: Job) -> bool:
         # DeepSpeed's own optimizers have no add_param_group().
         others = job.shards or job.toggles or job.groups or job.scheduler or job.resume or job.decay_groups
-        return super().fits(job) and not others and not job.has_head_parts
+        is_whole = _takes_all_that_share(job, self.layers)
+        return super().fits(job) and is_whole and not others and not job.has_head_parts
 
 
 @dataclass(frozen=True)
@@ -131,7 +143,10 @@ class Mode(Action):
 
     def fits(self, job: Job) -> bool:
         others = self.every or not any(isinstance(action, EvalMode) for action in job.script)
-        return super().fits(job) and others and not job.has_head_parts
+        # A forward rank of several backward ranks has the statistics of one of them.
+        joined = any(layout.backward_per_forward > 1 for layout in job.layouts)
+        running = joined and any(job.layer_kinds[index] in job.RUNNING for index in self.layers)
+        return super().fits(job) and others and not running and not job.has_head_parts
 
 
 @dataclass(frozen=True)
@@ -458,7 +473,11 @@ class Hook(Action):
         return cls(random.randrange(job.steps), _draw_layers(random, job), random.choice(cls.KINDS))
 
     def fits(self, job: Job) -> bool:
-        return super().fits(job) and not job.has_head_parts
+        # torch calls no full backward hook of a compiled module.
+        is_called = self.kind != "full_backward" or not job.compiled
+        # torch forgets the hooks of a view, such as the output of a linear layer, when it is changed in place.
+        is_kept = self.kind != "boundary" or not any(ZOO[name].changes_input for name in job.blocks)
+        return super().fits(job) and is_called and is_kept and not job.has_head_parts
 
 
 ACTIONS: dict[str, type[Action]] = {

@@ -74,7 +74,9 @@ def _rates_agree(actual: list[float] | None, expected: list[float] | None) -> bo
     if actual is None or expected is None:
         return True
     pairs = zip(actual, expected, strict=False)
-    return len(actual) == len(expected) and all(math.isclose(a, e, rel_tol=1e-6) for a, e in pairs)
+    return len(actual) == len(expected) and all(
+        math.isnan(e) or math.isclose(a, e, rel_tol=1e-6) for a, e in pairs
+    )
 
 
 def _calls(job: Job, ranks: Sequence[Result], reference: Result) -> list[str]:

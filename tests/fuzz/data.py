@@ -52,19 +52,23 @@ def of_samples(job: Job, indices: Sequence[int]) -> tuple[Any, Any]:
     return _stack([sample(job, index) for index in indices])
 
 
-def ordered_batch(job: Job, step: int, number: int, first: int = 0) -> tuple[Any, Any]:
+def ordered_batch(
+    job: Job, step: int, number: int, first: int = 0, seed: int | None = None
+) -> tuple[Any, Any]:
     """Return a micro-batch in the order of the samples, by its global number in a step.
 
     Args:
         first: sample with which step 0 begins.
+        seed: of samples that draw; None: that of the step.
     """
+    seed = job.seed_of(step) if seed is None else seed
     begin = (job.position(step) + number) * job.micro_batch_size
     indices = range(begin, begin + job.micro_batch_size)
     if job.data != "random_dataset":
         return of_samples(job, [first + index for index in indices])
     samples = []
     for index in indices:
-        with keyed_rng(mix_key("sample", job.seed_of(step), index), torch.device("cpu")):
+        with keyed_rng(mix_key("sample", seed, index), torch.device("cpu")):
             samples.append(drawn_sample(job, first, index))
     return _stack(samples)
 

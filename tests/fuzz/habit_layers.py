@@ -37,6 +37,18 @@ class TiedScale(TiedLinear):
         return self.scale * torch.tanh(super().forward(input))
 
 
+class TiedFrozen(TiedLinear):
+    """Layer with a tied weight, and a frozen bias and a buffer of random values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+        self.register_buffer("offset", torch.randn(WIDTH))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.tanh(super().forward(input) + self.get_buffer("offset"))
+
+
 class TiedEncoder(nn.Module):
     """Layer whose tied weight has another name for users: a property."""
 
@@ -173,6 +185,7 @@ HABITUAL: dict[str, Kind] = {
     "tied_classes": _tied("classes", (TiedLinear,), (TiedTanh,)),
     "tied_arguments": _tied("arguments", (TiedScale, 1.0), (TiedScale, 2.0)),
     "tied_equal_arguments": _tied("equal", (TiedScale, 1.5), (TiedScale, 1.5)),
+    "tied_frozen": _tied("frozen", (TiedFrozen,), (TiedFrozen,)),
     "tied_property": _tied("property", (TiedEncoder,), (TiedEncoder,), tied_weight_attr="tied"),
     "tied_three_classes": _tied("three", (TiedTanh,), (TiedLinear,), (TiedTanh,)),
     "tied_classes_with_function": Kind(_tied_classes_with_function, weight=0),

@@ -22,7 +22,7 @@ from ds_ext.tensor_parallel import TensorParallel
 from tests.plans import placement_of
 
 from .kinds import LENGTH, Place
-from .scripts import Action
+from .scripts import AT_START, Action
 from .sliced_layers import SLICED
 from .zoo import ENDS, STARTS, ZOO, model_layers
 
@@ -209,12 +209,8 @@ class Job(Short):
         compiled: layers are compiled by torch.compile: "first", "second" or "both" layouts, or the "engine" does it.
     """
 
-    MODAL: ClassVar = (
-        "batch_norm",
-        "cumulative_batch_norm",
-        "instance_norm",
-        *RANDOM,
-    )  # kinds with two modes
+    RUNNING: ClassVar = ("batch_norm", "cumulative_batch_norm", "instance_norm")  # kinds with statistics
+    MODAL: ClassVar = (*RUNNING, *RANDOM)  # kinds with two modes
 
     seed: int = 0
     layout: Layout = Layout()
@@ -521,12 +517,18 @@ class Job(Short):
             return False
         if self.scheduler == "lambdas" and (self.decay_groups or self.overlap):
             return False
-        if self.groups and (self.decay_groups or self.overlap):
+        if self.groups and (self.decay_groups or self.overlap or self.optimizer == "lbfgs"):
             return False
         if self.groups in ("layers", "ends") and self.has_head_parts:  # parts are other layers
             return False
         layers = {layer for action in self.script for layer in getattr(action, "layers", ())}
         if not layers <= {*range(self.num_layers)} or not all(action.fits(self) for action in self.script):
+            return False
+        freezes = self.adds_groups or any(action.step == AT_START for action in self.toggles)
+        # The script cannot make an optimizer on a rank that trains nothing.
+        if self.own_optimizer and freezes and not self.passes_all:
+            return False
+        if layers == {*range(self.num_layers)} and freezes and not self.passes_all:  # nothing trains
             return False
         moves = self.optimizer in MOVES_AT_ZERO_GRADIENT
         return UNUSED_KEEP_NONE or not (moves and set(self.blocks) & set(MAY_BE_UNUSED))

@@ -15,6 +15,7 @@ from ds_ext.engine import PipelineEngine, PipelineModule, initialize
 from ds_ext.errors import ConfigError
 from ds_ext.parallel.fbd import FORWARD_ROLE
 from ds_ext.tensor_parallel import TensorParallel, create_tensor_parallel, shard_dim
+from tests.layout_types import checked
 from tests.reference import gather_shards
 
 from .actions import Evaluate
@@ -138,8 +139,7 @@ class Pipeline(Side):
         result.norms.append(None if norm is None else float(norm))
         # The script itself makes other groups on each rank, or they are split by stages or experts.
         splits = self.job.decay_groups or self.job.overlap or {*self.job.blocks} & {*EXPERT_LAYERS}
-        compares = self.optimizer is not None and not splits
-        result.rates.append([float(rate) for rate in engine.get_lr()] if compares else None)
+        result.rates.append(None if splits else [float(rate) for rate in engine.get_lr()])
         if ENDS[self.job.end].additional:
             result.additional += map(float, (engine.agg_additional_losses or {}).values())
 
@@ -190,12 +190,17 @@ def _compiled(layer: Any, index: int) -> Any:
 
 
 def train_on_rank(rank: int, job: Job, part: int, folder: str) -> Result:
-    """Train the steps of a job's first or second layout.
+    """Train the steps of a job's first or second layout, and check the types of tensors over its axes.
 
     Args:
         part: index in ``job.layouts``.
         folder: folder of the checkpoint that ends part 0 and begins part 1.
     """
+    with checked():
+        return _train(rank, job, part, folder)
+
+
+def _train(rank: int, job: Job, part: int, folder: str) -> Result:
     pipeline = Pipeline(job, part)
     engine, result = pipeline.engine, pipeline.result
     first, last = (

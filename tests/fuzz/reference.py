@@ -36,7 +36,7 @@ class Result:
         losses: mean over the micro-batches of each step.
         norms: norm of the gradient of each step, before clipping; None: not measured.
         evaluations: losses of the evaluations.
-        rates: learning rates of the groups after each step; None: not compared.
+        rates: learning rates of the groups after each step; None, or nan for a group: not compared.
         additional: means of the additional losses of each step.
         calls: calls of each hook; of all ranks together, they are those of one process.
         state: parameters and persistent buffers by "layer.name", and outputs of evaluations.
@@ -325,7 +325,8 @@ class Plain(Side):
         """Evaluate if the job does so after this number of steps."""
         if self.job.evaluate_after == step:
             numbers = range(self.micro_batches)
-            self._evaluate([ordered_batch(self.job, 0, number, EVALUATION) for number in numbers])
+            seed = self.job.seed_of(max(step - 1, 0))
+            self._evaluate([ordered_batch(self.job, 0, number, EVALUATION, seed) for number in numbers])
 
     # --- steps ---
 
@@ -356,7 +357,13 @@ class Plain(Side):
         _copy(pairs)
         if self.scheduler is not None:
             self.scheduler.step()
-        result.rates.append([float(group["lr"]) for group in self.optimizer.param_groups])
+        # No checkpoint has the rate of a group without parameters.
+        result.rates.append(
+            [
+                float(group["lr"]) if group["params"] or self.part == 0 else math.nan
+                for group in self.optimizer.param_groups
+            ]
+        )
 
     def _gradients(
         self, step: int, parameters: list[nn.Parameter]
@@ -421,7 +428,7 @@ class Plain(Side):
         self.replicas.average()
         for action in job.script:
             action.before_save(self)
-        self.part = 1
+        self.part, self.micro_batches = 1, job.micro_batches_at(step)  # those of the second JSON
         if job.set_weights == "save":
             self.model.halve()
             _copy((master, p) for p, master in self.pairs)

@@ -193,7 +193,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
 
     def _get_gradients_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         gradients, expert_gradients = super()._get_gradients_for_reduction()
-        return self.update.reduce_fp64(gradients, self.gradient_average), expert_gradients
+        return self.update.reduce_others(gradients), expert_gradients
 
     def _exec_optimizer_step(self) -> None:
         if self.optimizer is None:

@@ -276,7 +276,8 @@ class StepLosses:
 
         Args:
             loss: loss of the micro-batch.
-            weight: weight in the means; counts are weights already, except that 0 omits the micro-batch.
+            weight: weight in the means, for a slice its share of the tokens; counts are weights already, except that 0
+                omits the micro-batch.
         """
         # On all tensor-parallel ranks: the module may communicate.
         additional = self._module.get_additional_losses() or {}

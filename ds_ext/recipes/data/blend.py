@@ -1,14 +1,17 @@
-"""Parsing of ``--data-path``: one dataset, or a blend of several with weights and a fixed sample order."""
+"""Parsing of ``--data-path``, one dataset or a blend with weights and a fixed sample order, and of ``--split``."""
 
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 
 from ...errors import ConfigError
 from .layout import DATA_NAME
+
+DEFAULT_SPLIT = "969,30,1"
 
 
 def parse_data_path(data_path: str | Sequence[str]) -> tuple[list[Fraction], list[Path]]:
@@ -120,3 +123,28 @@ def _weight(word: str) -> Fraction | None:
     except (ValueError, ZeroDivisionError):
         return None
     return weight if weight > 0 else None
+
+
+def parse_split(split: str) -> tuple[float, float, float]:
+    """Return the shares of train, valid and test, which sum to 1. Quotes around them are ignored, as in Megatron.
+
+    Raises ConfigError for an invalid ``split``.
+    """
+    try:
+        shares = [float(word) for word in split.strip("'\"").replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
+        raise ConfigError(
+            f"--split: expected one to three shares of train, valid and test (got {split!r}). Write for example "
+            f"{DEFAULT_SPLIT}."
+        )
+    shares += [0.0] * (3 - len(shares))
+    train, valid, test = (share / sum(shares) for share in shares)
+    return train, valid, test
+
+
+def split_documents(documents: int, shares: tuple[float, float, float]) -> list[range]:
+    """Return the consecutive documents of each split, with boundaries rounded to whole documents."""
+    borders = np.rint(np.cumsum([0.0, *shares]) * documents).astype(int).tolist()
+    return [range(start, stop) for start, stop in pairwise(borders)]

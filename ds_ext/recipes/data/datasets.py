@@ -1,14 +1,11 @@
 """Train, valid and test datasets: splits of the documents, and blends of several files."""
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import TypeVar
 
-import numpy as np
 from torch.utils.data import Dataset
 
-from ...errors import ConfigError
-from .blend import BlendTable, parse_data_path
+from .blend import BlendTable, parse_data_path, parse_split, split_documents
 from .indexed import IndexedTokens
 
 SPLIT_NAMES = ("train", "valid", "test")
@@ -60,7 +57,7 @@ def build_datasets(
     weights, prefixes = parse_data_path(data_path)
     shares = parse_split(split)
     sources = [IndexedTokens(prefix) for prefix in prefixes]
-    ranges_by_file = [_split_documents(source, shares) for source in sources]
+    ranges_by_file = [split_documents(source.num_documents, shares) for source in sources]
 
     def build(split_index: int) -> BlendedDataset[Sample_co]:
         table = BlendTable(weights, num_samples[split_index])
@@ -71,28 +68,3 @@ def build_datasets(
         return BlendedDataset(parts, table, num_samples[split_index])
 
     return build(0), build(1), build(2)
-
-
-def parse_split(split: str) -> tuple[float, float, float]:
-    """Return the shares of train, valid and test, which sum to 1. Quotes around them are ignored, as in Megatron.
-
-    Raises ConfigError for an invalid ``split``.
-    """
-    try:
-        shares = [float(word) for word in split.strip("'\"").replace("/", ",").split(",")]
-    except ValueError:
-        shares = []
-    if not 1 <= len(shares) <= 3 or min(shares) < 0 or not 0 < sum(shares) < float("inf"):
-        raise ConfigError(
-            f"--split: expected one to three shares of train, valid and test (got {split!r}). Write for example "
-            "969,30,1."
-        )
-    shares += [0.0] * (3 - len(shares))
-    train, valid, test = (share / sum(shares) for share in shares)
-    return train, valid, test
-
-
-def _split_documents(indexed: IndexedTokens, shares: tuple[float, float, float]) -> list[range]:
-    """Return the consecutive documents of each split, with boundaries rounded to whole documents."""
-    borders = np.rint(np.cumsum([0.0, *shares]) * indexed.num_documents).astype(int).tolist()
-    return [range(start, stop) for start, stop in pairwise(borders)]

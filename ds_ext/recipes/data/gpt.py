@@ -83,8 +83,8 @@ class GPTDataset(Dataset[Sample]):
         if num_samples > 0 and self.samples_per_epoch == 0:
             raise ConfigError(
                 f"--split: the {name} split of {indexed.prefix} is too small for one sample (got {self.num_tokens} "
-                f"tokens in {len(documents)} documents, needs {seq_length + 1} tokens). Increase its share, prepare "
-                "more text, or request no samples from it."
+                f"tokens in {len(documents)} documents, needs {seq_length + 1} tokens). Increase its share, or "
+                f"prepare more text{', or set --eval-iters 0' * (name == 'valid')}."
             )
 
     def __len__(self) -> int:

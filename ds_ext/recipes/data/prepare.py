@@ -129,6 +129,8 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: the source, the tokenizer or a package is missing, or the folder contains different data and
             --force is not set.
     """
+    from .blend import DEFAULT_SPLIT, parse_split, split_documents
+
     _take_megatrons_flags(args)
     if (args.vocab_file is None) != (args.merge_file is None):
         raise ConfigError(
@@ -157,6 +159,8 @@ def run(args: argparse.Namespace) -> int:
         length, layers = _sizes(Path(args.tokenizer), meta)
         command += f" --seq-length {length}"
     following = [f"deepspeed --num_gpus 4 {command} --data-path {output} --save checkpoints/{output.name}"]
+    if not split_documents(meta["documents"], parse_split(DEFAULT_SPLIT))[1]:
+        following[0] += " --eval-iters 0"
     if template is not None and model_flag:
         lora = f"{NEXT_LORA} {length} --model {args.tokenizer} --data {output}"
         following = [lora] if layers < NEXT_GPT_STAGES else [*following, lora]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from typing import Any, Literal
@@ -11,19 +10,10 @@ from ds_ext.errors import ConfigError
 from ds_ext.recipes.models.bert import TOKEN_TYPES, BertConfig
 from ds_ext.recipes.models.config import TRAINED_FIELDS, WEIGHT_FIELDS, RopeScaling, TransformerConfig
 from ds_ext.recipes.models.gpt import GPTConfig
-from ds_ext.recipes.models.hf_llama import LLAMA_KINDS, llama_fields, llama_json
+from ds_ext.recipes.models.hf_llama import decoder_fields, llama_json
 from ds_ext.recipes.models.hf_values import integer, number, require_supported
 
 # Key of config.json -> values that our models support: first transformers' default, then values with the same meaning.
-_GPT2_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-    "layer_norm_epsilon": (GPTConfig.layernorm_epsilon,),
-    "tie_word_embeddings": (True,),
-    "add_cross_attention": (False,),
-    "scale_attn_weights": (True,),
-    "scale_attn_by_inverse_layer_idx": (False,),
-    "quantization_config": (None,),
-}
 _BERT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("gelu",),
     "layer_norm_eps": (BertConfig.layernorm_epsilon,),
@@ -159,27 +149,8 @@ def from_json(values: Mapping[str, Any], weights: Collection[str]) -> Transforme
     Raises:
         ConfigError: if the architecture or one of its settings is not supported.
     """
-    kind = values.get("model_type")
-    if kind not in ("gpt2", "bert", *LLAMA_KINDS):
-        kinds = ", ".join(map(json.dumps, ("gpt2", "bert", *LLAMA_KINDS[:-1])))
-        raise ConfigError(
-            f"model_type: only {kinds} and {json.dumps(LLAMA_KINDS[-1])} can be converted (got {json.dumps(kind)})."
-        )
-    if kind in LLAMA_KINDS:
-        return GPTConfig(**llama_fields(values))
-    if kind == "gpt2":
-        require_supported(values, _GPT2_SUPPORTED)
-        return GPTConfig(
-            num_layers=integer(values, "n_layer"),
-            hidden_size=integer(values, "n_embd"),
-            num_attention_heads=integer(values, "n_head"),
-            seq_length=integer(values, "n_positions"),
-            vocab_size=integer(values, "vocab_size"),
-            ffn_hidden_size=integer(values, "n_inner", None),
-            hidden_dropout=number(values, "resid_pdrop", 0.1),
-            attention_dropout=number(values, "attn_pdrop", 0.1),
-            init_std=number(values, "initializer_range", 0.02),
-        )
+    if values.get("model_type") != "bert":
+        return GPTConfig(**decoder_fields(values, "bert"))
     require_supported(values, _BERT_SUPPORTED)
     return BertConfig(
         num_layers=integer(values, "num_hidden_layers"),

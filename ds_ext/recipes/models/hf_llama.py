@@ -1,4 +1,7 @@
-"""Conversion between our configs and the ``config.json`` of transformers' Llama, Mistral, Qwen2 and Qwen3."""
+"""Conversion between our configs and the ``config.json`` of transformers' decoders.
+
+These are GPT-2, Llama, Mistral, Qwen2 and Qwen3. Does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,63 @@ _CLASSES = {
 _GROUPS: Mapping[str, int | None] = {"llama": None, "mistral": 8, "qwen2": 32, "qwen3": 32}
 _HEAD_SIZE: Mapping[str, int | None] = {"qwen3": 128}
 _WINDOW = 4096
+# Key of config.json -> values that our GPT-2 supports: first transformers' default, then values with the same meaning.
+_GPT2_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (TransformerConfig.layernorm_epsilon,),
+    "tie_word_embeddings": (True,),
+    "add_cross_attention": (False,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "quantization_config": (None,),
+}
 _MAX_WINDOW_LAYERS = 28
 _ORIGINAL = "original_max_position_embeddings"
 _SCALING = fields(RopeScaling)
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def llama_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a GPTConfig for the ``config.json`` of a Llama, Mistral, Qwen2 or Qwen3.
+def decoder_fields(values: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """Return the fields of a TransformerConfig for the ``config.json`` of a decoder.
+
+    Args:
+        values: content of ``config.json``.
+        others: further kinds that the caller supports, for the error.
 
     Raises:
-        ConfigError: if one of the settings is not supported, or a size is missing.
+        ConfigError: if the architecture or one of its settings is not supported, or a size is missing.
     """
-    kind = values["model_type"]
+    kind, text = values.get("model_type"), values.get("text_config")
+    for key, value in {**values, **(text if isinstance(text, Mapping) else {})}.items():
+        if "experts" in key and isinstance(value, int) and value > 1:
+            raise ConfigError(
+                f"{key}: mixtures of experts are not supported yet (got {value}). Use a model without experts."
+            )
+    if kind == "gpt2":
+        return _gpt2_fields(values)
+    if kind not in LLAMA_KINDS:
+        *first_kinds, last_kind = map(json.dumps, ("gpt2", *others, *LLAMA_KINDS))
+        kinds = f"{', '.join(first_kinds)} and {last_kind}"
+        raise ConfigError(f"model_type: only {kinds} can be converted (got {json.dumps(kind)}).")
+    return _llama_fields(kind, values)
+
+
+def _gpt2_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    require_supported(values, _GPT2_SUPPORTED)
+    return {
+        "num_layers": integer(values, "n_layer"),
+        "hidden_size": integer(values, "n_embd"),
+        "num_attention_heads": integer(values, "n_head"),
+        "seq_length": integer(values, "n_positions"),
+        "vocab_size": integer(values, "vocab_size"),
+        "ffn_hidden_size": integer(values, "n_inner", None),
+        "hidden_dropout": number(values, "resid_pdrop", 0.1),
+        "attention_dropout": number(values, "attn_pdrop", 0.1),
+        "init_std": number(values, "initializer_range", 0.02),
+    }
+
+
+def _llama_fields(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
     require_supported(values, {"hidden_act": ("silu", "swish"), "quantization_config": (None,)})
     heads = integer(values, "num_attention_heads")
     hidden = integer(values, "hidden_size")

@@ -1,14 +1,30 @@
-"""Typed values of a ``config.json``."""
+"""Content of a ``config.json``, and its typed values. Does not import torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ds_ext.errors import ConfigError
 
 _REQUIRED = object()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises ConfigError if the file is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: {error.strerror}. Use a model folder that transformers' save_pretrained() wrote."
+        ) from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: invalid JSON (got {error}).") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must contain a JSON object (got {type(value).__name__}).")
+    return value
 
 
 def refused(key: str, value: object, problem: str) -> ConfigError:

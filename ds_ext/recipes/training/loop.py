@@ -31,8 +31,7 @@ from ...observe.metrics import Metrics, print_line
 from ...pipe_schedules.files import is_timetable_file
 from ...planner.job_plan import JobPlan
 from ..convert.tokenizer_files import ORIGIN, origin_of
-from ..data.blend import parse_data_path
-from ..data.datasets import parse_split
+from ..data.blend import parse_data_path, parse_split
 from ..models.bert import MASKED_WORDS
 from ..models.config import TransformerConfig
 from ..models.hf_config import unseen_in_weights

@@ -10,6 +10,7 @@ from typing import Any, Literal, NoReturn
 from ... import __version__
 from ...environment import package_version
 from ...errors import ConfigError, Problems
+from ..data.blend import DEFAULT_SPLIT
 from ..models.config import GPT_FIELDS, TransformerConfig
 from ..models.field_flags import add_flags, flag_name, flags_of
 from .megatron_flags import JSON_KEYS, TOKENIZER_TYPES, TRAIN_KEYS, Harmless, row_of
@@ -210,7 +211,7 @@ def _add_data(group: Any) -> None:
         metavar="PATH",
         help="prepared folder, .bin/.idx prefix, or a blend: 0.3 a 0.7 b",
     )
-    group.add_argument("--split", default="969,30,1", help="shares of train, valid and test (%(default)s)")
+    group.add_argument("--split", default=DEFAULT_SPLIT, help="shares of train, valid and test (%(default)s)")
 
 
 def _add_gpt_tokenizer(group: Any) -> None:

@@ -47,7 +47,7 @@ def test_the_printed_json_is_the_first_row(capsys: pytest.CaptureFixture[str]) -
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--json", "--costs", "b=1.5,w=0.5", "--tflops", "100", "--inside", "10GB,1us"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert list(found) == ["best", "reason", "fits", "refused", "config"]
+    assert list(found) == ["best", "reason", "fits", "run", "refused", "config"]
     assert found["fits"] and 1 <= len(found["best"]) <= 10
     best = found["best"][0]
     assert found["config"]["ds_ext"]["schedule_options"] == best["schedule_options"]
@@ -189,6 +189,15 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["--costs", "comm=1"], r"costs: "),
         (["--tensor-parallel", "3"], r"8 devices \(got 3\)\. Use --tensor-parallel 1, 2, 4 or 8\."),
         (["--model", "gpt-5"], r"model: .*'gpt-5'"),
+        (["--model", "mixtral-8x7b"], r"experts .*'mixtral-8x7b'"),
+        (["--model", "Qwen/Qwen3-30B-A3B"], r"experts .*'Qwen/Qwen3-30B-A3B'"),
+        (["--model", "no/folder/config.json"], r"model: .*'no/folder/config\.json'"),
+        (["--tokens", "0"], r"--tokens: .*got 0"),
+        (["--tokens", "nan"], r"--tokens: .*got nan"),
+        (["--days", "7"], r"--days: needs --tokens .*got 7"),
+        (["--price", "2"], r"--price: needs --tokens .*got 2"),
+        (["--tokens", "1e9", "--price", "-1"], r"--price: .*got -1"),
+        (["--gpu", "a100", "--precision", "fp32"], r"--precision: .*got fp32"),
     ],
 )
 def test_wrong_flags(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,18 +206,160 @@ def test_wrong_flags(flags: list[str], words: str, capsys: pytest.CaptureFixture
     assert captured.out == "" and re.search(words, captured.err) and captured.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], r"--memory: "),
+        (["--devices", "8"], r"--memory: "),
+        (["--memory", "16GB", "--tokens", "1e9"], r"--devices: "),
+        (["--gpu", "h100", "--tokens", "1e9", "--days", "1", "--hosts", "1x8"], r"--hosts: .*got 1x8"),
+        (
+            ["--gpu", "h100", "--tokens", "1e9", "--days", "1", "--forward-devices", "2"],
+            r"--forward-devices: ",
+        ),
+    ],
+)
+def test_missing_flags(flags: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "gpt-1.3b", "--global-batch-size", "16", *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and re.search(words, captured.err) and captured.err.count("\n") == 1
+
+
+WORDS = (
+    "plan --num-layers 8 --hidden-size 1024 --num-attention-heads 8 --seq-length 512 --vocab-size 2000 "
+    "--global-batch-size 32 --tensor-parallel 1 --micro-batch-size 1"
+)
+SMALL = WORDS.split()
+
+
+def found_by(capsys: pytest.CaptureFixture[str], *flags: str, status: int = 0) -> dict[str, Any]:
+    """Return the JSON that a command prints."""
+    assert main([*flags, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_gpu_stands_for_its_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--memory 80GB --tflops 692.3 --memory-bandwidth 2680GB --inside 450GB,2us --between 50GB,10us"
+    named = found_by(capsys, *SMALL, "--devices", "4", "--gpu", "h100")
+    typed = found_by(capsys, *SMALL, "--devices", "4", *words.split())
+    assert named["best"] == typed["best"] and named["config"] == typed["config"]
+    assert typed["run"]["mfu"] is None
+    assert named["run"]["mfu"] == pytest.approx(named["run"]["model_flops"] / 989e12)
+    slower = found_by(capsys, *SMALL, "--devices", "4", "--gpu", "h100", "--tflops", "100")
+    assert slower["best"][0]["step_s"] > 2 * named["best"][0]["step_s"]
+
+
+def test_a_deadline_finds_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["--gpu", "a100", "--tokens", "1e9", "--days", "0.01", "--price", "2.5"]
+    found = found_by(capsys, *SMALL, *run)
+    figures = found["run"]
+    assert list(figures) == ["devices", "tokens_per_s", "model_flops", "mfu", "days", "gpu_hours", "cost"]
+    sizes = found["best"][0]
+    product = sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"] * sizes["data_parallel_size"]
+    assert figures["devices"] == product == 8 and figures["days"] <= 0.01
+    assert figures["gpu_hours"] == pytest.approx(24 * 8 * figures["days"])
+    assert figures["cost"] == pytest.approx(2.5 * figures["gpu_hours"])
+    late = found_by(capsys, *SMALL, *run, "--devices", "4", status=1)
+    assert late["fits"] and late["run"]["devices"] == 4 and late["run"]["days"] > 0.01
+
+
+def test_sizes_that_are_not_planned_are_no_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SMALL, "--devices", "8", "--gpu", "a100"]
+    found = found_by(capsys, *flags)["best"]
+    assert [row["planned"] for row in found] == ["step_s" in row for row in found]
+    assert [not row["planned"] for row in found] == ["least_step_s" in row for row in found]
+    unplanned = [row for row in found if not row["planned"]]
+    assert unplanned and main(flags) == 0
+    _, table, *_ = capsys.readouterr().out.split("\n\n")
+    rows = [line for line in table.splitlines() if line.startswith(" ")]
+    assert len(rows) == len(found) - len(unplanned) and ">=" not in table
+    (line,) = [line for line in table.splitlines() if line.startswith("not planned")]
+    assert re.findall(r" ([\d.]+) s", line) == [f"{row['least_step_s']:.4g}" for row in unplanned][:3]
+
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 36,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("file", ["", "config.json"])
+def test_a_model_of_hugging_face(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The sizes are those of the named model, and the script takes the JSON."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    words = "plan --devices 8 --gpu h200 --global-batch-size 8 --tensor-parallel 8 --micro-batch-size 1"
+    found = found_by(capsys, *words.split(), "--model", str(tmp_path / file))
+    named = found_by(capsys, *words.split(), "--model", "qwen3-8b")
+    assert found["best"] == named["best"]
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps(found["config"]))
+    args, _ = parse("train_gpt.py", ["--deepspeed_config", str(job)])
+    assert (args.num_layers, args.seq_length, args.rotary_base) == (36, 8192, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, r"num_local_experts: .* experts .*got 8"),
+        ({"model_type": "qwen3_moe", "num_experts": 128}, r"num_experts: .* experts .*got 128"),
+        ({"model_type": "llama4", "text_config": {"num_local_experts": 16}}, r"experts .*got 16"),
+        ({"model_type": "mamba"}, r'model_type: .*got "mamba"'),
+        ({"model_type": "bert"}, r'model_type: .*got "bert"'),
+        ({"hidden_size": None}, r"hidden_size: .*got null"),
+    ],
+)
+def test_models_that_are_not_supported(
+    changes: dict[str, Any], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3, **changes}))
+    assert main([*PLAN, "--model", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert re.search(words, error) and "config.json" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "label"),
+    [
+        ("", "gpt-1.3b,"),
+        ("--num-layers 24", "gpt-1.3b,"),
+        ("--num-layers 12 --seq-length 1024", "gpt-1.3b with num_layers 12, seq_length 1024,"),
+    ],
+)
+def test_a_changed_model_has_another_label(
+    flags: str, label: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*PLAN, "--tensor-parallel", "8", "--micro-batch-size", "2", *flags.split()]) == 0
+    assert capsys.readouterr().out.partition("\n")[0].split(maxsplit=1)[1].startswith(label)
+
+
 def test_a_model_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     at = PLAN.index("--model")
     assert main(PLAN[:at] + PLAN[at + 2 :]) == 2
     assert capsys.readouterr().err.startswith("error: --model: ")
 
 
-def test_the_example_of_the_page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["schedules", "plans"])
+def test_the_example_of_the_page(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.undo()
     assert search._MAX_OPS > 2_000  # the full search
-    page = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / f"{name}.md").read_text()
     example = re.search(r"    \$ python -m ds_ext (plan .*)\n\n((?:    .*\n|\n)+)", page)
     assert example is not None
     assert main(example[1].split()) == 0
-    shown = "\n".join(line[4:] for line in example[2].splitlines())
-    assert capsys.readouterr().out.strip() == shown.strip()
+    shown = "\n".join(line[4:] for line in example[2].splitlines()).strip()
+    printed = capsys.readouterr().out.strip()
+    if shown.startswith("..."):
+        shown = shown.removeprefix("...").strip()
+        printed = printed.partition("\n\n")[2].partition("\nJSON")[0]
+    assert printed == shown

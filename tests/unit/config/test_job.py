@@ -75,6 +75,7 @@ def test_section_with_all_keys() -> None:
         ({"transport_options": {"timeout_s": 0}}, "transport_options.timeout_s", "0"),
         ({"transport_options": {"node_ips": ["10.0.0.1", "node7"]}}, "transport_options.node_ips", ".*node7"),
         ({"fbd": {"backwards_per_forward": 1}}, "fbd.backwards_per_forward", "1.* backward_per_forward\\?"),
+        ({"recovery": {"evry": 1}}, "recovery.evry", "1.* every\\?"),
         ({"fbd": {"backward_per_forward": True}}, "fbd.backward_per_forward", "true"),
         ({"fbd": None}, "fbd", "null"),
         ({"trace": {"dir": "t", "steps": "20:10"}}, "trace.steps", "'20:10'"),

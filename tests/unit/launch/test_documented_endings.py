@@ -43,6 +43,9 @@ ENDINGS = {
         "hosts/test_failures.py::test_failure_ends_all_hosts",
     ],
     "rank hangs": ["launch/test_endings.py::test_stuck_rank_is_named_after_the_time_limit"],
+    "killed build of a torch extension": [
+        "unit/engine/test_extension_lock.py::test_a_lock_is_named_before_the_wait"
+    ],
     "launcher killed, also while the ranks import": [
         "launch/test_endings.py::test_killed_launcher_takes_its_ranks_along",
         "launch/test_endings.py::test_a_rank_that_another_orphan_ends_says_why",

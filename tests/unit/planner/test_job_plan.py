@@ -53,6 +53,23 @@ def text_of(plan: JobPlan, **options: Any) -> str:
     return describe(plan, **{**layers, **options})
 
 
+def test_the_bubble_of_equal_stages_is_printed_for_equal_stages_only() -> None:
+    equal = plan()
+    stages = equal.layout.placement.stages
+    unequal = {"boundaries": [0, *range(3, stages + 3)], "layer_names": ["layer"] * (stages + 2)}
+
+    def bubbles(planned: JobPlan, **options: Any) -> list[str]:
+        return re.findall(r"^bubble +([\d.]+)%", text_of(planned, **options), re.MULTILINE)
+
+    assert bubbles(equal) == [f"{100 * equal.simulation.bubble:.1f}"] and bubbles(equal, **unequal) == []
+    weights = (3.0, *(1.0,) * (stages - 1))
+    known = equal.with_work(StageWork(tuple(w * stages / sum(weights) for w in weights), None))
+    assert [float(text) for text in bubbles(known, **unequal)] > [float(text) for text in bubbles(equal)]
+    factors = "f=1,b=1,w=1,stages=3" + "/1" * (stages - 1)
+    given = plan(schedule_options={"mode": "greedy", "costs": factors})
+    assert len(bubbles(given, **unequal)) == 1
+
+
 def test_sizes_follow_from_the_world() -> None:
     one, two = plan(), plan(8)
     assert (one.layout.world_size, one.sizes.micro_batches, one.sizes.train_batch_size) == (4, 8, 24)
@@ -187,7 +204,7 @@ def test_planning_and_its_checks_import_no_torch() -> None:
 
 
 def test_text_of_a_plan() -> None:
-    planned = plan(16, 48, tensor_parallel_size=2)
+    planned = plan(16, 48, tensor_parallel_size=2).with_work(StageWork(None, None))
     names = ["embedding", "positions", *(f"layer {i}" for i in range(16)), "final norm", "head"]
     layers = {"boundaries": [0, *range(4, 18, 2), 20], "layer_names": names, "message_bytes": 65536}
     text = describe(planned, **layers)

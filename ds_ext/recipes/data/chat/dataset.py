@@ -105,8 +105,8 @@ class ChatDataset(Dataset[Sample]):
         if num_samples > 0 and not self.num_conversations:
             raise ConfigError(
                 f"--split: the {name} split of {indexed.prefix} has no conversation with tokens of the assistant among "
-                f"the first {seq_length + 1} (got {len(documents)} conversations). Increase its share or --seq-length, "
-                "or request no samples from it."
+                f"its first {seq_length + 1} (got {len(documents)} of {indexed.num_documents} conversations). Increase "
+                f"its share{' or --seq-length' * bool(documents)}{', or set --eval-iters 0' * (name == 'valid')}."
             )
 
     def __len__(self) -> int:

@@ -206,7 +206,7 @@ class ChatTemplate:
                     raise _no_text(conversation, index)
                 raise ConfigError(
                     f"{conversation.position}: the chat template drops text or a function call of message {index} (got "
-                    f"role {message['role']!r}, keys {', '.join(message)}). Change it, or use another template."
+                    f"role {message['role']!r}, keys {', '.join(message)}). Change the template, or use another one."
                 )
             for key in _reasoning_keys(message):
                 self._require_reasoning(conversation, messages[: index + 1], key)

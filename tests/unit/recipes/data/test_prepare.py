@@ -124,7 +124,9 @@ def test_the_next_commands_truncate_no_conversation(
     (model / "model.safetensors").touch()
     source.write_text(json.dumps([{"instruction": "one?", "output": "7 " * words}]))
     run("--format", "chat", "--source", source, "--tokenizer", model, "--output", tmp_path / "out")
-    assert re.findall(r"--seq-length (\d+) ", capsys.readouterr().out) == [str(length)] * 2
+    printed = capsys.readouterr().out
+    assert re.findall(r"--seq-length (\d+) ", printed) == [str(length)] * 2
+    assert "--eval-iters 0\n" in printed  # the valid split of one conversation has none
 
 
 def test_special_tokens_in_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

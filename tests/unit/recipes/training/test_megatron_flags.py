@@ -201,7 +201,7 @@ def test_other_names_and_spellings() -> None:
     )
     assert (args.rotary_base, args.norm_epsilon, args.num_query_groups) == (5e5, 1e-6, 2)
     assert args.group_query_attention and (args.save_interval, args.make_vocab_size_divisible_by) == (7, 1)
-    from ds_ext.recipes.data.datasets import parse_split
+    from ds_ext.recipes.data.blend import parse_split
 
     assert parse_split(args.split) == (0.99, 0.01, 0.0)
     assert args_of("--encoder-num-layers", "6", "--encoder-seq-length", "64").num_layers == 6
