@@ -29,7 +29,7 @@ def parse_data_path(data_path: str | Sequence[str]) -> tuple[list[Fraction], lis
         return [Fraction(1)], [_prefix(words[0])]
     weights = [weight for weight in map(_weight, words[::2]) if weight is not None]
     paths = words[1::2]
-    if not len(weights) == len(paths) == len(words) / 2:
+    if not words or not len(weights) == len(paths) == len(words) / 2:
         raise ConfigError(
             f"--data-path: expected one path, or pairs of a positive weight and a path (got {data_path!r}). "
             "Write for example 0.3 a 0.7 b."
