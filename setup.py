@@ -53,7 +53,7 @@ setup(
         "pydantic>=2",
     ],
     extras_require={
-        "data": ["megatron-core>=0.16,<0.17", "sentencepiece"],
+        "data": ["megatron-core>=0.16", "sentencepiece"],
         "hf": ["transformers>=5", "safetensors"],
         "lora": ["peft"],
         "solve": ["ortools"],

@@ -6,15 +6,17 @@ The losses are those of masked words and of the order of two segments. The code 
 
 from __future__ import annotations
 
-import functools
+import argparse
 import math
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ds_ext.environment import restart_count
 from ds_ext.launch import process, stop
 from ds_ext.parallel.hosts import Hosts
-from ds_ext.planner.job_plan import JobPlan
+from ds_ext.planner.job_plan import JobPlan, StagePlan
 from ds_ext.recipes.training.hosts import hosts_of_flags
 from ds_ext.recipes.training.setup import (
     check_memory,
@@ -23,9 +25,13 @@ from ds_ext.recipes.training.setup import (
     micro_batches,
     model_fields,
     plan_job,
-    stage_boundaries,
     with_stage_work,
 )
+
+if TYPE_CHECKING:
+    from ds_ext.engine.batches import MapDataset
+    from ds_ext.recipes.data.bert import BertOptions  # imports torch
+    from ds_ext.recipes.models.bert import BertConfig
 
 BEFORE, AFTER = ["embedding", "positions and types"], ["heads", "words", "bias"]
 PADDING_MASK_BYTES = 1  # per token, in every message of an activation
@@ -33,29 +39,29 @@ PADDING_MASK_BYTES = 1  # per token, in every message of an activation
 
 def main() -> int:
     """Train, or print the plan of a dry run. Returns the exit code."""
-    args, plan = plan_job("train_bert.py", sys.argv[1:], "bert")
+    args, plan, config, boundaries = plan_job(
+        "train_bert.py", sys.argv[1:], "bert", bert_config, BEFORE, AFTER
+    )
 
-    from ds_ext.recipes.data.bert import BertOptions, bert_tokenizer, build_bert_datasets
-    from ds_ext.recipes.models.bert import BertConfig
-    from ds_ext.recipes.training.checkpoint_fit import check_load
+    from ds_ext.recipes.data.bert import bert_tokenizer, build_bert_datasets
     from ds_ext.recipes.training.loop import Trainer, say, show, shut_down
 
     process.set_up_logging()
-    options = BertOptions(args.mask_prob, args.short_seq_prob, not args.bert_no_binary_head)
-    tokenizer = bert_tokenizer(args.data_path, args.tokenizer)
-    classes = 2 if options.binary_head else None
-    config = BertConfig(**model_fields(args, plan), vocab_size=tokenizer.vocab_size, order_classes=classes)
-    config.check_tensor_parallel(plan.layout.tensor_parallel_size)
-    check_load(args, config)
-    boundaries = stage_boundaries(args, plan, BEFORE, AFTER, config)
+    options = bert_options(args)
+    tokenizer = bert_tokenizer(args.data_path, args.tokenizer) if args.data_path else None
     plan = with_stage_work(plan, boundaries, BEFORE, AFTER, config)
-    datasets = functools.partial(build_bert_datasets, args.data_path, args.split, args.seq_length)
-    train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, tokenizer, options))
+
+    def datasets(samples: tuple[int, int, int]) -> Sequence[MapDataset]:
+        assert tokenizer is not None
+        sizes = args.seq_length, samples, args.seed
+        return build_bert_datasets(args.data_path, args.split, *sizes, tokenizer, options)
+
+    train, valid = micro_batches(args, plan, datasets)
 
     def describe(plan: JobPlan, hosts: Hosts | None) -> str:
         return describe_plan(args, plan, boundaries, BEFORE, AFTER, config, PADDING_MASK_BYTES, hosts)
 
-    if args.dry_run:
+    if args.dry_run or tokenizer is None:
         return show(describe(plan, hosts_of_flags(args)))
 
     import ds_ext
@@ -96,6 +102,26 @@ def main() -> int:
     code = Trainer(engine, args, plan, config, train, valid, floor, tokenizer.fingerprint).run()
     shut_down(engine)
     return code
+
+
+def bert_options(args: argparse.Namespace) -> BertOptions:
+    """Return the settings of the samples. Raises ConfigError."""
+    from ds_ext.recipes.data.bert import BertOptions
+
+    return BertOptions(args.mask_prob, args.short_seq_prob, not args.bert_no_binary_head)
+
+
+def bert_config(args: argparse.Namespace, plan: StagePlan | None) -> BertConfig:
+    """Return the config of the model. Raises ConfigError. A dry run without data assumes BERT's vocabulary."""
+    from ds_ext.recipes.data.bert import bert_tokenizer
+    from ds_ext.recipes.models.bert import BertConfig
+
+    classes, size = 2 if bert_options(args).binary_head else None, 30522
+    if args.data_path or args.tokenizer:
+        size = bert_tokenizer(args.data_path, args.tokenizer).vocab_size
+    else:
+        args.notes.append(f"vocab     {size}, that of bert-base-uncased (assumed)")
+    return BertConfig(**model_fields(args, plan), vocab_size=size, order_classes=classes)
 
 
 if __name__ == "__main__":

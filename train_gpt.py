@@ -12,12 +12,13 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ds_ext.environment import restart_count
 from ds_ext.errors import ConfigError
 from ds_ext.launch import process, stop
 from ds_ext.parallel.hosts import Hosts
-from ds_ext.planner.job_plan import JobPlan
+from ds_ext.planner.job_plan import JobPlan, StagePlan
 from ds_ext.recipes.training.hosts import hosts_of_flags
 from ds_ext.recipes.training.setup import (
     check_memory,
@@ -27,9 +28,11 @@ from ds_ext.recipes.training.setup import (
     micro_batches,
     model_fields,
     plan_job,
-    stage_boundaries,
     with_stage_work,
 )
+
+if TYPE_CHECKING:
+    from ds_ext.recipes.models.gpt import GPTConfig  # imports torch
 
 BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]
 START_BYTES = 8  # start of a token's document, int64
@@ -37,25 +40,17 @@ START_BYTES = 8  # start of a token's document, int64
 
 def main() -> int:
     """Train, or print the plan of a dry run. Returns the exit code."""
-    args, plan = plan_job("train_gpt.py", sys.argv[1:], "gpt")
+    args, plan, config, boundaries = plan_job("train_gpt.py", sys.argv[1:], "gpt", gpt_config, BEFORE, AFTER)
 
     from ds_ext.recipes.convert.hf_model import HuggingFaceModel
     from ds_ext.recipes.data.gpt import build_gpt_datasets, describe_chat
-    from ds_ext.recipes.models.gpt import GPTConfig
-    from ds_ext.recipes.training.checkpoint_fit import check_load
     from ds_ext.recipes.training.documents import document_options
-    from ds_ext.recipes.training.hf_model import folder_sizes
     from ds_ext.recipes.training.loop import Trainer, say, show, shut_down
 
     process.set_up_logging()
     options = document_options(args)
     folder = HuggingFaceModel(Path(args.hf_model)) if args.hf_model else None
-    sizes = {**model_fields(args, plan), **(folder_sizes(folder.config) if folder else {})}
-    config = GPTConfig(**{**sizes, "vocab_size": vocab_size(args)})
-    config.check_tensor_parallel(plan.layout.tensor_parallel_size)
-    check_load(args, config)
     after = layers_after(plan, AFTER)
-    boundaries = stage_boundaries(args, plan, BEFORE, after, config)
     plan = with_stage_work(plan, boundaries, BEFORE, after, config)
     datasets = functools.partial(build_gpt_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, options))
@@ -114,8 +109,23 @@ def main() -> int:
     return code
 
 
+def gpt_config(args: argparse.Namespace, plan: StagePlan | None) -> GPTConfig:
+    """Return the config of the model. Raises ConfigError."""
+    from ds_ext.recipes.convert.hf_model import config_of_folder
+    from ds_ext.recipes.models.gpt import GPTConfig
+    from ds_ext.recipes.training.documents import document_options
+    from ds_ext.recipes.training.hf_model import folder_sizes
+
+    document_options(args)  # chat data sets flags of the model
+    sizes = folder_sizes(config_of_folder(Path(args.hf_model))) if args.hf_model else {}
+    return GPTConfig(**{**model_fields(args, plan), **sizes, "vocab_size": vocab_size(args)})
+
+
 def vocab_size(args: argparse.Namespace) -> int:
-    """Return --vocab-size, or that of the data's tokenizer. Raises ConfigError for a different tokenizer."""
+    """Return --vocab-size, or that of the data's tokenizer. Raises ConfigError for a different tokenizer.
+
+    A dry run without data assumes GPT-2's.
+    """
     from ds_ext.recipes.data.meta import check_one_tokenizer, check_tokenizer, check_vocab_size, read_meta
     from ds_ext.recipes.training.documents import flagged_tokenizer
 
@@ -134,6 +144,9 @@ def vocab_size(args: argparse.Namespace) -> int:
         size = meta["vocab_size"]
     elif args.vocab_size:
         size = args.vocab_size
+    elif not args.data_path:
+        size = 50257
+        args.notes.append(f"vocab     {size}, that of GPT-2 (assumed, --vocab-size sets it)")
     else:
         raise ConfigError(
             f"--data-path: no meta.json with the vocabulary (got {' '.join(args.data_path)}). Add --tokenizer, or "

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class DsExtError(Exception):
     """Base of all errors raised by ds_ext.
@@ -15,6 +18,40 @@ class DsExtError(Exception):
 
 class ConfigError(DsExtError, ValueError):
     """Invalid configuration: unknown key, impossible combination, missing file."""
+
+
+class Problems:
+    """Errors of a job, which are raised together.
+
+    Attributes:
+        errors: the errors so far.
+        undecided: keys without a valid value. Checks that depend on one of them would report a wrong default.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[ConfigError] = []
+        self.undecided: set[str] = set()
+
+    def add(self, text: str, *undecided: str) -> None:
+        """Add an error with its text, and the keys that it leaves without a value."""
+        self.errors.append(ConfigError(text))
+        self.undecided.update(undecided)
+
+    @contextmanager
+    def collect(self, *undecided: str) -> Iterator[None]:
+        """Add a ConfigError instead of raising it, and the keys that it leaves without a value."""
+        try:
+            yield
+        except ConfigError as error:
+            self.errors.append(error)
+            self.undecided.update(undecided)
+
+    def raise_all(self) -> None:
+        """Raise ConfigError with a line for every error; nothing without errors."""
+        if len(self.errors) == 1:
+            raise self.errors[0]
+        if self.errors:
+            raise ConfigError("\n".join(dict.fromkeys(map(str, self.errors))))
 
 
 class ScheduleError(DsExtError, ValueError):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +11,33 @@ import torch.distributed as dist
 from ds_ext.config.job import JobConfig, load_config
 from ds_ext.pipe_schedules import Placement, Timetable, get_schedule
 from ds_ext.planner.candidates import Candidates
-from ds_ext.planner.job_plan import make_job_plan, place, resolve_schedule, schedule_options
+from ds_ext.planner.job_plan import (
+    JobPlan,
+    StagePlan,
+    make_job_plan,
+    place,
+    resolve_schedule,
+    schedule_options,
+)
+from ds_ext.recipes.models.config import TransformerConfig
+from ds_ext.recipes.training import setup
+from ds_ext.recipes.training.script_flags import Model
+from ds_ext.recipes.training.setup import model_fields
+
+
+def small_config(args: argparse.Namespace, plan: StagePlan | None) -> TransformerConfig:
+    """Return the model of the flags, without looking at the vocabulary of the data."""
+    return TransformerConfig(**{**model_fields(args, plan), "vocab_size": 100})
+
+
+def plan_job(
+    prog: str,
+    argv: Sequence[str],
+    model: Model,
+    make_config: Callable[[argparse.Namespace, StagePlan | None], TransformerConfig] = small_config,
+) -> tuple[argparse.Namespace, JobPlan]:
+    """Return the flags and the plan of a script's command line."""
+    return setup.plan_job(prog, argv, model, make_config, ["a", "b"], ["c", "d"])[:2]
 
 
 def _job(config: JobConfig | Mapping[str, Any]) -> JobConfig:

@@ -42,7 +42,7 @@ from deepspeed.utils.logging import get_log_level_from_string
 from pydantic import ValidationError
 from torch.optim import lr_scheduler
 
-from ..errors import ConfigError
+from ..errors import ConfigError, Problems
 from .batch_sizes import NOT_REPLACED
 from .deepspeed_json import RESEMBLES, fp32_sums_of_bf16, half_through_zero, precision, zero_stage
 from .schedulers import MegatronLR, require_plain_step
@@ -93,17 +93,21 @@ def check_deepspeed(
         scheduler: False if the caller passes a scheduler, which replaces the section.
     """
     config = fp32_sums_of_bf16(half_through_zero(config))
-    parsed = _convert(_read, config)
+    parsed, problems = _convert(_read, config), Problems()
     for key in unknown_keys(config):
         if near := difflib.get_close_matches(key.lower(), _top_level_keys(), n=1, cutoff=RESEMBLES):
-            raise ConfigError(f"{key}: unknown key (got {config[key]!r}). Did you mean {near[0]}?")
-    _check_values(config)
-    _check_dtypes(config)
-    _check_half_precision(parsed, config)
-    if optimizer and parsed.optimizer_name is not None:
-        _check_optimizer(parsed, config["optimizer"], flags or {})
-    if scheduler and parsed.scheduler_name is not None:
-        _check_scheduler(parsed, config["scheduler"])
+            problems.add(f"{key}: unknown key (got {config[key]!r}). Did you mean {near[0]}?")
+    with problems.collect():
+        _check_values(config)
+    with problems.collect():
+        _check_dtypes(config)
+        _check_half_precision(parsed, config)
+    with problems.collect():
+        if optimizer and parsed.optimizer_name is not None:
+            _check_optimizer(parsed, config["optimizer"], flags or {})
+        if scheduler and parsed.scheduler_name is not None:
+            _check_scheduler(parsed, config["scheduler"])
+    problems.raise_all()
 
 
 def _check_values(config: Mapping[str, Any]) -> None:
@@ -111,6 +115,7 @@ def _check_values(config: Mapping[str, Any]) -> None:
     top = _Recorder(config)
     _attempt(DeepSpeedConfig, top)
     sections = {"": top, **{key: value for key, value in top.items() if isinstance(value, _Recorder)}}
+    problems = Problems()
     if "pipeline" in sections:
         sections["pipeline"].defaults = _PIPELINE
     for section, values in sections.items():
@@ -120,9 +125,12 @@ def _check_values(config: Mapping[str, Any]) -> None:
         for key, value in values.items():
             name = f"{section}.{key}".strip(".")
             if section and key not in defaults:
-                raise ConfigError(f"{name}: unknown key (got {value!r}). {_suggestion(key, defaults)}")
-            if needed := _needed_type(key, defaults.get(key), value, strict=section == "pipeline"):
-                raise _wrong_type(name, needed, value, f"Default: {json.dumps(defaults[key])}.")
+                problems.add(f"{name}: unknown key (got {value!r}). {_suggestion(key, defaults)}")
+            elif needed := _needed_type(key, defaults.get(key), value, strict=section == "pipeline"):
+                problems.errors.append(
+                    _wrong_type(name, needed, value, f"Default: {json.dumps(defaults[key])}.")
+                )
+    problems.raise_all()
 
 
 def _needed_type(key: str, default: Any, value: Any, strict: bool = False) -> str | None:

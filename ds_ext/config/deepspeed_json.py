@@ -13,7 +13,7 @@ from typing import Any
 
 import hjson
 
-from ..errors import ConfigError
+from ..errors import ConfigError, Problems
 
 # Section -> package that rank 0 imports for it, and its name for pip.
 _MONITORS = {
@@ -109,32 +109,34 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
         config: the DeepSpeed JSON.
         ours: keys of the "ds_ext" section that must not be at the top level.
     """
+    problems = Problems()
     for key, value in config.items():
         if key in ours:
-            raise ConfigError(f'{key}: misplaced (got {value!r} at the top level). Move it into "ds_ext".')
+            problems.add(f'{key}: misplaced (got {value!r} at the top level). Move it into "ds_ext".')
         if key != "ds_ext" and difflib.get_close_matches(key.lower(), ["ds_ext"], cutoff=RESEMBLES):
-            raise ConfigError(f"{key}: unknown key (got {value!r}). Did you mean ds_ext?")
+            problems.add(f"{key}: unknown key (got {value!r}). Did you mean ds_ext?")
     for path in _OBJECTS:
         value = _value(config, path, {})
         old_form = isinstance(value, bool) and path == "zero_optimization"
         if not (isinstance(value, Mapping) or (value is None and path in _MAY_BE_NULL) or old_form):
-            raise ConfigError(f"{path}: must be an object (got {value!r}). Use {{...}} or omit it.")
+            problems.add(f"{path}: must be an object (got {value!r}). Use {{...}} or omit it.")
     for path in [f"{name}.enabled" for name in _SWITCHED]:
         value = _value(config, path, False)
         if not isinstance(value, bool) and value != "auto":
-            raise ConfigError(f"{path}: must be true or false (got {value!r}).")
+            problems.add(f"{path}: must be true or false (got {value!r}).")
     stage = _value(config, "zero_optimization.stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, "0", "1"):
-        raise ConfigError(
+        problems.add(
             f"zero_optimization.stage: pipelines support only 0 and 1, because the gradients of several micro-batches "
             f'are in flight (got {stage!r}). Use {{"stage": 1}}, which shards the optimizer states.'
         )
     if _is_enabled(config, "bf16") and _is_enabled(config, "fp16"):
-        raise ConfigError("bf16.enabled, fp16.enabled: both are set (got true). Set only one.")
+        problems.add("bf16.enabled, fp16.enabled: both are set (got true). Set only one.")
     for path, (accepted, instead) in UNAPPLIED.items():
         if (value := _value(config, path, accepted[0])) not in accepted:
             shown = json.dumps(value, default=repr)
-            raise ConfigError(f"{path}: has no effect in this engine (got {shown}). Omit it. {instead}.")
+            problems.add(f"{path}: has no effect in this engine (got {shown}). Omit it. {instead}.")
+    problems.raise_all()
 
 
 def notes_on_keys(config: Mapping[str, Any]) -> list[str]:
@@ -195,16 +197,18 @@ def parse_json(text: str, name: str) -> Any:
 
 
 def require_monitors(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an enabled monitor whose package is not installed here; rank 0 alone uses it."""
+    """Raise ConfigError for enabled monitors whose packages are not installed here; rank 0 alone uses them."""
+    problems = Problems()
     for section, (package, requirement) in _MONITORS.items():
         if not _is_enabled(config, section):
             continue
         spec = importlib.util.find_spec(package)
         if spec is None or spec.origin is None:  # a folder such as ./wandb is a namespace package
-            raise ConfigError(
+            problems.add(
                 f'{section}: the package {package!r} is not installed on the host of rank 0 (got "enabled": true). '
                 f"Install it with `pip install {requirement}`, or remove the section."
             )
+    problems.raise_all()
 
 
 def half_through_zero(config: Mapping[str, Any]) -> dict[str, Any]:

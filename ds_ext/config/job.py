@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from pydantic import Field, ValidationError
 
-from ..errors import ConfigError, ScheduleError
+from ..errors import ConfigError, Problems, ScheduleError
 from ..parallel.rank_order import DEEPSPEED_ORDER, parse_rank_order
 from ..pipe_schedules import Schedule, get_schedule
 from ..pipe_schedules.files import is_timetable_file, schedule_of_file
@@ -138,8 +138,13 @@ def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
     section = config.get("ds_ext", {})
     if not isinstance(section, Mapping):
         raise ConfigError(f'ds_ext: must be an object such as {{"schedule": "bitpipe"}} (got {section!r}).')
-    check_deepspeed_keys(config, set(_keys(DsExtConfig)) - {"train"})
-    return JobConfig(config, parse_section(section), path)
+    problems, settings = Problems(), DsExtConfig()
+    with problems.collect():
+        check_deepspeed_keys(config, set(_keys(DsExtConfig)) - {"train"})
+    with problems.collect():
+        settings = parse_section(section)
+    problems.raise_all()
+    return JobConfig(config, settings, path)
 
 
 def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
@@ -147,7 +152,11 @@ def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
     try:
         valid = DsExtConfig.model_validate(section)
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from None
+        # A value that is none of several types has an error for each of them: (key, "list[int]", ...).
+        by_key = {
+            loc[:1] if "[" in str(loc[1:]) else loc: e for e in error.errors()[::-1] for loc in [e["loc"]]
+        }
+        raise ConfigError("\n".join(map(_explain, [*by_key.values()][::-1]))) from None
     valid.trace.check()
     _check_slices(valid)
     parse_rank_order(valid.rank_order)
@@ -196,22 +205,21 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def _explain(error: ValidationError) -> str:
-    """Return the first problem as an error for users."""
-    first = error.errors()[0]
-    *outer, last = map(str, first["loc"])
+def _explain(error: Mapping[str, Any]) -> str:
+    """Return one of pydantic's errors as an error for users."""
+    *outer, last = map(str, error["loc"])
     key = ".".join(("ds_ext", *outer, last))
-    if first["type"] == "extra_forbidden":
+    if error["type"] == "extra_forbidden":
         known = _keys(functools.reduce(_section, outer, DsExtConfig))
         near = difflib.get_close_matches(last, known, n=1)
         fix = f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
-        return f"{key}: unknown key (got {first['input']!r}). {fix}"
-    problem = re.sub(r"^\w+ should ", "must ", first["msg"].removeprefix("Value error, "))
-    if first["type"] == "model_type":
+        return f"{key}: unknown key (got {error['input']!r}). {fix}"
+    problem = re.sub(r"^\w+ should ", "must ", error["msg"].removeprefix("Value error, "))
+    if error["type"] == "model_type":
         problem = "must be an object"
-    elif first["type"] == "string_pattern_mismatch":
+    elif error["type"] == "string_pattern_mismatch":
         problem = 'must be like "10:20", "100:" or ":50"'
-    return f"{key}: {problem} (got {_as_json(first['input'])}).{_default_sentence(outer, last)}"
+    return f"{key}: {problem} (got {_as_json(error['input'])}).{_default_sentence(outer, last)}"
 
 
 def _as_json(value: Any) -> str:

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from ds_ext.engine import PipelineEngine, PipelineModule, initialize
 from ds_ext.engine.batches import MicroBatches
 from ds_ext.errors import ConfigError
+from ds_ext.recipes.training.arguments import parse
 from tests.engine_runs import MODEL, Job, build, train
 from tests.losses import learned
 from tests.precisions import needs
@@ -117,6 +118,37 @@ def step_with_a_branch(rank: int) -> tuple[list[list[float]], float]:
 def test_a_weight_that_one_replica_uses_counts_on_both(ranks2: RankPool) -> None:
     first, second = ranks2.run(step_with_a_branch)
     assert first == second
+
+
+def norm_of_two_replicas(rank: int, eager: bool, keys: dict[str, Any]) -> float:
+    """Return the norm of a step in which the gradient of the only weight is 1 on rank 0, and 2^-9 on rank 1."""
+    config = {
+        **{"train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}},
+        **{**ADAM, **keys, "gradient_clipping": 0.0, "ds_ext": {"eager_gradient_sync": eager}},
+    }
+    layers = [LayerSpec(nn.Linear, 1, 1, bias=False)]
+    model = PipelineModule(
+        layers, config, num_stages=1, loss_fn=lambda outputs, factor: (outputs * factor).mean()
+    )
+    engine, *_ = initialize(model=model, config=config, model_parameters=model.parameters())
+    assert (engine.update.reduction is not None) == eager
+    factor = torch.full((1, 1), 2.0 ** (-9 * engine.mpu.get_data_parallel_rank()), dtype=torch.bfloat16)
+    engine.train_batch(iter([(torch.ones_like(factor), factor)]))
+    norm = engine.get_global_grad_norm()
+    assert norm is not None
+    return float(norm)
+
+
+@needs("bf16")
+@pytest.mark.parametrize("eager", [True, False])
+def test_gradients_are_reduced_in_the_communication_data_type(ranks2: RankPool, eager: bool) -> None:
+    """bf16 keeps 1 of 1 + 2^-9; the flag is Megatron's."""
+    words = ["--lr", "1", "--micro-batch-size", "1", "--global-batch-size", "2", "--bf16"]
+    key = "communication_data_type"
+    for flags, total in (([], 1 + 2**-9), (["--grad-reduce-in-bf16"], 1)):
+        config = parse("train_gpt.py", [*words, *flags])[1].deepspeed
+        keys = {key: config[key]} if key in config else {}
+        assert ranks2.run(norm_of_two_replicas, eager, keys) == pytest.approx([total / 2] * 2, rel=1e-6)
 
 
 # --- weights in half precision, without a section in the JSON ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -11,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from ds_ext.errors import ConfigError
+from ds_ext.planner.job_plan import StagePlan
 from ds_ext.recipes.data.meta import read_meta
 from ds_ext.recipes.models.bert import BertConfig
 from ds_ext.recipes.models.gpt import GPTConfig
 from ds_ext.recipes.training.checkpoint_fit import check_load
-from ds_ext.recipes.training.setup import model_fields, plan_job
+from ds_ext.recipes.training.setup import model_fields
 from tests.launch.forked import ForkedJob, run_forked
 from tests.launch.jobs import ROOT, tiny_config, write_json
+from tests.plans import plan_job
 
 
 def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
@@ -57,9 +60,13 @@ def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
     assert perplexity == pytest.approx(math.exp(masked), rel=1e-3)
 
     words = ["--deepspeed_config", str(tmp_path / "bert.json"), "--dry-run", "--load", str(saved)]
-    args, plan = plan_job("train_bert.py", words, "bert")
-    sizes = {**model_fields(args, plan), "vocab_size": (read_meta([str(data)]) or {})["vocab_size"]}
-    check_load(args, BertConfig(**sizes, order_classes=2))
+    size = (read_meta([str(data)]) or {})["vocab_size"]
+
+    def make_config(args: argparse.Namespace, plan: StagePlan | None) -> BertConfig:
+        return BertConfig(**model_fields(args, plan), vocab_size=size, order_classes=2)
+
+    args, plan = plan_job("train_bert.py", words, "bert", make_config)
+    sizes = {**model_fields(args, plan), "vocab_size": size}
     with pytest.raises(ConfigError, match=r"classifier\.weight 2 x 16, here missing"):
         check_load(args, BertConfig(**sizes, order_classes=None))
     with pytest.raises(ConfigError, match=r"got 1\.weight missing, here 24 x 16"):

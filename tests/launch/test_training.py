@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 import math
 import os
@@ -20,13 +22,14 @@ from ds_ext.errors import ConfigError
 from ds_ext.observe.report.folder import read_run
 from ds_ext.observe.trace.read import read_traces
 from ds_ext.observe.trace.summary import summarize
+from ds_ext.planner.job_plan import StagePlan
 from ds_ext.recipes.data.meta import read_meta
 from ds_ext.recipes.models.gpt import GPTConfig
-from ds_ext.recipes.training.checkpoint_fit import check_load
-from ds_ext.recipes.training.setup import model_fields, plan_job
+from ds_ext.recipes.training.setup import model_fields
 from tests.launch.forked import ForkedJob, run_forked
 from tests.launch.jobs import ROOT, Job, command, write_json
 from tests.own_schedule import NAME, write_own_schedule
+from tests.plans import plan_job
 from tests.selection import extensive
 
 SCRIPT = str(ROOT / "train_gpt.py")
@@ -173,11 +176,13 @@ def changed(config: Path, name: str, **keys: Any) -> str:
 def refused_before_a_start(config: Path, saved: Path) -> None:
     """A dry run compares the model with the checkpoint's, without ranks."""
 
+    def make_config(more_words: int, args: argparse.Namespace, plan: StagePlan | None) -> GPTConfig:
+        entries = (read_meta(args.data_path) or {})["vocab_size"] + more_words
+        return GPTConfig(**model_fields(args, plan), vocab_size=entries)
+
     def fits(*flags: str, more_words: int = 0) -> None:
         words = ["--deepspeed_config", str(config), "--dry-run", "--load", str(saved), *flags]
-        args, plan = plan_job("train_gpt.py", words, "gpt")
-        entries = (read_meta(args.data_path) or {})["vocab_size"] + more_words
-        check_load(args, GPTConfig(**model_fields(args, plan), vocab_size=entries))
+        plan_job("train_gpt.py", words, "gpt", functools.partial(make_config, more_words))
 
     fits()
     for flags, words in (

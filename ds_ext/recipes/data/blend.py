@@ -15,12 +15,14 @@ DEFAULT_SPLIT = "969,30,1"
 
 
 def parse_data_path(data_path: str | Sequence[str]) -> tuple[list[Fraction], list[Path]]:
-    """Return the weights (on any scale) and file prefixes in "a", "0.3 a 0.7 b", or a list of such words.
+    """Return the weights (on any scale) and file prefixes in "a", "0.3 a 0.7 b", or a list of such words; none in [].
 
     Raises:
         ConfigError: the words are neither one path nor pairs of a positive weight and a path.
     """
     words = [data_path] if isinstance(data_path, str) else list(data_path)
+    if not words:
+        return [], []
     if len(words) == 1 and not _is_path(words[0]):
         words = words[0].split()
     if len(words) == 1:

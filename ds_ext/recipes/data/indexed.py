@@ -1,12 +1,13 @@
-"""Reader of Megatron's ``.bin/.idx`` files, which contain concatenated tokens and the document boundaries.
+"""Megatron's ``.bin/.idx`` files, which contain concatenated tokens and the document boundaries.
 
 Layout of the ``.idx`` file: magic ``MMIDIDX``, version 1, dtype code, number of sequences, number of document
 boundaries, then sequence lengths (int32), byte offsets of the sequences (int64) and document boundaries (int64, in
 sequences).
-Importing megatron-core takes seconds; this reader saves them in every training process.
+Importing megatron-core takes seconds; this module saves them in every process.
 """
 
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,33 @@ class IndexedTokens:
     def document(self, index: int) -> NDArray[Any]:
         """Return the tokens of document ``index`` as a view of the file."""
         return self.tokens[self.document_starts[index] : self.document_starts[index + 1]]
+
+
+class IndexedWriter:
+    """Writer of ``prefix.bin`` and, at :meth:`close`, ``prefix.idx``."""
+
+    def __init__(self, prefix: Path, dtype: type[np.integer[Any]]) -> None:
+        self._prefix, self._dtype = prefix, np.dtype(dtype)
+        self._file = Path(f"{prefix}.bin").open("wb")  # noqa: SIM115
+        self._lengths: list[int] = []
+        self._borders = [0]
+
+    def add_document(self, tokens: NDArray[Any], lengths: Sequence[int]) -> None:
+        """Append a document: the tokens of its sequences, and their lengths."""
+        self._file.write(np.asarray(tokens, self._dtype).tobytes())
+        self._lengths += lengths
+        self._borders.append(len(self._lengths))
+
+    def close(self) -> None:
+        """Complete both files."""
+        self._file.close()
+        lengths = np.array(self._lengths, np.int32)
+        offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
+        code = next(code for code, dtype in DTYPES.items() if dtype == self._dtype)
+        with Path(f"{self._prefix}.idx").open("wb") as file:
+            file.write(HEADER.pack(MAGIC, 1, code, len(lengths), len(self._borders)))
+            for part in (lengths, offsets, np.array(self._borders, np.int64)):
+                file.write(part.tobytes())
 
 
 def require_files(prefix: Path) -> None:

@@ -6,6 +6,7 @@ with megatron-core's compiled helper. Importing megatron-core takes seconds, so 
 sample.
 """
 
+import re
 import warnings
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ from ...errors import ConfigError
 from .indexed import IndexedTokens
 from .wordpiece import CLS, MASK, PAD, SEP, WordPieceTokenizer
 
-MEGATRON_VERSION = "0.16"
+OLDEST_MEGATRON = (0, 16)
+NEEDS_TRITON = (0, 18)  # to import it, also where nothing runs on a GPU
 MEGATRON_MAX_SENTENCE_TOKENS = 512  # megatron-core skips documents with a longer sentence
 FRAME_TOKENS = 3  # [CLS] a [SEP] b [SEP]
 MAX_NGRAM = 3
@@ -158,10 +160,16 @@ def masked_dataset(split: BertSplit) -> Any:
 def require_megatron() -> None:
     """Raise ConfigError unless a supported megatron-core is installed, without importing it (that takes seconds)."""
     version = package_version("megatron-core") or "none"
-    if not version.startswith(MEGATRON_VERSION):
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST_MEGATRON:
         raise ConfigError(
-            f"megatron-core: BERT samples need version {MEGATRON_VERSION} (got {version}). Run `pip install "
+            f"megatron-core: BERT samples need version 0.16 or newer (got {version}). Run `pip install "
             "'ds_ext[data]'`."
+        )
+    if numbers >= NEEDS_TRITON and package_version("triton") is None:
+        raise ConfigError(
+            f"megatron-core: {version} imports triton, which is not installed (got a torch without CUDA). Run `pip "
+            "install triton`, or `pip install 'megatron-core<0.18'`."
         )
 
 

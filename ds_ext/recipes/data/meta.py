@@ -31,7 +31,7 @@ def read_meta(data_path: str | Sequence[str]) -> dict[str, Any] | None:
     for prefix in prefixes:
         require_files(prefix)
     metas = [meta for meta in map(_read_one, prefixes) if meta is not None]
-    if len(metas) < len(prefixes):
+    if not metas or len(metas) < len(prefixes):
         return None
     return {key: value for key, value in metas[0].items() if all(meta.get(key) == value for meta in metas)}
 

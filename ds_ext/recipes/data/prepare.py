@@ -1,6 +1,6 @@
 """``python -m ds_ext prepare``: convert text to a folder: ``text_document.bin/.idx``, a tokenizer and ``meta.json``.
 
-megatron-core writes the pair of files in its indexed format. For GPT every document is one sequence that ends with an
+The pair of files has Megatron's indexed format. For GPT every document is one sequence that ends with an
 end-of-document token (Megatron's ``--append-eod``). For BERT, selected by a WordPiece tokenizer, every sentence is one
 sequence (``--split-sentences``). Chat data also has a loss mask; see chat/.
 """
@@ -16,7 +16,6 @@ import re
 import sys
 import tempfile
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -54,7 +53,7 @@ NEXT_GPT_STAGES = 8
 NEXT_LORA = "torchrun --nproc_per_node 2 examples/finetune_decoder.py --lora 8 --seq-length"
 MAX_SEQ_LENGTH = 4096  # in the next commands
 NEXT_BERT = "train_bert.py --deepspeed_config configs/bert_bitpipe.json"
-VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "megatron-core", "numpy", "torch")
+VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "numpy", "torch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -339,7 +338,6 @@ def _prepare(
     """Write all files to a temporary folder and move them to ``output`` when they are complete, meta.json last."""
     print(f"reading {args.source}", flush=True)
     source = None if template is not None else open_source(args.source, args.json_key)
-    builder = _import_builder()
     # Moving files is fast within one file system, and a failed run must not create `output`.
     nearest = next(path for path in (output, *output.parents) if path.exists())
     try:
@@ -354,11 +352,11 @@ def _prepare(
             tokenizer = tokenizer or _train_tokenizer(args, source)
             if args.parse_special_tokens:
                 tokenizer.parse_special_tokens()
-            counts = _write_tokens(source, tokenizer, partial / DATA_NAME, builder)
+            counts = _write_tokens(source, tokenizer, partial / DATA_NAME)
             source_meta = {"name": source.name, **source.details}
         else:
             assert tokenizer is not None and template is not None
-            counts = _write_chat(Path(args.source), template, tokenizer.vocab_size, builder, partial)
+            counts = _write_chat(Path(args.source), template, tokenizer.vocab_size, partial)
             source_meta = {"name": args.source, **source_details(args.source)}
         tokenizer_files = tokenizer.save(partial)
         meta = {
@@ -378,15 +376,13 @@ def _prepare(
     return meta
 
 
-def _write_chat(
-    path: Path, template: ChatTemplate, vocab_size: int, builder: Any, folder: Path
-) -> dict[str, Any]:
+def _write_chat(path: Path, template: ChatTemplate, vocab_size: int, folder: Path) -> dict[str, Any]:
     """Write the tokens and the loss mask of chat data into ``folder``. Return the counts for meta.json."""
     from .chat.files import write_conversations
     from .chat.rows import read_conversations
 
     with _progress(source_details(str(path))["bytes"]) as advance:
-        return write_conversations(read_conversations(path), template, vocab_size, builder, folder, advance)
+        return write_conversations(read_conversations(path), template, vocab_size, folder, advance)
 
 
 def _replace_files(folder: Path, output: Path, names: Sequence[str]) -> None:
@@ -413,15 +409,16 @@ def _train_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
     return tokenizer
 
 
-def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path, builder_class: Any) -> dict[str, Any]:
+def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[str, Any]:
     """Write the tokens of all documents to ``prefix.bin/.idx``. Return the counts for meta.json."""
     import numpy as np
 
     from .chat.files import unigram_entropy
+    from .indexed import IndexedWriter
 
     # Megatron uses two bytes per token for vocabularies below this size.
     dtype = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
-    builder = builder_class(f"{prefix}.bin", dtype=dtype)
+    writer = IndexedWriter(prefix, dtype)
     frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     longest_first = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
     special_tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -431,7 +428,7 @@ def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path, builder_cl
         for batch in _batches(source.documents(), ENCODE_BATCH_CHARACTERS):
             for document in filter(None, tokenizer.encode_documents(batch)):
                 tokens = np.concatenate([np.array(sequence, dtype) for sequence in document])
-                builder.add_document(tokens, [len(sequence) for sequence in document])
+                writer.add_document(tokens, [len(sequence) for sequence in document])
                 frequencies += np.bincount(tokens, minlength=len(frequencies))
                 documents += 1
                 sequences += len(document)
@@ -439,7 +436,7 @@ def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path, builder_cl
             batch_bytes = sum(len(text.encode()) for text in batch)
             num_bytes += batch_bytes
             advance(batch_bytes)
-    builder.finalize(f"{prefix}.idx")
+    writer.close()
     return {
         "documents": documents,
         **({"sentences": sequences} if isinstance(tokenizer, WordPieceTokenizer) else {}),
@@ -471,19 +468,6 @@ def _progress(total_bytes: int) -> Iterator[Callable[[int], None]]:
                 print(f"encoding: {done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB", flush=True)
 
         yield advance
-
-
-def _import_builder() -> Any:
-    """Return megatron-core's IndexedDatasetBuilder, whose import takes seconds."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Transformer Engine and Apex are not installed")
-        try:
-            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"megatron-core: the import failed (got {error}). Run `pip install 'ds_ext[data]'`."
-            ) from error
-    return IndexedDatasetBuilder
 
 
 def _batches(texts: Iterable[str], batch_characters: int) -> Iterator[list[str]]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
-from ...errors import ConfigError
+from ...errors import ConfigError, Problems
 from ...parallel.partition import LayerWork
 from .field_flags import NO_FLAG, flag, flags_of
 
@@ -224,20 +224,23 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         self._check_ranges()
-        self._check_choices()
-        self._check_attention()
+        problems = Problems()
+        for check in (self._check_choices, self._check_attention):
+            with problems.collect():
+                check()
         heads = self.num_attention_heads
         if self.kv_channels is None and self.hidden_size % heads:
             lower = self.hidden_size - self.hidden_size % heads
             sizes = f"{lower} or {lower + heads}" if lower else str(heads)
-            raise ConfigError(
+            problems.add(
                 f"hidden_size: must be a multiple of num_attention_heads {heads} (got {self.hidden_size}). Use {sizes}."
             )
         if self.seq_length > self.positions:
-            raise ConfigError(
+            problems.add(
                 f"max_position_embeddings: must be at least seq_length {self.seq_length} (got {self.positions}). "
                 f"Use {self.seq_length}, or shorter samples."
             )
+        problems.raise_all()
 
     @property
     def layer_work(self) -> LayerWork:

@@ -10,12 +10,12 @@ import argparse
 import copy
 import difflib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...config.job import AUTO, JobConfig, import_own_schedules, load_config, named_schedule
-from ...errors import ConfigError, ScheduleError
+from ...errors import ConfigError, Problems, ScheduleError
 from ...pipe_schedules.registry import import_modules
 from ..models.config import SIZES, TransformerConfig
 from ..models.field_flags import flag_name, flags_of
@@ -39,67 +39,69 @@ _STEPS = frozenset({"train_iters", "train_samples"})
 def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argparse.Namespace, JobConfig]:
     """Return the flags and the JSON with all keys that flags set. Raises ConfigError with a line for every problem.
 
+    Arguments and results as for :func:`read_job`.
+    """
+    problems = Problems()
+    args, job = read_job(prog, argv, model, problems)
+    problems.raise_all()
+    assert job is not None
+    return args, job
+
+
+def read_job(
+    prog: str, argv: Sequence[str], model: Model, problems: Problems
+) -> tuple[argparse.Namespace, JobConfig | None]:
+    """Return the flags and the JSON with all keys that flags set; None if a problem leaves a key of it undecided.
+
     ``notes`` of the flags are lines for the plan.
 
     Args:
         prog: name of the script.
         argv: words of the command line.
         model: model that the script trains.
+        problems: errors, to which every ConfigError of the flags and the JSON is added.
     """
     parser = build_parser(prog, model)
-    problems = parser.problems
-    try:
-        args, job = _parse(parser, argv)
-    except ConfigError as error:
-        if not problems:
-            raise
-        problems.append(str(error))
-    else:
-        if not problems:
-            return args, job
-    raise ConfigError("\n".join(problems))
-
-
-@contextmanager
-def _collect(problems: list[str]) -> Iterator[None]:
-    """Add the text of a ConfigError to ``problems``."""
-    try:
-        yield
-    except ConfigError as error:
-        problems.append(str(error))
-
-
-def _parse(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, JobConfig]:
-    """Do the work of :func:`parse`. Problems that do not prevent later checks are added to those of the parser."""
-    problems = parser.problems
+    parser.problems = problems
     values = {**flag_defaults(build_parser("")), **flag_defaults(parser)}  # a BERT has GPT's defaults
     flags = _flags_in(parser, argv)
     ignored_flags = flags.pop("ignored_flags", [])
-    args = argparse.Namespace(**{**values, **flags})
-    path = args.deepspeed_config
-    job = load_config(_json_without_file(args, problems) if path is None else path)
-    train, ignored_keys = _train_values(parser, job.ds_ext.train)
+    args = argparse.Namespace(**{**values, **flags}, notes=[])
+    path, base = args.deepspeed_config, None
+    with problems.collect(*values):
+        base = load_config(_json_without_file(args, problems) if path is None else path)
+    if base is None:
+        return args, None
+    train, ignored_keys = _train_values(parser, base.ds_ext.train)
     args = argparse.Namespace(**{**values, **train, **flags})
     if args.hf_model:
         # Without "hf_model" in "train", the flag overrides the sizes in "train", as every flag overrides it.
         keys = train if "hf_model" not in flags else train.keys() & {"seq_length"}
-        take_sizes(args, {key: f"train.{key}" for key in keys} | {key: flag_name(key) for key in flags})
-    _resolve_model(args)
-    import_own_schedules(job)
+        with problems.collect("hf_model"):
+            take_sizes(args, {key: f"train.{key}" for key in keys} | {key: flag_name(key) for key in flags})
+    with problems.collect():
+        _resolve_model(args)
+    with problems.collect("schedule"):
+        import_own_schedules(base)
     try:
         import_modules(args.modules, "--import")
     except ScheduleError as error:
-        raise ConfigError(str(error)) from error.__cause__
+        with problems.collect("schedule"):
+            raise ConfigError(str(error)) from error.__cause__
     steps = flags.keys() & _STEPS or train.keys() & _STEPS
-    with _collect(problems):
+    with problems.collect():
         if len(steps) > 1:
             require_at_most_one(args, *sorted(steps))
-    config, set_by = _merge_json_flags(job.deepspeed, args, steps == {"train_samples"}, problems)
+    config, set_by = _merge_json_flags(base.deepspeed, args, steps == {"train_samples"}, problems)
     args.notes = _ignored_note([*ignored_keys, *ignored_flags], config, args, problems)
     _set_train_for_auto(config, args)
     if path is None:
         set_by.setdefault("train_batch_size", "--global-batch-size")
-    return args, JobConfig(config, load_config(config).ds_ext, path, set_by)
+    with problems.collect("schedule"):
+        settings = load_config(config).ds_ext
+    if problems.undecided & FLAGS_OF_THE_JSON:
+        return args, None
+    return args, JobConfig(config, settings, path, set_by)
 
 
 def flag_defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
@@ -116,38 +118,45 @@ def _flags_in(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
     # --import appends to its default.
     blank = {key: UNSET for key in flag_defaults(parser) if key != "modules"}
     parser.add_harmless(argv)
-    args, unknown_words = parser.parse_known_args(argv, argparse.Namespace(**blank))
-    parser.problems += _unknown_flags(parser, unknown_words)
+    words = [*parser.without_values(argv)]
+    args, unknown_words = parser.parse_known_args(words, argparse.Namespace(**blank))
+    _report_unknown_flags(parser, unknown_words, args)
     return {key: value for key, value in vars(args).items() if value is not UNSET and value != []}
 
 
-def _unknown_flags(parser: Parser, words: list[str]) -> list[str]:
-    """Return a line for each unknown flag, with its replacement or the most similar flag."""
-    flags = [word.partition("=")[0] for word in words if word.startswith("--")] or words[:1]
-    lines = [_unknown_flag(parser, flag) for flag in dict.fromkeys(flags)]
-    if lines and all(row_of(flag)[1] is None for flag in flags):
-        lines[-1] += f" `python {parser.prog} --help` lists the flags."
-    return lines
+def _report_unknown_flags(parser: Parser, words: list[str], args: argparse.Namespace) -> None:
+    """Add a problem for each unknown flag, with its replacement or the most similar flag.
+
+    These are then undecided, unless ``args`` has them.
+    """
+    flags = dict.fromkeys([word.partition("=")[0] for word in words if word.startswith("--")] or words[:1])
+    for number, flag in enumerate(flags, start=1):
+        line, replacement = _unknown_flag(parser, flag)
+        if number == len(flags) and all(row_of(flag)[1] is None for flag in flags):
+            line += f" `python {parser.prog} --help` lists the flags."
+        actions = map(parser._option_string_actions.get, re.findall(r"--[\w-]+", replacement))
+        dests = (action.dest for action in actions if action is not None)
+        parser.problems.add(line, *(dest for dest in dests if getattr(args, dest, UNSET) is UNSET))
 
 
-def _unknown_flag(parser: Parser, flag: str) -> str:
+def _unknown_flag(parser: Parser, flag: str) -> tuple[str, str]:
+    """Return the error for a flag, and what replaces it."""
     row = row_of(flag)[1]
     if isinstance(row, Refused):
-        return row.error(flag)
+        return row.error(flag), row.use
     for model, script in SCRIPTS.items():
         if flag in build_parser(script, model)._option_string_actions:
-            return (
-                f"{flag}: unknown flag of {parser.prog}, because its model has no such option. Use {script}."
-            )
+            because = "because its model has no such option"
+            return f"{flag}: unknown flag of {parser.prog}, {because}. Use {script}.", ""
     similar = difflib.get_close_matches(flag, list(parser._option_string_actions), n=1)
-    return f"{flag}: unknown flag." + (f" Did you mean {similar[0]}?" if similar else "")
+    return f"{flag}: unknown flag." + (f" Did you mean {similar[0]}?" if similar else ""), "".join(similar)
 
 
 def _ignored_note(
     flags: Sequence[tuple[str, Sequence[str]]],
     config: Mapping[str, Any],
     args: argparse.Namespace,
-    problems: list[str],
+    problems: Problems,
 ) -> list[str]:
     """Return the line of the plan with Megatron's flags that have no effect here; empty without such flags.
 
@@ -167,22 +176,23 @@ def _ignored_note(
             if value not in values:
                 allowed = " or ".join(json.dumps(value) for value in values if value is not None)
                 errors.append(f"{flag}: needs {path} {allowed} (got {value!r}).")
-        problems += filter(None, errors)
+        for error in filter(None, errors):
+            problems.add(error)
     texts = dict.fromkeys(" ".join([flag, *words]) for flag, words in flags)
     return [f"ignored   {', '.join(texts)} (without effect here)"] if texts else []
 
 
-def _json_without_file(args: argparse.Namespace, problems: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON that flags complete. Raises ConfigError if a flag is missing that they need."""
-    missing = [
-        flag
-        for flag, value in (("--lr", args.lr), ("--micro-batch-size", args.micro_batch_size))
-        if not value and not any(problem.startswith(f"{flag}:") for problem in problems)
+def _json_without_file(args: argparse.Namespace, problems: Problems) -> dict[str, Any]:
+    """Return the JSON that flags complete. A missing flag that they need is added to the problems."""
+    keys = [
+        key for key in ("lr", "micro_batch_size") if not getattr(args, key) and key not in problems.undecided
     ]
-    if missing:
-        raise ConfigError(
-            f"--deepspeed_config: missing, and so {'are' if len(missing) > 1 else 'is'} {' and '.join(missing)}. Add "
-            f"--deepspeed_config JSON (configs/ has examples), or {' and '.join(missing)}."
+    if keys:
+        missing = " and ".join(map(flag_name, keys))
+        problems.add(
+            f"--deepspeed_config: missing, and so {'are' if len(keys) > 1 else 'is'} {missing}. Add "
+            f"--deepspeed_config JSON (configs/ has examples), or {missing}.",
+            *keys,
         )
     config = copy.deepcopy(_WITHOUT_JSON)
     if args.clip_grad is None:
@@ -217,10 +227,11 @@ def finished_json(
 def _train_values(
     parser: Parser, train: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[tuple[str, list[str]]]]:
-    """Return the "train" object of the JSON, and the flags for its keys that have no effect. Raises ConfigError.
+    """Return the "train" object of the JSON, and the flags for its keys that have no effect.
 
-    Its keys are flag names with underscores.
+    Its keys are flag names with underscores. Wrong ones are added to the problems of the parser.
     """
+    problems = parser.problems
     actions = {action.dest: action for action in parser._actions}
     for dest in (*_FLAGS_OF_A_RUN, *FLAGS_OF_THE_JSON):
         del actions[dest]
@@ -229,19 +240,21 @@ def _train_values(
     for key, value in train.items():
         action, row = actions.get(key), row_of(key)[1]
         if action is not None and isinstance(row, TrainKeys):
-            values |= row.values(_typed(action, key, value)) if value is not False else {}
+            with problems.collect(*row.keys):
+                values |= row.values(_typed(action, key, value)) if value is not False else {}
         elif action is not None:
-            values[key] = _typed(action, key, value)
+            with problems.collect(key):
+                values[key] = _typed(action, key, value)
         elif isinstance(row, Harmless):
             if value is not False:
                 words = [] if value is True else value if isinstance(value, list) else [value]
                 ignored_keys.append((flag_name(key), [str(word) for word in words]))
         elif isinstance(row, Refused):
-            raise ConfigError(f"train.{key}: {row.error(flag_name(key))}")
+            problems.add(f"train.{key}: {row.error(flag_name(key))}")
         else:
             similar = difflib.get_close_matches(key, actions, n=1)
             fix = f"Did you mean {similar[0]!r}?" if similar else f"Known: {', '.join(sorted(actions))}."
-            raise ConfigError(f"train.{key}: unknown key (got {value!r}). {fix}")
+            problems.add(f"train.{key}: unknown key (got {value!r}). {fix}", *similar)
     return values, ignored_keys
 
 
@@ -275,7 +288,7 @@ def _check_type(action: argparse.Action, value: Any) -> tuple[str, bool]:
 
 
 def _merge_json_flags(
-    config: Mapping[str, Any], args: argparse.Namespace, counts_samples: bool, problems: list[str]
+    config: Mapping[str, Any], args: argparse.Namespace, counts_samples: bool, problems: Problems
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the JSON with the keys that flags set, and the flag of each key.
 
@@ -295,14 +308,16 @@ def _merge_json_flags(
             value = row.value
         else:
             flag = f"{flag} {value}"
-        with _collect(problems):
+        with problems.collect():
             _set_key(merged, row.path.split("."), value, flag, set_by, args.deepspeed_config)
-    with _collect(problems):
+    if "global_batch_size" in problems.undecided:
+        merged.setdefault("train_batch_size", 1)  # the job is refused; other flags need a number
+    with problems.collect():
         if counts_samples:
             args.train_iters = int(steps_of_samples("--train-samples", args.train_samples, merged))
     args.train_samples = None
     for section in SECTIONS:
-        with _collect(problems):
+        with problems.collect():
             for path, value, flag in section(args, merged, config):
                 _set_key(merged, path, value, flag, set_by, args.deepspeed_config)
     if args.lr is not None and "optimizer" not in config:

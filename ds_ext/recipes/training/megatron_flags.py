@@ -140,12 +140,12 @@ def _rows(row: Row, keys: str) -> dict[str, Row]:
     return dict.fromkeys(keys.split(), row)
 
 
-_CHUNKS = '--schedule interleaved, with "schedule_options": {"chunks": 2} in the "ds_ext" section'
 _TRACE = '"trace": {"dir": DIR} in the "ds_ext" section'
 _STAGES = "--stage-layers 2,3,3,2 for the layers of every stage"
 _LAUNCHER = "the flag of the launcher, deepspeed or torchrun, for the number of ranks"
 _OTHER = "A job without it trains another model"
 _STYLES = ("constant", "linear", "cosine", "inverse-square-root")
+_CHUNKS = "ds_ext.schedule_options.chunks"
 _SAMPLES, _LINEAR = ", in samples", " (linear)"
 _TOTAL, _WARMUP = "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps"
 # Reason for flags without a replacement, and the remedy -> their keys.
@@ -170,7 +170,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
             "pipeline_model_parallel_split_rank tensor_parallel_num_weight_shards"
         ),
         "the precisions are fp32, bf16 and fp16. A job without it rounds differently": (
-            "*fp8* *fp4* fp16_lm_cross_entropy fp32_residual_connection embedding_weights_in_fp32 grad_reduce_in_bf16 "
+            "*fp8* *fp4* fp16_lm_cross_entropy fp32_residual_connection embedding_weights_in_fp32 "
             "ddp_reduce_scatter_* ddp_param_name_* gtp_* disable_bf16_* batch_invariant_* first_last_layers_bf16 "
             "num_layers_at_* use_precision_aware_optimizer output_logit_dtype te_precision_config_file *kitchen* "
             "symmetric_ar_type"
@@ -242,6 +242,12 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
         "schedule": JsonKey("ds_ext.schedule", str, note=": name, auto, or timetable file"),
         "pipeline_model_parallel_size": JsonKey("ds_ext.pipeline_parallel_size", int, metavar="D"),
         "tensor_model_parallel_size": JsonKey("ds_ext.tensor_parallel_size", int, metavar="T"),
+        "num_layers_per_virtual_pipeline_stage": JsonKey(
+            _CHUNKS, int, metavar="K", note=": layers / (D x K), of interleaved", computed=True
+        ),
+        "num_virtual_stages_per_pipeline_rank": JsonKey(
+            _CHUNKS, int, metavar="V", note=", of interleaved", computed=True
+        ),
         "sequence_parallel": JsonKey("ds_ext.sequence_parallel"),
         "sequence_slices": JsonKey("ds_ext.sequence_slices", int, metavar="K"),
         "vocabulary_parallel_head": JsonKey("ds_ext.vocabulary_parallel_head"),
@@ -278,6 +284,7 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
         ),
         "lr_warmup_init": JsonKey("scheduler.params.warmup_init_lr", float, computed=True),
         "bf16": JsonKey("bf16.enabled"),
+        "grad_reduce_in_bf16": JsonKey("communication_data_type", value="bf16", computed=True),
         "fp16": JsonKey("fp16.enabled"),
         "loss_scale": JsonKey("fp16.loss_scale", float, note="; 0: dynamic"),
         "initial_loss_scale": JsonKey(
@@ -349,7 +356,7 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
             "check_weight_hash_across_dp_* manual_gc_interval empty_unused_memory_level gpu_sniff_test_interval "
             "train_sync_interval rerun_mode log_memory_interval logging_level timing_log_* tensorboard_log_interval "
             "tensorboard_queue_size straggler_* one_logger_project one_logger_run_name app_tag_run_* otel_service_name "
-            "otel_span_groups wandb_exp_name wandb_save_dir config_logger_dir memory_snapshot_path "
+            "otel_span_groups wandb_save_dir config_logger_dir memory_snapshot_path "
             "flight_recorder_dump_path flight_recorder_trace_buffer_size profile_step_* profile_steps",
         ),
         **_rows(
@@ -388,9 +395,6 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
             Refused(_STAGES),
             "decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers pipeline_model_parallel_layout "
             "account_for_*_in_pipeline_split standalone_embedding_stage",
-        ),
-        **_rows(
-            Refused(_CHUNKS), "num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank"
         ),
         **_rows(Refused(_LAUNCHER), "num_gpus nproc_per_node"),
         **_rows(Refused(_TRACE), "trace trace_dir trace_interval trace_granularity"),

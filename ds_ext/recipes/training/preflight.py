@@ -12,9 +12,12 @@ from typing import Any
 
 from ...config.deepspeed_json import require_monitors
 from ...environment import local_world_size, rank
-from ...errors import CheckpointError, ConfigError
+from ...errors import CheckpointError, ConfigError, Problems
 from ...parallel.fbd import DisaggregatedLayout, place_by_hosts
 from ...parallel.layout import ParallelLayout
+from ..data.blend import parse_data_path
+from ..data.indexed import require_files
+from ..models.field_flags import flag_name
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 
 _LOWEST = {
@@ -28,38 +31,76 @@ _LOWEST = {
 }
 
 
-def check_job(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a wrong optimizer, tokenizer, interval, checkpoint or output path.
+def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, problems: Problems) -> None:
+    """Add a problem for a wrong optimizer, tokenizer, interval, checkpoint, file or output path.
 
-    If the folder of ``load`` is missing or empty, ``load`` becomes None.
+    A dry run needs no packages, no files and no output folders. If the folder of ``load`` is missing or empty, ``load``
+    becomes None.
+
+    Args:
+        args: flags; those of files that do not exist become empty.
+        config: the JSON; None: a key is undecided.
+        problems: errors, to which those of the job are added.
     """
-    require_optimizer(config)
-    if rank() == 0:
-        require_monitors(config)
-    _check_tokenizer(args)
+    if config is not None:
+        with problems.collect():
+            require_optimizer(config)
+        if rank() == 0 and not args.dry_run:
+            with problems.collect():
+                require_monitors(config)
+    with problems.collect("tokenizer", "vocab_file", "merge_file"):
+        _check_tokenizer(args)
+    _check_files(args, problems)
     for dest, lowest in _LOWEST.items():
         value = getattr(args, dest)
         if value < lowest:
-            raise ConfigError(f"--{dest.replace('_', '-')}: must be at least {lowest} (got {value}).")
+            problems.add(f"{flag_name(dest)}: must be at least {lowest} (got {value}).")
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
-        raise ConfigError(f"--peak-tflops: must be greater than 0 and finite (got {args.peak_tflops:g}).")
+        problems.add(f"--peak-tflops: must be greater than 0 and finite (got {args.peak_tflops:g}).")
     if args.save_interval and not args.save:
-        raise ConfigError(
+        problems.add(
             f"--save-interval: needs --save (got {args.save_interval}). Add --save DIR, or remove --save-interval."
         )
     if args.load:
-        _check_load(args)
+        with problems.collect("load"):
+            _check_load(args)
     if args.metrics_file and rank() == 0 and os.path.isdir(args.metrics_file):
         file = Path(args.metrics_file, "metrics.jsonl")
-        raise ConfigError(
-            f"--metrics-file: is a folder (got {args.metrics_file}). Name a file, such as {file}."
+        problems.add(f"--metrics-file: is a folder (got {args.metrics_file}). Name a file, such as {file}.")
+    for flag, folder in () if args.dry_run else _output_folders(args, config or {}):
+        with problems.collect():
+            _require_writable(flag, folder)
+
+
+def _check_files(args: argparse.Namespace, problems: Problems) -> None:
+    """Unset the flags of data and tokenizers that do not exist here: a problem, or in a dry run a note."""
+    missing, tokenizers = Problems(), ("tokenizer", "vocab_file", "merge_file")
+    if not args.data_path and "data_path" not in problems.undecided:
+        missing.add(
+            '--data-path: missing. Add it or "train": {"data_path": ...}; `python -m ds_ext prepare` creates data.'
         )
-    for flag, folder in _output_folders(args, config):
-        _require_writable(flag, folder)
+    with problems.collect("data_path"):
+        for prefix in parse_data_path(args.data_path)[1]:
+            with missing.collect("data_path"):
+                require_files(prefix)
+    for dest in tokenizers:
+        path = getattr(args, dest)
+        if path and dest not in problems.undecided and not os.path.exists(path):
+            text = f"{flag_name(dest)}: no such file or folder (got {path}). Use a path on this host."
+            missing.add(text, *(tokenizers[1:] if dest in tokenizers[1:] else (dest,)))
+    for dest in (missing.undecided | problems.undecided) & {"data_path", *tokenizers}:
+        setattr(args, dest, [] if dest == "data_path" else None)
+    if not args.dry_run:
+        problems.errors += missing.errors
+    elif missing.errors:
+        flags = ", ".join(str(error).partition(":")[0] for error in missing.errors)
+        args.notes.append(f"missing   {flags}: a run needs them")
 
 
-def create_folders(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """Create the folders that this rank writes to. Raises ConfigError if one cannot be created."""
+def set_up_outputs(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
+    """Create the folders that this rank writes to, and name the run of wandb. Raises ConfigError."""
+    if args.wandb_exp_name:
+        os.environ["WANDB_NAME"] = args.wandb_exp_name  # DeepSpeed's section has no name
     for flag, folder in _output_folders(args, config):
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +186,7 @@ def _check_load(args: argparse.Namespace) -> None:
         {*files} - {LOCK} for *_, files in os.walk(folder)
     )
     is_new = not os.path.lexists(folder) or (os.path.isdir(folder) and is_empty)
-    if is_new and not args.exit_on_missing_checkpoint:
+    if is_new and (args.dry_run or not args.exit_on_missing_checkpoint):
         args.notes.append(f"load      {folder}: no checkpoint yet, the run starts at step 0")
         args.load = None
     else:
@@ -159,7 +200,23 @@ def require_checkpoint(folder: str) -> None:
     try:
         open_checkpoint(Path(folder))
     except (ConfigError, CheckpointError) as error:
+        if name := _megatron_file(Path(folder)):
+            raise ConfigError(
+                f"--load: {folder} is a checkpoint of Megatron, in another format (got {name}). Export it to a Hugging "
+                "Face folder with Megatron's tools (AutoBridge.export_ckpt of Megatron-Bridge), and start with "
+                "--hf-model FOLDER, or with --load NEW after `python -m ds_ext convert FOLDER --from hf NEW`."
+            ) from None
         raise ConfigError(f"--load {folder}: {str(error).removeprefix(f'{folder}: ')}") from None
+
+
+def _megatron_file(folder: Path) -> str:
+    """Return the name of a file or folder that Megatron-LM or Megatron-DeepSpeed wrote; empty without one."""
+    from ...engine.checkpoint.folder import MANIFEST
+
+    patterns = ("latest_checkpointed_iteration.txt", "iter_*", "common.pt", "mp_rank_*/*_rng.pt")
+    if not any(folder.glob(f"*/{MANIFEST}")):  # a folder of ds_ext may have the same names
+        patterns += ("global_step*/mp_rank_*",)
+    return next((path.name for pattern in patterns for path in folder.glob(pattern)), "")
 
 
 def _require_writable(flag: str, folder: Path) -> None:

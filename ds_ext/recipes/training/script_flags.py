@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NoReturn
 
 from ... import __version__
 from ...environment import package_version
-from ...errors import ConfigError
+from ...errors import ConfigError, Problems
 from ..data.blend import DEFAULT_SPLIT
 from ..models.config import GPT_FIELDS, TransformerConfig
 from ..models.field_flags import add_flags, flag_name, flags_of
@@ -32,7 +32,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.problems: list[str] = []
+        self.problems = Problems()
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing in every rank."""
@@ -45,6 +45,16 @@ class Parser(argparse.ArgumentParser):
             if flag not in self._option_string_actions and isinstance(row, Harmless):
                 nargs = None if row.nargs == 1 else row.nargs
                 self.add_argument(flag, nargs=nargs, action=_Ignore, default=argparse.SUPPRESS)
+
+    def without_values(self, words: Iterable[str]) -> Iterator[str]:
+        """Yield the words of a command line; ``--switch=value``, which argparse stops at, is a problem."""
+        for word in words:
+            flag, sign, value = word.partition("=")
+            action = self._option_string_actions.get(flag)
+            if sign and action is not None and action.nargs == 0:
+                self.problems.add(f"{flag}: takes no value (got {value}). Write {flag}.")
+                word = flag
+            yield word
 
     def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
         try:
@@ -66,7 +76,7 @@ class Parser(argparse.ArgumentParser):
         return choice(super()._get_value(action, arg_string), action.choices or ())
 
     def _add_problem(self, action: argparse.Action, error: argparse.ArgumentError) -> None:
-        self.problems.append(f"{action.option_strings[0]}: {error.message}.")
+        self.problems.add(f"{action.option_strings[0]}: {error.message}.", action.dest)
 
 
 class _Ignore(argparse.Action):
@@ -301,6 +311,7 @@ def _add_training(group: Any) -> None:
         metavar="STEPS",
         help="save and exit with 0 after a step that is divisible by it; 0: never",
     )
+    group.add_argument("--wandb-exp-name", metavar="NAME", help="name of the run in wandb")
     group.add_argument("--load", metavar="DIR", help="folder of the checkpoint to resume from")
     group.add_argument(
         "--exit-on-missing-checkpoint", action="store_true", help="refuse a --load folder without checkpoints"

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ...config.deepspeed_json import precision
+from ...config.job import AUTO, named_schedule
 from ...errors import ConfigError
 
 # (path in the JSON, value, flag)
@@ -70,6 +72,31 @@ def _scheduler(args: argparse.Namespace, config: Mapping[str, Any], base: Mappin
     yield ("scheduler", "params"), params, " ".join(words)
 
 
+def _chunks(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
+    """Yield the stages per device, and interleaved for a job without a schedule. One stage, as in Megatron, is 1f1b."""
+    require_at_most_one(args, "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+    chunks, flag = args.num_virtual_stages_per_pipeline_rank, "--num-virtual-stages-per-pipeline-rank"
+    got, devices = chunks, value_at(config, "ds_ext.pipeline_parallel_size") or 1
+    if (layers := args.num_layers_per_virtual_pipeline_stage) is not None:
+        got, flag = layers, "--num-layers-per-virtual-pipeline-stage"
+        per_device = args.num_layers / devices
+        if layers < 1 or per_device % layers:
+            fits = [k for k in range(1, int(per_device) + 1) if per_device % k == 0]
+            fix = f"Use {' or '.join(map(str, fits))}" if fits else f"Use a multiple of {devices} layers"
+            raise ConfigError(
+                f"{flag}: must divide {args.num_layers} layers / {devices} devices (got {layers}). {fix}."
+            )
+        chunks = int(per_device) // layers
+    if chunks is None or chunks == 1:
+        return
+    if devices == 1:
+        raise ConfigError(f"{flag}: needs --pipeline-model-parallel-size of 2 or more (got {got}).")
+    schedule = value_at(config, "ds_ext.schedule")
+    if schedule == AUTO or schedule is None or "chunks" not in named_schedule(schedule).options:
+        yield ("ds_ext", "schedule"), "interleaved", f"{flag} {got}"
+    yield ("ds_ext", "schedule_options", "chunks"), chunks, f"{flag} {got}"
+
+
 def _others(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
     """Yield the keys of monitors, of the time limit and of the loss scale."""
     if args.tensorboard_dir is not None:
@@ -81,6 +108,12 @@ def _others(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[s
         flag = f"--wandb-project {args.wandb_project}"
         yield ("wandb", "enabled"), True, flag
         yield ("wandb", "project"), args.wandb_project, flag
+    if args.grad_reduce_in_bf16:
+        if precision(config) != "bf16":
+            raise ConfigError(
+                f"--grad-reduce-in-bf16: needs --bf16 (got {precision(config)}). Remove it, or add --bf16."
+            )
+        yield ("communication_data_type",), "bf16", "--grad-reduce-in-bf16"
     if args.distributed_timeout_minutes is not None:
         flag = f"--distributed-timeout-minutes {args.distributed_timeout_minutes:g}"
         yield ("ds_ext", "transport_options", "timeout_s"), 60 * args.distributed_timeout_minutes, flag
@@ -112,7 +145,7 @@ def _optimizer(args: argparse.Namespace, config: Mapping[str, Any], base: Mappin
 
 
 # Functions that yield keys for the flags, the JSON with the keys of all other flags, and the JSON without flags.
-SECTIONS = (_betas, _scheduler, _others, _optimizer)
+SECTIONS = (_betas, _scheduler, _chunks, _others, _optimizer)
 
 
 def require_at_most_one(args: argparse.Namespace, *dests: str) -> None:

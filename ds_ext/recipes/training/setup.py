@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ...config.deepspeed_json import precision
-from ...config.job import require_section
+from ...config.job import JobConfig, require_section
 from ...environment import is_on_cpu, rank, world_size
-from ...errors import ConfigError, ScheduleError
+from ...errors import ConfigError, Problems, ScheduleError
 from ...launch.job_facts import checksum, setting_facts
 from ...launch.launcher import require_restarts
 from ...launch.roll_call import Facts
@@ -29,7 +29,7 @@ from ...parallel.slices import BALANCED as BALANCED_SLICES
 from ...pipe_schedules.costs import Costs
 from ...planner.activation_memory import within_activation_memory
 from ...planner.auto import training_sizes
-from ...planner.job_plan import JobPlan, make_job_plan
+from ...planner.job_plan import JobPlan, StagePlan, make_stage_plan
 from ...planner.job_text import describe
 from ...planner.memory import memory, model_parameters, rank_parameters
 from ...planner.stage_costs import slice_costs, slice_tokens
@@ -37,16 +37,17 @@ from ...planner.text import HEADROOM, format_bytes, usable_bytes
 from ...planner.traffic import traffic
 from ...planner.training_sizes import TrainingSizes
 from ..models.config import TransformerConfig
-from ..models.field_flags import fields_of
-from .arguments import FLAGS_OF_THE_JSON, finished_json, parse
+from ..models.field_flags import fields_of, flags_of
+from .arguments import FLAGS_OF_THE_JSON, finished_json, read_job
 from .hosts import describe_hosts, hosts_of_flags, is_placed, layout_on
-from .preflight import check_forward_hosts, check_job, create_folders
+from .preflight import check_forward_hosts, check_job, set_up_outputs
 from .script_flags import Model
 from .section_flags import value_at
 
 if TYPE_CHECKING:
     from ...engine.batches import MapDataset, MicroBatches
 
+Config = TypeVar("Config", bound=TransformerConfig)
 logger = logging.getLogger(__name__)
 # Flags that may differ between hosts: only rank 0 reads them, or the content of their files is compared.
 _PER_HOST = frozenset(
@@ -59,56 +60,116 @@ _PER_HOST = frozenset(
             "dry_run",
             "verbose",
             "write_config",
+        ),
+        *(
             "hosts",
             "notes",
+            "data_path",
+            "hf_model",
+            "tokenizer",
+            "tokenizer_type",
+            "vocab_file",
+            "merge_file",
         ),
-        *("data_path", "hf_model", "tokenizer", "tokenizer_type", "vocab_file", "merge_file"),
     }
 )
-
-
+# Sizes of the model, whose checks need all of them.
+_SIZES = frozenset(
+    flag.key for name, flag in flags_of(TransformerConfig).items() if flag.kind is int and name != "seed"
+)
 # A JSON with one of these keys from flags is printed.
 _SHOWN_KEYS = frozenset(
     {"scheduler.params", "tensorboard.output_path", "fp16.loss_scale", "zero_optimization.stage"}
 )
 
 
-def plan_job(prog: str, argv: Sequence[str], model: Model) -> tuple[argparse.Namespace, JobPlan]:
-    """Return the flags and the job plan. Raises ConfigError.
+def plan_job(
+    prog: str,
+    argv: Sequence[str],
+    model: Model,
+    make_config: Callable[[argparse.Namespace, StagePlan | None], Config],
+    before: list[str],
+    after: list[str],
+) -> tuple[argparse.Namespace, JobPlan, Config, list[int]]:
+    """Return the flags, the job plan, the model's config and the boundaries of the stages.
 
-    All checks run before a process group is created, cheapest first. ``--write-config`` ends the process. A JSON that
-    flags have completed is printed.
+    All checks run before a process group is created. ``--write-config`` ends the process. A JSON that flags have
+    completed is printed.
+
+    Args:
+        prog: name of the script.
+        argv: words of the command line.
+        model: model that the script trains.
+        make_config: function that returns the model's config, for the flags and the plan; None: it has problems.
+        before, after: names of the layers before and after the transformer layers.
+
+    Raises:
+        ConfigError: has a line for every problem of flags, JSON, files, sizes and plan.
     """
-    args, job = parse(prog, argv, model)
-    if args.write_config or job.flags.keys() & _SHOWN_KEYS or args.deepspeed_config is None:
-        _show_json(args, finished_json(prog, argv, model, args, job))
-    launched = world_size() > 1 or not args.dry_run
-    require_section(job)
-    check_job(args, job.deepspeed)
+    problems = Problems()
+    args, job = read_job(prog, argv, model, problems)
+    if args.write_config:
+        problems.raise_all()
+        assert job is not None
+        _write_json(args, finished_json(prog, argv, model, args, job))
+    if job is not None:
+        with problems.collect():
+            require_section(job)
+    check_job(args, job and job.deepspeed, problems)
+    # These import torch.
+    from ..data.datasets import parse_split
+    from .checkpoint_fit import check_load
+
+    plan = None if job is None else _make_plan(args, job, problems)
+    config = boundaries = None
+    if not problems.undecided & {"hf_model", *_SIZES}:
+        with problems.collect():
+            config = make_config(args, plan)
+    with problems.collect():
+        parse_split(args.split)
+    if plan is not None and config is not None:
+        with problems.collect():
+            _check_splits(args, plan, model)
+        with problems.collect():
+            config.check_tensor_parallel(plan.layout.tensor_parallel_size)
+        with problems.collect():
+            if "load" not in problems.undecided:
+                check_load(args, config)
+        with problems.collect():
+            boundaries = stage_boundaries(args, plan, before, layers_after(plan, after), config)
+    problems.raise_all()
+    assert job is not None and isinstance(plan, JobPlan) and config is not None and boundaries is not None
+    if rank() == 0 and (job.flags.keys() & _SHOWN_KEYS or job.path is None):
+        text = json.dumps(finished_json(prog, argv, model, args, job), indent=2)
+        print(f"JSON of this job (--write-config FILE saves it):\n{text}\n", flush=True)
+    if not args.dry_run:
+        set_up_outputs(args, job.deepspeed)
+    return args, plan, config, boundaries
+
+
+def _make_plan(args: argparse.Namespace, job: JobConfig, problems: Problems) -> StagePlan | None:
+    """Return the plan of the job, and set the flags that it decides; with a problem, the part without it."""
     from ...engine import check_deepspeed
 
-    check_deepspeed(job.deepspeed, job.flags)
-    if launched and job.ds_ext.recovery is not None:
-        require_restarts()
-    hosts = hosts_of_flags(args)
-    world = world_size() if launched else hosts and hosts.world_size
-    plan = make_job_plan(job, world)
-    _check_splits(args, plan, model)
-    if not args.data_path:
-        raise ConfigError(
-            '--data-path: missing. Add it or "train": {"data_path": ...}; `python -m ds_ext prepare` creates data.'
-        )
-    check_forward_hosts(plan.layout, job.ds_ext.fbd.forward_hosts)
-    if args.hosts is not None and hosts is not None:
-        require_slots(plan.layout, hosts)
-        plan = replace(plan, layout=layout_on(plan.layout, hosts, job.ds_ext.fbd.forward_hosts))
-    _take_candidate(args, plan)
-    if not args.dry_run:
-        create_folders(args, job.deepspeed)
-    return args, plan
+    with problems.collect():
+        check_deepspeed(job.deepspeed, job.flags)
+    launched, plan = world_size() > 1 or not args.dry_run, None
+    with problems.collect():
+        if launched and job.ds_ext.recovery is not None:
+            require_restarts()
+    with problems.collect():
+        hosts = hosts_of_flags(args)
+        plan = make_stage_plan(job, world_size() if launched else hosts and hosts.world_size)
+        check_forward_hosts(plan.layout, job.ds_ext.fbd.forward_hosts)
+        if args.hosts is not None and hosts is not None:
+            require_slots(plan.layout, hosts)
+            plan = replace(plan, layout=layout_on(plan.layout, hosts, job.ds_ext.fbd.forward_hosts))
+        _take_candidate(args, plan)
+        plan = plan.complete(job)
+    return plan
 
 
-def _check_splits(args: argparse.Namespace, plan: JobPlan, model: Model) -> None:
+def _check_splits(args: argparse.Namespace, plan: StagePlan, model: Model) -> None:
     """Raise ConfigError for slices or parts of a head that do not fit the samples or the model."""
     settings = plan.settings
     if settings.vocabulary_parallel_head and model == "bert":
@@ -128,7 +189,7 @@ def _check_splits(args: argparse.Namespace, plan: JobPlan, model: Model) -> None
         )
 
 
-def _take_candidate(args: argparse.Namespace, plan: JobPlan) -> None:
+def _take_candidate(args: argparse.Namespace, plan: StagePlan) -> None:
     """Set the recomputation and the layers of the stages to the planner's choice, unless flags set them."""
     best = plan.candidates and plan.candidates.best
     if args.recompute_granularity is None:
@@ -137,39 +198,32 @@ def _take_candidate(args: argparse.Namespace, plan: JobPlan) -> None:
         args.stage_layers = ",".join(map(str, best.layers))
 
 
-def _show_json(args: argparse.Namespace, config: dict[str, Any]) -> None:
-    """Print the JSON on rank 0, or write it to the file of ``--write-config`` and end the process.
-
-    Raises ConfigError if the file cannot be written.
-    """
-    text = json.dumps(config, indent=2)
-    if rank() == 0 and args.write_config:
+def _write_json(args: argparse.Namespace, config: dict[str, Any]) -> NoReturn:
+    """Write the JSON to the file of ``--write-config`` on rank 0, and end the process. Raises ConfigError."""
+    if rank() == 0:
         try:
-            Path(args.write_config).write_text(f"{text}\n")
+            Path(args.write_config).write_text(f"{json.dumps(config, indent=2)}\n")
         except OSError as error:
             raise ConfigError(
                 f"--write-config: cannot be written (got {args.write_config}: {error.strerror}). Use another path."
             ) from None
         print(f"wrote {args.write_config}", flush=True)
-    elif rank() == 0:
-        print(f"JSON of this job (--write-config FILE saves it):\n{text}\n", flush=True)
-    if args.write_config:
-        raise SystemExit(0)
+    raise SystemExit(0)
 
 
-def model_fields(args: argparse.Namespace, plan: JobPlan) -> dict[str, Any]:
-    """Return the fields of the model's config that flags and JSON decide. Raises ConfigError."""
+def model_fields(args: argparse.Namespace, plan: StagePlan | None) -> dict[str, Any]:
+    """Return the fields of the model's config that flags and, with a plan, the JSON decide. Raises ConfigError."""
     fields = fields_of(TransformerConfig, vars(args))
-    return fields | {"sequence_parallel": plan.job.ds_ext.sequence_parallel}
+    return fields | ({"sequence_parallel": plan.job.ds_ext.sequence_parallel} if plan else {})
 
 
-def layers_after(plan: JobPlan, after: list[str]) -> list[str]:
+def layers_after(plan: StagePlan, after: list[str]) -> list[str]:
     """Return the names of the layers that follow the transformer layers; a head in parts is in no stage of them."""
     return after[:-1] if plan.settings.vocabulary_parallel_head else after
 
 
 def stage_boundaries(
-    args: argparse.Namespace, plan: JobPlan, before: list[str], after: list[str], model: TransformerConfig
+    args: argparse.Namespace, plan: StagePlan, before: list[str], after: list[str], model: TransformerConfig
 ) -> list[int]:
     """Return stages + 1 indices of pipeline layers: stage s has the layers from element s up to element s + 1.
 
@@ -183,13 +237,13 @@ def stage_boundaries(
         len(before),
         len(after),
         plan.layout.placement,
-        plan.timetable.schedule,
+        plan.schedule.name,
         args.stage_layers,
         _end_work(plan, model) if args.stage_layers == BALANCED else None,
     )
 
 
-def _end_work(plan: JobPlan, model: TransformerConfig) -> tuple[float, float]:
+def _end_work(plan: StagePlan, model: TransformerConfig) -> tuple[float, float]:
     """Return the work of the layers before and after the transformer layers. A lookup in the embedding counts as 0."""
     in_parts = plan.settings.vocabulary_parallel_head
     return 0.0, 0.0 if in_parts else model.head_work(model.repeated_share)
@@ -282,7 +336,8 @@ def micro_batches(
     The samples for training begin with those that the checkpoint of ``--load`` has consumed, in any batch size.
 
     Args:
-        build: function that returns the train, valid and test datasets for given numbers of samples.
+        build: function that returns the train, valid and test datasets for given numbers of samples; not called in
+            a dry run without data.
     """
     from ...engine.batches import MicroBatches
     from .checkpoint_fit import position
@@ -290,7 +345,7 @@ def micro_batches(
     batch, size = plan.sizes.train_batch_size, plan.sizes.micro_batch_size
     step, consumed = position(args.load)
     samples = consumed + max(0, args.train_iters - step) * batch
-    train, valid, _ = build((samples, args.eval_iters * batch, 0))
+    train, valid, _ = build((samples, args.eval_iters * batch, 0)) if args.data_path else ([], [], [])
     return MicroBatches(train, size), MicroBatches(valid, size) if args.eval_iters else None
 
 

@@ -13,6 +13,7 @@ import pytest
 from ds_ext.__main__ import main
 from ds_ext.config.job import load_config
 from ds_ext.engine import check_deepspeed
+from ds_ext.errors import Problems
 from ds_ext.parallel.partition import layer_boundaries
 from ds_ext.pipe_schedules.list_scheduling import search
 from ds_ext.planner.job_plan import make_job_plan
@@ -70,8 +71,12 @@ def test_the_json_passes_the_checks_of_the_script(tmp_path: Path, capsys: pytest
         assert best["pipeline_parallel_size"] in (1, 2, 4)
     file = tmp_path / "job.json"
     file.write_text(json.dumps(found["config"]))
-    args, job = parse("train_gpt.py", ["--deepspeed_config", str(file), "--data-path", str(tmp_path)])
-    check_job(args, job.deepspeed)
+    args, job = parse(
+        "train_gpt.py", ["--deepspeed_config", str(file), "--data-path", str(tmp_path), "--dry-run"]
+    )
+    problems = Problems()
+    check_job(args, job.deepspeed, problems)
+    problems.raise_all()
     check_deepspeed(job.deepspeed)
     layout = make_job_plan(job, 4).layout
     bounds = layer_boundaries(9, 2, 2, layout.placement, "any", args.stage_layers)

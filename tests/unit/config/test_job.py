@@ -241,6 +241,22 @@ def test_half_precision_goes_through_zero(name: str) -> None:
         assert half_through_zero(config) == config
 
 
+def test_all_problems_of_a_json_are_in_one_error() -> None:
+    section = {"scheduler": "x", "pipeline_parallel_size": "four", "slice_lengths": "x", "trace": {"dirr": 1}}
+    config = {
+        "bf16": {"enabled": 1},
+        "zero_optimization": {"stage": 3},
+        "schedule": "1f1b",
+        "ds_ext": section,
+    }
+    with pytest.raises(ConfigError) as error:
+        load_config(config)
+    keys = [line.partition(":")[0] for line in str(error.value).splitlines()]
+    assert keys[:3] == ["schedule", "bf16.enabled", "zero_optimization.stage"]
+    names = {key.removeprefix("ds_ext.").partition(".")[0] for key in keys[3:]}
+    assert names == section.keys() and len(keys) == 7
+
+
 def test_bf16_gradients_are_accumulated_in_fp32_by_default() -> None:
     bf16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
     in_fp32 = {"communication_data_type": "fp32", "data_types": {"grad_accum_dtype": "fp32"}}

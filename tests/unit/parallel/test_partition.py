@@ -14,7 +14,8 @@ from ds_ext.errors import ConfigError
 from ds_ext.parallel.partition import LayerWork, layer_boundaries, stage_weights
 from ds_ext.pipe_schedules.placement import Placement, bidirectional_v, linear, v
 from ds_ext.recipes.models.config import TransformerConfig
-from ds_ext.recipes.training.setup import model_fields, plan_job, stage_boundaries
+from ds_ext.recipes.training.setup import model_fields, stage_boundaries
+from tests.plans import plan_job
 
 
 def counts(layers: int, placement: Placement, stage_layers: str | None = None) -> list[int]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....errors import ConfigError
+from ..indexed import IndexedWriter
 from ..layout import DATA_NAME, LOSS_MASK_NAME
 from .template import ChatTemplate, Conversation, EncodedConversation
 
@@ -23,7 +24,6 @@ def write_conversations(
     conversations: Iterable[Conversation],
     template: ChatTemplate,
     vocab_size: int,
-    builder: Callable[..., Any],
     folder: Path,
     advance: Callable[[int], None],
 ) -> dict[str, Any]:
@@ -35,14 +35,13 @@ def write_conversations(
         conversations: from :func:`.rows.read_conversations`.
         template: tokenizer with its chat template.
         vocab_size: largest token id + 1.
-        builder: megatron-core's IndexedDatasetBuilder.
         folder: folder of the files.
         advance: function that takes the bytes of text since its last call.
 
     Raises:
         ConfigError: no conversation has a token of the assistant, or a token id is outside the vocabulary.
     """
-    writer = _Writer(builder, folder, vocab_size)
+    writer = _Writer(folder, vocab_size)
     dropped: list[str] = []
     ignored: Counter[str] = Counter()
     remaining = iter(conversations)
@@ -69,12 +68,11 @@ class _Writer:
         lengths: number of tokens of every conversation.
     """
 
-    def __init__(self, builder: Callable[..., Any], folder: Path, vocab_size: int) -> None:
+    def __init__(self, folder: Path, vocab_size: int) -> None:
         # Megatron uses two bytes per token for vocabularies below this size.
         dtype = np.uint16 if vocab_size < 65500 else np.int32
-        self._folder = folder
-        self._tokens_file = builder(f"{folder / DATA_NAME}.bin", dtype=dtype)
-        self._mask_file = builder(f"{folder / LOSS_MASK_NAME}.bin", dtype=np.uint8)
+        self._tokens_file = IndexedWriter(folder / DATA_NAME, dtype)
+        self._mask_file = IndexedWriter(folder / LOSS_MASK_NAME, np.uint8)
         self._frequencies = np.zeros(vocab_size, dtype=np.int64)  # of the assistant's tokens
         self._max_token_id = 0
         self._num_bytes = 0
@@ -98,8 +96,8 @@ class _Writer:
 
     def finish(self, dropped: Sequence[str]) -> dict[str, Any]:
         """Complete the files and return the counts for meta.json, with the lines of dropped conversations."""
-        self._tokens_file.finalize(f"{self._folder / DATA_NAME}.idx")
-        self._mask_file.finalize(f"{self._folder / LOSS_MASK_NAME}.idx")
+        self._tokens_file.close()
+        self._mask_file.close()
         longer_than = {limit: sum(length > limit + 1 for length in self.lengths) for limit in COMMON_LENGTHS}
         return {
             "documents": len(self.lengths),

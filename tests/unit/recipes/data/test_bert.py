@@ -3,7 +3,9 @@
 import argparse
 import itertools
 import json
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -306,3 +308,16 @@ def test_data_without_samples_is_refused(
     monkeypatch.setattr(megatron_bert, "package_version", lambda name: None)
     with pytest.raises(ConfigError, match=r"megatron-core.*0\.16.*pip install 'ds_ext\[data\]'"):
         build(1)
+
+
+@pytest.mark.parametrize(
+    ("version", "triton", "is_supported"),
+    [("0.15.3", None, False), ("0.16.1", None, True), ("0.19.2", None, False), ("0.19.2", "3.9.0", True)],
+)
+def test_versions_of_megatron(
+    monkeypatch: pytest.MonkeyPatch, version: str, triton: str | None, is_supported: bool
+) -> None:
+    versions = {"megatron-core": version, "triton": triton}
+    monkeypatch.setattr(megatron_bert, "package_version", versions.get)
+    with nullcontext() if is_supported else pytest.raises(ConfigError, match=re.escape(version)):
+        megatron_bert.require_megatron()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ds_ext.errors import ConfigError
-from ds_ext.recipes.data.indexed import IndexedTokens
+from ds_ext.recipes.data.indexed import IndexedTokens, IndexedWriter
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +57,37 @@ def test_same_content_as_in_megatron(megatron: Any, tmp_path: Path, dtype: type,
         expected = np.concatenate([theirs[sequence] for sequence in range(first, last)])
         np.testing.assert_array_equal(ours.document(number), expected)
     assert len(ours.tokens) == sum(len(sequence) for sequences in documents for sequence in sequences)
+
+    writer = IndexedWriter(tmp_path / "ours", dtype)
+    for sequences in documents:
+        writer.add_document(np.array([*chain.from_iterable(sequences)]), [*map(len, sequences)])
+    writer.close()
+    for suffix in (".idx", ".bin"):
+        assert (tmp_path / f"ours{suffix}").read_bytes() == (tmp_path / f"d{suffix}").read_bytes()
+
+
+# Index of two documents, [1, 2, 3], [500] and [7, 65000], in uint16. megatron-core 0.16.1, 0.17.1, 0.18.2 and 0.19.2
+# write the same bytes.
+INDEX = (
+    "4d4d4944494458000001000000000000000803000000000000000300000000000000030000000100000002000000"
+    "000000000000000006000000000000000800000000000000000000000000000002000000000000000300000000000000"
+)
+
+
+def test_files_of_other_megatrons(tmp_path: Path) -> None:
+    tokens = np.array([1, 2, 3, 500, 7, 65000], np.uint16)
+    (tmp_path / "theirs.idx").write_bytes(bytes.fromhex(INDEX))
+    (tmp_path / "theirs.bin").write_bytes(tokens.tobytes())
+    theirs = IndexedTokens(tmp_path / "theirs")
+    assert theirs.tokens.dtype == np.uint16 and theirs.sequence_lengths.tolist() == [3, 1, 2]
+    assert [theirs.document(n).tolist() for n in range(2)] == [[1, 2, 3, 500], [7, 65000]]
+    writer = IndexedWriter(tmp_path / "ours", np.uint16)
+    writer.add_document(tokens[:4], [3, 1])
+    writer.add_document(tokens[4:], [2])
+    writer.close()
+    for suffix in (".idx", ".bin"):
+        ours, written = (tmp_path / f"{name}{suffix}" for name in ("ours", "theirs"))
+        assert ours.read_bytes() == written.read_bytes()
 
 
 def test_empty_dataset_can_be_opened(megatron: Any, tmp_path: Path) -> None:

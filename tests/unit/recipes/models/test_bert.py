@@ -236,7 +236,8 @@ def test_a_sample_longer_than_the_position_table_is_refused() -> None:
 
 
 def test_the_example_config_fits_the_script() -> None:
-    from ds_ext.recipes.training.setup import model_fields, plan_job
+    from ds_ext.recipes.training.setup import model_fields
+    from tests.plans import plan_job
 
     path = Path(__file__).parents[4] / "configs" / "bert_bitpipe.json"
     args, plan = plan_job("train_bert.py", ["--deepspeed_config", str(path), "--dry-run"], "bert")

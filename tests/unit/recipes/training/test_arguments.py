@@ -15,9 +15,8 @@ import pytest
 from ds_ext.config.job import JobConfig
 from ds_ext.errors import ConfigError
 from ds_ext.recipes.training.arguments import parse
-from ds_ext.recipes.training.setup import plan_job
 from tests.own_schedule import NAME, write_own_schedule
-from tests.plans import placement_of
+from tests.plans import placement_of, plan_job
 
 ROOT = Path(__file__).parents[4]
 
@@ -226,7 +225,7 @@ import sys
 from ds_ext.config.job import load_config
 from ds_ext.errors import ConfigError
 from ds_ext.planner.job_plan import resolve_schedule
-from ds_ext.recipes.training.setup import plan_job
+from tests.plans import plan_job
 flags = ["--deepspeed_config", sys.argv[1], *sys.argv[2:]]
 try:
     plan_job("train_gpt.py", flags, "gpt")
@@ -242,7 +241,7 @@ def test_custom_schedules_are_imported_first(key: list[str], flags: list[str], t
     write_own_schedule(tmp_path, "mine")
     section = {"schedule": NAME, "pipeline_parallel_size": 2, "import": key}
     (tmp_path / "job.json").write_text(json.dumps({**JOB, "ds_ext": section}))
-    words = [sys.executable, "-c", PLAN, str(tmp_path / "job.json"), "--dry-run", *flags]
+    words = [sys.executable, "-c", PLAN, str(tmp_path / "job.json"), *flags]
     folder = ROOT if key else tmp_path  # the key also searches the folder of the JSON
     done = subprocess.run(
         words, capture_output=True, text=True, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}

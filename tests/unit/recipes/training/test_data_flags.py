@@ -64,7 +64,7 @@ def test_the_data_begin_with_the_samples_of_the_checkpoint(batch: int, steps: in
     files = {STATE_FILE: write_plain(written / STATE_FILE, state)}
     publish(written, "step_3", {"files": files, "job": {}})
     plan: Any = SimpleNamespace(sizes=SimpleNamespace(train_batch_size=batch, micro_batch_size=2))
-    args = argparse.Namespace(train_iters=steps, eval_iters=2, load="saved")
+    args = argparse.Namespace(train_iters=steps, eval_iters=2, load="saved", data_path=["x"])
     train, valid = micro_batches(args, plan, lambda sizes: [range(size) for size in sizes])
     assert valid is not None
     assert [len(one.dataset) for one in (train, valid)] == [samples, 2 * batch]

@@ -15,10 +15,10 @@ from ds_ext.recipes.training.hosts import hosts_of_flags
 from ds_ext.recipes.training.setup import (
     describe_plan,
     model_fields,
-    plan_job,
     stage_boundaries,
     with_stage_work,
 )
+from tests.plans import plan_job
 
 ROOT = Path(__file__).parents[4]
 BEFORE, AFTER = ["embedding", "positions"], ["final norm", "head"]

@@ -12,11 +12,13 @@ import pytest
 
 from ds_ext.config.job import JobConfig
 from ds_ext.errors import ConfigError
+from ds_ext.parallel.partition import layer_boundaries
 from ds_ext.planner.job_plan import JobPlan
 from ds_ext.recipes.training.arguments import finished_json, parse
 from ds_ext.recipes.training.megatron_flags import MEGATRON_FLAGS, Harmless, Refused, row_of
 from ds_ext.recipes.training.script_flags import SCRIPTS, Model, build_parser
-from ds_ext.recipes.training.setup import model_fields, plan_job
+from ds_ext.recipes.training.setup import model_fields
+from tests.plans import plan_job
 
 # Flags of BitPipe, MegaDPP, MegaFBD, the launchers and ds_ext.
 OURS = {
@@ -154,7 +156,9 @@ def test_all_problems_are_in_one_error(tmp_path: Path) -> None:
     )
     # A wrong value is not missing too.
     assert problems("--lr", "0.1", "--micro-batch-size", "two") == ["--micro-batch-size"]
-    assert problems("--seed", "x", "--bf16=1", "--num-layers", "2") == ["--seed", "argument --bf16"]
+    assert problems("--seed", "x", "--bf16=1", "--num-layers", "2") == [
+        *("--bf16", "--seed", "--deepspeed_config")
+    ]
 
 
 def test_a_flag_of_the_other_script() -> None:
@@ -230,10 +234,54 @@ def test_sections() -> None:
     assert json_of("--distributed-timeout-minutes", "30")["ds_ext"]["transport_options"] == {
         "timeout_s": 1800
     }
-    assert json_of("--wandb-project", "p", "--wandb-entity", "e", "--wandb-exp-name", "n")["wandb"] == {
-        **{"team": "e", "enabled": True, "project": "p"}
-    }
+    words = ["--wandb-project", "p", "--wandb-entity", "e", "--wandb-exp-name", "n"]
+    assert json_of(*words)["wandb"] == {"team": "e", "enabled": True, "project": "p"}
+    assert args_of(*words).wandb_exp_name == "n" and args_of(*words).notes == []
     assert "wandb" not in json_of("--wandb-project", "")
+
+
+def test_stages_per_device() -> None:
+    def section(*flags: str) -> dict[str, Any]:
+        words = ["--num-layers", "32", "--pipeline-model-parallel-size", "4", *flags]
+        return json_of(*words)["ds_ext"]
+
+    layers, stages = "--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"
+    for flags in ((layers, "2"), (stages, "4")):
+        assert section(*flags) == {
+            **{"pipeline_parallel_size": 4, "schedule": "interleaved", "schedule_options": {"chunks": 4}}
+        }
+    # As in Megatron, one stage per device is 1F1B.
+    for flags in ((layers, "8"), (stages, "1")):
+        assert section(*flags) == {"pipeline_parallel_size": 4}
+    dpp = section("--use-dpp", stages, "2")
+    assert (dpp["schedule"], dpp["schedule_options"]) == ("dpp", {"chunks": 2})
+    pipeline = ["--pipeline-model-parallel-size", "4"]
+    for words, flag in (
+        (["--num-layers", "32", *pipeline, layers, "3"], layers),
+        (["--num-layers", "30", *pipeline, layers, "2"], layers),
+        (["--num-layers", "32", layers, "4"], layers),
+        (["--num-layers", "32", *pipeline, layers, "2", stages, "4"], f"{layers}, {stages}"),
+        (["--num-layers", "32", *pipeline, "--enable-bitpipe-schedule", layers, "2"], f"{layers} 2"),
+    ):
+        assert problems(*ENOUGH, *words) == [flag]
+
+
+def test_layers_are_on_the_devices_of_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device d has layers (c x D + d) x K to (c x D + d + 1) x K of every chunk c."""
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "--num-layers 12 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2 --dry-run"
+    )
+    args, plan = plan_job("train_gpt.py", [*ENOUGH, *words.split()], "gpt")
+    boundaries = layer_boundaries(12, 0, 0, plan.layout.placement, "interleaved", args.stage_layers)
+    assert boundaries == [0, 2, 4, 6, 8, 10, 12]
+    assert plan.layout.placement.pipes == ((0, 1, 0, 1, 0, 1),)
+
+
+def test_gradients_are_reduced_in_bf16() -> None:
+    key = "communication_data_type"
+    assert json_of("--bf16", "--grad-reduce-in-bf16")[key] == "bf16" and key not in json_of("--bf16")
+    assert problems(*ENOUGH, "--grad-reduce-in-bf16") == ["--grad-reduce-in-bf16"]
 
 
 def test_optimizer_of_the_flags(tmp_path: Path) -> None:
@@ -334,7 +382,6 @@ SCRIPT_WORDS = {"gpt3": GPT_3, "llama": LLAMA, "bert": BERT, "bloom": BLOOM, "qw
 
 def planned(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[argparse.Namespace, JobPlan]:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr("ds_ext.recipes.training.preflight.require_monitors", lambda config: None)
     batch = {"train_batch_size": 512, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}
     job = {**batch, "steps_per_print": 2000, "zero_optimization": {"stage": 0}, "bf16": {"enabled": True}}
     path = write_job(folder, job)[1]
@@ -403,9 +450,106 @@ def test_launch_scripts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     keys = ("decay_style", "min_lr", "total_num_steps", "warmup_num_steps")
     assert (config["optimizer"]["params"]["lr"], *(params[key] for key in keys)) == expected["rate"]
     assert config["optimizer"]["type"] == "AdamW" and config["gradient_clipping"] == 1.0
-    ignored, load = args.notes
+    ignored, missing, load = args.notes
     assert ignored.startswith("ignored ") and ignored.count(", ") + 1 == expected["ignored"]
+    assert missing.startswith("missing ") and "--data-path" in missing and args.data_path == []
     assert load.startswith("load ") and str(args.save) in load
+
+
+# Megatron-LM's script for Llama 3 8B, with a pipeline, and with one mistake of every kind.
+LLAMA_3 = """
+--use-mcore-models --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+--group-query-attention --num-query-groups 8 --kv-channels 128 --seq-length 8192 --max-position-embeddings 8192
+--position-embedding-type rope --rotary-base 1000000 --rotary-percent 1.0 --attention-dropout 0.0 --hidden-dropout 0.0
+--swiglu --normalization RMSNorm --init-method-std 0.0134 --attention-backend fused
+--untie-embeddings-and-output-weights --disable-bias-linear --micro-batch-size 1 --global-batch-size 128
+--train-samples 1953125000 --lr-decay-samples 1949218748 --lr-warmup-samples 3906252 --lr 0.00015 --min-lr 0.00001
+--lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1 --adam-beta1 0.9 --adam-beta2 0.95 --bf16
+--grad-reduce-in-bf16 --cross-entropy-loss-fusion --calculate-per-token-loss --manual-gc
+--empty-unused-memory-level 1 --exit-duration-in-mins 235 --use-distributed-optimizer --overlap-grad-reduce
+--overlap-param-gather --tensor-model-parallel-size 2 --context-parallel-size 1 --pipeline-model-parallel-size 4
+--num-layers-per-virtual-pipeline-stage 2 --sequence-parallel --data-path /data/llama3_text_document
+--tokenizer-type HuggingFaceTokenizer --tokenizer-model /models/Meta-Llama-3-8B --data-cache-path cache
+--split '99,1,0' --no-create-attention-mask-in-dataloader --no-mmap-bin-files --num-workers 1 --log-interval 1
+--eval-iters 32 --eval-interval 100 --save-interval 1000 --log-throughput --profile --profile-step-start 4
+--profile-step-end 6 --ckpt-format torch_dist --distributed-timeout-minutes 60 --save /nowhere/llama3
+--load /nowhere/llama3 --tensorboard-dir tensorboard --wandb-project llama3 --wandb-exp-name llama3-8b
+"""
+
+
+def test_a_dry_run_of_a_whole_script_needs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    args, plan = plan_job("train_gpt.py", [*LLAMA_3.split(), "--dry-run"], "gpt")
+    assert plan.timetable.schedule == "interleaved" and plan.layout.placement.stages == 16
+    assert (args.train_iters, args.data_path, args.tokenizer) == (1953125000 // 128, [], None)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_whole_script_takes_one_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "old" / "iter_0001000").mkdir(parents=True)
+    (tmp_path / "old" / "latest_checkpointed_iteration.txt").write_text("1000")
+    mistakes = {
+        "--seed": "x",  # no number
+        "--sequence-length": "8192",  # unknown
+        "--decoupled-lr": "5e-4",  # refused
+        "--data-impl": "lazy",  # harmless with another value
+        "--lr-warmup-fraction": "0.1",  # beside --lr-warmup-samples
+        "--log-interval": "0",  # too small
+        "--ffn-hidden-size": "14335",  # not divisible by the tensor-parallel size
+        "--global-batch-size": "127",  # not divisible by the data-parallel size
+        "--split": "a,b",
+        "--stage-layers": "16,16",
+        "--load": "old",
+    }
+    words = [*LLAMA_3.split(), *(word for pair in mistakes.items() for word in pair)]
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    with pytest.raises(ConfigError) as error:
+        plan_job("train_gpt.py", words, "gpt")
+    found = [line.partition(":")[0].split()[0].rstrip(",") for line in str(error.value).splitlines()]
+    assert sorted(found) == sorted(
+        [
+            *("--seed", "--sequence-length", "--decoupled-lr", "--data-impl", "--log-interval", "--load"),
+            *(
+                "--lr-warmup-fraction",
+                "tensorboard",
+                "wandb",
+                "--data-path",
+                "--tokenizer",
+                "--global-batch-size",
+            ),
+            *("--split", "--stage-layers", "tensor_parallel_size"),
+        ]
+    )
+
+
+def test_a_wrong_size_hides_only_the_checks_that_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The defaults of other sizes would contradict those that are set."""
+    monkeypatch.chdir(tmp_path)
+
+    def refused(*flags: str) -> list[str]:
+        with pytest.raises(ConfigError) as error:
+            plan_job("train_gpt.py", [*LLAMA_3.split(), *flags, "--dry-run"], "gpt")
+        return [line.partition(":")[0] for line in str(error.value).splitlines()]
+
+    assert refused("--num-attention-heads", "30", "--max-position-embeddings", "8") == [
+        *("num_query_groups", "max_position_embeddings")
+    ]
+    assert refused("--num-layers", "x", "--split", "a", "--eval-iters", "-1") == [
+        *("--num-layers", "--eval-iters", "--split")
+    ]
+    assert refused("--micro-batch-size", "x", "--num-attention-heads", "30") == [
+        *("--micro-batch-size", "num_query_groups")
+    ]
+    (tmp_path / "job.json").write_text(
+        '{"train_batch_size": 8, "ds_ext": {"scheduler": 1, "trace": {"x": 1}}}'
+    )
+    assert refused("--deepspeed_config", "job.json", "--eval-iters", "-1", "--moe-router-topk", "2") == [
+        *("--moe-router-topk", "ds_ext.trace.x", "ds_ext.scheduler", "--eval-iters")
+    ]
 
 
 def test_the_families_of_launch_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
+import os
 import socket
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,28 +19,42 @@ import ds_ext
 from ds_ext.errors import ConfigError
 from ds_ext.planner.job_plan import JobPlan
 from ds_ext.planner.job_text import describe
+from ds_ext.recipes.data.indexed import IndexedWriter
+from ds_ext.recipes.data.layout import DATA_NAME
 from ds_ext.recipes.models.config import TransformerConfig
-from ds_ext.recipes.training.setup import describe_plan, model_fields, plan_job
+from ds_ext.recipes.training.setup import describe_plan, model_fields
 from tests.launch.jobs import tiny_config, write_json
+from tests.plans import plan_job
 
 ROOT = Path(__file__).parents[4]
 
 
+def write_data(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = IndexedWriter(folder / DATA_NAME, np.uint16)
+    writer.add_document(np.arange(8), [8])
+    writer.close()
+
+
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Function (name, section, *flags) that returns the plan of --dry-run for configs/NAME.json."""
+    """Function (name, section, *flags) that returns the plan of configs/NAME.json, by default of --dry-run."""
     monkeypatch.chdir(tmp_path)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
 
-    def run(name: str, section: dict[str, Any] | None, *flags: str, **keys: Any) -> JobPlan:
+    def run(
+        name: str, section: dict[str, Any] | None, *flags: str, dry_run: bool = True, **keys: Any
+    ) -> JobPlan:
         job = json.loads((ROOT / "configs" / f"{name}.json").read_text()) | keys
         job["ds_ext"] |= section or {}
         if section is None:
             del job["ds_ext"]
         given = {key: value for key, value in job.items() if value is not None}
         (tmp_path / "job.json").write_text(json.dumps(given))
-        words = ["--deepspeed_config", "job.json", "--dry-run", *flags]
+        words = ["--deepspeed_config", "job.json", *["--dry-run"] * dry_run, *flags]
+        if not dry_run:
+            write_data(tmp_path / job["ds_ext"]["train"]["data_path"])
         return plan_job("train_gpt.py", words, "gpt")[1]
 
     return run
@@ -61,7 +78,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_wrong_sections(planned: Any, name: str, section: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        planned(name, section)
+        planned(name, section, dry_run=False)
 
 
 def test_trace_steps_without_a_folder(planned: Any, tmp_path: Path) -> None:
@@ -79,6 +96,7 @@ def test_a_refused_job_creates_no_folders(
         monkeypatch.delenv(name, raising=False)
     section = {"schedule": "1f1b", "pipeline_parallel_size": 1, "trace": {"dir": "traces"}}
     config = tiny_config(tmp_path, **section)
+    write_data(tmp_path)
     if not with_data:
         del config["ds_ext"]["train"]["data_path"]
     write_json(tmp_path / "job.json", config)
@@ -123,8 +141,7 @@ def test_a_missing_section_is_refused_first(planned: Any) -> None:
             planned("dpp", None, *flags, optimizer=None)
     with pytest.raises(ConfigError, match=r'^"ds_ext": missing'):
         ds_ext.PipelineModule([torch.nn.Linear(4, 4)], {"train_batch_size": 4})
-    with pytest.raises(ConfigError, match=r"^--data-path: "):
-        planned("dpp", None, "--schedule", "gpipe")
+    planned("dpp", None, "--schedule", "gpipe")
     with pytest.raises(ConfigError, match=r"^optimizer: "):
         planned("dpp", {}, optimizer=None)
 
@@ -142,16 +159,18 @@ def test_monitor_without_its_package(
         "find_spec",
         lambda name, *more: missing["spec"] if name == package else installed(name, *more),
     )
-    planned("dpp", {}, **{section: {"enabled": False}})
+    run = functools.partial(planned, "gpipe", {"pipeline_parallel_size": 1}, dry_run=False)
+    run(**{section: {"enabled": False}})
+    planned("dpp", {}, **{section: {"enabled": True}})  # a dry run writes nothing
     with pytest.raises(ConfigError, match=rf"^{section}: .*{package}.*pip install '?{package}"):
-        planned("dpp", {}, **{section: {"enabled": True}})
+        run(**{section: {"enabled": True}})
     (tmp_path / package).mkdir()  # a folder of this name is not an installation
     monkeypatch.syspath_prepend(str(tmp_path))
     missing["spec"] = installed(package)
     with pytest.raises(ConfigError, match=f"^{section}: "):
-        planned("dpp", {}, **{section: {"enabled": True}})
+        run(**{section: {"enabled": True}})
     monkeypatch.setenv("RANK", "1")  # only rank 0 writes
-    planned("dpp", {}, **{section: {"enabled": True}})
+    run(**{section: {"enabled": True}})
 
 
 def test_forward_hosts_of_a_job_on_one_host(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,15 +203,47 @@ def test_a_folder_to_load_without_a_checkpoint(planned: Any, tmp_path: Path) -> 
         words = ["--deepspeed_config", "job.json", "--dry-run", "--data-path", "x"]
         planned("dpp", {})
         args, _ = plan_job("train_gpt.py", [*words, "--load", folder, "--save", folder], "gpt")
-        (note,) = args.notes
+        *_, note = args.notes
         assert args.load is None and note.startswith("load ") and folder in note
         with pytest.raises(ConfigError, match=f"^--load {folder}: "):
-            planned("dpp", {}, "--load", folder, "--exit-on-missing-checkpoint")
+            planned("dpp", {}, "--load", folder, "--exit-on-missing-checkpoint", dry_run=False)
     (tmp_path / "logs" / "empty" / "events").write_text("")
     (tmp_path / "link").symlink_to("nowhere")
     for folder in ("logs", "job.json", "link"):
         with pytest.raises(ConfigError, match=f"^--load {folder}: "):
             planned("dpp", {}, "--load", folder)
+
+
+@pytest.mark.parametrize(
+    ("files", "name"),
+    [
+        (
+            ["latest_checkpointed_iteration.txt", "iter_0000100/.metadata"],
+            "latest_checkpointed_iteration.txt",
+        ),
+        (["common.pt", ".metadata", "__0_0.distcp"], "common.pt"),
+        (["mp_rank_00/model_optim_rng.pt"], "model_optim_rng.pt"),
+        (["latest", "global_step100/mp_rank_00_model_states.pt"], "mp_rank_00_model_states.pt"),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_checkpoint_of_megatron(
+    planned: Any, tmp_path: Path, files: list[str], name: str, dry_run: bool
+) -> None:
+    for file in files:
+        (tmp_path / "old" / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "old" / file).write_text("global_step100")
+    with pytest.raises(
+        ConfigError, match=rf"^--load: old .*got {name}.*--hf-model.*ds_ext convert .*--from hf"
+    ):
+        planned("gpipe", {"pipeline_parallel_size": 1}, "--load", "old", dry_run=dry_run)
+
+
+def test_the_name_of_a_run_in_wandb(planned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_NAME", "before")
+    for dry_run, name in ((True, "before"), (False, "mine")):
+        planned("gpipe", {"pipeline_parallel_size": 1}, "--wandb-exp-name", "mine", dry_run=dry_run)
+        assert os.environ["WANDB_NAME"] == name
 
 
 def test_the_plan_has_the_learning_rate(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from ds_ext.errors import ConfigError
 from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.recipes.training.arguments import finished_json, parse
-from ds_ext.recipes.training.setup import plan_job
 from tests.launch.jobs import tiny_config
+from tests.plans import plan_job
 
 ENOUGH = ["--lr", "6e-4", "--micro-batch-size", "4", "--global-batch-size", "32"]
 
