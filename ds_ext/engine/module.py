@@ -413,6 +413,10 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         """Yield (name, parameter) as torch does, without the names of wrappers, see :mod:`.wrappers`."""
         return ((plain_name(name), value) for name, value in super().named_parameters(*args, **kwargs))
 
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters as torch does. Every step does, so their names are not made plain."""
+        return (value for _, value in super().named_parameters(recurse=recurse))
+
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, buffer) as torch does, without the names of wrappers."""
         return ((plain_name(name), value) for name, value in super().named_buffers(*args, **kwargs))
