@@ -70,7 +70,7 @@ class Gradients:
 
     def get(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter; None if no micro-batch used it (zero with the bf16 optimizer)."""
-        if self._has_sums:
+        if self._has_sums and parameter.numel() > 0:  # ZeRO leaves out parameters without elements
             return self.optimizer.get_gradient_for_reduction(parameter)
         if not self._is_bf16:
             return parameter.grad
@@ -267,10 +267,11 @@ class Gradients:
             for i, j in (self._places[parameter] for parameter in parameters if parameter in self._places):
                 self.optimizer.fp32_groups_has_gradients[i][j] = True
             return
-        name, dtype = "grad", None
-        if self._has_sums and self.optimizer.use_grad_accum_attribute:
-            name, dtype = "grad_accum", self.optimizer.gradient_accumulation_dtype
+        sums = self._has_sums and self.optimizer.use_grad_accum_attribute
         for parameter in parameters:
+            name, dtype = "grad", None
+            if sums and parameter.numel() > 0:
+                name, dtype = "grad_accum", self.optimizer.gradient_accumulation_dtype
             if parameter.requires_grad and getattr(parameter, name) is None:
                 setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype))
 

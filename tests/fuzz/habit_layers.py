@@ -46,7 +46,7 @@ class TiedFrozen(TiedLinear):
         self.register_buffer("offset", torch.randn(WIDTH))
 
     def forward(self, input: Tensor) -> Tensor:
-        return torch.tanh(super().forward(input) + self.get_buffer("offset"))
+        return torch.tanh(super().forward(input) + self.get_buffer("offset").to(input.dtype))
 
 
 class TiedEncoder(nn.Module):

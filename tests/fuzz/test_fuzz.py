@@ -74,6 +74,12 @@ SCRIPTS: dict[str, tuple[Action, dict[str, Any]]] = {
 HABITUAL: dict[str, dict[str, Any]] = {
     "bf16 weights": {"weights": "bf16", "layout": Layout(dp=2)},
     "bf16 weights and ZeRO": {"weights": "bf16", "zero": 1, "layout": Layout(dp=2)},
+    "a parameter without elements": {
+        "weights": "bf16",
+        "zero": 1,
+        "blocks": ("scalar_parameter", "linear"),
+        "layout": Layout(dp=2),
+    },
     "a bf16 layer": {"blocks": ("linear", "bf16_layer", "linear")},
     "a layer with its own train()": {"blocks": ("linear", "frozen_batch_norm", "linear")},
     "a tied layer with other values": {"blocks": ("linear", "tied_frozen", "linear")},
