@@ -92,7 +92,11 @@ def clip_grad_norm(
     parameters = list(parameters)
     counted = [p.grad for p in parameters if p.grad is not None and counts_here(p, tensor_rank)]
     device = parameters[0].device if parameters else torch.device("cpu")
-    square = get_total_norm(counted).to(device, torch.float64).square()
+    half = [gradient for gradient in counted if gradient.dtype in (torch.float16, torch.bfloat16)]
+    others = [gradient for gradient in counted if gradient.dtype not in (torch.float16, torch.bfloat16)]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in half]
+    norms = [norm.to(device, torch.float64) for norm in (get_total_norm(others), *norms)]
+    square = torch.stack(norms).square().sum()
     dist.all_reduce(square, group=model_group)
     norm = square.sqrt()
     if max_norm > 0:

@@ -260,6 +260,22 @@ def test_gradients_of_fp64_are_clipped_in_fp64(ranks2: RankPool) -> None:
     assert max(ranks2.run(clip_doubles)) < 1e-12
 
 
+def norm_of_halves(rank: int, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the norm over two ranks of gradients in half precision and of one in fp32, and what it must be."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.zeros(1000, dtype=dtype)), nn.Parameter(torch.zeros(7))]
+    for weight in weights:
+        weight.grad = (4000 * torch.randn(weight.shape)).to(weight.dtype)
+    exact = 2**0.5 * torch.cat([weight.grad.double() for weight in weights]).norm()  # pyright: ignore
+    return clip_grad_norm(weights, 0.0, tensor_rank=0, model_group=None), float(exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_half_precision_are_fp32(ranks2: RankPool, dtype: torch.dtype) -> None:
+    for norm, exact in ranks2.run(norm_of_halves, dtype):
+        assert exact > torch.finfo(torch.float16).max and norm == pytest.approx(exact, rel=1e-6)
+
+
 def frozen_group(rank: int, zero: int) -> tuple[list[float], bool]:
     """Train with a group of frozen parameters. Returns the losses, and whether one of these moved."""
     layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(4)]
