@@ -336,7 +336,7 @@ def test_a_run_that_could_not_save_names_its_last_checkpoint(
 
 
 def test_a_folder_with_only_a_lock_starts_a_new_run(tmp_path: Path) -> None:
-    args = argparse.Namespace(load=str(tmp_path), exit_on_missing_checkpoint=False, notes=[])
+    args = argparse.Namespace(load=str(tmp_path), exit_on_missing_checkpoint=False, dry_run=False, notes=[])
     (tmp_path / LOCK).write_text("{}")
     _check_load(args)
     assert args.load is None and len(args.notes) == 1
