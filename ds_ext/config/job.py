@@ -152,7 +152,7 @@ def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
     try:
         valid = DsExtConfig.model_validate(section)
     except ValidationError as error:
-        # A value that is none of several types has an error for each of them: (key, "list[int]", ...).
+        # If a key accepts several types, pydantic reports one error per type, at (key, "list[int]", ...). One is kept.
         by_key = {
             loc[:1] if "[" in str(loc[1:]) else loc: e for e in error.errors()[::-1] for loc in [e["loc"]]
         }

@@ -8,6 +8,7 @@ Importing megatron-core takes seconds; this module saves them in every process.
 
 import struct
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ class IndexedWriter:
 
     def __init__(self, prefix: Path, dtype: type[np.integer[Any]]) -> None:
         self._prefix, self._dtype = prefix, np.dtype(dtype)
-        self._file = Path(f"{prefix}.bin").open("wb")  # noqa: SIM115
+        self._files = ExitStack()
+        self._file = self._files.enter_context(Path(f"{prefix}.bin").open("wb"))
         self._lengths: list[int] = []
         self._borders = [0]
 
@@ -83,7 +85,7 @@ class IndexedWriter:
 
     def close(self) -> None:
         """Complete both files."""
-        self._file.close()
+        self._files.close()
         lengths = np.array(self._lengths, np.int32)
         offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
         code = next(code for code, dtype in DTYPES.items() if dtype == self._dtype)
