@@ -8,7 +8,7 @@ Importing megatron-core takes seconds; this module saves them in every process.
 
 import struct
 from collections.abc import Sequence
-from contextlib import ExitStack
+from io import BufferedWriter, FileIO
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,7 @@ class IndexedWriter:
 
     def __init__(self, prefix: Path, dtype: type[np.integer[Any]]) -> None:
         self._prefix, self._dtype = prefix, np.dtype(dtype)
-        self._files = ExitStack()
-        self._file = self._files.enter_context(Path(f"{prefix}.bin").open("wb"))
+        self._file = BufferedWriter(FileIO(f"{prefix}.bin", "w"))
         self._lengths: list[int] = []
         self._borders = [0]
 
@@ -85,7 +84,7 @@ class IndexedWriter:
 
     def close(self) -> None:
         """Complete both files."""
-        self._files.close()
+        self._file.close()
         lengths = np.array(self._lengths, np.int32)
         offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
         code = next(code for code, dtype in DTYPES.items() if dtype == self._dtype)
