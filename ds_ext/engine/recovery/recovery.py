@@ -109,6 +109,7 @@ class Recovery:
         self._rank = dist.get_rank()
         self._timeout_s = engine.plan.settings.transport_options.timeout_s
         self._stepped = False  # since the last snapshot
+        self._waited_s = 0.0  # in this step, for the last copy of a rank
         self._copying: int | None = None  # step of the last copy that this process has started
         self._copy_failed = False
         # A restarted script has these again: large tables need not be in every snapshot.
@@ -168,8 +169,10 @@ class Recovery:
     # --- snapshots ---
 
     def end_step(self) -> None:
-        """Have the next :meth:`complete` record a step."""
-        self._stepped = True
+        """Wait for the copies of the step before, and have the next :meth:`complete` record this one."""
+        self._stepped, self._waited_s = True, 0.0
+        if self._is_due(self._engine.global_steps) and any(target is not None for target in self._targets):
+            self._waited_s = max(self._with_keepers(self._wait_for_copy))
 
     def complete(self) -> float | None:
         """Write this rank's snapshot of the last step, if it is due, and record that the step is complete.
@@ -197,14 +200,9 @@ class Recovery:
 
     def _snapshot(self, step: int) -> float:
         """Write the snapshot of a step. When this returns, all ranks have theirs. Returns the seconds taken."""
-        keeper_is_gone = any_keeper_is_gone = not self._keeper.is_running()
-        waited_s = 0.0
-        if any(target is not None for target in self._targets):
-            reports = self._with_keepers(lambda: (self._wait_for_copy(), keeper_is_gone))
-            waited_s = max(wait_s for wait_s, _ in reports)
-            any_keeper_is_gone = any(is_gone for _, is_gone in reports)
+        keeper_is_gone = not self._keeper.is_running()
 
-        def write() -> float:
+        def write() -> tuple[float, bool]:
             self._require_position()
             begin = time.perf_counter()
             try:
@@ -216,12 +214,12 @@ class Recovery:
                     f"ds_ext.recovery: no snapshot of step {step} on host {socket.gethostname()} (got {error}). Use "
                     f"fewer ranks per host, or remove the section."
                 ) from None
-            return time.perf_counter() - begin
+            return time.perf_counter() - begin, keeper_is_gone
 
-        seconds = together(write)[self._rank]
-        if any_keeper_is_gone and self._addresses is not None:
+        reports = together(write)
+        if any(is_gone for _, is_gone in reports) and self._addresses is not None:
             self._addresses = self._with_keepers(self._listen)
-        return waited_s + seconds
+        return self._waited_s + reports[self._rank][0]
 
     def _write(self, step: int) -> None:
         state = RankState(self._engine)
