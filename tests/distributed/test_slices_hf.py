@@ -110,7 +110,18 @@ REFUSED: dict[str, dict[str, Any]] = {
 EQUAL = [*MODELS, *MORE]
 IN_FP32 = ("Mixtral", "Qwen2Moe", "GptOss", "Llama4Text", "XGLM")
 # Norms, rotary embeddings or attention compute in fp32, whatever the dtype of the weights is.
-PARTLY_IN_FP32 = ("Bloom", "Gemma", "Gemma2", "Gemma3Text", "Cohere", "Cohere2", "GPTJ", "CodeGen", "GPTNeo", "Mpt")
+PARTLY_IN_FP32 = (
+    "Bloom",
+    "Gemma",
+    "Gemma2",
+    "Gemma3Text",
+    "Cohere",
+    "Cohere2",
+    "GPTJ",
+    "CodeGen",
+    "GPTNeo",
+    "Mpt",
+)
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "bitpipe_zb")
 # (schedule, slices, layers that are recomputed together, whether inputs have a padding mask)

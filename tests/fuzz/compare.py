@@ -22,7 +22,8 @@ LISTS = (
     "evaluations",
     "additional",
 )  # of results, with a number for each step or evaluation
-SENSITIVITY = 20  # times the effect of rounding errors in the gradients
+# Tolerance in units of the effect of rounding errors, which is better known in half precision.
+SENSITIVITY, HALF_SENSITIVITY = 20, 3
 
 
 def differences(job: Job, ranks: Sequence[Result], reference: Result, noisy: Result) -> list[str]:
@@ -35,8 +36,9 @@ def differences(job: Job, ranks: Sequence[Result], reference: Result, noisy: Res
         reference: result of one process.
         noisy: the same, with rounding errors added to the gradients.
     """
-    base = FP32_TOLERANCE
+    base, factor = FP32_TOLERANCE, SENSITIVITY
     if job.rounds:
+        factor = HALF_SENSITIVITY
         # A head in parts computes its losses in fp32, and a whole one those of fp16 logits in fp16.
         in_fp16 = job.half == "fp16" and not any(layout.head_parts for layout in job.layouts)
         base = FP16_TOLERANCE if in_fp16 else BF16_TOLERANCE
@@ -45,7 +47,7 @@ def differences(job: Job, ranks: Sequence[Result], reference: Result, noisy: Res
         expected, spread = getattr(reference, name), getattr(noisy, name)
         for rank, result in enumerate(ranks):
             actual = getattr(result, name)
-            if not _numbers_agree(actual, expected, spread, base):
+            if not _numbers_agree(actual, expected, spread, base, factor):
                 lines.append(f"{name} of rank {rank}: {actual}, one process: {expected}")
                 break
     for rank, result in enumerate(ranks):
@@ -64,7 +66,7 @@ def differences(job: Job, ranks: Sequence[Result], reference: Result, noisy: Res
             problem = (
                 "is not in the state of one process"
                 if expected is None or spread is None
-                else _difference(actual, expected, spread, base)
+                else _difference(actual, expected, spread, base, factor)
             )
             if problem is not None:
                 lines.append(f"{name} of rank {rank}: {problem}")
@@ -99,6 +101,7 @@ def _numbers_agree(
     expected: Sequence[float | None],
     spread: Sequence[float | None],
     base: float,
+    factor: float,
 ) -> bool:
     if len(actual) != len(expected):
         return False
@@ -106,12 +109,12 @@ def _numbers_agree(
         if a is None:  # the optimizer does not measure the norm
             continue
         assert e is not None and s is not None
-        if math.isfinite(e) and not abs(a - e) <= base * max(abs(e), 1e-3) + SENSITIVITY * abs(s - e):
+        if math.isfinite(e) and not abs(a - e) <= base * max(abs(e), 1e-3) + factor * abs(s - e):
             return False
     return True
 
 
-def _difference(actual: Tensor, expected: Tensor, noisy: Tensor, base: float) -> str | None:
+def _difference(actual: Tensor, expected: Tensor, noisy: Tensor, base: float, factor: float) -> str | None:
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return f"{actual.dtype} {tuple(actual.shape)}, one process: {expected.dtype} {tuple(expected.shape)}"
     if not expected.numel():
@@ -121,5 +124,5 @@ def _difference(actual: Tensor, expected: Tensor, noisy: Tensor, base: float) ->
     if not e.isfinite().all():
         return None
     error, spread = float((a - e).abs().max()), float((n - e).abs().max())
-    tolerance = base * max(float(e.abs().max()), 1e-2) + SENSITIVITY * spread
+    tolerance = base * max(float(e.abs().max()), 1e-2) + factor * spread
     return None if error <= tolerance else f"differs by {error:.3g} (tolerance {tolerance:.3g})"

@@ -498,6 +498,10 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
     if noise is not None and not job.half:
         trained = distinct_parameters(plain.modules, job.passes_all)
         _add_noise([p.detach() for p in trained.values()], noise, FP32_NOISE)
+    if noise is not None and job.rounds:
+        # A gradient can be the small sum of large terms, as that of a bias, and has the rounding errors of the terms.
+        for module in plain.modules.values():
+            module.register_forward_hook(partial(_round_output, noise))
     plain.set_up(0)
     plain.evaluate_after(0)
     for step in range(job.steps):
@@ -532,6 +536,15 @@ def _random_numbers(job: Job, step: int, micro_batch: int, layer: int) -> Abstra
 
     key = layer_key(job.seed_of(step), job.engine_step(step), micro_batch, layer)
     return keyed_rng(key, torch.device("cpu"))
+
+
+def _round_output(noise: torch.Generator, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+    """Return the output of a layer with further rounding errors, in its gradient too, if it is in half precision."""
+    if isinstance(output, tuple):
+        return tuple(_round_output(noise, _module, _inputs, value) for value in output)
+    if not isinstance(output, Tensor) or output.dtype not in PRECISIONS.values():
+        return output
+    return output * (1 + BF16_NOISE / 2 * torch.randn(output.shape, generator=noise)).to(output.dtype)
 
 
 def _add_noise(tensors: Sequence[Tensor | None], noise: torch.Generator, size: float) -> None:
