@@ -52,7 +52,7 @@ from .dynamic.order import DynamicSchedule
 from .evaluation import Evaluation, evaluating, source_of, training
 from .executor import Executor
 from .first_batch import check_first_batch
-from .grad_norm import let_parameters_differ
+from .grad_norm import let_parameters_differ, share_loss_scale
 from .head import PipelineHead
 from .losses.step import StepLosses
 from .messages import StageMessages
@@ -164,6 +164,7 @@ class PipelineEngine(Measured, RunControl):
         if settings.trace.dir is not None:
             self.tracer = Tracer.from_engine(self, transport.name, WeightUpdate.is_eager(self))
         let_parameters_differ(self.optimizer)
+        share_loss_scale(self)
         self.trained = TrainedParameters(self)
         together(self._use_optimizer)  # forward ranks (FBD) have no optimizer
         self.use_transport(transport)

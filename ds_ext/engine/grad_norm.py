@@ -10,10 +10,14 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from ..errors import ConfigError
+from .together import together
 
 
 def counts_here(parameter: Tensor, tensor_rank: int) -> bool:
@@ -37,6 +41,31 @@ def let_parameters_differ(optimizer: Any) -> None:
         _join_zero_norms(optimizer)
     elif type(optimizer) is BF16_Optimizer:
         _pad_bf16_norm(optimizer)
+
+
+def share_loss_scale(engine: Any) -> None:
+    """Give ranks with fp32 weights the loss scale of ranks with fp16 weights. All ranks must call this together.
+
+    ZeRO scales the loss, and divides the gradients, on the ranks where the first parameter of its optimizer is fp16.
+
+    Raises:
+        ConfigError: it is bf16 on a rank, where ZeRO does not skip steps with an overflow.
+    """
+    optimizer = engine.optimizer
+    dtype = optimizer.dtype if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
+    dtypes = together(lambda: dtype)
+    if {torch.float16, torch.bfloat16} <= {*dtypes}:
+        found = f"fp16 on rank {dtypes.index(torch.float16)}, bf16 on rank {dtypes.index(torch.bfloat16)}"
+        raise ConfigError(
+            "zero_optimization.stage: ZeRO scales the loss for fp16 weights, and not for bf16 weights (got "
+            f"{found}). Cast the layers to one of them, or use stage 0."
+        )
+    if torch.float16 not in dtypes or dtype in (None, torch.float16):
+        return
+    optimizer.loss_scaler = CreateLossScaler(
+        torch.float16, engine.loss_scale(), engine.dynamic_loss_scale(), engine.dynamic_loss_scale_args()
+    )
+    optimizer.dynamic_loss_scale = optimizer.loss_scaler.dynamic
 
 
 def _join_zero_norms(optimizer: DeepSpeedZeroOptimizer) -> None:
