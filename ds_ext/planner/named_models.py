@@ -101,7 +101,7 @@ def named_model(name: str) -> TransformerConfig:
     model = MODELS.get(name.lower())
     if model is None and _EXPERTS.search(name.lower()):
         raise ScheduleError(
-            f"model: mixtures of experts are not supported yet (got {name!r}). Use a model without experts."
+            f"model: mixtures of experts are not supported yet (got {name!r}). Use a model without experts, see \"Where is ...?\" in README.md."
         )
     if model is None:
         near = difflib.get_close_matches(name.lower(), MODELS, n=1)

@@ -55,7 +55,7 @@ def decoder_fields(values: Mapping[str, Any], *others: str) -> dict[str, Any]:
     for key, value in {**values, **(text if isinstance(text, Mapping) else {})}.items():
         if "experts" in key and isinstance(value, int) and value > 1:
             raise ConfigError(
-                f"{key}: mixtures of experts are not supported yet (got {value}). Use a model without experts."
+                f"{key}: mixtures of experts are not supported yet (got {value}). Use a model without experts, see \"Where is ...?\" in README.md."
             )
     if kind == "gpt2":
         return _gpt2_fields(values)
