@@ -43,7 +43,7 @@ def main() -> int:
     args, plan, config, boundaries = plan_job("train_gpt.py", sys.argv[1:], "gpt", gpt_config, BEFORE, AFTER)
 
     from ds_ext.recipes.convert.hf_model import HuggingFaceModel
-    from ds_ext.recipes.data.gpt import build_gpt_datasets, describe_chat
+    from ds_ext.recipes.data.gpt import build_gpt_datasets, describe_data, samples_per_epoch
     from ds_ext.recipes.training.documents import document_options
     from ds_ext.recipes.training.loop import Trainer, say, show, shut_down
 
@@ -56,7 +56,7 @@ def main() -> int:
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, options))
     token_bytes = START_BYTES if config.packed else 0
     lines = [f"model     {args.hf_model}: {folder.describe()}"] if folder is not None else []
-    lines += describe_chat(train.dataset)
+    args.notes += describe_data(train.dataset)
 
     def describe(plan: JobPlan, hosts: Hosts | None) -> str:
         text = describe_plan(args, plan, boundaries, BEFORE, after, config, token_bytes, hosts)
@@ -102,9 +102,12 @@ def main() -> int:
         load_into_ranks(engine, initial)
         say(f"loaded {args.hf_model}")
     meta = read_meta(args.data_path) or {}
-    floor = ("unigram entropy", meta["unigram_entropy_nats"]) if "unigram_entropy_nats" in meta else None
-    tokenizer = meta.get("tokenizer_fingerprint")
-    code = Trainer(engine, args, plan, config, train, valid, floor, tokenizer).run()
+    is_pretraining = not args.hf_model and "loss_mask" not in meta
+    floor = None
+    if is_pretraining and "unigram_entropy_nats" in meta:
+        floor = ("unigram entropy", meta["unigram_entropy_nats"])
+    tokenizer, epoch = meta.get("tokenizer_fingerprint"), samples_per_epoch(train.dataset)
+    code = Trainer(engine, args, plan, config, train, valid, floor, tokenizer, epoch).run()
     shut_down(engine)
     return code
 

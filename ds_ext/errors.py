@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+# Place that answers for what other software has and ds_ext lacks.
+ANSWERS = 'README.md, "Where is ...?"'
+
 
 class DsExtError(Exception):
     """Base of all errors raised by ds_ext.

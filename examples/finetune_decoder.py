@@ -7,10 +7,13 @@
 the conversations of ``--data``:
 
     python -m ds_ext prepare --format chat --source chat.jsonl --tokenizer MODEL --output data/chat
-    torchrun --nproc_per_node 2 examples/finetune_decoder.py --model MODEL --data data/chat --seq-length 1024 --lora 8
+    torchrun --nproc_per_node 4 examples/finetune_decoder.py --deepspeed_config data/chat/lora.json
+
+"train" in the JSON has the defaults of the flags.
 """
 
 import argparse
+import json
 from pathlib import Path
 
 import torch
@@ -71,6 +74,9 @@ def main() -> None:
     parser.add_argument("--save", type=Path, default=Path("finetuned"))
     parser.add_argument("--local_rank", type=int, help="set by the deepspeed launcher")
     args = parser.parse_args()
+    settings = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
+    parser.set_defaults(**settings["ds_ext"].get("train", {}))
+    args = parser.parse_args()
 
     ds_ext.init_distributed()
     if args.create and dist.get_rank() == 0 and not args.model.exists():
@@ -98,7 +104,10 @@ def main() -> None:
     samples = args.steps * engine.train_batch_size()
     say(f"samples   {samples} up to step {args.steps}, {samples / len(data):.1f} epochs")
     tokens = round(data.mean_tokens)
-    metrics = ds_ext.Metrics(engine, total_steps=args.steps, tokens_per_sample=tokens, log_interval=5)
+    epochs = {"samples_per_epoch": len(data)} if samples > len(data) else {}
+    metrics = ds_ext.Metrics(
+        engine, total_steps=args.steps, tokens_per_sample=tokens, log_interval=5, **epochs
+    )
     if args.load:
         engine.load_checkpoint(args.load)
     if args.lr is not None:
@@ -114,6 +123,8 @@ def main() -> None:
     if lora is not None:
         ds_ext.save_adapter(engine, lora, args.save / "adapter")
         say(f"adapter   {args.save / 'adapter'}")
+    elif not args.create:
+        say(f"next: python -m ds_ext convert {args.save} --to hf {args.save}_hf --hf-model {args.model}")
 
 
 if __name__ == "__main__":

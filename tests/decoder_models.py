@@ -125,12 +125,3 @@ def config_of(schedule: str, pp: int, micro_batches: int, **sections: Any) -> di
         **sections,
         "ds_ext": {"schedule": schedule, "pipeline_parallel_size": pp},
     }
-
-
-def own_name(cut: Any, index: int, name: str) -> str:
-    """Return the name of a parameter in the transformers model, from its pipeline layer and its name there."""
-    if index == 0:
-        return name.replace("module", cut.embedding, 1)
-    if 2 <= index < 2 + cut.num_layers:
-        return name.replace("module", f"{cut.layers}.{index - 2}", 1)
-    return name.removeprefix("skeleton.")

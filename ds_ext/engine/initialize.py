@@ -43,7 +43,7 @@ from ..environment import (
     restart_count,
     world_size,
 )
-from ..errors import ConfigError
+from ..errors import ANSWERS, ConfigError
 from ..launch import slurm
 from ..launch.job_facts import code_facts, setting_facts
 from ..launch.launcher import require_restarts, set_single_rank
@@ -212,7 +212,8 @@ def initialize(
     if not isinstance(model, PipelineModule):
         raise ConfigError(
             f"model: must be a ds_ext.PipelineModule (got {type(model).__name__}). Build it from the same list of "
-            f"layers: ds_ext.PipelineModule(layers, config, loss_fn=...)."
+            f"layers: ds_ext.PipelineModule(layers, config, loss_fn=...). For Hugging Face's models: "
+            f"layers, loss_fn = ds_ext.from_transformers(model). For trainers: {ANSWERS}."
         )
     init_distributed()
     with one_refusal():

@@ -154,6 +154,14 @@ class Cut:
         """Number of decoder layers."""
         return len(self.whole.layers)
 
+    def name_of(self, index: int, key: str) -> str:
+        """Return the name in the model of a parameter, from its pipeline layer and its name there."""
+        if index == 0:
+            return key.replace("module", self.embedding, 1)
+        if 2 <= index < 2 + self.num_layers:
+            return key.replace("module", f"{self.layers}.{index - 2}", 1)
+        return key.removeprefix("skeleton.")
+
     def calls(self) -> Calls:
         """Return the arguments of the decoder layers in the current pass. Raises ConfigError; see ``sliced``."""
         return self.whole if current_slice() is None else self.sliced_calls()

@@ -81,6 +81,7 @@ class StepMetrics:
     snapshot_s: float | None = None
     recovered_from_step: int | None = None
     tokens: int | None = None
+    epoch: float | None = None
 
 
 def progress_line(
@@ -111,6 +112,8 @@ def progress_line(
         number = f"{last.step:>{len(str(total_steps))}}/{total_steps}"
         if not left and last.step < total_steps:
             reserve = len(f" | {duration_text(step_s * (total_steps - last.step))} left")
+    if last.epoch is not None:
+        number += f" (epoch {last.epoch:.2f})"
     rate, unit = _rate(steps, "tokens_per_s"), "tokens/s"
     if rate is None:
         rate, unit = _rate(steps, "samples_per_s"), "samples/s"
@@ -152,6 +155,7 @@ class Metrics:
         peak_tflops: peak TFLOP/s of a device, for the MFU; None: from the name of the GPU, if known.
         log_interval: steps between printed lines; 0: print nothing.
         model: sizes of the model by name, for the record of the run.
+        samples_per_epoch: samples of the data, for the number of epochs; None: print none.
 
     Raises:
         ConfigError: the file cannot be opened.
@@ -168,12 +172,14 @@ class Metrics:
         peak_tflops: float | None = None,
         log_interval: int = 10,
         model: Mapping[str, Any] | None = None,
+        samples_per_epoch: int | None = None,
     ) -> None:
         self._engine = engine
         self._total_steps = total_steps
         self._log_interval = log_interval
         self._tokens_per_sample = tokens_per_sample
         self._flops_per_sample = flops_per_sample
+        self._samples_per_epoch = samples_per_epoch
         if peak_tflops is None and engine.device.type == "cuda":
             peak_tflops = peak_of_name(torch.cuda.get_device_name(engine.device))
         self._peak_tflops = peak_tflops
@@ -334,6 +340,7 @@ class Metrics:
             snapshot_s=report.snapshot_s,
             recovered_from_step=report.recovered_from,
             tokens=report.of_ranks.losses.tokens,
+            epoch=engine.global_samples / self._samples_per_epoch if self._samples_per_epoch else None,
         )
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import ScheduleError
+from ..errors import ANSWERS, ScheduleError
 from ..recipes.models.config import TransformerConfig
 
 # Fields that the models of the Llama family have in common.
@@ -101,7 +101,8 @@ def named_model(name: str) -> TransformerConfig:
     model = MODELS.get(name.lower())
     if model is None and _EXPERTS.search(name.lower()):
         raise ScheduleError(
-            f"model: mixtures of experts are not supported yet (got {name!r}). Use a model without experts, see \"Where is ...?\" in README.md."
+            f"model: mixtures of experts are not supported yet (got {name!r}). "
+            f"Use a model without experts ({ANSWERS})."
         )
     if model is None:
         near = difflib.get_close_matches(name.lower(), MODELS, n=1)

@@ -18,7 +18,6 @@ from tests.decoder_models import (
     config_of,
     mean_loss,
     micro_batch,
-    own_name,
     random_decoder,
     save_decoder,
 )
@@ -64,7 +63,7 @@ def train_one(folder: str, schedule: str, pp: int) -> Result:
     def keep_gradients(*_: Any) -> None:
         for local in parameters_of(module, 1).values():
             if local.parameter.grad is not None:
-                found[own_name(cut, local.layer, local.key)] = local.parameter.grad.clone()
+                found[cut.name_of(local.layer, local.key)] = local.parameter.grad.clone()
 
     optimizer.register_step_pre_hook(keep_gradients)
     batches = Batches(micro_batch)  # pyright: ignore[reportArgumentType]

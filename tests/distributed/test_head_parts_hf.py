@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import ds_ext
 from ds_ext.engine.checkpoint.states import parameters_of
 from ds_ext.recipes.convert.export import export
-from tests.decoder_models import config_of, micro_batch, own_name, random_decoder, save_decoder
+from tests.decoder_models import config_of, micro_batch, random_decoder, save_decoder
 from tests.distributed.test_checkpoint import contents
 from tests.distributed.test_head_parts import settings
 from tests.distributed.test_own_layers import Batches
@@ -73,7 +73,7 @@ class Run:
     def weights(self) -> dict[tuple[str, int], Tensor]:
         """Return the parameters of this rank by (name in the model, part of the head)."""
         return {
-            (own_name(self.cut, local.layer, local.key), local.part): local.parameter.detach().clone()
+            (self.cut.name_of(local.layer, local.key), local.part): local.parameter.detach().clone()
             for local in parameters_of(self.module, 1).values()
         }
 

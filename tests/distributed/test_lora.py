@@ -18,7 +18,7 @@ from ds_ext.engine.checkpoint.states import parameters_of
 from ds_ext.errors import ConfigError
 from ds_ext.recipes.convert.export import export
 from tests.chat_folders import write_tokenizer
-from tests.decoder_models import config_of, mean_loss, micro_batch, own_name, save_decoder
+from tests.decoder_models import config_of, mean_loss, micro_batch, save_decoder
 from tests.distributed.test_own_layers import Batches
 from tests.losses import learned
 from tests.ranks import RankPool, Ranks
@@ -65,7 +65,7 @@ class Run:
     def trained(self) -> dict[str, Tensor]:
         """Return the trained parameters of this rank by their names in the model."""
         return {
-            own_name(self.cut, local.layer, local.key): local.parameter.detach().clone()
+            self.cut.name_of(local.layer, local.key): local.parameter.detach().clone()
             for local in parameters_of(self.module, 1).values()
             if local.parameter.requires_grad
         }

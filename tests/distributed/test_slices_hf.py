@@ -29,7 +29,6 @@ from tests.decoder_models import (
     config_of,
     mean_loss,
     micro_batch,
-    own_name,
     random_decoder,
 )
 from tests.distributed.test_own_layers import Batches
@@ -179,7 +178,7 @@ def train(folder: str, schedule: str, slices: Any, recompute: int, masked: bool)
 
     def local() -> Any:
         values = parameters_of(module, 1).values()
-        return {own_name(cut, value.layer, value.key): value.parameter for value in values}
+        return {cut.name_of(value.layer, value.key): value.parameter for value in values}
 
     def keep_gradients(*_: Any) -> None:
         gradients.update({key: p.grad.clone() for key, p in local().items() if p.grad is not None})

@@ -28,7 +28,7 @@ from ds_ext.tensor_parallel import (
     shard_dim,
 )
 from tests.bert_runs import BertChain, random_bert_batches
-from tests.decoder_models import own_name, random_decoder
+from tests.decoder_models import random_decoder
 from tests.losses import share, step_counts
 from tests.plans import placement_of
 from tests.precisions import needs
@@ -165,7 +165,7 @@ def named_weights(kind: str, module: Any, tp: TensorParallel, layers: list[Any])
     for local in parameters_of(module, tp.size).values():
         name = f"{local.layer}.{local.key}"
         if kind == "llama":
-            name = own_name(layers[1].module_args[1], local.layer, local.key)
+            name = layers[1].module_args[1].name_of(local.layer, local.key)
         found[name] = gather_shards(local.parameter.detach(), shard_dim(local.parameter), tp).clone()
     return found
 

@@ -148,7 +148,12 @@ def test_finetune_decoder_on_chat_data(run: Callable[..., str], tmp_path: Path) 
     data = str(tmp_path / "chat")
     words = ["--format", "chat", "--source", str(tmp_path / "chat.json"), "--tokenizer", str(folder)]
     text = command(sys.executable, "-m", "ds_ext", "prepare", *words, "--output", data, cwd=tmp_path)
-    assert f"examples/finetune_decoder.py --lora 8 --seq-length 96 --model {folder} --data {data}" in text
+    assert (
+        f"torchrun --nproc_per_node 2 examples/finetune_decoder.py --deepspeed_config {data}/lora.json"
+        in text
+    )
+    train = json.loads((tmp_path / "chat" / "lora.json").read_text())["ds_ext"]["train"]
+    assert (train["seq_length"], train["steps"], train["lora"]) == (96, 9, 8)
     flags = ["--model", str(folder), "--data", data, "--seq-length", "64", "--lora", "4", "--steps", "10"]
     text = run("finetune_decoder.py", *flags, ranks=2)
     assert re.findall(r"^samples +(\d+) .* ([\d.]+) epochs", text, re.MULTILINE) == [("160", "4.0")]

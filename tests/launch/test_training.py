@@ -45,6 +45,7 @@ KEYS = [
         "snapshot_s",
         "recovered_from_step",
         "tokens",
+        "epoch",
     ),
 ]
 

@@ -1,6 +1,7 @@
 """Command ``python -m ds_ext convert``: checkpoints to and from folders of Hugging Face's transformers.
 
-It runs in one process without a process group. It reads one weight at a time, so the model need not fit in memory.
+It runs in one process without a process group. It reads one weight at a time, so the model need not fit in memory,
+except for the models of ``from_transformers``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ EPILOG = """\
 examples:
   python -m ds_ext convert checkpoints/gpt --to hf gpt_hf            # latest checkpoint
   python -m ds_ext convert checkpoints/gpt/step_200 --to hf gpt_hf
+  python -m ds_ext convert finetuned --to hf gemma_trained --hf-model gemma_folder
   python -m ds_ext convert llama_folder --from hf checkpoints/llama  # then: train_gpt.py --load checkpoints/llama
 """
 
@@ -42,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --to: the model's tokenizer.json, or the folder of the training data",
     )
     parser.add_argument(
+        "--hf-model",
+        type=Path,
+        metavar="FOLDER",
+        help="with --to: the trained folder, for a checkpoint with the layers of from_transformers",
+    )
+    parser.add_argument(
         "--num-attention-heads",
         type=int,
         metavar="N",
@@ -69,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from ...errors import ConfigError
 
-    only_to = ("tokenizer", "num_attention_heads", "dtype", "max_shard_gb")
+    only_to = ("tokenizer", "hf_model", "num_attention_heads", "dtype", "max_shard_gb")
     unused = [f"--{name.replace('_', '-')}" for name in only_to if getattr(args, name) is not None]
     if args.origin is not None:
         if unused:
@@ -85,5 +93,12 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--max-shard-gb: must be above 0 (got {limit:g}).")
     dtype = args.dtype or "float32"
     heads = args.num_attention_heads
+    if args.hf_model is not None:
+        if ignored := [flag for flag in ("--tokenizer", "--num-attention-heads") if flag in unused]:
+            raise ConfigError(f"{ignored[0]}: the folder of --hf-model has it (got both). Omit it.")
+        from .decoder import write_decoder_folder
+
+        print(write_decoder_folder(args.source, args.output, args.hf_model, round(limit * 1e9), dtype))
+        return 0
     print(write_hf_folder(args.source, args.output, args.tokenizer, heads, round(limit * 1e9), dtype))
     return 0

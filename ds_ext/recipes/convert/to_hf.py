@@ -113,8 +113,8 @@ def _make_config(
     except (KeyError, ValueError):
         raise ConfigError(
             f"{checkpoint}: only ds_ext's GPT and BERT without Transformer Engine can be converted (got the weights "
-            f"{', '.join(sorted(shapes)[:4])}, ...). For layers of from_transformers, use peft's merge_and_unload()"
-            " and save_pretrained(), or the lines of docs/hugging_face.md (Back to transformers); for others, `export`."
+            f"{', '.join(sorted(shapes)[:4])}, ...). For layers of from_transformers, add --hf-model with the "
+            "trained folder; for others, use `export`."
         ) from None
     table = "1.position_embeddings" if is_bert else "1.weight"
     positions = shapes[table][0] if table in shapes else fields.get("max_position_embeddings")

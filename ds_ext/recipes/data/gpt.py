@@ -103,6 +103,13 @@ class GPTDataset(Dataset[Sample]):
         window = torch.from_numpy(self._tokens(epoch, start, start + self.seq_length + 1))
         return self._options.sample(window[:-1], window[1:])
 
+    def summary(self) -> str:
+        """Return one line on the samples."""
+        return (
+            f"{len(self._documents):,} documents, {self.num_tokens:,} tokens in {self.samples_per_epoch:,} samples of "
+            f"{self.seq_length}; {len(self) / self.samples_per_epoch:.1f} epochs in {len(self)} samples"
+        )
+
     def _epoch(self, number: int) -> _Epoch:
         if number not in self._epochs:
             generator = np.random.default_rng((number, *self._entropy))
@@ -166,11 +173,21 @@ def build_gpt_datasets(
     return build_datasets(data_path, split, num_samples, build_part)
 
 
-def describe_chat(dataset: object) -> list[str]:
-    """Return one line for each part of a blend that is chat data: its packing, and the flags that are set for it."""
+def describe_data(dataset: object) -> list[str]:
+    """Return one line for each part of a blend: its samples and epochs, and the flags that are set for chat data."""
     parts = dataset.parts if isinstance(dataset, BlendedDataset) else ()
     return [
         f"chat      {part.summary()} (--reset-position-ids, --reset-attention-mask)"
+        if isinstance(part, ChatDataset)
+        else f"data      {part.summary()}"
         for part in parts
-        if isinstance(part, ChatDataset) and len(part)
+        if isinstance(part, ChatDataset | GPTDataset) and len(part)
     ]
+
+
+def samples_per_epoch(dataset: object) -> int | None:
+    """Return the samples of an epoch of a dataset with one part; None for a blend, whose parts have other epochs."""
+    parts = dataset.parts if isinstance(dataset, BlendedDataset) else ()
+    if len(parts) != 1 or not isinstance(parts[0], ChatDataset | GPTDataset):
+        return None
+    return parts[0].samples_per_epoch

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...environment import package_version
 from ...errors import ConfigError
+from .finetune import seq_length_of, write_jobs
 from .layout import DATA_NAME, LOSS_MASK_NAME, META_NAME, TOKENIZER_NAMES
 from .sources import Source, open_source, row_files, source_details
 from .tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
@@ -49,9 +50,6 @@ MEGATRON_TYPES = {
     "Llama2Tokenizer": "--tokenizer-model FILE",
 }
 NEXT_GPT = "train_gpt.py --deepspeed_config configs/bitpipe.json"
-NEXT_GPT_STAGES = 8
-NEXT_LORA = "torchrun --nproc_per_node 2 examples/finetune_decoder.py --lora 8 --seq-length"
-MAX_SEQ_LENGTH = 4096  # in the next commands
 NEXT_BERT = "train_bert.py --deepspeed_config configs/bert_bitpipe.json"
 VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "numpy", "torch")
 
@@ -152,18 +150,14 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{output} is already prepared (--force prepares it again)")
     _print_summary(meta)
-    model_flag = _model_flag(args.tokenizer)
-    command = NEXT_BERT if is_bert else NEXT_GPT + model_flag
-    length, layers = 0, 0
+    command = NEXT_BERT if is_bert else NEXT_GPT
     if template is not None:
-        length, layers = _sizes(Path(args.tokenizer), meta)
-        command += f" --seq-length {length}"
+        command += f" --seq-length {seq_length_of(meta, {})}"
     following = [f"deepspeed --num_gpus 4 {command} --data-path {output} --save checkpoints/{output.name}"]
     if not split_documents(meta["documents"], parse_split(DEFAULT_SPLIT))[1]:
         following[0] += " --eval-iters 0"
-    if template is not None and model_flag:
-        lora = f"{NEXT_LORA} {length} --model {args.tokenizer} --data {output}"
-        following = [lora] if layers < NEXT_GPT_STAGES else [*following, lora]
+    if not is_bert and _has_model(args.tokenizer):
+        following = write_jobs(Path(args.tokenizer), output, meta) or following
     print("next: " + "\nor with LoRA: ".join(following))
     return 0
 
@@ -220,32 +214,10 @@ def _take_megatrons_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--tokenizer-type: {args.tokenizer_type} needs {files} (got none). Add the files.")
 
 
-def _model_flag(tokenizer: str | None) -> str:
-    """Return ``--hf-model FOLDER`` if the tokenizer is that of a Hugging Face model, else nothing."""
+def _has_model(tokenizer: str | None) -> bool:
+    """Return whether the tokenizer is that of a Hugging Face model with weights."""
     folder = Path(tokenizer or "")
-    has_model = tokenizer and (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-    return f" --hf-model {tokenizer}" if has_model else ""
-
-
-def _sizes(model: Path, meta: dict[str, Any]) -> tuple[int, int]:
-    """Return a length of samples for chat data, and the number of layers of the model, at most ``NEXT_GPT_STAGES``.
-
-    The length truncates no conversation, unless the model has fewer positions or it would exceed ``MAX_SEQ_LENGTH``.
-    """
-    from .chat.files import COMMON_LENGTHS
-
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        config = {}  # training reports it
-
-    def least(most: int, *keys: str) -> int:
-        return min([most, *(config[key] for key in keys if isinstance(config.get(key), int))])
-
-    fitting = (length for length in COMMON_LENGTHS if not meta["longer_than"].get(str(length)))
-    length = min(MAX_SEQ_LENGTH, next(fitting, MAX_SEQ_LENGTH))
-    positions = least(length, "max_position_embeddings", "n_positions")
-    return positions, least(NEXT_GPT_STAGES, "num_hidden_layers", "n_layer")
+    return bool(tokenizer) and (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def _load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from ds_ext.errors import ConfigError
+from ds_ext.errors import ANSWERS, ConfigError
 from ds_ext.recipes.models.config import RopeScaling, TransformerConfig
 from ds_ext.recipes.models.hf_values import integer, number, refused, require_supported
 
@@ -55,7 +55,8 @@ def decoder_fields(values: Mapping[str, Any], *others: str) -> dict[str, Any]:
     for key, value in {**values, **(text if isinstance(text, Mapping) else {})}.items():
         if "experts" in key and isinstance(value, int) and value > 1:
             raise ConfigError(
-                f"{key}: mixtures of experts are not supported yet (got {value}). Use a model without experts, see \"Where is ...?\" in README.md."
+                f"{key}: mixtures of experts are not supported yet (got {value}). "
+                f"Use a model without experts ({ANSWERS})."
             )
     if kind == "gpt2":
         return _gpt2_fields(values)

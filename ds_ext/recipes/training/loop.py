@@ -74,6 +74,7 @@ class Trainer:
         valid: validation micro-batches by id; None: no evaluation.
         floor: name and value (in nats) of a baseline loss; a model with a lower loss uses context.
         tokenizer: fingerprint of the data's tokenizer, saved with a checkpoint.
+        samples_per_epoch: training samples of one pass over the data; None: unknown.
     """
 
     engine: PipelineEngine
@@ -84,7 +85,9 @@ class Trainer:
     valid: MicroBatches | None
     floor: tuple[str, float] | None = None
     tokenizer: str | None = None
+    samples_per_epoch: int | None = None
     validation_loss: float | None = None
+    lowest: tuple[float, int] | None = None  # validation loss, and its step
     stopped: str = ""  # why the run ended before its last step
     not_saved: list[int] = field(default_factory=list)
     metrics: Metrics = field(init=False)
@@ -124,7 +127,7 @@ class Trainer:
             is_last = step == args.train_iters
             is_due = self.valid is not None and (is_last or _is_due(step, args.eval_interval))
             evaluates = is_due and (is_last or self.engine.stops.agreed is None)
-            validation = self.evaluate(self.valid) if self.valid is not None and evaluates else None
+            validation = self.evaluate(self.valid, step) if self.valid is not None and evaluates else None
             if validation is None:
                 metrics.log(loss)
                 if is_due:
@@ -181,6 +184,8 @@ class Trainer:
 
     def _metrics(self) -> Metrics:
         """Return the metrics with the settings of the flags, which open the metrics file."""
+        samples = self.args.train_iters * self.engine.train_batch_size()
+        repeats = self.samples_per_epoch and samples > self.samples_per_epoch
         self.metrics = Metrics(
             self.engine,
             total_steps=self.args.train_iters,
@@ -190,11 +195,12 @@ class Trainer:
             peak_tflops=self.args.peak_tflops,
             log_interval=self.args.log_interval,
             model=asdict(self.model),
+            samples_per_epoch=self.samples_per_epoch if repeats else None,
         )
         return self.metrics
 
-    def evaluate(self, valid: MicroBatches) -> tuple[float, dict[str, float]] | None:
-        """Return the mean loss of ``--eval-iters`` validation steps, and its parts if the model reports any.
+    def evaluate(self, valid: MicroBatches, step: int) -> tuple[float, dict[str, float]] | None:
+        """Return the mean loss of ``--eval-iters`` validation steps after a step, and its parts if there are any.
 
         Every evaluation uses the same samples. If the run may be stopped, each validation step is an evaluation of its
         own, and a request ends them: the result is None.
@@ -212,6 +218,7 @@ class Trainer:
             if stops.agreed is not None and len(losses) < pieces:
                 return None
         loss = self.validation_loss = math.fsum(losses) / pieces
+        self.lowest = min(self.lowest or (loss, step), (loss, step))
         return loss, parts
 
     def save(self, step: int, loss: float) -> None:
@@ -347,10 +354,16 @@ class Trainer:
                 kind, loss = "validation", self.validation_loss
             verdict = "below" if loss < floor else "not below"
             say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {floor:.4f} nats")
+        elif self.lowest is not None and self.lowest[1] < step:
+            lowest, best = self.lowest
+            say(f"validation loss {self.validation_loss:.4f}; the lowest was {lowest:.4f} after step {best}")
         self.metrics.print_summary()
         lines = []
         if self.args.save:
             lines += self._resume_lines(self.args.save, self.args.train_iters * (1 if self.stopped else 2))
+            if getattr(self.args, "hf_model", None):
+                words = (self.args.save, "--to", "hf", f"{self.args.save.rstrip('/')}_hf")
+                lines.append(f"for transformers    {_verb('convert', *words)}")
         lines.append(f"show the timetable  {_verb('show', *self._show_arguments())}")
         say("next: " + "\n      ".join(lines))
 

@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
+from ds_ext.errors import ANSWERS
+
 from ..models.field_flags import Flag
 
 # --tokenizer-type -> kind of its file: GPT-2's two files, a tokenizer.json, or a sentencepiece model.
@@ -154,7 +156,7 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
         "messages are not cut into slices of a fixed size. Remove it": "workload",
         "the encoder and the decoder are one pipeline. Remove it": "transformer_pipeline_model_parallel_size",
         "it depends on torch's kernels. Use torch's settings": "deterministic_mode",
-        f"there are no mixture-of-experts layers (README.md, \"Where is ...?\"). {_OTHER}": (
+        f"there are no mixture-of-experts layers ({ANSWERS}). {_OTHER}": (
             "*moe* *expert* topk mlp_type use_tutel ep_overlap_* use_grouped_gemm_for_dense_mlp "
             "use_fused_weighted_squared_relu"
         ),

@@ -7,6 +7,7 @@ seq_length, split, files), so all ranks and all resumed runs get the same ones.
 
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..indexed import IndexedTokens
 from ..packing import IGNORE_INDEX, Sample, pack_best_fit
 
 EPOCHS_KEPT = 2
+MOST_DROPPED = 0.01  # share of the conversations that may be too long for a label
 PADDING_TOKEN = 0  # any token of the vocabulary; the loss ignores padding
 
 
@@ -102,12 +104,19 @@ class ChatDataset(Dataset[Sample]):
         self.num_conversations = len(self._conversations)
         self.num_truncated = int(np.count_nonzero(is_long & is_used))
         self.num_dropped = len(documents) - self.num_conversations
+        if num_samples > 0 and name == "train":
+            check_dropped(mask, numbers[~is_used], len(documents), seq_length, seq_length)
         if num_samples > 0 and not self.num_conversations:
             raise ConfigError(
                 f"--split: the {name} split of {indexed.prefix} has no conversation with tokens of the assistant among "
                 f"its first {seq_length + 1} (got {len(documents)} of {indexed.num_documents} conversations). Increase "
                 f"its share{' or --seq-length' * bool(documents)}{', or set --eval-iters 0' * (name == 'valid')}."
             )
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """Samples of the first epoch."""
+        return len(self._epoch(0).order) if self.num_conversations else 0
 
     def __len__(self) -> int:
         return self._num_samples
@@ -136,7 +145,7 @@ class ChatDataset(Dataset[Sample]):
 
     def summary(self) -> str:
         """Return one line on the packing of the first epoch."""
-        samples = len(self._epoch(0).order)
+        samples = self.samples_per_epoch
         return (
             f"{self.num_conversations} conversations in {samples} samples of {self.seq_length} tokens, "
             f"{self._lengths.sum() / (samples * self.seq_length):.1%} full; truncated {self.num_truncated}, dropped "
@@ -170,3 +179,26 @@ class ChatDataset(Dataset[Sample]):
     def _label_mask(self, number: int) -> NDArray[np.bool_]:
         """Return whether each label of a conversation within seq_length counts."""
         return self._mask.document(number)[1 : self.seq_length + 1] == 1
+
+
+def check_dropped(
+    mask: IndexedTokens, dropped: Sequence[int] | NDArray[np.int64], total: int, length: int, labels: int
+) -> None:
+    """Raise ConfigError if more than ``MOST_DROPPED`` of the conversations have no label in a sample.
+
+    Args:
+        mask: 1 for each token that counts as a label, else 0.
+        dropped: numbers of these conversations.
+        total: number of all conversations.
+        length: value of --seq-length.
+        labels: position of the last label of a sample of this length, in tokens.
+    """
+    allowed = int(MOST_DROPPED * total)
+    first_labels = sorted(int(mask.document(number)[1:].argmax()) + 1 for number in dropped)
+    if len(first_labels) > allowed:
+        needed = first_labels[len(first_labels) - 1 - allowed] + length - labels
+        raise ConfigError(
+            f"--seq-length: {len(first_labels)} of {total} conversations have no token of the assistant in a sample "
+            f"(got --seq-length {length}). Use {needed} or more, or remove these conversations from the source and "
+            "prepare it again."
+        )

@@ -14,7 +14,7 @@ from ..indexed import IndexedTokens
 from ..meta import check_tokenizer, loss_mask_prefix
 from ..packing import IGNORE_INDEX
 from ..tokenizer import load_tokenizer
-from .dataset import PADDING_TOKEN
+from .dataset import PADDING_TOKEN, check_dropped
 
 
 class ConversationDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -58,6 +58,8 @@ class ConversationDataset(Dataset[tuple[Tensor, Tensor]]):
                 f"{folder}: no conversation has a token of the assistant among the first {seq_length} (got "
                 f"{len(numbers)} conversations). Increase the length of samples."
             )
+        dropped = sorted({*numbers} - {*self._numbers})
+        check_dropped(self._mask, dropped, len(numbers), seq_length, seq_length - 1)
         lengths = np.diff(self._tokens.document_starts)[self._numbers]
         self.mean_tokens = float(np.minimum(lengths, seq_length).mean())
         self.num_truncated = int(np.count_nonzero(lengths > seq_length))

@@ -8,6 +8,7 @@ import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,9 +50,11 @@ def write_chat(folder: Path, masks: Sequence[Mask]) -> Path:
     return folder
 
 
-def dataset(folder: Path, num_samples: int, seq_length: int = 8, seed: int = 1) -> ChatDataset:
+def dataset(
+    folder: Path, num_samples: int, seq_length: int = 8, seed: int = 1, name: str = "train"
+) -> ChatDataset:
     indexed, mask = IndexedTokens(folder / "text_document"), IndexedTokens(folder / "loss_mask")
-    return ChatDataset(indexed, mask, range(indexed.num_documents), seq_length, num_samples, seed)
+    return ChatDataset(indexed, mask, range(indexed.num_documents), seq_length, num_samples, seed, name)
 
 
 def samples_of(data: ChatDataset, count: int | None = None) -> list[tuple[list[int], list[int], list[int]]]:
@@ -79,7 +82,7 @@ def test_every_conversation_is_in_an_epoch_once(tmp_path: Path, masks: list[list
         with pytest.raises(ConfigError, match="--split"):
             dataset(folder, 1)
         return
-    data = dataset(folder, 10_000, seed=seed)
+    data = dataset(folder, 10_000, seed=seed, name="valid")  # the train split refuses to drop many
     assert data.num_conversations == len(kept)
     assert data.num_dropped == len(masks) - len(kept)
     assert data.num_truncated == sum(len(mask) > 9 for mask in kept)
@@ -160,14 +163,39 @@ def test_splits_and_blends(tmp_path: Path) -> None:
             build_gpt_datasets(path, "1", 8, (20, 0, 0), 1)
 
 
-def test_conversations_one_by_one(tmp_path: Path) -> None:
-    """Ids and labels of whole conversations, which are not shifted; padding is no label."""
+@pytest.mark.parametrize("dropped", [2, 3])
+def test_more_than_a_hundredth_of_dropped_conversations_is_refused(tmp_path: Path, dropped: int) -> None:
+    short, long = [False, True, True], [*[False] * 12, True, False]
+    folder = write_chat(tmp_path, [*[short] * (200 - dropped), *[long] * dropped])
+    write_tokenizer_files(tmp_path)
+
+    def build() -> list[Any]:
+        return [dataset(folder, 1), ConversationDataset(str(folder), 8, tmp_path)]
+
+    if dropped == 2:
+        assert [data.num_dropped for data in build()] == [2, 2]
+        return
+    with pytest.raises(ConfigError, match=r"--seq-length: 3 of 200 .* Use 12 "):
+        build()
+    with pytest.raises(ConfigError, match=r"--seq-length: 3 of 200 .* Use 13 "):
+        ConversationDataset(str(folder), 8, tmp_path)
+    assert dataset(folder, 1, seq_length=12).num_dropped == 0
+    assert ConversationDataset(str(folder), 13, tmp_path).num_dropped == 0
+
+
+def write_tokenizer_files(folder: Path) -> None:
+    """Write a tokenizer, and the meta.json of chat data with it."""
     tokenizer = train_bpe(["a few words"], vocab_size=300)
-    folder = write_chat(tmp_path, [[False, True, False], [True, False, False], [False] * 4 + [True] * 3])
-    tokenizer.save(tmp_path)
+    tokenizer.save(folder)
     meta = {"loss_mask": "loss_mask", "tokenizer_fingerprint": tokenizer.fingerprint, "vocab_size": 300}
-    meta |= {"tokenizer": "tokenizer.json"}
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "tokenizer.json"}))
+
+
+def test_conversations_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids and labels of whole conversations, which are not shifted; padding is no label."""
+    monkeypatch.setattr("ds_ext.recipes.data.chat.dataset.MOST_DROPPED", 1.0)
+    folder = write_chat(tmp_path, [[False, True, False], [True, False, False], [False] * 4 + [True] * 3])
+    write_tokenizer_files(tmp_path)
     data = ConversationDataset(str(folder), 6, tmp_path)
     assert len(data) == 2 and data.mean_tokens == 4.5
     assert (data.num_truncated, data.num_dropped) == (1, 1)

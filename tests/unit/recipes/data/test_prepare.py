@@ -3,18 +3,20 @@
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from ds_ext.config.job import load_config
 from ds_ext.errors import ConfigError
 from ds_ext.recipes.data import prepare
-from ds_ext.recipes.data.gpt import build_gpt_datasets
+from ds_ext.recipes.data.blend import DEFAULT_SPLIT
+from ds_ext.recipes.data.gpt import build_gpt_datasets, samples_per_epoch
 from ds_ext.recipes.data.indexed import IndexedTokens
 from ds_ext.recipes.data.meta import check_tokenizer, read_meta
 from ds_ext.recipes.data.tokenizer import load_tokenizer
@@ -72,41 +74,88 @@ def test_prepared_documents_end_with_the_end_of_document_token(
     assert not list(tmp_path.rglob(".partial*"))
 
 
+LLAMA = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
+LLAMA |= {"vocab_size": 400, "max_position_embeddings": 2048, "dtype": "bfloat16"}
+
+
+def write_model(folder: Path, **values: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({**LLAMA, **values}))
+    (folder / "model.safetensors").touch()
+
+
+def next_commands(printed: str) -> list[list[str]]:
+    """Return the words of each printed command."""
+    lines = printed[printed.index("next: ") :].splitlines()
+    return [line.partition(": ")[2].split() for line in lines]
+
+
+def word_after(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
 def test_the_next_command_trains_the_model_of_the_tokenizer(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = tmp_path / "model"
+    model, output = tmp_path / "model", tmp_path / "with_model"
     run("--source", source, "--output", model, "--vocab-size", 300)
     run("--source", source, "--output", tmp_path / "tokenizer_only", "--tokenizer", model)
-    assert "--hf-model" not in capsys.readouterr().out
-    (model / "config.json").write_text("{}")
-    (model / "model.safetensors").touch()
-    run("--source", source, "--output", tmp_path / "with_model", "--tokenizer", model)
-    assert f"--hf-model {model} --data-path {tmp_path / 'with_model'}" in capsys.readouterr().out
+    (words,) = next_commands(capsys.readouterr().out.rpartition("wrote")[2])
+    assert word_after(words, "--deepspeed_config") == "configs/bitpipe.json"
+    write_model(model, num_hidden_layers=8, max_position_embeddings=64)
+    run("--source", source, "--output", output, "--tokenizer", model)
+    (words,) = next_commands(capsys.readouterr().out)
+    assert word_after(words, "--num_gpus") == "4" and "train_gpt.py" in words
+    assert word_after(words, "--deepspeed_config") == str(output / "finetune.json")
+    job = json.loads((output / "finetune.json").read_text())
+    train = job["ds_ext"]["train"]
+    assert (train["hf_model"], train["data_path"], train["seq_length"]) == (str(model), str(output), 64)
+    assert job["bf16"] == {"enabled": True} and job["optimizer"]["params"]["lr"] < 1e-4
+    datasets = build_gpt_datasets(str(output), DEFAULT_SPLIT, 64, (1, 0, 0), seed=0)
+    epoch = samples_per_epoch(datasets[0])
+    assert epoch is not None
+    assert 0 <= train["train_iters"] * job["train_batch_size"] - epoch < job["train_batch_size"]
 
 
 @pytest.mark.parametrize(
-    ("layers", "scripts"),
+    ("model_type", "layers", "dtype", "scripts", "devices", "schedule"),
     [
-        ({"num_hidden_layers": 8}, ["train_gpt.py", "examples/finetune_decoder.py"]),
-        ({}, ["train_gpt.py", "examples/finetune_decoder.py"]),
-        ({"num_hidden_layers": 7}, ["examples/finetune_decoder.py"]),
-        ({"n_layer": 4}, ["examples/finetune_decoder.py"]),
+        ("llama", 8, "bfloat16", ["train_gpt.py", "finetune_decoder.py"], 4, "zb_v"),
+        ("qwen3", 7, "float16", ["train_gpt.py", "finetune_decoder.py"], 2, "zb_v"),
+        ("llama", 3, "float32", ["train_gpt.py", "finetune_decoder.py"], 2, "1f1b"),
+        ("gemma2", 4, "bfloat16", ["finetune_decoder.py", "finetune_decoder.py"], 2, "zb_v"),
     ],
 )
-def test_the_next_commands_for_chat_suit_the_layers_of_the_model(
-    layers: dict[str, int], scripts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_next_commands_for_chat_have_jsons_for_the_model(
+    model_type: str,
+    layers: int,
+    dtype: str,
+    scripts: list[str],
+    devices: int,
+    schedule: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """``configs/bitpipe.json`` has 8 stages."""
     pytest.importorskip("transformers")
     model, source = write_tokenizer(tmp_path / "model", TEMPLATES["chatml"]), tmp_path / "chat.json"
-    (model / "config.json").write_text(json.dumps({"model_type": "llama", **layers}))
-    (model / "model.safetensors").touch()
-    source.write_text(json.dumps([{"instruction": "one?", "output": "two"}]))
-    run("--format", "chat", "--source", source, "--tokenizer", model, "--output", tmp_path / "out")
-    lines = capsys.readouterr().out.splitlines()
-    (first,) = [number for number, line in enumerate(lines) if line.startswith("next: ")]
-    assert [next(word for word in line.split() if word.endswith(".py")) for line in lines[first:]] == scripts
+    write_model(model, model_type=model_type, num_hidden_layers=layers, dtype=dtype)
+    source.write_text(json.dumps([{"instruction": "one?", "output": "two"}] * 40))
+    output = tmp_path / "out"
+    run("--format", "chat", "--source", source, "--tokenizer", model, "--output", output)
+    commands = next_commands(capsys.readouterr().out)
+    assert [Path(next(word for word in words if word.endswith(".py"))).name for words in commands] == scripts
+    for words, name in zip(commands, ("finetune.json", "lora.json"), strict=True):
+        job = json.loads(Path(word_after(words, "--deepspeed_config")).read_text())
+        assert str(devices) == words[2]
+        assert (job["ds_ext"]["schedule"], job["ds_ext"]["pipeline_parallel_size"]) == (schedule, devices)
+        assert job.keys() & {"bf16", "fp16"} == {"bfloat16": {"bf16"}, "float16": {"fp16"}}.get(dtype, set())
+        steps = job["scheduler"]["params"]["total_num_steps"]
+        train = job["ds_ext"]["train"]
+        assert Path(word_after(words, "--deepspeed_config")).name == name
+        assert steps == train.get("train_iters", train.get("steps"))
+        if "train_gpt.py" not in words:
+            assert steps * job["train_batch_size"] == 3 * 48  # 3 epochs of 40 conversations, in whole steps
+            assert bool(train["lora"]) == (name == "lora.json")
+        assert load_config(job).ds_ext.schedule == schedule
 
 
 @pytest.mark.parametrize(
@@ -119,14 +168,13 @@ def test_the_next_commands_truncate_no_conversation(
     """Unless the model has too few positions, or the conversation is very long."""
     pytest.importorskip("transformers")
     model, source = write_tokenizer(tmp_path / "model", TEMPLATES["chatml"]), tmp_path / "chat.json"
-    config = {"model_type": "llama", "num_hidden_layers": 8, "max_position_embeddings": positions}
-    (model / "config.json").write_text(json.dumps(config))
-    (model / "model.safetensors").touch()
+    write_model(model, num_hidden_layers=8, max_position_embeddings=positions)
     source.write_text(json.dumps([{"instruction": "one?", "output": "7 " * words}]))
     run("--format", "chat", "--source", source, "--tokenizer", model, "--output", tmp_path / "out")
-    printed = capsys.readouterr().out
-    assert re.findall(r"--seq-length (\d+) ", printed) == [str(length)] * 2
-    assert "--eval-iters 0\n" in printed  # the valid split of one conversation has none
+    assert len(next_commands(capsys.readouterr().out)) == 2
+    jobs = [json.loads((tmp_path / "out" / name).read_text()) for name in ("finetune.json", "lora.json")]
+    assert [job["ds_ext"]["train"]["seq_length"] for job in jobs] == [length] * 2
+    assert jobs[0]["ds_ext"]["train"]["eval_iters"] == 0  # the valid split of one conversation has none
 
 
 def test_special_tokens_in_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

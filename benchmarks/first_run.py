@@ -1,0 +1,118 @@
+"""Train with a JSON of configs/, then the first steps again with 1f1b, and compare them: ``make train``."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from ds_ext.comm.spin import usable_cores
+
+FOLDER = Path("build/first_run")
+MOST_RANKS = 4
+STEPS = 20  # of the comparison
+WARM_UP = 2  # steps that are not measured
+BASELINE = "1f1b"
+
+
+def main() -> int:
+    """Run both jobs, print the comparison, and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--ranks", type=int, help="default: as many as GPUs or cores, at most 4")
+    parser.add_argument("--port", default="29500")
+    args = parser.parse_args()
+    job = json.loads(args.config.read_text(encoding="utf-8"))
+    gpus, cores = torch.cuda.device_count(), int(usable_cores())
+    ranks = args.ranks or ranks_of(job, gpus if gpus > 1 else cores)
+    environment = dict(os.environ)
+    if gpus < ranks:
+        environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    fit(job, ranks)
+    script = "train_bert.py" if "bert" in args.config.name else "train_gpt.py"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+
+    def run(name: str, job: dict[str, Any], *flags: str) -> list[dict[str, Any]]:
+        """Run a job, and return the records of its first steps."""
+        path, metrics = FOLDER / f"{name}.json", FOLDER / f"{name}.jsonl"
+        path.write_text(f"{json.dumps(job, indent=2)}\n", encoding="utf-8")
+        metrics.unlink(missing_ok=True)
+        words = ["deepspeed", "--num_gpus", str(ranks), "--master_port", args.port, script]
+        words += ["--deepspeed_config", str(path), "--metrics-file", str(metrics), "--log-interval", "10", *flags]
+        print(f"+ {shlex.join(words)}", flush=True)
+        code = subprocess.run(words, env=environment).returncode
+        if code:
+            sys.exit(code)
+        return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()][:STEPS]
+
+    schedule = job["ds_ext"]["schedule"]
+    rows = {schedule: run(schedule, job)}
+    if schedule == BASELINE:
+        return 0
+    print(f"\nThe first {STEPS} steps with {BASELINE}:", flush=True)
+    rows[BASELINE] = run(BASELINE, baseline_of(job), "--train-iters", str(STEPS), "--eval-iters", "0")
+    shares_cores = gpus < ranks and ranks > cores
+    print("\n" + "\n".join(comparison(rows, schedule, shares_cores)), flush=True)
+    if shares_cores:
+        print(f"not measured: {ranks} ranks share {cores} cores, so a rank that waits leaves its core to another one")
+    return 0
+
+
+def ranks_of(job: dict[str, Any], devices: int) -> int:
+    """Return the ranks of a job on this host: all of the JSON, or fewer for a pipeline without other groups."""
+    section = job["ds_ext"]
+    own = section["pipeline_parallel_size"] * section.get("tensor_parallel_size", 1)
+    if section["schedule"] == "fbd" or section.get("tensor_parallel_size", 1) > 1:
+        return own * (2 if section["schedule"] == "fbd" else 1)
+    return max(2, min(own, MOST_RANKS, devices))
+
+
+def fit(job: dict[str, Any], ranks: int) -> None:
+    """Shorten the pipeline of a job to the ranks, with as many micro-batches per device."""
+    section = job["ds_ext"]
+    devices = section["pipeline_parallel_size"]
+    if ranks < devices:
+        section["pipeline_parallel_size"] = ranks
+        job["train_batch_size"] = job["train_batch_size"] * ranks // devices
+
+
+def baseline_of(job: dict[str, Any]) -> dict[str, Any]:
+    """Return the same job with 1f1b and balanced stages; nothing is saved."""
+    other = copy.deepcopy(job)
+    section = other["ds_ext"]
+    for key in ("schedule_options", "vocabulary_parallel_head"):
+        section.pop(key, None)
+    section["schedule"] = BASELINE
+    section["train"]["stage_layers"] = "balanced"
+    section["train"].pop("save", None)
+    return other
+
+
+def comparison(rows: dict[str, list[dict[str, Any]]], schedule: str, planned_only: bool) -> list[str]:
+    """Return a table with a row for each schedule."""
+    lines = [f"{'':12}{'bubble planned':>15}" + ("" if planned_only else f"{'measured':>10}{'s/step':>9}")]
+    seconds = {}
+    for name in (BASELINE, schedule):
+        records = rows[name][WARM_UP:]
+        seconds[name] = median(record["iter_time_s"] for record in records)
+        cells = f"{name:12}{records[0]['bubble_simulated']:>15.1%}"
+        if not planned_only:
+            bubble = fmean(record["bubble_measured"] for record in records)
+            cells += f"{bubble:>10.1%}{seconds[name]:>9.3f}"
+        lines.append(cells)
+    if not planned_only:
+        lines[-1] += f"   {seconds[BASELINE] / seconds[schedule]:.2f} times as fast"
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

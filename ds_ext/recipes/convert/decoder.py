@@ -1,0 +1,81 @@
+"""Conversion of a checkpoint with the layers of ``from_transformers`` to a folder of transformers."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ...engine.checkpoint.folder import check_contents
+from ...errors import ConfigError
+from ...hf.find import find_cut
+from ...hf.folder import shape_text
+from ...hf.weights import make_source
+from .checkpoint_weights import CheckpointWeights, new_folder, open_source
+
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+def write_decoder_folder(
+    source: Path, output: Path, model: Path, shard_bytes: int, dtype: Literal["float32", "bfloat16"]
+) -> str:
+    """Write the model of a folder with the weights of a checkpoint, and all other files of the folder.
+
+    Weights that the checkpoint lacks, such as frozen ones that were not saved, are those of the folder. The whole model
+    is in memory.
+
+    Args:
+        source: folder of checkpoints, of which the latest is converted, or one checkpoint.
+        output: new folder.
+        model: folder that was trained.
+        shard_bytes: maximum size of a file.
+        dtype: dtype of the weights in the files.
+
+    Returns:
+        Summary for the user.
+
+    Raises:
+        ConfigError: the checkpoint has adapters or belongs to another model, or ``output`` exists.
+        CheckpointError: the checkpoint is damaged.
+    """
+    checkpoint, manifest = open_source(source)
+    weights = CheckpointWeights(checkpoint, manifest)
+    cut = find_cut(make_source(model, None))
+    names: dict[str, str] = {}  # in the checkpoint -> in the model
+    for name in weights.shapes:
+        layer, _, key = name.partition(".")
+        names[name] = cut.name_of(int(layer), key)
+    if adapters := [name for name in names if "lora_" in name]:
+        raise ConfigError(
+            f"{checkpoint}: has {len(adapters)} weights of adapters (got {adapters[0]}). Load the folder of "
+            "save_adapter with peft, and use merge_and_unload() and save_pretrained()."
+        )
+    check_contents(checkpoint, manifest)
+
+    import transformers
+
+    trained = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    parameters = dict(trained.named_parameters())
+    for name, target in names.items():
+        shape, expected = weights.shapes[name], parameters.get(target)
+        if expected is None or tuple(expected.shape) != shape:
+            raise ConfigError(
+                f"--hf-model: {model} has no {target} of {shape_text(shape)} (got "
+                f"{shape_text(None if expected is None else expected.shape)}). Use the folder that was trained."
+            )
+    with torch.no_grad():
+        for name, target in names.items():
+            parameters[target].copy_(weights.read(name))
+    with new_folder(output) as folder:
+        trained.save_pretrained(folder, max_shard_size=shard_bytes)
+        written = {path.name for path in folder.iterdir()}
+        for path in sorted(model.iterdir()):
+            if path.is_file() and path.name not in written and not path.name.endswith(_WEIGHTS):
+                shutil.copyfile(path, folder / path.name)
+    elements = sum(parameter.numel() for parameter in parameters.values())
+    return (
+        f"wrote {output} from {checkpoint}: {type(trained).__name__}, {elements:,} parameters, {len(names)} weights of "
+        f"{len(parameters)} from the checkpoint"
+    )

@@ -1,0 +1,164 @@
+"""JSON files and commands that fine-tune a Hugging Face model on prepared data."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+
+EPOCHS_OF_CHAT, EPOCHS_OF_TEXT = 3, 1
+BATCH = 16  # samples per step
+FULL_RATE, LORA_RATE = 1e-5, 2e-4
+WARMUP = 0.03  # share of the steps
+MAX_SEQ_LENGTH = 4096
+TEXT_SEQ_LENGTH = 1024
+MAX_EVAL_ITERS = 10
+FULL, LORA = "finetune.json", "lora.json"
+SCRIPT = "examples/finetune_decoder.py"
+_SECTIONS = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def seq_length_of(meta: Mapping[str, Any], model: Mapping[str, Any]) -> int:
+    """Return a length of samples, in tokens.
+
+    It truncates no conversation, unless the model has fewer positions or it would exceed ``MAX_SEQ_LENGTH``.
+
+    Args:
+        meta: content of meta.json.
+        model: content of config.json; empty: unknown.
+    """
+    length = TEXT_SEQ_LENGTH
+    if "longer_than" in meta:
+        from .chat.files import COMMON_LENGTHS
+
+        fitting = (length for length in COMMON_LENGTHS if not meta["longer_than"].get(str(length)))
+        length = min(MAX_SEQ_LENGTH, next(fitting, MAX_SEQ_LENGTH))
+    limits = [model.get(key) for key in ("max_position_embeddings", "n_positions")]
+    return min([length, *(limit for limit in limits if isinstance(limit, int))])
+
+
+def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
+    """Write the JSON of each job into the folder of the data, and return the command of each.
+
+    ``finetune.json`` trains all weights, with ``train_gpt.py`` if it has the layers of the model, else with
+    ``examples/finetune_decoder.py``, which needs chat data. ``lora.json``, for chat data, trains adapters.
+
+    Args:
+        model: folder of the model.
+        output: folder of the prepared data.
+        meta: content of its meta.json.
+    """
+    from ...hf.folder import read_config
+
+    config = read_config(model)
+    is_chat = "loss_mask" in meta
+    is_own = _has_own_layers(model)
+    length = seq_length_of(meta, config)
+    devices, schedule = _pipeline(config)
+    job = functools.partial(_job, config, length, schedule, devices)
+    save = f"checkpoints/{output.name}"
+    commands = []
+    if is_own:
+        samples, valid = _samples(output, is_chat, length)
+        epoch = math.ceil(samples / BATCH)
+        train = {"hf_model": str(model), "data_path": str(output), "seq_length": length}
+        train["train_iters"] = steps = epoch * (EPOCHS_OF_CHAT if is_chat else EPOCHS_OF_TEXT)
+        train |= {
+            "eval_interval": epoch,
+            "eval_iters": min(MAX_EVAL_ITERS, math.ceil(valid / BATCH)),
+            "save": save,
+        }
+        path = _write(output / FULL, job(FULL_RATE, steps, train))
+        commands.append(f"deepspeed --num_gpus {devices} train_gpt.py --deepspeed_config {path}")
+    if is_chat:
+        steps = EPOCHS_OF_CHAT * math.ceil(meta["documents"] / BATCH)
+        train = {
+            "model": str(model),
+            "data": str(output),
+            "seq_length": length,
+            "steps": steps,
+            "lora": 0,
+            "save": save,
+        }
+        paths = [] if is_own else [_write(output / FULL, job(FULL_RATE, steps, train))]
+        train |= {"lora": 8, "save": f"{save}_lora"}
+        paths.append(_write(output / LORA, job(LORA_RATE, steps, train)))
+        commands += [
+            f"torchrun --nproc_per_node {devices} {SCRIPT} --deepspeed_config {path}" for path in paths
+        ]
+    return commands
+
+
+def _has_own_layers(model: Path) -> bool:
+    """Return whether ``train_gpt.py`` has the layers of the model."""
+    from ..convert.hf_model import config_of_folder
+    from ..models.gpt import GPTConfig
+
+    try:
+        return isinstance(config_of_folder(model), GPTConfig)
+    except ConfigError:
+        return False
+
+
+def _pipeline(config: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the number of devices and the schedule, which has one copy of the weights."""
+    counts = [config.get(key) for key in ("num_hidden_layers", "n_layer")]
+    layers = next((count for count in counts if isinstance(count, int)), 8)
+    devices = 4 if layers >= 8 else 2
+    return devices, "zb_v" if layers >= 2 * devices else "1f1b"
+
+
+def _samples(output: Path, is_chat: bool, length: int) -> tuple[int, int]:
+    """Return the samples of an epoch, and of validation, in ``train_gpt.py``."""
+    from .blend import DEFAULT_SPLIT
+    from .gpt import build_gpt_datasets
+    from .packing import DocumentOptions
+
+    options = DocumentOptions(starts=True) if is_chat else DocumentOptions()
+    parts = build_gpt_datasets(str(output), DEFAULT_SPLIT, length, (0, 0, 0), 0, options)
+    train, valid, _ = (part.parts[0].samples_per_epoch for part in parts)
+    return train, valid
+
+
+def _job(
+    config: Mapping[str, Any],
+    length: int,
+    schedule: str,
+    devices: int,
+    rate: float,
+    steps: int,
+    train: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the JSON of a job in the precision of the model."""
+    section = _SECTIONS.get(str(config.get("dtype") or config.get("torch_dtype")))
+    return {
+        "train_batch_size": BATCH,
+        "train_micro_batch_size_per_gpu": 1 if length > TEXT_SEQ_LENGTH else 2,
+        "gradient_clipping": 1.0,
+        "steps_per_print": 10**9,
+        **({section: {"enabled": True}} if section else {}),
+        "zero_optimization": {"stage": 1},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.0, "torch_adam": True},
+        },
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": steps,
+                "warmup_num_steps": max(2, round(WARMUP * steps)),
+                "cos_min_ratio": 0.1,
+            },
+        },
+        "ds_ext": {"schedule": schedule, "pipeline_parallel_size": devices, "train": dict(train)},
+    }
+
+
+def _write(path: Path, job: Mapping[str, Any]) -> Path:
+    path.write_text(f"{json.dumps(job, indent=2)}\n", encoding="utf-8")
+    return path
