@@ -1,10 +1,10 @@
-# make train: from a bare checkout to a GPT that trains with BitPipe. Needs Python 3.11 or newer with its headers,
+# make train: from a bare checkout to a GPT that trains with BitPipe and split backwards. Needs Python 3.11 or newer with its headers,
 # and g++; no root. Apart from pip's cache nothing is written outside this directory.
 
 PYTHON ?= python3
 VENV ?= .venv
-RANKS ?= 4
-CONFIG ?= configs/bitpipe.json
+RANKS ?=
+CONFIG ?= configs/bitpipe_zb.json
 # The script and the data that the configuration is for: BERT's are called bert_*.json.
 model := $(if $(findstring bert,$(notdir $(CONFIG))),bert,gpt)
 # A port that nobody listens at: the launcher's own default may be another job's.
@@ -65,12 +65,9 @@ $(gpt_corpus) $(bert_corpus): $(stamp)
 	@echo "Preparing Python's own sources as training text in $(@D): about 15 seconds."
 	@$(bin)/python -m ds_ext prepare --source stdlib --tokenizer-type $(tokenizer) --output $(@D)
 
-# Hosts with fewer GPUs than ranks train on the CPU, where each rank gets one thread.
-train: $(stamp) $(corpus)  ## train a GPT, or a BERT with CONFIG=configs/bert_bitpipe.json; RANKS=4 PORT=...
-	@if ! $(bin)/python -c 'import sys, torch; sys.exit(torch.cuda.device_count() < $(RANKS))'; then \
-	  export DS_ACCELERATOR=cpu OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}; \
-	fi; \
-	set -x; exec deepspeed --num_gpus $(RANKS) --master_port $(PORT) train_$(model).py --deepspeed_config $(CONFIG)
+# As many ranks as GPUs or cores, at most 4. Hosts with fewer GPUs than ranks train on the CPU, one thread per rank.
+train: $(stamp) $(corpus)  ## train a GPT, then 20 steps with 1f1b, and compare; CONFIG=configs/bert_bitpipe.json RANKS=4 PORT=...
+	@exec $(bin)/python -m benchmarks.first_run $(CONFIG) $(if $(RANKS),--ranks $(RANKS)) --port $(PORT)
 
 test: $(stamp)  ## the whole test suite; PYTEST_FLAGS="-m 'not slow'" for a quick one
 	$(bin)/python -m pytest $(workers) $(PYTEST_FLAGS)

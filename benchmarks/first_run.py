@@ -47,7 +47,15 @@ def main() -> int:
         path.write_text(f"{json.dumps(job, indent=2)}\n", encoding="utf-8")
         metrics.unlink(missing_ok=True)
         words = ["deepspeed", "--num_gpus", str(ranks), "--master_port", args.port, script]
-        words += ["--deepspeed_config", str(path), "--metrics-file", str(metrics), "--log-interval", "10", *flags]
+        words += [
+            "--deepspeed_config",
+            str(path),
+            "--metrics-file",
+            str(metrics),
+            "--log-interval",
+            "10",
+            *flags,
+        ]
         print(f"+ {shlex.join(words)}", flush=True)
         code = subprocess.run(words, env=environment).returncode
         if code:
@@ -63,7 +71,9 @@ def main() -> int:
     shares_cores = gpus < ranks and ranks > cores
     print("\n" + "\n".join(comparison(rows, schedule, shares_cores)), flush=True)
     if shares_cores:
-        print(f"not measured: {ranks} ranks share {cores} cores, so a rank that waits leaves its core to another one")
+        print(
+            f"not measured: {ranks} ranks share {cores} cores, so a rank that waits leaves its core to another one"
+        )
     return 0
 
 

@@ -62,6 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "recipes/data": {
         "environment",
         "errors",
+        "recipes/data/finetune",
         "recipes/data/layout",
         "numpy:",
         "torch:",
@@ -70,6 +71,9 @@ ALLOWED: dict[str, set[str]] = {
         "transformers:",
         "sentencepiece:",
         "rich:",
+    },
+    "recipes/data/finetune": {
+        *("errors", "hf/folder", "recipes/convert", "recipes/data", "recipes/models"),
     },
     "observe/trace": {"errors", "pipe_schedules"},
     "observe/run_record": {"environment"},
@@ -102,7 +106,19 @@ ALLOWED: dict[str, set[str]] = {
             "recipes/data",
         ),
         "hf/folder",
+        "recipes/convert/decoder",
         *("torch:", "safetensors:"),
+    },
+    "recipes/convert/decoder": {
+        *(
+            "errors",
+            "engine/checkpoint/folder",
+            "hf",
+            "hf/folder",
+            "recipes/convert",
+            "torch:",
+            "transformers:",
+        ),
     },
     "recipes/training": {
         *("__init__", "errors", "pipe_schedules", "config", "parallel", "planner", "launch", "engine"),

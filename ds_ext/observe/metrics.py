@@ -112,8 +112,6 @@ def progress_line(
         number = f"{last.step:>{len(str(total_steps))}}/{total_steps}"
         if not left and last.step < total_steps:
             reserve = len(f" | {duration_text(step_s * (total_steps - last.step))} left")
-    if last.epoch is not None:
-        number += f" (epoch {last.epoch:.2f})"
     rate, unit = _rate(steps, "tokens_per_s"), "tokens/s"
     if rate is None:
         rate, unit = _rate(steps, "samples_per_s"), "samples/s"
@@ -127,6 +125,7 @@ def progress_line(
         (3, _cell("norm ", _mean(steps, "grad_norm"), ".3f") or "norm -"),
         (0, f"{step_s:.3g}{between} s/step"),
         (1, _cell("", rate, ",.0f" if rate is not None and rate >= 100 else ".3g", f" {unit}")),
+        (0, _cell("epoch ", last.epoch, ".2f")),
         (4, f"{memory} {last.peak_memory_bytes / _MIB:,.0f} MiB"),
         (0, left),
     ]

@@ -33,7 +33,8 @@ def train(rank: int, folder: str, saved: str, schedule: str, freeze: bool) -> di
             parameter.requires_grad_("mlp" in name or "fc" in name)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     engine, *_ = ds_ext.initialize(model=module, optimizer=optimizer, config=config)
-    batches = Batches(micro_batch)
+    batch: Any = micro_batch  # inputs with a mask
+    batches = Batches(batch)
     for _ in range(2):
         engine.train_batch(batches)
     engine.save_checkpoint(saved, exclude_frozen_parameters=freeze)

@@ -116,13 +116,12 @@ def _pipeline(config: Mapping[str, Any]) -> tuple[int, str]:
 def _samples(output: Path, is_chat: bool, length: int) -> tuple[int, int]:
     """Return the samples of an epoch, and of validation, in ``train_gpt.py``."""
     from .blend import DEFAULT_SPLIT
-    from .gpt import build_gpt_datasets
+    from .gpt import build_gpt_datasets, samples_per_epoch
     from .packing import DocumentOptions
 
     options = DocumentOptions(starts=True) if is_chat else DocumentOptions()
-    parts = build_gpt_datasets(str(output), DEFAULT_SPLIT, length, (0, 0, 0), 0, options)
-    train, valid, _ = (part.parts[0].samples_per_epoch for part in parts)
-    return train, valid
+    train, valid, _ = build_gpt_datasets(str(output), DEFAULT_SPLIT, length, (0, 0, 0), 0, options)
+    return samples_per_epoch(train) or 0, samples_per_epoch(valid) or 0
 
 
 def _job(

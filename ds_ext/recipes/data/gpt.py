@@ -107,7 +107,7 @@ class GPTDataset(Dataset[Sample]):
         """Return one line on the samples."""
         return (
             f"{len(self._documents):,} documents, {self.num_tokens:,} tokens in {self.samples_per_epoch:,} samples of "
-            f"{self.seq_length}; {len(self) / self.samples_per_epoch:.1f} epochs in {len(self)} samples"
+            f"{self.seq_length}; {len(self) / self.samples_per_epoch:.2f} epochs in {len(self)} samples"
         )
 
     def _epoch(self, number: int) -> _Epoch:

@@ -75,7 +75,7 @@ def test_prepared_documents_end_with_the_end_of_document_token(
 
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 64}
-LLAMA |= {"vocab_size": 400, "max_position_embeddings": 2048, "dtype": "bfloat16"}
+LLAMA |= {"num_key_value_heads": 4, "vocab_size": 400, "max_position_embeddings": 2048, "dtype": "bfloat16"}
 
 
 def write_model(folder: Path, **values: Any) -> None:

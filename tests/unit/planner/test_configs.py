@@ -1,0 +1,78 @@
+"""No option of its schedule makes a JSON in configs/ more than 1 % faster in a simulation with the same memory."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ds_ext.errors import DsExtError
+from ds_ext.pipe_schedules import get_schedule
+from ds_ext.planner.job_plan import StagePlan
+from ds_ext.planner.memory import memory
+from ds_ext.recipes.models.config import TransformerConfig
+from ds_ext.recipes.training import setup
+from ds_ext.recipes.training.setup import model_fields
+
+CONFIGS = sorted(Path(__file__).parents[3].joinpath("configs").glob("*.json"))
+# Options of the hardware, and limits of memory.
+FIXED = ("costs", "forward_slowdown", "backward_per_forward", "merge_forward_tensor_parallel")
+LIMITS = ("max_activations", "max_in_flight", "memory")
+VOCABULARY = 4096
+
+
+def config_of(args: argparse.Namespace, plan: StagePlan | None) -> TransformerConfig:
+    return TransformerConfig(**{**model_fields(args, plan), "vocab_size": VOCABULARY})
+
+
+def time_and_memory(path: Path, is_bert: bool) -> tuple[float, float]:
+    """Return the simulated time, relative to a step without a bubble, and the bytes of the fullest device."""
+    before, after = ["embedding", "positions"], ["final norm", "head"]
+    words = ["--deepspeed_config", str(path), "--dry-run"]
+    _, plan, config, boundaries = setup.plan_job(
+        "", words, "bert" if is_bert else "gpt", config_of, before, after
+    )
+    after = setup.layers_after(plan, after)
+    plan = setup.with_stage_work(plan, boundaries, before, after, config)
+    sizes = setup._model_sizes(plan, boundaries, len(before), len(after), config)
+    return 1 / (1 - plan.simulation.bubble), max(device.total for device in memory(plan.timetable, sizes))
+
+
+def variants(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the job with each combination of the options of its schedule."""
+    options = get_schedule(job["ds_ext"]["schedule"]).options
+    values = {
+        name: option.choices or (option.default, int(option.default) + 1)
+        for name, option in options.items()
+        if name not in (*FIXED, *LIMITS) and (option.choices or isinstance(option.default, int))
+    }
+    for in_parts, stages, *chosen in product((False, True), (None, "balanced"), *values.values()):
+        variant = copy.deepcopy(job)
+        section = variant["ds_ext"]
+        section["vocabulary_parallel_head"] = in_parts
+        section["train"].pop("stage_layers", None)
+        section["train"] |= {"stage_layers": stages} if stages else {}
+        section.setdefault("schedule_options", {}).update(zip(values, chosen, strict=True))
+        yield variant
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_no_option_is_faster_with_the_same_memory(path: Path, tmp_path: Path) -> None:
+    is_bert, changed = "bert" in path.name, tmp_path / "changed.json"
+    time, most_bytes = time_and_memory(path, is_bert)
+    planned = 0
+    for variant in variants(json.loads(path.read_text())):
+        changed.write_text(json.dumps(variant))
+        try:
+            other_time, other_bytes = time_and_memory(changed, is_bert)
+        except DsExtError:
+            continue  # a combination that the schedule or the model does not have
+        planned += 1
+        assert other_time > time / 1.01 or other_bytes > most_bytes, variant["ds_ext"]
+    assert planned >= 2
