@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 import ds_ext
+from ds_ext.__main__ import main
 from ds_ext.engine.checkpoint.states import parameters_of
 from ds_ext.errors import ConfigError
-from ds_ext.recipes.convert.export import export
 from tests.chat_folders import write_tokenizer
 from tests.decoder_models import config_of, mean_loss, micro_batch, save_decoder
 from tests.distributed.test_own_layers import Batches
@@ -325,15 +325,17 @@ def test_the_lines_back_to_transformers(
     write_tokenizer(tmp_path / "MODEL", None)
     page = (Path(__file__).parents[2] / "docs" / "hugging_face.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    merged, loaded = (
-        next(b for b in blocks if word in b) for word in ("merge_and_unload", "unexpected_keys")
-    )
+    merged = next(block for block in blocks if "merge_and_unload" in block)
     scope = {"peft": peft, "transformers": transformers, "torch": torch, "ds_ext": ds_ext}
-    weights = ranks2.run(save_all_weights, folder, str(tmp_path / "all"), timeout_s=120)[0]
+    weights = ranks2.run(save_all_weights, folder, str(tmp_path / "finetuned"), timeout_s=120)[0]
+    (words,) = (
+        line.split() for line in page.splitlines() if "--hf-model MODEL" in line and " convert " in line
+    )
+    assert main(words[words.index("ds_ext") + 1 :]) == 0
+    shutil.rmtree("finetuned")
     adapted = ranks2.run(save, folder, str(tmp_path / "finetuned"), timeout_s=120)[0][0]
-    export(tmp_path / "all", tmp_path / "weights")
-    for code, expected in ((loaded, weights), (merged, adapted)):
-        exec(code, {**scope, "safetensors": safetensors})
+    for code, expected in (("", weights), (merged, adapted)):
+        exec(code, scope)
         model = transformers.AutoModelForCausalLM.from_pretrained("trained", dtype=torch.float32)
         assert mean_loss(model, 2, MICRO_BATCHES, backward=False) == pytest.approx(expected, rel=1e-5)
         assert transformers.AutoTokenizer.from_pretrained("trained").encode("one")
