@@ -151,6 +151,32 @@ def test_gradients_are_reduced_in_the_communication_data_type(ranks2: RankPool, 
         assert ranks2.run(norm_of_two_replicas, eager, keys) == pytest.approx([total / 2] * 2, rel=1e-6)
 
 
+def norm_of_many(rank: int, micro_batches: int) -> float:
+    """Return the norm of a step in which the gradient of the only weight is 1 in every micro-batch."""
+    config = {
+        **{"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": micro_batches},
+        **{**ADAM, "bf16": {"enabled": True}, "gradient_clipping": 0.0},
+    }
+    model = PipelineModule(
+        [LayerSpec(nn.Linear, 1, 1, bias=False)],
+        config,
+        num_stages=1,
+        loss_fn=lambda outputs, _: outputs.mean(),
+    )
+    engine, *_ = initialize(model=model, config=config, model_parameters=model.parameters())
+    sample = torch.ones(1, 1, dtype=torch.bfloat16)
+    engine.train_batch(iter([(sample, sample)] * micro_batches))
+    norm = engine.get_global_grad_norm()
+    assert norm is not None
+    return float(norm)
+
+
+@needs("bf16")
+def test_gradients_of_many_micro_batches_are_summed_in_fp32(ranks2: RankPool) -> None:
+    """A sum of ones in bf16 stops at 256."""
+    assert ranks2.run(norm_of_many, 1024) == pytest.approx([1.0] * 2, rel=1e-6)
+
+
 # --- weights in half precision, without a section in the JSON ---
 
 WIDTH, PER_STEP, STEPS = 8, 4, 5
