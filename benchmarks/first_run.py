@@ -22,6 +22,7 @@ MOST_RANKS = 4
 STEPS = 20  # of the comparison
 WARM_UP = 2  # steps that are not measured
 BASELINE = "1f1b"
+WHOLE_HEAD = ("dpp", "fbd")  # refuse a head in parts
 
 
 def main() -> int:
@@ -38,7 +39,10 @@ def main() -> int:
     if gpus < ranks:
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     fit(job, ranks)
-    script = "train_bert.py" if "bert" in args.config.name else "train_gpt.py"
+    is_bert = "bert" in args.config.name
+    script = "train_bert.py" if is_bert else "train_gpt.py"
+    if not is_bert and job["ds_ext"]["schedule"] not in (*WHOLE_HEAD, BASELINE):
+        job["ds_ext"]["vocabulary_parallel_head"] = True
     FOLDER.mkdir(parents=True, exist_ok=True)
 
     def run(name: str, job: dict[str, Any], *flags: str) -> list[dict[str, Any]]:
