@@ -45,6 +45,7 @@ from .checkpoint.load import choose, load_checkpoint
 from .checkpoint.run import this_run
 from .checkpoint.save import save_checkpoint
 from .checkpoint.trial import require_states
+from .deepspeed_api.base import without_memory_lines
 from .deepspeed_api.names import loss_scaler, require_built
 from .deferral import DeferralReport
 from .dynamic import messages as dynamic
@@ -115,7 +116,8 @@ class PipelineEngine(Measured, RunControl):
 
     def __init__(self, *, role: Role | None = None, **kwargs: Any) -> None:
         # Keywords only: the parent's first positional argument is has_bool_tensors.
-        super().__init__(**kwargs)
+        with without_memory_lines():
+            super().__init__(**kwargs)
         require_built(self, self.optimizer)
         require_built(loss_scaler(self.optimizer))
         self.module.hide_placeholders()

@@ -153,7 +153,7 @@ def test_finetune_decoder_on_chat_data(run: Callable[..., str], tmp_path: Path) 
         in text
     )
     train = json.loads((tmp_path / "chat" / "lora.json").read_text())["ds_ext"]["train"]
-    assert (train["seq_length"], train["steps"], train["lora"]) == (96, 9, 8)
+    assert (train["seq_length"], train["steps"], train["lora"]) == (96, 8, 8)
     flags = ["--model", str(folder), "--data", data, "--seq-length", "64", "--lora", "4", "--steps", "10"]
     text = run("finetune_decoder.py", *flags, ranks=2)
     assert re.findall(r"^samples +(\d+) .* ([\d.]+) epochs", text, re.MULTILINE) == [("160", "4.0")]

@@ -6,9 +6,11 @@ In DeepSpeed, a rank holds one stage of one replica, and every optimizer reduces
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
+from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -28,6 +30,17 @@ from ..step_report import Gathered
 from ..together import rows_of_ranks
 from ..weight_update import TrainedParameters, WeightUpdate
 from .handlers import ENGINE_HANDLERS, Handlers, bind_handlers, merge_patches
+
+
+@contextmanager
+def without_memory_lines() -> Iterator[None]:
+    """Context in which DeepSpeed's bf16 optimizer prints no use of memory, which it does in every run."""
+    print_usage = bf16_optimizer.see_memory_usage
+    bf16_optimizer.see_memory_usage = lambda message, force=False: None
+    try:
+        yield
+    finally:
+        bf16_optimizer.see_memory_usage = print_usage
 
 
 class AdaptedEngine(PipelineEngine, Unpicklable):

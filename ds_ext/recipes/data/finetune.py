@@ -67,7 +67,9 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
         samples, valid = _samples(output, is_chat, length)
         epoch = math.ceil(samples / BATCH)
         train = {"hf_model": str(model), "data_path": str(output), "seq_length": length}
-        train["train_iters"] = steps = epoch * (EPOCHS_OF_CHAT if is_chat else EPOCHS_OF_TEXT)
+        train["train_iters"] = steps = math.ceil(
+            samples * (EPOCHS_OF_CHAT if is_chat else EPOCHS_OF_TEXT) / BATCH
+        )
         train |= {
             "eval_interval": epoch,
             "eval_iters": min(MAX_EVAL_ITERS, math.ceil(valid / BATCH)),
@@ -76,7 +78,7 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
         path = _write(output / FULL, job(FULL_RATE, steps, train))
         commands.append(f"deepspeed --num_gpus {devices} train_gpt.py --deepspeed_config {path}")
     if is_chat:
-        steps = EPOCHS_OF_CHAT * math.ceil(meta["documents"] / BATCH)
+        steps = math.ceil(EPOCHS_OF_CHAT * meta["documents"] / BATCH)
         train = {
             "model": str(model),
             "data": str(output),
@@ -151,6 +153,7 @@ def _job(
             "params": {
                 "total_num_steps": steps,
                 "warmup_num_steps": max(2, round(WARMUP * steps)),
+                "warmup_min_ratio": 0.1,
                 "cos_min_ratio": 0.1,
             },
         },
