@@ -1,4 +1,4 @@
-# make train: from a bare checkout to a GPT that trains with BitPipe and split backwards. Needs Python 3.11 or newer with its headers,
+# make train: from a bare checkout to a GPT that trains with BitPipe. Needs Python 3.11 or newer with its headers,
 # and g++; no root. Apart from pip's cache nothing is written outside this directory.
 
 PYTHON ?= python3

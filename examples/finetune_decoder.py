@@ -13,7 +13,6 @@ the conversations of ``--data``:
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import torch
@@ -21,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import ds_ext
+from ds_ext.config.job import load_config
+from ds_ext.errors import ConfigError
 from ds_ext.launch import process
 from ds_ext.recipes.data.chat.unpacked import ConversationDataset, pad_conversations
 
@@ -74,8 +75,12 @@ def main() -> None:
     parser.add_argument("--save", type=Path, default=Path("finetuned"))
     parser.add_argument("--local_rank", type=int, help="set by the deepspeed launcher")
     args = parser.parse_args()
-    settings = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
-    parser.set_defaults(**settings["ds_ext"].get("train", {}))
+    train = load_config(args.deepspeed_config).ds_ext.train
+    if unknown := sorted(train.keys() - vars(args).keys()):
+        raise ConfigError(
+            f"train: unknown keys (got {unknown}). Use the JSON of the command that prepare prints."
+        )
+    parser.set_defaults(**train)
     args = parser.parse_args()
 
     ds_ext.init_distributed()

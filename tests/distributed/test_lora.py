@@ -27,7 +27,6 @@ from tests.selection import covering
 peft: Any = pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
 load_file: Any = pytest.importorskip("safetensors.torch").load_file
-safetensors: Any = pytest.importorskip("safetensors")
 
 STEPS, MICRO_BATCHES, LR = 3, 8, 0.5
 SCHEDULES, TIED = ("1f1b", "bitpipe_zb", "zb_h1"), "Gemma2"

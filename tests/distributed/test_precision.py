@@ -5,11 +5,14 @@ Weights in half precision without a section in the JSON train as in one process.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -427,6 +430,19 @@ def test_a_step_without_gradients_is_refused(ranks: Ranks, layout: str) -> None:
 
 
 # --- bf16 states ---
+
+
+def printed_while_building(rank: int) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        engine = halves_engine("bf16", 1, "1f1b", False, bf16={"enabled": True})
+    assert isinstance(engine.optimizer, BF16_Optimizer)
+    engine.transport.close()
+    return printed.getvalue()
+
+
+@needs("bf16")
+def test_the_bf16_optimizer_prints_no_use_of_memory(ranks2: RankPool) -> None:
+    assert not any("bf16_optimizer" in text or "MA " in text for text in ranks2.run(printed_while_building))
 
 
 def train_in_bf16(rank: int, layout: str, section: dict[str, Any], keys: dict[str, Any]) -> Any:
