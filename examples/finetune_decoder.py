@@ -59,7 +59,10 @@ def create(folder: Path) -> None:
 
 
 def main() -> None:
-    """Train, and save a checkpoint of the trained parameters; with LoRA also peft's adapter folder."""
+    """Train, and save a checkpoint of the trained parameters; with LoRA also peft's adapter folder.
+
+    ConfigError: "train" in the JSON has keys that are no flags.
+    """
     parser = argparse.ArgumentParser()
     beside = str(Path(__file__).with_suffix(".json"))
     parser.add_argument("--deepspeed_config", default=beside, help="JSON; default: the one of this script")
