@@ -135,17 +135,16 @@ class CausalLoss:
         self._chunked = chunked
 
     def __call__(self, outputs: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        shifted_BS = self.shift_labels(labels_BS) if current_slice() is None else labels_BS
+        count = (shifted_BS != IGNORE_INDEX).sum()
         if outputs.shape == labels_BS.shape:  # losses of the tokens, from the parts of a head
-            return outputs.sum(), self.counts(labels_BS)
+            return outputs.sum(), count
         if self._chunked is not None:
-            shifted_BS = self.shift_labels(labels_BS) if current_slice() is None else labels_BS
-            total = self._chunked.loss(outputs, shifted_BS, self._vocab_size)
-            return total, (shifted_BS != IGNORE_INDEX).sum()
+            return self._chunked.loss(outputs, shifted_BS, self._vocab_size), count
         arguments = {"logits": outputs, "vocab_size": self._vocab_size, "num_items_in_batch": 1}
         if current_slice() is None:
-            return self._function(labels=labels_BS, **arguments), self.counts(labels_BS)
-        total = self._function(labels=None, shift_labels=labels_BS, **arguments)
-        return total, (labels_BS != IGNORE_INDEX).sum()
+            return self._function(labels=labels_BS, **arguments), count
+        return self._function(labels=None, shift_labels=labels_BS, **arguments), count
 
     def counts(self, labels_BS: Tensor) -> Tensor:
         """Return the number of tokens that the model is trained to predict."""

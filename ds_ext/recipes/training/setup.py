@@ -420,7 +420,7 @@ def check_memory(
     text = f"memory: rank {rank()} needs an estimated {format_bytes(needed)} for tensors (free: {format_bytes(free)})."
     if needed > free:
         slices = _fitting_slices(plan, sizes, device, usable_bytes(free, HEADROOM, "headroom"))
-        fix = f"--sequence-slices {slices}, " if slices else ""
+        fix = f"--sequence-slices {slices}, " if slices and args.transformer_impl == "local" else ""
         raise ConfigError(
             f"{text} Use {fix}smaller micro-batches, --recompute-granularity full or more devices; "
             f"`python -m ds_ext plan --memory {format_bytes(free).replace(' ', '')}` lists what fits."
@@ -440,8 +440,13 @@ def _fitting_slices(plan: JobPlan, sizes: TrainingSizes, device: int, free: int)
         ):
             continue
         with contextlib.suppress(ScheduleError):
-            options, devices = plan.options, plan.settings.pipeline_parallel_size
-            timetable = plan.schedule.timetable(devices, plan.sizes.micro_batches, options, slices=slices)
+            timetable = plan.schedule.timetable(
+                plan.settings.pipeline_parallel_size,
+                plan.sizes.micro_batches,
+                plan.options,
+                slices=slices,
+                head_parts=plan.settings.vocabulary_parallel_head,
+            )
             if memory(timetable, sizes)[device].total <= free:
                 return slices
     return None
