@@ -51,6 +51,7 @@ from ..launch.process import has_logging, print_stacks_on_signal, set_up_logging
 from ..launch.roll_call import Facts, RollCall, compare, make_early_roll_call, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from ..parallel.slices import BALANCED, EQUAL
+from ..tensor_parallel import is_sharded
 from .batches import MicroBatches
 from .deepspeed_api.device import announce_locks, select_device
 from .deepspeed_api.muon import import_muon
@@ -272,6 +273,7 @@ def initialize(
         all_groups = getattr(optimizer, "param_groups", groups)
         _require_weights_of_zero(model, all_groups, is_half=precision(job.deepspeed) != "fp32")
     if str(config_dict.get("optimizer", {}).get("type")).lower() == "muon" and optimizer is None:
+        _tag_for_muon(model)
         _fill_halves(model, groups)
     model.fill_groups(getattr(optimizer, "param_groups", groups))
     set_first_modes(model)
@@ -383,6 +385,24 @@ def _list_parameters(group: Any) -> Any:
         return group
     parameters = group["params"]
     return {**group, "params": [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)}
+
+
+def _tag_for_muon(model: PipelineModule) -> None:
+    """Give Muon the matrices of hidden layers, unless the script has tagged parameters on some rank.
+
+    DeepSpeed looks for words such as "embed" in the names of parameters, which are numbers in a pipeline. Embeddings,
+    the last layer, vectors and shards are left to Adam.
+    """
+    if any(together(lambda: any(hasattr(parameter, "use_muon") for parameter in model.parameters()))):
+        return
+    ends = (0, model.parts[-1] - 1)
+    for stage in model.stages:
+        for index, layer in model.stage_modules(stage).items():
+            for module in layer.modules():
+                is_hidden = index not in ends and not isinstance(module, torch.nn.Embedding)
+                for parameter in module.parameters(recurse=False):
+                    is_matrix = parameter.dim() >= 2 and not is_sharded(parameter)
+                    parameter.use_muon = is_hidden and is_matrix  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _fill_halves(model: PipelineModule, groups: list[Any]) -> None:

@@ -247,6 +247,31 @@ def test_all_ranks_have_both_halves_of_muons_groups(ranks: Ranks, zero: int) -> 
         assert groups == halves and losses == pytest.approx(expected, rel=1e-3)
 
 
+def muon_tags(rank: int, schedule: str, pp: int, by_script: str) -> tuple[dict[str, bool], list[float]]:
+    """Return the tags of this rank's parameters, and losses. A script may tag a parameter before."""
+    config = {**config_of(schedule, 0, "fp32", pp), "optimizer": MUON}
+    linear = [LayerSpec(nn.Linear, SIZE, SIZE) for _ in range(6)]
+    layers = [LayerSpec(nn.Linear, SIZE, SIZE, bias=False), *linear, LayerSpec(nn.Linear, SIZE, SIZE)]
+    model = ds_ext.PipelineModule(layers, config, loss_fn=squared_error, partition_method="uniform")
+    for name, parameter in model.named_parameters():
+        if by_script:
+            parameter.use_muon = name == by_script  # pyright: ignore[reportAttributeAccessIssue]
+    engine = ds_ext.initialize(model=model, training_data=samples())[0]
+    losses = train_eagerly(engine, 3)
+    engine.transport.close()
+    return {name: parameter.use_muon for name, parameter in engine.module.named_parameters()}, losses  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize("by_script", ["", "0.weight"])
+@pytest.mark.parametrize("schedule", ["1f1b", "bitpipe"])
+def test_muon_gets_the_matrices_of_hidden_layers(ranks: Ranks, schedule: str, by_script: str) -> None:
+    hidden = {f"{index}.weight" for index in range(1, 7)}
+    (_, expected), *_ = ranks(1).run(muon_tags, "1f1b", 1, by_script, timeout_s=120)
+    for tags, losses in ranks(2).run(muon_tags, schedule, 2, by_script, timeout_s=120):
+        assert {name for name, tag in tags.items() if tag} == ({by_script} if by_script else hidden) & tags.keys()
+        assert losses == pytest.approx(expected, rel=1e-3)
+
+
 def unclipped(schedule: str, zero: int, pp: int) -> dict[str, Any]:
     """Return a job. With ZeRO, DeepSpeed's Muon clips what it has orthogonalized, and without, the gradients."""
     return config_of(schedule, zero, "fp32", pp, gradient_clipping=0.0)
