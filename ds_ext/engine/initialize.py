@@ -62,6 +62,7 @@ from .facts import data_facts, optimizer_facts, plan_text, run_facts, stage_fact
 from .fbd.backward import BackwardRole
 from .fbd.forward import ForwardRole
 from .module import PipelineModule, trains
+from .ties import tied_weights
 from .together import by_rank_0, together
 from .weight_gathers import repeat_lists, scheduler_of_parts, split_by_stage
 
@@ -388,21 +389,39 @@ def _list_parameters(group: Any) -> Any:
 
 
 def _tag_for_muon(model: PipelineModule) -> None:
-    """Give Muon the matrices of hidden layers, unless the script has tagged parameters on some rank.
+    """Let Muon train the matrices of hidden layers and Adam all others, unless the script has tagged parameters.
 
-    DeepSpeed looks for words such as "embed" in the names of parameters, which are numbers in a pipeline. Embeddings,
-    the last layer, vectors and shards are left to Adam.
+    DeepSpeed looks for words such as "embed" in the names of parameters, which are numbers in a pipeline. Here, Adam
+    gets the first and the last layer with a matrix, embeddings, the weights tied to any of them, vectors and shards.
     """
-    if any(together(lambda: any(hasattr(parameter, "use_muon") for parameter in model.parameters()))):
+    parameters = list(model.layer_parameters())
+    if any(together(lambda: any(hasattr(parameter, "use_muon") for parameter in parameters))):
+        for parameter in parameters:
+            parameter.use_muon = getattr(parameter, "use_muon", False)  # pyright: ignore[reportAttributeAccessIssue]
         return
-    ends = (0, model.parts[-1] - 1)
-    for stage in model.stages:
-        for index, layer in model.stage_modules(stage).items():
-            for module in layer.modules():
-                is_hidden = index not in ends and not isinstance(module, torch.nn.Embedding)
-                for parameter in module.parameters(recurse=False):
-                    is_matrix = parameter.dim() >= 2 and not is_sharded(parameter)
-                    parameter.use_muon = is_hidden and is_matrix  # pyright: ignore[reportAttributeAccessIssue]
+    modules = [
+        (index, module)
+        for stage in model.stages
+        for index, layer in model.stage_modules(stage).items()
+        for module in layer.modules()
+    ]
+    with_matrix = together(
+        lambda: [i for i, module in modules if any(p.dim() > 1 for p in module.parameters(recurse=False))]
+    )
+    indices = sorted({index for of_rank in with_matrix for index in of_rank})
+    adam = {id(p) for p in parameters if p.dim() < 2 or is_sharded(p)}
+    for index, module in modules:
+        if index in (*indices[:1], *indices[-1:]) or isinstance(module, torch.nn.Embedding):
+            adam.update(map(id, module.parameters(recurse=False)))
+    tied = {
+        (key, number): weight
+        for key, tie in model.tied_comms.items()
+        for number, weight in enumerate(tied_weights(tie["module"], tie["weight_attr"]))
+    }
+    of_ranks = together(lambda: [place for place, weight in tied.items() if id(weight) in adam])
+    adam |= {id(tied[place]) for places in of_ranks for place in places if place in tied}
+    for parameter in parameters:
+        parameter.use_muon = id(parameter) not in adam  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _fill_halves(model: PipelineModule, groups: list[Any]) -> None:
