@@ -90,8 +90,9 @@ def _warn_of_equal_inputs(first_samples: Sequence[tuple[int, str]], trains: bool
         first_rank = first_ranks.setdefault(inputs, rank)
         if first_rank != rank and dist.get_rank() == 0:
             logger.warning(
-                "data_iter of %s: data-parallel ranks %d and %d begin with the same samples. Select each rank's samples "
-                "by engine.grid.get_data_parallel_rank(). The two pipes of bitpipe are two data-parallel ranks.",
+                "data_iter of %s: data-parallel ranks %d and %d begin with the same samples. Select each rank's "
+                "samples by engine.grid.get_data_parallel_rank(). The two pipes of bitpipe are two data-parallel "
+                "ranks.",
                 method,
                 first_rank,
                 rank,
