@@ -55,12 +55,11 @@ def main() -> int:
     datasets = functools.partial(build_gpt_datasets, args.data_path, args.split, args.seq_length)
     train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, options))
     token_bytes = START_BYTES if config.packed else 0
-    lines = [f"model     {args.hf_model}: {folder.describe()}"] if folder is not None else []
+    weights = f"{args.hf_model}: {folder.describe()}" if folder is not None else ""
     args.notes += describe_data(train.dataset)
 
     def describe(plan: JobPlan, hosts: Hosts | None) -> str:
-        text = describe_plan(args, plan, boundaries, BEFORE, after, config, token_bytes, hosts)
-        return "\n".join([*lines, text])
+        return describe_plan(args, plan, boundaries, BEFORE, after, config, token_bytes, hosts, weights)
 
     if args.dry_run:
         return show(describe(plan, hosts_of_flags(args)))

@@ -358,6 +358,7 @@ def describe_plan(
     model: TransformerConfig,
     token_bytes: int = 0,
     hosts: Hosts | None = None,
+    weights: str = "",
 ) -> str:
     """Return the text of the plan with the names of the layers, the size of a message and the traffic between hosts.
 
@@ -368,6 +369,7 @@ def describe_plan(
         model: config of the model.
         token_bytes: bytes per token that a message carries in addition to its activation.
         hosts: hosts of the job; None: unknown.
+        weights: text on the folder with the initial weights, and on their number; empty: the number is estimated.
 
     Raises:
         ConfigError: there are several hosts, with more or fewer slots than the job has ranks.
@@ -382,7 +384,7 @@ def describe_plan(
         boundaries=boundaries,
         layer_names=layer_names,
         message_bytes=_longest_slice(args, plan, message_bytes),
-        model=f"{round(model_parameters(sizes)):,} parameters (estimated)",
+        model=weights or f"{round(model_parameters(sizes)):,} parameters (estimated)",
         parameters=[round(count) for count in rank_parameters(sizes, plan.layout.placement)],
         memory=memory(plan.timetable, sizes, plan.settings.slice_lengths),
         defers=args.transformer_impl == "local",
