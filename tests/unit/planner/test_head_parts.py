@@ -157,7 +157,9 @@ def test_no_order_is_shorter_than_the_bound(name: str, costs: Costs, slices: int
 
 
 def test_a_plan_for_a_cluster() -> None:
-    cluster = Cluster(devices=8, memory_bytes=72 * 10**9, batch=16, tensor_parallel=1, head_parts=True)
+    cluster = Cluster(
+        devices=8, memory_bytes=72 * 10**9, batch=16, tensor_parallel=1, head_parts=True, slices=(1, 2)
+    )
     found = plan_cluster(cluster, replace(LLAMA, zero_stage=1))
     plain = plan_cluster(replace(cluster, head_parts=False, slices=(1,)), replace(LLAMA, zero_stage=1))
     row, other = (
@@ -174,7 +176,7 @@ def test_a_plan_for_a_cluster() -> None:
     plan = make_job_plan(load_config({"train_batch_size": 16, "ds_ext": section}))
     candidate = row.candidate
     assert candidate is not None and candidate.costs.head
-    assert plan.timetable.placement.head_parts == 8
+    assert (plan.timetable.placement.head_parts, plan.timetable.slices) == (8, candidate.slices)
     assert plan.simulation.costs.head == pytest.approx(candidate.costs.head)
 
 
