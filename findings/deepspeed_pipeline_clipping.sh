@@ -3,8 +3,8 @@
 # other stages are not clipped, although "gradient_clipping" is set. No error, no warning. With ZeRO stage 1 the norm is
 # that of all stages.
 #
-# The norm is summed over the ranks of a pipe, but only the first of them counts its parameters (others count those
-# marked as model-parallel). This suits tensor-parallel copies of one parameter. Ranks of a pipeline have different parameters.
+# The norm is summed over the ranks of a pipe, but only the first of them counts its parameters. Others count those marked
+# as model-parallel. This suits tensor-parallel copies of a parameter, but ranks of a pipeline have different parameters.
 #
 # Output seen:
 #   gradients 0.1 and 10, clipped to a norm of 1.0, ZeRO stage 0: 0.1 and 10.0
