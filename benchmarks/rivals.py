@@ -176,8 +176,8 @@ def emulated_workload(job: Job, device: EmulatedDevice) -> Workload:
     if parts:
         head = LayerSpec(torch.nn.Identity)
         head.in_parts = lambda parts: [LayerSpec(EmulatedHeadPart, i, parts, device) for i in range(parts)]
-        tokens = (torch.arange(rows) % (parts * HEAD_ROWS)).unsqueeze(0)
-        return Workload([*layers, head], [(inputs, tokens) for inputs, _ in batches], mean_loss)
+        tokens = (torch.arange(batches[0][0].size(1)) % (parts * HEAD_ROWS)).unsqueeze(0)
+        return Workload([*layers, head], [(inputs, tokens) for inputs, _ in batches], sum_of_losses)
     return Workload(layers, batches, F.mse_loss if device.slices == 1 else squared_error)
 
 
@@ -186,12 +186,12 @@ def squared_error(outputs: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
     return F.mse_loss(outputs, labels, reduction="sum"), labels.numel()
 
 
-def mean_loss(losses: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the losses of all tokens, which the parts of a head compute."""
-    return losses.mean()
+def sum_of_losses(losses: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the sum of the losses of the tokens, which the parts of a head compute, and their number."""
+    return losses.sum(), labels.numel()
 
 
-mean_loss.takes_token_losses = True  # pyright: ignore[reportFunctionMemberAccess]
+sum_of_losses.takes_token_losses = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _ours(request: str, job: Job) -> Emulated:

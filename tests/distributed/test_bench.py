@@ -87,21 +87,24 @@ def test_slices_of_sequences_over_slow_links() -> None:
         assert sliced["params"]["losses"] == pytest.approx(whole["params"]["losses"], rel=1e-5)
 
 
-@pytest.mark.parametrize("parts", [True, False], ids=["parts", "last stage"])
-def test_a_head(parts: bool) -> None:
+@pytest.mark.parametrize(
+    ("parts", "slices"), [(True, 1), (True, 2), (False, 1)], ids=["parts", "parts in slices", "last stage"]
+)
+def test_a_head(parts: bool, slices: int) -> None:
     names, flags = ["1f1b", "bitpipe_zb"], ["--head", "0.5", *["--vocabulary-parallel-head"] * parts]
-    sizes = ["--jitter", "0.3", "--link-ms", "2", "--steps", "2"]
+    sizes = ["--jitter", "0.3", "--link-ms", "2", "--steps", "2", "--sequence-slices", str(slices)]
     done = call("--schedules", ",".join(names), *flags, *sizes, "--json")
     assert done.returncode == 0, done.stderr
     found: list[dict[str, Any]] = json.loads(done.stdout)
-    assert [item["name"] for item in found] == names
-    for item in found:
-        params, method = item["params"], get_schedule(item["name"])
+    assert [item["name"].partition(" in ")[0] for item in found] == names
+    for name, item in zip(names, found, strict=True):
+        params, method = item["params"], get_schedule(name)
         assert (params["head"], params["vocabulary_parallel_head"], item["repeats"]) == (0.5, parts, 2)
+        assert params["sequence_slices"] == slices
         stages = method.placement(2).stages
         head = Costs(head=0.5) if parts else Costs(stages=(*(1.0,) * (stages - 1), 1 + 0.5 * stages / 2))
         costs = replace(head, forward=5.0, backward_input=5.0, backward_weight=5.0)
-        timetable = method.timetable(2, 4, {}, costs, head_parts=parts)
+        timetable = method.timetable(2, 4, {}, costs, slices, head_parts=parts)
         steps = [simulate(timetable, replace(costs, comm=2.0, jitter=0.3, seed=seed)) for seed in (1, 2)]
         assert params["simulated"] == pytest.approx(statistics.median(step.makespan for step in steps))
         assert params["ideal"] == pytest.approx(steps[-1].ideal)
@@ -294,10 +297,6 @@ def test_a_rival_that_cannot_run_is_shown_as_failed() -> None:
         (["--link-ms", "1", "--rivals", "torch_zbv"], ["--link-ms", "--rivals"]),
         (["--head", "-1"], ["head", "-1"]),
         (["--vocabulary-parallel-head"], ["--vocabulary-parallel-head", "--head"]),
-        (
-            ["--vocabulary-parallel-head", "--head", "1", "--schedules", "1f1b", "--sequence-slices", "2"],
-            ["1f1b", "vocabulary_parallel_head", "2"],
-        ),
         (["--link-ms", "1", "--device", "cuda"], ["--link-ms", "--device"]),
     ],
 )
