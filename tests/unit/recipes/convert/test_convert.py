@@ -290,7 +290,7 @@ def test_the_tokenizer_is_copied(
     tokenizer.save(source)
     convert(source, "--from", "hf", checkpoint)
     script = "train_gpt.py" if kind == "GPT2LMHeadModel" else "train_bert.py"
-    output = capsys.readouterr().out
+    output = " ".join(capsys.readouterr().out.replace("\\\n", "").split())
     assert f"{script} --deepspeed_config JSON --load {checkpoint} --num-layers 3" in output
     assert "note:" not in output and f"prepare --tokenizer {source}" in output
     state = read_plain(checkpoint / "step_0" / "mp_rank_00_model_states.pt")
