@@ -226,5 +226,6 @@ def prepare_bert_corpus(folder: Path) -> Path:
     verb = [sys.executable, "-m", "ds_ext", "prepare", "--source", str(text), "--output", str(output)]
     words = [*verb, "--tokenizer-type", "wordpiece", "--vocab-size", "90"]
     done = subprocess.run(words, cwd=ROOT, env=environment(), check=True, capture_output=True, text=True)
-    assert f"train_bert.py --deepspeed_config configs/bert_bitpipe.json --data-path {output}" in done.stdout
+    printed = " ".join(done.stdout.replace("\\\n", "").split())
+    assert f"train_bert.py --deepspeed_config configs/bert_bitpipe.json --data-path {output}" in printed
     return output
