@@ -111,7 +111,7 @@ def labels_of_forwards(window: Window, drawn: dict[str, Any], plot: int = 0) -> 
 @WIDTHS
 @pytest.mark.parametrize("name", SIXTEEN)
 def test_forwards_have_numbers_at_every_place(window: Window, tmp_path: Path, name: str, width: int) -> None:
-    """Where all would be too narrow, the timetable scrolls, up to its end."""
+    """A timetable whose labels would not fit is wider than the window, and scrolls to its end."""
     show(window, tmp_path / "page.html", html([SIXTEEN[name]]), width)
     scroller = "const s = plots[0].canvas.closest('.scroll');"
     scrolls, whole = window.run(f"{scroller} return [s.scrollWidth > s.clientWidth, view.to === view.end]")

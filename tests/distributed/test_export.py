@@ -172,7 +172,7 @@ def test_a_tie_loads_in_torch(ranks2: RankPool, tmp_path: Path, monkeypatch: pyt
 
 
 def train_two_kinds(rank: int, folder: str) -> dict[str, Tensor]:
-    """Train a table and a head of another class without a parameter of its own; see :func:`save`."""
+    """Train an embedding and a tied head of another class that has only the tied weight; see :func:`save`."""
     numbers = torch.arange(64.0).reshape(-1, 1) % 3
     data = torch.utils.data.TensorDataset(numbers, torch.ones(64, 3).bfloat16())
     table = ds_ext.TiedLayerSpec("table", Read, 3, WIDTH)
