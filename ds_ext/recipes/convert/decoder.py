@@ -50,7 +50,7 @@ def write_decoder_folder(
     for name in weights.shapes:
         layer, _, key = name.partition(".")
         names[name] = cut.name_of(int(layer), key)
-    rank = state.get("lora_rank")
+    rank: Any = state.get("lora_rank")
     adapters = [name for name in names if "lora_" in name]
     if adapters and rank is None:
         raise ConfigError(

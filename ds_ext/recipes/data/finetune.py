@@ -60,7 +60,7 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
     devices, schedule = _pipeline(config)
     save = f"checkpoints/{output.name}"
     common = {"hf_model": str(model), "data_path": str(output), "seq_length": length}
-    jobs = {FULL: (is_own, FULL_RATE, {"save": save})}
+    jobs: dict[str, tuple[bool, float, dict[str, Any]]] = {FULL: (is_own, FULL_RATE, {"save": save})}
     if is_chat:
         jobs[LORA] = (False, LORA_RATE, {"save": f"{save}_lora", "lora_rank": RANK})
     commands = []

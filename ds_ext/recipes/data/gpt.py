@@ -184,9 +184,9 @@ def describe_data(dataset: object) -> list[str]:
     ]
 
 
-def mean_tokens(dataset: BlendedDataset[Sample]) -> float:
-    """Return the mean tokens of the samples."""
-    parts: Any = dataset.parts
+def mean_tokens(dataset: object) -> float:
+    """Return the mean tokens of the samples; 0 for another dataset."""
+    parts: Any = dataset.parts if isinstance(dataset, BlendedDataset) else ()
     return sum(part.mean_tokens * len(part) for part in parts) / max(1, sum(map(len, parts)))
 
 

@@ -8,6 +8,7 @@ import re
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -180,7 +181,7 @@ def test_conversations_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
     alone = DocumentOptions(packs=False)
     train, valid, _ = build_gpt_datasets(str(folder), "1", 5, (6, 0, 0), 1, alone)
-    samples = [train[index] for index in range(6)]
+    samples: list[Any] = [train[index] for index in range(6)]
     expected = {
         1: ([1, 2], [2, -100]),
         4: ([4, 5, 6, 7], [-100] * 3 + [8]),
@@ -195,6 +196,7 @@ def test_conversations_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ids.shape == labels.shape == (3, 5)
     assert int((labels != IGNORE_INDEX).sum()) == 4 and int((ids == 0).sum()) == 3 + 1
     assert pad_conversations([samples[0]], length=9)[0].shape == (1, 9)
+    part: Any
     (part,) = build_gpt_datasets(str(folder), "1", 3, (2, 0, 0), 1, alone)[0].parts
     assert (part.num_conversations, part.num_dropped) == (1, 2)
 
