@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -29,35 +28,19 @@ from .loop import say
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Builder(Protocol):
-    """Builder of the module.
-
-    Attributes:
-        lines: lines of the plan on the model of ``--hf-model``.
-    """
-
-    lines: list[str]
-
-    def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
-        """Return the module of this rank. All ranks call this together."""
-        ...
-
-    def load(self, engine: PipelineEngine) -> None:
-        """Set the weights that the module lacks, before those of ``--load``. All ranks call this together."""
-        ...
-
-    def finish(self, engine: PipelineEngine) -> None:
-        """Write what ``--save`` has beside checkpoints. All ranks call this together, after the last step."""
-        ...
-
-
-def make_builder(args: argparse.Namespace, plan: JobPlan, config: TransformerConfig) -> Builder:
+def make_builder(
+    args: argparse.Namespace, plan: JobPlan, config: TransformerConfig
+) -> OwnLayers | DecoderLayers:
     """Return the builder for ``--transformer-impl``. Raises ConfigError for a model that it cannot train."""
     return (DecoderLayers if config.transformer_impl == "transformers" else OwnLayers)(args, plan, config)
 
 
 class OwnLayers:
-    """Builder with the layers of ds_ext. See :class:`Builder`."""
+    """Builder with the layers of ds_ext. All ranks call each method together.
+
+    Attributes:
+        lines: lines of the plan on the model of ``--hf-model``.
+    """
 
     def __init__(self, args: argparse.Namespace, plan: JobPlan, config: TransformerConfig) -> None:
         self._args, self._config = args, config
@@ -72,13 +55,13 @@ class OwnLayers:
             return PipelineModule(layers, plan, loss_fn=loss_fn, clock=clock, partition_method=boundaries)
 
     def load(self, engine: PipelineEngine) -> None:
-        """Read the weights of the folder."""
+        """Read the weights of the folder, before those of ``--load``."""
         if self._initial is not None:
             load_into_ranks(engine, self._initial)
             say(f"loaded {self._args.hf_model}")
 
     def finish(self, engine: PipelineEngine) -> None:
-        """Do nothing."""
+        """Do nothing: ``--save`` has only checkpoints."""
 
     @property
     def _initial(self) -> HuggingFaceModel | None:
@@ -90,7 +73,7 @@ class OwnLayers:
 class DecoderLayers:
     """Builder with the layers of a decoder of transformers, which read their weights from the folder.
 
-    See :class:`Builder`.
+    It has the methods and attributes of :class:`OwnLayers`.
     """
 
     def __init__(self, args: argparse.Namespace, plan: JobPlan, config: TransformerConfig) -> None:
