@@ -60,8 +60,9 @@ def main() -> int:
     args.notes += describe_data(train.dataset)
 
     def describe(plan: JobPlan, hosts: Hosts | None) -> str:
-        text = describe_plan(args, plan, boundaries, BEFORE, after, config, token_bytes, hosts)
-        return "\n".join([*builder.lines, text])
+        return describe_plan(
+            args, plan, boundaries, BEFORE, after, config, token_bytes, hosts, builder.weights
+        )
 
     if args.dry_run:
         return show(describe(plan, hosts_of_flags(args)))

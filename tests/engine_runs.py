@@ -34,7 +34,7 @@ MODEL = GPTConfig(
     make_vocab_size_divisible_by=8,
     seed=3,
 )
-STEPS = 20 if EVERYTHING else 5
+STEPS = 20 if EVERYTHING else 3
 # Other files test these: orders decided at run time, devices for forwards, at least 2 D micro-batches.
 OTHERS = ("dpp", "fbd", "dualpipev")
 SCHEDULES = sorted(set(pipe_schedules.SCHEDULES) - set(OTHERS))

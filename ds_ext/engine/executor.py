@@ -31,7 +31,15 @@ from ..pipe_schedules.bridge import (
     RecomputeForward,
     TimetableSchedule,
 )
-from ..tensor_parallel import HeadShare, WeightGradients, backward, current_slice, deferrable, deferring
+from ..tensor_parallel import (
+    HeadShare,
+    WeightGradients,
+    backward,
+    computing,
+    current_slice,
+    deferrable,
+    deferring,
+)
 from .batches import StepData
 from .dynamic.messages import DynamicMessages
 from .dynamic.order import DynamicSchedule, decided_steps
@@ -251,7 +259,7 @@ class Executor:
         )
 
     def _item(self, micro_batch: int, index: int) -> int:
-        """Return the number of a slice in the tags of messages."""
+        """Return the number of a slice in the step, as in the tags of messages."""
         return micro_batch if self.slices is None else micro_batch * self.slices.count + index
 
     # --- handlers, in the order of the table below; ``slice`` is passed for all but the first one ---
@@ -276,7 +284,7 @@ class Executor:
     def forward(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
         """Run the forward of a stage; with the loss at the last one, or of a part of the head or its loss."""
         if stage > self.last_stage:
-            self._forward_head(self.buffers[buffer_id], stage, micro_batch)
+            self._forward_head(self.buffers[buffer_id], stage, micro_batch, slice)
         elif self._splits and (stage, micro_batch) in self._splits:
             with deferrable():
                 self._forward(self.buffers[buffer_id], stage, micro_batch, slice)
@@ -299,14 +307,15 @@ class Executor:
         if not torch.is_grad_enabled():
             buffer.inputs = None
 
-    def _forward_head(self, buffer: Buffer, stage: int, micro_batch: int) -> None:
+    def _forward_head(self, buffer: Buffer, stage: int, micro_batch: int, index: int) -> None:
         """Compute the share of a part of the head, or join the shares to the loss."""
         assert self.head is not None
         if stage != self.loss_stage:
             self.head.forward_part(stage, buffer)
             return
-        joined, losses_BS = self.head.join(buffer, micro_batch)
-        self._store_loss(buffer, micro_batch, losses_BS, 0)
+        joined, losses_BS = self.head.join(buffer, self._item(micro_batch, index))
+        with computing(self.slices and self.slices.slices_of(losses_BS.size(1))[index]):
+            self._store_loss(buffer, micro_batch, losses_BS, index)
         loss, buffer.loss = buffer.loss, None
         if loss is not None:
             backward([self.scale(loss)], [None])
@@ -379,18 +388,16 @@ class Executor:
         other_stage: int | None = None,
     ) -> None:
         """Send the outputs of a stage to the next one, or to or from a part of the head."""
-        outputs = self._outputs(buffer_id, stage, micro_batch, other_stage)
-        target = stage + 1 if other_stage is None else other_stage
-        self.messages.send(MessageKind.ACTIVATION, outputs, target, self._item(micro_batch, slice), peer)
+        item, target = self._item(micro_batch, slice), stage + 1 if other_stage is None else other_stage
+        outputs = self._outputs(buffer_id, stage, item, other_stage)
+        self.messages.send(MessageKind.ACTIVATION, outputs, target, item, peer)
 
-    def _outputs(
-        self, buffer_id: int, stage: int, micro_batch: int, other_stage: int | None
-    ) -> tuple[Tensor, ...]:
+    def _outputs(self, buffer_id: int, stage: int, item: int, other_stage: int | None) -> tuple[Tensor, ...]:
         """Return the outputs of a stage for the next one or for ``other_stage``."""
         buffer = self.buffers[buffer_id]
         if stage == self.last_stage and other_stage is not None:
             assert self.head is not None
-            return self.head.inputs(buffer, micro_batch)
+            return self.head.inputs(buffer, item, are_shifted=self.slices is not None)
         return buffer.take_outputs()
 
     def receive_activations(
@@ -463,7 +470,7 @@ class Executor:
         other_stage: int | None = None,
     ) -> None:
         """Pass the outputs on to the next stage, on this rank."""
-        outputs = self._outputs(buffer_id, stage, micro_batch, other_stage)
+        outputs = self._outputs(buffer_id, stage, self._item(micro_batch, slice), other_stage)
         target, source = (stage + 1, None) if other_stage is None else (other_stage, stage)
         self._set_inputs(to_buffer, tuple([t.detach() for t in outputs]), target, source)
 

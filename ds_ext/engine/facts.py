@@ -6,7 +6,7 @@ import contextlib
 import os
 import platform
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from ..environment import package_version
 from ..launch.job_facts import as_text, checksum, setting_facts
 from ..launch.roll_call import Facts
 from ..planner.job_text import describe
+from ..planner.parameter_bytes import PRECISIONS
 from ..tensor_parallel import is_sharded
 from .checkpoint.states import parameters_of
 from .module import PipelineModule
@@ -136,9 +137,16 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
     Args:
         data: facts of the data that this rank reads, from :func:`data_facts`.
     """
-    ranks, rates, data_of_ranks, shares, empty = zip(
+    ranks, rates, data_of_ranks, shares, empty, dtypes = zip(
         *together(
-            lambda: (_rank_facts(model), _dropout_rates(model), data, _share(model), _empty_stages(model))
+            lambda: (
+                _rank_facts(model),
+                _dropout_rates(model),
+                data,
+                _share(model),
+                _empty_stages(model),
+                {p.dtype for p in model.layer_parameters() if p.requires_grad},
+            )
         ),
         strict=True,
     )
@@ -153,7 +161,7 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
         "micro_batches": plan.sizes.micro_batches,
         "micro_batch_size": plan.sizes.micro_batch_size,
         "train_batch_size": plan.sizes.train_batch_size,
-        "precision": precision(plan.job.deepspeed),
+        "precision": _precision_text(plan.job.deepspeed, set().union(*dtypes)),
         "zero_stage": zero_stage(plan.job.deepspeed),
         "dropout": sorted(set().union(*rates)),
         "data": {key: fact for facts in data_of_ranks for key, fact in facts.items()},
@@ -227,7 +235,7 @@ def plan_text(model: PipelineModule, facts: Mapping[str, Any], *, verbose: bool 
         model.plan,
         boundaries=model.parts[: model.num_stages + 1],
         layer_names=model.layer_names,
-        model=_model_text(facts["parameters"], facts["trained_parameters"]),
+        model=_model_text(facts["parameters"], facts["trained_parameters"], facts["precision"]),
         parameters=[max_parameters[device] for device in sorted(max_parameters)],
         empty_stages=facts["empty_stages"],
         hosts=[hosts.index(host) for host in hosts],
@@ -236,6 +244,16 @@ def plan_text(model: PipelineModule, facts: Mapping[str, Any], *, verbose: bool 
     )
 
 
-def _model_text(total: int, trained: int) -> str:
+def _precision_text(config: Mapping[str, Any], dtypes: Collection[torch.dtype]) -> str:
+    """Return the precision that the JSON sets; without one, that of trained weights if some are in half precision."""
+    halves = [name for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if dtype in dtypes]
+    if precision(config) != "fp32" or not halves:
+        return precision(config)
+    names = [*halves, *(["fp32"] if torch.float32 in dtypes else [])]
+    return f"{' and '.join(names)} weights, {'fp32' if zero_stage(config) else 'no'} master weights"
+
+
+def _model_text(total: int, trained: int, precision: str) -> str:
     share = f", {trained:,} of them trained ({trained / total:.2%})" if trained < total else ""
-    return f"{total:,} parameters{share}"
+    weights = "" if precision in PRECISIONS else f"; {precision}"  # not in the JSON
+    return f"{total:,} parameters{share}{weights}"

@@ -65,7 +65,7 @@ def check_first_batch(
             error = ConfigError(problem)
             error.reported_by = 0
             raise error
-    _warn_of_equal_inputs([samples for _, samples in answers if samples is not None])
+    _warn_of_equal_inputs([samples for _, samples in answers if samples is not None], trains)
 
 
 def _first_samples(source: Batches, inputs: Any, labels: Any) -> tuple[int, str] | None:
@@ -82,15 +82,18 @@ def _first_samples(source: Batches, inputs: Any, labels: Any) -> tuple[int, str]
     return source.rank, checksum(part.view(torch.uint8).numpy().tobytes() for part in parts)
 
 
-def _warn_of_equal_inputs(first_samples: Sequence[tuple[int, str]]) -> None:
+def _warn_of_equal_inputs(first_samples: Sequence[tuple[int, str]], trains: bool) -> None:
     """Log a warning on rank 0 for two data-parallel ranks with the same checksum."""
+    method = "train_batch" if trains else "eval_batch"
     first_ranks: dict[str, int] = {}
     for rank, inputs in first_samples:
         first_rank = first_ranks.setdefault(inputs, rank)
         if first_rank != rank and dist.get_rank() == 0:
             logger.warning(
-                "data_iter: data-parallel ranks %d and %d begin with the same samples. Select each rank's samples by "
-                "engine.grid.get_data_parallel_rank(). The two pipes of bitpipe are two data-parallel ranks.",
+                "data_iter of %s: data-parallel ranks %d and %d begin with the same samples. Select each rank's "
+                "samples by engine.grid.get_data_parallel_rank(). The two pipes of bitpipe are two data-parallel "
+                "ranks.",
+                method,
                 first_rank,
                 rank,
             )

@@ -103,13 +103,19 @@ class Gradients:
         parameters = list(parameters)
         used = [self._is_used(parameter) for parameter in parameters]
         if not all(used):
-            if not self.may_be_missing and not self._has_warned:
-                self._warn(parameters[used.index(False)])
+            self._warn(parameter for parameter, is_used in zip(parameters, used, strict=True) if not is_used)
             if self.replicas > 1:
                 self._fill(parameters)
         return used
 
-    def _warn(self, parameter: nn.Parameter) -> None:
+    def _warn(self, unused: Iterable[nn.Parameter]) -> None:
+        """Log the first parameter that the optimizer moves although no micro-batch used it.
+
+        A parameter that the script has frozen or unfrozen is left to the error of the step.
+        """
+        parameter = next((p for p in unused if not getattr(p, "was_trained", False)), None)
+        if self.may_be_missing or self._has_warned or parameter is None:
+            return
         self._has_warned = True
         logger.warning(
             "%s: no micro-batch used it on rank %d, so it has no gradient. ZeRO and half precision take it as zero, "

@@ -47,16 +47,21 @@ class PipelineHead:
             if stage >= self.first_stage
             for layer in module.stage_modules(stage).values()
         }
-        self._labels: dict[int, Tensor] = {}  # of the micro-batches whose loss is not computed yet
+        self._labels: dict[int, Tensor] = {}  # of the slices whose loss is not computed yet
 
     def start_step(self) -> None:
         """Drop what a failed step has left."""
         self._labels.clear()
 
-    def inputs(self, buffer: Buffer, micro_batch: int) -> tuple[Tensor, ...]:
+    def inputs(self, buffer: Buffer, item: int, are_shifted: bool) -> tuple[Tensor, ...]:
         """Return the inputs of every part: outputs of the last stage, and labels.
 
-        Raises ConfigError unless both are one tensor.
+        Args:
+            item: number of the slice in the step.
+            are_shifted: whether the labels are shifted, as those of slices are.
+
+        Raises:
+            ConfigError: the outputs or the labels are not one tensor.
         """
         if buffer.head_inputs is None:
             outputs, labels, buffer.labels = buffer.take_outputs(), buffer.labels, None
@@ -65,8 +70,9 @@ class PipelineHead:
                     f"vocabulary_parallel_head: needs one tensor of hidden states and one of labels (got "
                     f"{len(outputs)} and {len(labels or ())}). Remove vocabulary_parallel_head."
                 )
-            self._labels[micro_batch] = labels[0]
-            buffer.head_inputs = outputs[0].detach(), self._shift_labels(labels[0])
+            self._labels[item] = labels[0]
+            targets = labels[0] if are_shifted else self._shift_labels(labels[0])
+            buffer.head_inputs = outputs[0].detach(), targets
         return buffer.head_inputs
 
     def forward_part(self, stage: int, buffer: Buffer) -> None:
@@ -78,14 +84,14 @@ class PipelineHead:
         if not trains:
             buffer.inputs = None
 
-    def join(self, buffer: Buffer, micro_batch: int) -> tuple[JoinedLoss, Tensor]:
-        """Return the joined shares of a micro-batch, and the losses of its tokens, in training as a leaf of a graph.
+    def join(self, buffer: Buffer, item: int) -> tuple[JoinedLoss, Tensor]:
+        """Return the joined shares of a slice, and the losses of its tokens, in training as a leaf of a graph.
 
         The labels are then in the buffer.
         """
         joined = join_shares([share for _, share in sorted(buffer.shares.items())])
         buffer.shares.clear()
-        labels_BS = self._labels.pop(micro_batch)
+        labels_BS = self._labels.pop(item)
         buffer.labels = (labels_BS,)
         return joined, joined.loss.view(labels_BS.shape).requires_grad_(torch.is_grad_enabled())
 

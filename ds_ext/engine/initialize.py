@@ -51,6 +51,7 @@ from ..launch.process import has_logging, print_stacks_on_signal, set_up_logging
 from ..launch.roll_call import Facts, RollCall, compare, make_early_roll_call, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from ..parallel.slices import BALANCED, EQUAL
+from ..tensor_parallel import is_sharded
 from .batches import MicroBatches
 from .deepspeed_api.device import announce_locks, select_device
 from .deepspeed_api.muon import import_muon
@@ -61,6 +62,7 @@ from .facts import data_facts, optimizer_facts, plan_text, run_facts, stage_fact
 from .fbd.backward import BackwardRole
 from .fbd.forward import ForwardRole
 from .module import PipelineModule, trains
+from .ties import tied_weights
 from .together import by_rank_0, together
 from .weight_gathers import repeat_lists, scheduler_of_parts, split_by_stage
 
@@ -272,6 +274,7 @@ def initialize(
         all_groups = getattr(optimizer, "param_groups", groups)
         _require_weights_of_zero(model, all_groups, is_half=precision(job.deepspeed) != "fp32")
     if str(config_dict.get("optimizer", {}).get("type")).lower() == "muon" and optimizer is None:
+        _tag_for_muon(model)
         _fill_halves(model, groups)
     model.fill_groups(getattr(optimizer, "param_groups", groups))
     set_first_modes(model)
@@ -383,6 +386,42 @@ def _list_parameters(group: Any) -> Any:
         return group
     parameters = group["params"]
     return {**group, "params": [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)}
+
+
+def _tag_for_muon(model: PipelineModule) -> None:
+    """Let Muon train the matrices of hidden layers and Adam all others, unless the script has tagged parameters.
+
+    DeepSpeed looks for words such as "embed" in the names of parameters, which are numbers in a pipeline. Here, Adam
+    gets the first and the last layer with a matrix, embeddings, the weights tied to any of them, vectors and shards.
+    """
+    parameters = list(model.layer_parameters())
+    if any(together(lambda: any(hasattr(parameter, "use_muon") for parameter in parameters))):
+        for parameter in parameters:
+            parameter.use_muon = getattr(parameter, "use_muon", False)  # pyright: ignore[reportAttributeAccessIssue]
+        return
+    modules = [
+        (index, module)
+        for stage in model.stages
+        for index, layer in model.stage_modules(stage).items()
+        for module in layer.modules()
+    ]
+    with_matrix = together(
+        lambda: [i for i, module in modules if any(p.dim() > 1 for p in module.parameters(recurse=False))]
+    )
+    indices = sorted({index for of_rank in with_matrix for index in of_rank})
+    adam = {id(p) for p in parameters if p.dim() < 2 or is_sharded(p)}
+    for index, module in modules:
+        if index in (*indices[:1], *indices[-1:]) or isinstance(module, torch.nn.Embedding):
+            adam.update(map(id, module.parameters(recurse=False)))
+    tied = {
+        (key, number): weight
+        for key, tie in model.tied_comms.items()
+        for number, weight in enumerate(tied_weights(tie["module"], tie["weight_attr"]))
+    }
+    of_ranks = together(lambda: [place for place, weight in tied.items() if id(weight) in adam])
+    adam |= {id(tied[place]) for places in of_ranks for place in places if place in tied}
+    for parameter in parameters:
+        parameter.use_muon = id(parameter) not in adam  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _fill_halves(model: PipelineModule, groups: list[Any]) -> None:

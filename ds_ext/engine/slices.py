@@ -91,20 +91,22 @@ class StageSlices:
     ) -> Any:
         """Return ``run()``, the forward of a slice with these inputs."""
         live = self._live.setdefault((stage, micro_batch), [])
-        trains = torch.is_grad_enabled()
         if not live:
-            tokens = _tokens(inputs) * (self._shards if stage else 1)
-            total = tokens * self.count if isinstance(self._lengths, str) else sum(self._lengths)
-            store = SliceStore()
-            live += [Slice(i, *bounds, total, store, trains) for i, bounds in enumerate(self._bounds(total))]
+            live += self.slices_of(_tokens(inputs) * (self._shards if stage else 1))
             if stage not in self._tried:
                 self._tried.add(stage)
                 self._try_layers(stage, inputs)
         with computing(live[index]):
             outputs = run()
-        if not trains and index == self.count - 1:
+        if not torch.is_grad_enabled() and index == self.count - 1:
             del self._live[stage, micro_batch]
         return outputs
+
+    def slices_of(self, tokens: int) -> list[Slice]:
+        """Return the slices of a sample, with one store, of which one has this number of tokens."""
+        total = tokens * self.count if isinstance(self._lengths, str) else sum(self._lengths)
+        store, trains = SliceStore(), torch.is_grad_enabled()
+        return [Slice(i, *bounds, total, store, trains) for i, bounds in enumerate(self._bounds(total))]
 
     @contextlib.contextmanager
     def backward(

@@ -201,7 +201,7 @@ class Costs:
         if placement.head_parts:
             # The forward of a part also computes its share of the input gradient. The loss only joins the parts.
             forward, backward_input, weight = (
-                costs.time(kind, _three(costs.head)) / placement.head_parts
+                costs.time(kind, _three(costs.head)) / placement.head_parts / slices
                 for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
             )
             # Bounds of orders with whole backwards count the weight gradient as one.

@@ -247,10 +247,6 @@ class Schedule:
             ScheduleError: the schedule does not support the sizes or options, or its code failed.
         """
         placement = self.placement(num_devices, options, head_parts)
-        if head_parts and slices > 1:
-            raise ScheduleError(
-                f"{self.name}: vocabulary_parallel_head needs whole sequences (got sequence_slices {slices}). Use 1."
-            )
         if self.micro_batches_multiple_of_devices:
             check_multiple(self.name, micro_batches, placement)
         self.check_slices(slices)
@@ -276,7 +272,7 @@ class Schedule:
             return timetable
         if limit:
             peak = max(peak_stages(order, stages=placement.stages) for order in timetable.orders)
-            if limit < (peak := peak * num_devices / placement.stages):
+            if limit < (peak := peak * num_devices / placement.stages / slices):
                 raise ScheduleError(
                     f"{self.name}: {LIMIT} must be at least {peak:g} (got {limit:g}). Use {peak:g}."
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 
 from .definition import check_size
 from .ops import FORWARD, Op
@@ -23,7 +24,7 @@ def forward_timetable(
     """
     check_size(name, placement, micro_batches, slices)
     pipes = placement.pipes_of(micro_batches)
-    parts = [0] * micro_batches  # head parts that are computed
+    parts: Counter[tuple[int, int]] = Counter()  # head parts that are computed, by micro-batch and slice
     orders: list[list[Op]] = [[] for _ in range(placement.num_devices)]
     waiting: list[list[tuple[int, int]]] = [[] for _ in placement.pipes]
     for m in reversed(range(micro_batches)):
@@ -55,7 +56,7 @@ def forward_timetable(
                 for part in range(placement.stages, placement.loss_stage):
                     add_ready(now, m, j, part)
             else:
-                parts[m] += 1
-                if parts[m] == placement.head_parts:
+                parts[m, j] += 1
+                if parts[m, j] == placement.head_parts:
                     add_ready(now, m, j, placement.loss_stage)
     return Timetable(name, placement, micro_batches, tuple(map(tuple, orders)), slices)

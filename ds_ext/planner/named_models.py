@@ -53,6 +53,10 @@ def _llama(
     )
 
 
+def _qwen25(layers: int, hidden: int, heads: int, ffn: int, groups: int) -> TransformerConfig:
+    return replace(_llama(layers, hidden, heads, ffn, groups, 152064, 8192), add_qkv_bias=True)
+
+
 def _qwen3(layers: int, hidden: int, heads: int, ffn: int) -> TransformerConfig:
     model = _llama(layers, hidden, heads, ffn, 8, 151936, 8192, channels=128)
     return replace(model, qk_layernorm=True)
@@ -84,8 +88,8 @@ MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
         "llama-3-70b": _llama(80, 8192, 64, 28672, 8, 128256, 8192),
         "llama-3.1-405b": _llama(126, 16384, 128, 53248, 8, 128256, 8192),
         "mistral-7b": _llama(32, 4096, 32, 14336, 8, 32000, 8192),
-        "qwen2.5-7b": _llama(28, 3584, 28, 18944, 4, 152064, 8192),
-        "qwen2.5-72b": _llama(80, 8192, 64, 29568, 8, 152064, 8192),
+        "qwen2.5-7b": _qwen25(28, 3584, 28, 18944, 4),
+        "qwen2.5-72b": _qwen25(80, 8192, 64, 29568, 8),
         "qwen3-8b": _qwen3(36, 4096, 32, 12288),
         "qwen3-32b": _qwen3(64, 5120, 64, 25600),
     }

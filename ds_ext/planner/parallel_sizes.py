@@ -111,7 +111,7 @@ class Cluster:
 
     def slice_numbers(self, tokens: int, pipeline: int) -> tuple[int, ...]:
         """Return the numbers of slices of a sample to consider for PP: by default slices of 2,048 tokens or more."""
-        if pipeline == 1 or (self.head_parts and self.slices is None):
+        if pipeline == 1:
             return (1,)
         fitting = (k for k in _SLICES if tokens % k == 0 and tokens // k >= _LEAST_SLICE)
         return (1, *fitting) if self.slices is None else self.slices
@@ -298,7 +298,7 @@ def plan_cluster(
 def other_head(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, plan: ClusterPlan) -> Candidate | None:
     """Return a candidate with its head in parts, or, of a cluster with head parts, on the last stage.
 
-    It is the shorter one of the best of the first sizes of ``plan``, with whole sequences, as head parts need.
+    It is the shorter one of the best of the first sizes of ``plan``.
     Arguments as for :func:`plan_cluster`. None: none of them fits.
     """
     found: list[Candidate] = []
@@ -313,7 +313,7 @@ def other_head(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, plan: Clus
             head_parts=not cluster.head_parts,
             micro_batch=candidate.sizes.micro_batch,
             sequence_parallel=candidate.sizes.sequence_parallel,
-            slices=(1,),
+            slices=(candidate.slices,),
         )
         with contextlib.suppress(ScheduleError):
             (request,) = _requests(other, sizes, ratios, row.tensor, row.pipeline, row.data)

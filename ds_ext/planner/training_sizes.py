@@ -125,11 +125,18 @@ class TrainingSizes(TransformerConfig):
         """Number of parameters of one transformer layer on a rank."""
         h, t = self.hidden_size, self.tensor_parallel
         queries, keys = self.attention_widths
-        inner = self.ffn_size * (2 if self.swiglu else 1)
+        has_biases, has_qkv_biases = self.add_bias_linear, self.add_bias_linear or self.add_qkv_bias
+        biases = has_qkv_biases * (queries + 2 * keys)
+        biases += has_biases * self.ffn_size * (2 if self.swiglu else 1)
         # Tensor parallelism splits matrices and the biases of column-parallel layers, not other biases and norms.
-        layer = (self.layer_work.matrices + queries + 2 * keys + inner) / t + 6 * h
+        layer = (self.layer_work.matrices + biases) / t + has_biases * 2 * h
+        layer += 2 * self._norm_parameters(h)
+        layer += 2 * self._norm_parameters(self.head_size) if self.qk_layernorm else 0
         # Ranks that share a query group have the keys and values of all groups.
-        return layer + (2 * keys * (h + 1) * (1 - 1 / t) if t > self.query_groups else 0)
+        return layer + (2 * keys * (h + has_qkv_biases) * (1 - 1 / t) if t > self.query_groups else 0)
+
+    def _norm_parameters(self, size: int) -> int:
+        return size if self.normalization == "RMSNorm" else 2 * size
 
     @property
     def embedding_parameters(self) -> float:
@@ -149,7 +156,7 @@ class TrainingSizes(TransformerConfig):
         parameters = [layers * self.layer_parameters for layers in self.stage_layer_counts(placement.stages)]
         untied = self.untie_embeddings_and_output_weights
         parameters[0] += self.position_parameters
-        parameters[-1] += 2 * self.hidden_size
+        parameters[-1] += self._norm_parameters(self.hidden_size)
         parameters[0] += self.embedding_parameters - self.tied_parameters(placement, placement.pipes[0][0])
         if placement.head_parts:
             parameters += [untied * self.head_part_parameters(placement)] * placement.head_parts
@@ -171,7 +178,7 @@ class TrainingSizes(TransformerConfig):
         return self.embedding_parameters / (placement.head_parts or 1)
 
     def device_parameters(self, placement: Placement, device: int) -> float:
-        """Estimate the parameters on a rank of ``device``, with biases and LayerNorms even if the model has none.
+        """Return the parameters on a rank of ``device``, without those that a head of BERT has beside its weight.
 
         Raises ScheduleError if the layers do not fit.
         """
@@ -179,7 +186,7 @@ class TrainingSizes(TransformerConfig):
         layers = self.stage_layer_counts(placement.stages)
         firsts, lasts = held.count(0), held.count(placement.stages - 1)
         total = sum(layers[stage] for stage in held) * self.layer_parameters
-        total += firsts * self.position_parameters + lasts * 2 * self.hidden_size
+        total += firsts * self.position_parameters + lasts * self._norm_parameters(self.hidden_size)
         if placement.head_parts:
             # The parts of a tied head are rows of the embedding, on a device with both.
             is_inside = firsts and not self.untie_embeddings_and_output_weights

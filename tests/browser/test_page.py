@@ -183,6 +183,7 @@ def test_slices_are_drawn_and_followed(show: Show, scheme: str, theme: Theme) ->
     show(simulation)
     spans = [(rank, *span) for rank, spans in enumerate(simulation.spans) for span in spans]
     points = [((start + end) / 2, rank) for rank, _, start, end in spans]
+    show.press("all")
     show.window.prefer(prefers_color_scheme=scheme)
     show.frame()
     colors = dict(paints(theme, {4}))

@@ -511,7 +511,7 @@ def test_layer_files_hold_every_stage(ranks4: RankPool, tmp_path: Path) -> None:
         assert len(files) == 8 and equal
 
 
-def warnings_of(rank: int, kind: str) -> list[tuple[int, int]]:
+def warnings_of(rank: int, kind: str, method: str) -> list[tuple[str, int, int]]:
     engine = engine_of(schedule="bitpipe")
     own = 4 * engine.grid.get_data_parallel_rank()
     first = 0 if kind == "shared" else own
@@ -529,11 +529,12 @@ def warnings_of(rank: int, kind: str) -> list[tuple[int, int]]:
             "warning",
             lambda *values: found.append(values[1:]),
         )
-        engine.train_batch(iter([batch(number) for number in range(4)]))
+        getattr(engine, method)(iter([batch(number) for number in range(4)]))
     return found
 
 
-def test_ranks_that_read_the_same_samples(ranks4: RankPool) -> None:
+@pytest.mark.parametrize("method", ["train_batch", "eval_batch"])
+def test_ranks_that_read_the_same_samples(ranks4: RankPool, method: str) -> None:
     for kind in ("own", "own labels", "constant inputs"):
-        assert ranks4.run(warnings_of, kind) == [[], [], [], []]
-    assert ranks4.run(warnings_of, "shared") == [[(0, 1)], [], [], []]
+        assert ranks4.run(warnings_of, kind, method) == [[], [], [], []]
+    assert ranks4.run(warnings_of, "shared", method) == [[(method, 0, 1)], [], [], []]

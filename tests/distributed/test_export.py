@@ -171,6 +171,27 @@ def test_a_tie_loads_in_torch(ranks2: RankPool, tmp_path: Path, monkeypatch: pyt
     assert torch.equal(table.weight.bfloat16(), trained["tied_modules.table.weight"])
 
 
+def train_two_kinds(rank: int, folder: str) -> dict[str, Tensor]:
+    """Train a table and a head of another class without a parameter of its own; see :func:`save`."""
+    numbers = torch.arange(64.0).reshape(-1, 1) % 3
+    data = torch.utils.data.TensorDataset(numbers, torch.ones(64, 3).bfloat16())
+    table = ds_ext.TiedLayerSpec("table", Read, 3, WIDTH)
+    head = ds_ext.TiedLayerSpec("table", nn.Linear, WIDTH, 3, bias=False)
+    return save("1f1b", [table, *(nn.Linear(WIDTH, WIDTH) for _ in range(4)), head], data, folder)
+
+
+@needs("bf16")
+def test_two_kinds_of_a_tie_have_their_names_in_the_module(ranks2: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    states = ranks2.run(train_two_kinds, str(tmp_path / "own"))
+    export(tmp_path / "own", tmp_path / "weights")
+    file = TensorFile(tmp_path / "weights" / "model.safetensors")
+    trained = {name: value for state in states for name, value in state.items()}
+    for name, value in trained.items():
+        assert torch.equal(file.read_all(name).to(value.dtype), value), name
+    assert torch.equal(trained["tied_modules.table@5.weight"], trained["tied_modules.table.weight"])
+
+
 def train_frozen(rank: int, folder: str) -> None:
     """Save a checkpoint without its frozen layer, and one with it."""
     data = torch.utils.data.TensorDataset(torch.rand(16, 2), torch.rand(16, 2))

@@ -106,24 +106,24 @@ TIED_SMALL, TIED_SEQUENCE = (
         job_of("zb_v", 2, 2, model=SMALL),
         job_of("bitpipe_zb", 4),
         job_of("bitpipe_zb", 2, 2, 2, model=SEQUENCE),
-        job_of("bitpipe_zb", 2, 1, 2, model=SMALL),
+        job_of("bitpipe_zb", 2, 1, 2, model=SMALL, slices=4),
         job_of("interleaved", 2, 2, model=SMALL),
         job_of("interleaved", 2, 1, 2, ragged=True),
         job_of("bitpipe", 4, model=FULL),
-        job_of("1f1b", 2, model=FULL, eager=False),
+        job_of("1f1b", 2, model=FULL, eager=False, slices=(9, 7)),
         job_of("1f1b", 1, 1, 2, model=TIED),
         job_of("1f1b", 2, model=TIED),
-        job_of("1f1b", 4, model=TIED_SMALL),
+        job_of("1f1b", 4, model=TIED_SMALL, slices=2),
         job_of("zb_v", 2, model=TIED),
         job_of("zb_v", 4, model=replace(TIED, recompute="full")),
-        job_of("zb_v", 2, 2, model=TIED_SMALL),
-        job_of("bitpipe_zb", 2, 2, 2, model=TIED_SEQUENCE),
+        job_of("zb_v", 2, 2, model=TIED_SMALL, slices=2),
+        job_of("bitpipe_zb", 2, 2, 2, model=TIED_SEQUENCE, slices=2),
         job_of("bitpipe_zb", 4, model=TIED),
         job_of("interleaved", 2, 1, 2, model=TIED, eager=False),
         job_of("chimera", 4, model=TIED),
     ],
     ids=lambda job: (
-        f"{job.schedule}-{job.pp}-{job.tp}-{job.dp}-{job.model.vocab_size}-{job.model.recompute}"
+        f"{job.schedule}-{job.pp}-{job.tp}-{job.dp}-{job.model.vocab_size}-{job.model.recompute}-{job.num_slices}"
         + "-tied" * (not job.model.untie_embeddings_and_output_weights)
     ),
 )

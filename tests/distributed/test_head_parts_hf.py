@@ -36,6 +36,7 @@ class Job:
 
     Attributes:
         in_memory: the model is built on every rank, not read from the folder.
+        slices: parts of the sequence of every micro-batch.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Job:
     chunked: bool = False
     in_memory: bool = False
     lora: bool = False
+    slices: int = 1
     dtype: torch.dtype | None = torch.float64
     sections: dict[str, Any] = field(
         default_factory=lambda: {"optimizer": {"type": "SGD", "params": {"lr": LR}}}
@@ -61,7 +63,7 @@ class Run:
         layers, loss_fn = ds_ext.from_transformers(model, lora=lora, dtype=dtype, chunked_loss=job.chunked)
         self.cut = layers[1].module_args[1]
         config = config_of(job.schedule, job.pp, MICRO_BATCHES, **job.sections)
-        config["ds_ext"]["vocabulary_parallel_head"] = job.parts
+        config["ds_ext"] |= {"vocabulary_parallel_head": job.parts, "sequence_slices": job.slices}
         self.module = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn, partition_method="uniform")
         parameters = self.module.parameters()
         self.engine, *_ = ds_ext.initialize(model=self.module, model_parameters=parameters, config=config)
@@ -111,8 +113,8 @@ def in_one_process(name: str) -> tuple[list[float], dict[str, Tensor]]:
     "job",
     [
         Job("Llama", "1f1b", 4),
-        Job("Llama", "bitpipe_zb", 4, chunked=True),
-        Job("GPTNeoX", "zb_v", 2, chunked=True),
+        Job("Llama", "bitpipe_zb", 4, chunked=True, slices=2),
+        Job("GPTNeoX", "zb_v", 2, slices=5),
         Job("GPTNeoX", "bitpipe_zb", 2, in_memory=True),
     ],
     ids=lambda job: f"{job.name}-{job.schedule}-{job.pp}",

@@ -181,6 +181,7 @@ ACTIVE = [
         replace(active(schedule, precision, vocab_size=8192), head_parts=True)
         for schedule, precision in (("1f1b", "bf16"), ("zb_v", "fp32"))
     ),
+    replace(active("1f1b", slices=8, base=LONG_LLAMA, vocab_size=8192), head_parts=True),
     active("1f1b", slices=8, base=LONG_LLAMA, recompute="full"),
     active("zb_v", slices=4, base=LONG_LLAMA, recompute="selective"),
 ]

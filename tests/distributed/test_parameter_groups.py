@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
@@ -245,6 +245,74 @@ def test_all_ranks_have_both_halves_of_muons_groups(ranks: Ranks, zero: int) -> 
     assert halves == [("muon-params", 0.02), ("adam-params", 0.1)]
     for losses, groups in ranks(2).run(train_with_muon, zero, 2, timeout_s=120):
         assert groups == halves and losses == pytest.approx(expected, rel=1e-3)
+
+
+class Words(nn.Module):
+    """Layer in the place of an embedding or a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(SIZE, SIZE) / 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Positions(nn.Module):
+    """Layer that adds the row of an embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table.weight
+
+
+def layers_for_muon(kind: str) -> list[Any]:
+    """Return nine layers with hidden layers 3 to 6. The first and the last are functions."""
+    first, last = LayerSpec(Words), LayerSpec(Words)
+    second: list[Any] = [LayerSpec(Positions), *(LayerSpec(Layer, True) for _ in range(4))]
+    if kind == "tied":
+        first = second[-1] = TiedLayerSpec("words", Words)
+    if kind == "functions":  # on the first device
+        return [*[torch.tanh] * 4, first, *second[-2:], last, torch.tanh]
+    return [torch.tanh, first, *second, last, torch.tanh]
+
+
+def train_with_tags(rank: int, kind: str, schedule: str, pp: int) -> tuple[dict[str, bool], list[float]]:
+    """Return name -> whether Muon trains it, of this rank, and losses."""
+    config = {**config_of(schedule, 0, "fp32", pp), "optimizer": MUON}
+    model = ds_ext.PipelineModule(
+        layers_for_muon(kind), config, loss_fn=squared_error, partition_method="uniform"
+    )
+    if kind == "by the script":
+        for parameter in (p for name, p in model.named_parameters() if name == "1.weight"):
+            parameter.use_muon = True  # pyright: ignore[reportAttributeAccessIssue]
+    engine = ds_ext.initialize(model=model, training_data=samples())[0]
+    losses = train_eagerly(engine)
+    engine.transport.close()
+    halves = {id(p): group["use_muon"] for group in engine.optimizer.param_groups for p in group["params"]}
+    return {name: halves[id(p)] for name, p in engine.module.named_parameters()}, losses
+
+
+MUON_TRAINS: dict[str, set[str]] = {
+    "untied": {"3.linear.weight", "4.linear.weight", "5.linear.weight", "6.linear.weight"},
+    "tied": {"3.linear.weight", "4.linear.weight", "5.linear.weight"},
+    "functions": {"5.linear.weight", "6.linear.weight"},
+    "by the script": {"1.weight"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule"), [*((kind, "1f1b") for kind in MUON_TRAINS), ("untied", "bitpipe")]
+)
+def test_muon_trains_the_matrices_of_hidden_layers(ranks: Ranks, kind: str, schedule: str) -> None:
+    ((tags, expected),) = ranks(1).run(train_with_tags, kind, "1f1b", 1, timeout_s=120)
+    assert {name for name, tag in tags.items() if tag} == MUON_TRAINS[kind]
+    for of_rank, losses in ranks(2).run(train_with_tags, kind, schedule, 2, timeout_s=120):
+        assert of_rank.items() <= tags.items() | {("placeholder_0", False)}
+        assert losses == pytest.approx(expected, rel=1e-3)
 
 
 def unclipped(schedule: str, zero: int, pp: int) -> dict[str, Any]:

@@ -323,6 +323,30 @@ def test_weights_train_in_their_own_dtype(ranks: Ranks, weights: str, zero: int,
             torch.testing.assert_close(weight, trained[name], rtol=0, atol=atol)
 
 
+def facts_of_halves(rank: int, weights: str, zero: int, keys: dict[str, Any]) -> tuple[str, list[str]]:
+    """Return the precision of the run, and the lines of the plan."""
+    engine = halves_engine(weights, zero, "1f1b", bool(zero), **keys)
+    engine.transport.close()
+    return engine.run_facts["precision"], engine.run_facts["plan"].splitlines()
+
+
+@pytest.mark.parametrize(
+    ("weights", "zero", "keys", "words"),
+    [
+        ("bf16 behind fp32", 0, {}, {"bf16", "fp32", "no"}),
+        ("bf16 behind fp32", 1, {}, {"bf16", "fp32"}),
+        ("bf16", 0, {"bf16": {"enabled": True}}, set()),
+    ],
+)
+def test_the_plan_has_the_precision_of_weights_without_a_section(
+    ranks2: RankPool, weights: str, zero: int, keys: dict[str, Any], words: set[str]
+) -> None:
+    (precision, plan), _ = ranks2.run(facts_of_halves, weights, zero, keys)
+    (model,) = [line for line in plan if line.startswith("model ")]
+    assert set(precision.replace(",", "").split()) >= words and ("no" in precision.split()) == ("no" in words)
+    assert model.endswith(precision) == bool(words) and (precision == "bf16") != bool(words)
+
+
 @pytest.mark.parametrize("layout", ["two replicas", "bitpipe"])
 def test_fp16_weights_search_their_loss_scale(ranks2: RankPool, layout: str) -> None:
     """ZeRO scales the loss of fp16 weights also without the section "fp16". Skipped steps do not end the run."""

@@ -49,7 +49,7 @@ def job(
     changes = {key: fields.pop(key) for key in list(fields) if hasattr(MODEL, key)}
     options = OPTIONS.get(schedule, {})
     model = dataclasses.replace(model, **changes)
-    return Job(schedule, *sizes, 8, model, options=options, slices=slices, **fields)
+    return Job(schedule, *sizes, 4, model, options=options, slices=slices, **fields)
 
 
 JOBS = {

@@ -705,7 +705,7 @@ def _draw_head_parts(random: Random, job: Job) -> Job:
 
     def divided(layout: Layout) -> Layout:
         # The ends are not sharded.
-        fits = layout.schedule not in ("fbd", "dpp") and layout.num_slices == layout.tp == 1
+        fits = layout.schedule not in ("fbd", "dpp") and layout.tp == 1
         return dataclasses.replace(layout, head_parts=fits and _chance(random, 0.8))
 
     job = dataclasses.replace(job, layout=divided(job.layout), resume=job.resume and divided(job.resume))

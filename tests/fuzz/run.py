@@ -24,6 +24,7 @@ from .job import MIXES_TOKENS, PATIENCE, Job, Layout
 from .loss_forms import WITHOUT_COUNTS
 from .ranks import train_on_rank
 from .reference import Result
+from .unusual_layers import Checkpointed
 from .zoo import ENDS, ZOO
 
 TIMEOUT_S = 15.0
@@ -76,6 +77,7 @@ def run(job: Job, pools: Ranks) -> Outcome:
     """Run a job on the ranks and in one process, and compare."""
     refused = job.must_be_refused
     plain = dataclasses.replace(job, optimizer="sgd") if refused else job
+    Checkpointed.starved = False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -83,6 +85,9 @@ def run(job: Job, pools: Ranks) -> Outcome:
             noisy = reference.train(plain, noise_seed=1)
         except Exception as error:
             return Outcome(INVALID, _lines(error))
+    # The inputs of a stage have a gradient, also behind frozen layers.
+    if Checkpointed.starved and (job.toggles or job.adds_groups):
+        return Outcome(INVALID, ["torch does not train a reentrant checkpoint behind frozen layers"])
     if diverges(expected):
         return Outcome(INVALID, [f"diverges: {expected.losses}"])
     try:

@@ -206,6 +206,12 @@ def test_a_job_that_diverges_is_invalid(ranks: Ranks) -> None:
     assert run(job, ranks).kind == INVALID
 
 
+def test_torch_does_not_train_a_reentrant_checkpoint_behind_frozen_layers(ranks: Ranks) -> None:
+    job = Job(start="tokens", blocks=("linear", "checkpointed_reentrant", "linear"), layout=Layout(pp=2))
+    assert run(job, ranks).kind == SAME
+    assert run(dataclasses.replace(job, script=(Toggle(AT_START, (0, 1), False),)), ranks).kind == INVALID
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("precision", ["", "bf16", "double"])
 def test_every_kind_trains_in_one_process(precision: str) -> None:

@@ -346,7 +346,14 @@ class TensorHook(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Layer that recomputes a part itself."""
+    """Layer that recomputes a part itself.
+
+    Attributes:
+        starved: whether the reentrant function of torch had no input with a gradient in a step of this process, so that
+            it left its parameters without.
+    """
+
+    starved = False
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -357,6 +364,8 @@ class Checkpointed(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.reentrant and torch.is_grad_enabled() and not x.requires_grad:
+            Checkpointed.starved = True
         y = checkpoint(self._inner, x, use_reentrant=self.reentrant)
         assert isinstance(y, Tensor)
         return y

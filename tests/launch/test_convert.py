@@ -36,8 +36,9 @@ def test_the_script_trains_a_model_of_transformers(
     shutil.copy(corpus / "tokenizer.json", source)
     assert main(["convert", str(source), "--from", "hf", str(checkpoint)]) == 0
 
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("next: "))
-    script, *flags = shlex.split(line.removeprefix("next: deepspeed --num_gpus RANKS "))
+    lines = capsys.readouterr().out.replace("\\\n", "").splitlines()
+    line = next(line for line in lines if line.startswith("then: "))
+    script, *flags = shlex.split(line.removeprefix("then: deepspeed --num_gpus RANKS "))
     flags[flags.index("JSON")], flags[flags.index("DATA")] = config.name, str(corpus)
     words = [str(ROOT / script), *flags, "--save", str(saved), "--train-iters", "3", "--eval-iters", "0"]
     results = run_forked([words] * 2, tmp_path, port=free_port())

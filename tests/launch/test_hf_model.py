@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -69,6 +70,7 @@ def test_training_starts_at_the_loss_of_the_folder(
     results = train("--train-iters", "4")  # the learning rate of the first two steps is 0
     assert [result.returncode for result in results] == [0, 0], results
     assert f"model     {folder}: qwen3, " in results[0].stdout
+    assert len(re.findall(r"^model .* parameters", results[0].stdout, re.MULTILINE)) == 1
     first = metrics()[0]
     batch = first["consumed_samples"]
     assert first["loss"] == pytest.approx(loss_of(theirs, corpus, range(batch)), rel=1e-5)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ...pipe_schedules.draw.svg import nice_step
 
 _WIDTH, _HEIGHT = 560, 196
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 14, 22, 26
+_LEFT, _RIGHT, _TOP, _BOTTOM = 88, 14, 22, 26
 _COLORS = ("I0", "I1")  # of the page's theme
 _BUCKETS = (
     400  # horizontal resolution of a curve; each bucket keeps its first, last, lowest and highest point
@@ -24,7 +24,8 @@ _MARGIN = 0.05
 _START_SHARE = 0.2  # of the steps may be a high start
 _START_FACTOR = 4.0  # an axis that shows it is so much longer than one that does not
 _EQUAL = 1.01  # largest ratio of values that one number describes
-_LETTER = 7.5  # mean width
+_LETTER, _DIGIT = 7.5, 8.6  # mean width of a letter, width of a digit
+_FLAT = 1e-6  # relative range of values that are drawn as equal
 LINE, DOTS, STEPS = "line", "dots", "steps"
 
 Point = tuple[int, float]
@@ -133,13 +134,13 @@ def bars(title: str, values: Sequence[float], *, unit: str, summary: str) -> str
     return _figure(title, "", summary, "", f"{_grid(y, unit)}{_axis(x, 'rank')}{rectangles}", label, "")
 
 
-def number(value: float, unit: str = "") -> str:
-    """Return a value with four significant digits and a separator of thousands; percentages with one decimal."""
+def number(value: float, unit: str = "", digits: int = 4) -> str:
+    """Return a value with significant digits and a separator of thousands; percentages with one decimal."""
     if unit == "%":
         return f"{value:.1f}"
     if value and abs(value) < 1e-3:
-        return f"{value:.3g}"
-    decimals = max(0, 3 - math.floor(math.log10(abs(value)))) if value else 0
+        return f"{value:.{digits - 1}g}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
     text = f"{value:,.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
 
@@ -177,7 +178,7 @@ def value_range(
             high = usual + _HEADROOM * (usual - low)
         if later and max(later) > low and high - low > _START_FACTOR * (max(later) - low):
             high = max(later) + _HEADROOM * (max(later) - low)
-    if high == low:
+    if high - low <= _FLAT * abs(high):
         return (low, low + 1.0) if from_zero else (low - 0.5, low + 0.5)
     margin = _MARGIN * (high - low)
     return (low if from_zero else low - margin), high + margin
@@ -215,22 +216,27 @@ def _marks(marks: Sequence[tuple[int, str]], x: Scale) -> str:
 
 
 def _grid(y: Scale, unit: str) -> str:
+    # Ticks of a narrow range differ in later digits.
+    digits = max(4, math.ceil(math.log10(max(abs(y.low), abs(y.high)) / (y.high - y.low))) + 2)
     lines = (
         f'<path class="line" d="M{_LEFT} {y(value):.2f}H{_WIDTH - _RIGHT}"/>'
-        f'<text class="e" x="{_LEFT - 7}" y="{y(value) + 4:.2f}">{number(value)}{unit if unit == "%" else ""}</text>'
-        for value in _ticks(y.low, y.high, (y.high - y.low) / 4)
+        f'<text class="e" x="{_LEFT - 7}" y="{y(value) + 4:.2f}">{number(value, digits=digits)}'
+        f"{unit if unit == '%' else ''}</text>"
+        for value in _ticks(y.low, y.high, (y.high - y.low) / 6)
     )
     return "".join(lines)
 
 
 def _axis(x: Scale, name: str) -> str:
-    least = max(1.0, (x.high - x.low) / 9)
-    bottom = _HEIGHT - _BOTTOM
-    ticks = (
-        f'<path class="line" d="M{x(value):.2f} {bottom}v4"/>'
-        f'<text class="m" x="{x(value):.2f}" y="{bottom + 16}">{value:,.0f}</text>'
-        for value in _ticks(x.low, x.high, least)
-    )
+    bottom, ticks = _HEIGHT - _BOTTOM, list[str]()
+    most = min(9.0, (x.end - x.start) / (_DIGIT * (len(f"{x.high:,.0f}") + 3)))
+    for value in _ticks(x.low, x.high, max(1.0, (x.high - x.low) / most)):
+        half = _DIGIT / 2 * len(f"{value:,.0f}")
+        label_x = min(max(x(value), _LEFT - _DIGIT / 2 + half), _WIDTH - half)
+        ticks.append(
+            f'<path class="line" d="M{x(value):.2f} {bottom}v4"/>'
+            f'<text class="m" x="{label_x:.2f}" y="{bottom + 16}">{value:,.0f}</text>'
+        )
     return f'{"".join(ticks)}<text class="e" x="{_LEFT - 7}" y="{bottom + 16}">{name}</text>'
 
 

@@ -61,8 +61,8 @@ if (picker) {
     document.querySelectorAll(".step").forEach((part) => (part.hidden = part.dataset.step !== picker.value));
     document.getElementById("before").disabled = picker.selectedIndex === 0;
     document.getElementById("after").disabled = picker.selectedIndex === picker.options.length - 1;
-    view.end = Math.max(...plots.filter((plot) => plot.canvas.offsetParent).map((plot) => plot.data.end));
-    look(0, view.end);
+    view.end = Math.max(...visible().map((plot) => plot.data.end));
+    fit();
   };
   picker.addEventListener("change", show);
   document.getElementById("before").onclick = () => turn(-1);

@@ -1,9 +1,11 @@
 "use strict";
 const KINDS = "FBIWR";
 const WORDS = { F: "forward", B: "backward", I: "input gradient", W: "weight gradient", R: "repeated forward" };
-const LEFT = 116, RIGHT = 118, TOP = 38, BOTTOM = 42;
+const RIGHT = 118, TOP = 38, BOTTOM = 42;
+const FONT = getComputedStyle(document.body).fontFamily;
 const plots = [];
-const view = { from: 0, to: 1, end: 1, least: 0.01 };
+// Times: at the edges, the last, the shortest range. Pixels left of the rows. Whether fit() chose the edges.
+const view = { from: 0, to: 1, end: 1, least: 0.01, left: 0, fits: true };
 const tip = document.getElementById("tip");
 const said = document.getElementById("said");
 let chosen = null; // {plot, row, index} of the computation under the pointer or the cursor keys; or {plot, row, mark}
@@ -59,17 +61,23 @@ function read(data, canvas) {
     return { ...op, pipe, paint: op.kind + (pipe % 4) + shade, head: op.stage >= stages, visit: (visits[pipe][op.stage] ?? 0) / visitsOf[pipe] };
   }));
   const held = data.rows.map((_, device) => (data.forward.includes(device) ? [data.forward] : data.pipes).map((devices) =>
-    range(stages).filter((stage) => devices[stage] === device).join(" ")).join(" · "));
+    range(stages).filter((stage) => devices[stage] === device).join(" ")).join(" · "))
+    .map((stages) => (stages.length > 16 ? "" : `stage${/\d\D+\d/.test(stages) ? "s" : ""} ${stages}`));
   const names = data.names ?? data.rows.map((_, device) => `device ${device}`);
-  const height = rows.length <= 8 ? 30 : rows.length <= 16 ? 24 : rows.length <= 32 ? 17 : 12;
+  const height = rows.length <= 8 ? 30 : rows.length <= 16 ? 24 : rows.length <= 32 ? 17 : 14;
   canvas.style.height = `${TOP + rows.length * height + BOTTOM}px`;
   const marks = (data.marks ?? []).map((row) => row.map(([start, end, below, text, load]) => ({ start, end, below, text, load })));
-  return { data, canvas, rows, marks, held, names, height, pen: canvas.getContext("2d"), width: 0 };
+  const scroller = canvas.closest(".scroll"), pen = canvas.getContext("2d");
+  pen.font = `11px ${FONT}`;
+  const left = 16 + Math.max(...[...names, ...(height >= 30 ? held : [])].map((text) => pen.measureText(text).width));
+  return { data, canvas, scroller, rows, marks, held, names, height, pen, left, width: 0, scrolled: 0 };
 }
 
-const inner = (plot) => Math.max(plot.width - LEFT - RIGHT, 50);
-const toX = (plot, time) => LEFT + ((time - view.from) * inner(plot)) / (view.to - view.from);
-const toTime = (plot, x) => view.from + ((x - LEFT) * (view.to - view.from)) / inner(plot);
+const visible = () => plots.filter((plot) => plot.canvas.offsetParent);
+const inner = (plot) => Math.max(plot.width - view.left - RIGHT, 50);
+const timePerPixel = (plot) => (view.to - view.from) / inner(plot);
+const toX = (plot, time) => view.left + (time - view.from) / timePerPixel(plot);
+const toTime = (plot, x) => view.from + (x - view.left) * timePerPixel(plot);
 const part = (op) => op.m + (op.slice ? `.${op.slice}` : "");
 const name = (op) => `${op.kind}${part(op)}@${op.stage}`;
 const label = (op) => part(op) + (op.head ? "h" : op.kind === "R" ? "*" : "");
@@ -82,7 +90,7 @@ function redraw() {
     queued = false;
     const style = getComputedStyle(document.documentElement);
     const color = (key) => style.getPropertyValue(`--${key}`).trim();
-    plots.filter((plot) => plot.canvas.offsetParent).forEach((plot) => draw(plot, color)); // not in hidden parts
+    visible().forEach((plot) => draw(plot, color));
     document.getElementById("zoom").textContent = `${Number((view.end / (view.to - view.from)).toPrecision(2))}×`;
   });
 }
@@ -94,9 +102,9 @@ function draw(plot, color) {
   canvas.width = Math.round(plot.width * ratio);
   canvas.height = Math.round(canvas.clientHeight * ratio);
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-  const font = getComputedStyle(document.body).fontFamily;
+  moveBar(plot);
   const write = (text, x, y, align, key) => {
-    pen.font = `11px ${font}`;
+    pen.font = `11px ${FONT}`;
     pen.textAlign = align;
     pen.fillStyle = color(key);
     pen.fillText(text, x, y);
@@ -106,18 +114,26 @@ function draw(plot, color) {
   drawAxis(plot, write, color);
   pen.save();
   pen.beginPath();
-  pen.rect(LEFT, 0, inner(plot), TOP + rows.length * height + 5);
+  pen.rect(view.left, 0, inner(plot), TOP + rows.length * height + 5);
   pen.clip();
   const wait = pen.createPattern(hatch(color("hatch"), ratio), "repeat");
   wait.setTransform(new DOMMatrix().scale(1 / ratio));
   const left = toX(plot, 0), right = toX(plot, data.end);
   pen.fillStyle = wait;
   range(rows.length).forEach((r) => pen.fillRect(left, TOP + r * height + 2, right - left, height - 4));
-  rows.forEach((ops, r) => drawRow(plot, ops, TOP + r * height, color, font));
+  rows.forEach((ops, r) => drawRow(plot, ops, TOP + r * height, color));
   plot.marks.forEach((marks, r) => drawMarksOf(plot, marks, TOP + (r + 1) * height, color));
   if (chosen?.index !== undefined) drawChosen(plot, color);
   pen.restore();
   drawMarks(plot, write, color);
+}
+
+/** Scroll the bar below a timetable to the part that is shown. */
+function moveBar(plot) {
+  const { canvas, scroller } = plot, place = view.from / timePerPixel(plot);
+  canvas.parentElement.style.width = `calc(100% + ${view.end / timePerPixel(plot) - inner(plot)}px)`;
+  if (Math.abs(scroller.scrollLeft - place) > 1) scroller.scrollLeft = place;
+  plot.scrolled = scroller.scrollLeft;
 }
 
 function hatch(color, ratio) {
@@ -141,9 +157,9 @@ function drawMargins(plot, write, color) {
   write(data.peak_unit, width - 4, TOP - 11, "right", "muted");
   rows.forEach((_, r) => {
     const y = TOP + r * height + height / 2;
-    const two = height >= 30 && held[r].length <= 16;
-    write(names[r], LEFT - 12, two ? y - 6 : y, "right", "ink");
-    if (two) write(`stage${/\d\D+\d/.test(held[r]) ? "s" : ""} ${held[r]}`, LEFT - 12, y + 7, "right", "muted");
+    const two = height >= 30 && held[r];
+    write(names[r], view.left - 12, two ? y - 6 : y, "right", "ink");
+    if (two) write(held[r], view.left - 12, y + 7, "right", "muted");
     pen.fillStyle = color("bar");
     pen.fillRect(width - RIGHT + 22, y - 4, (40 * data.peaks[r]) / most, 8);
     write(String(Number(data.peaks[r].toPrecision(3))), width - 4, y, "right", "ink");
@@ -158,7 +174,7 @@ function niceStep(least) {
 function drawAxis(plot, write, color) {
   const { pen, rows, height, data } = plot;
   const bottom = TOP + rows.length * height;
-  const step = niceStep((56 * (view.to - view.from)) / inner(plot));
+  const step = niceStep(56 * timePerPixel(plot));
   pen.lineWidth = 1;
   for (let i = Math.ceil(view.from / step - 1e-9); i * step <= view.to * (1 + 1e-9); i++) {
     const x = Math.round(toX(plot, i * step)) + 0.5;
@@ -169,16 +185,13 @@ function drawAxis(plot, write, color) {
     pen.stroke();
     write(short(i * step), x, bottom + 13, "center", "muted");
   }
-  write(data.axis, LEFT + inner(plot) / 2, bottom + 32, "center", "muted");
+  write(data.axis, view.left + inner(plot) / 2, bottom + 32, "center", "muted");
 }
 
-function drawRow(plot, ops, y, color, font) {
+function drawRow(plot, ops, y, color) {
   const { pen, height } = plot;
-  const fills = {}, tones = { F: color("text"), W: color("text"), R: color("text"), B: color("inverse"), I: color("inverse") };
+  const fills = {}, tones = { F: color("text"), W: color("weight"), R: color("text"), B: color("inverse"), I: color("inverse") };
   const paper = color("paper");
-  const { pipe, slices } = plot.data;
-  // All labels have room, or none is written. A point is half as wide as a digit.
-  const digits = String(pipe.length - 1).length + (slices ? 0.5 + String(slices - 1).length : 0);
   let drawnTo = -Infinity;
   for (let i = firstFrom(ops, view.from); i < ops.length && ops[i].start < view.to; i++) {
     const op = ops[i], x = toX(plot, op.start), end = toX(plot, op.end), width = end - x;
@@ -203,9 +216,10 @@ function drawRow(plot, ops, y, color, font) {
       pen.fillRect(x + 3, y + height - 6, (width - 6) * op.visit, 2);
       pen.globalAlpha = faint ? 0.22 : 1;
     }
-    const size = [12, 11].find((s) => width >= digits * s * 0.6 + 2.5 && height >= s + 3);
+    // The longest label has room, or none is written.
+    const size = [12, 11].find((s) => width * 1.001 >= (plot.data.label * s) / 11 && height >= s + 3);
     if (size) {
-      pen.font = `${size}px ${font}`;
+      pen.font = `${size}px ${FONT}`;
       pen.textAlign = "center";
       pen.fillStyle = tones[op.kind];
       pen.fillText(label(op), x + width / 2, y + height / 2 + 0.5);
@@ -247,8 +261,8 @@ function drawMarks(plot, write, color) {
     write(label, x + dx, y, align, "muted");
   };
   const text = (time) => (data.unit ? `${Number(time.toPrecision(4))}${data.unit}` : short(time));
-  line(data.ideal, [3, 3], `ideal ${text(data.ideal)}`, "right", -4, TOP - 25);
-  line(data.makespan, [], `makespan ${text(data.makespan)}`, "right", -4, TOP - 11);
+  line(data.makespan, [], `makespan ${text(data.makespan)}`, "right", -4, TOP - 25);
+  line(data.ideal, [3, 3], `ideal ${text(data.ideal)}`, "right", -4, TOP - 11);
 }
 
 /** The path of the chosen slice of a micro-batch through the devices, and a frame around the chosen op. */

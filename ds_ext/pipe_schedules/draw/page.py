@@ -29,8 +29,10 @@ from .svg import (
     paints,
     peak_unit,
     shades,
+    shortest_time,
     slices_text,
     svg,
+    widest_label,
 )
 
 __all__ = ["html", "svg"]
@@ -53,7 +55,7 @@ _BASE, _DIGIT, _LAST_DIGIT = 30, ord("="), ord("]")
 
 _HINT = (
     "Point at a computation, or use the arrow keys, to see it and follow its micro-batch. The wheel and + − zoom, "
-    "dragging moves, 0 shows all."
+    "dragging and scrolling move, 0 shows all."
 )
 
 
@@ -69,7 +71,8 @@ def html(
 ) -> str:
     """Return a page with all timetables on one time scale.
 
-    A script draws the ops from a compact encoding of one to six bytes per op, or more with jitter.
+    A script draws the ops from a compact encoding of one to six bytes per op, or more with jitter. If the window is too
+    narrow for the labels of the ops, the page shows the first part and scrolls.
 
     Args:
         table: header and rows of a table above the timetables. The first cell of a row is its name.
@@ -228,8 +231,9 @@ def _section(number: int, simulation: Simulation, unit: str) -> str:
     return (
         f'<section aria-labelledby="t{number}">\n<div class="title">'
         f'<h2 id="t{number}">{name}<small>{sizes}</small></h2><dl>{terms}</dl></div>\n'
-        f'<canvas tabindex="0" role="application" aria-roledescription="timetable" '
-        f'aria-label="{label}. Arrow keys walk through the computations." aria-describedby="said"></canvas>\n</section>'
+        f'<div class="scroll"><div><canvas tabindex="0" role="application" aria-roledescription="timetable" '
+        f'aria-label="{label}. Arrow keys walk through the computations." aria-describedby="said"></canvas></div>'
+        "</div>\n</section>"
     )
 
 
@@ -261,6 +265,8 @@ def _plot(simulation: Simulation, axis: str | None, unit: str) -> Plot:
         "makespan": _number(simulation.makespan),
         "end": _number(simulation.end),
         "ideal": _number(simulation.ideal),
+        "shortest": _number(shortest_time([simulation])),
+        "label": widest_label(timetable),
         "peaks": [_number(peak) for peak in simulation.peak_activations],
         "axis": axis or axis_title(simulation),
         "unit": unit and f" {unit}",

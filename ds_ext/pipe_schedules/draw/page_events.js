@@ -32,7 +32,7 @@ function choose(at, aloud) {
 
 function under(plot, event) {
   const row = Math.floor((event.offsetY - TOP) / plot.height);
-  if (!plot.rows[row] || event.offsetX < LEFT || event.offsetX > plot.width - RIGHT) return null;
+  if (!plot.rows[row] || event.offsetX < view.left || event.offsetX > plot.width - RIGHT) return null;
   const time = toTime(plot, event.offsetX), index = firstFrom(plot.rows[row], time);
   const marks = (plot.marks[row] ?? []).filter((mark) => mark.start <= time && time < mark.end);
   const below = marks.find((mark) => mark.below), beside = marks.find((mark) => !mark.below);
@@ -46,8 +46,18 @@ function look(from, to) {
   const middle = (from + to) / 2;
   view.from = Math.min(Math.max(middle - length / 2, 0), view.end - length);
   view.to = view.from + length;
+  view.fits = false;
   choose(null);
   redraw();
+}
+
+/** Show the first part in which computations have room for their labels, or all. */
+function fit() {
+  const shown = visible();
+  shown.forEach((plot) => (plot.width = plot.canvas.clientWidth));
+  const parts = shown.map((plot) => (inner(plot) * plot.data.shortest) / plot.data.label);
+  look(0, Math.min(view.end, ...parts));
+  view.fits = true;
 }
 
 function zoom(factor, about = (view.from + view.to) / 2) {
@@ -76,11 +86,16 @@ function walk(plot, key) {
 }
 
 function listen(plot) {
-  const { canvas } = plot;
+  const { canvas, scroller } = plot;
   let grip = null;
+  scroller.addEventListener("scroll", () => {
+    const by = scroller.scrollLeft - plot.scrolled;
+    plot.scrolled += by;
+    if (by) pan(by * timePerPixel(plot));
+  });
   canvas.addEventListener("pointermove", (event) => {
     if (grip === null) return choose(under(plot, event));
-    pan(((grip - event.offsetX) * (view.to - view.from)) / inner(plot));
+    pan((grip - event.offsetX) * timePerPixel(plot));
     grip = event.offsetX;
   });
   canvas.addEventListener("pointerdown", (event) => {
@@ -98,9 +113,9 @@ function listen(plot) {
   canvas.addEventListener("blur", () => choose(null));
   canvas.addEventListener("wheel", (event) => {
     const whole = view.to - view.from >= view.end;
-    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) pan((event.deltaX * (view.to - view.from)) / inner(plot));
-    else if (event.deltaY > 0 && whole) return; // nothing to zoom out of: the page scrolls
-    else zoom(1.002 ** -event.deltaY, toTime(plot, event.offsetX));
+    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) return; // the timetable scrolls
+    if (event.deltaY > 0 && whole) return; // nothing to zoom out of: the page scrolls
+    zoom(1.002 ** -event.deltaY, toTime(plot, event.offsetX));
     event.preventDefault();
   }, { passive: false });
   canvas.addEventListener("keydown", (event) => {
@@ -118,15 +133,17 @@ function start() {
   const all = JSON.parse(document.getElementById("data").textContent);
   const most = all.flatMap((data) => data.peaks);
   document.querySelectorAll("canvas").forEach((canvas, i) => plots.push(read({ ...all[i], most }, canvas)));
-  view.end = view.to = Math.max(...all.map((data) => data.end)) || 1;
+  view.end = Math.max(...all.map((data) => data.end)) || 1;
+  view.left = Math.ceil(Math.max(...plots.map((plot) => plot.left)));
   view.least = view.end / 1000;
   plots.forEach(listen);
   document.getElementById("in").onclick = () => zoom(1.5);
   document.getElementById("out").onclick = () => zoom(1 / 1.5);
   document.getElementById("all").onclick = () => look(0, view.end);
-  new ResizeObserver(redraw).observe(document.body);
-  ["(prefers-color-scheme: dark)", "print"].forEach((query) => matchMedia(query).addEventListener("change", redraw));
-  redraw();
+  new ResizeObserver(() => (view.fits ? fit() : redraw())).observe(document.body);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  matchMedia("print").addEventListener("change", ({ matches }) => (matches ? look(0, view.end) : fit()));
+  fit();
 }
 
 start();

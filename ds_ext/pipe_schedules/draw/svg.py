@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ class Theme(NamedTuple):
     ``kinds[p]`` are the colors of pipe p: forward, whole backward, input gradient, weight gradient. A repeated forward
     has the color of a forward and a star. Pipes differ in hue. The first two are blue and orange, which remain distinct
     with every kind of color blindness. Kinds differ in lightness, even when printed in gray. ``text`` is the color of
-    labels on forwards and weight gradients, ``inverse`` on the other two.
+    labels on forwards, ``weight`` on weight gradients, ``inverse`` on the other two.
     """
 
     paper: str
@@ -35,6 +35,7 @@ class Theme(NamedTuple):
     hatch: str
     bar: str
     text: str
+    weight: str
     inverse: str
     kinds: tuple[tuple[str, str, str, str], ...]
 
@@ -47,6 +48,7 @@ LIGHT = Theme(
     hatch="#dde2e8",
     bar="#b4bcc6",
     text="#1b2128",
+    weight="#1b2128",
     inverse="#ffffff",
     kinds=(
         ("#cce2f5", "#1a5287", "#3778b1", "#8dbbe2"),
@@ -60,15 +62,16 @@ DARK = Theme(
     ink="#e8edf2",
     muted="#9aa6b2",
     line="#2b323a",
-    hatch="#2a3139",
+    hatch="#242b33",
     bar="#55606c",
     text="#ffffff",
+    weight="#10151a",
     inverse="#10151a",
     kinds=(
-        ("#1d3f5c", "#a9d3f4", "#6aabdc", "#3f79ad"),
-        ("#563517", "#facd9f", "#e59a54", "#a3672e"),
-        ("#174437", "#a3e2cd", "#56bb9b", "#30826a"),
-        ("#54314e", "#e9c5e1", "#c78abb", "#9f5f96"),
+        ("#306899", "#b5d9f5", "#79b4e0", "#568fc1"),
+        ("#8e5726", "#facc9e", "#e69e5a", "#c17a36"),
+        ("#26705b", "#a1e1cc", "#5fbfa0", "#399b7e"),
+        ("#8a5080", "#ebcbe4", "#d19ec7", "#af78a7"),
     ),
 )
 _MAX_LISTED = 16
@@ -77,15 +80,22 @@ BELOW = "reduction or gather, below the row"
 LATER = "a later stage on the same device"
 KINDS = FORWARD + BACKWARD + BACKWARD_INPUT + BACKWARD_WEIGHT  # in the order of a palette
 DRAWN = KINDS + RECOMPUTE
-ON_DARK = (BACKWARD, BACKWARD_INPUT)
+# Color of the labels on a kind, as a field of the theme.
+TONES = {
+    FORWARD: "text",
+    BACKWARD: "inverse",
+    BACKWARD_INPUT: "inverse",
+    BACKWARD_WEIGHT: "weight",
+    RECOMPUTE: "text",
+}
 # Shades of the first and the last slice of a kind, as positions on the scale paper, forward, weight gradient, input
 # gradient, backward, ink. Labels stay readable on every shade, and the shades of two kinds do not overlap.
 _SHADES = {
-    FORWARD: (0.4, 1.15),
-    BACKWARD_WEIGHT: (1.5, 2.0),
+    FORWARD: (0.75, 1.35),
+    BACKWARD_WEIGHT: (1.7, 2.2),
     BACKWARD_INPUT: (3.0, 3.5),
     BACKWARD: (3.8, 4.5),
-    RECOMPUTE: (0.4, 1.15),
+    RECOMPUTE: (0.75, 1.35),
 }
 _MOST_SHADES = 8
 
@@ -125,6 +135,26 @@ def numbers(simulation: Simulation, unit: str = "") -> list[tuple[str, str]]:
         ("bubble", f"{simulation.bubble:.1%}"),
         ("peak activations", " ".join(peaks)),
     ]
+
+
+def shortest_time(simulations: Sequence[Simulation]) -> float:
+    """Return the time that nine of ten ops take at least, ops that take no time aside; 1 if no op takes time.
+
+    A few very short ops must not make a diagram much wider.
+    """
+    times = sorted(
+        end - start for s in simulations for row in s.spans for _, start, end in row if end > start
+    )
+    return times[len(times) // 10] if times else 1.0
+
+
+def widest_label(timetable: Timetable) -> float:
+    """Return the pixels that an op needs for the label of the last slice of the last micro-batch."""
+    return _label_width(slice_text(timetable.micro_batches - 1, timetable.slices - 1))
+
+
+def _label_width(label: str) -> float:
+    return 7 * len(label) - 3.5 * label.count(".") + 3  # a point is half as wide as a digit
 
 
 def peak_unit(timetable: Timetable) -> str:
@@ -191,7 +221,7 @@ def _mix(scale: tuple[str, ...], position: float) -> str:
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)
 
 
-_ROW, _LEFT, _RIGHT, _TOP = 26, 64, 96, 90
+_ROW, _LEFT, _RIGHT, _TOP = 26, 80, 112, 90
 _FONT = "system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif"
 
 
@@ -205,13 +235,11 @@ def svg(*simulations: Simulation, axis: str | None = None, unit: str = "") -> st
         unit: unit of times, such as ``ms``; empty: a forward.
     """
     longest = max(simulation.end for simulation in simulations)
-    shortest = (end - start for s in simulations for row in s.spans for _, start, end in row if end > start)
-    columns = longest / min(shortest, default=1.0)
-    column = min(max(1200 / max(columns, 1), 12), 26)
-    # A few very short ops must not make the diagram too wide for viewers. If no op takes time, any scale will do.
+    columns = longest / shortest_time(simulations)
+    label = max(widest_label(s.timetable) for s in simulations)
+    column = max(min(1200 / max(columns, 1), 26), label)
+    # Not too wide for viewers. If no op takes time, any scale will do.
     scale = min(columns * column, 12000) / (longest or 1) or column
-    if len(simulations) > 1:
-        scale = 1000 / (longest or 1)
     width = max(_LEFT + longest * scale + _RIGHT, 560)
     blocks, labels, y = [], [], 0
     for simulation in simulations:
@@ -230,14 +258,15 @@ def svg(*simulations: Simulation, axis: str | None = None, unit: str = "") -> st
         ]
         y += bottom + 44
     most = max(simulations, key=lambda s: (s.timetable.placement.replicas, len(kinds_of(s.timetable))))
+    keys, y = _legend(most.timetable, any(any(s.collectives) for s in simulations), width, y + 12)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {y + 30}" width="{_n(width)}" '
-        f'height="{y + 30}" role="img" aria-label="{"; ".join(labels)}">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_n(width)} {y}" width="{_n(width)}" '
+        f'height="{y}" role="img" aria-label="{"; ".join(labels)}">',
         _style({count for s in simulations if (count := shades(s.timetable.slices)) > 1}),
         '<defs><pattern id="wait" width="6" height="6" patternUnits="userSpaceOnUse"><path d="M-1 7L7 -1M-1 1L1 '
         '-1M5 7L7 5" class="hatch"/></pattern></defs><rect class="paper" width="100%" height="100%"/>',
         *blocks,
-        *_legend(most.timetable, any(any(s.collectives) for s in simulations), y + 12),
+        *keys,
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
@@ -256,8 +285,9 @@ def _colors(theme: Theme, counts: Collection[int]) -> str:
     """Return the rules of a theme: selector -> property and color."""
     rules = {
         ".paper": f"fill:{theme.paper}",
-        "text,.dark,.text": f"fill:{theme.text}",
-        ".bright": f"fill:{theme.inverse}",
+        "text,.text": f"fill:{theme.text}",
+        ".weight": f"fill:{theme.weight}",
+        ".inverse": f"fill:{theme.inverse}",
         ".muted": f"fill:{theme.muted}",
         ".bar": f"fill:{theme.bar}",
         ".hatch,.grid": f"stroke:{theme.hatch}",
@@ -273,7 +303,7 @@ def _rows(simulation: Simulation, scale: float) -> Iterator[str]:
     most = max(simulation.peak_activations, default=0) or 1
     end_x = _LEFT + simulation.end * scale
     for text, y in (("peak activations", _TOP - 22), (peak_unit(timetable), _TOP - 7)):
-        yield f'<text x="{_n(end_x + 86)}" y="{y}" class="muted e">{text}</text>'
+        yield f'<text x="{_n(end_x + 12)}" y="{y}" class="muted">{text}</text>'
     for device, spans in enumerate(simulation.spans):
         y, peak = _TOP + device * _ROW, simulation.peak_activations[device]
         yield f'<text x="{_LEFT - 10}" y="{y + 17}" class="e">device {device}</text>'
@@ -301,7 +331,7 @@ def _box(
     x, width = _LEFT + start * scale, (end - start) * scale
     mark = "h" if op.stage >= timetable.placement.stages else "*" * (op.kind == RECOMPUTE)
     label = f"{slice_text(op.micro_batch, op.slice)}{mark}"
-    tone = "bright" if op.kind in ON_DARK else "dark"
+    tone = TONES[op.kind]
     part = f", slice {op.slice}" if timetable.slices > 1 else ""
     tip = f"{op}: {WORDS[op.kind]}{part}, pipe {timetable.pipe(op.micro_batch)}, {start:g} to {end:g}"
     box = (
@@ -313,7 +343,7 @@ def _box(
         bar = max((width - 5) * earlier / (count - 1), 0)
         position = f'x="{_n(x + 2.5)}" y="{y + _ROW - 6}" width="{_n(bar)}" height="2"'
         box += f'<rect class="{tone}" {position} opacity=".5"/>'
-    if width >= 6.5 * len(label) - 3.5 * label.count(".") + 2:
+    if round(width, 2) >= _label_width(label):
         box += f'<text class="{tone} c" x="{_n(x + width / 2)}" y="{y + 16.5}" pointer-events="none">{label}</text>'
     return box
 
@@ -321,8 +351,8 @@ def _box(
 def _marks(simulation: Simulation, scale: float, bottom: float, unit: str) -> Iterator[str]:
     """Yield lines at the ideal and at the makespan; the bubble is between them."""
     marks = (
-        ("ideal", simulation.ideal, "3 3", _TOP - 22),
-        ("makespan", simulation.makespan, "none", _TOP - 7),
+        ("makespan", simulation.makespan, "none", _TOP - 22),
+        ("ideal", simulation.ideal, "3 3", _TOP - 7),
     )
     for name, time, dash, y in marks:
         label = f"{name} {time:.4g} {unit}" if unit else f"{name} {time:g}"
@@ -350,36 +380,38 @@ def nice_step(least: float) -> float:
     return next((power * factor for factor in (1, 2, 5) if power * factor >= least), power * 10)
 
 
-def _legend(timetable: Timetable, has_collectives: bool, y: float) -> Iterator[str]:
-    x = 16.0
+def _legend(timetable: Timetable, has_collectives: bool, width: float, y: float) -> tuple[list[str], float]:
+    """Return the legend from ``y`` on, in lines of at most ``width``, and the y below it."""
+    items = list[tuple[str, int, str]]()  # swatch, its width, text
     for pipe in range(min(timetable.placement.replicas, len(LIGHT.kinds))):
         name = f"pipe {pipe}: " if timetable.placement.replicas > 1 else ""
         for kind in kinds_of(timetable):
-            text = name + legend(kind)
-            yield f'<rect class="{kind}{pipe}" x="{_n(x)}" y="{y}" width="13" height="11" rx="2"/>'
-            yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">{text}</text>'
-            x += 34 + 5.8 * len(text)
+            swatch = f'<rect class="{kind}{pipe}" width="13" height="11" rx="2"/>'
+            items.append((swatch, 13, name + legend(kind)))
             name = ""
-    yield f'<rect x="{_n(x)}" y="{y}" width="13" height="11" fill="url(#wait)"/>'
-    yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">waiting</text>'
-    x += 80
+    items.append(('<rect width="13" height="11" fill="url(#wait)"/>', 13, "waiting"))
     if timetable.placement.stages > timetable.placement.num_devices:
-        yield f'<rect class="muted" x="{_n(x)}" y="{y + 7}" width="13" height="2"/>'
-        yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">{LATER}</text>'
-        x += 34 + 5.8 * len(LATER)
+        items.append(('<rect class="muted" y="7" width="13" height="2"/>', 13, LATER))
     if has_collectives:
-        yield f'<rect class="text" x="{_n(x)}" y="{y + 4}" width="13" height="3"/>'
-        yield f'<text class="muted" x="{_n(x + 18)}" y="{y + 10}">{BELOW}</text>'
-        x += 34 + 5.8 * len(BELOW)
+        items.append(('<rect class="text" y="4" width="13" height="3"/>', 13, BELOW))
     if timetable.placement.head_parts:
-        yield f'<text class="muted" x="{_n(x)}" y="{y + 10}">{HEAD}</text>'
-        x += 34 + 5.8 * len(HEAD)
+        items.append(("", -5, HEAD))
     if timetable.slices > 1:
-        count = shades(timetable.slices)
-        for shade in range(count):
-            name = f"{kinds_of(timetable)[0]}0-{shade}-{count}"
-            yield f'<rect class="{name}" x="{_n(x + 9 * shade)}" y="{y}" width="9" height="11"/>'
-        yield f'<text class="muted" x="{_n(x + 9 * count + 5)}" y="{y + 10}">{slices_text(timetable.slices)}</text>'
+        count, kind = shades(timetable.slices), kinds_of(timetable)[0]
+        swatches = (
+            f'<rect class="{kind}0-{shade}-{count}" x="{9 * shade}" width="9" height="11"/>'
+            for shade in range(count)
+        )
+        items.append(("".join(swatches), 9 * count, slices_text(timetable.slices)))
+    parts, x = list[str](), 16.0
+    for swatch, size, text in items:
+        advance = size + 21 + 6.2 * len(text)
+        if x + advance > width:
+            x, y = 16.0, y + 18
+        label = f'<text class="muted" x="{size + 5}" y="10">{text}</text>'
+        parts.append(f'<g transform="translate({_n(x)} {_n(y)})">{swatch}{label}</g>')
+        x += advance
+    return parts, y + 18
 
 
 def _n(value: float) -> str:

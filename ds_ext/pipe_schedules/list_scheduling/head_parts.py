@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import islice, product
 
 from ..costs import Costs
@@ -71,9 +72,11 @@ def insert_head_parts(timetable: Timetable, costs: Costs, max_ahead: int = 1) ->
         max_ahead: activations that a device may keep beyond those of ``timetable``, in units of 1/D of the model.
     """
     placement, dependencies = timetable.placement, timetable.dependencies
-    workload = Workload(placement, timetable.micro_batches, costs, dependencies.split)
-    num_ops = sum(map(len, timetable.orders)) + timetable.micro_batches * (2 * placement.head_parts + 1)
-    chunks = placement.stages // placement.devices_per_pipe
+    slices = timetable.slices
+    workload = Workload(placement, timetable.micro_batches, costs, dependencies.split, slices=slices)
+    of_head = timetable.micro_batches * slices * (2 * placement.head_parts + 1)
+    num_ops = sum(map(len, timetable.orders)) + of_head
+    chunks = placement.stages * slices // placement.devices_per_pipe  # of a micro-batch on a device
     best, best_ahead = None, 0
     aheads = range(0, max_ahead * chunks + 1, chunks)
     tried = _MAX_WEIGHTS if num_ops * len(_MAX_WEIGHTS) * len(aheads) <= _MAX_OPS else _MAX_WEIGHTS[:1]
@@ -88,7 +91,7 @@ def insert_head_parts(timetable: Timetable, costs: Costs, max_ahead: int = 1) ->
         if best is None or result.makespan < best.makespan * (1 - (_WORTH if ahead > best_ahead else _SLACK)):
             best, best_ahead = result, ahead
     assert best is not None, "the order of the schedule itself does not deadlock"
-    return Timetable(timetable.schedule, placement, timetable.micro_batches, best.orders)
+    return replace(timetable, orders=best.orders)
 
 
 def _forwards_earlier(order: Sequence[Op], count: int) -> list[Op]:

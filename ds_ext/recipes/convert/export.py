@@ -61,12 +61,16 @@ def export(source: Path, output: Path, shard_bytes: int = round(SHARD_GB * 1e9))
     tensors = {name: value for name, value in layers.items() if isinstance(value, Tensor)}
     places = {engine_name: name for name, engine_name in weights.engine_names.items()}
     # Name of a tensor -> name of the weight that it is; a shared parameter has several names.
-    owners = {name: name for name in weights.shapes}
-    owners |= {alias: places[engine_name] for alias, engine_name in manifest.get("aliases", {}).items()}
+    aliases = {alias: places[engine_name] for alias, engine_name in manifest.get("aliases", {}).items()}
+    owners = {name: name for name in weights.shapes} | aliases
     prefixes: dict[str, str] = {}  # index of a layer -> prefix of its names in the module
     for name, engine_name in weights.engine_names.items():
         layer, _, key = name.partition(".")
         prefixes[layer] = engine_name.removesuffix(key)
+    for alias, name in aliases.items():
+        (layer, *_), prefix = alias.split("."), prefixes[name.partition(".")[0]]
+        if prefix.startswith("tied_modules."):  # a layer of another class or with other arguments
+            prefixes[layer] = f"{prefix.removesuffix('.')}@{layer}."
 
     def read(name: str) -> dict[str, Tensor]:
         layer, _, key = name.partition(".")

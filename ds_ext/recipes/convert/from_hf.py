@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import secrets
-import shlex
 import shutil
 from collections.abc import Mapping
 from itertools import groupby
@@ -20,6 +19,7 @@ from ...engine.checkpoint.lock import FolderLock
 from ...engine.checkpoint.save import STATE_FILE
 from ...engine.state import COUNTERS
 from ...errors import ConfigError
+from ..data.prepare import command_lines
 from ..data.tokenizer_base import Tokenizer
 from ..models.bert import BertConfig
 from ..models.config import TransformerConfig
@@ -77,7 +77,7 @@ def write_checkpoint(source: Path, output: Path) -> str:
             f"note: the model has {config.vocab_size} word embeddings, its tokenizer {tokenizer[1].vocab_size} tokens. "
             "train_bert.py uses the tokenizer's number. Adapt the model with transformers' resize_token_embeddings().\n"
         )
-    return summary + f"next: {_next_command(config, source, output, tokenizer)}"
+    return summary + _next_commands(config, source, output, tokenizer)
 
 
 def _write(output: Path, model: HuggingFaceModel, state: Mapping[str, Any]) -> Path:
@@ -141,10 +141,10 @@ def _record(weight: Counterpart) -> dict[str, Any]:
     }
 
 
-def _next_command(
+def _next_commands(
     config: TransformerConfig, source: Path, output: Path, tokenizer: tuple[Path, Tokenizer] | None
 ) -> str:
-    """Return the command that trains from the checkpoint."""
+    """Return the command that prepares data, and the one that trains from the checkpoint."""
     is_bert = isinstance(config, BertConfig)
     flags: dict[str, Any] = {"--load": output}
     if is_bert or is_gpt2(config):
@@ -168,5 +168,6 @@ def _next_command(
     if isinstance(config, BertConfig) and config.order_classes is None:
         command.append("--bert-no-binary-head")
     path = tokenizer[0] if tokenizer else "TOKENIZER"
-    prepare = shlex.join(["python", "-m", "ds_ext", "prepare", "--tokenizer", str(path)])
-    return f"{shlex.join(command)} --data-path DATA\n      after: {prepare} --source TEXT --output DATA"
+    verb = ["python", "-m", "ds_ext", "prepare"]
+    prepare = [*verb, "--tokenizer", str(path), "--source", "TEXT", "--output", "DATA"]
+    return f"next: {command_lines(prepare)}\nthen: {command_lines([*command, '--data-path', 'DATA'])}"

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import sys
 import tempfile
 import time
@@ -49,8 +50,8 @@ MEGATRON_TYPES = {
     "GPTSentencePieceTokenizer": "--tokenizer-model FILE",
     "Llama2Tokenizer": "--tokenizer-model FILE",
 }
-NEXT_GPT = "train_gpt.py --deepspeed_config configs/bitpipe.json"
-NEXT_BERT = "train_bert.py --deepspeed_config configs/bert_bitpipe.json"
+NEXT_GPT = "train_gpt.py", "--deepspeed_config", "configs/bitpipe.json"
+NEXT_BERT = "train_bert.py", "--deepspeed_config", "configs/bert_bitpipe.json"
 VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "numpy", "torch")
 
 
@@ -150,16 +151,29 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"{output} is already prepared (--force prepares it again)")
     _print_summary(meta)
-    command = NEXT_BERT if is_bert else NEXT_GPT
+    words = ["deepspeed", "--num_gpus", "4", *(NEXT_BERT if is_bert else NEXT_GPT)]
     if template is not None:
-        command += f" --seq-length {seq_length_of(meta, {})}"
-    following = [f"deepspeed --num_gpus 4 {command} --data-path {output} --save checkpoints/{output.name}"]
+        words += ["--seq-length", str(seq_length_of(meta, {}))]
+    words += ["--data-path", str(output), "--save", f"checkpoints/{output.name}"]
     if not split_documents(meta["documents"], parse_split(DEFAULT_SPLIT))[1]:
-        following[0] += " --eval-iters 0"
+        words += ["--eval-iters", "0"]
+    following = [command_lines(words)]
     if not is_bert and _has_model(args.tokenizer):
         following = write_jobs(Path(args.tokenizer), output, meta) or following
     print("next: " + "\nor with LoRA: ".join(following))
     return 0
+
+
+def command_lines(words: Sequence[str]) -> str:
+    """Return the words as a command for a shell, of lines with at most 120 columns that start at column 6."""
+    words = [shlex.quote(word) for word in words]
+    lines = [words[0]]
+    for word, value in zip(words[1:], [*words[2:], ""], strict=True):
+        if word.startswith("--") and len(f"{lines[-1]} {word} {value}") > 120 - 6 - len(" \\"):
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return " \\\n      ".join(lines)
 
 
 def _output_folder(args: argparse.Namespace, is_bert: bool) -> Path:

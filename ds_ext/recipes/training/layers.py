@@ -39,13 +39,13 @@ class OwnLayers:
     """Builder with the layers of ds_ext. All ranks call each method together.
 
     Attributes:
-        lines: lines of the plan on the model of ``--hf-model``.
+        weights: description of the weights of ``--hf-model`` for the plan; "" without it.
     """
 
     def __init__(self, args: argparse.Namespace, plan: JobPlan, config: TransformerConfig) -> None:
         self._args, self._config = args, config
         self._folder = HuggingFaceModel(Path(args.hf_model)) if args.hf_model else None
-        self.lines = [] if self._folder is None else [f"model     {args.hf_model}: {self._folder.describe()}"]
+        self.weights = "" if self._folder is None else f"{args.hf_model}: {self._folder.describe()}"
 
     def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
         """Return the module of this rank, without initial weights if they are loaded next."""
@@ -90,7 +90,7 @@ class DecoderLayers:
         if settings.vocabulary_parallel_head:
             self._layers[-1].in_parts(settings.pipeline_parallel_size)  # likewise
         adapters = "" if rank is None else f", frozen, with adapters of rank {rank}"
-        self.lines = [f"model     {path}: {ModelFolder(path).describe()}{adapters} (layers of transformers)"]
+        self.weights = f"{path}: {ModelFolder(path).describe()}{adapters} (layers of transformers)"
 
     def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
         """Return the module of this rank."""

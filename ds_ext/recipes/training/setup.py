@@ -361,6 +361,7 @@ def describe_plan(
     model: TransformerConfig,
     token_bytes: int = 0,
     hosts: Hosts | None = None,
+    weights: str = "",
 ) -> str:
     """Return the text of the plan with the names of the layers, the size of a message and the traffic between hosts.
 
@@ -371,6 +372,7 @@ def describe_plan(
         model: config of the model.
         token_bytes: bytes per token that a message carries in addition to its activation.
         hosts: hosts of the job; None: unknown.
+        weights: text on the folder with the initial weights, and on their number; empty: the number is estimated.
 
     Raises:
         ConfigError: there are several hosts, with more or fewer slots than the job has ranks.
@@ -385,7 +387,7 @@ def describe_plan(
         boundaries=boundaries,
         layer_names=layer_names,
         message_bytes=_longest_slice(args, plan, message_bytes),
-        model=f"{round(model_parameters(sizes)):,} parameters (estimated)",
+        model=weights or f"{round(model_parameters(sizes)):,} parameters (estimated)",
         parameters=[round(count) for count in rank_parameters(sizes, plan.layout.placement)],
         memory=memory(plan.timetable, sizes, plan.settings.slice_lengths),
         defers=args.transformer_impl != "transformer_engine",
@@ -423,7 +425,7 @@ def check_memory(
     text = f"memory: rank {rank()} needs an estimated {format_bytes(needed)} for tensors (free: {format_bytes(free)})."
     if needed > free:
         slices = _fitting_slices(plan, sizes, device, usable_bytes(free, HEADROOM, "headroom"))
-        fix = f"--sequence-slices {slices}, " if slices else ""
+        fix = f"--sequence-slices {slices}, " if slices and args.transformer_impl == "local" else ""
         raise ConfigError(
             f"{text} Use {fix}smaller micro-batches, --recompute-granularity full or more devices; "
             f"`python -m ds_ext plan --memory {format_bytes(free).replace(' ', '')}` lists what fits."
@@ -443,8 +445,13 @@ def _fitting_slices(plan: JobPlan, sizes: TrainingSizes, device: int, free: int)
         ):
             continue
         with contextlib.suppress(ScheduleError):
-            options, devices = plan.options, plan.settings.pipeline_parallel_size
-            timetable = plan.schedule.timetable(devices, plan.sizes.micro_batches, options, slices=slices)
+            timetable = plan.schedule.timetable(
+                plan.settings.pipeline_parallel_size,
+                plan.sizes.micro_batches,
+                plan.options,
+                slices=slices,
+                head_parts=plan.settings.vocabulary_parallel_head,
+            )
             if memory(timetable, sizes)[device].total <= free:
                 return slices
     return None

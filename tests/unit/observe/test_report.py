@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ds_ext.__main__ import main
 from ds_ext.errors import ConfigError
@@ -244,6 +246,14 @@ def test_outliers_are_above_the_scale() -> None:
         value_range([-2.0, 1.0], from_zero=True, cut_outliers=True)[0] == -2.0
     )  # nothing is below the scale
     assert value_range([-2.0, -1.0], from_zero=True, cut_outliers=False)[1] >= 0.0
+
+
+@given(st.floats(1e-2, 1e6), st.floats(1e-5, 1e3), st.booleans())
+def test_vertical_axes_have_at_least_two_different_ticks(low: float, spread: float, from_zero: bool) -> None:
+    points = [(1, low * (1 + spread)), (2, low)]
+    drawn = chart("Loss", [Curve("", points)], (1, 2), from_zero=from_zero)
+    ticks = re.findall(r'<text class="e"[^>]*>([^<]*)</text>', drawn)[:-1]
+    assert 2 <= len(ticks) <= 8 and len(set(ticks)) == len(ticks)
 
 
 def test_the_bar_of_one_rank_is_drawn_to_scale() -> None:

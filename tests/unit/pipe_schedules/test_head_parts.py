@@ -25,7 +25,7 @@ from ds_ext.pipe_schedules.simulation import peak_stages, simulate
 from ds_ext.pipe_schedules.text import dumps, loads, torch_csv
 from ds_ext.planner.job_plan import make_job_plan
 from tests.selection import EVERYTHING
-from tests.unit.pipe_schedules.test_properties import run
+from tests.unit.pipe_schedules.test_properties import WITH_SLICES, run
 
 REFUSED = {"fbd", "dpp"}
 SCHEDULED = sorted(set(SCHEDULES) - REFUSED)
@@ -33,13 +33,16 @@ SIZES = [(d, n) for d in ((2, 3, 4, 6, 8) if EVERYTHING else (2, 3, 4)) for n in
 LAYERS = 4  # per device
 
 
-def made(name: str, devices: int, micro_batches: int, head: float = 0.5) -> Timetable:
+def made(name: str, devices: int, micro_batches: int, head: float = 0.5, slices: int = 1) -> Timetable:
     """Return a timetable with head parts, planned for a head of this cost factor."""
-    return get_schedule(name).timetable(devices, micro_batches, costs=Costs(head=head), head_parts=True)
+    options = {"mode": "greedy"} if name == "bitpipe" and slices > 1 else {}
+    return get_schedule(name).timetable(devices, micro_batches, options, Costs(head=head), slices, True)
 
 
-@pytest.mark.parametrize("name", SCHEDULED)
-def test_every_size_is_complete_and_runs(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "slices"), [(name, 1) for name in SCHEDULED] + [(name, 3) for name in WITH_SLICES]
+)
+def test_every_size_is_complete_and_runs(name: str, slices: int) -> None:
     sizes = 0
     for devices, micro_batches in SIZES:
         try:
@@ -47,10 +50,10 @@ def test_every_size_is_complete_and_runs(name: str) -> None:
         except ScheduleError:
             continue
         sizes += 1
-        timetable = made(name, devices, micro_batches)
+        timetable = made(name, devices, micro_batches, slices=slices)
         placement = timetable.placement
-        assert placement.head_parts == devices
-        for trained in (timetable, forward_timetable(placement, micro_batches)):
+        assert (placement.head_parts, timetable.slices) == (devices, slices)
+        for trained in (timetable, forward_timetable(placement, micro_batches, slices=slices)):
             program = lower(trained)
             report = check(program)
             assert report.messages == simulate(trained).messages
@@ -60,8 +63,8 @@ def test_every_size_is_complete_and_runs(name: str) -> None:
             counts = {kind: 0 for kind in "FW"}
             for op in (op for order in trained.orders for op in order if op.stage >= placement.stages):
                 counts[op.kind] += 1
-            weights = micro_batches * devices * trained.trains
-            assert counts == {"F": micro_batches * (devices + 1), "W": weights}
+            items = micro_batches * slices
+            assert counts == {"F": items * (devices + 1), "W": items * devices * trained.trains}
         simulation = simulate(timetable)
         check(with_waits(with_reductions(lower(timetable), eager_reductions(simulation))))
         assert set(report.loss_devices) == {pipe[-1] for pipe in placement.pipes}
@@ -130,9 +133,13 @@ def test_forward_devices_and_orders_of_run_time_have_no_parts(name: str) -> None
         make_job_plan(load_config({"train_batch_size": 8, "ds_ext": section}))
 
 
-def test_slices_have_no_parts() -> None:
-    with pytest.raises(ScheduleError, match=r"vocabulary_parallel_head .*got sequence_slices 2"):
-        get_schedule("1f1b").timetable(4, 8, slices=2, head_parts=True)
+@pytest.mark.parametrize("name", WITH_SLICES)
+def test_slices_shorten_the_way_to_the_head_and_back(name: str) -> None:
+    whole, sliced = (simulate(made(name, 4, 8, 2.0, slices), Costs(head=2.0)) for slices in (1, 4))
+    assert sliced.makespan < whole.makespan * (1.0 if "bitpipe" in name else 0.98)
+    assert max(sliced.peak_activations) < max(whole.peak_activations) or name == "gpipe"
+    # All work: layers, forwards of the parts with input gradients, and their weight gradients.
+    assert sliced.ideal == pytest.approx(whole.ideal) == pytest.approx(24 + 12)
 
 
 def test_a_file_with_parts_needs_the_key(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def timetables(
 
 
 TIMETABLES = timetables(sorted(SCHEDULES), range(2, 5), range(2, 9), range(1, 2), (False, True)) | timetables(
-    WITH_SLICES, range(2, 5), range(1, 5), range(2, 4)
+    WITH_SLICES, range(2, 5), range(1, 5), range(2, 4), (False, True)
 )
 
 

@@ -15,7 +15,6 @@ import pytest
 
 from ds_ext.__main__ import main
 from ds_ext.config.job import load_config
-from ds_ext.errors import ConfigError
 from ds_ext.parallel.crossing import messages_between
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs, read_costs
@@ -147,15 +146,20 @@ def test_the_loss_gets_two_tensors_of_a_part() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb_h1", "zb_v", "bitpipe", "bitpipe_zb", "interleaved"])
 @pytest.mark.parametrize("costs", [Costs(head=1.0), Costs(1, 2, 0.5, 0.1, head=(1, 1, 2)), Costs(head=9)])
-def test_no_order_is_shorter_than_the_bound(name: str, costs: Costs) -> None:
-    timetable = get_schedule(name).timetable(4, 8, costs=costs, head_parts=True)
+@pytest.mark.parametrize("slices", [1, 3])
+def test_no_order_is_shorter_than_the_bound(name: str, costs: Costs, slices: int) -> None:
+    options = {"mode": "greedy"} if name == "bitpipe" else {}
+    timetable = get_schedule(name).timetable(4, 8, options, costs, slices, head_parts=True)
     for split in (False, True):
-        workload = Workload(timetable.placement, 8, costs, split and bool(timetable.split_backwards))
+        split = split and bool(timetable.split_backwards)
+        workload = Workload(timetable.placement, 8, costs, split, slices=slices)
         assert lower_bound(workload) <= simulate(timetable, costs).makespan * (1 + 1e-9)
 
 
 def test_a_plan_for_a_cluster() -> None:
-    cluster = Cluster(devices=8, memory_bytes=72 * 10**9, batch=16, tensor_parallel=1, head_parts=True)
+    cluster = Cluster(
+        devices=8, memory_bytes=72 * 10**9, batch=16, tensor_parallel=1, head_parts=True, slices=(1, 2)
+    )
     found = plan_cluster(cluster, replace(LLAMA, zero_stage=1))
     plain = plan_cluster(replace(cluster, head_parts=False, slices=(1,)), replace(LLAMA, zero_stage=1))
     row, other = (
@@ -172,7 +176,7 @@ def test_a_plan_for_a_cluster() -> None:
     plan = make_job_plan(load_config({"train_batch_size": 16, "ds_ext": section}))
     candidate = row.candidate
     assert candidate is not None and candidate.costs.head
-    assert plan.timetable.placement.head_parts == 8
+    assert (plan.timetable.placement.head_parts, plan.timetable.slices) == (8, candidate.slices)
     assert plan.simulation.costs.head == pytest.approx(candidate.costs.head)
 
 
@@ -196,8 +200,8 @@ def test_auto_chooses_a_schedule_with_parts() -> None:
     assert plan.candidates is not None and plan.candidates.best is not None
     assert plan.simulation.makespan == pytest.approx(plan.candidates.best.time)
     assert plan.timetable.placement.head_parts == 4 and plan.costs.head
-    with pytest.raises(ConfigError, match="slices"):
-        make_job_plan(load_config(job("auto", train=TRAIN, sequence_slices=2)))
+    sliced = make_job_plan(load_config(job("auto", train=TRAIN, sequence_slices=2)))
+    assert (sliced.timetable.slices, sliced.timetable.placement.head_parts) == (2, 4)
 
 
 def test_a_tied_head_has_parts() -> None:
@@ -345,7 +349,6 @@ def test_a_plan_compares_its_best_with_the_other_head() -> None:
             "--costs",
         ),
         (["simulate", "fbd", *HEAD], "--vocabulary-parallel-head"),
-        (["simulate", "1f1b", *HEAD, "--sequence-slices", "2"], "--vocabulary-parallel-head"),
         (["simulate", "plain.txt", "--vocabulary-parallel-head"], "--vocabulary-parallel-head"),
     ],
     ids=lambda value: value[1] if isinstance(value, list) else "",

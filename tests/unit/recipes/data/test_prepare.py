@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from ds_ext.recipes.data.blend import DEFAULT_SPLIT
 from ds_ext.recipes.data.gpt import build_gpt_datasets, samples_per_epoch
 from ds_ext.recipes.data.indexed import IndexedTokens
 from ds_ext.recipes.data.meta import check_tokenizer, read_meta
+from ds_ext.recipes.data.prepare import command_lines
 from ds_ext.recipes.data.tokenizer import load_tokenizer
 from tests.chat_folders import TEMPLATES, write_tokenizer
 from tests.processor import python_s
@@ -85,8 +87,23 @@ def write_model(folder: Path, **values: Any) -> None:
 
 def next_commands(printed: str) -> list[list[str]]:
     """Return the words of each printed command."""
-    lines = printed[printed.index("next: ") :].splitlines()
+    lines = printed[printed.index("next: ") :].replace("\\\n", "").splitlines()
     return [line.partition(": ")[2].split() for line in lines]
+
+
+def test_lines_of_commands_have_at_most_120_columns() -> None:
+    words = [
+        "deepspeed",
+        "train_bert.py",
+        *[f"--{'flag' * n}" for n in range(1, 12)],
+        "--path",
+        "a folder",
+        "--last",
+    ]
+    lines = f"next: {command_lines(words)}".splitlines()
+    assert len(lines) > 2 and all(line.endswith(" \\") for line in lines[:-1])
+    assert max(map(len, lines)) <= 120
+    assert shlex.split(" ".join(line.removesuffix("\\") for line in lines))[1:] == words
 
 
 def word_after(words: list[str], flag: str) -> str:
