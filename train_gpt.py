@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,24 +41,28 @@ def main() -> int:
     """Train, or print the plan of a dry run. Returns the exit code."""
     args, plan, config, boundaries = plan_job("train_gpt.py", sys.argv[1:], "gpt", gpt_config, BEFORE, AFTER)
 
-    from ds_ext.recipes.convert.hf_model import HuggingFaceModel
-    from ds_ext.recipes.data.gpt import build_gpt_datasets, describe_data, samples_per_epoch
+    from ds_ext.recipes.data.chat.dataset import pad_conversations
+    from ds_ext.recipes.data.gpt import build_gpt_datasets, describe_data, mean_tokens, samples_per_epoch
     from ds_ext.recipes.training.documents import document_options
+    from ds_ext.recipes.training.layers import make_builder
     from ds_ext.recipes.training.loop import Trainer, say, show, shut_down
 
     process.set_up_logging()
     options = document_options(args)
-    folder = HuggingFaceModel(Path(args.hf_model)) if args.hf_model else None
+    builder = make_builder(args, plan, config)
     after = layers_after(plan, AFTER)
     plan = with_stage_work(plan, boundaries, BEFORE, after, config)
     datasets = functools.partial(build_gpt_datasets, args.data_path, args.split, args.seq_length)
-    train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, options))
+    length = args.seq_length if plan.settings.sequence_slices > 1 else 0  # slices need samples of one length
+    collate = None if options.packs else functools.partial(pad_conversations, length=length)
+    train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, options), collate)
     token_bytes = START_BYTES if config.packed else 0
-    weights = f"{args.hf_model}: {folder.describe()}" if folder is not None else ""
     args.notes += describe_data(train.dataset)
 
     def describe(plan: JobPlan, hosts: Hosts | None) -> str:
-        return describe_plan(args, plan, boundaries, BEFORE, after, config, token_bytes, hosts, weights)
+        return describe_plan(
+            args, plan, boundaries, BEFORE, after, config, token_bytes, hosts, builder.weights
+        )
 
     if args.dry_run:
         return show(describe(plan, hosts_of_flags(args)))
@@ -72,10 +75,8 @@ def main() -> int:
         on_hosts,
         weight_decay_groups,
     )
-    from ds_ext.recipes.convert.into_ranks import load_into_ranks
     from ds_ext.recipes.data.meta import read_meta
-    from ds_ext.recipes.models.gpt import gpt_layer_specs, gpt_loss
-    from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel, skip_initial_values
+    from ds_ext.tensor_parallel import create_tensor_parallel
 
     settings = plan.job.ds_ext
     check_precision(plan.job)
@@ -85,41 +86,34 @@ def main() -> int:
     if settings.print_plan and restart_count() == 0:
         say(describe(plan, hosts_of_job()))
     tp = create_tensor_parallel(plan.layout.groups()["tensor"])
-    clock = DropoutClock()
-    initial = None if args.load else folder  # the weights of a checkpoint replace those of the folder
-    loss_fn = gpt_loss(config, tp)
-    with skip_initial_values() if initial else nullcontext():
-        model = ds_ext.PipelineModule(
-            gpt_layer_specs(config, tp, clock, loss_fn.chunked),
-            plan,
-            loss_fn=loss_fn,
-            clock=clock,
-            partition_method=boundaries,
-        )
+    model = builder.module(plan, boundaries, tp)
     engine, *_ = ds_ext.initialize(model=model, model_parameters=weight_decay_groups(model))
-    if initial is not None:
-        load_into_ranks(engine, initial)
-        say(f"loaded {args.hf_model}")
+    builder.load(engine)
     meta = read_meta(args.data_path) or {}
     is_pretraining = not args.hf_model and "loss_mask" not in meta
     floor = None
     if is_pretraining and "unigram_entropy_nats" in meta:
         floor = ("unigram entropy", meta["unigram_entropy_nats"])
     tokenizer, epoch = meta.get("tokenizer_fingerprint"), samples_per_epoch(train.dataset)
-    code = Trainer(engine, args, plan, config, train, valid, floor, tokenizer, epoch).run()
+    sizes = replace(config, seq_length=round(mean_tokens(train.dataset)) or config.seq_length)
+    code = Trainer(engine, args, plan, sizes, train, valid, floor, tokenizer, epoch).run()
+    builder.finish(engine)
     shut_down(engine)
     return code
 
 
 def gpt_config(args: argparse.Namespace, plan: StagePlan | None) -> GPTConfig:
     """Return the config of the model. Raises ConfigError."""
-    from ds_ext.recipes.convert.hf_model import config_of_folder
     from ds_ext.recipes.models.gpt import GPTConfig
     from ds_ext.recipes.training.documents import document_options
-    from ds_ext.recipes.training.hf_model import folder_sizes
+    from ds_ext.recipes.training.hf_model import config_of_model, folder_sizes
 
+    if args.transformer_impl == "transformers" and not args.hf_model:
+        raise ConfigError(
+            "--transformer-impl: transformers needs a model (got no --hf-model). Add it, or use local."
+        )
     document_options(args)  # chat data sets flags of the model
-    sizes = folder_sizes(config_of_folder(Path(args.hf_model))) if args.hf_model else {}
+    sizes = folder_sizes(config_of_model(Path(args.hf_model), args.transformer_impl)) if args.hf_model else {}
     return GPTConfig(**{**model_fields(args, plan), **sizes, "vocab_size": vocab_size(args)})
 
 

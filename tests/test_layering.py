@@ -112,22 +112,26 @@ ALLOWED: dict[str, set[str]] = {
     "recipes/convert/decoder": {
         *(
             "errors",
+            "engine",
             "engine/checkpoint/folder",
             "hf",
             "hf/folder",
             "recipes/convert",
             "torch:",
             "transformers:",
+            "peft:",
         ),
     },
     "recipes/training": {
         *("__init__", "errors", "pipe_schedules", "config", "parallel", "planner", "launch", "engine"),
         *(
             "recipes/convert",
+            "hf",
             "hf/folder",
             "engine/checkpoint/folder",
             "recipes/models",
             "recipes/models/config",
+            "tensor_parallel",
         ),
         *("recipes/models/field_flags", "recipes/data", "environment", "observe", "torch:"),
     },

@@ -92,6 +92,13 @@ class ModelFolder:
         row = math.prod(columns)
         return self._files[name].read(name, start * row, (stop - start) * row).view(stop - start, *columns)
 
+    def describe(self, names: Sequence[str] = ()) -> str:
+        """Return the architecture, and the number and dtype of some weights; without names, of all."""
+        names = names or self.names
+        total = sum(math.prod(self.shape(name)) for name in names)
+        dtypes = ", ".join(sorted({self.dtype(name) for name in names}))
+        return f"{self.config['model_type']}, {total:,} parameters in {dtypes}"
+
     def are_equal(self, name_a: str, name_b: str) -> bool:
         """Return whether two weights are equal. Their rows are read in blocks."""
         shape = self.shape(name_a)

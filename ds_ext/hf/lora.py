@@ -26,6 +26,15 @@ FIELDS = frozenset(_NAMES.split())
 _INITIAL_VALUES = (True, False, "gaussian", "orthogonal")
 
 
+def lora_config(rank: int) -> Any:
+    """Return the ``peft.LoraConfig`` of ``--lora-rank``. Raises ConfigError if peft is missing."""
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError("lora: needs peft (got none). Install it with: pip install peft") from None
+    return peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+
+
 class Adapters:
     """Adapters for the decoder layers of a model.
 

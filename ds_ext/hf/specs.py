@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -22,6 +22,7 @@ from .weights import Source, make_source
 
 IGNORE_INDEX = -100  # label of tokens that do not count, in transformers
 _TIE = "embedding"
+_Loss = TypeVar("_Loss", bound="NextTokenLoss")
 
 
 def from_transformers(
@@ -56,13 +57,22 @@ def from_transformers(
             ``chunked_loss``, the model changes its logits or has another loss than the cross entropy.
     """
     source = make_source(model_or_folder, dtype)
-    cut = find_cut(source)
+    return decoder_layers(source, find_cut(source), lora, chunked_loss, CausalLoss)
+
+
+def decoder_layers(
+    source: Source, cut: Cut, lora: Any, chunked_loss: bool, loss_class: type[_Loss]
+) -> tuple[list[LayerSpec], _Loss]:
+    """Return layers and loss function as :func:`from_transformers` does, with a loss function of another class.
+
+    Raises ConfigError; see there.
+    """
     adapters = None if lora is None else Adapters(lora, source, cut)
     reason = _check_loss(source, cut, CausalLoss(source, None))
     if chunked_loss and reason:
         raise _needs_whole_logits("chunked_loss", cut, reason)
     chunked = ChunkedHead(TensorParallel()) if chunked_loss else None
-    loss_fn = CausalLoss(source, chunked)
+    loss_fn = loss_class(source, chunked)
     layers = _layer_specs(source, cut, adapters, chunked)
     layers[-1].in_parts = functools.partial(_head_parts, source, cut, adapters, reason)
     for layer, num_parameters in zip(layers, _layer_sizes(source, cut), strict=True):
@@ -114,10 +124,8 @@ def _needs_whole_logits(key: str, cut: Cut, reason: str) -> ConfigError:
     return ConfigError(f"{key}: {cut.name} needs whole logits (got {reason}). Remove {key}.")
 
 
-class CausalLoss:
-    """Loss function of the model: (logits_BSV, labels_BS) to (sum, count) of the predicted tokens.
-
-    In slices of sequences, ``labels_BS`` are those of :meth:`shift_labels`.
+class NextTokenLoss:
+    """Loss function of the model: (logits_BSV, labels_BS) to (sum, count); a label is the token after its own.
 
     Args:
         source: the model.
@@ -135,24 +143,39 @@ class CausalLoss:
         self._chunked = chunked
 
     def __call__(self, outputs: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
-        shifted_BS = self.shift_labels(labels_BS) if current_slice() is None else labels_BS
-        count = (shifted_BS != IGNORE_INDEX).sum()
+        return self._sum(outputs, labels_BS), (labels_BS != IGNORE_INDEX).sum()
+
+    def _sum(self, outputs: Tensor, labels_BS: Tensor) -> Tensor:
         if outputs.shape == labels_BS.shape:  # losses of the tokens, from the parts of a head
-            return outputs.sum(), count
+            return outputs.sum()
         if self._chunked is not None:
-            return self._chunked.loss(outputs, shifted_BS, self._vocab_size), count
+            return self._chunked.loss(outputs, labels_BS, self._vocab_size)
         arguments = {"logits": outputs, "vocab_size": self._vocab_size, "num_items_in_batch": 1}
-        if current_slice() is None:
-            return self._function(labels=labels_BS, **arguments), count
-        return self._function(labels=None, shift_labels=labels_BS, **arguments), count
+        return self._function(labels=None, shift_labels=labels_BS, **arguments)
 
     def counts(self, labels_BS: Tensor) -> Tensor:
         """Return the number of tokens that the model is trained to predict."""
-        return (labels_BS[:, 1:] != IGNORE_INDEX).sum()
+        return (labels_BS != IGNORE_INDEX).sum()
 
     def return_logits(self, outputs: Tensor) -> Tensor:
         """Return logits_BSV for the outputs of the last layer."""
         return outputs if self._chunked is None else self._chunked.logits(outputs)
+
+
+class CausalLoss(NextTokenLoss):
+    """Loss function of the model, whose labels are the tokens themselves.
+
+    In slices of sequences, ``labels_BS`` are those of :meth:`shift_labels`.
+    """
+
+    def __call__(self, outputs: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+        if current_slice() is not None:
+            return super().__call__(outputs, labels_BS)
+        return self._sum(outputs, self.shift_labels(labels_BS)), self.counts(labels_BS)
+
+    def counts(self, labels_BS: Tensor) -> Tensor:
+        """Return the number of tokens that the model is trained to predict."""
+        return (labels_BS[:, 1:] != IGNORE_INDEX).sum()
 
     def shift_labels(self, labels_BS: Tensor) -> Tensor:
         """Return the next label of every token, from which the slices of a sample are cut."""

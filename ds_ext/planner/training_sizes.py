@@ -83,8 +83,10 @@ class TrainingSizes(TransformerConfig):
 
     @property
     def bytes(self) -> ParameterBytes:
-        """Bytes per parameter."""
+        """Bytes per parameter. Adapters are too small to count."""
         sizes = parameter_bytes(self.precision, self.zero_stage, self.optimizer)
+        if self.lora_rank is not None:
+            return ParameterBytes(sizes.weights, 0, 0, 0, 0, sizes.sharded, bucketed=False)
         return sizes if self.reduced_bytes is None else replace(sizes, reduced=self.reduced_bytes)
 
     @property

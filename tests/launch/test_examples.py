@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.launch.forked import run_forked
-from tests.launch.jobs import ROOT, environment, write_json
+from tests.launch.jobs import ROOT, environment
 from tests.selection import extensive, select
 
 WITHOUT_OPS = str(Path(__file__).with_name("without_ops.py"))
@@ -128,49 +128,6 @@ def test_finetune_decoder(run: Callable[..., str], tmp_path: Path, rank: int) ->
     assert losses(text)[-1] < losses(text)[0]
     assert (tmp_path / "finetuned" / "latest").exists()
     assert (tmp_path / "finetuned" / "adapter" / "adapter_model.safetensors").exists() == bool(rank)
-
-
-def test_finetune_decoder_on_chat_data(run: Callable[..., str], tmp_path: Path) -> None:
-    """`prepare --format chat` with the tokenizer of a model, then LoRA on that model."""
-    pytest.importorskip("peft")
-    transformers: Any = pytest.importorskip("transformers")
-    from tests.chat_folders import TEMPLATES, write_tokenizer
-
-    folder = write_tokenizer(tmp_path / "model", TEMPLATES["chatml"])
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=400, max_position_embeddings=96, **sizes)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    rows = [
-        {"instruction": f"what is {i % 5}?", "input": "", "output": "it is the number" + " 7" * (i % 4)}
-        for i in range(40)
-    ]
-    (tmp_path / "chat.json").write_text(json.dumps(rows))
-    data = str(tmp_path / "chat")
-    words = ["--format", "chat", "--source", str(tmp_path / "chat.json"), "--tokenizer", str(folder)]
-    text = command(sys.executable, "-m", "ds_ext", "prepare", *words, "--output", data, cwd=tmp_path)
-    assert (
-        f"torchrun --nproc_per_node 2 examples/finetune_decoder.py --deepspeed_config {data}/lora.json"
-        in text
-    )
-    train = json.loads((tmp_path / "chat" / "lora.json").read_text())["ds_ext"]["train"]
-    assert (train["seq_length"], train["steps"], train["lora"]) == (96, 8, 8)
-    flags = ["--model", str(folder), "--data", data, "--seq-length", "64", "--lora", "4", "--steps", "10"]
-    text = run("finetune_decoder.py", *flags, ranks=2)
-    assert re.findall(r"^samples +(\d+) .* ([\d.]+) epochs", text, re.MULTILINE) == [("160", "4.0")]
-    assert losses(text)[-1] < losses(text)[0]
-    assert (tmp_path / "finetuned" / "adapter" / "adapter_model.safetensors").exists()
-    again = ["--load", "finetuned", "--lr", "0.002", "--validation", data]
-    settings = json.loads((EXAMPLES / "finetune_decoder.json").read_text())
-    settings["ds_ext"]["schedule"] = "1f1b"
-    other = ["--deepspeed_config", str(write_json(tmp_path / "other.json", settings))]
-    text = run("finetune_decoder.py", *flags[:-1], "12", *again, *other, ranks=2)
-    assert re.findall("^schedule +([a-z0-9_]+),", text, re.MULTILINE) == ["1f1b"]
-    assert re.findall(r"^step +(\d+)/12 .* lr ([\d.e-]+)", text, re.MULTILINE) == [
-        ("11", "2.00e-03"),
-        ("12", "2.00e-03"),
-    ]
-    (loss,) = re.findall(r"^validation loss ([\d.]+)$", text, re.MULTILINE)
-    assert float(loss) < losses(text)[0] * 1.5
 
 
 @extensive

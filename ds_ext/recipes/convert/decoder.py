@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
+from ...engine.checkpoint.file import read_plain
 from ...engine.checkpoint.folder import check_contents
+from ...engine.checkpoint.save import STATE_FILE
 from ...errors import ConfigError
 from ...hf.find import find_cut
 from ...hf.folder import shape_text
+from ...hf.lora import lora_config
 from ...hf.weights import make_source
 from .checkpoint_weights import CheckpointWeights, new_folder, open_source
 
@@ -23,8 +26,8 @@ def write_decoder_folder(
 ) -> str:
     """Write the model of a folder with the weights of a checkpoint, and all other files of the folder.
 
-    Weights that the checkpoint lacks, such as frozen ones that were not saved, are those of the folder. The whole model
-    is in memory.
+    Weights that the checkpoint lacks, such as frozen ones that were not saved, are those of the folder. Adapters of
+    ``train_gpt.py`` are merged. The whole model is in memory.
 
     Args:
         source: folder of checkpoints, of which the latest is converted, or one checkpoint.
@@ -37,17 +40,19 @@ def write_decoder_folder(
         Summary for the user.
 
     Raises:
-        ConfigError: the checkpoint has adapters or belongs to another model, or ``output`` exists.
+        ConfigError: the checkpoint has adapters of another script or belongs to another model, or ``output`` exists.
         CheckpointError: the checkpoint is damaged.
     """
     checkpoint, manifest = open_source(source)
-    weights = CheckpointWeights(checkpoint, manifest)
+    weights, state = CheckpointWeights(checkpoint, manifest), read_plain(checkpoint / STATE_FILE)
     cut = find_cut(make_source(model, None))
     names: dict[str, str] = {}  # in the checkpoint -> in the model
     for name in weights.shapes:
         layer, _, key = name.partition(".")
         names[name] = cut.name_of(int(layer), key)
-    if adapters := [name for name in names if "lora_" in name]:
+    rank: Any = state.get("lora_rank")
+    adapters = [name for name in names if "lora_" in name]
+    if adapters and rank is None:
         raise ConfigError(
             f"{checkpoint}: has {len(adapters)} weights of adapters (got {adapters[0]}). Load the folder of "
             "save_adapter with peft, and use merge_and_unload() and save_pretrained()."
@@ -57,6 +62,11 @@ def write_decoder_folder(
     import transformers
 
     trained = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
+    tuner: Any = None
+    if adapters:
+        import peft
+
+        tuner = peft.get_peft_model(trained, lora_config(rank))  # replaces layers of the model
     parameters = dict(trained.named_parameters())
     for name, target in names.items():
         shape, expected = weights.shapes[name], parameters.get(target)
@@ -68,14 +78,16 @@ def write_decoder_folder(
     with torch.no_grad():
         for name, target in names.items():
             parameters[target].copy_(weights.read(name))
+    if tuner is not None:
+        trained = tuner.merge_and_unload()
     with new_folder(output) as folder:
         trained.save_pretrained(folder, max_shard_size=shard_bytes)
         written = {path.name for path in folder.iterdir()}
         for path in sorted(model.iterdir()):
             if path.is_file() and path.name not in written and not path.name.endswith(_WEIGHTS):
                 shutil.copyfile(path, folder / path.name)
-    elements = sum(parameter.numel() for parameter in parameters.values())
+    elements = sum(parameter.numel() for parameter in trained.parameters())
     return (
         f"wrote {output} from {checkpoint}: {type(trained).__name__}, {elements:,} parameters, {len(names)} weights of "
-        f"{len(parameters)} from the checkpoint"
+        f"{len(parameters)} from the checkpoint{', with merged adapters' * bool(adapters)}"
     )

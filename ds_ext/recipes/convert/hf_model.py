@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from ...errors import ConfigError
@@ -32,6 +31,16 @@ def config_of_folder(folder: Path, weights: Sequence[str] = ()) -> TransformerCo
         return from_json(values, weights)
     except ConfigError as error:
         raise ConfigError(f"{folder / CONFIG}: {error}") from None
+
+
+def has_own_layers(folder: Path) -> bool:
+    """Return whether ds_ext has the layers of a model. Raises ConfigError if ``config.json`` is missing or damaged."""
+    values = read_config(folder)
+    try:
+        from_json(values, ())
+    except ConfigError:
+        return False
+    return True
 
 
 class HuggingFaceModel:
@@ -81,10 +90,8 @@ class HuggingFaceModel:
 
     def describe(self) -> str:
         """Return the architecture, and the number and dtype of the weights."""
-        names = [name for weight in self.weights.values() for name in weight.hf_names]
-        total = sum(torch.Size(self.folder.shape(self._file_names[name])).numel() for name in names)
-        dtypes = ", ".join(sorted({self.folder.dtype(self._file_names[name]) for name in names}))
-        return f"{self.folder.config['model_type']}, {total:,} parameters in {dtypes}"
+        names = (name for weight in self.weights.values() for name in weight.hf_names)
+        return self.folder.describe([self._file_names[name] for name in names])
 
     def _from_hf(self, weight: Counterpart, hf_weights: Sequence[Tensor]) -> Tensor:
         return weight.conversion.from_hf(hf_weights, self.config)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
-
 EPOCHS_OF_CHAT, EPOCHS_OF_TEXT = 3, 1
 BATCH = 16  # samples per step
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
+RANK = 8  # of adapters
 WARMUP = 0.03  # share of the steps
 MAX_SEQ_LENGTH = 4096
 TEXT_SEQ_LENGTH = 1024
 MAX_EVAL_ITERS = 10
 FULL, LORA = "finetune.json", "lora.json"
-SCRIPT = "examples/finetune_decoder.py"
 _SECTIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -45,8 +42,7 @@ def seq_length_of(meta: Mapping[str, Any], model: Mapping[str, Any]) -> int:
 def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
     """Write the JSON of each job into the folder of the data, and return the command of each.
 
-    ``finetune.json`` trains all weights, with ``train_gpt.py`` if it has the layers of the model, else with
-    ``examples/finetune_decoder.py``, which needs chat data. ``lora.json``, for chat data, trains adapters.
+    ``finetune.json`` trains all weights. ``lora.json``, for chat data, trains adapters.
 
     Args:
         model: folder of the model.
@@ -54,57 +50,33 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
         meta: content of its meta.json.
     """
     from ...hf.folder import read_config
+    from ..convert.hf_model import has_own_layers
 
     config = read_config(model)
-    is_chat = "loss_mask" in meta
-    is_own = _has_own_layers(model)
+    if config.get("model_type") == "bert":
+        return []
+    is_chat, is_own = "loss_mask" in meta, has_own_layers(model)
     length = seq_length_of(meta, config)
     devices, schedule = _pipeline(config)
-    job = functools.partial(_job, config, length, schedule, devices)
     save = f"checkpoints/{output.name}"
-    commands = []
-    if is_own:
-        samples, valid = _samples(output, is_chat, length)
-        epoch = math.ceil(samples / BATCH)
-        train = {"hf_model": str(model), "data_path": str(output), "seq_length": length}
-        train["train_iters"] = steps = math.ceil(
-            samples * (EPOCHS_OF_CHAT if is_chat else EPOCHS_OF_TEXT) / BATCH
-        )
-        train |= {
-            "eval_interval": epoch,
-            "eval_iters": min(MAX_EVAL_ITERS, math.ceil(valid / BATCH)),
-            "save": save,
-        }
-        path = _write(output / FULL, job(FULL_RATE, steps, train))
-        commands.append(f"deepspeed --num_gpus {devices} train_gpt.py --deepspeed_config {path}")
+    common = {"hf_model": str(model), "data_path": str(output), "seq_length": length}
+    jobs: dict[str, tuple[bool, float, dict[str, Any]]] = {FULL: (is_own, FULL_RATE, {"save": save})}
     if is_chat:
-        steps = math.ceil(EPOCHS_OF_CHAT * meta["documents"] / BATCH)
+        jobs[LORA] = (False, LORA_RATE, {"save": f"{save}_lora", "lora_rank": RANK})
+    commands = []
+    for name, (packs, rate, keys) in jobs.items():
+        samples, valid = _samples(output, is_chat, length, packs)
+        steps = math.ceil(samples * (EPOCHS_OF_CHAT if is_chat else EPOCHS_OF_TEXT) / BATCH)
         train = {
-            "model": str(model),
-            "data": str(output),
-            "seq_length": length,
-            "steps": steps,
-            "lora": 0,
-            "save": save,
+            **common,
+            "train_iters": steps,
+            "eval_interval": math.ceil(samples / BATCH),
+            "eval_iters": min(MAX_EVAL_ITERS, math.ceil(valid / BATCH)),
+            **keys,
         }
-        paths = [] if is_own else [_write(output / FULL, job(FULL_RATE, steps, train))]
-        train |= {"lora": 8, "save": f"{save}_lora"}
-        paths.append(_write(output / LORA, job(LORA_RATE, steps, train)))
-        commands += [
-            f"torchrun --nproc_per_node {devices} {SCRIPT} --deepspeed_config {path}" for path in paths
-        ]
+        path = _write(output / name, _job(config, length, schedule, devices, rate, steps, train))
+        commands.append(f"deepspeed --num_gpus {devices} train_gpt.py --deepspeed_config {path}")
     return commands
-
-
-def _has_own_layers(model: Path) -> bool:
-    """Return whether ``train_gpt.py`` has the layers of the model."""
-    from ..convert.hf_model import config_of_folder
-    from ..models.gpt import GPTConfig
-
-    try:
-        return isinstance(config_of_folder(model), GPTConfig)
-    except ConfigError:
-        return False
 
 
 def _pipeline(config: Mapping[str, Any]) -> tuple[int, str]:
@@ -115,13 +87,13 @@ def _pipeline(config: Mapping[str, Any]) -> tuple[int, str]:
     return devices, "zb_v" if layers >= 2 * devices else "1f1b"
 
 
-def _samples(output: Path, is_chat: bool, length: int) -> tuple[int, int]:
-    """Return the samples of an epoch, and of validation, in ``train_gpt.py``."""
+def _samples(output: Path, is_chat: bool, length: int, packs: bool) -> tuple[int, int]:
+    """Return the samples of an epoch, and of validation; ``packs``: with several conversations in a sample."""
     from .blend import DEFAULT_SPLIT
     from .gpt import build_gpt_datasets, samples_per_epoch
     from .packing import DocumentOptions
 
-    options = DocumentOptions(starts=True) if is_chat else DocumentOptions()
+    options = DocumentOptions(starts=is_chat and packs, packs=packs)
     train, valid, _ = build_gpt_datasets(str(output), DEFAULT_SPLIT, length, (0, 0, 0), 0, options)
     return samples_per_epoch(train) or 0, samples_per_epoch(valid) or 0
 

@@ -7,7 +7,7 @@ ranks and all resumed runs get the same ones. Chat data has samples of whole con
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ class GPTDataset(Dataset[Sample]):
         self._entropy = (seed, *name.encode())
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
         self._num_samples = num_samples
-        self.seq_length = seq_length
+        self.seq_length = self.mean_tokens = seq_length
         self.num_tokens = int(self._lengths.sum())
         self.samples_per_epoch = max(0, self.num_tokens - 1) // seq_length
         if num_samples > 0 and self.samples_per_epoch == 0:
@@ -163,26 +163,31 @@ def build_gpt_datasets(
         mask = loss_mask_prefix(indexed.prefix)
         if mask is None:
             return GPTDataset(indexed, documents, seq_length, num_samples, seed, name, options)
-        if not options.starts:
+        if options.packs and not options.starts:
             raise ConfigError(
                 f"--data-path: chat data packs several conversations into a sample (got {indexed.prefix} without the "
                 "starts of conversations). Build the datasets with DocumentOptions(starts=True)."
             )
-        return ChatDataset(indexed, IndexedTokens(mask), documents, seq_length, num_samples, seed, name)
+        chat = IndexedTokens(mask), documents, seq_length, num_samples, seed, name, options.packs
+        return ChatDataset(indexed, *chat)
 
     return build_datasets(data_path, split, num_samples, build_part)
 
 
 def describe_data(dataset: object) -> list[str]:
-    """Return one line for each part of a blend: its samples and epochs, and the flags that are set for chat data."""
+    """Return one line for each part of a blend: its samples and epochs."""
     parts = dataset.parts if isinstance(dataset, BlendedDataset) else ()
     return [
-        f"chat      {part.summary()} (--reset-position-ids, --reset-attention-mask)"
-        if isinstance(part, ChatDataset)
-        else f"data      {part.summary()}"
+        f"{'chat' if isinstance(part, ChatDataset) else 'data'}      {part.summary()}"
         for part in parts
         if isinstance(part, ChatDataset | GPTDataset) and len(part)
     ]
+
+
+def mean_tokens(dataset: object) -> float:
+    """Return the mean tokens of the samples; 0 for another dataset."""
+    parts: Any = dataset.parts if isinstance(dataset, BlendedDataset) else ()
+    return sum(part.mean_tokens * len(part) for part in parts) / max(1, sum(map(len, parts)))
 
 
 def samples_per_epoch(dataset: object) -> int | None:

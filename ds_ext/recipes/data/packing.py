@@ -27,11 +27,14 @@ class DocumentOptions:
         starts: return the start of every token's document (``--reset-position-ids``, ``--reset-attention-mask``).
         eod_mask_loss: ignore the label of every end-of-document token (``--eod-mask-loss``).
         eod_id: id of the end-of-document token; required by the other two.
+        packs: pack several conversations of chat data into a sample, which needs ``starts``. False: a sample has one
+            conversation, and its length.
     """
 
     starts: bool = False
     eod_mask_loss: bool = False
     eod_id: int | None = None
+    packs: bool = True
 
     def sample(self, tokens_S: torch.Tensor, labels_S: torch.Tensor) -> Sample:
         """Return (tokens_S, labels_S), or ((tokens_S, starts_S), labels_S) with ``starts``."""

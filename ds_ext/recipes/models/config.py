@@ -161,7 +161,8 @@ class TransformerConfig:
         recompute_interval: recompute every n-th layer; 1: all layers.
         sequence_parallel: in the regions between tensor-parallel layers, each tensor-parallel rank holds only a slice
             of the tokens.
-        transformer_impl: implementation of GPT's layers: "local", or NVIDIA's "transformer_engine" on CUDA.
+        transformer_impl: implementation of GPT's layers: "local"; NVIDIA's "transformer_engine" on CUDA; or
+            "transformers", the default for LoRA and for models of --hf-model without local layers.
         seed: seed of the initial weights and the dropout masks.
         position_embedding_type: "learned_absolute", a table; or "rope", rotary embeddings (arXiv 2104.09864).
         rotary_base: base of the rotary frequencies.
@@ -180,6 +181,8 @@ class TransformerConfig:
         reset_position_ids: positions restart at every document of a sample.
         reset_attention_mask: tokens attend only to their own document of a sample.
         chunked_loss: compute head and loss in chunks of tokens, without storing the logits.
+        lora_rank: rank of the adapters of all linear layers (arXiv 2106.09685), whose scale is 2; None: train all
+            weights.
 
     Raises:
         ConfigError: if a size is not positive, or if sizes contradict each other.
@@ -200,7 +203,7 @@ class TransformerConfig:
     recompute: Recompute = field(default="none", metadata=flag("recompute_granularity", default=None))
     recompute_interval: int = field(default=1, metadata=flag(metavar="K"))
     sequence_parallel: bool = field(default=False, metadata=NO_FLAG)  # a key of the JSON
-    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    transformer_impl: Literal["local", "transformer_engine", "transformers"] = "local"
     seed: int = 1234
     position_embedding_type: Positions = field(default="learned_absolute", metadata=flag(planned=True))
     rotary_base: float = 10000.0
@@ -219,6 +222,7 @@ class TransformerConfig:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     chunked_loss: bool = field(default=False, metadata=flag(planned=True))
+    lora_rank: int | None = field(default=None, metadata=flag(planned=True, metavar="R"))
 
     _unchecked: ClassVar[tuple[str, ...]] = ("seed",)  # fields with any number
 
@@ -286,8 +290,11 @@ class TransformerConfig:
 
     @property
     def flops_per_sample(self) -> float:
-        """Model FLOPs of a forward and a backward, which counts as two forwards, without recomputation."""
-        return 3.0 * self.forward_flops
+        """Model FLOPs of a forward and a backward, without recomputation.
+
+        A backward counts as two forwards, or as one without the gradients of frozen weights.
+        """
+        return (3.0 if self.lora_rank is None else 2.0) * self.forward_flops
 
     @property
     def ffn_size(self) -> int:
@@ -435,6 +442,7 @@ GPT_FIELDS = _NAMES[_NAMES.index("position_embedding_type") :]
 RUN_FIELDS = (
     *("seq_length", "make_vocab_size_divisible_by", "recompute", "recompute_interval", "sequence_parallel"),
     *("transformer_impl", "seed", "reset_position_ids", "reset_attention_mask", "chunked_loss"),
+    "lora_rank",
 )
 TRAINED_FIELDS = ("hidden_dropout", "attention_dropout", "init_std")
 # Fields that decide the weights and what they compute.

@@ -65,6 +65,39 @@ class GPTConfig(TransformerConfig):
         super().__post_init__()
         if self.transformer_impl == "transformer_engine":
             check_transformer_engine(self)
+        elif self.transformer_impl == "transformers":
+            _check_transformers(self)
+        elif self.lora_rank is not None:
+            raise ConfigError(f"--lora-rank: needs a model of --hf-model (got {self.lora_rank}). Add it.")
+
+    def check_tensor_parallel(self, tp_size: int) -> None:
+        """Check the size as a TransformerConfig does. Layers of transformers have no tensor parallelism.
+
+        Raises:
+            ConfigError: the size does not fit.
+        """
+        if self.transformer_impl == "transformers" and tp_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size: layers of transformers have none, which train this model or LoRA (got "
+                f"{tp_size}). Use 1, and more pipeline stages or data-parallel ranks."
+            )
+        super().check_tensor_parallel(tp_size)
+
+
+def _check_transformers(config: TransformerConfig) -> None:
+    """Raise ConfigError for a field that layers of transformers do not support."""
+    refused = {
+        "recompute": ("selective", "Use --recompute-granularity full."),
+        "reset_position_ids": (True, "Remove --reset-position-ids."),
+        "reset_attention_mask": (True, "Remove --reset-attention-mask."),
+    }
+    for name, (value, fix) in refused.items():
+        if getattr(config, name) == value:
+            raise ConfigError(f"{name}: layers of transformers do not support it (got {value}). {fix}")
+    if config.recompute != "none" and config.recompute_interval > 1:
+        raise ConfigError(
+            f"recompute_interval: layers of transformers support only 1 (got {config.recompute_interval}). Use 1."
+        )
 
 
 class GPTEmbedding(nn.Module):

@@ -21,13 +21,14 @@ def document_options(args: argparse.Namespace) -> DocumentOptions:
     """Return the treatment of documents that the flags select.
 
     Chat data switches ``--reset-position-ids`` and ``--reset-attention-mask`` on, because a sample contains several
-    conversations.
+    conversations. Layers of transformers get samples of one conversation each.
     """
-    if has_chat(args.data_path):
+    packs = args.transformer_impl != "transformers"
+    if packs and has_chat(args.data_path):
         args.reset_position_ids = args.reset_attention_mask = True
     starts = args.reset_position_ids or args.reset_attention_mask
     if not starts and not args.eod_mask_loss:
-        return DocumentOptions()
+        return DocumentOptions(packs=packs)
     tokenizer = flagged_tokenizer(args)
     eod_id = tokenizer.eod_id if tokenizer is not None else (read_meta(args.data_path) or {}).get("eod_id")
-    return DocumentOptions(starts, args.eod_mask_loss, eod_id)
+    return DocumentOptions(starts, args.eod_mask_loss, eod_id, packs)

@@ -11,6 +11,7 @@ from ...errors import ConfigError
 from ..models.config import TRAINED_FIELDS, WEIGHT_FIELDS, TransformerConfig
 from ..models.field_flags import keys_of
 
+_POSITIONS = 1 << 20  # of a model without a limit
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -19,8 +20,57 @@ def folder_sizes(config: TransformerConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in WEIGHT_FIELDS if name != "vocab_size"}
 
 
+def config_of_model(folder: Path, transformer_impl: str) -> TransformerConfig:
+    """Return the config of a model. If ds_ext has no layers for it, sizes for estimates, with ``transformers``.
+
+    Raises ConfigError if ``transformer_impl`` cannot train the model.
+    """
+    from ..convert.hf_model import config_of_folder, has_own_layers
+
+    if transformer_impl != "transformers" or has_own_layers(folder):
+        return config_of_folder(folder)
+    return _estimated(folder)
+
+
+def _estimated(folder: Path) -> TransformerConfig:
+    """Return the sizes of any decoder of transformers, as far as a GPT of ds_ext has them."""
+    from ...hf.folder import ModelFolder
+    from ...hf.weights import make_source
+    from ..models.gpt import GPTConfig
+
+    config = make_source(folder, None).config.get_text_config()
+
+    def size(key: str) -> int | None:
+        value = getattr(config, key, None)
+        return value if isinstance(value, int) and value > 0 else None
+
+    heads, hidden = size("num_attention_heads") or 1, size("hidden_size") or 1
+    groups, positions = size("num_key_value_heads") or heads, size("max_position_embeddings") or _POSITIONS
+    return GPTConfig(
+        num_layers=size("num_hidden_layers") or 1,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        seq_length=positions,
+        vocab_size=config.vocab_size,
+        ffn_hidden_size=size("intermediate_size") or size("ffn_dim"),
+        max_position_embeddings=positions,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        position_embedding_type="rope",
+        normalization="RMSNorm",
+        swiglu=any("gate" in name for name in ModelFolder(folder).names),
+        num_query_groups=groups if heads % groups == 0 else None,
+        kv_channels=size("head_dim") or max(2, hidden // heads // 2 * 2),
+        add_bias_linear=False,
+        untie_embeddings_and_output_weights=not getattr(config, "tie_word_embeddings", False),
+        transformer_impl="transformers",
+    )
+
+
 def take_sizes(args: argparse.Namespace, sources: Mapping[str, str]) -> None:
     """Set the model's flags, and the tokenizer unless the user set one, to those of the folder.
+
+    Unless the user set ``--transformer-impl``, layers of transformers train LoRA, and models without layers in ds_ext.
 
     Args:
         args: flags with ``hf_model``; changed in place.
@@ -29,19 +79,21 @@ def take_sizes(args: argparse.Namespace, sources: Mapping[str, str]) -> None:
     Raises:
         ConfigError: if the folder contains no supported model, or contradicts a flag.
     """
-    from ..convert.hf_model import config_of_folder
+    from ..convert.hf_model import has_own_layers
     from ..models.bert import BertConfig
 
     folder = Path(args.hf_model)
-    config = config_of_folder(folder)
+    if "transformer_impl" not in sources and (args.lora_rank is not None or not has_own_layers(folder)):
+        args.transformer_impl = "transformers"
+    config = config_of_model(folder, args.transformer_impl)
     if isinstance(config, BertConfig):
         raise ConfigError(
             f"--hf-model: train_gpt.py trains no BERT (got {folder}). Use convert --from hf and train_bert.py."
         )
-    if args.transformer_impl != "local":
+    if args.transformer_impl == "transformer_engine":
         raise ConfigError(
-            f"--transformer-impl: --hf-model loads only into local layers (got {args.transformer_impl}). Remove one of "
-            f"the flags."
+            f"--transformer-impl: --hf-model loads only into local layers and those of transformers (got "
+            f"{args.transformer_impl}). Remove one of the flags."
         )
     _take_fields(args, sources, config)
     if not args.tokenizer and not args.vocab_file:
@@ -57,8 +109,9 @@ def _take_fields(args: argparse.Namespace, sources: Mapping[str, str], config: T
     """Set the flags of the fields of ``config``. Raises ConfigError if the user set one of them to another value."""
     folder = Path(args.hf_model)
     # Flags exist only for some scalings of the rotary frequencies, and for a window of all layers. The others are in
-    # folder_sizes() alone.
-    for dest, value in keys_of(TransformerConfig, config.resolved(), WEIGHT_FIELDS).items():
+    # folder_sizes() alone. Layers of transformers have the dropout of config.json.
+    fixed = (*WEIGHT_FIELDS, *TRAINED_FIELDS) if args.transformer_impl == "transformers" else WEIGHT_FIELDS
+    for dest, value in keys_of(TransformerConfig, config.resolved(), fixed).items():
         if dest in sources and getattr(args, dest) != value:
             raise ConfigError(
                 f"{sources[dest]}: {folder} has {value} (got {getattr(args, dest)}). Remove it, or use another folder."

@@ -239,11 +239,13 @@ class Trainer:
             "data_path": list(self.args.data_path),
             "data_flags": data_flags(self.args),
             "model": unseen_in_weights(self.model),
+            "lora_rank": self.model.lora_rank,
             **self._origin,
             "sizes": self._sizes(),
             **self.train.state_dict(),
         }
         settings = {"keep": self.args.keep_checkpoints, "background": self.args.async_save}
+        settings["exclude_frozen_parameters"] = self.model.lora_rank is not None  # they are in --hf-model
         with self._reporting_failure(step):
             self.engine.save_checkpoint(self.args.save, tag=f"step_{step}", client_state=state, **settings)
             self._saving = step
@@ -362,7 +364,9 @@ class Trainer:
         if self.args.save:
             lines += self._resume_lines(self.args.save, self.args.train_iters * (1 if self.stopped else 2))
             if getattr(self.args, "hf_model", None):
-                words = (self.args.save, "--to", "hf", f"{self.args.save.rstrip('/')}_hf")
+                words = [self.args.save, "--to", "hf", f"{self.args.save.rstrip('/')}_hf"]
+                if self.model.transformer_impl == "transformers":
+                    words += ["--hf-model", self.args.hf_model]
                 lines.append(f"for transformers    {_verb('convert', *words)}")
         lines.append(f"show the timetable  {_verb('show', *self._show_arguments())}")
         say("next: " + "\n      ".join(lines))

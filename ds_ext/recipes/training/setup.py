@@ -182,7 +182,7 @@ def _check_splits(args: argparse.Namespace, plan: StagePlan, model: Model) -> No
         raise ConfigError(
             f"ds_ext.sequence_slices: BERT's tokens attend to later ones (got {settings.sequence_slices}). Use 1."
         )
-    if args.transformer_impl != "local":
+    if args.transformer_impl == "transformer_engine":
         raise ConfigError(
             f"ds_ext.sequence_slices: needs --transformer-impl local (got {args.transformer_impl} with "
             f"{settings.sequence_slices})."
@@ -330,6 +330,7 @@ def micro_batches(
     args: argparse.Namespace,
     plan: JobPlan,
     build: Callable[[tuple[int, int, int]], Sequence[MapDataset]],
+    collate: Callable[[Sequence[Any]], Any] | None = None,
 ) -> tuple[MicroBatches, MicroBatches | None]:
     """Return the micro-batches for training and validation of the whole run.
 
@@ -338,6 +339,7 @@ def micro_batches(
     Args:
         build: function that returns the train, valid and test datasets for given numbers of samples; not called in
             a dry run without data.
+        collate: function that makes a micro-batch of samples; None: they have the same shape.
     """
     from ...engine.batches import MicroBatches
     from .checkpoint_fit import position
@@ -346,7 +348,8 @@ def micro_batches(
     step, consumed = position(args.load)
     samples = consumed + max(0, args.train_iters - step) * batch
     train, valid, _ = build((samples, args.eval_iters * batch, 0)) if args.data_path else ([], [], [])
-    return MicroBatches(train, size), MicroBatches(valid, size) if args.eval_iters else None
+    evaluated = MicroBatches(valid, size, collate=collate) if args.eval_iters else None
+    return MicroBatches(train, size, collate=collate), evaluated
 
 
 def describe_plan(
@@ -387,7 +390,7 @@ def describe_plan(
         model=weights or f"{round(model_parameters(sizes)):,} parameters (estimated)",
         parameters=[round(count) for count in rank_parameters(sizes, plan.layout.placement)],
         memory=memory(plan.timetable, sizes, plan.settings.slice_lengths),
-        defers=args.transformer_impl == "local",
+        defers=args.transformer_impl != "transformer_engine",
         hosts=None if hosts is None else list(map(hosts.host, range(hosts.world_size))),
         settings=[f"rate      {_rate(plan.job.deepspeed)}", *args.notes],
         verbose=verbose,

@@ -17,7 +17,7 @@ import ds_ext
 from ds_ext.engine.module import head_parts
 from ds_ext.errors import ConfigError
 from ds_ext.hf.folder import ModelFolder
-from ds_ext.recipes.data.chat.unpacked import pad_conversations
+from ds_ext.recipes.data.chat.dataset import pad_conversations
 from ds_ext.recipes.data.packing import IGNORE_INDEX
 from tests.decoder_models import GROUPED, SIZES, WORDS, micro_batch, random_decoder, save_decoder
 from tests.losses import mean

@@ -1,8 +1,9 @@
-"""Samples of chat data: whole conversations, packed into seq_length tokens.
+"""Samples of chat data: whole conversations, packed into seq_length tokens or one in each sample.
 
-A sample is ((tokens_S, starts_S), labels_S) with S = seq_length. A conversation of n tokens takes n - 1 positions: its
-last token is only a label. Labels that are not the assistant's are ``IGNORE_INDEX``. Samples depend only on (seed,
-seq_length, split, files), so all ranks and all resumed runs get the same ones.
+A packed sample is ((tokens_S, starts_S), labels_S) with S = seq_length. A sample of one conversation is (tokens_S,
+labels_S) with its own S, up to seq_length; :func:`pad_conversations` makes a micro-batch of them. A conversation of n
+tokens takes n - 1 positions: its last token is only a label. Labels that are not the assistant's are ``IGNORE_INDEX``.
+Samples depend only on (seed, seq_length, split, files), so all ranks and all resumed runs get the same ones.
 """
 
 from bisect import bisect_right
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from ....errors import ConfigError
@@ -41,11 +44,13 @@ class _Epoch(NamedTuple):
 class ChatDataset(Dataset[Sample]):
     """Samples of one split of prepared chat data.
 
-    Each epoch shuffles the conversations, packs them with :func:`pack_best_fit`, pads every sample, and shuffles the
-    samples. Epochs may have different numbers of samples. A conversation of more than seq_length + 1 tokens is
-    truncated at its end, or dropped if no token of the assistant remains. Sample i does not depend on ``num_samples``.
+    Each epoch shuffles the conversations, packs and pads them with :func:`pack_best_fit` unless a sample has only one,
+    and shuffles the samples. Epochs may have different numbers of packed samples. A conversation of more than
+    seq_length + 1 tokens is truncated at its end, or dropped if no token of the assistant remains. Sample i does not
+    depend on ``num_samples``.
 
     Attributes:
+        mean_tokens: mean S of the samples of an epoch.
         num_conversations: conversations of an epoch.
         num_truncated: number of these that are truncated.
         num_dropped: conversations of the split that are not in an epoch.
@@ -60,6 +65,7 @@ class ChatDataset(Dataset[Sample]):
         num_samples: int,
         seed: int,
         name: str = "train",
+        packs: bool = True,
     ) -> None:
         """Use consecutive ``documents`` of a file as the split ``name``.
 
@@ -71,6 +77,7 @@ class ChatDataset(Dataset[Sample]):
             num_samples: number of samples; may exceed one epoch.
             seed: seed of the order of conversations and samples.
             name: name of the split.
+            packs: pack several conversations into a sample.
 
         Raises:
             ConfigError: a number is out of range, the files do not match, or the split has no conversation.
@@ -90,6 +97,7 @@ class ChatDataset(Dataset[Sample]):
         self._mask = mask
         self._entropy = (seed, *name.encode())
         self._num_samples = num_samples
+        self._packs = packs
         self.seq_length = seq_length
         # A conversation takes one position less than it has tokens.
         lengths = np.diff(indexed.document_starts[documents.start : documents.stop + 1]) - 1
@@ -102,10 +110,11 @@ class ChatDataset(Dataset[Sample]):
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
         self._ends: list[int] = []  # number of samples up to the end of every known epoch
         self.num_conversations = len(self._conversations)
+        self.mean_tokens = seq_length if packs or not self.num_conversations else float(self._lengths.mean())
         self.num_truncated = int(np.count_nonzero(is_long & is_used))
         self.num_dropped = len(documents) - self.num_conversations
         if num_samples > 0 and name == "train":
-            check_dropped(mask, numbers[~is_used], len(documents), seq_length, seq_length)
+            _check_dropped(mask, numbers[~is_used], len(documents), seq_length)
         if num_samples > 0 and not self.num_conversations:
             raise ConfigError(
                 f"--split: the {name} split of {indexed.prefix} has no conversation with tokens of the assistant among "
@@ -122,7 +131,7 @@ class ChatDataset(Dataset[Sample]):
         return self._num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        """Return ((tokens_S, starts_S), labels_S), int64, of sample ``index``.
+        """Return ((tokens_S, starts_S), labels_S), int64, of sample ``index``, or (tokens_S, labels_S) without packing.
 
         starts_S is the index of the first token of every token's conversation, or of the padding. Raises IndexError
         outside 0..num_samples-1.
@@ -141,15 +150,21 @@ class ChatDataset(Dataset[Sample]):
             starts_S[start:stop] = start
             start = stop
         starts_S[start:] = start
+        if not self._packs:
+            return torch.from_numpy(tokens_S[:start]), torch.from_numpy(labels_S[:start])
         return (torch.from_numpy(tokens_S), torch.from_numpy(starts_S)), torch.from_numpy(labels_S)
 
     def summary(self) -> str:
-        """Return one line on the packing of the first epoch."""
+        """Return one line on the samples of the first epoch, and the flags that packed ones set."""
         samples = self.samples_per_epoch
+        full = self._lengths.sum() / (samples * self.seq_length)
+        sizes = f"in {samples} samples of {self.seq_length} tokens, {full:.1%} full"
+        if not self._packs:
+            sizes = f"of at most {self.seq_length} tokens, {self.mean_tokens:.0f} on average"
         return (
-            f"{self.num_conversations} conversations in {samples} samples of {self.seq_length} tokens, "
-            f"{self._lengths.sum() / (samples * self.seq_length):.1%} full; truncated {self.num_truncated}, dropped "
+            f"{self.num_conversations} conversations {sizes}; truncated {self.num_truncated}, dropped "
             f"{self.num_dropped}; {len(self) / samples:.1f} epochs in {len(self)} samples"
+            f"{' (--reset-position-ids, --reset-attention-mask)' * self._packs}"
         )
 
     def _conversations_of(self, index: int) -> list[int]:
@@ -166,7 +181,9 @@ class ChatDataset(Dataset[Sample]):
         if number not in self._epochs:
             generator = np.random.default_rng((number, *self._entropy))
             shuffled = generator.permutation(self.num_conversations)
-            samples = pack_best_fit(self._lengths[shuffled], self.seq_length)
+            samples = np.arange(self.num_conversations)
+            if self._packs:
+                samples = pack_best_fit(self._lengths[shuffled], self.seq_length)
             by_sample = np.argsort(samples, kind="stable")
             num_samples = int(samples.max()) + 1
             borders = np.searchsorted(samples[by_sample], np.arange(num_samples + 1))
@@ -181,9 +198,20 @@ class ChatDataset(Dataset[Sample]):
         return self._mask.document(number)[1 : self.seq_length + 1] == 1
 
 
-def check_dropped(
-    mask: IndexedTokens, dropped: Sequence[int] | NDArray[np.int64], total: int, length: int, labels: int
-) -> None:
+def pad_conversations(samples: Sequence[tuple[Tensor, Tensor]], length: int = 0) -> tuple[Tensor, Tensor]:
+    """Return (tokens_BS, labels_BS) with S of the longest sample, or ``length`` if that is longer.
+
+    The tokens of a decoder do not attend to the padding, which is at the end.
+    """
+    length = max(length, *(len(tokens_S) for tokens_S, _ in samples))
+    tokens, labels = (
+        torch.stack([pad(tensor_S, (0, length - len(tensor_S)), value=value) for tensor_S in column])
+        for column, value in zip(zip(*samples, strict=True), (PADDING_TOKEN, IGNORE_INDEX), strict=True)
+    )
+    return tokens, labels
+
+
+def _check_dropped(mask: IndexedTokens, dropped: NDArray[np.int64], total: int, length: int) -> None:
     """Raise ConfigError if more than ``MOST_DROPPED`` of the conversations have no label in a sample.
 
     Args:
@@ -191,12 +219,11 @@ def check_dropped(
         dropped: numbers of these conversations.
         total: number of all conversations.
         length: value of --seq-length.
-        labels: position of the last label of a sample of this length, in tokens.
     """
     allowed = int(MOST_DROPPED * total)
     first_labels = sorted(int(mask.document(number)[1:].argmax()) + 1 for number in dropped)
     if len(first_labels) > allowed:
-        needed = first_labels[len(first_labels) - 1 - allowed] + length - labels
+        needed = first_labels[len(first_labels) - 1 - allowed]
         raise ConfigError(
             f"--seq-length: {len(first_labels)} of {total} conversations have no token of the assistant in a sample "
             f"(got --seq-length {length}). Use {needed} or more, or remove these conversations from the source and "

@@ -16,13 +16,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ds_ext.errors import ConfigError
-from ds_ext.recipes.data.chat.dataset import ChatDataset
-from ds_ext.recipes.data.chat.unpacked import ConversationDataset, pad_conversations
-from ds_ext.recipes.data.gpt import build_gpt_datasets
+from ds_ext.recipes.data.chat.dataset import ChatDataset, pad_conversations
+from ds_ext.recipes.data.gpt import build_gpt_datasets, describe_data, mean_tokens, samples_per_epoch
 from ds_ext.recipes.data.indexed import IndexedTokens
 from ds_ext.recipes.data.meta import fingerprint, has_chat
 from ds_ext.recipes.data.packing import IGNORE_INDEX, DocumentOptions
-from ds_ext.recipes.data.tokenizer import train_bpe
 from tests.unit.recipes.data.test_gpt import write_documents
 
 Mask = Sequence[bool]
@@ -167,53 +165,40 @@ def test_splits_and_blends(tmp_path: Path) -> None:
 def test_more_than_a_hundredth_of_dropped_conversations_is_refused(tmp_path: Path, dropped: int) -> None:
     short, long = [False, True, True], [*[False] * 12, True, False]
     folder = write_chat(tmp_path, [*[short] * (200 - dropped), *[long] * dropped])
-    write_tokenizer_files(tmp_path)
-
-    def build() -> list[Any]:
-        return [dataset(folder, 1), ConversationDataset(str(folder), 8, tmp_path)]
-
     if dropped == 2:
-        assert [data.num_dropped for data in build()] == [2, 2]
+        assert dataset(folder, 1).num_dropped == 2
         return
     with pytest.raises(ConfigError, match=r"--seq-length: 3 of 200 .* Use 12 "):
-        build()
-    with pytest.raises(ConfigError, match=r"--seq-length: 3 of 200 .* Use 13 "):
-        ConversationDataset(str(folder), 8, tmp_path)
+        dataset(folder, 1)
     assert dataset(folder, 1, seq_length=12).num_dropped == 0
-    assert ConversationDataset(str(folder), 13, tmp_path).num_dropped == 0
-
-
-def write_tokenizer_files(folder: Path) -> None:
-    """Write a tokenizer, and the meta.json of chat data with it."""
-    tokenizer = train_bpe(["a few words"], vocab_size=300)
-    tokenizer.save(folder)
-    meta = {"loss_mask": "loss_mask", "tokenizer_fingerprint": tokenizer.fingerprint, "vocab_size": 300}
-    (folder / "meta.json").write_text(json.dumps(meta | {"tokenizer": "tokenizer.json"}))
 
 
 def test_conversations_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids and labels of whole conversations, which are not shifted; padding is no label."""
+    """Every conversation once per epoch, with its own length; padding is no label."""
     monkeypatch.setattr("ds_ext.recipes.data.chat.dataset.MOST_DROPPED", 1.0)
-    folder = write_chat(tmp_path, [[False, True, False], [True, False, False], [False] * 4 + [True] * 3])
-    write_tokenizer_files(tmp_path)
-    data = ConversationDataset(str(folder), 6, tmp_path)
-    assert len(data) == 2 and data.mean_tokens == 4.5
-    assert (data.num_truncated, data.num_dropped) == (1, 1)
-    assert re.findall(r"\d+", data.summary()) == ["2", "6", "4", "1", "1"]
-    ids, labels = pad_conversations([data[0], data[1]])
-    assert ids.tolist() == [[1, 2, 3, 0, 0, 0], [7, 8, 9, 10, 11, 12]]
-    ignored = IGNORE_INDEX
-    assert labels.tolist() == [[ignored, 2, *[ignored] * 4], [*[ignored] * 4, 11, 12]]
-    assert len(ConversationDataset(str(folder), 4, tmp_path)) == 1
-    with pytest.raises(ConfigError):
-        ConversationDataset(str(folder), 1, tmp_path)
-    train_bpe(["other words"], vocab_size=301).save(tmp_path)
-    with pytest.raises(ConfigError, match="fingerprint"):
-        ConversationDataset(str(folder), 6, tmp_path)
-    (tmp_path / "meta.json").unlink()
-    for missing in (folder, tmp_path / "nope"):
-        with pytest.raises(ConfigError, match=f"--format chat.*--output {missing}"):
-            ConversationDataset(str(missing), 6, tmp_path)
+    folder = write_chat(
+        tmp_path, [[False, True, False], [True, False, False, False, True], [False] * 4 + [True] * 3]
+    )
+    alone = DocumentOptions(packs=False)
+    train, valid, _ = build_gpt_datasets(str(folder), "1", 5, (6, 0, 0), 1, alone)
+    samples: list[Any] = [train[index] for index in range(6)]
+    expected = {
+        1: ([1, 2], [2, -100]),
+        4: ([4, 5, 6, 7], [-100] * 3 + [8]),
+        9: ([9, 10, 11, 12, 13], [-100] * 3 + [13, 14]),
+    }
+    for epoch in (samples[:3], samples[3:]):
+        assert {int(tokens[0]): (tokens.tolist(), labels.tolist()) for tokens, labels in epoch} == expected
+    assert samples_per_epoch(train) == 3 and mean_tokens(train) == pytest.approx((2 + 4 + 5) / 3)
+    assert mean_tokens(valid) == 0
+    assert re.findall(r"\d+", describe_data(train)[0])[:5] == ["3", "5", "4", "1", "0"]
+    ids, labels = pad_conversations([samples[0], samples[1], samples[2]])
+    assert ids.shape == labels.shape == (3, 5)
+    assert int((labels != IGNORE_INDEX).sum()) == 4 and int((ids == 0).sum()) == 3 + 1
+    assert pad_conversations([samples[0]], length=9)[0].shape == (1, 9)
+    part: Any
+    (part,) = build_gpt_datasets(str(folder), "1", 3, (2, 0, 0), 1, alone)[0].parts
+    assert (part.num_conversations, part.num_dropped) == (1, 2)
 
 
 def test_mask_of_other_conversations_is_refused(tmp_path: Path) -> None:

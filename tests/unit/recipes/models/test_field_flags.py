@@ -97,6 +97,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "kv_channels": {"kv_channels": 8},
     "add_bias_linear": {"add_bias_linear": False},
     "sliding_window": {"sliding_window": 9},
+    "lora_rank": {"lora_rank": 8},
 }
 
 

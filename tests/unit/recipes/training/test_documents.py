@@ -17,7 +17,8 @@ from tests.unit.recipes.data.test_gpt import write_documents
 
 def args(path: Path, **flags: Any) -> argparse.Namespace:
     switches = dict.fromkeys(("reset_position_ids", "reset_attention_mask", "eod_mask_loss"), False)
-    return argparse.Namespace(data_path=[str(path)], tokenizer=None, vocab_file=None, **{**switches, **flags})
+    defaults = {"tokenizer": None, "vocab_file": None, "transformer_impl": "local", **switches}
+    return argparse.Namespace(data_path=[str(path)], **{**defaults, **flags})
 
 
 @pytest.fixture
@@ -39,6 +40,12 @@ def test_chat_separates_its_conversations(tmp_path: Path) -> None:
     given = args(write_chat(tmp_path, [[False, True]]))
     assert document_options(given).starts
     assert (given.reset_position_ids, given.reset_attention_mask) == (True, True)
+
+
+def test_layers_of_transformers_get_one_conversation_per_sample(tmp_path: Path) -> None:
+    given = args(write_chat(tmp_path, [[False, True]]), transformer_impl="transformers")
+    assert document_options(given) == DocumentOptions(packs=False)
+    assert (given.reset_position_ids, given.reset_attention_mask) == (False, False)
 
 
 def test_token_of_unknown_data_is_unknown(text: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ds_ext.errors import ConfigError
+from ds_ext.planner.training_sizes import TrainingSizes
 from ds_ext.recipes.data.tokenizer import train_bpe
 from ds_ext.recipes.models.config import RopeScaling
 from ds_ext.recipes.models.gpt import GPTConfig
@@ -110,3 +112,77 @@ def test_contradictions(
 def test_the_json_contradicts_itself(run: Any, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"^train\.num_layers: .* has 6 \(got 8\)"):
         run({"hf_model": str(folder), "num_layers": 8})
+
+
+def save_gemma(path: Path, **changes: Any) -> Path:
+    from tests.decoder_models import save_decoder
+
+    save_decoder("Gemma2", path, **changes)
+    train_bpe(["a text"], 300).save(path)
+    return path
+
+
+def test_layers_of_transformers_train_other_decoders_and_lora(run: Any, folder: Path, tmp_path: Path) -> None:
+    gemma = save_gemma(tmp_path / "gemma")
+    args = run({"num_layers": 8}, "--hf-model", gemma)
+    assert (args.transformer_impl, args.num_layers, args.hidden_size, args.vocab_size) == (
+        "transformers",
+        4,
+        32,
+        67,
+    )
+    assert (args.num_attention_heads, args.num_query_groups, args.kv_channels, args.ffn_hidden_size) == (
+        4,
+        2,
+        8,
+        48,
+    )
+    assert (args.swiglu, args.untie_embeddings_and_output_weights, args.seq_length) == (True, False, 32)
+    assert run({}, "--hf-model", folder).transformer_impl == "local"
+    lora = run({"hf_model": str(folder), "lora_rank": 4})
+    assert (lora.transformer_impl, lora.lora_rank, lora.num_query_groups) == ("transformers", 4, 2)
+    assert run({}, "--hf-model", folder, "--transformer-impl", "transformers").ffn_hidden_size == 100
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--transformer-impl", "local"), ("model_type: ", "gemma2")),
+        (("--hidden-dropout", 0.1), ("--hidden-dropout: ", "0.1")),
+        (("--num-layers", 8), ("--num-layers: ", "4", "8")),
+        (("--seq-length", 33), ("--seq-length: ", "32", "33")),
+    ],
+)
+def test_contradictions_of_other_decoders(
+    run: Any, tmp_path: Path, flags: tuple[object, ...], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        run({}, "--hf-model", save_gemma(tmp_path / "gemma"), *flags)
+    assert all(word in str(refused.value) for word in words), refused.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"recompute": "selective"}, "recompute"),
+        ({"recompute": "full", "recompute_interval": 2}, "recompute_interval"),
+        ({"reset_position_ids": True}, "reset_position_ids"),
+        ({"reset_attention_mask": True}, "reset_attention_mask"),
+        ({"transformer_impl": "local", "lora_rank": 2}, "--lora-rank"),
+    ],
+)
+def test_fields_that_layers_of_transformers_lack(changes: dict[str, Any], key: str) -> None:
+    config = replace(MODEL, transformer_impl="transformers", lora_rank=2)
+    with pytest.raises(ConfigError, match=f"^{key}: "):
+        replace(config, **changes)
+    config.check_tensor_parallel(1)
+    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: .*\(got 2\)"):
+        config.check_tensor_parallel(2)
+
+
+def test_adapters_need_weights_only() -> None:
+    """Frozen weights have no gradients and no optimizer states, and a backward without their gradients is shorter."""
+    frozen = replace(MODEL, transformer_impl="transformers", lora_rank=2)
+    sizes = TrainingSizes.of_model(frozen, precision="bf16")
+    assert (sizes.bytes.weights, sizes.bytes.gradients, sizes.bytes.optimizer) == (2, 0, 0)
+    assert frozen.flops_per_sample == MODEL.flops_per_sample * 2 / 3

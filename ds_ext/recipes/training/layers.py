@@ -1,0 +1,116 @@
+"""Builders of the module that ``train_gpt.py`` trains: layers of ds_ext, or those of a decoder of transformers."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from ...config.deepspeed_json import precision
+from ...engine import PipelineEngine, PipelineModule
+from ...hf.export import save_adapter
+from ...hf.find import find_cut
+from ...hf.folder import ModelFolder
+from ...hf.layers import DecoderLayer
+from ...hf.lora import lora_config
+from ...hf.specs import NextTokenLoss, decoder_layers
+from ...hf.weights import make_source
+from ...planner.job_plan import JobPlan
+from ...tensor_parallel import DropoutClock, TensorParallel, skip_initial_values
+from ..convert.hf_model import HuggingFaceModel
+from ..convert.into_ranks import load_into_ranks
+from ..models.config import TransformerConfig
+from ..models.gpt import gpt_layer_specs, gpt_loss
+from .loop import say
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def make_builder(
+    args: argparse.Namespace, plan: JobPlan, config: TransformerConfig
+) -> OwnLayers | DecoderLayers:
+    """Return the builder for ``--transformer-impl``. Raises ConfigError for a model that it cannot train."""
+    return (DecoderLayers if config.transformer_impl == "transformers" else OwnLayers)(args, plan, config)
+
+
+class OwnLayers:
+    """Builder with the layers of ds_ext. All ranks call each method together.
+
+    Attributes:
+        weights: description of the weights of ``--hf-model`` for the plan; "" without it.
+    """
+
+    def __init__(self, args: argparse.Namespace, plan: JobPlan, config: TransformerConfig) -> None:
+        self._args, self._config = args, config
+        self._folder = HuggingFaceModel(Path(args.hf_model)) if args.hf_model else None
+        self.weights = "" if self._folder is None else f"{args.hf_model}: {self._folder.describe()}"
+
+    def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
+        """Return the module of this rank, without initial weights if they are loaded next."""
+        clock, loss_fn = DropoutClock(), gpt_loss(self._config, tp)
+        layers = gpt_layer_specs(self._config, tp, clock, loss_fn.chunked)
+        with nullcontext() if self._initial is None else skip_initial_values():
+            return PipelineModule(layers, plan, loss_fn=loss_fn, clock=clock, partition_method=boundaries)
+
+    def load(self, engine: PipelineEngine) -> None:
+        """Read the weights of the folder, before those of ``--load``."""
+        if self._initial is not None:
+            load_into_ranks(engine, self._initial)
+            say(f"loaded {self._args.hf_model}")
+
+    def finish(self, engine: PipelineEngine) -> None:
+        """Do nothing: ``--save`` has only checkpoints."""
+
+    @property
+    def _initial(self) -> HuggingFaceModel | None:
+        return (
+            None if self._args.load else self._folder
+        )  # the weights of a checkpoint replace those of the folder
+
+
+class DecoderLayers:
+    """Builder with the layers of a decoder of transformers, which read their weights from the folder.
+
+    It has the methods and attributes of :class:`OwnLayers`.
+    """
+
+    def __init__(self, args: argparse.Namespace, plan: JobPlan, config: TransformerConfig) -> None:
+        self._args, self._config, settings = args, config, plan.settings
+        rank, path = config.lora_rank, Path(args.hf_model)
+        self._lora = None if rank is None else lora_config(rank)
+        source = make_source(path, _DTYPES[precision(plan.job.deepspeed)])
+        cut = find_cut(source)
+        if settings.sequence_slices > 1:
+            cut.sliced_calls()  # raises ConfigError before the ranks meet
+        self._layers, self._loss_fn = decoder_layers(
+            source, cut, self._lora, config.chunked_loss, NextTokenLoss
+        )
+        if settings.vocabulary_parallel_head:
+            self._layers[-1].in_parts(settings.pipeline_parallel_size)  # likewise
+        adapters = "" if rank is None else f", frozen, with adapters of rank {rank}"
+        self.weights = f"{path}: {ModelFolder(path).describe()}{adapters} (layers of transformers)"
+
+    def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
+        """Return the module of this rank."""
+        torch.manual_seed(self._config.seed)
+        return PipelineModule(
+            self._layers,
+            plan,
+            loss_fn=self._loss_fn,
+            partition_method=boundaries,
+            base_seed=self._config.seed,
+            activation_checkpoint_interval=int(self._config.recompute == "full"),
+            checkpointable_layers=[DecoderLayer.__name__],
+        )
+
+    def load(self, engine: PipelineEngine) -> None:
+        """Do nothing: the module has its weights."""
+
+    def finish(self, engine: PipelineEngine) -> None:
+        """Write the adapters as a folder of peft."""
+        if self._lora is not None and self._args.save:
+            folder = Path(self._args.save, "adapter")
+            save_adapter(engine, self._lora, folder)
+            say(f"adapter   {folder}")
