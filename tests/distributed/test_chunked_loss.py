@@ -24,7 +24,7 @@ from ds_ext.tensor_parallel import (
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, reference, train
 from tests.precisions import is_supported
 from tests.ranks import Ranks
-from tests.selection import cover
+from tests.selection import EVERYTHING, cover
 
 CHUNKED = replace(MODEL, chunked_loss=True)
 
@@ -155,7 +155,7 @@ CASES = cover(
         )
         if values[2] == 1 or values[0] != "bitpipe_zb"
     ],
-    2,
+    2 if EVERYTHING else 1,
     factors,
 )
 

@@ -30,7 +30,7 @@ transformers: Any = pytest.importorskip("transformers")
 
 MICRO_BATCHES, LR = 8, 0.1
 LAYOUTS = select(
-    [("1f1b", 2), ("bitpipe_zb", 2), ("1f1b", 4), ("bitpipe_zb", 4)], [("1f1b", 2), ("bitpipe_zb", 4)]
+    [("1f1b", 2), ("bitpipe_zb", 2), ("1f1b", 4), ("bitpipe_zb", 4)], [("1f1b", 2), ("bitpipe_zb", 2)]
 )
 # Their largest weights are not in nn.Linear: Conv1D, a subclass of nn.Linear, and fused experts.
 AT_ONCE = ("GPT2", "Falcon", "Mixtral", "Qwen2Moe")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import ds_ext
 from ds_ext.engine.state import RankState
 from ds_ext.errors import ConfigError
 from tests.ranks import Ranks
+from tests.selection import covering
 
 SIZE, LAYERS, SAMPLES, STEPS = 4, 8, 8, 5
 LR, DECAY = 0.05, 0.5
@@ -132,8 +134,10 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize("how", CHANGES)
-@pytest.mark.parametrize(("schedule", "pp", "options", "dp"), JOBS)
+@pytest.mark.parametrize(
+    ("schedule", "pp", "options", "dp", "how"),
+    [(*job, how) for job, how in covering(product(JOBS, CHANGES), 1, lambda case: (str(case[0]), case[1]))],
+)
 def test_changed_parameters_train_as_in_one_process(
     ranks: Ranks, schedule: str, pp: int, options: dict[str, Any], dp: int, how: str
 ) -> None:

@@ -22,6 +22,7 @@ from tests.distributed.test_own_layers import Batches
 from tests.losses import learned
 from tests.precisions import needs
 from tests.ranks import Ranks
+from tests.selection import extensive
 
 load_file: Any = pytest.importorskip("safetensors.torch").load_file
 peft: Any = pytest.importorskip("peft")
@@ -141,7 +142,7 @@ def test_trains_as_one_process(ranks: Ranks, tmp_path: Path, job: Job) -> None:
     "job",
     [
         pytest.param(Job("Llama", "1f1b", 2, sections=settings("bf16", 0)), marks=needs("bf16")),
-        pytest.param(Job("Llama", "zb_v", 4, sections=settings("bf16", 1)), marks=needs("bf16")),
+        pytest.param(Job("Llama", "zb_v", 4, sections=settings("bf16", 1)), marks=[needs("bf16"), extensive]),
         Job("Llama", "bitpipe_zb", 4, dtype=torch.float32, sections=settings("fp32", 1)),
         Job("Llama", "zb_v", 2, lora=True, dtype=torch.float32),  # a frozen head
     ],
@@ -182,15 +183,14 @@ def load_and_train(rank: int, job: Job, folder: str, target: str) -> list[float]
     return losses
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=needs("bf16"))])
 @pytest.mark.parametrize(
-    ("saved", "loaded"),
+    ("saved", "loaded", "precision"),
     [
-        (Job("Llama", "bitpipe_zb", 4), Job("Llama", "1f1b", 2, parts=False)),
-        (Job("Llama", "1f1b", 2, parts=False), Job("Llama", "zb_v", 4)),
-        (Job("Llama", "zb_v", 2), Job("Llama", "bitpipe_zb", 4)),
+        (Job("Llama", "bitpipe_zb", 4), Job("Llama", "1f1b", 2, parts=False), "fp32"),
+        (Job("Llama", "1f1b", 2, parts=False), Job("Llama", "zb_v", 4), "fp32"),
+        pytest.param(*(Job("Llama", "zb_v", 2), Job("Llama", "bitpipe_zb", 4), "bf16"), marks=needs("bf16")),
     ],
-    ids=["to-plain", "from-plain", "to-parts"],
+    ids=["to-plain-fp32", "from-plain-fp32", "to-parts-bf16"],
 )
 def test_a_checkpoint_fits_any_layout(
     ranks: Ranks, tmp_path: Path, saved: Job, loaded: Job, precision: str

@@ -22,7 +22,7 @@ from tests.decoder_models import config_of, mean_loss, micro_batch, save_decoder
 from tests.distributed.test_own_layers import Batches
 from tests.losses import learned
 from tests.ranks import RankPool, Ranks
-from tests.selection import covering
+from tests.selection import covering, select
 
 peft: Any = pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
@@ -161,7 +161,16 @@ def train_with(rank: int, folder: str, case: str, target: str) -> tuple[Any, ...
     return initial, losses, run.losses(1)[0]
 
 
-@pytest.mark.parametrize("case", FIELDS)
+@pytest.mark.parametrize(
+    "case",
+    select(
+        [*FIELDS],
+        [
+            *("exclude_modules", "rank_pattern alpha_pattern", "use_dora", "modules_to_save"),
+            *("target_parameters", "ensure_weight_tying"),
+        ],
+    ),
+)
 def test_fields_of_the_config_are_pefts(ranks2: RankPool, case: str, tmp_path: Path) -> None:
     folder, target = save_decoder("Llama", tmp_path / "model"), str(tmp_path / "adapter")
     results = ranks2.run(train_with, folder, case, target, timeout_s=120)

@@ -43,7 +43,7 @@ LLAMA = replace(
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
 )
-LONG_LLAMA = replace(LLAMA, seq_length=1024)
+LONG_LLAMA = replace(LLAMA, seq_length=1024, num_layers=4)
 BUCKET = 10**6
 LOOP, FOREACH, FUSED = (
     {"foreach": False},
@@ -164,26 +164,16 @@ def active(
 # slices.
 ACTIVE = [
     active("1f1b", vocab_size=2048, recompute="full"),
-    active("zb_v", recompute="full"),
-    active("bitpipe_zb", vocab_size=8192, recompute="full", recompute_interval=2),
+    active("bitpipe_zb", recompute="full", recompute_interval=2),
     active("zb_v", "fp32", 0, vocab_size=2048),
     active("1f1b", base=LLAMA, hidden_dropout=0.1),
     active("1f1b", tensor=2, sequence_parallel=True),
-    active("zb_v", tensor=2, recompute="full"),
     active("1f1b", attention_dropout=0.1),
-    active("1f1b", vocab_size=8192, chunked_loss=True),
     active("zb_v", "fp32", 0, vocab_size=8192, chunked_loss=True),
-    *(
-        replace(active(schedule, precision, base=LLAMA, vocab_size=8192), head_parts=True)
-        for schedule, precision in (("1f1b", "bf16"), ("zb_v", "fp32"), ("bitpipe_zb", "bf16"))
-    ),
-    *(
-        replace(active(schedule, precision, vocab_size=8192), head_parts=True)
-        for schedule, precision in (("1f1b", "bf16"), ("zb_v", "fp32"))
-    ),
-    replace(active("1f1b", slices=8, base=LONG_LLAMA, vocab_size=8192), head_parts=True),
-    active("1f1b", slices=8, base=LONG_LLAMA, recompute="full"),
-    active("zb_v", slices=4, base=LONG_LLAMA, recompute="selective"),
+    replace(active("zb_v", "fp32", base=LLAMA, vocab_size=8192), head_parts=True),
+    replace(active("1f1b", vocab_size=8192), head_parts=True),
+    replace(active("zb_v", slices=4, base=LONG_LLAMA, vocab_size=2048), head_parts=True),
+    active("1f1b", slices=4, base=LONG_LLAMA, recompute="selective"),
 ]
 RECOMPUTATIONS: list[dict[str, Any]] = [
     {},
@@ -192,6 +182,13 @@ RECOMPUTATIONS: list[dict[str, Any]] = [
     {"recompute": "full", "recompute_interval": 3},
 ]
 MORE_ACTIVE = [
+    active("zb_v", tensor=2, recompute="full"),
+    *(
+        replace(active(schedule, precision, base=base, vocab_size=8192), head_parts=True)
+        for schedule, precision in (("1f1b", "bf16"), ("zb_v", "fp32"), ("bitpipe_zb", "bf16"))
+        for base in (NARROW, LLAMA)
+    ),
+    replace(active("1f1b", slices=8, base=LONG_LLAMA, vocab_size=8192), head_parts=True),
     *(
         active(schedule, precision, zero, vocab_size=vocabulary, **recomputation)
         for schedule in ("1f1b", "interleaved", "bitpipe", "zb_h1", "zb_v", "bitpipe_zb")

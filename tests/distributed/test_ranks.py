@@ -18,6 +18,7 @@ import torch.distributed as dist
 from benchmarks.rank_pool import RankFailure, RankTimeout
 from ds_ext.errors import ConfigError
 from tests.ranks import CALLS_PER_START, RankPool, Ranks
+from tests.selection import extensive
 
 
 def sum_of_ranks(rank: int, offset: int) -> torch.Tensor:
@@ -110,7 +111,12 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    "then", ["pool.run(wait_for_nobody, timeout_s=600)", "time.sleep(600)"], ids=["busy", "idle"]
+    "then",
+    [
+        "pool.run(wait_for_nobody, timeout_s=600)",
+        pytest.param("time.sleep(600)", marks=extensive),
+    ],
+    ids=["busy", "idle"],
 )
 def test_no_rank_outlives_the_test_process(then: str) -> None:
     script = (

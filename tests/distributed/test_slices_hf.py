@@ -107,6 +107,11 @@ REFUSED: dict[str, dict[str, Any]] = {
     "Gemma3Text bidirectional": {**MODELS["Gemma3Text"], "use_bidirectional_attention": True},
 }
 EQUAL = [*MODELS, *MORE]
+# Those that differ most in attention, positions, experts and names.
+FEW = [
+    *("Llama", "GPT2", "OPT", "GPTNeoX", "Falcon", "Gemma2", "Gemma3Text", "Cohere", "Mixtral", "Bloom"),
+    *("Qwen2", "Phi3 longrope", "GptOss", "Llama4Text", "GPTNeo", "Mpt", "CodeGen", "XGLM"),
+]
 IN_FP32 = ("Mixtral", "Qwen2Moe", "GptOss", "Llama4Text", "XGLM")
 # Norms, rotary embeddings or attention compute in fp32, whatever the dtype of the weights is.
 PARTLY_IN_FP32 = (
@@ -124,7 +129,7 @@ PARTLY_IN_FP32 = (
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "bitpipe_zb")
 # (schedule, slices, layers that are recomputed together, whether inputs have a padding mask)
-JOBS = covering(product(SCHEDULES, (2, 5, (3, 5, 2)), (0, 1), (True, False)), 2)
+JOBS = covering(product(SCHEDULES, (2, 5, (3, 5, 2)), (0, 1), (True, False)), 1)
 
 
 def decoder(name: str) -> Any:
@@ -207,7 +212,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], name: st
 
 @pytest.mark.parametrize("number", range(len(JOBS)), ids=["-".join(map(str, job)) for job in JOBS])
 def test_trains_as_the_model_on_whole_sequences(ranks: Ranks, number: int, tmp_path: Path) -> None:
-    names = select(EQUAL, EQUAL[number :: len(JOBS)])
+    names = select(EQUAL, FEW[number :: len(JOBS)])
     folders = {name: str(tmp_path / name) for name in names}
     for name, folder in folders.items():
         decoder(name).save_pretrained(folder)

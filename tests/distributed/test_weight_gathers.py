@@ -192,7 +192,9 @@ ODD = replace(MODEL, hidden_size=9, num_attention_heads=3, ffn_hidden_size=7, vo
     ("schedule", "precision"),
     [
         pytest.param(schedule, precision, marks=needs(precision))
-        for schedule, precision in product(["1f1b", "zb_v", "bitpipe_zb", "interleaved"], ["fp32", "bf16"])
+        for schedule, precision in covering(
+            product(["1f1b", "zb_v", "bitpipe_zb", "interleaved"], ["fp32", "bf16"]), 1
+        )
     ],
 )
 def test_the_norm_of_parts_is_that_of_whole_gradients(ranks: Ranks, schedule: str, precision: str) -> None:

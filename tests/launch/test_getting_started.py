@@ -44,17 +44,24 @@ def columns(line: str) -> dict[str, float]:
     return {NUMBER.sub("", cell).strip(): numbers(cell)[0] for cell in line.split(" | ")[1:]}
 
 
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the data that ``make train`` prepares."""
+    if (ROOT / "data/stdlib/meta.json").is_file():
+        return ROOT / "data/stdlib"
+    folder = tmp_path_factory.mktemp("data") / "stdlib"
+    words = [sys.executable, "-m", "ds_ext", "prepare", "--source", "stdlib", "--output", str(folder)]
+    subprocess.run(words, env=environment(), check=True)
+    return folder
+
+
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """Return a folder with the script, and with the data that ``make train`` prepares."""
+def checkout(tmp_path: Path, data: Path) -> Path:
+    """Return a folder with the script and its data."""
     (tmp_path / "train_gpt.py").symlink_to(ROOT / "train_gpt.py")
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "data").mkdir()
-    if (ROOT / "data/stdlib/meta.json").is_file():
-        (tmp_path / "data/stdlib").symlink_to(ROOT / "data/stdlib")
-    else:
-        words = [sys.executable, "-m", "ds_ext", "prepare", "--source", "stdlib", "--output", "data/stdlib"]
-        subprocess.run(words, cwd=tmp_path, env=environment(), check=True)
+    (tmp_path / "data/stdlib").symlink_to(data)
     return tmp_path
 
 

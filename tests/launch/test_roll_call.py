@@ -150,7 +150,7 @@ print(f"ranks {ranks[0]} {ranks[1]}\\n", end="", flush=True)  # in one write
 """
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", select([*LAUNCHERS], ["deepspeed"]))
 def test_a_script_may_start_the_process_group_itself(
     launcher: str, tmp_path: Path, free_port: Callable[[], int]
 ) -> None:

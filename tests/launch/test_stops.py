@@ -80,8 +80,6 @@ def run(ranks: int, script: Sequence[str], folder: Path, port: int) -> str:
         [
             ("bitpipe", "start", "SIGUSR1", 1, 1, 0),
             ("bitpipe", "save", "SIGTERM", 0, 1, 2),
-            ("bitpipe", "evaluation", "SIGTERM", 1, 2, 2),
-            ("bitpipe", "dataloader", "SIGTERM", 1, 3, 3),
             ("fbd", "step", "SIGUSR1", 3, 3, 3),
         ],
     ),

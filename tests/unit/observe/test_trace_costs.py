@@ -230,7 +230,10 @@ def test_measured_without_costs_of_a_trace(tmp_path: Path, capsys: pytest.Captur
         assert capsys.readouterr().err.startswith("error: " + ("--measured" if words else "NAME"))
 
 
-def test_every_verb_accepts_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_accepts_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ds_ext.pipe_schedules.list_scheduling.search._MAX_OPS", 2_000)
     file = costs_file(tmp_path, trace(tmp_path / "run", "zb_v", hosts="aabb"))
     sizes = ["--num-devices", "4", "--micro-batches", "8", "--costs", file]
     model = [

@@ -116,10 +116,14 @@ def test_keys_without_support_in_deepspeed(planned: Any, key: str) -> None:
         planned("dpp", {}, **{key: {"enabled": True}})
 
 
-@pytest.mark.parametrize("name", ["Muon", "muadamw"])
-def test_optimizers_that_need_tagged_parameters(planned: Any, name: str) -> None:
+@pytest.mark.parametrize("name", ["musgd", "muadamw"])
+def test_optimizers_that_need_base_shapes(planned: Any, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"^optimizer\.type: .*'{name}'.*AdamW"):
         planned("dpp", {}, optimizer={"type": name})
+
+
+def test_muon_trains_the_models_of_the_scripts(planned: Any) -> None:
+    assert planned("dpp", {}, optimizer={"type": "Muon"}).job.deepspeed["optimizer"]["type"] == "Muon"
 
 
 def test_settings_without_effect_have_a_note(planned: Any) -> None:
