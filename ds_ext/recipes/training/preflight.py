@@ -166,10 +166,10 @@ def require_optimizer(config: Mapping[str, Any]) -> None:
             f"optimizer: missing from the JSON, or without a type (got {optimizer!r}). Add for example "
             '{"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": true}}; "torch_adam" needs no compilation.'
         )
-    if str(optimizer["type"]).lower() in ("muon", "muadam", "muadamw", "musgd"):
+    if str(optimizer["type"]).lower() in ("muadam", "muadamw", "musgd"):
         raise ConfigError(
-            f"optimizer.type: this model has no tagged parameters (got {optimizer['type']!r}). Use "
-            f"AdamW, or tag the parameters in your own script."
+            f"optimizer.type: this model has no base shapes of mup (got {optimizer['type']!r}). Use "
+            f"AdamW, or set the shapes in your own script."
         )
 
 
