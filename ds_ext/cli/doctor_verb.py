@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the findings.
 
     Returns 0 for one host, because a host need not support every transport. Returns 1 if jobs on several hosts will
-    fail. Raises ConfigError for wrong names or addresses.
+    fail.
     """
     _require_ports(args)
     if args.hostfile is None and args.hosts is None:

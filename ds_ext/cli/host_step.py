@@ -64,11 +64,7 @@ class HostStep:
 def step_on_hosts(
     args: argparse.Namespace, simulation: Simulation, model: TrainingSizes | None
 ) -> HostStep | None:
-    """Return the step time on the hosts of the flags; None without ``--hosts``.
-
-    Raises:
-        ConfigError, ScheduleError: the flags do not fit each other.
-    """
+    """Return the step time on the hosts of the flags; None without ``--hosts``."""
     network = network_of(args)
     if network is None:
         return None

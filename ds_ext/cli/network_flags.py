@@ -48,11 +48,7 @@ def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
 
 
 def network_of(args: argparse.Namespace) -> Network | None:
-    """Return the network that the flags describe; None without ``--hosts``, except for ``plan``.
-
-    Raises:
-        ConfigError, ScheduleError: a flag is wrong, or needs ``--hosts``.
-    """
+    """Return the network that the flags describe; None without ``--hosts``, except for ``plan``."""
     devices = getattr(args, "devices", None)
     if args.hosts is None and not hasattr(args, "devices"):
         for dest in _ONLY_WITH_HOSTS:

@@ -102,9 +102,6 @@ def run_plan(args: argparse.Namespace) -> int:
     """Print the best sizes, and the reason and JSON for the first of them.
 
     The exit status is 1 if nothing fits, or if the run misses ``--days``.
-
-    Raises:
-        ScheduleError: a flag is wrong, no sizes are possible, or no number of devices meets ``--days``.
     """
     gpu = _take_gpu(args)
     _check_run(args)

@@ -114,11 +114,7 @@ def name_flags(error: str, args: argparse.Namespace) -> str:
 
 
 def split_request(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name or path, and the options of ``"dpp:placement=v:policy=depth"``; a path has no options.
-
-    Raises:
-        ScheduleError: an option has no value or is given twice.
-    """
+    """Return the name or path, and the options of ``"dpp:placement=v:policy=depth"``; a path has no options."""
     if is_file(text):
         return text, {}
     name, *options = text.split(":")
@@ -317,9 +313,6 @@ def comparison_of(
 
     Args:
         run_sizes: path of a run's timetable file -> MEASURED_SIZES that its costs must have; another run is refused.
-
-    Raises:
-        ScheduleError: a schedule is unknown, none supports the sizes, or an option belongs to none of them.
     """
     options = _flag_options(args)
     requests = {text: split_request(text) for text in args.schedules}

@@ -65,7 +65,7 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def _format(args: argparse.Namespace, endings: dict[str, str]) -> str:
-    """Return the format set by ``--format`` or by the file's extension. Raises ScheduleError for an unknown extension.
+    """Return the format set by ``--format`` or by the file's extension.
 
     Args:
         endings: extension -> format, in addition to no extension and .html.
@@ -128,7 +128,7 @@ def run_compare(args: argparse.Namespace) -> int:
     """Print one row per schedule, or write a page with this table and all timetables on one scale.
 
     A refused schedule has its reason in its row, and the exit status is 1. Without names and runs, the rows are all
-    schedules that support the sizes, and a note has the others. Raises ScheduleError without names, runs and sizes.
+    schedules that support the sizes, and a note has the others.
     """
     form = _format(args, {})
     model = model_of(args)
@@ -183,8 +183,6 @@ def measured_runs(args: argparse.Namespace) -> dict[str, MeasuredRun]:
     """Return the timetable file of every run in the folder of ``--measured`` -> the run.
 
     Traces of a run are in the folder, in one of its subfolders, or in a subfolder of that.
-
-    Raises ScheduleError without costs from a trace, or without a run, and ConfigError for unreadable traces.
     """
     if args.measured is None:
         return {}
@@ -233,9 +231,6 @@ def comparison(
     Args:
         refused: index of a row -> name and reason of a refused schedule.
         runs: path of a simulated timetable file -> its run.
-
-    Raises:
-        ScheduleError: the layers of the model do not fit the stages.
     """
     first = simulations[0]
     header = ("schedule", "makespan", "measured", "error", *_COLUMNS)
@@ -434,11 +429,7 @@ def _memory_lines(devices: Sequence[dict[str, int]]) -> list[str]:
 
 
 def run_optimise(args: argparse.Namespace) -> int:
-    """Search for the best order, print it with its proven bound, and write it as a timetable file.
-
-    Raises:
-        ScheduleError: no order was found, or a flag is wrong.
-    """
+    """Search for the best order, print it with its proven bound, and write it as a timetable file."""
     from ..planner.solver import optimise
 
     original = simulation_of(args)

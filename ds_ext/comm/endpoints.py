@@ -82,11 +82,7 @@ class LinkSetup(Protocol):
     """
 
     def offer(self) -> Any:
-        """Return what the peers need to connect.
-
-        Raises:
-            TransportError, OSError: this rank cannot use such links.
-        """
+        """Return what the peers need to connect."""
         ...
 
     @staticmethod

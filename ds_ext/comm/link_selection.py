@@ -75,9 +75,6 @@ def select_links(
         pairs: (source, destination) of the links.
         kinds: kind -> check of two offers, in order of preference.
         failed: kind that failed in an earlier handshake -> reason.
-
-    Raises:
-        NoLinkError: no kind works for a pair.
     """
     selected: dict[tuple[int, int], str] = {}
     fallbacks: dict[tuple[int, int], tuple[str, ...]] = {}

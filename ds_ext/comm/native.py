@@ -50,11 +50,7 @@ def create(
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None = None,
 ) -> Transport:
-    """Create the transport over links of one kind, a key of LINK_KINDS; see create_transport().
-
-    Raises:
-        TransportError: the links cannot be set up. All ranks raise the error of the first failed rank.
-    """
+    """Create the transport over links of one kind, a key of LINK_KINDS; see create_transport()."""
     try:
         return _make_transport([kind], timeout_s, device, pairs, node_ips)
     except NoLinkError as error:
@@ -99,12 +95,7 @@ def _make_transport(
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None,
 ) -> Transport:
-    """Link all pairs, and skip kinds whose set-up fails.
-
-    Raises:
-        TransportError: there is no process group, or an address in node_ips is wrong.
-        NoLinkError: no kind is left for a pair. Raised on all ranks.
-    """
+    """Link all pairs, and skip kinds whose set-up fails."""
     require_initialized()
     if device.type not in ("cpu", "cuda"):
         raise NoLinkError(f"native links support tensors on cpu and cuda (got {device.type})")

@@ -101,9 +101,6 @@ def exchange_files(
         files: peer -> file descriptors to send; they stay open.
         expected: peer -> number of files that it sends.
         timeout_s: time limit for all peers together, in seconds.
-
-    Raises:
-        TransportError: a peer did not connect or failed the check. All received files are closed.
     """
     exchange = _Exchange(listener, rank, offers, files, expected, timeout_s)
     try:
@@ -260,7 +257,7 @@ def _is_same_user(connection: socket.socket) -> bool:
 
 
 def _open_exit_watch(connection: socket.socket) -> int:
-    """Return a new file descriptor that becomes readable when the peer's process exits. Raises OSError.
+    """Return a new file descriptor that becomes readable when the peer's process exits.
 
     This is a pidfd. If the process is not visible (another pid namespace, an old kernel), it is a duplicate of the
     connection, which a forked child of the peer keeps open.

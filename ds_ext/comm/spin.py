@@ -19,7 +19,7 @@ _QUOTA_FILES_1, _QUOTA_FILES_2 = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cp
 def spin_us(ranks_here: int) -> float:
     """Return the maximum spin time in microseconds: 300, or 0 if the ranks on this host outnumber its usable cores.
 
-    ``DS_EXT_SPIN_US`` replaces it. Raises TransportError if that is not a number, or too large.
+    ``DS_EXT_SPIN_US`` replaces it.
     """
     setting = os.environ.get(SPIN_VARIABLE)
     if setting is not None:

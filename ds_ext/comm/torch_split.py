@@ -189,11 +189,7 @@ class SplitTransport:
         self._headers.close()
 
     def finish_recv(self, ticket: _RecvTicket, timeout_s: float | None) -> tuple[Tensor, ...]:
-        """Take the peer's messages in order until the ticket's contents are in flight, then wait for them.
-
-        Raises:
-            TransportError: the peer has sent no message for the ticket, or cannot be reached.
-        """
+        """Take the peer's messages in order until the ticket's contents are in flight, then wait for them."""
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         while ticket.tensors is None:
             headers = self._awaited_headers[ticket.peer]

@@ -69,12 +69,7 @@ class Transfers:
         return self._start(_RECV, peer, tag, lambda: self._receives.post(num_bytes, post))
 
     def finish(self, transfer: Transfer, timeout_s: float | None = None) -> None:
-        """Wait for a transfer, or on CUDA let the current stream wait for it.
-
-        Raises:
-            TransportTimeout: ``timeout_s`` (None: the limit) expired.
-            TransportError: the transfer failed.
-        """
+        """Wait for a transfer, or on CUDA let the current stream wait for it."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
         if transfer.waited:
@@ -97,12 +92,7 @@ class Transfers:
         self._await(lambda: [transfer for transfer in self._unfinished if transfer.op == _RECV])
 
     def await_all(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Wait until all transfers are complete, and call ``progress`` meanwhile.
-
-        Raises:
-            TransportTimeout: no transfer was completed within the limit.
-            TransportError: a transfer failed.
-        """
+        """Wait until all transfers are complete, and call ``progress`` meanwhile."""
 
         def unfinished() -> Sequence[Transfer]:
             progress()

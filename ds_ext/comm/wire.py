@@ -23,11 +23,7 @@ CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 
 
 def dtype_of(code: int) -> torch.dtype:
-    """Return the dtype of a code that the native code has checked.
-
-    Raises:
-        DescriptorError: this version of torch does not have it.
-    """
+    """Return the dtype of a code that the native code has checked."""
     dtype = _DTYPES[code]
     if dtype is None:
         name = _native.ELEMENT_TYPES[code][0]
@@ -53,9 +49,6 @@ def pieces_of(tensors: Sequence[Tensor]) -> tuple[Pieces, list[Tensor]]:
     """Return CPU tensors in the form that the native code takes, and the tensors whose memory it reads.
 
     The latter are copies if a tensor is strided, conjugated or negated.
-
-    Raises:
-        TransportError: a tensor has a device, layout or dtype that cannot be sent.
     """
     pieces: Pieces = []
     sources: list[Tensor] = []
@@ -108,11 +101,7 @@ def copies(message: _native.Message) -> tuple[Tensor, ...]:
 def describe(
     tensors: Sequence[Tensor], *, tag: int, seq: int, link_seq: int, acknowledged: int
 ) -> list[Descriptor]:
-    """Return one descriptor per tensor, with its offset in the body of the message.
-
-    Raises:
-        TransportError: the tensors cannot be sent as one message.
-    """
+    """Return one descriptor per tensor, with its offset in the body of the message."""
     for tensor in tensors:
         check_sendable(tensor)
     try:
@@ -189,11 +178,7 @@ def unpack_all(packed: Tensor) -> tuple[Descriptor, ...]:
 
 
 def view(descriptors: Sequence[Descriptor], body: Tensor) -> tuple[Tensor, ...]:
-    """Return the described tensors in the memory of ``body``: uint8 [at least body_bytes], on any device.
-
-    Raises:
-        DescriptorError: the descriptors belong to different messages, or ``body`` is too short.
-    """
+    """Return the described tensors in the memory of ``body``: uint8 [at least body_bytes], on any device."""
     first = descriptors[0]
     for index, descriptor in enumerate(descriptors):
         same = (descriptor.tag, descriptor.seq, descriptor.count, descriptor.body_bytes)

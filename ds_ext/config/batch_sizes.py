@@ -68,9 +68,6 @@ def batch_sizes(
             error proposes; None: any.
         one_pipe: data-parallel ranks that a schedule of one pipe has on the same ranks, a fraction if it does not fit
             them; None: ``data_parallel_size``.
-
-    Raises:
-        ConfigError: if a key is not a positive integer, or if the keys are missing or contradict each other.
     """
     for key, value in config.items():
         near = difflib.get_close_matches(key.lower(), BATCH_KEYS, n=1, cutoff=_RESEMBLES)

@@ -387,10 +387,7 @@ def _try_muon(params: Mapping[str, Any]) -> None:
 
 
 def _optimizer_class(parsed: Any) -> type[Any] | None:
-    """Return the class that DeepSpeed chooses; None if its parameters depend on tags in the model.
-
-    Raises ConfigError if the optimizer cannot be used.
-    """
+    """Return the class that DeepSpeed chooses; None if its parameters depend on tags in the model."""
     name, params = parsed.optimizer_name, parsed.optimizer_params or {}
     offload = parsed.zero_config.offload_optimizer
     torch_classes = _classes(torch.optim, torch.optim.Optimizer)

@@ -157,9 +157,6 @@ def parse_json(text: str, name: str) -> Any:
     Args:
         text: the JSON.
         name: name of its file, for errors.
-
-    Raises:
-        ConfigError: the syntax is wrong, or an object has a key twice, of which parsers use only the last.
     """
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

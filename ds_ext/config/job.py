@@ -71,11 +71,7 @@ def _section(outer: type[Section], key: str) -> type[Section]:
 
 
 def import_own_schedules(job: JobConfig) -> None:
-    """Import the modules listed under the key "import"; the search path includes the JSON's folder.
-
-    Raises:
-        ConfigError: a module does not exist, or its import fails.
-    """
+    """Import the modules listed under the key "import"; the search path includes the JSON's folder."""
     try:
         import_modules(job.ds_ext.modules, '"ds_ext": import', Path(job.path or ".").parent)
     except ScheduleError as error:

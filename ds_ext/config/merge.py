@@ -49,9 +49,6 @@ def with_arguments(job: JobConfig, arguments: Iterable[tuple[str, str, Any]]) ->
     Args:
         job: job of the module's JSON; its section may be missing.
         arguments: (argument, key of the section, value); None as the value: not given.
-
-    Raises:
-        ConfigError: an argument contradicts the JSON or another argument, or its value is invalid.
     """
     section = dict(job.deepspeed.get("ds_ext", {}))
     for argument, key, value in arguments:
@@ -71,9 +68,6 @@ def merge(module: JobConfig, job: JobConfig) -> JobConfig:
     Args:
         module: job of the PipelineModule, whose stages are built.
         job: job of the JSON; its section may be missing.
-
-    Raises:
-        ConfigError: the two set a key to different values, or the JSON sets a key that the module's stages depend on.
     """
     module_section = dict(module.deepspeed.get("ds_ext", {}))
     job_section = dict(job.deepspeed.get("ds_ext", {}))

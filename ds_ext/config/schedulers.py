@@ -46,9 +46,6 @@ class MegatronLR(LRScheduler):
         min_lr: smallest learning rate of the decay.
         warmup_num_steps: steps of the warm-up; it may be a fraction.
         warmup_init_lr: learning rate of the first step of a warm-up.
-
-    Raises:
-        ValueError: an argument is out of its range.
     """
 
     def __init__(

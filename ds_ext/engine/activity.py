@@ -76,10 +76,7 @@ class Activity:
 
     @contextmanager
     def whole_step(self, on_failure: Callable[[], None]) -> Iterator[None]:
-        """Context of a step or an evaluation. If it fails after it began, no other one can follow.
-
-        Raises RuntimeError after an earlier failure: gradients, messages and the other ranks are in an unknown state.
-        """
+        """Context of a step or an evaluation. If it fails after it began, no other one can follow."""
         if self._failure is not None:
             raise RuntimeError(
                 f"engine: cannot continue after a failure within a step (got {self._failure}). Start the ranks again, "

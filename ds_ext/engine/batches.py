@@ -155,7 +155,7 @@ class MapDataset(Protocol):
 def stack_samples(samples: Sequence[Any]) -> Any:
     """Stack tensors, including those in tuples, lists and dictionaries, along a new first dimension.
 
-    Numbers become tensors, and other values lists. Raises ConfigError for samples of different shapes.
+    Numbers become tensors, and other values lists.
     """
     first = samples[0]
     if isinstance(first, torch.Tensor):
@@ -198,9 +198,6 @@ class MicroBatches:
             they are read.
         shuffle_seed: function that returns the seed from which the order of every pass over the dataset is drawn; None:
             the order of the dataset.
-
-    Raises:
-        ConfigError: a number is out of range.
     """
 
     def __init__(
@@ -241,11 +238,7 @@ class MicroBatches:
             raise error
 
     def get(self, micro_batch: int) -> Any:
-        """Return a collated micro-batch of the current step by its global id.
-
-        Raises:
-            ConfigError: the dataset ends before the end of the micro-batch.
-        """
+        """Return a collated micro-batch of the current step by its global id."""
         first = self.consumed_samples + micro_batch * self.micro_batch_size
         indices = range(first, first + self.micro_batch_size)
         length = len(self.dataset)
@@ -298,10 +291,7 @@ class MicroBatches:
         return {"consumed_samples": self.consumed_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a saved position. Batch sizes may differ from those of the run that saved it.
-
-        Raises ConfigError for a negative position.
-        """
+        """Continue at a saved position. Batch sizes may differ from those of the run that saved it."""
         consumed_samples = state["consumed_samples"]
         if consumed_samples < 0:
             raise ConfigError(
@@ -325,9 +315,6 @@ def require_pair(batch: Any, source: Batches) -> tuple[Any, Any]:
     Args:
         batch: result of ``source.get()``.
         source: source of the batch, named in the error.
-
-    Raises:
-        ConfigError: the batch is not a tuple or list of two elements.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
@@ -353,10 +340,7 @@ def require_tensors(value: Any, part: str, source: Batches) -> None:
 
 
 def as_batches(source: Iterator[Any] | Batches | None, data_parallel_rank: int, count: int) -> Batches | None:
-    """Return the batches of a script's source of data; see :class:`IteratorBatches`.
-
-    Raises ConfigError for a loader.
-    """
+    """Return the batches of a script's source of data; see :class:`IteratorBatches`."""
     if source is None or isinstance(source, Batches):
         return source
     if not isinstance(source, Iterator):

@@ -333,10 +333,7 @@ class PipelineEngine(Measured, RunControl):
         watch.norm(step, loss, None if norm is None else float(norm), self.gather().losses.correction != 0)
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule, evaluation: Evaluation | None = None) -> None:
-        """Run the instructions of a step or an evaluation.
-
-        Raises ConfigError for one of DeepSpeed's schedules.
-        """
+        """Run the instructions of a step or an evaluation."""
         if not isinstance(pipe_schedule, TimetableSchedule):
             raise ConfigError(
                 f"schedule: the engine runs the timetable of its job plan (got {type(pipe_schedule).__name__}). Call "

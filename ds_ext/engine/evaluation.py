@@ -41,10 +41,7 @@ class Evaluation:
     def from_arguments(
         cls, compute_loss: bool, return_logits: bool, reduce_output: str | None, bcast_loss: bool
     ) -> Evaluation:
-        """Return the requests of DeepSpeed's arguments of ``eval_batch``.
-
-        Raises ConfigError if ``reduce_output`` is neither "avg" nor None, or None and ``bcast_loss`` is set.
-        """
+        """Return the requests of DeepSpeed's arguments of ``eval_batch``."""
         if reduce_output not in ("avg", None):
             raise ConfigError(
                 f'reduce_output: must be "avg" or None (got {reduce_output!r}). For the outputs of individual '
@@ -81,9 +78,6 @@ def source_of(data: Any, num_micro_batches: int | Literal["all"] | None, engine:
     Args:
         data, num_micro_batches: arguments of ``eval_batch``.
         engine: the engine.
-
-    Raises:
-        ConfigError: "all" of data that is no dataset.
     """
     whole = num_micro_batches == "all"
     if all(hasattr(type(data), name) for name in ("__len__", "__getitem__")):

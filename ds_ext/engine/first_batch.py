@@ -32,9 +32,6 @@ def check_first_batch(
         trains: whether this is a training step, and no evaluation.
         micro_batches: micro-batches of all pipeline groups in a step.
         abort: function that reports an exception of the dataset to the peers.
-
-    Raises:
-        ConfigError: on all ranks, if data is missing, too small for a step or has the wrong format on one of them.
     """
     loads: dict[int, int] = {}
     for stage, micro_batch in data.loads:

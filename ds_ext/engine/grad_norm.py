@@ -47,9 +47,6 @@ def share_loss_scale(engine: Any) -> None:
     """Give ranks with fp32 weights the loss scale of ranks with fp16 weights. All ranks must call this together.
 
     ZeRO scales the loss, and divides the gradients, on the ranks where the first parameter of its optimizer is fp16.
-
-    Raises:
-        ConfigError: it is bf16 on a rank, where ZeRO does not skip steps with an overflow.
     """
     optimizer = engine.optimizer
     dtype = optimizer.dtype if isinstance(optimizer, DeepSpeedZeroOptimizer) else None

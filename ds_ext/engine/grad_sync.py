@@ -243,8 +243,6 @@ class Gradients:
         """Context of an optimizer step that multiplies the reduced gradients by ``factor``; 0: it changes no weight.
 
         The product is fp32. Overflows are found before it, the norm is that of the product.
-
-        Raises ConfigError for gradients that are summed in half precision.
         """
         if factor == 1:
             yield

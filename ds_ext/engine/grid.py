@@ -122,9 +122,6 @@ def on_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> Par
     Args:
         layout: ranks of the whole world.
         forward_hosts: names or addresses of hosts; None: keep the layout.
-
-    Raises:
-        ConfigError: the hosts do not fit the layout.
     """
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout

@@ -59,9 +59,6 @@ class PipelineHead:
         Args:
             item: number of the slice in the step.
             are_shifted: whether the labels are shifted, as those of slices are.
-
-        Raises:
-            ConfigError: the outputs or the labels are not one tensor.
         """
         if buffer.head_inputs is None:
             outputs, labels, buffer.labels = buffer.take_outputs(), buffer.labels, None

@@ -526,7 +526,6 @@ def _require_whole_experts(model: PipelineModule) -> None:
     """Let experts of which this rank has all train as other layers do.
 
     DeepSpeed would reduce them apart, over neighboring ranks and in groups that only ranks with experts create.
-    Raises ConfigError for experts that are divided over ranks, and for some with tensor parallelism.
     """
     for stage in model.stages:
         for index, layer in model.stage_modules(stage).items():

@@ -151,7 +151,7 @@ def is_marker(tensor: Tensor) -> bool:
 def pack(value: Any, source: str) -> tuple[Tensor, ...]:
     """Return a layer's output, which is a tensor or a tuple of tensors, as the tensors of a message.
 
-    A marker at the end marks a tuple of one tensor. Raises ConfigError for other values, and names ``source``.
+    A marker at the end marks a tuple of one tensor.
     """
     if torch.is_tensor(value):
         return (value,)

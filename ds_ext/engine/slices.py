@@ -71,7 +71,6 @@ class StageSlices:
         """Return slice ``index`` of the data of a micro-batch: of the tensors whose dimension 1 is the sequence.
 
         The tensors are copies, because a layer that changes one in place would change what other slices read.
-        Raises ConfigError for a sequence that the slices do not divide.
         """
         tokens = _tokens(tensors)
         bounds = self._bounds(tokens)
@@ -131,10 +130,7 @@ class StageSlices:
         outputs: Any,
         labels: tuple[Tensor, ...] | None,
     ) -> None:
-        """Try the loss function on the first slice with counted labels.
-
-        Raises ConfigError if the losses of its parts do not add up to its loss, as if labels are shifted in each part.
-        """
+        """Try the loss function on the first slice with counted labels."""
         if self._loss_tried or labels is None:
             return
         tokens = _tokens(labels)
@@ -279,9 +275,6 @@ def _try_sums(loss: Callable[[int, int], Loss], name: str, tokens: int) -> bool:
         loss: returns the loss of the tokens from start to stop.
         name: name of the loss function in errors.
         tokens: tokens of the slice.
-
-    Raises:
-        ConfigError: the losses of two halves do not add up to the one of both.
     """
     start, stop = 0, tokens
     whole = loss(start, stop)

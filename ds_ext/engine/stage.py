@@ -151,9 +151,6 @@ class StageForward:
             stage: stage that this rank holds.
             inputs: inputs of the stage.
             step, micro_batch: global ids, for layers that draw random numbers.
-
-        Raises:
-            ConfigError: the inputs of the first stage have a different dtype than its weights.
         """
         # Inputs are leaves, on which torch does not allow in-place operations. An identity hides the leaves.
         try:

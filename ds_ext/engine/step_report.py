@@ -125,9 +125,6 @@ def gather_step(
         step: number of the step, from 1, for this warning.
         device: device of this rank's tensors.
         stop_cause: cause of this rank's request to end the run; 0 without one.
-
-    Raises:
-        ConfigError: the data of a rank ended, ranks read different samples, or the losses are not of one form.
     """
     changes = float(weights_set), float(num_changed)
     measured = [*busy.read(), float(peak_memory_bytes(device)), *changes, float(stop_cause)]

@@ -143,7 +143,7 @@ def divide_tied_embedding(layers: Sequence[Any], parts: int) -> tuple[list[Any],
 
     If the last layer is a TiedLayerSpec, its part i has as ``weight`` the parameter i of the ``nn.ParameterList`` that
     ``tied_weight_attr`` names in the layer with the same key. The spec of that layer has an attribute ``in_parts``:
-    function of the number of parts; returns the spec of the layer with this list. Raises ConfigError without it.
+    function of the number of parts; returns the spec of the layer with this list.
     """
     *body, head = layers
     if not isinstance(head, TiedLayerSpec):
@@ -224,9 +224,6 @@ def require_whole_ties(module: LayeredModule) -> None:
 
     Args:
         module: module with built layers, before ties are indexed.
-
-    Raises:
-        ConfigError: on all ranks; it names the tie and the parameters.
     """
     if any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs):
         together(lambda: check_ties(module))
@@ -274,8 +271,7 @@ def _require_parameters(layer: nn.Module, key: str, names: Iterable[str]) -> Non
 def join_kinds(module: LayeredModule) -> list[dict[int, str]]:
     """Let layers of one tie that differ in class or arguments share its weights. All ranks must call this together.
 
-    Returns layer -> name of every weight, in the order of ``tied_weight_attr``. Raises ConfigError on all ranks for
-    layers that name different weights.
+    Returns layer -> name of every weight, in the order of ``tied_weight_attr``.
     """
     if not module.tied_kinds:
         return []
@@ -370,11 +366,7 @@ def _tie(module: LayeredModule, key: str, ranks: list[int], group: Any) -> dict[
 
 
 def join_tied_rows(module: LayeredModule) -> None:
-    """Let parts of a tied head use the rows of the embedding on this rank. All ranks must call this together.
-
-    Raises ConfigError on all ranks for an embedding with other rows, or with other parameters or buffers, because the
-    layer files of a checkpoint divide it.
-    """
+    """Let parts of a tied head use the rows of the embedding on this rank. All ranks must call this together."""
 
     def join() -> None:
         layers = dict(_built_layers(module))
@@ -405,9 +397,6 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
 
     Args:
         module: module with built layers, before ties are indexed.
-
-    Raises:
-        ConfigError: on all ranks, if the sharing would depend on the schedule, or the ranks have different layers.
     """
     # id -> tensor, and the layers in whose entries of the list it occurs
     entries: dict[int, tuple[Tensor, set[int]]] = {}
@@ -447,9 +436,7 @@ def _places_on_this_rank(
 ) -> list[dict[int, str]]:
     """Return layer -> name of every candidate in the layers of this rank.
 
-    Raises ConfigError if layers share a parameter that is no candidate (a global, or an unregistered one in a list): a
-    rank with only one of these layers cannot see this. ``entries``: id -> (tensor, layers in whose entries it occurs),
-    from :func:`find_shared`.
+    ``entries``: id -> (tensor, layers in whose entries it occurs), from :func:`find_shared`.
     """
     candidate_places: dict[int, dict[int, str]] = {id(tensor): {} for tensor in candidates}
     parameter_places: dict[int, dict[int, str]] = {}

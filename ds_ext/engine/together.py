@@ -16,10 +16,6 @@ def together(function: Callable[[], Any], error_type: type[DsExtError] = DsExtEr
 
     An OSError becomes an ``error_type`` on all ranks. Any other exception, for example from a module's
     ``state_dict()``, becomes an ``error_type`` on the other ranks; its own rank raises it unchanged, with traceback.
-
-    Raises:
-        ConfigError: ``function()`` raised it on some rank.
-        DsExtError: of type ``error_type``, for other failures.
     """
     outcome: tuple[Any, DsExtError | None]
     unexpected: Exception | None = None

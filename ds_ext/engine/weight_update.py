@@ -85,8 +85,7 @@ class TrainedParameters:
     def agree(self) -> list[nn.Parameter]:
         """Compare the changes of all ranks, and return the parameters that are trained from this step on.
 
-        All ranks must call this together. Raises ConfigError on all of them if the optimizer of one cannot follow, or
-        ranks with the same parameter differ.
+        All ranks must call this together.
         """
         known: dict[str, tuple[bool, int]] = {}
         for rank, flags in enumerate(together(self._check)):
@@ -134,9 +133,6 @@ class WeightUpdate:
         reduction: eager reduction of the gradients; None: they are reduced after the last backward.
         gathers: gathers that overlap with the next step; None: DeepSpeed gathers at the end of the step.
         loss_watch: counter of consecutive steps with a non-finite loss or gradient.
-
-    Raises:
-        ConfigError: the scheduler or the optimizer cannot be stepped without arguments, or Muon has shards of weights.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -195,10 +191,7 @@ class WeightUpdate:
         return WeightGathers(optimizer, engine.module, engine.tracer)
 
     def is_outdated(self) -> bool:
-        """Return whether a script has changed what this object depends on.
-
-        Raises ConfigError for an optimizer without the fp32 weights of DeepSpeed's.
-        """
+        """Return whether a script has changed what this object depends on."""
         engine = self._engine
         if _dependencies(engine) == self._dependencies:
             return False
@@ -248,8 +241,7 @@ class WeightUpdate:
     def overlapping(self) -> Iterator[None]:
         """Context of an optimizer step that reads the ranks' parts of the gradients, and starts to gather the weights.
 
-        It does nothing for a job without "overlap_across_steps". Raises ConfigError if a script has set parts of one
-        parameter group to different values.
+        It does nothing for a job without "overlap_across_steps".
         """
         require_equal_parts(getattr(self._optimizer, "param_groups", ()), self._engine.module.group_sources)
         if self.gathers is None:

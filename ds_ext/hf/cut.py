@@ -97,11 +97,7 @@ class Calls:
     shared: tuple[Shared, ...]
 
     def shared_tensors(self, records: Sequence[tuple[Any, ...]]) -> list[Tensor | None]:
-        """Return the value of every slot from the recorded arguments of all decoder layers.
-
-        Raises:
-            ConfigError: layers got other arguments than in the trial, so the cut would be wrong.
-        """
+        """Return the value of every slot from the recorded arguments of all decoder layers."""
         shared: dict[int, Tensor | None] = {}
         for index, (record, call) in enumerate(zip(records, self.layers, strict=True)):
             for value, leaf in zip(leaves_of(record)[0], call.leaves, strict=True):

@@ -22,11 +22,7 @@ from .weights import Source
 
 
 def find_cut(source: Source) -> Cut:
-    """Return how the model of ``source`` is cut.
-
-    Raises:
-        ConfigError: the model cannot be cut; the message says why.
-    """
+    """Return how the model of ``source`` is cut."""
     config = source.config
     name = type(config).__name__
     _check_config(config, name)

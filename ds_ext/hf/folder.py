@@ -58,11 +58,7 @@ def shard_name(number: int, shards: int) -> str:
 
 
 class ModelFolder:
-    """Local folder with config.json and safetensors, whose weights are read in parts.
-
-    Raises:
-        ConfigError: if a file is missing or damaged.
-    """
+    """Local folder with config.json and safetensors, whose weights are read in parts."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder

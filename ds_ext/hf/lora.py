@@ -42,10 +42,6 @@ class Adapters:
         lora: a ``peft.LoraConfig``.
         source: source of the model's modules.
         cut: paths of the model's parts.
-
-    Raises:
-        ConfigError: peft is missing, or the configuration changes frozen weights or trains something outside the
-            decoder layers.
     """
 
     def __init__(self, lora: Any, source: Source, cut: Cut) -> None:

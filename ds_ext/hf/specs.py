@@ -63,10 +63,7 @@ def from_transformers(
 def decoder_layers(
     source: Source, cut: Cut, lora: Any, chunked_loss: bool, loss_class: type[_Loss]
 ) -> tuple[list[LayerSpec], _Loss]:
-    """Return layers and loss function as :func:`from_transformers` does, with a loss function of another class.
-
-    Raises ConfigError; see there.
-    """
+    """Return layers and loss function as :func:`from_transformers` does, with a loss function of another class."""
     adapters = None if lora is None else Adapters(lora, source, cut)
     reason = _check_loss(source, cut, CausalLoss(source, None))
     if chunked_loss and reason:
@@ -183,10 +180,7 @@ class CausalLoss(NextTokenLoss):
 
 
 def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss) -> str:
-    """Return why the loss needs whole logits, "" if it does not.
-
-    Raises ConfigError if the model's own forward computes another loss from random logits.
-    """
+    """Return why the loss needs whole logits, "" if it does not."""
     head = Head(source, dataclasses.replace(cut, tied=True), None)
     vocab_size = source.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)

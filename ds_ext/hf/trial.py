@@ -72,9 +72,6 @@ class Trial:
 
         The model may expect a tensor or a tuple from a decoder layer. ``tuple_size`` is set to the first form that it
         accepts.
-
-        Raises:
-            Uncuttable: the model cannot be cut.
         """
         from .slices import SliceCache, cache_arguments  # needs transformers
 
@@ -173,11 +170,7 @@ class Trial:
     def modules_around(
         self, owner: str, layers: str, embedding: str
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the paths of the backbone's modules that run before and after the decoder layers.
-
-        Raises:
-            ConfigError: the model cannot be cut.
-        """
+        """Return the paths of the backbone's modules that run before and after the decoder layers."""
         repeated_calls = self._modules_before & self._modules_after
         if repeated_calls:
             raise ConfigError(
@@ -207,10 +200,7 @@ def _give_free_weights(modules: Iterable[nn.Module]) -> None:
 
 
 def merge_records(padded: Sequence[tuple[Any, ...]], plain: Sequence[tuple[Any, ...]]) -> Calls:
-    """Return the calls of all layers from their arguments with and without a padding mask.
-
-    Raises Uncuttable if the mask changes their form, or if layers exchange an object that is not a tensor.
-    """
+    """Return the calls of all layers from their arguments with and without a padding mask."""
     slots = _Slots()
     calls = [_merge_record(*pair, slots) for pair in zip(padded, plain, strict=True)]
     return Calls(tuple(calls), tuple(slots.shared))

@@ -48,11 +48,7 @@ class Source(Protocol):
 
 
 def make_source(model_or_folder: Any, dtype: torch.dtype | None) -> Source:
-    """Return the source for a transformers model (plain or peft's) or a folder.
-
-    Raises:
-        ConfigError: transformers or one of its private names is missing, or the folder cannot be read.
-    """
+    """Return the source for a transformers model (plain or peft's) or a folder."""
     try:
         import transformers
     except ImportError:

@@ -59,10 +59,6 @@ class RollCall:
             facts: key -> value, compared over all ranks; a missing key is a difference.
             timeout_s: time limit for the other ranks, in seconds.
             replica_facts: key -> value, compared only among the ranks that have the key.
-
-        Raises:
-            ConfigError: if facts differ or another rank rejected the job. All ranks raise the same error.
-            TransportError: if a rank failed or did not answer within ``timeout_s``.
         """
         self._publish_answer(facts, replica_facts or {})
         if self.rank == 0:
@@ -153,9 +149,6 @@ def make_early_roll_call(rank: int, world_size: int, timeout_s: float) -> RollCa
     """Return a roll call before the process group exists; None without other ranks or without a launcher.
 
     Rank 0 may serve the store. Keep the result until the process group exists.
-
-    Raises:
-        TransportError: if rank 0 cannot be reached within ``timeout_s``.
     """
     address = store_address()
     if world_size == 1 or address is None:
@@ -194,9 +187,6 @@ def _store_of_this_start(store: Any, rank: int, world_size: int, timeout_s: floa
     Rank 0 chooses the prefix of the keys and invites the other ranks. The key of an invitation contains a number that
     the invited process has just chosen, and the answer one that rank 0 has just chosen. So neither is from an earlier
     start. (torchrun's own count of restarts differs between hosts if it has replaced one.)
-
-    Raises:
-        TransportError: a rank did not answer in time.
     """
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 

@@ -71,10 +71,6 @@ def set_rank() -> None:
     """Set RANK, WORLD_SIZE, MASTER_ADDR and the other variables of a launcher if ``srun`` started this process.
 
     Does nothing outside a step and under another launcher. MASTER_ADDR and MASTER_PORT keep their values if set.
-
-    Raises:
-        ConfigError: Slurm's variables are missing or contradict each other, ranks are not numbered host by host, or
-            tasks see fewer GPUs than their host has tasks.
     """
     global _launched_by
     environ = os.environ
@@ -168,7 +164,7 @@ def tasks_per_host(text: str) -> tuple[int, ...]:
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first name of a list such as ``node[1-3,07],gpu5``. Raises ConfigError.
+    """Return the first name of a list such as ``node[1-3,07],gpu5``.
 
     A name may contain several brackets; the first name has the first number of each.
     """

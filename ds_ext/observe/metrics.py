@@ -348,9 +348,6 @@ class MetricsFile:
 
     Numbers that are not finite, such as a diverged loss, become null, because JSON has no NaN. A full disk does not
     stop the run: steps that cannot be written are missing, and a warning reports the first of them.
-
-    Raises:
-        ConfigError: the file cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

@@ -94,9 +94,6 @@ def traffic_between_hosts(
 
     Args:
         micro_batches: N per pipeline group.
-
-    Raises:
-        ConfigError: the hosts have more or fewer slots than the layout has ranks.
     """
     require_slots(layout, hosts)
     table = layout.groups()

@@ -162,12 +162,7 @@ def make_layout(
     data_parallel_size: int,
     rank_order: RankOrder = DEEPSPEED_ORDER,
 ) -> ParallelLayout:
-    """Return the layout for a placement.
-
-    Raises:
-        ConfigError: a merged forward rank does not replace all tensor-parallel ranks of its stage, or forward ranks
-            have a rank order.
-    """
+    """Return the layout for a placement."""
     if not placement.forward_devices:
         return ParallelLayout(placement, tensor_parallel_size, data_parallel_size, rank_order)
     if rank_order != DEEPSPEED_ORDER:
@@ -212,10 +207,6 @@ def place_by_hosts(
         hosts: host name of every rank, as reported by its operating system.
         forward_hosts: hosts of the forward ranks: names, with or without domain, or IP addresses.
         addresses: IP addresses of every rank's host; None: unknown.
-
-    Raises:
-        ConfigError: if a forward host has no rank, or if the forward hosts have more or fewer ranks than the job has
-            forward ranks.
     """
     forward_keys = {host_key(name) for name in forward_hosts}
     names = [host_key(name) for name in hosts]

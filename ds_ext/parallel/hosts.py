@@ -23,9 +23,6 @@ class Hosts:
     Args:
         slots: number of ranks on each host.
         names: name of each host; empty: ``host 0``, ``host 1``, ...
-
-    Raises:
-        ConfigError: there is no host, a host has no rank, or the names do not match the slots.
     """
 
     slots: tuple[int, ...]
@@ -72,7 +69,7 @@ class Hosts:
 def parse_hosts(text: str) -> Hosts:
     """Return the hosts in ``"4x8"`` (4 hosts with 8 ranks each), ``"8,8,4"`` (slots), or a hostfile's path.
 
-    A hostfile has lines ``worker-0 slots=8``, as for ``deepspeed``. Raises ConfigError.
+    A hostfile has lines ``worker-0 slots=8``, as for ``deepspeed``.
     """
     if Path(text).is_file():
         return _read_hostfile(Path(text))

@@ -27,9 +27,6 @@ class Link:
     Args:
         bandwidth: bytes per second.
         latency: seconds from the start of a send to the arrival of the first byte.
-
-    Raises:
-        ConfigError: the bandwidth is not positive, or the latency is negative or infinite.
     """
 
     bandwidth: float

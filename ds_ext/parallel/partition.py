@@ -60,9 +60,6 @@ def layer_boundaries(
 
     Returns:
         Boundaries of the stages (stages + 1 numbers) among before + num_layers + after layers.
-
-    Raises:
-        ConfigError: if there are fewer layers than stages, or ``stage_layers`` does not fit the model.
     """
     stages = placement.stages
     if stage_layers is not None and stage_layers != BALANCED:

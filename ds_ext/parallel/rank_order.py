@@ -18,11 +18,7 @@ _EXAMPLES = "tp-dp-pp (default), tp-pp-dp, tp-mirror-dp-pp, tp-mirror-pp-dp"
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Order of the axes, innermost first.
-
-    Raises:
-        ConfigError: the axes are not tp (first), dp, pp and optionally mirror, each once.
-    """
+    """Order of the axes, innermost first."""
 
     axes: tuple[str, ...] = (TENSOR, DATA, PIPELINE)
 

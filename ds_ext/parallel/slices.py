@@ -21,9 +21,6 @@ def balanced_lengths(
         tokens: length of the sequence.
         count: number of slices.
         multiple: every slice has a multiple of this many tokens.
-
-    Raises:
-        ConfigError: there are too few tokens, or they are no multiple.
     """
     places = range(0, tokens + 1, multiple)
     total = work_until(tokens)
@@ -47,9 +44,6 @@ def slice_bounds(
         count: number of slices.
         lengths: tokens of every slice.
         shards: ranks over which sequence parallelism distributes the tokens of a slice.
-
-    Raises:
-        ConfigError: the slices do not fit the sequence, or the ranks.
     """
     sizes = [tokens // count] * count if lengths == EQUAL else [*map(int, lengths)]
     if sum(sizes) != tokens:

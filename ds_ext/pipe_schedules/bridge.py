@@ -222,10 +222,7 @@ class ZeroBubbleBitPipeSchedule(NamedSchedule):
 
 
 def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
-    """Return the DeepSpeed instruction. Its ``label`` is the text that traces and errors print.
-
-    Raises ScheduleError if the engine has no class for the instruction.
-    """
+    """Return the DeepSpeed instruction. Its ``label`` is the text that traces and errors print."""
     cls = INSTRUCTIONS.get(instruction.name)
     if cls is None:
         raise ScheduleError(

@@ -320,10 +320,7 @@ def read_costs(text: str) -> Costs:
 
 
 def parse_costs(text: str) -> Costs:
-    """Return the costs in ``"f=1,b=1,w=1,comm=0,stages=0.9x7/1.7:1.8:1.6,slices=1/3,jitter=0"``. All keys are optional.
-
-    Raises ScheduleError for an unknown or repeated key and for an invalid value.
-    """
+    """Return the costs in ``"f=1,b=1,w=1,comm=0,stages=0.9x7/1.7:1.8:1.6,slices=1/3,jitter=0"``, keys optional."""
     values: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, _, value = part.partition("=")
@@ -386,7 +383,7 @@ def load_costs(path: str) -> Costs:
     """Return the costs in a JSON file: ``{"f": 1, "stages": [1, 1.2], "links": {"0>1": 0.3}, "jitter": 0.1}``.
 
     The keys are f, b, w and the other arguments of :class:`Costs`, all optional. A link is "sender>receiver".
-    :func:`dump_costs` is the inverse. Raises ScheduleError for an invalid file.
+    :func:`dump_costs` is the inverse.
     """
     values = _read_json(path)
     known = [*_TIMES, *(field.name for field in fields(Costs) if field.name not in _TIMES.values())]

@@ -160,10 +160,7 @@ class Schedule:
     def placement(
         self, num_devices: int, options: Mapping[str, object] | None = None, head_parts: bool = False
     ) -> Placement:
-        """Return the placement on ``num_devices`` devices, with a part of the head on each if ``head_parts``.
-
-        Raises ScheduleError if the size or head parts are not supported.
-        """
+        """Return the placement on ``num_devices`` devices, with a part of the head on each if ``head_parts``."""
         if not 1 <= num_devices <= _MAX_DEVICES:
             raise ScheduleError(
                 f"{self.name}: pipeline_parallel_size must be 1 to {_MAX_DEVICES} (got {num_devices})."
@@ -242,9 +239,6 @@ class Schedule:
             costs: costs that a planned schedule plans for; None: those of its option "costs".
             slices: parts of the sequence of every micro-batch.
             head_parts: True to compute a part of the head on every device.
-
-        Raises:
-            ScheduleError: the schedule does not support the sizes or options, or its code failed.
         """
         placement = self.placement(num_devices, options, head_parts)
         if self.micro_batches_multiple_of_devices:
@@ -292,10 +286,7 @@ class Schedule:
     def make_dynamic_rules(
         self, num_devices: int, micro_batches: int, options: Mapping[str, object] | None = None
     ) -> DynamicRules | None:
-        """Return the runtime rules of a dynamic schedule; None for a static one.
-
-        Raises ScheduleError if the schedule does not support the sizes or options, or its code failed.
-        """
+        """Return the runtime rules of a dynamic schedule; None for a static one."""
         if self.dynamic is None:
             return None
         placement = self.placement(num_devices, options)

@@ -72,7 +72,7 @@ def schedule_of_file(path: str | Path) -> Schedule:
 def read_dump(text: str, source: str) -> Timetable:
     """Return the timetable of a dump, without its messages and loads, which lowering inserts again.
 
-    The timetable is not checked. Raises ScheduleError with ``source`` if ``text`` is not a dump.
+    The timetable is not checked.
     """
     try:
         dump = json.loads(text)

@@ -133,9 +133,6 @@ def import_modules(names: Sequence[str], source: str, folder: str | os.PathLike[
         names: module names, looked up in ``folder``, the current directory and PYTHONPATH.
         source: flag or key that lists them, for errors.
         folder: additional directory to search.
-
-    Raises:
-        ScheduleError: a module does not exist, or its import failed.
     """
     if names:
         for path in (os.path.abspath(folder), os.getcwd()):

@@ -65,8 +65,7 @@ def dumps(timetable: Timetable) -> str:
 def torch_csv(timetable: Timetable) -> str:
     """Return the compute-only CSV of ``torch.distributed.pipelining``, with cells such as ``2F0`` and ``2B0``.
 
-    Each op takes one step. An empty cell is a step in which the device waits. Raises ScheduleError if the timetable has
-    several pipes or forward devices, which the format does not support, or if it deadlocks.
+    Each op takes one step. An empty cell is a step in which the device waits.
     """
     if timetable.slices > 1:
         raise ScheduleError(
@@ -122,9 +121,6 @@ def loads(text: str, name: str = "timetable", source: str = "timetable") -> Time
     Args:
         name: name of the schedule if the header has none.
         source: origin of the text, for errors.
-
-    Raises:
-        ScheduleError: the text is invalid; the error has the line and column.
     """
     header: dict[str, str] = {}
     orders: list[tuple[Op, ...]] = []

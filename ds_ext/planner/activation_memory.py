@@ -21,9 +21,6 @@ def within_activation_memory(plan: JobPlan, sizes: TrainingSizes) -> JobPlan:
 
     Args:
         sizes: model, with the layers of every stage.
-
-    Raises:
-        ConfigError: the schedule does not plan its order, or no order fits.
     """
     text = plan.settings.max_activation_memory
     assert text is not None

@@ -73,8 +73,6 @@ def stage_activations(
 ) -> tuple[Activations, ...]:
     """Return the activations of every stage, head parts and their loss included, as ops number them.
 
-    Raises ScheduleError if the layers do not fit the stages.
-
     Args:
         sizes: sizes of the model; ``seq_length`` is that of a slice.
         num_stages: stages of the model.

@@ -71,9 +71,6 @@ def choose_for_job(
         slices: parts of the sequence of every micro-batch.
         lengths: tokens of every slice.
         head_parts: every device computes a part of the head.
-
-    Raises:
-        ConfigError: the batch is not fixed, sizes do not fit, or no schedule fits in memory.
     """
     data = 1 if world_size is None else data_parallel_size(world_size, linear(devices), tensor_parallel)
     try:
@@ -103,10 +100,7 @@ def _make_request(
     train: Mapping[str, Any],
     layers: int | None,
 ) -> Request:
-    """Return the request to the planner: the arguments of :func:`choose_for_job`, with ``data`` pipeline groups.
-
-    Raises ConfigError and ScheduleError.
-    """
+    """Return the request to the planner: the arguments of :func:`choose_for_job`, with ``data`` pipeline groups."""
     micro_batch, micro_batches = _micro_batches(config, data)
     values = _AUTO.resolve_options(options)
     entries, _ = vocabulary(values["vocab_size"], train)
@@ -256,7 +250,7 @@ def training_sizes(
     data: int,
     on_cpu: bool = False,
 ) -> TrainingSizes:
-    """Return the sizes of a model that a job trains. Raises ScheduleError.
+    """Return the sizes of a model that a job trains.
 
     Args:
         config: the whole DeepSpeed JSON.

@@ -60,12 +60,7 @@ class StagePlan:
         return self.job.ds_ext
 
     def complete(self, job: JobConfig) -> JobPlan:
-        """Return the job plan for the batch sizes of ``job``, whose schedule and parallel sizes are those of this plan.
-
-        Raises:
-            ConfigError: ``job`` has no batch size, or the schedule does not support it.
-            ScheduleError: the timetable of the schedule is invalid.
-        """
+        """Return the job plan for the batch sizes of ``job``, with the schedule and parallel sizes of this plan."""
         _require_supported(job.ds_ext, self.schedule, self.layout.placement)
         return _complete_plan(replace(self.stages, job=job), self._sizes(job))
 
@@ -194,10 +189,6 @@ def make_job_plan(job: JobConfig, world_size: int | None = None) -> JobPlan:
 
     Args:
         world_size: number of processes; None: one pipeline group.
-
-    Raises:
-        ConfigError: a size, an option or the batch does not fit the schedule or the world size.
-        ScheduleError: the timetable of the schedule is invalid.
     """
     return make_stage_plan(job, world_size).complete(job)
 
@@ -208,9 +199,6 @@ def make_stage_plan(job: JobConfig, world_size: int | None = None, layers: int |
     Args:
         world_size: number of processes; None: one pipeline group.
         layers: number of the model's pipeline layers, which limits the choice of "auto"; None: unknown.
-
-    Raises:
-        ConfigError: a size or an option does not fit the schedule or the world size.
     """
     schedule, candidates = resolve_schedule(job, world_size, layers)
     options = schedule_options(job.ds_ext, schedule)
@@ -270,10 +258,6 @@ def resolve_schedule(
     """Return the schedule (named, from a timetable file, or the best of "auto") and the candidates of "auto".
 
     Arguments as for :func:`make_stage_plan`.
-
-    Raises:
-        ConfigError: the schedule is unknown, a module in "import" fails to import, nothing fits the job, or the
-            transport cannot run the schedule.
     """
     import_own_schedules(job)
     settings = job.ds_ext

@@ -72,9 +72,6 @@ def memory(
         timetable: the timetable.
         sizes: sizes of the model.
         lengths: tokens of every slice of a sample.
-
-    Raises:
-        ScheduleError: the sizes do not fit the stages of the timetable.
     """
     placement, slices = timetable.placement, timetable.slices
     tokens = [-(-sizes.seq_length // slices)] * slices if isinstance(lengths, str) else lengths

@@ -62,9 +62,6 @@ class Cluster:
         sequence_parallel: use sequence parallelism; None: with tensor parallelism, if it divides the tokens.
         slices: the only numbers of slices of the sequence to consider in a pipeline; None: see :meth:`slice_numbers`.
         head_parts: every device of a pipeline computes a part of the head.
-
-    Raises:
-        ScheduleError: a value is not positive, or the hosts do not have one slot per device.
     """
 
     devices: int
@@ -244,9 +241,6 @@ def plan_cluster(
         ratios: times of backward_input and backward_weight relative to the forward, and jitter.
         progress: called with (done, total) sizes.
         most_s: longest step of interest; sizes whose bound is above it are not evaluated.
-
-    Raises:
-        ScheduleError: no sizes fit the devices, heads, layers and batch; or ``ratios`` contain message times.
     """
     ratios = ratios or Costs()
     if (

@@ -57,9 +57,6 @@ def parameter_bytes(precision: str, zero_stage: int, optimizer: str) -> Paramete
         precision: "bf16", "fp16" or "fp32".
         zero_stage: 0 or 1. No effect in half precision, which is always sharded.
         optimizer: implementation of Adam: "fused", "foreach" or "for-loop".
-
-    Raises:
-        ScheduleError: a value is unknown.
     """
     if precision not in PRECISIONS:
         raise ScheduleError(f"precision: unknown (got {precision!r}). Use {', '.join(PRECISIONS)}.")

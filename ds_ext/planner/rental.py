@@ -60,9 +60,6 @@ def plan_for_deadline(
 
     Args:
         cluster: cluster with any number of devices; their memory, rate, links and the other limits are used.
-
-    Raises:
-        ScheduleError: no number of devices meets the deadline, or no sizes are possible.
     """
     limit_s = cluster.batch * sizes.seq_length * days * _DAY_S / tokens
     passes = 1 + (ratios.backward_input + ratios.backward_weight) / (ratios.forward or 1.0)

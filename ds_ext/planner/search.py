@@ -81,9 +81,6 @@ class Request:
         slices: parts of the sequence of every micro-batch. With several, only schedules that have slices are evaluated.
         lengths: tokens of every slice.
         head_parts: every device computes a part of the head. Schedules that do not support it are refused.
-
-    Raises:
-        ScheduleError: a size is not positive, there is a memory limit without a model, or head parts of a tied head.
     """
 
     devices: int
@@ -721,7 +718,7 @@ class _Variant:
         return _sort_key(is_too_large(need, request.memory_bytes), self.least_time, need), order
 
     def price(self, simulate_large: bool) -> Candidate:
-        """Build and simulate the timetable. Raises ScheduleError if the schedule does not support the sizes.
+        """Build and simulate the timetable.
 
         A timetable that is too large is simulated only if ``simulate_large``.
         """

@@ -57,10 +57,6 @@ def optimise(
         costs: costs of the ops, without their jitter; None: F = I = W = 1 and free messages.
         max_activations: limit on the live activations of a device, in units of 1/D of the model; None: no limit.
         time_limit_s: seconds after which the best order so far is returned.
-
-    Raises:
-        ConfigError: OR-tools is not installed.
-        ScheduleError: ``timetable`` cannot run, or no order within ``max_activations`` was found.
     """
     cp_model = _import_solver()
     if max_activations is not None and not max_activations > 0:

@@ -46,9 +46,6 @@ def split_layers(
     Args:
         schedule: name of the schedule, for errors.
         stage_layers: value of the scripts' flag, such as ``"3,2,2,1"``; None: balanced by the work of layers and head.
-
-    Raises:
-        ScheduleError: there are fewer layers than stages, or ``stage_layers`` does not fit the stages.
     """
     if sizes.stage_layers is not None:
         sizes.stage_layer_counts(placement.stages)
@@ -72,7 +69,7 @@ def split_layers(
 def slice_tokens(
     sizes: TransformerConfig, count: int, lengths: str | Sequence[int] = EQUAL, shards: int = 1
 ) -> tuple[int, ...]:
-    """Return the tokens of every slice; balanced long ones are multiples of a kernel's tile. Raises ConfigError.
+    """Return the tokens of every slice; balanced long ones are multiples of a kernel's tile.
 
     Args:
         sizes: the model, and tokens of a sample.
@@ -108,9 +105,6 @@ def stage_costs(costs: Costs, sizes: TrainingSizes, head_parts: int = 0) -> Cost
     Args:
         sizes: model with the layers of each stage, from :func:`split_layers`.
         head_parts: parts of the head, one per device; 0: the last stage has the head.
-
-    Raises:
-        ScheduleError: the costs were measured with another tensor-parallel size or with recomputation.
     """
     assert sizes.stage_layers is not None, "split_layers() comes first"
     repeated, is_included = sizes.repeated_share, bool(costs.measured.get("recomputes"))

@@ -196,10 +196,6 @@ def best_step(
         volumes: bytes of messages, of the gradients of every stage, and of weights.
         unit_s: unit of the costs in seconds.
         reductions: op -> stages to reduce after it, by device, from the simulation in the job plan.
-
-    Raises:
-        ConfigError: the hosts do not have one slot per rank.
-        ScheduleError: the timetable is incomplete, or it deadlocks.
     """
     pairs = list(messages_between(timetable.placement, timetable.micro_batches))
     least_s = _LEAST_SHARE * (costs.forward + costs.backward_input + costs.backward_weight) * unit_s

@@ -37,9 +37,6 @@ def parse_bytes(text: str, name: str = "size in bytes", examples: str = "80GB, 5
     Args:
         name: flag or key, for the error.
         examples: right texts, for the error.
-
-    Raises:
-        ScheduleError: the text is not a positive size. A lower-case b stands for bits, and is refused.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kKMGTmgt])(i?)B?|B)\s*", text)
     if match is None:

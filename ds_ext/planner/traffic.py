@@ -24,9 +24,6 @@ def traffic(sizes: TrainingSizes, placement: Placement, micro_batches: int) -> T
     Args:
         sizes: model with layers that fit the placement's stages; see :func:`.stage_costs.split_layers`.
         micro_batches: N per pipeline group.
-
-    Raises:
-        ScheduleError: the layers do not fit the stages.
     """
     layers = sizes.stage_layer_counts(placement.stages)
     pipes = Counter(placement.pipes_of(micro_batches))

@@ -36,10 +36,6 @@ class TrainingSizes(TransformerConfig):
         attention_scores: the attention stores its s x s scores; selective recomputation drops them.
         score_bytes: bytes per score that are stored.
         score_copies: bytes of copies of queries, keys and values with the scores, per element of the queries.
-
-    Raises:
-        ConfigError: sizes of the model are wrong.
-        ScheduleError: a setting is not positive, or does not fit the model.
     """
 
     stage_layers: tuple[int, ...] | None = field(default=None, metadata=NO_FLAG)
@@ -178,10 +174,7 @@ class TrainingSizes(TransformerConfig):
         return self.embedding_parameters / (placement.head_parts or 1)
 
     def device_parameters(self, placement: Placement, device: int) -> float:
-        """Return the parameters on a rank of ``device``, without those that a head of BERT has beside its weight.
-
-        Raises ScheduleError if the layers do not fit.
-        """
+        """Return the parameters on a rank of ``device``, without those that a head of BERT has beside its weight."""
         held = [chunk.stage for chunk in placement.chunks[device] if chunk.stage < placement.stages]
         layers = self.stage_layer_counts(placement.stages)
         firsts, lasts = held.count(0), held.count(placement.stages - 1)

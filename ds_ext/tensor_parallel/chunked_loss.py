@@ -101,9 +101,6 @@ def linear_cross_entropy(
         labels_BS: token ids below ``vocab_size``, or ``IGNORE_INDEX``.
         tp: position of this rank in its group.
         vocab_size: number of tokens in the vocabulary, without padding.
-
-    Raises:
-        IndexError: on CPU, for any other label. On CUDA this is a device assertion.
     """
     check_labels(labels_BS, vocab_size)
     device = hidden_BSD.device.type
@@ -289,10 +286,7 @@ class HeadPart(nn.Module):
     def share(
         self, hidden_BSD: Tensor, labels_BS: Tensor, with_gradient: bool
     ) -> tuple[HeadShare, LogitGradients | None]:
-        """Return the share of this part, and what its weight gradient needs; None without a gradient.
-
-        Raises the errors of :func:`linear_cross_entropy`.
-        """
+        """Return the share of this part, and what its weight gradient needs; None without a gradient."""
         check_labels(labels_BS, self._vocab_size)
         hidden_BSD = self._enter(hidden_BSD)
         hidden_ND, labels_N, rows = hidden_BSD.flatten(0, -2), labels_BS.flatten(), self._rows

@@ -22,9 +22,6 @@ class TensorParallel:
         group: process group of these ranks; required if ``size`` is above 1.
         merged: number of shards that this rank computes alone with whole weights. Its random numbers and padding match
             those of the shards.
-
-    Raises:
-        ConfigError: if ``rank`` is outside the group, or if ``size`` is above 1 without a process group.
     """
 
     rank: int = 0
@@ -54,9 +51,6 @@ class TensorParallel:
         Args:
             total: elements of the whole dimension.
             name: name of the dimension, for errors.
-
-        Raises:
-            ConfigError: if ``total`` is not a multiple of the group size.
         """
         if total % self.size:
             lower = total - total % self.size

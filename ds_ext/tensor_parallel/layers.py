@@ -284,11 +284,7 @@ def mark_rows(weight: nn.Parameter, tp: TensorParallel, vocab_size: int) -> None
 
 
 def check_ids(ids: Tensor, limit: int) -> None:
-    """Check that token ids are in 0..limit-1. A sharded lookup would attribute other ids to another rank.
-
-    Raises:
-        IndexError: on CPU, for an id outside this range. On an accelerator this is an asynchronous device assertion.
-    """
+    """Check that token ids are in 0..limit-1. A sharded lookup would attribute other ids to another rank."""
     valid = ((ids >= 0) & (ids < limit)).all()
     if ids.device.type != "cpu":
         torch.ops.aten._assert_async.msg(valid, f"token ids: must be in 0..{limit - 1}")

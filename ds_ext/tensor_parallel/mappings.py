@@ -84,11 +84,7 @@ def keep_slice(x: Tensor) -> AbstractContextManager[object]:
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Sum partial results and return this rank's slice of the tokens: (B, S, ...) to (B, S / size, ...).
-
-    Raises:
-        ConfigError: if the number of tokens is not a multiple of the group size.
-    """
+    """Sum partial results and return this rank's slice of the tokens: (B, S, ...) to (B, S / size, ...)."""
     return x if tp.size == 1 else _ReduceScatter.apply(x, tp)
 
 

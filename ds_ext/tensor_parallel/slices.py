@@ -41,8 +41,7 @@ class SliceStore:
     ) -> list[tuple[Tensor, ...]]:
         """Store the tensors of slice ``index``, and return those of the slices before it as leaves.
 
-        A repeated forward stores nothing. Arguments as for :func:`earlier_slices`. Raises ConfigError for a layer that
-        runs twice in a forward, and for tensors that were changed afterwards.
+        A repeated forward stores nothing. Arguments as for :func:`earlier_slices`.
         """
         entries = self._entries.setdefault(owner, [])
         if len(entries) == index:

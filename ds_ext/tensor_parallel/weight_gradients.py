@@ -314,10 +314,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def defer(weight: Tensor, gradient: Gradient, *reads: Tensor) -> None:
-    """Add the gradient of a parameter, computed from ``reads``, to the deferred ones.
-
-    Raises ConfigError in any other backward, which would lose the gradient: the parameter is hidden from autograd.
-    """
+    """Add the gradient of a parameter, computed from ``reads``, to the deferred ones."""
     # Grad mode is on in a backward only with create_graph=True.
     if _later is None or torch.is_grad_enabled():
         raise ConfigError(

@@ -28,7 +28,7 @@ class Unreachable(OSError):
 
 
 def listen(address: str, port: int, token: str) -> int:
-    """Answer probes that start with the token, until this process ends. Returns the port. Raises OSError.
+    """Answer probes that start with the token, until this process ends. Returns the port.
 
     Args:
         address: address to listen on.

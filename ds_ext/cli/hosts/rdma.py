@@ -19,9 +19,6 @@ class RdmaProbe:
     Args:
         address: address of this host, which selects the device as in a job.
         sends: True for the sending side.
-
-    Raises:
-        TransportError: there is no usable device.
     """
 
     def __init__(self, address: str, sends: bool) -> None:

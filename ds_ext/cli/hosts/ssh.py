@@ -76,12 +76,7 @@ class RemoteAgent:
         self._answer(_START_S)
 
     def ask(self, action: str, limit_s: float = 30.0, **arguments: Any) -> Any:
-        """Return the agent's answer to one request; see ``agent.py``.
-
-        Raises:
-            HostError: the agent ended or did not answer within ``limit_s``.
-            DsExtError: the request failed on the host.
-        """
+        """Return the agent's answer to one request; see ``agent.py``."""
         with self._lock:
             assert self._process.stdin is not None
             try:

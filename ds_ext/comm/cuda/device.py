@@ -124,11 +124,7 @@ class Device:
         return torch.cuda.Event.from_ipc_handle(self._known(owner), bytes.fromhex(shared))
 
     def new_slab(self, num_bytes: int) -> tuple[Tensor, Any]:
-        """Return memory that another process writes to, and a JSON handle that can be opened once.
-
-        Raises:
-            TransportError: the memory cannot be shared.
-        """
+        """Return memory that another process writes to, and a JSON handle that can be opened once."""
         slab = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         try:
             _, *values = slab.untyped_storage()._share_cuda_()

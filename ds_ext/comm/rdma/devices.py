@@ -101,9 +101,6 @@ def choose_port(
         address: numeric address of the rank; None: unknown.
         must_match: whether the user set the address; if so, using any other port is an error.
         environment: environment variables.
-
-    Raises:
-        TransportError: no port can be used.
     """
     if not ports:
         raise TransportError("RDMA: no device on this host (/sys/class/infiniband is empty)")

@@ -20,10 +20,6 @@ def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> s
         rank, world_size: global rank of this process, number of ranks.
         node_ips: one address for each rank, or one for each host in the launcher's order; None: the local address on
             the route to MASTER_ADDR.
-
-    Raises:
-        ConfigError: the number of addresses matches neither ranks nor hosts. Raised on all ranks.
-        TransportError: this host does not have the address.
     """
     if node_ips is None:
         return _address_towards_master()

@@ -80,9 +80,6 @@ def connect_peers(
         offers: offers of all peers.
         notes: peer -> note for it, up to 4096 bytes.
         timeout_s: time limit for all peers together, in seconds.
-
-    Raises:
-        TransportError: a peer is unreachable, did not connect, or refused the connection. All connections are closed.
     """
     attempt = _ConnectionAttempt(listener, rank, offers, notes, timeout_s)
     try:

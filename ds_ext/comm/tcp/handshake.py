@@ -43,9 +43,6 @@ def initiate(connection: socket.socket, rank: int, peer: int, key: bytes, note: 
         peer: the other rank.
         key: tokens of both ranks, the lower rank's first.
         note: up to 4096 bytes for the peer.
-
-    Raises:
-        ProtocolError: the peer refused, or failed the check.
     """
     hello = _HELLO.pack(rank, peer, secrets.token_bytes(NONCE_BYTES))
     _send(connection, _KIND_HELLO, hello)
@@ -73,9 +70,6 @@ def respond(
         where: address of that process, for errors.
         expects: function that returns whether a rank may connect.
         secret: function that returns (key, note) for a rank, as in initiate().
-
-    Raises:
-        ProtocolError: the process is not an expected rank. It has received the refusal.
     """
     try:
         hello = yield from _receive(_KIND_HELLO)
@@ -117,11 +111,7 @@ def _receive(kind: int) -> Generator[int, bytes, bytes]:
 
 
 def read_header(data: bytes) -> tuple[int, int]:
-    """Return (kind, bytes of the body) of a handshake message.
-
-    Raises:
-        ProtocolError: the header is invalid or has a different version.
-    """
+    """Return (kind, bytes of the body) of a handshake message."""
     magic, version, kind, size = _HEADER.unpack(data)
     if magic != _MAGIC:
         raise ProtocolError("wrong magic number: not a ds_ext rank")

@@ -88,10 +88,7 @@ class BackgroundSave:
         return self._error
 
     def wait(self, timeout_s: float | None = None) -> str:
-        """Wait for the process, and return its error; empty for a complete checkpoint.
-
-        Raises TimeoutExpired of subprocess after ``timeout_s``.
-        """
+        """Wait for the process, and return its error; empty for a complete checkpoint."""
         if self in _running:
             assert self._process.stdout is not None
             self._process.wait(timeout_s)

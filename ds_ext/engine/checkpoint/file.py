@@ -85,10 +85,6 @@ def write_tensors(
 
     Args:
         new_file: type of the file.
-
-    Raises:
-        CheckpointError: the format has no name for a tensor's dtype; nothing is written.
-        OSError: the file cannot be written; contains the file's name.
     """
     header = header_of(tensors)
     with new_file(path) as file:
@@ -99,10 +95,7 @@ def write_tensors(
 
 
 def header_of(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the start of a safetensors file, whose length is a multiple of 8; the tensors follow in this order.
-
-    Raises CheckpointError for a dtype that the format does not have.
-    """
+    """Return the start of a safetensors file, whose length is a multiple of 8; the tensors follow in this order."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPE_NAMES:
@@ -122,12 +115,7 @@ def header_of(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 class TensorFile:
-    """Safetensors file, opened to read parts of tensors with ordinary reads, so that no page stays in memory.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is not a complete safetensors file.
-    """
+    """Safetensors file, opened to read parts of tensors with ordinary reads, so that no page stays in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -184,10 +172,6 @@ def write_plain(path: Path, value: Mapping[str, Any], new_file: NewFile = Checke
 
     Args:
         new_file: type of the file.
-
-    Raises:
-        ConfigError: an entry cannot be converted; see :func:`pickle_plain`.
-        OSError: the file cannot be written; contains the file's name.
     """
     plain = _as_plain(value)
     # torch's writer crashes on a full disk.
@@ -206,10 +190,7 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 
 def pickle_plain(value: Mapping[str, Any]) -> memoryview:
-    """Return values as bytes that ``torch.load(weights_only=True)`` can read, from :func:`to_plain`.
-
-    Raises ConfigError for a value that is not plain, see :func:`is_plain`, contains itself, or is nested too deep.
-    """
+    """Return values as bytes that ``torch.load(weights_only=True)`` can read, from :func:`to_plain`."""
     return _saved(_as_plain(value))
 
 
@@ -230,8 +211,6 @@ def to_plain(value: Any, level: int = 0) -> Any:
 
     NumPy scalars become numbers. NumPy arrays and Namespaces become dictionaries for :func:`from_plain`. Views of
     larger tensors become copies, because torch would save all elements of those.
-    Raises ConfigError for a dictionary that looks like one of these, and RecursionError for a value that contains
-    itself or has more than ``_LEVELS`` levels; ``level`` is that of the value.
     """
     if level > _LEVELS:
         raise RecursionError

@@ -38,12 +38,9 @@ _WRONG_CHECKSUM = "damaged file: the checksum does not match the written data"
 class CheckedFile:
     """New file that records its size and checksum, and is synchronized to disk when it is closed.
 
-        with CheckedFile(path) as file:
-            file.write(data)
-        file.record  # {"bytes": ..., "crc32": ...}, for the manifest
-
-    Raises:
-        OSError: opening, writing or closing failed; contains the name of the file.
+    with CheckedFile(path) as file:
+        file.write(data)
+    file.record  # {"bytes": ..., "crc32": ...}, for the manifest
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,10 +80,6 @@ def open_checkpoint(folder: Path, tag: str | None = None) -> tuple[Path, dict[st
     """Return the folder and the manifest of the checkpoint ``tag``, or of the current one without ``tag``.
 
     Checks that every file exists and has the recorded size, without reading the contents.
-
-    Raises:
-        ConfigError: the checkpoint does not exist.
-        CheckpointError: the checkpoint is incomplete; names the damaged file and the complete checkpoints.
     """
     name = tag or current_tag(folder)
     checkpoint = _locate(folder, name)
@@ -107,11 +100,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def current_tag(folder: Path) -> str:
-    """Return the name in ``latest``, of the folder that ``latest`` links to, or else of the newest complete checkpoint.
-
-    Raises ConfigError if there is no complete checkpoint, or ``latest`` cannot be read, contains no name, or links to
-    the folder of something else.
-    """
+    """Return the name in ``latest``, of the folder that it links to, or else of the newest complete checkpoint."""
     latest = folder / LATEST
     if latest.is_dir():
         return _linked_tag(latest)
@@ -163,9 +152,6 @@ def check_contents(checkpoint: Path, manifest: Mapping[str, Any], share: int = 0
         checkpoint: folder of the checkpoint.
         manifest: manifest of the checkpoint.
         share, shares: check every ``shares``-th file from index ``share``, so that ranks divide the files.
-
-    Raises:
-        CheckpointError: names the damaged file and the complete checkpoints.
     """
     for name in sorted(manifest["files"])[share::shares]:
         checksum, problem = 0, _WRONG_CHECKSUM
@@ -250,12 +236,7 @@ def _check_sizes(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def start_writing(folder: Path, tag: str) -> Path:
-    """Create the folder for writing the checkpoint ``tag``, and clean up after killed writers.
-
-    Raises:
-        ConfigError: ``tag`` is not a valid name, or is that of something else than a checkpoint.
-        OSError: the folder cannot be created.
-    """
+    """Create the folder for writing the checkpoint ``tag``, and clean up after killed writers."""
     require_tag(folder, tag)
     if (folder / LATEST).is_dir() and not (folder / LATEST).is_symlink():
         raise ConfigError(f"{folder / LATEST}: must be a file (got a folder). Rename it.")
@@ -306,10 +287,6 @@ def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: 
     """Write the manifest, rename the folder ``written``, and make it the current checkpoint.
 
     All its files must be on disk. Returns the folder of the checkpoint.
-
-    Raises:
-        CheckpointError: a file is missing or has a different size; the current checkpoint is unchanged.
-        OSError: a file cannot be written; the current checkpoint is unchanged.
     """
     folder, checkpoint = written.parent, written.parent / tag
     content = {"version": _VERSION, **manifest}

@@ -79,11 +79,6 @@ def load_checkpoint(
 
     Returns:
         Folder of the checkpoint, and the client state.
-
-    Raises:
-        ConfigError: the checkpoint does not exist.
-        CheckpointError: on all ranks, before any change, if the checkpoint is incomplete or does not fit the model or
-            the optimizer.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     with_optimizer = with_optimizer and engine.role.in_checkpoints

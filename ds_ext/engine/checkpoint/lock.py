@@ -43,12 +43,7 @@ class FolderLock:
         self._file: int | None = None
 
     def take(self) -> None:
-        """Take the lock, unless this object has it. If an earlier start of the same run has it, continue without.
-
-        Raises:
-            CheckpointError: another run has the lock.
-            OSError: the file cannot be opened.
-        """
+        """Take the lock, unless this object has it. If an earlier start of the same run has it, continue without."""
         with contextlib.suppress(FileNotFoundError):
             if self._file is not None and os.path.samestat(os.fstat(self._file), self._path.stat()):
                 return

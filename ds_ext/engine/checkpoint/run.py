@@ -81,7 +81,6 @@ class Run:
 
         The first call for a folder names the checkpoints of other runs that this run may replace: those newer than its
         own ones, and with ``tags`` only those of these names.
-        Raises the errors of :meth:`.lock.FolderLock.take`.
         """
         if folder in self._locks:
             return self._locks[folder].take()
@@ -106,7 +105,6 @@ class Run:
 
         Without a tag it is the current checkpoint; a warning names it if ``latest`` is missing. After a restart of the
         ranks, this or else the newest one must have been written or loaded by this run.
-        Raises the errors of :func:`.folder.open_checkpoint`.
         """
         if tag is not None or not self.continues:
             name = open_checkpoint(folder, tag)[0].name if tag or has_checkpoint(folder) else None

@@ -93,11 +93,6 @@ def save_checkpoint(
 
     Returns:
         The save of this rank in the background, for :func:`finish`; None: the checkpoint is complete.
-
-    Raises:
-        ConfigError: the tag or the client state cannot be saved, or ``keep`` is no number of checkpoints.
-        CheckpointError: on all ranks, if one of them could not write, or another job saves to the folder. The last
-            complete checkpoint is unchanged.
     """
     folder, began = folder.absolute(), time.time()
     new_file = MemoryFile if background and _has_memory(engine) else CheckedFile
@@ -150,10 +145,7 @@ def save_checkpoint(
 
 
 def finish_save(save: BackgroundSave) -> None:
-    """Wait for a save in the background. All ranks must call this together.
-
-    Raises CheckpointError on all ranks if the checkpoint is not complete.
-    """
+    """Wait for a save in the background. All ranks must call this together."""
 
     def require(error: str) -> None:
         if error:
@@ -447,10 +439,7 @@ def settings_of(engine: Checkpointed) -> Facts:
 
 
 def state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are the same on all ranks, under DeepSpeed's keys if it has them.
-
-    Raises ConfigError for a client state that is no dictionary, or has keys of the engine.
-    """
+    """Return the values that are the same on all ranks, under DeepSpeed's keys if it has them."""
     if not isinstance(client_state, Mapping):
         raise ConfigError(
             f"client_state: must be a dictionary (got {type(client_state).__name__}). Use {{'state': ...}}."

@@ -265,11 +265,7 @@ class OptimizerStates:
         return dict(zip([*map(id, members), None], ends, strict=True))
 
     def read(self, fragment: Fragment) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the states of a fragment: those with a value per element as flat views, and those with one value.
-
-        Raises:
-            CheckpointError: a state has a different size.
-        """
+        """Return the states of a fragment: those with a value per element as flat views, and those with one value."""
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         for key, state in self.base.state.get(fragment.owner, {}).items():

@@ -126,10 +126,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     # --- changes between steps ---
 
     def _take_changes(self) -> None:
-        """Apply what a script changed since the last step: optimizer, instruction map, dtype of reductions.
-
-        Raises ConfigError for a number of micro-batches without a timetable, or an optimizer without fp32 weights.
-        """
+        """Apply what a script changed since the last step: optimizer, instruction map, dtype of reductions."""
         planned = self.plan.sizes.gradient_accumulation_steps
         if self.micro_batches != planned:
             raise ConfigError(
@@ -246,10 +243,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     }
 
     def _take_handlers(self) -> None:
-        """Give the executor the handlers of DeepSpeed's instruction map, in which a script may replace some.
-
-        Raises ConfigError for a handler that does not accept the arguments of its instruction.
-        """
+        """Give the executor the handlers of DeepSpeed's instruction map, in which a script may replace some."""
         maps = [{**of._INSTRUCTION_MAP} for of in (self, type(self), PipelineEngine)]
         if maps != self._instruction_maps:
             self.handlers = merge_patches(*maps)

@@ -79,9 +79,6 @@ def merge_patches(handlers: Handlers, *bases: Handlers) -> dict[type[ds.PipeInst
     Args:
         handlers: the engine's map.
         bases: maps of its base classes, nearest first.
-
-    Raises:
-        ConfigError: a script's handler does not accept the arguments of its instruction.
     """
     merged = dict(handlers)
     for base in bases:

@@ -212,7 +212,7 @@ def require_names(*packages: str) -> None:
 
 
 def require_built(*owners: Any) -> None:
-    """Check objects that their constructors have built. Raises one ConfigError for all missing names.
+    """Check objects that their constructors have built.
 
     Args:
         *owners: engine, module, optimizers and loss scalers of any class; None: not checked.

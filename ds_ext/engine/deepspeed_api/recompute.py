@@ -38,10 +38,6 @@ def run_with_recompute(
         run: forward of the layers.
         inputs: tensor or tuple of tensors.
         keep_random: let torch's function repeat the random numbers, because ``run`` does not.
-
-    Raises:
-        ConfigError: trained layers get no gradients. Reentrant functions lose them if no input has a gradient, or the
-            output is a list.
     """
     if function is non_reentrant_checkpoint:  # set by "pipeline": {"use_reentrant": false}, or by the caller
         function = _NON_REENTRANT

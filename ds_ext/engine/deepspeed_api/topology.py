@@ -12,11 +12,7 @@ from ...parallel.layout import ParallelLayout
 
 
 def topology_sizes(topology: ProcessTopology | None) -> list[tuple[str, str, int]]:
-    """Return (argument, key of the "ds_ext" section, size) for the pipe and model axes of a caller's topology.
-
-    Raises:
-        ConfigError: the topology has another axis, or no axis pipe.
-    """
+    """Return (argument, key of the "ds_ext" section, size) for the pipe and model axes of a caller's topology."""
     if topology is None:
         return []
     axes = topology.get_axis_names()

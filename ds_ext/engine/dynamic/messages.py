@@ -49,9 +49,6 @@ class DynamicMessages(StageMessages):
     Attributes:
         choices: ops that the first rank of the tensor-parallel group chooses.
         decides: whether this rank is the first one.
-
-    Raises:
-        ConfigError: the transport cannot report arrivals.
     """
 
     def __init__(

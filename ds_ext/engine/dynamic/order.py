@@ -54,11 +54,7 @@ class DynamicSchedule(TimetableSchedule):
 
 
 def decided_steps(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[list[ds.PipeInstruction]]:
-    """Yield the instructions op by op. The caller executes them before it takes the next ones.
-
-    Raises:
-        TransportError: no message arrived in time, or a peer is gone.
-    """
+    """Yield the instructions op by op. The caller executes them before it takes the next ones."""
     lowering = Lowering(schedule.stage_id, schedule.program.timetable)
     waits = StageWaits(schedule.program, schedule.stage_id)
     reductions = StageReductions(schedule.program, schedule.stage_id)

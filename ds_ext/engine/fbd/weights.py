@@ -83,9 +83,6 @@ class WeightLink:
 
         Args:
             limit_s: time limit for the first message; None: the same as for any message.
-
-        Raises:
-            TransportError: the version did not arrive, is older than the current one, or differs between senders.
         """
         if self._posted is None:
             return

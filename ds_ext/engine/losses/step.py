@@ -207,11 +207,7 @@ class StepLosses:
         return method(outputs) if callable(method) else outputs
 
     def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
-        """Return the loss of a micro-batch. Without a loss function the outputs are the loss, as in DeepSpeed.
-
-        Raises ConfigError for a term that is neither a scalar nor a pair (sum, count), or has no gradient in training,
-        and for pairs without a method ``counts``: several, or in training with fp16.
-        """
+        """Return the loss of a micro-batch. Without a loss function the outputs are the loss, as in DeepSpeed."""
         loss_fn = self._module.loss_fn
         value = outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
         loss = terms_of(value)
@@ -306,10 +302,7 @@ class StepLosses:
         self._terms.setdefault(name, []).append((value, count))
 
     def numbers(self) -> list[float]:
-        """Return sum, count, divisor and check of every name, for :meth:`result`. All ranks must call this together.
-
-        Raises ConfigError for a name that was not reported in the first step, or had another form.
-        """
+        """Return sum, count, divisor and check of every name, for :meth:`result`. All ranks must call this together."""
         numbers: list[_Number] = []
         for name, kind in self._agreed_kinds().items():
             values, counts = zip(*self._terms.get(name, [(0.0, 0.0)]), strict=True)
@@ -321,10 +314,7 @@ class StepLosses:
         return [next(floats) if isinstance(number, Tensor) else number for number in numbers]
 
     def _agreed_kinds(self) -> dict[str, str]:
-        """Return name -> kind in the same order on all ranks, which share theirs in the first step.
-
-        Raises ConfigError if this rank has others.
-        """
+        """Return name -> kind in the same order on all ranks, which share theirs in the first step."""
         if not self._kinds.get(self._trains):
             kinds_of_ranks = together(lambda: self._local_kinds)
             self._kinds[self._trains] = {
@@ -344,10 +334,6 @@ class StepLosses:
 
         Args:
             table: :meth:`numbers` of every rank, one row per rank.
-
-        Raises:
-            ConfigError: counts are not finite or negative, differ from those of the method ``counts``, or are of
-                several terms without this method, or are not those of labels.
         """
         kinds = self._kinds.get(self._trains, {})
         columns = iter(zip(*table, strict=True))
@@ -387,10 +373,7 @@ class StepLosses:
         return torch.tensor(number, dtype=torch.float64).to(self._device, torch.float32)
 
     def _correction(self, name: str, count: float, divisor: float, correction: float) -> float:
-        """Return the factor for the gradients after one more term: ``correction`` if its divisor was its count.
-
-        Raises ConfigError if the divisor is a wrong result of the method ``counts``.
-        """
+        """Return the factor for the gradients after one more term: ``correction`` if its divisor was its count."""
         if divisor == 0 or math.isclose(divisor, count or 1.0, rel_tol=1e-6):  # 0: an evaluation
             return correction
         if self._label_counter is not None:
@@ -468,10 +451,7 @@ def _by_term(value: Any) -> Mapping[str, Any]:
 
 
 def _make_term(value: Any) -> Term:
-    """Return a term of a loss from a scalar tensor or a pair (sum, count).
-
-    Raises ConfigError for another value, an fp16 sum, or in training a tensor without gradient.
-    """
+    """Return a term of a loss from a scalar tensor or a pair (sum, count)."""
     count = None
     if isinstance(value, tuple | list) and len(value) == 2:
         value, count = value

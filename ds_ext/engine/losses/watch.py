@@ -74,9 +74,6 @@ class LossWatch:
             step: number of the step, from 1.
             loss: loss of the step, the same on all ranks.
             skipped: the optimizer found a non-finite gradient and did not change the weights.
-
-        Raises:
-            NonFiniteLoss: on all ranks, after ``limit`` consecutive bad steps.
         """
         if skipped and self.dynamic_scale:
             self._largest.clear()
@@ -109,9 +106,6 @@ class LossWatch:
             step: number of the step, from 1.
             loss, norm: loss and norm of the step, the same on all ranks; None: not measured.
             counts_labels: False if no label of the step was counted.
-
-        Raises:
-            ConfigError: on all ranks, if the gradients of all trained parameters were zero.
         """
         if norm != 0 or not counts_labels or self._allows_zeros:
             return

@@ -266,11 +266,7 @@ class Audit(Observer):
     # --- comparison ---
 
     def finish(self) -> None:
-        """Compare the ranks, before the optimizer step. All ranks must call this together.
-
-        Raises:
-            CorruptionError: on all ranks, if a rank computed or stores different bits.
-        """
+        """Compare the ranks, before the optimizer step. All ranks must call this together."""
         step = self._engine.global_steps + 1
         after = self._weight_checksums()
         box: list[Any] = [self._evidence()]
@@ -298,10 +294,6 @@ class Audit(Observer):
         """Return the ranks at fault for different results. All ranks call this together, and repeat twice more.
 
         A rank that does not get its first result again is at fault; if all do, two ranks with different results are.
-
-        Raises:
-            ConfigError: on all ranks, if a rank gets another result each time, or several are at fault. Then a layer
-                keeps state outside its buffers.
         """
         runs: list[tuple[Results, Results]] = together(
             lambda: (self._repeat(evidence), self._repeat(evidence))

@@ -88,9 +88,6 @@ class Keeper:
 
         Args:
             size: create the file with this size in bytes, or again if it has a different one; None: it must exist.
-
-        Raises:
-            KeeperError: the file does not exist, or there is not enough memory.
         """
         with self._connect() as connection:
             connection.send(json.dumps({"do": "open", "name": name, "size": size}).encode())
@@ -138,7 +135,7 @@ class Keeper:
             )
 
     def move(self, rank: int, step: int, start: int, to: list[Any], timeout_s: float) -> None:
-        """Copy a snapshot to another host, and wait for it. Raises KeeperError if it fails.
+        """Copy a snapshot to another host, and wait for it.
 
         Args:
             to: from :meth:`listen` of the other host's keeper.

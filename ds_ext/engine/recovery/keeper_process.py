@@ -59,9 +59,6 @@ def address(launcher: int) -> str:
 
     Only the launcher's user can read where the kernel has placed its code, stack and heap (proc(5)), so no other user
     can bind this address first.
-
-    Raises:
-        KeeperError: the launcher has exited.
     """
     fields = stat_fields(launcher)
     if not fields:
@@ -108,9 +105,6 @@ class Memory:
 
         Args:
             size: create the file with this size in bytes, or again if it has a different one; None: it must exist.
-
-        Raises:
-            KeeperError: the file does not exist, or there is not enough memory.
         """
         with self._lock:
             if size is not None and (name not in self._files or self._files[name][1] != size):
@@ -480,12 +474,7 @@ def _read(connection: socket.socket, size: int, deadline: float | None = None) -
 
 
 def run_handshake(handshake: Handshake, connection: socket.socket) -> bytes:
-    """Run a handshake within ``HANDSHAKE_S``, and return the other keeper's note. The connection keeps its time limit.
-
-    Raises:
-        KeeperError: the other keeper refused, or closed the connection.
-        OSError: the connection failed, or the time is over.
-    """
+    """Run a handshake within ``HANDSHAKE_S`` and return the other keeper's note."""
     deadline, limit_s = time.monotonic() + HANDSHAKE_S, connection.gettimeout()
     try:
         size = next(handshake)

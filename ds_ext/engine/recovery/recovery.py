@@ -99,9 +99,6 @@ class Recovery:
     Args:
         engine: engine whose state is saved.
         options: section "recovery" of the JSON.
-
-    Raises:
-        ConfigError: on all ranks, if the keeper of a host fails, or :meth:`stop` has ended the job.
     """
 
     def __init__(self, engine: Checkpointed, options: RecoveryOptions) -> None:
@@ -146,8 +143,7 @@ class Recovery:
     def _with_keepers(self, function: Callable[[], Any], share: bool = True) -> list[Any]:
         """Return the results of ``function()`` on all ranks; without ``share`` only this rank's, None for the others.
 
-        Use ``share=False`` for results that cannot be pickled. Raises ConfigError on all ranks if the keeper of one of
-        them fails.
+        Use ``share=False`` for results that cannot be pickled.
         """
         result: Any = None
 
@@ -179,9 +175,6 @@ class Recovery:
 
         To be called when the next step begins, with all that the script has changed: the snapshot has what this step
         starts from. Returns the seconds taken, with the longest wait of a rank for its last copy; None without one.
-
-        Raises:
-            ConfigError: the position in the data cannot be saved, or the script did not call ``engine.recover()``.
         """
         if self.pending:
             raise ConfigError(

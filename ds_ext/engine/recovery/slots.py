@@ -68,9 +68,6 @@ class Slots:
     Args:
         keeper: keeper of this host, running.
         rank: global rank that writes the snapshots.
-
-    Raises:
-        KeeperError: the keeper does not answer or has no memory.
     """
 
     def __init__(self, keeper: Keeper, rank: int) -> None:
@@ -104,9 +101,6 @@ class Slots:
             step: number of completed steps.
             tensors: weights and optimizer states by name, on any device.
             state: other values, from :func:`pack_state`.
-
-        Raises:
-            KeeperError: there is not enough memory.
         """
         older = min((0, 1), key=lambda number: int(self._record(number)[STEP]))
         record = self._record(older)
@@ -131,11 +125,7 @@ class Slots:
         record[STEP] = step
 
     def read(self, step: int) -> tuple[dict[str, Tensor], bytes]:
-        """Return copies of the tensors and the state of a snapshot.
-
-        Raises:
-            CheckpointError: there is no snapshot of this step, or its checksum is wrong.
-        """
+        """Return copies of the tensors and the state of a snapshot."""
         number = next((number for number in (0, 1) if self._record(number)[STEP] == step), None)
         if number is None:
             raise CheckpointError(f"rank {self._rank}: no snapshot of step {step} (got {self.steps()}).")
@@ -169,10 +159,7 @@ class Slots:
             self._map(self._file_name(number), size)
 
     def _make_slot(self, number: int, tensors: Mapping[str, Tensor], state_bytes: int) -> _Slot:
-        """Return a slot for these tensors and a state of this size. Its file has only the header so far.
-
-        Raises KeeperError if there is not enough memory.
-        """
+        """Return a slot for these tensors and a state of this size. Its file has only the header so far."""
         # Large elements first: all tensors are then aligned.
         ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
         capacity = (state_bytes // _STATE_UNIT + 2) * _STATE_UNIT  # at least one unit is free

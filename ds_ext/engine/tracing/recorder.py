@@ -142,10 +142,7 @@ class Tracer(Observer):
         return self.busy.now()
 
     def start_step(self, step: int, timetable: Timetable) -> None:
-        """Start step number ``step``, counted from 1. All ranks must call this before every step.
-
-        Raises ConfigError on all ranks in the first traced step if a file cannot be created.
-        """
+        """Start step number ``step``, counted from 1. All ranks must call this before every step."""
         self.active = self.first <= step <= self.last and not self._has_ended
         if not self.active:
             return

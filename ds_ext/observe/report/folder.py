@@ -69,11 +69,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read a metrics file, or a folder with one, with the record and the traces beside it.
-
-    Raises:
-        ConfigError: there is neither a metrics file nor a trace, or there are several metrics files.
-    """
+    """Read a metrics file, or a folder with one, with the record and the traces beside it."""
     if not path.exists():
         raise ConfigError(f"{path}: does not exist. {_REMEDY}, and use that folder.")
     folder = path if path.is_dir() else path.parent

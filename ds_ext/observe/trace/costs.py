@@ -30,10 +30,7 @@ INSIDE, BETWEEN, OVERHEAD = ("message inside a host", 0), ("message between host
 
 
 def measure_costs(traces: Traces) -> Costs:
-    """Return the costs of the steps that are complete on every device, from the first rank of each device.
-
-    Raises ConfigError if a stage has no such step, or if the folder has no timetable.
-    """
+    """Return the costs of the steps that are complete on every device, from the first rank of each device."""
     timetable = traces.timetable(traces.run["micro_batches"])
     if timetable is None:
         raise ConfigError(f"{traces.folder}: no timetable.txt. Copy it from rank 0's trace folder.")

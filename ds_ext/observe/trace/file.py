@@ -59,9 +59,6 @@ class TraceFile:
         folder: trace folder, created if missing. Traces of an earlier run move into a subfolder with its name.
         rank: global rank of this process.
         run: description of the run for readers: its name ("run"), world_size, schedule and so on.
-
-    Raises:
-        ConfigError: if the folder or the file cannot be created, or if a file of that name is not a trace.
     """
 
     def __init__(self, folder: Path, rank: int, run: Mapping[str, Any]) -> None:
@@ -104,9 +101,6 @@ def write_timetable(folder: Path, timetable: Timetable, *, first: bool) -> None:
         folder: trace folder.
         timetable: timetable of the next steps.
         first: whether these are the first traced steps.
-
-    Raises:
-        ConfigError: if the file cannot be written.
     """
     path = folder / TIMETABLE if first else timetable_file(folder, timetable.micro_batches)
     try:

@@ -97,11 +97,7 @@ def trace_folders(folder: Path) -> list[Path]:
 
 
 def read_traces(folder: str | Path) -> Traces:
-    """Read the traces in ``folder`` that belong to the same run as the lowest rank's.
-
-    Raises:
-        ConfigError: if the folder is missing or contains no trace.
-    """
+    """Read the traces in ``folder`` that belong to the same run as the lowest rank's."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError(

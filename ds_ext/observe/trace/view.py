@@ -39,9 +39,6 @@ def page(traces: Traces, step: int | None = None) -> str:
     Args:
         traces: traces of the run.
         step: number of the step; None: the step with the median makespan.
-
-    Raises:
-        ConfigError: if no step, or not this one, is complete, or if the folder does not contain the timetable.
     """
     summary = summarize(traces)
     step = _choose_step(traces, summary, step)
@@ -123,9 +120,6 @@ def picture(runs: Sequence[Traces], step: int | None = None) -> str:
     Args:
         runs: traces of the runs.
         step: number of the step; None: the step with the median makespan.
-
-    Raises:
-        ConfigError: as for :func:`page`.
     """
     pictures = []
     for traces in runs:

@@ -40,7 +40,7 @@ class Report:
 
 
 def check(program: Program, *, link_credits: int | None = None) -> Report:
-    """Prove that ``program`` runs to completion. Raises ScheduleError with the problem and a grid that marks the op.
+    """Prove that ``program`` runs to completion.
 
     Args:
         link_credits: messages that each link holds before its sender must wait; None: no limit. Activations and

@@ -82,9 +82,6 @@ def html(
         rows: names of the rows of every timetable; by default ``device 0``, ``device 1`` and so on.
         title: heading of the page; None: no heading, and the names of the schedules as the title of the window.
         unit: unit of times, such as ``ms``; empty: a forward.
-
-    Raises:
-        ScheduleError: there are no timetables.
     """
     if not simulations:
         raise ScheduleError("page: needs at least 1 timetable (got 0).")

@@ -77,9 +77,6 @@ def plan(
         max_activations: limit on live activations per device; the unit is what 1/D of the model keeps for one
             micro-batch.
         slices: parts of the sequence of every micro-batch.
-
-    Raises:
-        ScheduleError: the limit is too low for one micro-batch.
     """
     workload = Workload(placement, micro_batches, costs, split, slices=slices)
     unit = placement.num_devices / placement.stages / slices  # activations of a slice of one stage

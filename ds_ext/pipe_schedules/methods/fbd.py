@@ -63,10 +63,7 @@ def fbd(
     backward: str,
     **placement_options: object,
 ) -> Iterator[Op]:
-    """Forwards and backwards on separate devices; backward devices repeat the forwards.
-
-    Raises ScheduleError if N is not a multiple of ``backward_per_forward``.
-    """
+    """Forwards and backwards on separate devices; backward devices repeat the forwards."""
     pipes = backward_per_forward
     per_pipe, remainder = divmod(micro_batches, pipes)
     if remainder or not per_pipe:

@@ -38,10 +38,6 @@ def write_decoder_folder(
 
     Returns:
         Summary for the user.
-
-    Raises:
-        ConfigError: the checkpoint has adapters of another script or belongs to another model, or ``output`` exists.
-        CheckpointError: the checkpoint is damaged.
     """
     checkpoint, manifest = open_source(source)
     weights, state = CheckpointWeights(checkpoint, manifest), read_plain(checkpoint / STATE_FILE)

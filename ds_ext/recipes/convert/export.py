@@ -49,10 +49,6 @@ def export(source: Path, output: Path, shard_bytes: int = round(SHARD_GB * 1e9))
 
     Returns:
         Summary for the user.
-
-    Raises:
-        ConfigError: if there is no checkpoint, or ``output`` exists or cannot be written.
-        CheckpointError: if the checkpoint is damaged.
     """
     checkpoint, manifest = open_source(source)
     check_contents(checkpoint, manifest)

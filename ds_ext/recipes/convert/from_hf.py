@@ -47,10 +47,6 @@ def write_checkpoint(source: Path, output: Path) -> str:
 
     Returns:
         Summary for the user, with the command that trains from the checkpoint.
-
-    Raises:
-        ConfigError: if the architecture is not supported, weights are missing or have wrong shapes, or a file cannot be
-            read or written.
     """
     model = HuggingFaceModel(source)
     config = model.config

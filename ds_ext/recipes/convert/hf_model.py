@@ -22,9 +22,6 @@ def config_of_folder(folder: Path, weights: Sequence[str] = ()) -> TransformerCo
     Args:
         folder: local folder of the model.
         weights: names of the model's weights, which show the heads of a BERT.
-
-    Raises:
-        ConfigError: if the file is missing, or the architecture is not supported.
     """
     values = read_config(folder)
     try:
@@ -53,10 +50,6 @@ class HuggingFaceModel:
         folder: files of the model.
         config: config of ds_ext for the model.
         weights: name in ds_ext -> weight.
-
-    Raises:
-        ConfigError: if the architecture is not supported, a file is missing or damaged, or the weights do not fit
-            config.json.
     """
 
     def __init__(self, path: Path) -> None:

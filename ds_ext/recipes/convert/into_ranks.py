@@ -29,9 +29,6 @@ def load_into_ranks(engine: PipelineEngine, model: HuggingFaceModel) -> None:
     Args:
         engine: initialized engine.
         model: model in the folder.
-
-    Raises:
-        ConfigError: the engine trains a different model.
     """
     state = RankState(engine)
     tensor_rank = engine.mpu.get_slice_parallel_rank()

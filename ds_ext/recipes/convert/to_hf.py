@@ -44,10 +44,6 @@ def write_hf_folder(
 
     Returns:
         Summary for the user.
-
-    Raises:
-        ConfigError: if the model is not a GPT or BERT of ds_ext, a file or package is missing, or ``output`` exists.
-        CheckpointError: if the checkpoint is damaged.
     """
     safetensors()  # report a missing package first
     checkpoint, manifest = open_source(source)
@@ -82,7 +78,7 @@ def write_hf_folder(
 def find_model(
     checkpoint: Path, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], heads: int | None
 ) -> tuple[TransformerConfig, list[Counterpart]]:
-    """Return the config and the weights of the GPT or BERT in a checkpoint. Raises ConfigError for another model.
+    """Return the config and the weights of the GPT or BERT in a checkpoint.
 
     Args:
         checkpoint: folder of the checkpoint, named in errors.
@@ -99,11 +95,7 @@ def find_model(
 def _make_config(
     checkpoint: Path, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], heads: int | None
 ) -> TransformerConfig:
-    """Return the config of the model, from the shapes of its weights and the state that the training script saved.
-
-    Raises:
-        ConfigError: it is not a GPT or BERT of ds_ext, or a field that the shapes do not show is missing or invalid.
-    """
+    """Return the config of the model, from the shapes of its weights and the state that the training script saved."""
     is_bert = "1.position_embeddings" in shapes
     model = state.get("model")
     fields = saved_fields(model) if isinstance(model, dict) else {}

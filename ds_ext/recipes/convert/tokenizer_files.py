@@ -31,9 +31,6 @@ def find_tokenizer(path: Path | None, state: Mapping[str, Any]) -> tuple[Tokeniz
     Args:
         path: file or folder of the tokenizer; None: search the folder of ``origin_of``, and that of the training data.
         state: state saved by the training script, with the tokenizer's fingerprint and the words of --data-path.
-
-    Raises:
-        ConfigError: if the tokenizer at ``path`` is a different one or cannot be read.
     """
     fingerprint = state.get("tokenizer")
     if path is not None:

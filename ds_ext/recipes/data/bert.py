@@ -83,10 +83,6 @@ def build_bert_datasets(
         seed: seed of the sample order, the segments and the masks.
         tokenizer: result of :func:`bert_tokenizer`.
         options: settings of the samples.
-
-    Raises:
-        ConfigError: megatron-core or a file is missing, a file is damaged, a weight or share is invalid, or a split
-            has no samples.
     """
     require_megatron()
     if options.mask_prob * (seq_length - FRAME_TOKENS) < 1:
@@ -107,12 +103,7 @@ def build_bert_datasets(
 
 
 def bert_tokenizer(data_path: str | Sequence[str], path: str | None = None) -> WordPieceTokenizer:
-    """Load the WordPiece tokenizer of the data from ``path``, by default from the data folder.
-
-    Raises:
-        ConfigError: there is no tokenizer, it is not WordPiece or does not match the data, or the data is not split
-            into sentences.
-    """
+    """Load the WordPiece tokenizer of the data from ``path``, by default from the data folder."""
     _, prefixes = parse_data_path(data_path)
     for prefix in prefixes:
         meta = read_meta([str(prefix)])

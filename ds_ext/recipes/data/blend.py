@@ -15,11 +15,7 @@ DEFAULT_SPLIT = "969,30,1"
 
 
 def parse_data_path(data_path: str | Sequence[str]) -> tuple[list[Fraction], list[Path]]:
-    """Return the weights (on any scale) and file prefixes in "a", "0.3 a 0.7 b", or a list of such words; none in [].
-
-    Raises:
-        ConfigError: the words are neither one path nor pairs of a positive weight and a path.
-    """
+    """Return the weights (on any scale) and file prefixes in "a", "0.3 a 0.7 b", or a list of these words."""
     words = [data_path] if isinstance(data_path, str) else list(data_path)
     if not words:
         return [], []
@@ -126,10 +122,7 @@ def _weight(word: str) -> Fraction | None:
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Return the shares of train, valid and test, which sum to 1. Quotes around them are ignored, as in Megatron.
-
-    Raises ConfigError for an invalid ``split``.
-    """
+    """Return the shares of train, valid and test, which sum to 1. Quotes around them are ignored, as in Megatron."""
     try:
         shares = [float(word) for word in split.strip("'\"").replace("/", ",").split(",")]
     except ValueError:

@@ -50,9 +50,6 @@ def build_datasets(
         num_samples: number of samples of each split.
         build_part: function that builds the dataset of one split of one file, from (file, documents, split name,
             number of samples).
-
-    Raises:
-        ConfigError: a file is missing or damaged, or a weight or share is invalid.
     """
     weights, prefixes = parse_data_path(data_path)
     shares = parse_split(split)

@@ -58,12 +58,7 @@ class GPTDataset(Dataset[Sample]):
         name: str = "train",
         options: DocumentOptions = WINDOWS_ONLY,
     ) -> None:
-        """Use consecutive ``documents`` of a file as the split ``name``; ``num_samples`` may exceed one epoch.
-
-        Raises:
-            ConfigError: a number is out of range, the split has too few tokens for one sample, or ``options`` do not
-                match the documents.
-        """
+        """Use consecutive ``documents`` of a file as the split ``name``; ``num_samples`` may exceed one epoch."""
         if seq_length < 1 or seed < 0:
             raise ConfigError(
                 f"seq_length and seed: must be at least 1 and 0 (got {seq_length} and {seed}). Use for "
@@ -91,10 +86,7 @@ class GPTDataset(Dataset[Sample]):
         return self._num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        """Return (tokens_S, labels_S) or ((tokens_S, starts_S), labels_S), int64, of sample ``index``.
-
-        Raises IndexError outside 0..num_samples-1.
-        """
+        """Return (tokens_S, labels_S) or ((tokens_S, starts_S), labels_S), int64, of sample ``index``."""
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         epoch_number, position = divmod(index, self.samples_per_epoch)
@@ -151,10 +143,6 @@ def build_gpt_datasets(
         num_samples: number of samples of each split; 0 gives an empty dataset.
         seed: seed of the order of documents and samples.
         options: treatment of samples with several documents; chat data needs ``starts``.
-
-    Raises:
-        ConfigError: a file is missing or damaged, a weight or share is invalid, a split is too small for one sample,
-            or ``options`` do not match the data.
     """
 
     def build_part(

@@ -34,11 +34,7 @@ class IndexedTokens:
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        """Open ``prefix.bin`` and ``prefix.idx``.
-
-        Raises:
-            ConfigError: a file is missing, incomplete or in a different format.
-        """
+        """Open ``prefix.bin`` and ``prefix.idx``."""
         self.prefix = Path(prefix)
         require_files(self.prefix)
         data_path = Path(f"{self.prefix}.bin")

@@ -37,9 +37,6 @@ class BertOptions:
         mask_prob: share of the tokens to predict. Of these, 80 % become [MASK] and 10 % become another word.
         short_seq_prob: share of the samples that are shorter than seq_length.
         binary_head: samples have two segments, swapped in half of the samples. Without it they have one segment.
-
-    Raises:
-        ConfigError: a probability is out of range.
     """
 
     mask_prob: float = 0.15

@@ -23,9 +23,6 @@ def read_meta(data_path: str | Sequence[str]) -> dict[str, Any] | None:
     unigram_entropy_nats, vocab_size, eod_id, tokenizer (file name), tokenizer_fingerprint, versions; for text also
     special_tokens (those in the text, with counts); for chat also without_assistant, without_assistant_lines (the first
     ones), assistant_tokens, longer_than, ignored_keys (rows by key), loss_mask (file name).
-
-    Raises:
-        ConfigError: a data file is missing, or ``meta.json`` is damaged.
     """
     _, prefixes = parse_data_path(data_path)
     for prefix in prefixes:

@@ -122,12 +122,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare the data, unless the folder already contains the same data. Return exit code 0.
-
-    Raises:
-        ConfigError: the source, the tokenizer or a package is missing, or the folder contains different data and
-            --force is not set.
-    """
+    """Prepare the data, unless the folder already contains the same data. Return exit code 0."""
     from .blend import DEFAULT_SPLIT, parse_split, split_documents
 
     _take_megatrons_flags(args)
@@ -286,11 +281,7 @@ def _recorded_arguments(
 
 
 def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """Return meta.json of complete data with the same arguments, or None if the folder has no complete data.
-
-    Raises:
-        ConfigError: the data was prepared with different arguments.
-    """
+    """Return meta.json of complete data with the same arguments, or None if the folder has no complete data."""
     if not all((output / name).exists() for name in (META_NAME, *_pair(DATA_NAME))):
         return None
     try:

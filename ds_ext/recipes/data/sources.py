@@ -50,11 +50,7 @@ class Source:
 
 
 def open_source(name: str, json_key: str = "text") -> Source:
-    """Open "stdlib", or the path of a text file, jsonl file or folder.
-
-    Raises:
-        ConfigError: the source does not exist or contains no text.
-    """
+    """Open "stdlib", or the path of a text file, jsonl file or folder."""
     if name == STDLIB:
         return _standard_library()
     path = Path(name)
@@ -191,11 +187,7 @@ def _row_texts(path: Path, key: str) -> Iterator[str]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (file and line for errors, value) of every line that is not empty, or of every element of one array.
-
-    Raises:
-        ConfigError: a line, or the array, is not JSON.
-    """
+    """Yield (file and line for errors, value) of every line that is not empty, or of every element of one array."""
     with path.open(encoding="utf-8-sig") as lines:
         is_array = lines.read(CHECKED_BYTES).lstrip().startswith("[")
         lines.seek(0)

@@ -45,9 +45,6 @@ class BpeTokenizer(HuggingFaceTokenizer):
             origin: name in errors.
             end_of_document: declared end-of-document token; None: use a well-known name.
             is_replaced: transformers splits texts differently than the file.
-
-        Raises:
-            ConfigError: there is no end-of-document token.
         """
         super().__init__(backend, is_replaced)
         self._end_of_document = end_of_document
@@ -80,11 +77,7 @@ class SentencePieceTokenizer(Tokenizer):
     """
 
     def __init__(self, model_proto: bytes, origin: str) -> None:
-        """Load the content of a ``.model`` file. ``origin`` is its name in errors.
-
-        Raises:
-            ConfigError: sentencepiece is not installed, or the model is damaged or has no end-of-document token.
-        """
+        """Load the content of a ``.model`` file. ``origin`` is its name in errors."""
         try:
             self._backend: Any = _sentencepiece().SentencePieceProcessor(model_proto=model_proto)
         except RuntimeError as error:
@@ -129,9 +122,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenizer:
     """Train byte-level BPE with ``vocab_size`` tokens, including all 256 bytes and the end-of-document token.
 
     A text with too few distinct words gives a smaller vocabulary; see ``vocab_size`` of the result.
-
-    Raises:
-        ConfigError: ``vocab_size`` is below 257.
     """
     if vocab_size < BYTE_VALUES + 1:
         raise ConfigError(
@@ -152,11 +142,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenizer:
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int = 4096) -> SentencePieceTokenizer:
-    """Train a lossless sentencepiece unigram model with byte fallback.
-
-    Raises:
-        ConfigError: sentencepiece is not installed, or the text is too small for ``vocab_size``.
-    """
+    """Train a lossless sentencepiece unigram model with byte fallback."""
     library = _sentencepiece()
     model = io.BytesIO()
     try:
@@ -181,11 +167,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int = 4096) -> Sentenc
 
 
 def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> BpeTokenizer:
-    """Load GPT-2's vocabulary and merges (Megatron's ``--vocab-file`` and ``--merge-file``).
-
-    Raises:
-        ConfigError: a file is missing or cannot be read, or the vocabulary has no end-of-document token.
-    """
+    """Load GPT-2's vocabulary and merges (Megatron's ``--vocab-file`` and ``--merge-file``)."""
     import tokenizers
 
     vocab_path, merge_path = (
@@ -212,9 +194,6 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         path: a ``tokenizer.json``, a sentencepiece ``.model``, BERT's ``vocab.txt``, or a folder that contains one of
             these or GPT-2's pair of files. transformers loads a folder without ``tokenizer.json`` if other files
             of the folder, such as ``tokenizer_config.json`` and ``added_tokens.json``, add to its vocabulary.
-
-    Raises:
-        ConfigError: there is no tokenizer, or it cannot be read.
     """
     path = Path(path)
     if path.is_dir():
@@ -310,11 +289,7 @@ def _load_with_transformers(folder: Path) -> Tokenizer:
 
 
 def transformers_tokenizer(folder: str | Path) -> Any:
-    """Return the fast tokenizer that transformers loads from a folder, without running code in it.
-
-    Raises:
-        ConfigError: transformers is not installed, cannot load the folder, or has no fast tokenizer for it.
-    """
+    """Return the fast tokenizer that transformers loads from a folder, without running code in it."""
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError as error:
@@ -347,9 +322,6 @@ def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | No
 
     The name in tokenizer_config.json comes first, then the id in generation_config.json, then that in config.json. The
     first id of a list counts. Ids outside the vocabulary are ignored.
-
-    Raises:
-        ConfigError: a file is damaged, or the name is not in the vocabulary.
     """
     name = declared_token(folder, "eos_token")
     if name is not None:

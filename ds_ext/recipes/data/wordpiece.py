@@ -32,11 +32,7 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
     """
 
     def __init__(self, backend: Any, origin: str, is_replaced: bool = False) -> None:
-        """Wrap a ``tokenizers.Tokenizer``. ``origin`` is its name in errors.
-
-        Raises:
-            ConfigError: a special token is missing, or [PAD] is not token 0.
-        """
+        """Wrap a ``tokenizers.Tokenizer``. ``origin`` is its name in errors."""
         super().__init__(backend, is_replaced)
         missing = [name for name in SPECIAL_TOKENS if name not in self.vocab]
         if missing:
@@ -79,9 +75,6 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTo
     """Train a lower-casing WordPiece tokenizer with ``vocab_size`` tokens, including BERT's five special tokens.
 
     A text with too few distinct words gives a smaller vocabulary; see ``vocab_size`` of the result.
-
-    Raises:
-        ConfigError: ``vocab_size`` is 5 or less.
     """
     if vocab_size <= len(SPECIAL_TOKENS):
         raise ConfigError(
@@ -104,11 +97,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTo
 
 
 def load_vocab_txt(path: Path) -> WordPieceTokenizer:
-    """Load BERT's ``vocab.txt``, one token per line. The tokenizer is lower-casing unless a token contains capitals.
-
-    Raises:
-        ConfigError: a special token is missing, or [PAD] is not token 0.
-    """
+    """Load BERT's ``vocab.txt``, one token per line. The tokenizer is lower-casing unless a token contains capitals."""
     import tokenizers
 
     tokens = path.read_text(encoding="utf-8").splitlines()

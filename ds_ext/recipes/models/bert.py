@@ -54,9 +54,6 @@ class BertConfig(TransformerConfig):
         layernorm_epsilon: constant added to the variance; the default is that of the original BERT.
         order_classes: number of logits of the sentence-order head; None: no such head (Megatron's
             ``--bert-no-binary-head``).
-
-    Raises:
-        ConfigError: for an option that only GPT has.
     """
 
     layernorm_epsilon: float = 1e-12
@@ -87,9 +84,6 @@ class BertEmbedding(nn.Module):
         """Map (hidden_BSD, types_BS, mask_BS) to (hidden_BSD, mask_BS).
 
         With sequence parallelism hidden_BSD holds this rank's slice of the tokens.
-
-        Raises:
-            ConfigError: if there are more tokens than positions.
         """
         hidden_BSD, types_BS, mask_BS = inputs
         tokens = types_BS.size(1)
@@ -140,9 +134,6 @@ def bert_layer_specs(config: BertConfig, tp: TensorParallel, clock: DropoutClock
         config: sizes.
         tp: position of this rank in its tensor-parallel group.
         clock: current step and micro-batch, for the dropout masks.
-
-    Raises:
-        ConfigError: if the tensor-parallel size does not divide the heads or the MLP.
     """
     config.check_tensor_parallel(tp.size)
 

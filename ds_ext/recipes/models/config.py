@@ -30,9 +30,6 @@ class RopeScaling:
         attention_factor: yarn: factor of the rotated queries and keys; None: computed from the other fields.
         mscale, mscale_all_dim: yarn: terms of ``attention_factor``; None: not used.
         truncate: yarn: round the bounds of the ramp to whole dimensions.
-
-    Raises:
-        ConfigError: if the type is not supported, or if a field that it needs is missing.
     """
 
     rope_type: Literal["linear", "llama3", "yarn"]
@@ -183,9 +180,6 @@ class TransformerConfig:
         chunked_loss: compute head and loss in chunks of tokens, without storing the logits.
         lora_rank: rank of the adapters of all linear layers (arXiv 2106.09685), whose scale is 2; None: train all
             weights.
-
-    Raises:
-        ConfigError: if a size is not positive, or if sizes contradict each other.
     """
 
     num_layers: int = field(metadata=flag(planned=True, default=8))
@@ -346,11 +340,7 @@ class TransformerConfig:
         return -(-self.vocab_size // multiple) * multiple
 
     def check_tensor_parallel(self, tp_size: int) -> None:
-        """Check that a tensor-parallel size fits the heads, the MLP and, with sequence parallelism, the tokens.
-
-        Raises:
-            ConfigError: if it does not.
-        """
+        """Check that a tensor-parallel size fits the heads, the MLP and, with sequence parallelism, the tokens."""
         heads, ffn = self.num_attention_heads, self.ffn_size
         fitting_sizes = [
             n for n in range(1, heads + 1) if heads % n == 0 and ffn % n == 0 and self.shares_groups(n)

@@ -106,9 +106,6 @@ def fields_of(config: type, keys: Mapping[str, Any], names: Collection[str] | No
         config: dataclass with the fields.
         keys: values by key; other keys are ignored.
         names: fields to read; None: all.
-
-    Raises:
-        ConfigError: a value cannot be read.
     """
     values = {}
     for name, flag in flags_of(config).items():

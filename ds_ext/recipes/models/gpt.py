@@ -71,11 +71,7 @@ class GPTConfig(TransformerConfig):
             raise ConfigError(f"--lora-rank: needs a model of --hf-model (got {self.lora_rank}). Add it.")
 
     def check_tensor_parallel(self, tp_size: int) -> None:
-        """Check the size as a TransformerConfig does. Layers of transformers have no tensor parallelism.
-
-        Raises:
-            ConfigError: the size does not fit.
-        """
+        """Check the size as a TransformerConfig does. Layers of transformers have no tensor parallelism."""
         if self.transformer_impl == "transformers" and tp_size > 1:
             raise ConfigError(
                 f"tensor_parallel_size: layers of transformers have none, which train this model or LoRA (got "
@@ -131,9 +127,6 @@ class GPTEmbedding(nn.Module):
         """Map tokens_BS to hidden_BSD, or (tokens_BS, starts_BS) to (hidden_BSD, starts_BS).
 
         hidden_BSD is the same on all tensor-parallel ranks, or this rank's slice with sequence parallelism.
-
-        Raises:
-            ConfigError: if starts_BS is missing or not expected.
         """
         tokens_BS, starts_BS = unpack_starts(inputs)
         if self.packed and starts_BS is None:
@@ -182,9 +175,6 @@ class GPTPositionEmbedding(nn.Module):
         """Map hidden_BSD, or (hidden_BSD, starts_BS), to the same shapes.
 
         With sequence parallelism, hidden_BSD contains this rank's slice of the tokens.
-
-        Raises:
-            ConfigError: if there are more tokens than positions.
         """
         hidden_BSD, starts_BS = unpack_starts(inputs)
         tokens, first = hidden_BSD.size(1) * self.sequence_tp.size, slice_start()
@@ -273,9 +263,6 @@ def gpt_layer_specs(
         tp: position of this rank in its tensor-parallel group.
         clock: current step and micro-batch, for the dropout masks.
         chunked: attribute ``chunked`` of the loss function, with ``config.chunked_loss``.
-
-    Raises:
-        ConfigError: if the tensor-parallel size does not divide the heads or the MLP, or ``chunked`` is missing.
     """
     if config.chunked_loss and chunked is None:
         raise ConfigError(

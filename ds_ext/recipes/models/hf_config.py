@@ -78,9 +78,6 @@ def to_json(
         config: sizes; a BertConfig for a BERT, any other for a GPT.
         end_of_text: id of the end-of-text token of a GPT; None: unknown.
         dtype: dtype of the weights.
-
-    Raises:
-        ConfigError: if no class of transformers computes the model.
     """
     if isinstance(config, BertConfig):
         return _bert_json(config, dtype)
@@ -145,9 +142,6 @@ def from_json(values: Mapping[str, Any], weights: Collection[str]) -> Transforme
     Args:
         values: content of ``config.json``.
         weights: names of the model's weights, which show whether a BERT has the sentence-order head.
-
-    Raises:
-        ConfigError: if the architecture or one of its settings is not supported.
     """
     if values.get("model_type") != "bert":
         return GPTConfig(**decoder_fields(values, "bert"))

@@ -47,9 +47,6 @@ def decoder_fields(values: Mapping[str, Any], *others: str) -> dict[str, Any]:
     Args:
         values: content of ``config.json``.
         others: further kinds that the caller supports, for the error.
-
-    Raises:
-        ConfigError: if the architecture or one of its settings is not supported, or a size is missing.
     """
     kind, text = values.get("model_type"), values.get("text_config")
     for key, value in {**values, **(text if isinstance(text, Mapping) else {})}.items():
@@ -123,9 +120,6 @@ def llama_json(config: TransformerConfig, end_of_text: int | None, dtype: str) -
         config: sizes.
         end_of_text: id of the end-of-text token; None: unknown.
         dtype: dtype of the weights.
-
-    Raises:
-        ConfigError: if no class of transformers computes the model.
     """
     kind = _kind(config)
     return {
@@ -171,10 +165,7 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_scaling(values: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeScaling | None:
-    """Return the scaling in ``parameters``, an object of the config.json with ``values``; None without scaling.
-
-    Raises ConfigError, TypeError or ZeroDivisionError for wrong values.
-    """
+    """Return the scaling in ``parameters``, an object of the config.json with ``values``; None without scaling."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return None

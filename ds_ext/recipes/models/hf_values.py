@@ -48,11 +48,7 @@ def require_supported(values: Mapping[str, Any], supported: Mapping[str, tuple[A
 
 
 def integer(values: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> Any:
-    """Return an integer, or ``default`` if the key is missing. A null is None if there is a default.
-
-    Raises:
-        ConfigError: if the value is not an integer.
-    """
+    """Return an integer, or ``default`` if the key is missing. A null is None if there is a default."""
     value = values.get(key, None if default is _REQUIRED else default)
     if value is None and default is not _REQUIRED:
         return None

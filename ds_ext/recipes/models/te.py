@@ -162,11 +162,7 @@ class TransformerEngineLayer(nn.Module):
 
 
 def copy_weights(te_layer: nn.Module, layer: TransformerLayer) -> None:
-    """Copy the weights of a local layer and their sharding attributes into Transformer Engine's layer.
-
-    Raises:
-        ConfigError: if the names of Transformer Engine's parameters are not those of version 2.
-    """
+    """Copy the weights of a local layer and their sharding attributes into Transformer Engine's layer."""
     te_parameters, parameters = dict(te_layer.named_parameters()), dict(layer.named_parameters())
     expected = {name for name, local in _NAMES.items() if local in parameters}
     if te_parameters.keys() != expected:

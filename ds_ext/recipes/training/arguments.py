@@ -37,7 +37,7 @@ _STEPS = frozenset({"train_iters", "train_samples"})
 
 
 def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argparse.Namespace, JobConfig]:
-    """Return the flags and the JSON with all keys that flags set. Raises ConfigError with a line for every problem.
+    """Return the flags and the JSON with all keys that flags set.
 
     Arguments and results as for :func:`read_job`.
     """

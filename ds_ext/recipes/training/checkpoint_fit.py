@@ -81,7 +81,6 @@ def position(folder: str | None) -> tuple[int, int]:
     """Return the step and the consumed samples of a folder's current checkpoint; 0 and 0 without a folder.
 
     They are also 0 for a checkpoint of another script, which the load refuses.
-    Raises the errors of :func:`..engine.checkpoint.folder.open_checkpoint`.
     """
     state = _state(open_checkpoint(Path(folder))[0]) if folder else {}
     return int(state.get("step", 0)), int(state.get("consumed_samples", 0))

@@ -21,10 +21,7 @@ def folder_sizes(config: TransformerConfig) -> dict[str, Any]:
 
 
 def config_of_model(folder: Path, transformer_impl: str) -> TransformerConfig:
-    """Return the config of a model. If ds_ext has no layers for it, sizes for estimates, with ``transformers``.
-
-    Raises ConfigError if ``transformer_impl`` cannot train the model.
-    """
+    """Return the config of a model. If ds_ext has no layers for it, sizes for estimates, with ``transformers``."""
     from ..convert.hf_model import config_of_folder, has_own_layers
 
     if transformer_impl != "transformers" or has_own_layers(folder):
@@ -75,9 +72,6 @@ def take_sizes(args: argparse.Namespace, sources: Mapping[str, str]) -> None:
     Args:
         args: flags with ``hf_model``; changed in place.
         sources: ``dest`` -> flag or JSON key, for every value that the user set.
-
-    Raises:
-        ConfigError: if the folder contains no supported model, or contradicts a flag.
     """
     from ..convert.hf_model import has_own_layers
     from ..models.bert import BertConfig

@@ -20,9 +20,6 @@ def hosts_of_flags(args: argparse.Namespace) -> Hosts | None:
     """Return the hosts of a dry run: those of --hosts, or else of the launcher; None: one host, or no launcher.
 
     A dry run has no other ranks, so the launcher's hosts are taken to be equal.
-
-    Raises:
-        ConfigError: --hosts is invalid, used without --dry-run, or contradicts the launcher.
     """
     world = world_size()
     if args.hosts is not None:
@@ -63,9 +60,6 @@ def describe_hosts(
         hosts: hosts of the job; None: unknown.
         micro_batches: N per pipeline group.
         verbose: add the table of the groups.
-
-    Raises:
-        ConfigError: the hosts have more or fewer slots than the layout has ranks.
     """
     if hosts is None or len(hosts.slots) == 1:
         return []

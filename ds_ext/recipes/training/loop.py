@@ -224,8 +224,7 @@ class Trainer:
     def save(self, step: int, loss: float) -> None:
         """Write a checkpoint with the position in the data, unless the last step left a non-finite loss.
 
-        A failed or refused save adds ``step`` to ``not_saved``, and training continues. Raises CheckpointError if the
-        write failed, with ``--stop-if-not-saved``.
+        A failed or refused save adds ``step`` to ``not_saved``, and training continues.
         """
         self.finish_save()
         # The watch does not count steps that fp16 skips to lower its scale: they leave the weights as they are.
@@ -311,8 +310,6 @@ class Trainer:
         Args:
             folder: folder of checkpoints.
             default: step to return without a checkpoint of this run; None raises CheckpointError.
-
-        Raises CheckpointError if another script saved it.
         """
         if not folder:
             return default or 0
@@ -431,7 +428,6 @@ def data_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that decide the samples and their order, in normal form.
 
     Paths are absolute, with the sizes of their files. The shares of a split and the weights of a blend add up to 1.
-    Raises ConfigError for wrong flags, OSError for a missing file.
     """
     flags = {name: getattr(args, name) for name in _DATA_FLAGS if hasattr(args, name)}
     if "split" in flags:

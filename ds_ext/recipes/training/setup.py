@@ -102,9 +102,6 @@ def plan_job(
         model: model that the script trains.
         make_config: function that returns the model's config, for the flags and the plan; None: it has problems.
         before, after: names of the layers before and after the transformer layers.
-
-    Raises:
-        ConfigError: has a line for every problem of flags, JSON, files, sizes and plan.
     """
     problems = Problems()
     args, job = read_job(prog, argv, model, problems)
@@ -227,7 +224,7 @@ def stage_boundaries(
 ) -> list[int]:
     """Return stages + 1 indices of pipeline layers: stage s has the layers from element s up to element s + 1.
 
-    See :func:`ds_ext.parallel.partition.layer_boundaries`. Raises ConfigError.
+    See :func:`ds_ext.parallel.partition.layer_boundaries`.
 
     Args:
         before, after: names of the layers before and after the transformer layers; only their number matters.
@@ -258,7 +255,7 @@ def with_stage_work(
 ) -> JobPlan:
     """Return the plan with the work of the stages, balanced slices, and the order that fits "max_activation_memory".
 
-    Arguments as for :func:`describe_plan`. Raises ConfigError.
+    Arguments as for :func:`describe_plan`.
     """
     ends, work = (len(before), len(after)), _end_work(plan, model)
     placement, schedule = plan.layout.placement, plan.timetable.schedule
@@ -373,9 +370,6 @@ def describe_plan(
         token_bytes: bytes per token that a message carries in addition to its activation.
         hosts: hosts of the job; None: unknown.
         weights: text on the folder with the initial weights, and on their number; empty: the number is estimated.
-
-    Raises:
-        ConfigError: there are several hosts, with more or fewer slots than the job has ranks.
     """
     layer_names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
     message_bytes = _message_bytes(args, plan, token_bytes)
@@ -410,9 +404,6 @@ def check_memory(
     """Compare the memory that this rank's tensors need with what is free. Arguments as for :func:`describe_plan`.
 
     A rank whose tensors take more than the share that plans use logs a warning.
-
-    Raises:
-        ConfigError: the tensors do not fit.
     """
     from ...engine.deepspeed_api.device import free_bytes
 

@@ -78,9 +78,6 @@ class ChatDataset(Dataset[Sample]):
             seed: seed of the order of conversations and samples.
             name: name of the split.
             packs: pack several conversations into a sample.
-
-        Raises:
-            ConfigError: a number is out of range, the files do not match, or the split has no conversation.
         """
         if seq_length < 1 or seed < 0:
             raise ConfigError(
@@ -133,8 +130,7 @@ class ChatDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         """Return ((tokens_S, starts_S), labels_S), int64, of sample ``index``, or (tokens_S, labels_S) without packing.
 
-        starts_S is the index of the first token of every token's conversation, or of the padding. Raises IndexError
-        outside 0..num_samples-1.
+        starts_S is the index of the first token of every token's conversation, or of the padding.
         """
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")

@@ -37,9 +37,6 @@ def write_conversations(
         vocab_size: largest token id + 1.
         folder: folder of the files.
         advance: function that takes the bytes of text since its last call.
-
-    Raises:
-        ConfigError: no conversation has a token of the assistant, or a token id is outside the vocabulary.
     """
     writer = _Writer(folder, vocab_size)
     dropped: list[str] = []

@@ -88,9 +88,6 @@ class ChatTemplate:
                 ``chat_template.jinja``.
             eod_id: token at the end of conversations whose text does not end with a special token, if the tokenizer
                 has no end-of-sequence token.
-
-        Raises:
-            ConfigError: transformers is not installed, the folder has no fast tokenizer, or no chat template.
         """
         self._backend = transformers_tokenizer(folder)
         if not self._backend.chat_template:
@@ -119,9 +116,6 @@ class ChatTemplate:
         The end-of-turn token after the assistant's text counts as the assistant's. Behind a ``{% generation %}`` block,
         and if it is the next role's first token, it must be in ``eos_token_id`` of generation_config.json. A text that
         does not end with a special token gets the end-of-sequence token, so that the model learns to stop.
-
-        Raises:
-            ConfigError: the template rejects a conversation, or its assistant's tokens cannot be identified.
         """
         renderings = [self.render(conversation) for conversation in conversations]
         texts = [text for text, _ in renderings]
@@ -160,9 +154,6 @@ class ChatTemplate:
 
         Roles, keys, their order and the types of contents decide what a template writes. Conversations that agree in
         these are tested once.
-
-        Raises:
-            ConfigError: an unknown role, or the template drops tools, or text or a call of a message.
         """
         forms = [
             replace(conversation, messages=_with_arguments(conversation.messages, as_text))
