@@ -35,7 +35,7 @@ _ERRORS = (TransportError, OSError, _native.LinkError)
 
 
 class _KindFailedError(Exception):
-    """The set-up of one kind of link failed on a rank. Raised on all ranks."""
+    """Failure of the set-up of one kind of link on a rank. All ranks raise it."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -95,7 +95,7 @@ def _make_transport(
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None,
 ) -> Transport:
-    """Link all pairs, and skip kinds whose set-up fails."""
+    """Link all pairs. Kinds whose set-up fails are skipped."""
     require_initialized()
     if device.type not in ("cpu", "cuda"):
         raise NoLinkError(f"native links support tensors on cpu and cuda (got {device.type})")
@@ -130,15 +130,12 @@ def _for_gpu(
 
 
 def _find_shared_gpu(device: torch.device) -> list[int] | None:
-    """Return the ranks that share a GPU; None if no GPU is shared."""
     gpus = _gather((host_id(), str(torch.cuda.get_device_properties(device).uuid)))
     shared = next((gpu for gpu in gpus if gpus.count(gpu) > 1), None)
     return None if shared is None else [rank for rank, gpu in enumerate(gpus) if gpu == shared]
 
 
 class _Attempt:
-    """One attempt to link all pairs."""
-
     def __init__(
         self, kinds: Sequence[str], failed: Mapping[str, str], pairs: Pairs, node_ips: Sequence[str] | None
     ) -> None:
@@ -198,7 +195,7 @@ class _Attempt:
         return RankOffers(host_id(), socket.gethostname(), offers, refusals)
 
     def _prepare(self, selection: LinkSelection) -> tuple[str, str] | None:
-        """Prepare all selected kinds. Returns the kind that failed on this rank and the reason, or None."""
+        """Prepare all selected kinds. Return the kind that failed on this rank and the reason, or None."""
         for kind in sorted(set(selection.kinds.values())):
             try:
                 self._setups[kind].prepare(selection.pairs(kind, self._pairs))
@@ -209,10 +206,7 @@ class _Attempt:
     def _connect(
         self, selection: LinkSelection, ranks: Sequence[RankOffers], timeout_s: float, endpoints: Endpoints
     ) -> tuple[str, str] | None:
-        """Connect all selected kinds, add their endpoints, and close the port's descriptor.
-
-        Return the kind that failed on this rank and the reason, or None.
-        """
+        """Connect all selected kinds, add their endpoints, and close the port's descriptor; see _prepare()."""
         assert self._port is not None
         for kind in sorted(set(selection.kinds.values())):
             offers = {rank: entry.offers[kind] for rank, entry in enumerate(ranks) if kind in entry.offers}

@@ -43,8 +43,7 @@ def cpu_quotas(groups: str, root: Path) -> Iterator[float]:
 
     Args:
         groups: lines of :func:`ds_ext.environment.control_groups`; versions 1 and 2.
-        root: mount point of the control groups. Missing folders are skipped, because a container may see only the
-            end of a path.
+        root: mount point. Missing folders are skipped, because a container may see only the end of a path.
     """
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)

@@ -32,7 +32,6 @@ def dtype_of(code: int) -> torch.dtype:
 
 
 def check_sendable(tensor: Tensor) -> None:
-    """Raise TransportError for a dtype or a layout that cannot be sent."""
     if tensor.dtype not in CODES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
         raise TransportError(f"tensor: this dtype cannot be sent (got {tensor.dtype}). Use one of {names}.")
@@ -134,7 +133,6 @@ def fill(tensors: Sequence[Tensor], descriptors: Sequence[Descriptor], body: Ten
 
 
 def seal(first: Descriptor, frame: Tensor) -> None:
-    """Write the first descriptor at the end of ``frame``."""
     _native.pack_at(first, _seal_address(frame))
 
 
@@ -146,7 +144,6 @@ def blank_frame(num_bytes: int) -> Tensor:
 
 
 def is_sealed(frame: Tensor) -> bool:
-    """Return whether the whole frame has arrived."""
     return _native.sealed_at(_seal_address(frame))
 
 
@@ -171,7 +168,6 @@ def pack_all(descriptors: Sequence[Descriptor]) -> Tensor:
 
 
 def unpack_all(packed: Tensor) -> tuple[Descriptor, ...]:
-    """Return the descriptors that pack_all() packed."""
     return tuple(
         _native.unpack_at(packed.data_ptr() + offset) for offset in range(0, len(packed), SEAL_BYTES)
     )

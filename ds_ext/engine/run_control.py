@@ -22,12 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunControl(AdaptedEngine):
-    """Part of :class:`.engine.PipelineEngine`, whose constructor sets the attributes.
-
-    Attributes:
-        stops: requests of this rank to end the run.
-        saving: last save in the background; None after :meth:`wait_for_save`.
-    """
+    """Part of :class:`.engine.PipelineEngine`, whose constructor sets the attributes."""
 
     activity: Activity
     checkpoint_events: CheckpointEvents

@@ -79,7 +79,6 @@ class SharedParameter:
 
     @property
     def key(self) -> str:
-        """Name of the parameter in the first layer."""
         return self.places[self.layer]
 
 
@@ -220,10 +219,7 @@ def require_whole_ties(module: LayeredModule) -> None:
 
     DeepSpeed sums only the gradients of ``tied_weight_attr``. Any other parameter is one parameter if both ends of the
     tie are on one rank (a V placement), and two otherwise. The model would depend on the schedule, and a checkpoint
-    stores a tied layer only once.
-
-    Args:
-        module: module with built layers, before ties are indexed.
+    stores a tied layer only once. To be called when the layers are built, before ties are indexed.
     """
     if any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs):
         together(lambda: check_ties(module))
@@ -269,7 +265,7 @@ def _require_parameters(layer: nn.Module, key: str, names: Iterable[str]) -> Non
 
 
 def join_kinds(module: LayeredModule) -> list[dict[int, str]]:
-    """Let layers of one tie that differ in class or arguments share its weights. All ranks must call this together.
+    """Share the weights of a tie between its layers of different class or arguments. All ranks must call this together.
 
     Returns layer -> name of every weight, in the order of ``tied_weight_attr``.
     """
@@ -311,7 +307,10 @@ def _describe_tied(layer: nn.Module, key: str, names: Sequence[str]) -> dict[str
 
 
 def _join(layer: nn.Module, copies: Sequence[nn.Parameter]) -> None:
-    """Let a layer use the first copy. The others lose their elements: a layer that kept one elsewhere then fails."""
+    """Replace the copies of a weight in a layer by the first one.
+
+    The others lose their elements: a layer that kept one elsewhere then fails.
+    """
     others = {id(parameter) for parameter in copies if parameter is not copies[0]}
     for module in layer.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -366,7 +365,7 @@ def _tie(module: LayeredModule, key: str, ranks: list[int], group: Any) -> dict[
 
 
 def join_tied_rows(module: LayeredModule) -> None:
-    """Let parts of a tied head use the rows of the embedding on this rank. All ranks must call this together."""
+    """Set the embedding's rows on this rank as weights of a tied head's parts. All ranks must call this together."""
 
     def join() -> None:
         layers = dict(_built_layers(module))
@@ -393,10 +392,8 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
     """Return the parameters that several layers share as one object. All ranks must call this together.
 
     Every process has the modules of the layer list and the arguments of its LayerSpecs, so all processes find the same
-    candidates. Whether a layer uses a candidate is visible only to ranks that build the layer.
-
-    Args:
-        module: module with built layers, before ties are indexed.
+    candidates. Whether a layer uses a candidate is visible only to ranks that build the layer. To be called when the
+    layers are built, before ties are indexed.
     """
     # id -> tensor, and the layers in whose entries of the list it occurs
     entries: dict[int, tuple[Tensor, set[int]]] = {}
@@ -556,7 +553,6 @@ def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _built_layers(module: LayeredModule) -> Iterator[tuple[int, nn.Module]]:
-    """Yield (index, layer) of the layers of this rank."""
     for stage in module.stages:
         yield from module.stage_modules(stage).items()
 

@@ -43,16 +43,11 @@ def by_rank_0(function: Callable[[], Any], error_type: type[DsExtError] = DsExtE
 
 
 def error_text(error: OSError) -> str:
-    """Return the rank, reason and file of an OSError."""
     return f"rank {dist.get_rank()}: {error.strerror}: {error.filename}"
 
 
 def rows_of_ranks(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-    """Return the numbers of all ranks, one row per rank. Every rank passes as many.
-
-    Args:
-        device: device of this rank's tensors.
-    """
+    """Return the numbers of all ranks, one row per rank. Every rank passes as many."""
     row = torch.tensor(numbers, dtype=torch.float64, device=collective_device(device))
     rows = row.new_empty(dist.get_world_size(), len(numbers))
     dist.all_gather(list(rows), row)

@@ -41,9 +41,6 @@ class TrainedParameters:
     Scripts of ranks may differ, and reductions would then wait forever. So those of the first step after a change are
     as before it. With its losses, the ranks gather whether one of them has changes, and then compare them.
 
-    Args:
-        engine: :class:`.engine.PipelineEngine`.
-
     Attributes:
         changed: parameters whose ``requires_grad`` differs from that of the last step.
     """
@@ -60,7 +57,6 @@ class TrainedParameters:
         return [parameter.requires_grad for parameter in self._objects]
 
     def take_changes(self) -> None:
-        """Find what the script has changed since the last step."""
         flags = self._read()
         self.changed = []
         if flags != self._flags:
@@ -103,7 +99,7 @@ class TrainedParameters:
         return unfrozen
 
     def _check(self) -> dict[str, bool]:
-        """Return a dict of name -> whether the parameter is trained. Raises ConfigError if the optimizer differs."""
+        """Return which parameters are trained, by name, after checking that the optimizer supports the changes."""
         optimizer, changed = self._engine.optimizer, set(map(id, self.changed))
         held, fix = set[int](), "Save a checkpoint, and load it in a job that starts with this requires_grad"
         if not isinstance(optimizer, DeepSpeedOptimizer):  # torch's skips frozen ones
@@ -124,15 +120,9 @@ class TrainedParameters:
 class WeightUpdate:
     """Update of the weights with the optimizer that the engine has now. A script may give it another one.
 
-    Args:
-        engine: :class:`.engine.PipelineEngine`.
-
     Attributes:
-        gradients: gradients of this rank's parameters.
-        masters: fp32 master weights.
         reduction: eager reduction of the gradients; None: they are reduced after the last backward.
         gathers: gathers that overlap with the next step; None: DeepSpeed gathers at the end of the step.
-        loss_watch: counter of consecutive steps with a non-finite loss or gradient.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -191,7 +181,6 @@ class WeightUpdate:
         return WeightGathers(optimizer, engine.module, engine.tracer)
 
     def is_outdated(self) -> bool:
-        """Return whether a script has changed what this object depends on."""
         engine = self._engine
         if _dependencies(engine) == self._dependencies:
             return False

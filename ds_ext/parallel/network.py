@@ -75,7 +75,6 @@ class Network:
         return self.backend == GLOO and not self.hosts.cross(ranks)
 
     def link(self, a: int, b: int) -> Link:
-        """Return the link between two ranks."""
         return self.between if self.hosts.cross((a, b)) else self.inside
 
     def shared(self, share: int) -> Network:

@@ -40,7 +40,6 @@ class Optimum:
 
     @property
     def proven(self) -> bool:
-        """True if no other order is shorter."""
         return self.makespan <= self.bound * (1 + 1e-9)
 
 
@@ -123,7 +122,6 @@ class _Problem:
         self.model.minimize(makespan)
 
     def ticks(self, time: float) -> int:
-        """Return a time as a whole number of ticks."""
         return math.floor(time / self.tick + 1e-6)
 
     def _one_at_a_time(self, order: tuple[Op, ...]) -> None:
@@ -144,7 +142,6 @@ class _Problem:
             self.model.add_cumulative(kept, [1] * len(kept), limit)
 
     def start_from(self, known: Simulation) -> None:
-        """Give the solver a known solution to improve."""
         for spans in known.spans:
             for op, start, _ in spans:
                 self.model.add_hint(self.start[op], self.ticks(start))

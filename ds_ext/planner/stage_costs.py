@@ -27,7 +27,6 @@ _DIGITS = 8  # of a factor: precise enough for any plan, short enough for a read
 
 
 def message_bytes(sizes: TrainingSizes) -> int:
-    """Return the bytes of an activation or gradient between two stages."""
     ranks = sizes.tensor_parallel if sizes.sequence_parallel else 1
     return sizes.token_bytes * sizes.tokens * sizes.hidden_size // ranks
 
@@ -72,8 +71,6 @@ def slice_tokens(
     """Return the tokens of every slice; balanced long ones are multiples of a kernel's tile.
 
     Args:
-        sizes: the model, and tokens of a sample.
-        count: number of slices.
         lengths: value of ``"slice_lengths"``.
         shards: ranks over which sequence parallelism distributes the tokens of a slice.
     """
@@ -87,8 +84,7 @@ def slice_tokens(
 def slice_costs(costs: Costs, sizes: TransformerConfig, lengths: Sequence[float]) -> Costs:
     """Return ``costs`` with the work of every slice, unless they have it. Later tokens attend to more keys.
 
-    Args:
-        lengths: tokens of every slice.
+    ``lengths`` are the tokens of every slice.
     """
     if len(lengths) < 2 or costs.slices is not None:
         return costs

@@ -73,7 +73,6 @@ class TrainingSizes(TransformerConfig):
 
     @classmethod
     def of_model(cls, model: TransformerConfig, **settings: Any) -> Self:
-        """Return the sizes of a model with the settings of a job. Raises ConfigError and ScheduleError."""
         values = {entry.name: getattr(model, entry.name) for entry in fields(TransformerConfig)}
         return cls(**{**values, **settings})
 
@@ -101,7 +100,6 @@ class TrainingSizes(TransformerConfig):
         return self.num_attention_heads * self.head_size, self.query_groups * self.head_size
 
     def stage_layer_counts(self, stages: int) -> tuple[int, ...]:
-        """Return the transformer layers of every stage. Raises ScheduleError if they do not fit ``stages``."""
         if self.stage_layers is not None:
             if len(self.stage_layers) != stages:
                 raise ScheduleError(
@@ -141,7 +139,6 @@ class TrainingSizes(TransformerConfig):
 
     @property
     def position_parameters(self) -> int:
-        """Number of parameters of the table of positions."""
         return 0 if self.position_embedding_type == "rope" else self.positions * self.hidden_size
 
     def stage_parameters(self, placement: Placement) -> tuple[float, ...]:

@@ -38,9 +38,6 @@ def initiate(connection: socket.socket, rank: int, peer: int, key: bytes, note: 
     """Run the lower rank's side of the handshake.
 
     Args:
-        connection: connection to the peer.
-        rank: this rank.
-        peer: the other rank.
         key: tokens of both ranks, the lower rank's first.
         note: up to 4096 bytes for the peer.
     """
@@ -66,7 +63,6 @@ def respond(
 
     Args:
         connection: connection from an unauthenticated process.
-        rank: this rank.
         where: address of that process, for errors.
         expects: function that returns whether a rank may connect.
         secret: function that returns (key, note) for a rank, as in initiate().
@@ -125,7 +121,7 @@ def read_header(data: bytes) -> tuple[int, int]:
 
 
 def _split_body(body: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return (nonce, HMAC, note) of an answer or a proof. Raises ProtocolError if the body is too short."""
+    """Return (nonce, HMAC, note) of an answer or a proof."""
     if len(body) < NONCE_BYTES + PROOF_BYTES:
         raise ProtocolError(f"message too short (got {len(body)} bytes)")
     return (

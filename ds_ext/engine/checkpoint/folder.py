@@ -52,7 +52,6 @@ class CheckedFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write data. Raises OSError with the name of the file."""
         try:
             self._file.write(data)
         except OSError as error:
@@ -118,7 +117,7 @@ def current_tag(folder: Path) -> str:
 
 
 def _linked_tag(latest: Path) -> str:
-    """Return the name of the checkpoint in the same folder to which ``latest`` links; ConfigError for another one."""
+    """Return the name of the checkpoint to which ``latest`` links, which must be in the same folder."""
     target = latest.resolve()
     if target.parent == latest.parent.resolve() and latest.is_symlink():
         return target.name
@@ -131,7 +130,6 @@ def _linked_tag(latest: Path) -> str:
 
 
 def _newest_tag(folder: Path) -> str:
-    """Return the name of the newest complete checkpoint. Raises ConfigError if the folder has no complete one."""
     complete = complete_checkpoints(folder)
     if complete:
         return complete[-1]
@@ -146,13 +144,7 @@ def _newest_tag(folder: Path) -> str:
 
 
 def check_contents(checkpoint: Path, manifest: Mapping[str, Any], share: int = 0, shares: int = 1) -> None:
-    """Compare the checksums of files with the manifest.
-
-    Args:
-        checkpoint: folder of the checkpoint.
-        manifest: manifest of the checkpoint.
-        share, shares: check every ``shares``-th file from index ``share``, so that ranks divide the files.
-    """
+    """Compare checksums with the manifest, of every ``shares``-th file from ``share``: ranks divide the files."""
     for name in sorted(manifest["files"])[share::shares]:
         checksum, problem = 0, _WRONG_CHECKSUM
         try:
@@ -169,7 +161,7 @@ def check_contents(checkpoint: Path, manifest: Mapping[str, Any], share: int = 0
 def complete_checkpoints(folder: Path) -> list[str]:
     """Return the names of the complete checkpoints, whose files all have the recorded sizes, with the newest last.
 
-    Sorted by the time of the save in the manifest, because copied folders have other file times.
+    The order is the time in the manifest, because copied folders have other file times.
     """
     complete = []
     for path in folder.glob(f"*/{MANIFEST}"):
@@ -185,7 +177,6 @@ def complete_checkpoints(folder: Path) -> list[str]:
 
 
 def _alternatives(folder: Path, excluded: str = "") -> str:
-    """Return the fix for a checkpoint that cannot be loaded."""
     complete = [name for name in complete_checkpoints(folder) if name != excluded]
     if not complete:
         return "There is no other checkpoint. Omit --load to start a new run."
@@ -199,7 +190,6 @@ def _locate(folder: Path, tag: str) -> Path | None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, with its checksum. Raises CheckpointError if it is missing or damaged."""
     path = checkpoint / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -276,7 +266,6 @@ def require_tag(folder: Path, tag: str) -> None:
 
 
 def require_keep(keep: int) -> None:
-    """Raise ConfigError unless ``keep`` is a number of checkpoints."""
     if not isinstance(keep, int) or keep < 0:
         raise ConfigError(
             f"keep: must be a number of checkpoints, or 0 for all (got {keep!r}). Use, for example, 3."
@@ -348,7 +337,7 @@ def _remove(checkpoint: Path) -> list[str]:
 
 
 def _scratch(folder: Path, kind: str) -> Iterator[tuple[Path, str]]:
-    """Yield path and tag of the temporary files and folders of this module in ``folder``, if it exists."""
+    """Yield path and tag of the temporary files and folders of this module, if ``folder`` exists."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -376,11 +365,9 @@ def _sync(folder: Path) -> None:
 
 
 def _checksum(manifest: Mapping[str, Any]) -> int:
-    """Return the checksum of a manifest, which may contain it."""
     content = {key: value for key, value in manifest.items() if key != "crc32"}
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _with_path(error: OSError, path: Path) -> OSError:
-    """Return an error of a descriptor as one that names its file."""
     return OSError(error.errno, error.strerror, str(path))

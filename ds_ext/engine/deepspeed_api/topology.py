@@ -47,7 +47,6 @@ def require_rank_order(topology: ProcessTopology | None, layout: ParallelLayout)
 
 
 def _fix(topology: ProcessTopology, layout: ParallelLayout) -> str:
-    """Return the rank order that numbers the ranks as the topology does, or another way to pass the sizes."""
     for order in rank_orders(layout):
         ordered = replace(layout, rank_order=order)
         if all(

@@ -26,7 +26,6 @@ class DynamicSchedule(TimetableSchedule):
     Args:
         program: program of a simulated step, for links and sizes.
         stage_id: device of this rank.
-        rules: runtime scheduling rules.
 
     Attributes:
         executed: ops of the current or last step so far.
@@ -99,6 +98,5 @@ def _chosen(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op
 
 
 def _received(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op]:
-    """Yield the ops that the first rank of the tensor-parallel group chooses."""
     for _ in range(schedule.rules.num_ops(schedule.stage_id)):
         yield messages.choices.receive()

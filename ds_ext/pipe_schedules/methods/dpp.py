@@ -56,11 +56,7 @@ def _place(num_devices: int, placement: str, chunks: int) -> Placement:
 
 
 def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]) -> DynamicRules:
-    """Return the rules of a step.
-
-    Args:
-        options: all options of the schedule.
-    """
+    """Return the rules of a step; ``options`` contains all options of the schedule."""
     if options["placement"] != "interleaved" and options["chunks"] != _OPTIONS["chunks"].default:
         raise ScheduleError(
             f"dpp: chunks needs placement interleaved (got {options['chunks']} with placement "

@@ -40,10 +40,8 @@ def write_hf_folder(
         tokenizer: file or folder of the model's tokenizer; None: search the folder of the training data.
         heads: number of attention heads, for a checkpoint that does not contain it.
         shard_bytes: maximum size of a file, unless a single weight is larger.
-        dtype: dtype of the weights in the files.
 
-    Returns:
-        Summary for the user.
+    Returns a summary for the user.
     """
     safetensors()  # report a missing package first
     checkpoint, manifest = open_source(source)
@@ -80,11 +78,7 @@ def find_model(
 ) -> tuple[TransformerConfig, list[Counterpart]]:
     """Return the config and the weights of the GPT or BERT in a checkpoint.
 
-    Args:
-        checkpoint: folder of the checkpoint, named in errors.
-        shapes: name in ds_ext -> shape of the full weight.
-        state: state that the training script saved.
-        heads: number of attention heads, for a checkpoint that does not contain it.
+    ``shapes`` is name in ds_ext -> shape of the full weight. ``heads`` is for a checkpoint without their number.
     """
     config = _make_config(checkpoint, shapes, state, heads)
     weights = counterparts(config)
@@ -95,7 +89,6 @@ def find_model(
 def _make_config(
     checkpoint: Path, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], heads: int | None
 ) -> TransformerConfig:
-    """Return the config of the model, from the shapes of its weights and the state that the training script saved."""
     is_bert = "1.position_embeddings" in shapes
     model = state.get("model")
     fields = saved_fields(model) if isinstance(model, dict) else {}
@@ -133,7 +126,6 @@ def _make_config(
 
 
 def _num_heads(checkpoint: Path, saved_heads: int | None, flag_heads: int | None) -> int:
-    """Return the heads in the checkpoint, or else those of the flag. Raises ConfigError for none, or if they differ."""
     if saved_heads is None and flag_heads is None:
         raise ConfigError(
             f"--num-attention-heads: {checkpoint} does not contain the number of attention heads. Set this flag."
@@ -148,7 +140,6 @@ def _num_heads(checkpoint: Path, saved_heads: int | None, flag_heads: int | None
 def _check_shapes(
     checkpoint: Path, weights: Sequence[Counterpart], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise ConfigError unless the checkpoint has exactly the weights of the model."""
     expected = {weight.name: weight.shape for weight in weights}
     for name in [*expected, *shapes]:
         if shapes.get(name) != expected.get(name):

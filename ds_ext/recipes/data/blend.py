@@ -39,9 +39,7 @@ class BlendTable:
     After any n samples, a dataset with share w (of 1) has contributed w*n samples, with an error below one sample.
     This is the chairman assignment of Tijdeman (1980), computed in integers so that every machine gets the same order.
     The order repeats once all w*n are whole (for 0.3 and 0.7 after ten samples), so only one period is stored.
-
-    Attributes:
-        counts: number of samples from each dataset.
+    ``counts`` is the number of samples from each dataset.
     """
 
     def __init__(self, weights: Sequence[Fraction], num_samples: int) -> None:
@@ -113,7 +111,6 @@ def _is_path(word: str) -> bool:
 
 
 def _weight(word: str) -> Fraction | None:
-    """Return the exact value of a decimal such as 0.3; None unless it is a positive number."""
     try:
         weight = Fraction(word)
     except (ValueError, ZeroDivisionError):

@@ -50,7 +50,6 @@ class Source:
 
 
 def open_source(name: str, json_key: str = "text") -> Source:
-    """Open "stdlib", or the path of a text file, jsonl file or folder."""
     if name == STDLIB:
         return _standard_library()
     path = Path(name)
@@ -80,7 +79,7 @@ def hash_order(items: Iterable[T], name: Callable[[T], str]) -> list[T]:
 
 
 def read_text(path: Path) -> str | None:
-    """Return the text of a file; None unless it is UTF-8 text."""
+    """Return None unless the file is UTF-8 text."""
     content = path.read_bytes()
     if b"\0" in content[:CHECKED_BYTES]:
         return None
@@ -157,7 +156,7 @@ def _folder(folder: Path, key: str) -> Source:
 
 
 def row_files(path: Path) -> list[Path]:
-    """Return the file ``path``, or the files with rows under the folder ``path`` in the order of their hashes."""
+    """Return the file ``path``, or the files with rows under a folder in the order of their hashes."""
     files = [path] if path.is_file() else _ordered_files(path)
     return [file for file in files if file.suffix in ROW_SUFFIXES]
 
@@ -173,7 +172,6 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _jsonl(path: Path, key: str) -> Source:
-    """Return the texts under ``key`` in a file with one JSON object per line, in file order."""
     if next(_row_texts(path, key), None) is None:
         raise ConfigError(
             f"--source: the file is empty (got {path}). Use a file with one JSON object per line."

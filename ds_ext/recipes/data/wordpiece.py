@@ -25,11 +25,7 @@ _SENTENCE_END = re.compile(r"""(?<=[.!?])(?:["')\]}]*)(\s+)(?=["'(\[`*]*[^\W\d_a
 
 
 class WordPieceTokenizer(HuggingFaceTokenizer):
-    """Tokenizer with a WordPiece model. Decoding restores words, but not whitespace or case.
-
-    Attributes:
-        special_ids: token -> id for the ``SPECIAL_TOKENS``.
-    """
+    """Tokenizer with a WordPiece model. Decoding restores words, but not whitespace or case."""
 
     def __init__(self, backend: Any, origin: str, is_replaced: bool = False) -> None:
         """Wrap a ``tokenizers.Tokenizer``. ``origin`` is its name in errors."""
@@ -64,7 +60,6 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
         ]
 
     def save(self, folder: Path) -> list[str]:
-        """Write ``tokenizer.json``, ``vocab.txt`` and what they lack into ``folder``. Return their names."""
         self._backend.save(str(folder / "tokenizer.json"))
         tokens = sorted(self.vocab, key=self.vocab.__getitem__)
         (folder / VOCAB_NAME).write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
@@ -111,7 +106,6 @@ def load_vocab_txt(path: Path) -> WordPieceTokenizer:
 
 
 def is_word_piece(backend: Any) -> bool:
-    """Return whether a ``tokenizers.Tokenizer`` has a WordPiece model."""
     return json.loads(backend.to_str())["model"]["type"] == "WordPiece"
 
 
