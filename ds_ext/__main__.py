@@ -146,7 +146,7 @@ def build_parser(verb: str) -> tuple[argparse.ArgumentParser, Mapping[str, argpa
 
 
 def _benchmarks() -> ModuleType:
-    """Return the benchmarks, which a checkout has beside this package. Raises ConfigError without them."""
+    """Return the benchmarks, which a checkout has beside this package."""
     checkout = Path(__file__).parents[1]
     if not (checkout / "benchmarks" / "rank_server.py").is_file():
         raise ConfigError(
@@ -172,7 +172,6 @@ def _schedule_verb(
     several: bool = False,
     forward_only: bool = True,
 ) -> argparse.ArgumentParser:
-    """Add a subcommand with the flags that all subcommands for schedules share."""
     epilog = f"schedules:\n{list_schedules()}\n\n{note}".rstrip()
     form = argparse.RawDescriptionHelpFormatter
     verb = _add_verb(verbs, name, text, epilog=epilog, formatter_class=form)

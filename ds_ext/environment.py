@@ -26,25 +26,21 @@ _GROUP, _STARTED = 2, 19  # fields of /proc/PID/stat, counted from the state (pr
 
 
 def rank() -> int:
-    """Return this process's rank from the launcher; 0 without a launcher."""
     return _number("RANK") or 0
 
 
 def world_size() -> int:
-    """Return the number of ranks from the launcher; 1 without a launcher."""
     return _number("WORLD_SIZE") or 1
 
 
 def local_rank() -> int:
-    """Return the number of this rank on its host; 0 without a launcher."""
     return _number("LOCAL_RANK") or 0
 
 
 def local_world_size(world: int | None = None) -> int:
     """Return the number of ranks on this host. A launcher that does not set it has started all ranks here.
 
-    Args:
-        world: number of ranks of the job; None: from the launcher.
+    ``world`` is the number of ranks of the job; None: from the launcher.
     """
     return max(1, _number("LOCAL_WORLD_SIZE", "LOCAL_SIZE") or world or world_size())
 
@@ -52,8 +48,7 @@ def local_world_size(world: int | None = None) -> int:
 def num_hosts(world: int | None = None) -> int:
     """Return the number of hosts of the job, which may have different numbers of ranks.
 
-    Args:
-        world: number of ranks of the job; None: from the launcher.
+    ``world`` is the number of ranks of the job; None: from the launcher.
     """
     world = world or world_size()
     return max(1, _number("GROUP_WORLD_SIZE", "CROSS_SIZE") or -(-world // local_world_size(world)))
@@ -66,12 +61,10 @@ def host_number(rank: int, world: int) -> int:
 
 
 def spans_hosts() -> bool:
-    """Return whether the launcher started ranks on other hosts."""
     return local_world_size() < world_size()
 
 
 def master_address() -> str:
-    """Return the address of rank 0; that of this host without a launcher."""
     return os.environ.get("MASTER_ADDR") or "127.0.0.1"
 
 
@@ -81,7 +74,6 @@ def master_port() -> int | None:
 
 
 def store_address() -> tuple[str, int] | None:
-    """Return address and port of the rendezvous store; None if the launcher has not set them."""
     port = master_port()
     return (master_address(), port) if port and os.environ.get("MASTER_ADDR") else None
 
@@ -92,7 +84,6 @@ def agent_serves_store() -> bool:
 
 
 def started_by_torchrun() -> bool:
-    """Return whether torchrun has started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
@@ -112,7 +103,7 @@ def chosen_devices() -> str:
 
 
 def is_on_cpu() -> bool:
-    """Return whether the job runs on CPUs: DS_ACCELERATOR says so, or a launched rank sees no GPU."""
+    """Return whether the job runs on CPUs: by DS_ACCELERATOR, else if a launched rank sees no GPU."""
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen:
         return chosen == "cpu"
@@ -160,7 +151,6 @@ def find_launcher() -> tuple[int, int] | None:
 
 
 def _number(*names: str) -> int | None:
-    """Return the first of these variables that is a number."""
     for name in names:
         with contextlib.suppress(KeyError, ValueError):
             return int(os.environ[name])
@@ -177,7 +167,6 @@ def process_state(process: int) -> tuple[str, int]:
 
 
 def is_running(process: int) -> bool:
-    """Return whether a process has not exited."""
     return process_state(process)[0] not in ("Z", "X", "")
 
 
@@ -187,7 +176,6 @@ def stat_fields(process: int) -> list[str]:
 
 
 def parent_of(process: int) -> int:
-    """Return the parent of a process; 0 if it is unknown."""
     return os.getppid() if process == os.getpid() else process_state(process)[1]
 
 
@@ -223,7 +211,6 @@ def children_of(process: int) -> list[int]:
 
 
 def processes() -> Iterator[int]:
-    """Yield the processes on this host."""
     yield from map(int, filter(str.isdigit, os.listdir(_PROC)))
 
 
@@ -244,7 +231,6 @@ def thread_states() -> dict[int, str]:
 
 
 def open_files() -> list[int]:
-    """Return the file descriptors of this process."""
     return list(map(int, os.listdir(_PROC / "self/fd")))
 
 
@@ -257,7 +243,6 @@ def path_of(descriptor: int) -> Path:
 
 
 def has_proc() -> bool:
-    """Return whether this host has /proc."""
     return (_PROC / "self/fd").is_dir()
 
 
@@ -272,7 +257,6 @@ def namespace(kind: str) -> str:
 
 
 def process_age_s() -> float:
-    """Return the seconds since this process started; 0 if unknown."""
     start = start_ticks(os.getpid())
     return time.clock_gettime(time.CLOCK_BOOTTIME) - start / os.sysconf("SC_CLK_TCK") if start else 0.0
 
@@ -306,7 +290,6 @@ def file_system_of(path: Path) -> str:
 
 
 def proc_text(name: str) -> str:
-    """Return the text of a file in /proc; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return (_PROC / name).read_text(errors="replace")
     return ""

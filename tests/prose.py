@@ -1,7 +1,7 @@
 """Check of docstrings and wording for what a program can see: ``python -m tests.prose``, part of ``make check``.
 
-Rules: a public module, class or function has a docstring; its first word is no relative word; a function that raises
-one of our errors names the error in its docstring; no banned phrase anywhere in code or docs.
+Rules: a module has a docstring, and so has what docs/api.md lists, with its public methods, which name the errors of
+ours that they raise; the first word of a docstring is no relative word; no banned phrase anywhere in code or docs.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ ERRORS = frozenset(
     for node in ast.parse((ROOT / "ds_ext" / "errors.py").read_text()).body
     if isinstance(node, ast.ClassDef)
 )
+DOCUMENTED = frozenset(re.findall(r"^::: (\S+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -49,20 +50,21 @@ def problems(path: Path) -> Iterator[tuple[int, str]]:
     if path.suffix == ".py":
         tree = ast.parse(text)
         yield from _docstring_problems(tree, 1, "module", public=bool(tree.body))
-        yield from _definition_problems(tree, public=True)
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        yield from _definition_problems(tree, name, documented=False)
 
 
-def _definition_problems(parent: ast.AST, public: bool) -> Iterator[tuple[int, str]]:
+def _definition_problems(parent: ast.AST, prefix: str, documented: bool) -> Iterator[tuple[int, str]]:
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, Definition):
-            inner = public and not node.name.startswith("_")
+            name = f"{prefix}.{node.name}"
+            public = name in DOCUMENTED or (documented and not node.name.startswith("_"))
             yield from _docstring_problems(
-                node, node.lineno, node.name, public=inner and not _is_trivial(node)
+                node, node.lineno, node.name, public=public and not _is_trivial(node)
             )
-            # Functions inside functions are no one's interface.
-            yield from _definition_problems(node, inner and isinstance(node, ast.ClassDef))
+            yield from _definition_problems(node, name, public and isinstance(node, ast.ClassDef))
         else:
-            yield from _definition_problems(node, public)
+            yield from _definition_problems(node, prefix, documented)
 
 
 def _docstring_problems(

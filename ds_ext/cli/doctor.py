@@ -37,7 +37,6 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Return all findings about this host, in the order of the report."""
     checks: list[Callable[[], Iterator[Finding]]] = [_cores, _native_code, _shared_memory, _left_files]
     checks += [_locked_memory, _addresses, _rdma, _cuda]
     return [finding for check in checks for finding in check()]

@@ -21,7 +21,6 @@ _MASTER_PORT = 29500
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the subcommand."""
     parser.add_argument("--json", action="store_true", help="print JSON")
     hosts = parser.add_argument_group("several hosts", "checks every host over ssh, and every pair of hosts")
     named = hosts.add_mutually_exclusive_group()
@@ -36,10 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings.
+    """Print the findings. Return 1 if jobs on several hosts will fail.
 
-    Returns 0 for one host, because a host need not support every transport. Returns 1 if jobs on several hosts will
-    fail. Raises ConfigError for wrong names or addresses.
+    The result for one host is 0, because a host need not support every transport.
     """
     _require_ports(args)
     if args.hostfile is None and args.hosts is None:
@@ -60,14 +58,12 @@ def _json(value: object) -> str:
 
 
 def _require_no_host_flags(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a flag that needs several hosts."""
     for flag, value in (("--node-ips", args.node_ips), ("--path", ", ".join(args.path)), *_ports(args)):
         if value:
             raise ConfigError(f"{flag}: needs several hosts (got {value}). Add --hostfile or --hosts.")
 
 
 def _node_ips(text: str | None, num_hosts: int) -> list[str] | None:
-    """Return the addresses of ``--node-ips``; None without it. Raises ConfigError unless there is one per host."""
     if text is None:
         return None
     addresses = text.split(",")
@@ -84,7 +80,6 @@ def _ports(args: argparse.Namespace) -> list[tuple[str, int | None]]:
 
 
 def _require_ports(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a port out of range."""
     for flag, port in _ports(args):
         if port is not None and not 0 < port < 1 << 16:
             raise ConfigError(f"{flag}: must be from 1 to 65535 (got {port}).")
@@ -99,7 +94,6 @@ def _is_address(text: str) -> bool:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Return one line per finding, and one line per remedy."""
     width = max((len(finding.subject) for finding in findings), default=0)
     lines = []
     for finding in findings:
@@ -156,7 +150,6 @@ def _speed_finding(pair: Pair) -> Finding:
 
 
 def _names(hostfile: str | None, hosts: str | None) -> list[str]:
-    """Return the names of the hosts. Raises ConfigError."""
     if hostfile is not None:
         if not Path(hostfile).is_file():
             raise ConfigError(f"--hostfile: no such file (got {hostfile}). Write lines `worker-0 slots=8`.")

@@ -27,15 +27,12 @@ from .network_flags import describe_network, flops_of, network_of
 
 @dataclass(frozen=True)
 class HostStep:
-    """Step time on hosts, and the bytes between hosts in a step."""
-
     network: Network
     layout: ParallelLayout
     step: StepTime
     bytes_between: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the keys of ``--json``."""
         return {
             "step_s": self.step.step_s,
             "makespan_s": self.step.makespan_s,
@@ -47,7 +44,6 @@ class HostStep:
         }
 
     def lines(self) -> Iterator[str]:
-        """Yield lines of text."""
         hosts, links = describe_network(self.network)
         layout, step = self.layout, self.step
         sizes = f"TP {layout.tensor_parallel_size} x PP {layout.placement.num_devices} x DP {layout.data_parallel_size}"
@@ -64,11 +60,7 @@ class HostStep:
 def step_on_hosts(
     args: argparse.Namespace, simulation: Simulation, model: TrainingSizes | None
 ) -> HostStep | None:
-    """Return the step time on the hosts of the flags; None without ``--hosts``.
-
-    Raises:
-        ConfigError, ScheduleError: the flags do not fit each other.
-    """
+    """Return the step time on the hosts of the flags; None without ``--hosts``."""
     network = network_of(args)
     if network is None:
         return None
@@ -100,7 +92,6 @@ def step_on_hosts(
 
 
 def _check_supported(timetable: Timetable, costs: Costs) -> None:
-    """Raise ScheduleError for a schedule or costs whose step time on hosts is not modeled."""
     if costs.comm or costs.links:
         raise ScheduleError(
             f"--costs: the links of --hosts determine the times of messages (got comm={costs.comm:g} and "
@@ -118,7 +109,7 @@ def _check_supported(timetable: Timetable, costs: Costs) -> None:
 
 
 def _data_parallel_size(network: Network, placement: Placement, tensor_parallel: int) -> int:
-    """Return the number of pipeline groups that the hosts have slots for. Raises ScheduleError if they do not fit."""
+    """Return the number of pipeline groups for which the hosts have slots."""
     try:
         return data_parallel_size(network.hosts.world_size, placement, tensor_parallel)
     except ConfigError:

@@ -47,7 +47,7 @@ def add_model_flags(verb: argparse.ArgumentParser, *, all_settings: bool = True)
 
 
 def model_of(args: argparse.Namespace) -> TrainingSizes | None:
-    """Return the model that the flags describe, or None if there are no model flags. Raises ScheduleError."""
+    """Return the model that the flags describe, or None if there are no model flags."""
     values = vars(args)
     sizes = fields_of(TrainingSizes, values, (*PLANNED, *_SETTINGS))
     for name in ("recompute", "sequence_parallel"):
@@ -72,7 +72,7 @@ def model_of(args: argparse.Namespace) -> TrainingSizes | None:
 
 
 def model_label(args: argparse.Namespace) -> str:
-    """Return the name of the model of the flags, with the sizes that they change. Raises ConfigError."""
+    """Return the name of the model of the flags, with the sizes that they change."""
     if args.model is None:
         return "custom"
     model = _sizes_of(args.model)
@@ -82,7 +82,6 @@ def model_label(args: argparse.Namespace) -> str:
 
 
 def _sizes_of(model: str) -> TransformerConfig:
-    """Return the sizes for ``--model``. Raises ConfigError, or ScheduleError for an unknown name."""
     path = Path(model)
     if model.lower() in MODELS or not path.exists():
         return named_model(model)

@@ -48,11 +48,7 @@ def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
 
 
 def network_of(args: argparse.Namespace) -> Network | None:
-    """Return the network that the flags describe; None without ``--hosts``, except for ``plan``.
-
-    Raises:
-        ConfigError, ScheduleError: a flag is wrong, or needs ``--hosts``.
-    """
+    """Return the network that the flags describe; None without ``--hosts``, except for ``plan``."""
     devices = getattr(args, "devices", None)
     if args.hosts is None and not hasattr(args, "devices"):
         for dest in _ONLY_WITH_HOSTS:
@@ -68,7 +64,6 @@ def network_of(args: argparse.Namespace) -> Network | None:
 
 
 def flops_of(args: argparse.Namespace) -> float:
-    """Return the operations per second of a device. Raises ScheduleError if ``--tflops`` is out of range."""
     rate = TFLOPS if args.tflops is None else args.tflops
     least, most = _TFLOPS_RANGE
     if not least <= rate <= most:
@@ -77,7 +72,6 @@ def flops_of(args: argparse.Namespace) -> float:
 
 
 def describe_network(network: Network) -> list[str]:
-    """Return one line for the hosts and one for the links."""
     port = "port per rank" if network.ports == RANK_PORTS else "port per host"
     inside, between = (
         f"{format_bytes(link.bandwidth)}/s, {1e6 * link.latency:g} us"
@@ -87,7 +81,6 @@ def describe_network(network: Network) -> list[str]:
 
 
 def _parse_link(flag: str, text: str) -> Link:
-    """Return the link that a flag describes. Raises ScheduleError."""
     rate, _, latency = text.partition(",")
     match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*(ns|us|ms|s)\s*", latency)
     if match is None:

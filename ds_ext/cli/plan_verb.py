@@ -55,7 +55,6 @@ _ADAM = {
 
 
 def add_plan_flags(verb: argparse.ArgumentParser) -> None:
-    """Add the flags of ``plan``."""
     devices = "number of devices in the job (the fewest that train --tokens in --days)"
     verb.add_argument("--devices", type=int, metavar="N", help=devices)
     gpu = "memory, rates and links of this GPU, from its data sheet; the other flags override them"
@@ -102,9 +101,6 @@ def run_plan(args: argparse.Namespace) -> int:
     """Print the best sizes, and the reason and JSON for the first of them.
 
     The exit status is 1 if nothing fits, or if the run misses ``--days``.
-
-    Raises:
-        ScheduleError: a flag is wrong, no sizes are possible, or no number of devices meets ``--days``.
     """
     gpu = _take_gpu(args)
     _check_run(args)
@@ -147,7 +143,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def _take_gpu(args: argparse.Namespace) -> Gpu | None:
-    """Set the flags that describe a device to those of ``--gpu``, unless they are set. Raises ScheduleError."""
+    """Set the flags that describe a device to those of ``--gpu``, unless they are set."""
     if args.gpu is None:
         return None
     if args.precision == "fp32":
@@ -162,7 +158,6 @@ def _take_gpu(args: argparse.Namespace) -> Gpu | None:
 
 
 def _check_run(args: argparse.Namespace) -> None:
-    """Raise ScheduleError for wrong or missing flags of a run."""
     for dest in ("tokens", "days", "price"):
         value = getattr(args, dest)
         if value is not None and not 0 < value < math.inf:
@@ -180,7 +175,6 @@ def _check_run(args: argparse.Namespace) -> None:
 
 
 def _cluster(args: argparse.Namespace) -> Cluster:
-    """Return the cluster that the flags describe. Raises ScheduleError for a wrong flag."""
     if args.hosts is not None and args.forward_devices is not None:
         raise ScheduleError(
             f"--forward-devices: not supported with --hosts (got {args.forward_devices}). Remove one."
@@ -206,14 +200,13 @@ def _cluster(args: argparse.Namespace) -> Cluster:
 
 
 def _numbers(text: str, flag: str) -> tuple[int, ...]:
-    """Return the numbers in ``"2,4"``, in ascending order. Raises ScheduleError."""
+    """Return the numbers in ``"2,4"``, in ascending order."""
     if not re.fullmatch(r"0*[1-9]\d{0,8}(,0*[1-9]\d{0,8})*", text):
         raise ScheduleError(f"{flag}: must be numbers from 1 up, such as 1,4 (got {text!r}).")
     return tuple(sorted({*map(int, text.split(","))}))
 
 
 def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | None:
-    """Return the forward devices that the flags describe. Raises ScheduleError for flags that do not fit."""
     if args.forward_devices is None:
         for flag, value in (("slowdown", args.forward_slowdown), ("memory", args.forward_memory)):
             if value is not None:
@@ -323,7 +316,6 @@ def _table(ranked: Sequence[ParallelSizes]) -> Iterator[str]:
 
 
 def _result_lines(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes) -> Iterator[str]:
-    """Yield the table of the best sizes, the reason for the first, and the sizes that are not possible."""
     yield from _table(plan.shown[:_SHOWN])
     large = len(plan.ranked) - len(plan.shown)
     if large:
@@ -384,7 +376,7 @@ def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, An
 
 
 def _other_head(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes, costs: Costs) -> Iterator[str]:
-    """Yield the step with a head in parts if it is shorter, or without if it is shorter."""
+    """Yield a line if the other kind of head, in parts or on the last stage, makes the step shorter."""
     other, best_s = other_head(cluster, model, costs, plan), plan.best.step_s or 0.0
     saved = 0.0 if other is None or not best_s else 1 - (other.time or 0.0) / best_s
     if other is not None and saved > (_LEAST_WITHOUT if cluster.head_parts else _LEAST_WITH):
@@ -405,7 +397,6 @@ def _remedies(cluster: Cluster, model: TrainingSizes) -> str:
 
 
 def _config(sizes: ParallelSizes, cluster: Cluster, model: TrainingSizes) -> dict[str, Any]:
-    """Return a DeepSpeed JSON for the sizes, with usual values of AdamW. The sizes must have a candidate."""
     assert sizes.candidate is not None and sizes.candidate.sizes is not None
     return {
         "train_batch_size": cluster.batch,

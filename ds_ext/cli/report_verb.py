@@ -12,7 +12,6 @@ from ..observe.report.page import report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags."""
     what = "folder of a run with its metrics file, or the metrics file; the run record and the traces are found there"
     parser.add_argument("folder", metavar="FOLDER", type=Path, help=what)
     parser.add_argument(
@@ -21,7 +20,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the page. Raises ConfigError for a folder without a run, or if the page cannot be written."""
     run_of_folder = read_run(args.folder)
     if args.output.suffix != ".html":
         raise ConfigError(f"-o: must end in .html (got {args.output}).")

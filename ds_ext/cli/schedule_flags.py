@@ -43,7 +43,6 @@ _NO_FLAGS = ("modules", "run", "schedule", "schedules", "verb")
 
 
 def add_schedule_flags(verb: argparse.ArgumentParser, *, several: bool, forward_only: bool) -> None:
-    """Add the flags of a subcommand for one or ``several`` schedules."""
     text = "listed below, with options as in dpp:placement=v:backward=split, or a timetable file"
     if several:
         verb.add_argument("schedules", nargs="*", metavar="NAME", help=f"schedules, {text}; all if missing")
@@ -70,14 +69,12 @@ def add_schedule_flags(verb: argparse.ArgumentParser, *, several: bool, forward_
 
 
 def add_head_flag(verb: argparse.ArgumentParser) -> None:
-    """Add ``--vocabulary-parallel-head``."""
     head = "every device computes a part of the model's head; without --model, its time is head in --costs "
     head += f"({TYPICAL_HEAD:g})"
     verb.add_argument("--vocabulary-parallel-head", action="store_true", help=head)
 
 
 def add_import_flag(verb: argparse.ArgumentParser) -> None:
-    """Add ``--import`` for custom schedules."""
     verb.add_argument(
         "--import",
         dest="modules",
@@ -89,7 +86,6 @@ def add_import_flag(verb: argparse.ArgumentParser) -> None:
 
 
 def list_schedules() -> str:
-    """Return all registered schedules and their options, one per line."""
     width = max(map(len, SCHEDULES))
     lines = []
     for name, schedule in sorted(SCHEDULES.items()):
@@ -100,7 +96,7 @@ def list_schedules() -> str:
 
 
 def name_flags(error: str, args: argparse.Namespace) -> str:
-    """Return an error with the flags of a verb for schedules in the place of keys and arguments of functions."""
+    """Return an error with the flags of a verb in place of keys and arguments of functions."""
 
     def flag(match: re.Match[str]) -> str:
         dest = _DESTS.get(match[0], match[0])
@@ -114,11 +110,7 @@ def name_flags(error: str, args: argparse.Namespace) -> str:
 
 
 def split_request(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name or path, and the options of ``"dpp:placement=v:policy=depth"``; a path has no options.
-
-    Raises:
-        ScheduleError: an option has no value or is given twice.
-    """
+    """Return the name or path, and the options of ``"dpp:placement=v:policy=depth"``; a path has no options."""
     if is_file(text):
         return text, {}
     name, *options = text.split(":")
@@ -131,7 +123,7 @@ def is_file(text: str) -> bool:
 
 
 def _read_options(words: Iterable[str], source: str) -> dict[str, Any]:
-    """Return options such as ``chunks=3``; ``source`` is the flag or request in errors. Raises ScheduleError."""
+    """Return options such as ``chunks=3``; ``source`` is the flag or request in errors."""
     options: dict[str, Any] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -161,7 +153,6 @@ def _flag_options(args: argparse.Namespace) -> dict[str, Any]:
 def _join_options(
     text: str, request_options: Mapping[str, Any], flag_options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the options of a request and of ``--option``. Raises ScheduleError for an option in both."""
     for key in request_options:
         if key in flag_options:
             raise ScheduleError(
@@ -174,14 +165,12 @@ def _join_options(
 
 
 def timetable_of(args: argparse.Namespace) -> Timetable:
-    """Return the requested timetable. Raises ScheduleError."""
     name, options = split_request(args.schedule)
     timetable, _ = _timetable(name, _join_options(args.schedule, options, _flag_options(args)), args)
     return timetable
 
 
 def simulation_of(args: argparse.Namespace) -> Simulation:
-    """Return the simulation of the requested timetable. Raises ScheduleError."""
     name, options = split_request(args.schedule)
     return _simulate(name, _join_options(args.schedule, options, _flag_options(args)), args)
 
@@ -283,7 +272,7 @@ def _from_file(name: str, args: argparse.Namespace) -> Timetable:
 
 
 def _costs_of(args: argparse.Namespace, options: Mapping[str, object]) -> Costs:
-    """Return the costs in ``--costs``, or in the equivalent option "costs". Raises ScheduleError if both are set."""
+    """Return the costs in ``--costs``, or in the equivalent option "costs"."""
     option = {**_flag_options(args), **options}.get(COSTS)
     if option is not None and args.costs is not None:
         raise ScheduleError(
@@ -301,8 +290,7 @@ def _costs_of(args: argparse.Namespace, options: Mapping[str, object]) -> Costs:
 class Comparison:
     """Simulated schedules, refused schedules and notes on the table.
 
-    Attributes:
-        refused: index of a refused schedule in the request -> its name and the reason.
+    ``refused`` maps the index of a refused schedule in the request to its name and the reason.
     """
 
     simulations: tuple[Simulation, ...]
@@ -315,11 +303,8 @@ def comparison_of(
 ) -> Comparison:
     """Simulate every schedule of a comparison. A schedule that has its own options is listed together with them.
 
-    Args:
-        run_sizes: path of a run's timetable file -> MEASURED_SIZES that its costs must have; another run is refused.
-
-    Raises:
-        ScheduleError: a schedule is unknown, none supports the sizes, or an option belongs to none of them.
+    ``run_sizes`` maps the path of a run's timetable file to the MEASURED_SIZES that its costs must have. Other runs
+    are refused.
     """
     options = _flag_options(args)
     requests = {text: split_request(text) for text in args.schedules}
@@ -360,7 +345,7 @@ def comparison_of(
 
 
 def _option_notes(options: Mapping[str, object], known: Mapping[str, Mapping[str, object]]) -> list[str]:
-    """Return a note for each option that only some schedules have. Raises ScheduleError if none has it."""
+    """Return a note for each option that only some schedules have."""
     notes = []
     for key, value in options.items():
         owners = [name for name, schedule_options in known.items() if key in schedule_options]

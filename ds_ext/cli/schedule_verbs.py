@@ -65,10 +65,9 @@ def run_show(args: argparse.Namespace) -> int:
 
 
 def _format(args: argparse.Namespace, endings: dict[str, str]) -> str:
-    """Return the format set by ``--format`` or by the file's extension. Raises ScheduleError for an unknown extension.
+    """Return the format set by ``--format`` or by the file's extension.
 
-    Args:
-        endings: extension -> format, in addition to no extension and .html.
+    ``endings`` maps an extension to its format, in addition to no extension and .html.
     """
     ending = os.path.splitext(args.output)[1] if args.output else ""
     formats = {"": "text", ".html": "html", **endings}
@@ -128,7 +127,7 @@ def run_compare(args: argparse.Namespace) -> int:
     """Print one row per schedule, or write a page with this table and all timetables on one scale.
 
     A refused schedule has its reason in its row, and the exit status is 1. Without names and runs, the rows are all
-    schedules that support the sizes, and a note has the others. Raises ScheduleError without names, runs and sizes.
+    schedules that support the sizes, and a note has the others.
     """
     form = _format(args, {})
     model = model_of(args)
@@ -180,11 +179,9 @@ class MeasuredRun:
 
 
 def measured_runs(args: argparse.Namespace) -> dict[str, MeasuredRun]:
-    """Return the timetable file of every run in the folder of ``--measured`` -> the run.
+    """Return timetable file -> run, for every run in the folder of ``--measured``.
 
     Traces of a run are in the folder, in one of its subfolders, or in a subfolder of that.
-
-    Raises ScheduleError without costs from a trace, or without a run, and ConfigError for unreadable traces.
     """
     if args.measured is None:
         return {}
@@ -233,9 +230,6 @@ def comparison(
     Args:
         refused: index of a row -> name and reason of a refused schedule.
         runs: path of a simulated timetable file -> its run.
-
-    Raises:
-        ScheduleError: the layers of the model do not fit the stages.
     """
     first = simulations[0]
     header = ("schedule", "makespan", "measured", "error", *_COLUMNS)
@@ -281,7 +275,6 @@ def comparison(
 
 
 def _worst(timetable: Timetable, model: TrainingSizes) -> int:
-    """Return the bytes of the device that needs the most memory."""
     sizes = split_layers(model, timetable.placement, timetable.schedule)
     return max(device.total for device in memory(timetable, sizes))
 
@@ -290,7 +283,7 @@ def _worst(timetable: Timetable, model: TrainingSizes) -> int:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Print the proven properties of a timetable; an error goes to stderr. Raises ScheduleError for wrong flags."""
+    """Print the proven properties of a timetable. Errors of the timetable go to stderr."""
     timetable = timetable_of(args)
     if args.link_credits is not None and args.link_credits < 1:
         raise ScheduleError(f"--link-credits: must be at least 1 (got {args.link_credits}).")
@@ -319,7 +312,6 @@ def _proven(timetable: Timetable, report: Report) -> Iterator[str]:
 
 
 def run_dump(args: argparse.Namespace) -> int:
-    """Print the program of every device as JSON."""
     print(json.dumps(dump(lower(timetable_of(args)))))
     return EXIT_OK
 
@@ -382,7 +374,6 @@ def _last_stage_notes(
 
 
 def _simulation_lines(simulation: Simulation, model: TrainingSizes | None) -> Iterator[str]:
-    """Yield the sizes and the figures of a simulation, with a model also the size of a message."""
     peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
     share = f"1/{simulation.timetable.placement.num_devices} of the model"
     size = "" if model is None else f", {_message_sizes(simulation.timetable, model)}"
@@ -406,7 +397,6 @@ def _message_sizes(timetable: Timetable, model: TrainingSizes) -> str:
 
 
 def _device_memory(timetable: Timetable, model: TrainingSizes) -> list[dict[str, int]]:
-    """Return the bytes of every device by purpose, and their total."""
     return [{**asdict(device), "total": device.total} for device in memory(timetable, model)]
 
 
@@ -417,7 +407,6 @@ def _stage_bytes(model: TrainingSizes, placement: Placement) -> list[int]:
 
 
 def _stage_lines(model: TrainingSizes, costs: Costs) -> Iterator[str]:
-    """Yield the layers and costs of the stages, and the share of a forward that recomputation repeats."""
     assert model.stage_layers is not None, "split_layers() comes first"
     yield f"  layers            {' '.join(map(str, model.stage_layers))}  (per stage)"
     if costs.stages is not None:
@@ -428,17 +417,11 @@ def _stage_lines(model: TrainingSizes, costs: Costs) -> Iterator[str]:
 
 
 def _memory_lines(devices: Sequence[dict[str, int]]) -> list[str]:
-    """Return a table with one row per device: weights, gradients, optimizer, activations, buffers, total."""
     rows = [[str(device), *map(format_bytes, parts.values())] for device, parts in enumerate(devices)]
     return [f"  {line}" for line in aligned([["device", *devices[0]], *rows], left=())]
 
 
 def run_optimise(args: argparse.Namespace) -> int:
-    """Search for the best order, print it with its proven bound, and write it as a timetable file.
-
-    Raises:
-        ScheduleError: no order was found, or a flag is wrong.
-    """
     from ..planner.solver import optimise
 
     original = simulation_of(args)
@@ -477,7 +460,6 @@ def run_optimise(args: argparse.Namespace) -> int:
 
 
 def title(simulation: Simulation) -> str:
-    """Return the schedule, its sizes and its main figures in one line."""
     peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
     return (
         f"{describe_sizes(simulation.timetable)}: makespan {simulation.makespan:g}, ideal {simulation.ideal:g}, "

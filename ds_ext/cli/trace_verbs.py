@@ -22,7 +22,6 @@ _EARLY_US = 100.0  # tolerated clock error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the subcommands and their flags."""
     verbs = parser.add_subparsers(dest="trace_verb", metavar="VERB", required=True, title="verbs")
     folder = {"metavar": "DIR", "type": Path, "help": 'folder in "ds_ext": {"trace": {"dir": DIR}}'}
 
@@ -54,12 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a subcommand of ``trace``. Returns 0; raises DsExtError."""
     return args.trace_run(args)
 
 
 def run_merge(args: argparse.Namespace) -> int:
-    """Merge the traces of all ranks into one file. Raises ConfigError if it cannot be written."""
     traces = read_traces(args.folder)
     if args.output.resolve() in {trace.path.resolve() for trace in traces.ranks.values()}:
         raise ConfigError(f"-o: overwrites a trace (got {args.output}). Use another file.")
@@ -79,7 +76,6 @@ def run_merge(args: argparse.Namespace) -> int:
 
 
 def run_summary(args: argparse.Namespace) -> int:
-    """Print the summary as text or JSON."""
     summary = summarize(read_traces(args.folder))
     if args.json:
         print(json.dumps(summary.as_dict()))
@@ -90,7 +86,6 @@ def run_summary(args: argparse.Namespace) -> int:
 
 
 def run_costs(args: argparse.Namespace) -> int:
-    """Write the measured costs and print them with their spread. Raises ConfigError if they cannot be written."""
     traces = read_traces(args.folder)
     costs = measure_costs(traces)
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in dump_costs(costs).items()]
@@ -109,7 +104,6 @@ def run_costs(args: argparse.Namespace) -> int:
 
 
 def costs_table(costs: Costs) -> list[tuple[str, ...]]:
-    """Return a header, one row per stage, and rows for a part of the head, the overhead and the messages."""
     factors, spread = costs.stage_factors or (), costs.measured["spread"]
     share = costs.measured["devices"] / len(factors)
     rows: list[tuple[str, ...]] = [("", "forward", "backward_input", "backward_weight")]
@@ -134,7 +128,6 @@ def costs_table(costs: Costs) -> list[tuple[str, ...]]:
 
 
 def run_view(args: argparse.Namespace) -> int:
-    """Write the page or the picture. Raises ConfigError if it cannot be written, or for a page of several runs."""
     from ..observe.trace.view import page, picture
 
     runs = [read_traces(folder) for folder in args.folder]
@@ -160,7 +153,6 @@ def _cannot_write(path: Path, error: OSError) -> ConfigError:
 
 
 def summary_lines(summary: Summary) -> list[str]:
-    """Return the summary as text."""
     ranks = ""
     if len(summary.ranks) < summary.world_size:
         ranks = f" ({len(summary.ranks)} of {summary.world_size} ranks)"

@@ -15,7 +15,6 @@ _WITHOUT_STAGE = 7
 
 
 def of_stage(use: int, stage: int) -> int:
-    """Return the channel of a stage."""
     return use * MAX_STAGES + stage
 
 

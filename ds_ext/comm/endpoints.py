@@ -26,8 +26,6 @@ class Endpoints:
     """Native endpoints of one rank, by peer.
 
     Attributes:
-        incoming: receiving endpoints.
-        outgoing: sending endpoints.
         watches: file descriptors that become readable when the peer's process exits; closed by close().
     """
 
@@ -36,7 +34,6 @@ class Endpoints:
     watches: dict[int, int] = field(default_factory=dict)
 
     def add(self, other: Endpoints) -> None:
-        """Take over the endpoints of another kind of link."""
         self.incoming |= other.incoming
         self.outgoing |= other.outgoing
         self.watches |= other.watches
@@ -61,7 +58,6 @@ class Endpoints:
         return closed[0] if closed and len(closed) == len(peers) else None
 
     def abort(self, cause: str) -> None:
-        """Send the cause of this rank's failure to every peer."""
         for endpoint in (*self.incoming.values(), *self.outgoing.values()):
             endpoint.abort(cause)
 
@@ -79,14 +75,11 @@ class LinkSetup(Protocol):
     """Set-up of one rank's links of one kind: offer, prepare, connect.
 
     All ranks do each step except close() together, and continue only if all have succeeded.
+    A failed step raises TransportError or OSError.
     """
 
     def offer(self) -> Any:
-        """Return what the peers need to connect.
-
-        Raises:
-            TransportError, OSError: this rank cannot use such links.
-        """
+        """Return the data that the peers need to connect."""
         ...
 
     @staticmethod
@@ -95,11 +88,11 @@ class LinkSetup(Protocol):
         ...
 
     def prepare(self, pairs: Pairs) -> None:
-        """Allocate the resources of the links; errors as in offer()."""
+        """Allocate the resources of the links."""
         ...
 
     def connect(self, offers: Mapping[int, Any], pairs: Pairs, timeout_s: float) -> Endpoints:
-        """Run the handshake with every peer of this rank; errors as in offer(), and LinkError."""
+        """Run the handshake with every peer of this rank. It may also raise LinkError."""
         ...
 
     def close(self) -> None:
@@ -108,12 +101,10 @@ class LinkSetup(Protocol):
 
 
 def both_ways(pairs: Pairs) -> dict[tuple[int, int], int]:
-    """Return the pairs and every missing reverse pair."""
     return {(b, a): 1 for a, b in pairs} | dict(pairs)
 
 
 def peers_of(rank: int, pairs: Pairs) -> list[int]:
-    """Return the ranks that exchange messages with a rank, in ascending order."""
     return sorted({a + b - rank for a, b in pairs if rank in (a, b)})
 
 

@@ -18,8 +18,7 @@ class FailureState:
     After a failure, the two sides may disagree on what was sent. So the transport refuses all further calls.
 
     Args:
-        rank: this rank.
-        notify: sends the cause of the first failure, as "rank 1: ..." with the rank where it occurred, to all peers.
+        notify: sends the cause of the first failure to all peers, as "rank 1: ..." with the rank where it occurred.
 
     Attributes:
         reason: why the transport is unusable; None while it is usable.
@@ -45,7 +44,6 @@ class FailureState:
         return error
 
     def failure(self, what: str, kind: type[TransportError] = TransportError) -> TransportError:
-        """Return the error for a failure on this rank."""
         return self.record(kind(f"rank {self.rank}: {what}"))
 
     def timeout(
@@ -61,8 +59,6 @@ class FailureState:
 
         Args:
             op: "send to" or "recv from".
-            peer, tag: peer and tag of the message.
-            limit_s: the limit, in seconds.
             in_flight: result of Outgoing.in_flight(), for a send.
             final: False if the caller set a shorter limit; the transport then stays usable.
         """
@@ -81,7 +77,7 @@ class FailureState:
         return self.record(error) if final else error
 
     def peer_gone(self, op: str, ended: tuple[int, str], tag: int, waited_s: float) -> PeerGone:
-        """Return the error for a wait for a peer that has ended: (rank, how it ended)."""
+        """Return the error for a wait for a peer that has ended; ``ended`` is (rank, how it ended)."""
         peer, how = ended
         cause = how.removeprefix(FAILED) if how.startswith(FAILED) else None
         text = (

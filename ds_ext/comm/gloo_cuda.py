@@ -24,7 +24,6 @@ def needs_copy(backend: str, device: str, operation: str) -> bool:
     """Return whether tensors must be copied to the CPU before an operation.
 
     Args:
-        backend: backend of the process group, such as "gloo".
         device: type of the tensors' device, such as "cuda".
         operation: name in torch.ops.c10d, such as "reduce_scatter_".
     """

@@ -26,7 +26,6 @@ _CLOSED_SIGNS = ("closed", "reset by peer", "broken pipe", "unreachable", "no ro
 
 
 def require_initialized() -> None:
-    """Raise TransportError if torch.distributed is not initialized."""
     if not dist.is_initialized():
         raise TransportError(
             "torch.distributed: not initialized. Call deepspeed.init_distributed() first, in processes started by "
@@ -35,7 +34,6 @@ def require_initialized() -> None:
 
 
 def first_step_limit_s(timeout_s: float) -> float:
-    """Return the time limit of waits in a first step that may compile."""
     return FIRST_STEP_FACTOR * timeout_s
 
 
@@ -50,14 +48,13 @@ def watchdog_s(timeout_s: float) -> float:
 def backend_limit(backend: str, timeout_s: float) -> timedelta:
     """Return the time limit of a process group: ``timeout_s``, or the watchdog's for NCCL.
 
-    Args:
-        backend: one backend, or one for each type of device, such as "cpu:gloo,cuda:nccl".
+    ``backend`` is one backend, or one for each type of device, such as "cpu:gloo,cuda:nccl".
     """
     return timedelta(seconds=watchdog_s(timeout_s) if "nccl" in backend else timeout_s)
 
 
 def new_group(ranks: list[int] | None, backend: str, timeout_s: float) -> dist.ProcessGroup | None:
-    """Create a process group of ``ranks`` (None: all ranks). Returns None on other ranks.
+    """Create a process group of ``ranks`` (None: all ranks). Return None on other ranks.
 
     A collective call of all ranks of the world.
     """
@@ -110,7 +107,7 @@ def set_limit(group: Any, limit: timedelta) -> None:
 
 
 def wait_for_threads_at_exit() -> None:
-    """Let torch's threads finish their work before Python exits; call this once the process group exists.
+    """Keep Python from exiting before torch's threads are idle; call this once the process group exists.
 
     A thread of gloo releases the tensors of a collective after its caller has continued, and needs Python's lock for
     it. If Python is exiting then, the process aborts: "terminate called without an active exception".
@@ -121,7 +118,6 @@ def wait_for_threads_at_exit() -> None:
 
 
 def _wait_for_threads() -> None:
-    """Wait until the threads of native libraries have been idle twice, for at most 2 s."""
     deadline, idle = time.monotonic() + _IDLE_LIMIT_S, 0
     while idle < 2 and time.monotonic() < deadline:
         time.sleep(_IDLE_POLL_S)  # without Python's lock, so that they can take it
@@ -155,7 +151,7 @@ def watch_start() -> None:
 
 
 def job_hosts() -> list[host_watch.Host]:
-    """Return the hosts of the job with their ranks. Waits until all ranks have called :func:`watch_hosts`."""
+    """Return the hosts of the job with their ranks. Wait until all ranks have called :func:`watch_hosts`."""
     world = dist.get_world_size()
     if world == 1:
         return [host_watch.Host(socket.gethostname(), frozenset(host_watch.own_addresses()), (0,))]
@@ -174,7 +170,7 @@ def _host_key(rank: int) -> str:
 
 
 def wait_time(deadline: float) -> timedelta:
-    """Return the time left until ``deadline`` (of time.monotonic), for torch's Work.wait."""
+    """Return the time until ``deadline`` (of time.monotonic), for torch's Work.wait."""
     # For gloo, zero means no limit.
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 

@@ -46,20 +46,13 @@ _LOCAL_ADDRESS = re.compile(r"\|-- (\S+)\s+/32 host LOCAL")
 
 @dataclass(frozen=True)
 class Host:
-    """One host of the job.
-
-    Args:
-        name: host name.
-        addresses: addresses of its network interfaces, without loopback.
-        ranks: ranks on the host.
-    """
+    """One host of the job. ``addresses`` are those of its network interfaces, without loopback."""
 
     name: str
     addresses: frozenset[str]
     ranks: tuple[int, ...] = ()
 
     def silence(self) -> str:
-        """Return a report that this host does not answer."""
         many = len(self.ranks) > 1
         ranks = f"rank{'s' * many} {', '.join(map(str, self.ranks))} on " if self.ranks else ""
         return f"{ranks}host {self.name} {'have' if many else 'has'} not answered for {SILENCE_S:g} s"
@@ -80,7 +73,7 @@ class _TcpInfo:
 
 @dataclass
 class _Connection:
-    """Socket of this process, and its progress at the looks; ``address`` is None if the watch ignores it."""
+    """Socket of this process and its progress. ``address`` is None if the watch ignores it."""
 
     inode: int
     address: str | None = None
@@ -93,7 +86,6 @@ class _Connection:
     delivered_at_ms: float = -math.inf
 
     def update(self, info: _TcpInfo) -> None:
-        """Count unanswered packets and late looks, and note new delivered data."""
         sent_at_ms, answered_at_ms = info.now_ms - info.last_sent_ms, info.now_ms - info.last_answer_ms
         if abs(answered_at_ms - self.answered_at_ms) > _SAME_MS:
             self.unanswered = 0
@@ -125,7 +117,6 @@ class HostWatch(threading.Thread):
     """Thread that shuts down the connections to hosts that do not answer.
 
     Args:
-        here: this host.
         others: the other hosts of the job; None: not yet known, so connections to all addresses are watched.
         store_port: port of the rendezvous store, which may be on a host without ranks.
     """
@@ -146,13 +137,11 @@ class HostWatch(threading.Thread):
         self._stopped = threading.Event()
 
     def run(self) -> None:
-        """Look at the connections every half second until :meth:`stop` or the exit of the process."""
         while not self._stopped.wait(BEAT_S):
             with contextlib.suppress(OSError):  # too many open files
                 self.look()
 
     def stop(self) -> None:
-        """Stop the thread."""
         self._stopped.set()
         self.join()
 
@@ -173,7 +162,7 @@ class HostWatch(threading.Thread):
     def look(self) -> None:
         """Find new connections, and shut down all connections to addresses that have not answered for 2 s.
 
-        An answer on any connection shows that a host is alive: a lossy link may lose several probes of a connection.
+        An answer on any connection shows that a host is alive: a lossy link may lose several probes of one connection.
         Likewise, data that arrives on any connection shows that the link to the host works.
         """
         self._connections = dict(self._find_connections())
@@ -184,7 +173,7 @@ class HostWatch(threading.Thread):
                 self._shut_down(descriptor, connection)
 
     def _silent_addresses(self) -> set[str]:
-        """Update the connections that are not yet silent, and return the addresses of the hosts that are silent now."""
+        """Update the connections that are not yet silent, and return the addresses that are silent now."""
         unanswered, answering = set[str](), set[str]()
         undelivered, delivering = set[str](), set[str]()
         for descriptor, connection in self._connections.items():
@@ -242,31 +231,27 @@ class HostWatch(threading.Thread):
             return _Connection(inode, address, to_store)
 
     def _is_watched(self, address: str, to_store: bool) -> bool:
-        """Return whether connections to an address are watched: those to another host of the job or to the store."""
         if address in self._here.addresses or ipaddress.ip_address(address).is_loopback:
             return False
         return address in self._hosts or to_store or not self.knows_hosts
 
 
 def running() -> HostWatch | None:
-    """Return the watch of this process, if it is running."""
     return next((thread for thread in threading.enumerate() if isinstance(thread, HostWatch)), None)
 
 
 def silent_hosts() -> list[Host]:
-    """Return the hosts that do not answer; empty without a watch."""
     watch = running()
     return list(dict.fromkeys(list(watch.silent.values()))) if watch is not None else []
 
 
 def store_is_silent() -> bool:
-    """Return whether the host of the rendezvous store does not answer; False without a watch."""
     watch = running()
     return watch is not None and watch.store_is_silent
 
 
 def require_hosts() -> None:
-    """Raise PeerGone for a host that does not answer, or TransportError if its ranks are unknown or none."""
+    """Raise PeerGone for a host that does not answer; TransportError if its ranks are unknown or it has none."""
     for host in silent_hosts():
         if host.ranks:
             raise PeerGone(host.silence(), host.ranks[0])
@@ -274,14 +259,13 @@ def require_hosts() -> None:
 
 
 def leave_out(connection: socket.socket) -> None:
-    """Call :meth:`HostWatch.leave_out` if there is a watch."""
     watch = running()
     if watch is not None:
         watch.leave_out(connection)
 
 
 def end_connections(store_port: int | None) -> None:
-    """Shut down all TCP connections of this process except those of the rendezvous store, so that peers notice."""
+    """Shut down this process's TCP connections except those of the rendezvous store, so that peers notice."""
     if not can_watch():
         return
     for descriptor in open_files():
@@ -296,7 +280,6 @@ def start(rank: int, hosts: Sequence[Host] | None, store_port: int | None) -> No
     """Start the watch of this process, if there are connections to other hosts and they can be watched.
 
     Args:
-        rank: rank of this process.
         hosts: all hosts of the job. None before they are known; call the function again then.
         store_port: port of the rendezvous store.
     """
@@ -320,13 +303,11 @@ def start(rank: int, hosts: Sequence[Host] | None, store_port: int | None) -> No
 
 
 def can_watch() -> bool:
-    """Return whether this is Linux with /proc and the socket options that the watch needs."""
     options = ("TCP_INFO", "SO_DOMAIN", "SO_PROTOCOL", *_KEEPALIVE)
     return sys.platform == "linux" and has_proc() and all(hasattr(socket, option) for option in options)
 
 
 def own_addresses() -> list[str]:
-    """Return the addresses of this host's network interfaces, without loopback; empty if unknown."""
     addresses = set(_LOCAL_ADDRESS.findall(proc_text("thread-self/net/fib_trie")))
     addresses |= {str(address) for _, address in ipv6_addresses()}
     return sorted(address for address in addresses if not ipaddress.ip_address(address).is_loopback)
@@ -340,7 +321,7 @@ def plain_address(address: str) -> str:
 
 @contextlib.contextmanager
 def _socket_view(descriptor: int) -> Iterator[socket.socket]:
-    """Context with a socket object for a file descriptor, which stays open and keeps its owner.
+    """Context with a socket object for a file descriptor, whose owner stays the same.
 
     AF_INET6 has the longest addresses. SOCK_NONBLOCK keeps Python from applying ``socket.setdefaulttimeout``.
     """

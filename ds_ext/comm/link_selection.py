@@ -24,7 +24,6 @@ LINK_KINDS: Mapping[str, str] = MappingProxyType(
 
 
 def kind_class(kind: str) -> Any:
-    """Return the LinkSetup of a key of LINK_KINDS."""
     module, name = LINK_KINDS[kind].split(":")
     return getattr(importlib.import_module(module), name)
 
@@ -39,8 +38,7 @@ class RankOffers:
 
     Args:
         host: identity of the host, from host_id().
-        host_name: name of the host for log lines.
-        offers: kind of link -> what the peers need to connect.
+        offers: kind of link -> data that the peers need to connect.
         refusals: kind of link -> why this rank cannot use it.
     """
 
@@ -58,7 +56,6 @@ class LinkSelection:
     fallbacks: Mapping[tuple[int, int], tuple[str, ...]]
 
     def pairs(self, kind: str, pairs: Pairs) -> Pairs:
-        """Return the pairs that use the kind."""
         return {pair: credits for pair, credits in pairs.items() if self.kinds[pair] == kind}
 
 
@@ -71,13 +68,8 @@ def select_links(
     """Select for every pair the first kind that both ranks can use.
 
     Args:
-        ranks: offers of all ranks.
-        pairs: (source, destination) of the links.
         kinds: kind -> check of two offers, in order of preference.
         failed: kind that failed in an earlier handshake -> reason.
-
-    Raises:
-        NoLinkError: no kind works for a pair.
     """
     selected: dict[tuple[int, int], str] = {}
     fallbacks: dict[tuple[int, int], tuple[str, ...]] = {}

@@ -35,7 +35,7 @@ _ERRORS = (TransportError, OSError, _native.LinkError)
 
 
 class _KindFailedError(Exception):
-    """The set-up of one kind of link failed on a rank. Raised on all ranks."""
+    """Failure of the set-up of one kind of link on a rank. All ranks raise it."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -50,11 +50,7 @@ def create(
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None = None,
 ) -> Transport:
-    """Create the transport over links of one kind, a key of LINK_KINDS; see create_transport().
-
-    Raises:
-        TransportError: the links cannot be set up. All ranks raise the error of the first failed rank.
-    """
+    """Create the transport over links of one kind, a key of LINK_KINDS; see create_transport()."""
     try:
         return _make_transport([kind], timeout_s, device, pairs, node_ips)
     except NoLinkError as error:
@@ -99,12 +95,7 @@ def _make_transport(
     pairs: Pairs | tuple[()],
     node_ips: Sequence[str] | None,
 ) -> Transport:
-    """Link all pairs, and skip kinds whose set-up fails.
-
-    Raises:
-        TransportError: there is no process group, or an address in node_ips is wrong.
-        NoLinkError: no kind is left for a pair. Raised on all ranks.
-    """
+    """Link all pairs. Kinds whose set-up fails are skipped."""
     require_initialized()
     if device.type not in ("cpu", "cuda"):
         raise NoLinkError(f"native links support tensors on cpu and cuda (got {device.type})")
@@ -139,15 +130,12 @@ def _for_gpu(
 
 
 def _find_shared_gpu(device: torch.device) -> list[int] | None:
-    """Return the ranks that share a GPU; None if no GPU is shared."""
     gpus = _gather((host_id(), str(torch.cuda.get_device_properties(device).uuid)))
     shared = next((gpu for gpu in gpus if gpus.count(gpu) > 1), None)
     return None if shared is None else [rank for rank, gpu in enumerate(gpus) if gpu == shared]
 
 
 class _Attempt:
-    """One attempt to link all pairs."""
-
     def __init__(
         self, kinds: Sequence[str], failed: Mapping[str, str], pairs: Pairs, node_ips: Sequence[str] | None
     ) -> None:
@@ -207,7 +195,7 @@ class _Attempt:
         return RankOffers(host_id(), socket.gethostname(), offers, refusals)
 
     def _prepare(self, selection: LinkSelection) -> tuple[str, str] | None:
-        """Prepare all selected kinds. Returns the kind that failed on this rank and the reason, or None."""
+        """Prepare all selected kinds. Return the kind that failed on this rank and the reason, or None."""
         for kind in sorted(set(selection.kinds.values())):
             try:
                 self._setups[kind].prepare(selection.pairs(kind, self._pairs))
@@ -218,10 +206,7 @@ class _Attempt:
     def _connect(
         self, selection: LinkSelection, ranks: Sequence[RankOffers], timeout_s: float, endpoints: Endpoints
     ) -> tuple[str, str] | None:
-        """Connect all selected kinds, add their endpoints, and close the port's descriptor.
-
-        Return the kind that failed on this rank and the reason, or None.
-        """
+        """Connect all selected kinds, add their endpoints, and close the port's descriptor; see _prepare()."""
         assert self._port is not None
         for kind in sorted(set(selection.kinds.values())):
             offers = {rank: entry.offers[kind] for rank, entry in enumerate(ranks) if kind in entry.offers}

@@ -38,11 +38,9 @@ class Sent:
     """Ticket of a send, which is done when send() returns."""
 
     def done(self) -> bool:
-        """See transport.Ticket."""
         return True
 
     def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
-        """See transport.Ticket."""
         return ()
 
 
@@ -51,8 +49,6 @@ SENT = Sent()
 
 @dataclass(eq=False, slots=True)
 class RecvTicket:
-    """Ticket of recv(); see transport.Ticket."""
-
     transport: NativeTransport
     peer: int
     tag: int
@@ -61,17 +57,15 @@ class RecvTicket:
 
     @property
     def arrived(self) -> bool:
-        """Return whether the message has arrived, without polling for new ones."""
+        """True if the message has arrived; does not poll for new ones."""
         return self.message is not None or self.tensors is not None
 
     def done(self) -> bool:
-        """See transport.Ticket."""
         if not self.arrived:
             self.transport.drain()
         return self.arrived
 
     def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
-        """See transport.Ticket."""
         return self.transport.finish_recv(self, timeout_s)
 
 
@@ -91,9 +85,6 @@ class NativeTransport:
         links: endpoints of this rank's links; this object closes them.
         max_held: peer -> how many of its messages this rank may hold at a time.
         name: kinds of links in use, such as "shm" or "shm+tcp".
-        rank: this rank.
-        world_size: number of ranks.
-        timeout_s: time limit on every wait, in seconds.
 
     Attributes:
         must_be_taken: function (peer, number of messages in flight) -> whether close() waits for them.
@@ -120,7 +111,6 @@ class NativeTransport:
     # --- the interface ---
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
-        """Copy the tensors into the link to the peer; see Transport.send."""
         link = self._link(self._links.outgoing, self.rank, peer, tag)
         # The native code reads the memory of `_sources`, which may be copies.
         pieces, _sources = pieces_of(tensors)
@@ -130,7 +120,6 @@ class NativeTransport:
         return SENT
 
     def recv(self, peer: int, tag: int) -> RecvTicket:
-        """Receive the next message of the tag's channel; see Transport.recv."""
         self._link(self._links.incoming, peer, peer, tag)
         ticket = RecvTicket(self, peer, tag)
         channel = self._channel(peer, tag)
@@ -140,7 +129,6 @@ class NativeTransport:
         return ticket
 
     def ready(self) -> list[tuple[int, int]]:
-        """Return (peer, tag) of all messages that have arrived but have not been waited for."""
         self._state.check()
         self.drain()
         return list(self._arrived.values())
@@ -172,7 +160,6 @@ class NativeTransport:
         return self._await_arrival(tickets, timeout_s)
 
     def abort(self, cause: str) -> None:
-        """Send the cause of this rank's failure to its peers. The transport is unusable afterwards."""
         if self._state.reason is None:  # otherwise the peers already have an earlier cause
             self._state.reason = f"it was aborted: {cause}"
             self._links.abort(f"rank {self.rank}: {cause}")
@@ -202,7 +189,6 @@ class NativeTransport:
                 self._match(channel, peer)
 
     def finish_recv(self, ticket: RecvTicket, timeout_s: float | None = None) -> tuple[Tensor, ...]:
-        """Wait for the ticket's message and return its tensors."""
         if ticket.tensors is None:
             if ticket.message is None:
                 self._await_arrival((ticket,), timeout_s)
@@ -230,7 +216,6 @@ class NativeTransport:
         return channel
 
     def _match(self, channel: _Channel, peer: int) -> None:
-        """Assign the channel's messages to its tickets, in order."""
         while channel.messages and channel.tickets:
             message, ticket = channel.messages[0], channel.tickets[0]
             if message.tag != ticket.tag:
@@ -242,7 +227,6 @@ class NativeTransport:
             channel.tickets.popleft()
 
     def _await_arrival(self, tickets: Sequence[RecvTicket], timeout_s: float | None) -> int:
-        """Wait until one of the tickets has its message; return its position."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = asked = time.monotonic()
         ended: tuple[int, str] | None = None
@@ -320,7 +304,6 @@ class NativeTransport:
     # --- checks ---
 
     def _link(self, links: Mapping[int, _Endpoint], source: int, peer: int, tag: int) -> _Endpoint:
-        """Check the arguments of a call and return its endpoint."""
         self._state.check()
         link = links.get(peer)
         if link is None or not 0 <= tag < TAG_LIMIT:

@@ -27,31 +27,26 @@ class Receives(Protocol):
         ...
 
     def hand_over(self, body: Tensor, work: dist.Work, limit_s: float) -> None:
-        """Let work that the caller queues from now on use the memory. Raises RuntimeError after ``limit_s``."""
+        """Order the receive before work that the caller queues from now on. Raises RuntimeError after ``limit_s``."""
         ...
 
 
 class HostReceives:
-    """Receives into CPU memory."""
-
     def post(self, num_bytes: int, post: Post) -> tuple[Tensor, dist.Work]:
-        """See Receives."""
         body = torch.empty(num_bytes, dtype=torch.uint8)
         return body, post(body)
 
     def hand_over(self, body: Tensor, work: dist.Work, limit_s: float) -> None:
-        """Wait for the receive."""
         work.wait(timedelta(seconds=max(0.001, limit_s)))  # for gloo, zero means no limit
 
 
 class StreamReceives:
-    """Receives into GPU memory, on a stream that nothing else uses. The host waits for nothing."""
+    """Receives into GPU memory, on a separate stream, which owns the memory. The host waits for nothing."""
 
     def __init__(self, device: Device) -> None:
         self._device, self._stream = device, device.inward
 
     def post(self, num_bytes: int, post: Post) -> tuple[Tensor, dist.Work]:
-        """See Receives. The memory belongs to the separate stream."""
         with self._device.on(self._stream):
             body = self._device.empty(num_bytes, self._stream)
             return body, post(body)

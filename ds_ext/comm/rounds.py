@@ -43,9 +43,7 @@ def links_per_rank(links: Iterable[Link]) -> int:
 def queue_shortage(max_connections: str | None, links: int) -> str | None:
     """Return a warning if the streams of a rank do not have separate hardware queues, otherwise None.
 
-    Args:
-        max_connections: value of CUDA_DEVICE_MAX_CONNECTIONS; None: not set.
-        links: links of the rank.
+    ``max_connections`` is the value of CUDA_DEVICE_MAX_CONNECTIONS; None: not set.
     """
     queues = int(max_connections or _DEFAULT_QUEUES)
     if queues >= links + _OTHER_STREAMS:

@@ -27,7 +27,7 @@ _MAX_FILES = 2
 
 @dataclass(frozen=True)
 class ShmOffer:
-    """Address of a rank on its host."""
+    """Address of a rank on its host. ``name`` is that of its abstract unix socket."""
 
     name: bytes
     token: bytes
@@ -35,7 +35,7 @@ class ShmOffer:
 
 @dataclass
 class PeerFiles:
-    """File descriptors from a peer, and one that becomes readable when its process exits."""
+    """File descriptors from a peer, and ``watch``, which becomes readable when its process exits."""
 
     files: list[int]
     watch: int
@@ -46,7 +46,6 @@ class PeerFiles:
         return files
 
     def take_watch(self) -> int:
-        """Return the watch and give up ownership of it."""
         watch, self.watch = self.watch, -1
         return watch
 
@@ -66,8 +65,6 @@ def host_id() -> str:
 
 
 class UnixListener:
-    """Listening unix socket of one rank."""
-
     def __init__(self) -> None:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.name = b"\0ds_ext-" + secrets.token_hex(16).encode()
@@ -76,11 +73,9 @@ class UnixListener:
         self.socket.listen(512)
 
     def offer(self) -> ShmOffer:
-        """Return the address of this rank."""
         return ShmOffer(self.name, self.token)
 
     def close(self) -> None:
-        """Stop listening."""
         self.socket.close()
 
 
@@ -95,15 +90,9 @@ def exchange_files(
     """Exchange files with every peer.
 
     Args:
-        listener: listener of this rank.
-        rank: this rank.
-        offers: offers of all peers.
         files: peer -> file descriptors to send; they stay open.
         expected: peer -> number of files that it sends.
         timeout_s: time limit for all peers together, in seconds.
-
-    Raises:
-        TransportError: a peer did not connect or failed the check. All received files are closed.
     """
     exchange = _Exchange(listener, rank, offers, files, expected, timeout_s)
     try:
@@ -191,7 +180,6 @@ class _Exchange:
             )
 
     def receive_replies(self) -> None:
-        """Receive the files of the peers of higher rank."""
         for peer, connection in self._connections.items():
             hello = self._receive(connection, f"rank {self.rank}: rank {peer}", peer)
             self._keep(peer, hello.files, connection)
@@ -201,7 +189,6 @@ class _Exchange:
                 )
 
     def close_connections(self) -> None:
-        """Close the connections to the higher ranks."""
         for connection in self._connections.values():
             connection.close()
 
@@ -239,7 +226,6 @@ class _Exchange:
         return _Hello(*_HELLO.unpack(data), files=files)
 
     def _keep(self, peer: int, files: list[int], connection: socket.socket) -> None:
-        """Record the files of a peer, and open the watch on its process."""
         self.received[peer] = PeerFiles(files, -1)
         self.received[peer].watch = _open_exit_watch(connection)
 
@@ -249,7 +235,6 @@ class _Exchange:
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int, int]:
-    """Return (process ID, user ID, group ID) of the peer's process."""
     return _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -260,7 +245,7 @@ def _is_same_user(connection: socket.socket) -> bool:
 
 
 def _open_exit_watch(connection: socket.socket) -> int:
-    """Return a new file descriptor that becomes readable when the peer's process exits. Raises OSError.
+    """Return a new file descriptor that becomes readable when the peer's process exits.
 
     This is a pidfd. If the process is not visible (another pid namespace, an old kernel), it is a duplicate of the
     connection, which a forked child of the peer keeps open.

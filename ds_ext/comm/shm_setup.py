@@ -20,23 +20,19 @@ class ShmSetup:
         self._received: dict[int, PeerFiles] = {}
 
     def offer(self) -> ShmOffer:
-        """Return the address of this rank on its host."""
         return self._listener.offer()
 
     @staticmethod
     def incompatibility(mine: ShmOffer, theirs: ShmOffer, same_host: bool) -> str | None:
-        """See LinkSetup.incompatibility."""
         return None if same_host else "are on different hosts"
 
     def prepare(self, pairs: Pairs) -> None:
-        """Create a segment for every link to this rank."""
         for source, destination in pairs:
             if destination == self._rank:
                 link = _native.ShmIncoming(source, destination, self._listener.token)
                 self._incoming[source] = link
 
     def connect(self, offers: Mapping[int, ShmOffer], pairs: Pairs, timeout_s: float) -> Endpoints:
-        """Exchange doorbells and segments with all peers."""
         peers = peers_of(self._rank, pairs)
         files = {peer: [self._port.fileno()] for peer in peers}
         for peer, link in self._incoming.items():
@@ -52,7 +48,6 @@ class ShmSetup:
         return endpoints
 
     def close(self) -> None:
-        """Close everything that connect() has not returned."""
         self._listener.close()
         for received in self._received.values():
             received.close()

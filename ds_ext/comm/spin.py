@@ -19,7 +19,7 @@ _QUOTA_FILES_1, _QUOTA_FILES_2 = ("cpu.cfs_quota_us", "cpu.cfs_period_us"), ("cp
 def spin_us(ranks_here: int) -> float:
     """Return the maximum spin time in microseconds: 300, or 0 if the ranks on this host outnumber its usable cores.
 
-    ``DS_EXT_SPIN_US`` replaces it. Raises TransportError if that is not a number, or too large.
+    ``DS_EXT_SPIN_US`` replaces it.
     """
     setting = os.environ.get(SPIN_VARIABLE)
     if setting is not None:
@@ -43,8 +43,7 @@ def cpu_quotas(groups: str, root: Path) -> Iterator[float]:
 
     Args:
         groups: lines of :func:`ds_ext.environment.control_groups`; versions 1 and 2.
-        root: mount point of the control groups. Missing folders are skipped, because a container may see only the
-            end of a path.
+        root: mount point. Missing folders are skipped, because a container may see only the end of a path.
     """
     for line in groups.splitlines():
         _, controllers, path = line.split(":", 2)

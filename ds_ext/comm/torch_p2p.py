@@ -62,8 +62,6 @@ class _RecvTicket:
 
 @dataclass(eq=False)
 class _Outgoing:
-    """Sending endpoint of a channel."""
-
     frame_bytes: int = wire.SEAL_BYTES
     seq: int = 0
 
@@ -82,8 +80,6 @@ class _Incoming:
 
 @dataclass(eq=False)
 class _Link:
-    """State of all channels with one peer."""
-
     sent: int = 0
     unfinished: dict[int, _SendTicket] = field(default_factory=dict)  # by link_seq, oldest first
     unfinished_bytes: int = 0
@@ -116,7 +112,6 @@ class TorchTransport:
         return cls(group, timeout_s)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _SendTicket:
-        """Pack the tensors into a frame and send it; see Transport.send."""
         self._check(peer, tag)
         channel = self._outgoing.setdefault((peer, tag >> ITEM_BITS), _Outgoing())
         link = self._links.setdefault(peer, _Link())
@@ -137,7 +132,7 @@ class TorchTransport:
         return ticket
 
     def recv(self, peer: int, tag: int) -> _RecvTicket:
-        """Request the channel's next frame from gloo, unless an earlier one is outstanding; see Transport.recv."""
+        """Request the channel's next frame from gloo, unless an earlier one is outstanding."""
         self._check(peer, tag)
         number = tag >> ITEM_BITS
         channel = self._incoming.setdefault((peer, number), _Incoming(peer, number))
@@ -148,7 +143,6 @@ class TorchTransport:
         return ticket
 
     def ready(self) -> list[tuple[int, int]]:
-        """Return (peer, tag) of requested messages that have arrived but have not been waited for."""
         for channel in self._incoming.values():
             self.advance(channel)
         return [(ticket.channel.peer, ticket.tag) for ticket in self._arrived]
@@ -172,7 +166,6 @@ class TorchTransport:
         self._arrived.clear()
 
     def finish_send(self, ticket: _SendTicket, timeout_s: float | None = None) -> None:
-        """Wait until the frames have been sent, and drop them."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
         while ticket.transfers:
@@ -203,7 +196,6 @@ class TorchTransport:
             self._take_frame(channel, time.monotonic() + self.timeout_s)
 
     def _start_transfers(self, ticket: _SendTicket, frames: Sequence[Tensor]) -> None:
-        """Start to send the frames of a message, and add them to its ticket. Raises TransportError."""
         try:
             for frame in frames:
                 work = dist.isend(frame, ticket.peer, group=self._group, tag=ticket.tag >> ITEM_BITS)
@@ -213,7 +205,7 @@ class TorchTransport:
             raise self._failure("send to", ticket.peer, ticket.tag, 0.0, self.timeout_s, error) from error
 
     def _post(self, channel: _Incoming, num_bytes: int) -> None:
-        """Request a frame of ``num_bytes`` from gloo, for the channel's first ticket. Raises TransportError."""
+        """Request a frame of ``num_bytes`` from gloo, for the channel's first ticket."""
         frame = wire.blank_frame(num_bytes)
         try:
             work = dist.irecv(frame, channel.peer, group=self._group, tag=channel.number)
@@ -248,7 +240,6 @@ class TorchTransport:
             self._post(channel, channel.frame_bytes)
 
     def _await_frame(self, channel: _Incoming, deadline: float) -> Tensor:
-        """Return the requested frame. Raises TransportError at the deadline or if the peer is gone."""
         assert channel.transfer is not None
         work, frame = channel.transfer
         start = time.monotonic()
@@ -269,7 +260,7 @@ class TorchTransport:
             )
 
     def _note_arrival(self, peer: int, first: wire.Descriptor) -> None:
-        """Count the message, and finish the sends that its descriptor ``first`` acknowledges. Raises TransportError."""
+        """Count the message, and finish the sends that its descriptor ``first`` acknowledges."""
         link = self._links.setdefault(peer, _Link())
         link.arrived_ahead.add(first.link_seq)
         while link.arrived in link.arrived_ahead:

@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class _SendTicket:
-    """Ticket of send()."""
-
     transport: SplitTransport
     header: Ticket
     transfer: Transfer | None
@@ -122,16 +120,13 @@ class SplitTransport:
 
     @property
     def timeout_s(self) -> float:
-        """Time limit on every wait, in seconds."""
         return self._headers.timeout_s
 
     @timeout_s.setter
     def timeout_s(self, value: float) -> None:
-        """Change the limit of later waits."""
         self._headers.timeout_s = self.transfers.timeout_s = value
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> _SendTicket:
-        """Send the descriptors over gloo and the contents over the pair's communicator; see Transport.send."""
         self._check(peer, tag)
         group = self._group(self._headers.rank, peer)
         sequence = (self._headers.rank, peer, tag >> ITEM_BITS)
@@ -150,7 +145,6 @@ class SplitTransport:
         return _SendTicket(self, header, transfer)
 
     def recv(self, peer: int, tag: int) -> _RecvTicket:
-        """Receive one more message from the peer; see Transport.recv."""
         self._check(peer, tag)
         self._group(peer, self._headers.rank)  # raises an error if the pair has no communicator
         header_tag = make_tag(SPLIT_HEADERS, self._requested[peer])
@@ -165,7 +159,6 @@ class SplitTransport:
         return ticket
 
     def ready(self) -> list[tuple[int, int]]:
-        """Return (peer, tag) of requested messages that have arrived but have not been waited for."""
         self._take_all_headers()
         return [(ticket.peer, ticket.tag) for ticket in self._arrived if ticket.done()]
 
@@ -189,11 +182,7 @@ class SplitTransport:
         self._headers.close()
 
     def finish_recv(self, ticket: _RecvTicket, timeout_s: float | None) -> tuple[Tensor, ...]:
-        """Take the peer's messages in order until the ticket's contents are in flight, then wait for them.
-
-        Raises:
-            TransportError: the peer has sent no message for the ticket, or cannot be reached.
-        """
+        """Take the peer's messages in order until the ticket's contents are in flight, then wait for them."""
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         while ticket.tensors is None:
             headers = self._awaited_headers[ticket.peer]
@@ -220,7 +209,7 @@ class SplitTransport:
             self.take_headers(peer)
 
     def _take_message(self, peer: int, header: Tensor) -> None:
-        """Start the receive of the contents that ``header`` describes, and assign them. Raises TransportError."""
+        """Start the receive of the contents that ``header`` describes, and assign them to a ticket."""
         try:
             descriptors = wire.unpack_all(header)
             first = descriptors[0]
@@ -235,7 +224,6 @@ class SplitTransport:
         self._assign(peer, first.tag, tensors, transfer)
 
     def _count_message(self, peer: int, first: wire.Descriptor) -> None:
-        """Count a message of the peer. Raises TransportError if it is not the channel's next one."""
         sequence = (peer, self._headers.rank, first.tag >> ITEM_BITS)
         if first.seq != self._seqs[sequence]:
             raise TransportError(
@@ -250,7 +238,7 @@ class SplitTransport:
         return self.transfers.recv(first.body_bytes, peer, first.tag, group)
 
     def _assign(self, peer: int, tag: int, tensors: tuple[Tensor, ...], transfer: Transfer | None) -> None:
-        """Give the contents to the oldest ticket for ``tag``, or keep them for the next recv()."""
+        """Pass the contents to the oldest ticket for ``tag``, or keep them for the next recv()."""
         tickets = self._tickets[peer, tag]
         if not tickets:
             self._early[peer, tag].append((tensors, transfer))
@@ -261,12 +249,10 @@ class SplitTransport:
         self._arrived[ticket] = None
 
     def _check(self, peer: int, tag: int) -> None:
-        """Raise TransportError after a failure or for an invalid peer or tag."""
         self._state.check()
         check_address(self._headers.rank, self._headers.world_size, peer, tag)
 
     def _group(self, source: int, destination: int) -> dist.ProcessGroup:
-        """Return the communicator of a directed pair. Raises TransportError if the pair has none."""
         if (source, destination) not in self._groups:
             raise TransportError(
                 f"rank {self._headers.rank}: no communicator from rank {source} to rank {destination}. "

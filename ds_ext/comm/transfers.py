@@ -41,13 +41,7 @@ class Transfer:
 
 
 class Transfers:
-    """Transfers of one rank, oldest first.
-
-    Args:
-        state: first failure of the rank's transport.
-        device: device of the contents.
-        timeout_s: time limit on every wait, in seconds.
-    """
+    """Transfers of one rank, oldest first."""
 
     def __init__(self, state: FailureState, device: torch.device, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -69,12 +63,7 @@ class Transfers:
         return self._start(_RECV, peer, tag, lambda: self._receives.post(num_bytes, post))
 
     def finish(self, transfer: Transfer, timeout_s: float | None = None) -> None:
-        """Wait for a transfer, or on CUDA let the current stream wait for it.
-
-        Raises:
-            TransportTimeout: ``timeout_s`` (None: the limit) expired.
-            TransportError: the transfer failed.
-        """
+        """Wait for a transfer, or on CUDA make the current stream wait for it."""
         limit_s = self.timeout_s if timeout_s is None else timeout_s
         start = time.monotonic()
         if transfer.waited:
@@ -93,16 +82,10 @@ class Transfers:
         transfer.waited = True
 
     def await_receives(self) -> None:
-        """Wait until all receives are complete; errors as in await_all()."""
         self._await(lambda: [transfer for transfer in self._unfinished if transfer.op == _RECV])
 
     def await_all(self, progress: Callable[[], None] = lambda: None) -> None:
-        """Wait until all transfers are complete, and call ``progress`` meanwhile.
-
-        Raises:
-            TransportTimeout: no transfer was completed within the limit.
-            TransportError: a transfer failed.
-        """
+        """Wait until all transfers are complete, and call ``progress`` meanwhile."""
 
         def unfinished() -> Sequence[Transfer]:
             progress()
@@ -141,7 +124,6 @@ class Transfers:
         return transfer
 
     def _is_over(self, transfer: Transfer) -> bool:
-        """Return whether a transfer is complete. Raises TransportError if it failed."""
         if not self._on_cuda:
             return transfer.waited
         if not transfer.work.is_completed():

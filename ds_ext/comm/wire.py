@@ -23,11 +23,7 @@ CODES = {dtype: code for code, dtype in enumerate(_DTYPES) if dtype is not None}
 
 
 def dtype_of(code: int) -> torch.dtype:
-    """Return the dtype of a code that the native code has checked.
-
-    Raises:
-        DescriptorError: this version of torch does not have it.
-    """
+    """Return the dtype of a code that the native code has checked."""
     dtype = _DTYPES[code]
     if dtype is None:
         name = _native.ELEMENT_TYPES[code][0]
@@ -36,7 +32,6 @@ def dtype_of(code: int) -> torch.dtype:
 
 
 def check_sendable(tensor: Tensor) -> None:
-    """Raise TransportError for a dtype or a layout that cannot be sent."""
     if tensor.dtype not in CODES:
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in CODES)
         raise TransportError(f"tensor: this dtype cannot be sent (got {tensor.dtype}). Use one of {names}.")
@@ -53,9 +48,6 @@ def pieces_of(tensors: Sequence[Tensor]) -> tuple[Pieces, list[Tensor]]:
     """Return CPU tensors in the form that the native code takes, and the tensors whose memory it reads.
 
     The latter are copies if a tensor is strided, conjugated or negated.
-
-    Raises:
-        TransportError: a tensor has a device, layout or dtype that cannot be sent.
     """
     pieces: Pieces = []
     sources: list[Tensor] = []
@@ -108,11 +100,7 @@ def copies(message: _native.Message) -> tuple[Tensor, ...]:
 def describe(
     tensors: Sequence[Tensor], *, tag: int, seq: int, link_seq: int, acknowledged: int
 ) -> list[Descriptor]:
-    """Return one descriptor per tensor, with its offset in the body of the message.
-
-    Raises:
-        TransportError: the tensors cannot be sent as one message.
-    """
+    """Return one descriptor per tensor, with its offset in the body of the message."""
     for tensor in tensors:
         check_sendable(tensor)
     try:
@@ -145,7 +133,6 @@ def fill(tensors: Sequence[Tensor], descriptors: Sequence[Descriptor], body: Ten
 
 
 def seal(first: Descriptor, frame: Tensor) -> None:
-    """Write the first descriptor at the end of ``frame``."""
     _native.pack_at(first, _seal_address(frame))
 
 
@@ -157,7 +144,6 @@ def blank_frame(num_bytes: int) -> Tensor:
 
 
 def is_sealed(frame: Tensor) -> bool:
-    """Return whether the whole frame has arrived."""
     return _native.sealed_at(_seal_address(frame))
 
 
@@ -182,18 +168,13 @@ def pack_all(descriptors: Sequence[Descriptor]) -> Tensor:
 
 
 def unpack_all(packed: Tensor) -> tuple[Descriptor, ...]:
-    """Return the descriptors that pack_all() packed."""
     return tuple(
         _native.unpack_at(packed.data_ptr() + offset) for offset in range(0, len(packed), SEAL_BYTES)
     )
 
 
 def view(descriptors: Sequence[Descriptor], body: Tensor) -> tuple[Tensor, ...]:
-    """Return the described tensors in the memory of ``body``: uint8 [at least body_bytes], on any device.
-
-    Raises:
-        DescriptorError: the descriptors belong to different messages, or ``body`` is too short.
-    """
+    """Return the described tensors in the memory of ``body``: uint8 [at least body_bytes], on any device."""
     first = descriptors[0]
     for index, descriptor in enumerate(descriptors):
         same = (descriptor.tag, descriptor.seq, descriptor.count, descriptor.body_bytes)

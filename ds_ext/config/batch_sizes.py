@@ -18,10 +18,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Batch sizes of a job.
-
-    ``train_batch_size = micro_batch_size * gradient_accumulation_steps * replicas * data_parallel_size``.
-    """
+    """``train_batch_size = micro_batch_size * gradient_accumulation_steps * replicas * data_parallel_size``."""
 
     micro_batch_size: int
     gradient_accumulation_steps: int
@@ -60,7 +57,6 @@ def batch_sizes(
     number of data-parallel ranks than 1f1b is refused.
 
     Args:
-        config: the DeepSpeed JSON.
         replicas: replicas of every stage in one pipeline group.
         data_parallel_size: number of pipeline groups.
         flags: JSON key -> the flag that set it, as :attr:`.job.JobConfig.flags`; errors then name the flag.
@@ -68,9 +64,6 @@ def batch_sizes(
             error proposes; None: any.
         one_pipe: data-parallel ranks that a schedule of one pipe has on the same ranks, a fraction if it does not fit
             them; None: ``data_parallel_size``.
-
-    Raises:
-        ConfigError: if a key is not a positive integer, or if the keys are missing or contradict each other.
     """
     for key, value in config.items():
         near = difflib.get_close_matches(key.lower(), BATCH_KEYS, n=1, cutoff=_RESEMBLES)
@@ -131,7 +124,6 @@ def _batch_mismatch(
     data: int,
     supports: Supports | None,
 ) -> str:
-    """Return the error for batch sizes that contradict each other, with the values that would fit."""
     ranks = replicas * data
     divisor = ranks * (micro or 1) * (gas or 1)
     factors = [f"{value} ({name})" for name, value in zip(names[1:], (micro, gas), strict=True) if value]
@@ -152,9 +144,7 @@ def _batch_mismatch(
 def nearest_train_sizes(train: int, per_micro_batch: int, supports: Supports) -> list[int]:
     """Return the next smaller and the next larger train_batch_size that the schedule supports.
 
-    Args:
-        per_micro_batch: samples of a step for each micro-batch of a pipeline group.
-        supports: function that returns whether the schedule supports a number of micro-batches.
+    ``per_micro_batch`` are the samples of a step for each micro-batch of a pipeline group.
     """
     around = train // per_micro_batch
     below = next(filter(supports, range(around, max(0, around - _NEAR), -1)), None)
@@ -163,7 +153,6 @@ def nearest_train_sizes(train: int, per_micro_batch: int, supports: Supports) ->
 
 
 def _batch_size(config: Mapping[str, Any], key: str, name: str) -> int | None:
-    """Return a batch size of the JSON; None if it is not set. ``name`` is for the ConfigError."""
     value = config.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         fix = f" {NOT_REPLACED}" if value == "auto" else ""

@@ -111,7 +111,7 @@ def check_deepspeed(
 
 
 def _check_values(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for unknown keys of sections, and for values of another type than their default."""
+    """Check for unknown keys of sections, and for values of another type than their default."""
     top = _Recorder(config)
     _attempt(DeepSpeedConfig, top)
     sections = {"": top, **{key: value for key, value in top.items() if isinstance(value, _Recorder)}}
@@ -160,7 +160,6 @@ def _wrong_type(name: str, needed: str, value: Any, fix: str) -> ConfigError:
 
 
 def _check_dtypes(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for unknown dtypes, and for one in which DeepSpeed cannot accumulate gradients."""
     for key, name in (config.get("data_types") or {}).items():
         if key not in _DTYPES or name is None:
             continue
@@ -176,7 +175,6 @@ def _check_dtypes(config: Mapping[str, Any]) -> None:
 
 
 def _check_half_precision(parsed: Any, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for settings of half precision that DeepSpeed's optimizer would ignore or not support."""
     name = precision(config)
     if name == "fp32":
         return
@@ -284,7 +282,6 @@ def _suggestion(key: str, known: Iterable[str]) -> str:
 
 @functools.cache
 def _top_level_keys() -> set[str]:
-    """Return the keys that DeepSpeedConfig looks for in a JSON."""
     top = _Recorder({"train_micro_batch_size_per_gpu": 1})
     _attempt(DeepSpeedConfig, top)
     return set(top.defaults)
@@ -334,7 +331,6 @@ def _arguments(class_: type[Any]) -> dict[str, Any]:
 
 
 def _check_optimizer(parsed: Any, section: Mapping[str, Any], flags: Mapping[str, str]) -> None:
-    """Raise ConfigError for an optimizer that cannot be used, and for parameters that its class does not accept."""
     name = parsed.optimizer_name
     params = parsed.optimizer_params or {}
     is_adam = name in ("adam", "adamw")
@@ -380,17 +376,13 @@ def _try_rules(rules: type[Any], params: Mapping[str, Any]) -> None:
 
 
 def _try_muon(params: Mapping[str, Any]) -> None:
-    """Apply the rules of AdamW, and those of SGD for the momentum."""
     for key, value in params.items():
         rules = torch.optim.SGD if key == "momentum" else torch.optim.AdamW
         _try_rules(rules, {"lr" if key in _MUON_RATES else key: value})
 
 
 def _optimizer_class(parsed: Any) -> type[Any] | None:
-    """Return the class that DeepSpeed chooses; None if its parameters depend on tags in the model.
-
-    Raises ConfigError if the optimizer cannot be used.
-    """
+    """Return the class that DeepSpeed chooses; None if its parameters depend on tags in the model."""
     name, params = parsed.optimizer_name, parsed.optimizer_params or {}
     offload = parsed.zero_config.offload_optimizer
     torch_classes = _classes(torch.optim, torch.optim.Optimizer)
@@ -409,7 +401,6 @@ def _optimizer_class(parsed: Any) -> type[Any] | None:
 
 
 def _check_scheduler(parsed: Any, section: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a scheduler that the engine cannot drive, and for parameters that it does not accept."""
     name = str(parsed.scheduler_name)
     deepspeed_classes = {valid: getattr(lr_schedules, valid) for valid in lr_schedules.VALID_LR_SCHEDULES}
     deepspeed_classes["MegatronLR"] = MegatronLR
@@ -451,8 +442,7 @@ def _check_params(
 ) -> None:
     """Reject unknown parameters, parameters outside "params", and values with which ``make`` fails.
 
-    Args:
-        known: parameter -> its default; the value of a switch must be true or false.
+    ``known`` has the default of every parameter; the value of a switch must be true or false.
     """
     params = section.get("params") or {}
     for key in [key for key in params if key not in known]:

@@ -105,9 +105,7 @@ RESEMBLES = 0.84
 def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> None:
     """Raise ConfigError for misplaced or misspelled keys of ds_ext, and for settings that a pipeline cannot use.
 
-    Args:
-        config: the DeepSpeed JSON.
-        ours: keys of the "ds_ext" section that must not be at the top level.
+    ``ours`` are the keys of the "ds_ext" section that must not be at the top level.
     """
     problems = Problems()
     for key, value in config.items():
@@ -152,15 +150,7 @@ def notes_on_keys(config: Mapping[str, Any]) -> list[str]:
 
 
 def parse_json(text: str, name: str) -> Any:
-    """Return the value of a JSON, which may have comments and trailing commas, as DeepSpeed's reader permits.
-
-    Args:
-        text: the JSON.
-        name: name of its file, for errors.
-
-    Raises:
-        ConfigError: the syntax is wrong, or an object has a key twice, of which parsers use only the last.
-    """
+    """Return the value of a JSON, which may have comments and trailing commas, as DeepSpeed's reader permits."""
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
@@ -197,7 +187,7 @@ def parse_json(text: str, name: str) -> Any:
 
 
 def require_monitors(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for enabled monitors whose packages are not installed here; rank 0 alone uses them."""
+    """Raise ConfigError for enabled monitors whose packages are not installed here. Only rank 0 uses them."""
     problems = Problems()
     for section, (package, requirement) in _MONITORS.items():
         if not _is_enabled(config, section):
@@ -254,7 +244,6 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def zero_stage(config: Mapping[str, Any]) -> int:
-    """Return the ZeRO stage; from stage 1 on, optimizer states are sharded over the data-parallel ranks."""
     zero = config.get("zero_optimization")
     if isinstance(zero, Mapping):
         return int(zero.get("stage", 0))

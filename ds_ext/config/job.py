@@ -59,7 +59,6 @@ class DsExtConfig(Section):
 
 
 def _keys(section: type[Section]) -> list[str]:
-    """Return the keys of a section as they are spelled in the JSON."""
     return [field.alias or name for name, field in section.model_fields.items()]
 
 
@@ -71,11 +70,7 @@ def _section(outer: type[Section], key: str) -> type[Section]:
 
 
 def import_own_schedules(job: JobConfig) -> None:
-    """Import the modules listed under the key "import"; the search path includes the JSON's folder.
-
-    Raises:
-        ConfigError: a module does not exist, or its import fails.
-    """
+    """Import the modules listed under the key "import"; the search path includes the JSON's folder."""
     try:
         import_modules(job.ds_ext.modules, '"ds_ext": import', Path(job.path or ".").parent)
     except ScheduleError as error:
@@ -83,7 +78,6 @@ def import_own_schedules(job: JobConfig) -> None:
 
 
 def named_schedule(name: str) -> Schedule:
-    """Return the schedule for a name or a timetable file. Raises ConfigError."""
     try:
         return schedule_of_file(name) if is_timetable_file(name) else get_schedule(name)
     except ScheduleError as error:
@@ -98,7 +92,6 @@ class JobConfig:
 
     Attributes:
         deepspeed: the whole JSON.
-        ds_ext: the validated section.
         path: path to the JSON file; None: the JSON was passed as a dict.
         flags: key -> the flag that set it, for errors, such as "train_batch_size" -> "--global-batch-size 48".
     """
@@ -129,7 +122,7 @@ def require_section(job: JobConfig) -> None:
 
 
 def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
-    """Read and validate a DeepSpeed JSON (path, dict, or the JSON in base64, as in DeepSpeed). Raises ConfigError."""
+    """Read and validate a DeepSpeed JSON (path, dict, or the JSON in base64, as in DeepSpeed)."""
     path = None
     config = dict(source) if isinstance(source, Mapping) else _decode(str(source))
     if config is None:
@@ -148,7 +141,6 @@ def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
 
 
 def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
-    """Validate the ``"ds_ext"`` section. Raises ConfigError with the key, and the nearest known key for a typo."""
     try:
         valid = DsExtConfig.model_validate(section)
     except ValidationError as error:
@@ -164,7 +156,6 @@ def parse_section(section: Mapping[str, Any]) -> DsExtConfig:
 
 
 def _check_slices(settings: DsExtConfig) -> None:
-    """Raise ConfigError for lengths that are not those of the slices, and for settings that do not support slices."""
     lengths, count = settings.slice_lengths, settings.sequence_slices
     if not isinstance(lengths, str) and (len(lengths) != count or min(lengths) < 1):
         raise ConfigError(
@@ -192,7 +183,6 @@ def _decode(text: str) -> dict[str, Any] | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ConfigError."""
     try:
         text = path.read_text()
     except FileNotFoundError:

@@ -26,8 +26,7 @@ _STAGE_KEYS = (
 def command_line_json(words: Iterable[str] | None = None) -> str | None:
     """Return the value of DeepSpeed's flag ``--deepspeed_config``; None without it.
 
-    Args:
-        words: command line; None: that of this process.
+    ``words`` is the command line; None: that of this process.
     """
     value = None
     remaining = iter(sys.argv[1:] if words is None else words)
@@ -46,12 +45,7 @@ def has_batch_size(job: JobConfig) -> bool:
 def with_arguments(job: JobConfig, arguments: Iterable[tuple[str, str, Any]]) -> JobConfig:
     """Return the job with the section's keys that arguments of PipelineModule set.
 
-    Args:
-        job: job of the module's JSON; its section may be missing.
-        arguments: (argument, key of the section, value); None as the value: not given.
-
-    Raises:
-        ConfigError: an argument contradicts the JSON or another argument, or its value is invalid.
+    ``arguments`` are (argument, key of the section, value); None as the value: not given.
     """
     section = dict(job.deepspeed.get("ds_ext", {}))
     for argument, key, value in arguments:
@@ -66,15 +60,7 @@ def with_arguments(job: JobConfig, arguments: Iterable[tuple[str, str, Any]]) ->
 
 
 def merge(module: JobConfig, job: JobConfig) -> JobConfig:
-    """Return the job of a module and of the JSON of initialize().
-
-    Args:
-        module: job of the PipelineModule, whose stages are built.
-        job: job of the JSON; its section may be missing.
-
-    Raises:
-        ConfigError: the two set a key to different values, or the JSON sets a key that the module's stages depend on.
-    """
+    """Return the job of a PipelineModule, whose stages are built, and of the JSON of initialize()."""
     module_section = dict(module.deepspeed.get("ds_ext", {}))
     job_section = dict(job.deepspeed.get("ds_ext", {}))
     names = {field.alias or name: name for name, field in DsExtConfig.model_fields.items()}

@@ -15,14 +15,7 @@ DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 
 
 def require_plain_step(key: str, name: str, step: Callable[..., Any], fix: str) -> None:
-    """Raise ConfigError for a scheduler or an optimizer whose ``step`` has required arguments.
-
-    Args:
-        key: key or argument that sets it.
-        name: name of its class.
-        step: its method, bound to an object.
-        fix: instruction at the end of the error.
-    """
+    """Raise ConfigError for a scheduler or an optimizer whose bound method ``step`` has required arguments."""
     arguments = inspect.signature(step).parameters.values()
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = [a.name for a in arguments if a.default is a.empty and a.kind not in starred]
@@ -46,9 +39,6 @@ class MegatronLR(LRScheduler):
         min_lr: smallest learning rate of the decay.
         warmup_num_steps: steps of the warm-up; it may be a fraction.
         warmup_init_lr: learning rate of the first step of a warm-up.
-
-    Raises:
-        ValueError: an argument is out of its range.
     """
 
     def __init__(
@@ -78,7 +68,6 @@ class MegatronLR(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """Return the learning rate of every parameter group in the next step."""
         return [self._lr(float(base), self.last_epoch) for base in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,7 +82,6 @@ class MegatronLR(LRScheduler):
             group["lr"] = lr
 
     def _lr(self, largest: float, step: int) -> float:
-        """Return the learning rate after ``step`` steps."""
         warmup, total = self.warmup_num_steps, self.total_num_steps
         if warmup > 0 and step <= warmup:
             return self.warmup_init_lr + (largest - self.warmup_init_lr) * step / warmup

@@ -69,7 +69,6 @@ class FbdOptions(Section):
         return options
 
     def require_something_to_merge(self, tensor_parallel: int) -> None:
-        """Raise ConfigError if forward ranks should be merged but every stage has only one."""
         if self.merge_forward_tensor_parallel and tensor_parallel == 1:
             raise ConfigError(
                 "ds_ext.fbd.merge_forward_tensor_parallel: no forward ranks to merge (got tensor_parallel_size 1). "
@@ -89,7 +88,7 @@ class TraceOptions(Section):
     steps: str | None = Field(default=None, pattern=r"^[0-9]{0,9}:[0-9]{0,9}$")
 
     def window(self) -> tuple[int, float]:
-        """Return the first and the last traced step, counted from 1. Raises ConfigError for an empty range."""
+        """Return the first and the last traced step, counted from 1."""
         first, _, last = (self.steps or ":").partition(":")
         first_step, last_step = int(first or 1), float(last or "inf")
         if not 1 <= first_step <= last_step:
@@ -100,7 +99,7 @@ class TraceOptions(Section):
         return first_step, last_step
 
     def check(self) -> None:
-        """Raise ConfigError for an empty range, or for ``steps`` without ``dir``; a null ``dir`` disables tracing."""
+        """Raise ConfigError for an empty range, or for ``steps`` without ``dir``. A null ``dir`` disables tracing."""
         self.window()
         if self.steps is not None and "dir" not in self.model_fields_set:
             raise ConfigError(

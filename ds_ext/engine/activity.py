@@ -16,7 +16,6 @@ class Activity:
     """Activity of this rank.
 
     Args:
-        limit_s: time limit of a wait, in seconds.
         describe_ranks: function of the first line of an error; returns the roles of the ranks that it names, or "".
         where: function of an instruction and a verb; returns the position in the timetable.
 
@@ -76,10 +75,7 @@ class Activity:
 
     @contextmanager
     def whole_step(self, on_failure: Callable[[], None]) -> Iterator[None]:
-        """Context of a step or an evaluation. If it fails after it began, no other one can follow.
-
-        Raises RuntimeError after an earlier failure: gradients, messages and the other ranks are in an unknown state.
-        """
+        """Context of a step or an evaluation. If it fails after it began, no other one can follow."""
         if self._failure is not None:
             raise RuntimeError(
                 f"engine: cannot continue after a failure within a step (got {self._failure}). Start the ranks again, "
@@ -101,7 +97,6 @@ class Activity:
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """Context that sends an exception to the peers."""
         try:
             yield
         except Exception as error:
@@ -109,7 +104,6 @@ class Activity:
             raise
 
     def report_failure(self, instruction: Any, error: Exception) -> None:
-        """Add the position in the timetable to the exception of an instruction, and send it to the peers."""
         self.name = f"{instruction.label}, {self.name}"
         error.add_note(self._where(instruction, "stopped" if lost_peer(error) else "failed"))
         self.abort(error)

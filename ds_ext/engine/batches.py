@@ -57,9 +57,7 @@ class Resumable(Protocol):
     lists and dictionaries.
     """
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position between two steps."""
-        ...
+    def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: Any, /) -> None:
         """Continue at a saved position. The job that saved it may have used a different batch size."""
@@ -92,7 +90,6 @@ class IteratorBatches:
         self._micro_batches: list[Any] = []  # of the current step, so far
 
     def get(self, micro_batch: int) -> Any:
-        """Pull up to ``micro_batch``. Raises EndOfData, and ConfigError if the data belongs to another rank."""
         owner, index = divmod(micro_batch, self.count)
         if owner != self.rank:
             raise ConfigError(
@@ -110,22 +107,19 @@ class IteratorBatches:
         return self._micro_batches[index]
 
     def advance(self, micro_batches: int) -> None:
-        """Drop this step's micro-batches."""
         self._micro_batches.clear()
 
 
 class NoBatches:
     """Batches of a rank without a data iterator. Only ranks with a first or last stage ask for them.
 
-    Args:
-        may_be_none: whether a batch may be None, because the script's ``batch_fn`` gets it from another rank.
+    A batch ``may_be_none`` if the script's ``batch_fn`` gets it from another rank.
     """
 
     def __init__(self, may_be_none: bool) -> None:
         self._may_be_none = may_be_none
 
     def get(self, micro_batch: int) -> None:
-        """Return None. Raises ConfigError if a batch is needed here."""
         if not self._may_be_none:
             raise ConfigError(
                 "data_iter: no data on a rank with the first or last stage (got None). Pass training_data to "
@@ -133,7 +127,7 @@ class NoBatches:
             )
 
     def advance(self, micro_batches: int) -> None:
-        """Do nothing."""
+        pass
 
 
 def _clone_pageable(tensor: Tensor) -> Tensor:
@@ -145,8 +139,6 @@ def _clone_pageable(tensor: Tensor) -> Tensor:
 
 
 class MapDataset(Protocol):
-    """Dataset with samples by index."""
-
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
@@ -155,7 +147,7 @@ class MapDataset(Protocol):
 def stack_samples(samples: Sequence[Any]) -> Any:
     """Stack tensors, including those in tuples, lists and dictionaries, along a new first dimension.
 
-    Numbers become tensors, and other values lists. Raises ConfigError for samples of different shapes.
+    Numbers become tensors, and other values lists.
     """
     first = samples[0]
     if isinstance(first, torch.Tensor):
@@ -182,10 +174,7 @@ class MicroBatches:
     """Micro-batches of a dataset.
 
     Args:
-        dataset: samples by index, in training order.
-        micro_batch_size: b, the number of samples in a micro-batch.
         consumed_samples: number of samples in all completed steps.
-        collate: function from a list of samples to a batch; None: :func:`stack_samples`.
         repeat: continue at sample 0 after the last sample instead of raising an error.
         whole: the last micro-batch may be smaller, for an evaluation of all samples. Micro-batches behind it have the
             last sample, and the weight 0.
@@ -198,9 +187,6 @@ class MicroBatches:
             they are read.
         shuffle_seed: function that returns the seed from which the order of every pass over the dataset is drawn; None:
             the order of the dataset.
-
-    Raises:
-        ConfigError: a number is out of range.
     """
 
     def __init__(
@@ -226,7 +212,6 @@ class MicroBatches:
         self._collate = collate or stack_samples
 
     def require(self, micro_batches: int, trains: bool) -> None:
-        """Raise ConfigError if the dataset has too few samples for the next step or evaluation of all groups."""
         needed = micro_batches * self.micro_batch_size
         available = max(len(self.dataset) - self.consumed_samples, 0)
         if available < needed and not (self.repeat or self._whole):
@@ -241,11 +226,6 @@ class MicroBatches:
             raise error
 
     def get(self, micro_batch: int) -> Any:
-        """Return a collated micro-batch of the current step by its global id.
-
-        Raises:
-            ConfigError: the dataset ends before the end of the micro-batch.
-        """
         first = self.consumed_samples + micro_batch * self.micro_batch_size
         indices = range(first, first + self.micro_batch_size)
         length = len(self.dataset)
@@ -262,21 +242,20 @@ class MicroBatches:
         return self._read_seeded(indices, self.seed)
 
     def weight(self, micro_batch: int) -> float:
-        """Return the weight of a micro-batch in the mean of a step: its samples if their number differs."""
+        """Return the weight in the mean of a step: the micro-batch's samples if their number differs."""
         if not self._whole:
             return 1.0
         rest = len(self.dataset) - self.consumed_samples - micro_batch * self.micro_batch_size
         return min(max(rest, 0), self.micro_batch_size)
 
     def _index(self, number: int) -> int:
-        """Return the index in the dataset of a sample, whose number counts on in the next pass."""
+        """Return a sample's index in the dataset. The numbers of samples continue in the next pass."""
         epoch, index = divmod(number, len(self.dataset))
         if self.shuffle_seed is None:
             return index
         return int(_shuffled(self.shuffle_seed(), epoch, len(self.dataset))[index])
 
     def _read_seeded(self, indices: range, seed: int) -> Any:
-        """Return the collated samples ``indices``, each read with its own random numbers."""
         samples = []
         generator = torch.default_generator
         state = generator.get_state()
@@ -290,18 +269,12 @@ class MicroBatches:
             generator.set_state(state)
 
     def advance(self, micro_batches: int) -> None:
-        """End the current step, which had this number of micro-batches over all pipeline groups."""
         self.consumed_samples += micro_batches * self.micro_batch_size
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position between two steps."""
         return {"consumed_samples": self.consumed_samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a saved position. Batch sizes may differ from those of the run that saved it.
-
-        Raises ConfigError for a negative position.
-        """
         consumed_samples = state["consumed_samples"]
         if consumed_samples < 0:
             raise ConfigError(
@@ -312,7 +285,6 @@ class MicroBatches:
 
 @functools.lru_cache(2)  # a micro-batch may have samples of two passes
 def _shuffled(seed: int, epoch: int, length: int) -> Tensor:
-    """Return the order of the samples in one pass over a dataset."""
     return torch.randperm(length, generator=torch.Generator().manual_seed(mix_key("order", seed, epoch)))
 
 
@@ -320,15 +292,6 @@ def _shuffled(seed: int, epoch: int, length: int) -> Tensor:
 
 
 def require_pair(batch: Any, source: Batches) -> tuple[Any, Any]:
-    """Return a micro-batch as (inputs, labels).
-
-    Args:
-        batch: result of ``source.get()``.
-        source: source of the batch, named in the error.
-
-    Raises:
-        ConfigError: the batch is not a tuple or list of two elements.
-    """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     raise ConfigError(
@@ -337,13 +300,6 @@ def require_pair(batch: Any, source: Batches) -> tuple[Any, Any]:
 
 
 def require_tensors(value: Any, part: str, source: Batches) -> None:
-    """Raise ConfigError for a part of a micro-batch that is neither a tensor nor a tuple of tensors.
-
-    Args:
-        value: the part.
-        part: its name, inputs or labels.
-        source: source of the batch, named in the error.
-    """
     parts = value if isinstance(value, tuple | list) else (value,)
     if not parts or not all(map(torch.is_tensor, parts)):
         raise ConfigError(
@@ -353,10 +309,6 @@ def require_tensors(value: Any, part: str, source: Batches) -> None:
 
 
 def as_batches(source: Iterator[Any] | Batches | None, data_parallel_rank: int, count: int) -> Batches | None:
-    """Return the batches of a script's source of data; see :class:`IteratorBatches`.
-
-    Raises ConfigError for a loader.
-    """
     if source is None or isinstance(source, Batches):
         return source
     if not isinstance(source, Iterator):
@@ -373,7 +325,6 @@ class StepData:
     Args:
         source: source of the micro-batches of all pipeline groups.
         first_id: id of this group's first micro-batch in ``source``.
-        schedule: schedule of the step on this rank.
         step: number of the step. It selects one micro-batch of every pipe, whose samples the ranks compare.
         batch_fn: function of a batch that returns (inputs, labels), as in DeepSpeed's ``set_batch_fn``; None: identity.
         uses_labels: whether a loss uses the labels; otherwise they are None, whatever the batch has.
@@ -407,7 +358,6 @@ class StepData:
         self._checksums: dict[int, tuple[float, float]] = dict.fromkeys(compared, (_NOT_READ, _NOT_READ))
 
     def get(self, micro_batch: int) -> tuple[Any, Any]:
-        """Return (inputs, labels). Raises ConfigError for a batch that is not a pair."""
         if micro_batch not in self._batches:
             inputs, labels = self._batches[micro_batch] = self._read(micro_batch)
             if micro_batch in self._checksums:  # now: layers may change the inputs in place
@@ -415,7 +365,6 @@ class StepData:
         return self._batches[micro_batch]
 
     def _read(self, micro_batch: int) -> tuple[Any, Any]:
-        """Return (inputs, labels) from the source, or the last ones of an iterator that ended."""
         try:
             batch = self.source.get(self.first_id + micro_batch)
             if self._batch_fn is not None:
@@ -431,7 +380,7 @@ class StepData:
         return inputs, labels if self._uses_labels else None
 
     def take(self, micro_batch: int) -> tuple[Any, Any]:
-        """Return (inputs, labels) for one stage."""
+        """Return (inputs, labels) for one stage. The last call drops the micro-batch."""
         batch = self.get(micro_batch)
         self._uses[micro_batch] -= 1
         if self._uses[micro_batch] == 0:
@@ -439,7 +388,6 @@ class StepData:
         return batch
 
     def weight(self, micro_batch: int) -> float:
-        """Return the weight of a micro-batch in the mean loss."""
         if isinstance(self.source, MicroBatches):
             return self.source.weight(self.first_id + micro_batch)
         return 1.0
@@ -461,12 +409,7 @@ class StepData:
 
 
 def require_data(data: StepData, ends: Sequence[Sequence[float]]) -> None:
-    """Raise ConfigError on all ranks if the iterator of one ended within the step.
-
-    Args:
-        data: micro-batches of the step.
-        ends: ``ended`` of the data of every rank.
-    """
+    """Raise ConfigError on all ranks if an iterator ended within the step. ``ends``: every rank's ``ended``."""
     ended = {rank: (int(got), int(count)) for rank, (got, count) in enumerate(ends) if got >= 0}
     if ended:
         error = end_of_data(data, ended)
@@ -486,11 +429,7 @@ def end_of_data(data: StepData, ended: Mapping[int, tuple[int, int]]) -> ConfigE
 
 
 def require_same_samples(checksums: Sequence[Sequence[float]]) -> None:
-    """Raise ConfigError if ranks read different samples for one micro-batch.
-
-    Args:
-        checksums: :meth:`StepData.checksums` of every rank.
-    """
+    """Raise ConfigError if ranks read different samples, from the :meth:`StepData.checksums` of every rank."""
     first: dict[tuple[float, str], tuple[int, float]] = {}
     for rank, row in enumerate(checksums):
         for number, *parts in zip(row[::3], row[1::3], row[2::3], strict=True):
@@ -533,7 +472,6 @@ def dense_parts(value: Any, limit: int | None = None) -> list[Tensor]:
 
 
 def describe(value: Any) -> str:
-    """Return the type and content of a batch, for errors."""
     if isinstance(value, Tensor):
         return f"one tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
@@ -545,12 +483,10 @@ def describe(value: Any) -> str:
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Return names with commas, at most ``_MAX_SHOWN`` of them."""
     return ", ".join([*names[:_MAX_SHOWN], *(["..."] if len(names) > _MAX_SHOWN else [])])
 
 
 def _stack(keys: Sequence[Any]) -> str:
-    """Return the text of the part of a micro-batch that has these keys of the samples."""
     stacks = _join_names([f"stack of s[{key!r}]" for key in keys])
     return f"({stacks})" if len(keys) > 1 else stacks
 

@@ -27,12 +27,8 @@ _MAX_NAMES = 4  # parameters in a log line
 class DeferralReport(Observer):
     """Log of the share of weight gradients that the split backwards of the first step deferred.
 
-    Only deferred gradients make a split backward faster. All others are computed with the input gradient.
-
-    Args:
-        module: module whose layers this object enables to defer.
-        schedule: name of the schedule, for the log.
-        buffers: buffers of the executor.
+    Only deferred gradients make a split backward faster. All others are computed with the input gradient. The
+    constructor enables the layers of ``module`` to defer.
     """
 
     kinds = (BackwardWeight,)
@@ -43,7 +39,6 @@ class DeferralReport(Observer):
         self._watch = DeferralWatch(module.parameters())
 
     def before(self, instruction: Any) -> None:
-        """Record the gradients that were deferred."""
         later = self._buffers[instruction.buffer_id].weights
         assert later is not None
         self._watch.add(later)

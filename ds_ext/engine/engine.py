@@ -333,10 +333,6 @@ class PipelineEngine(Measured, RunControl):
         watch.norm(step, loss, None if norm is None else float(norm), self.gather().losses.correction != 0)
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule, evaluation: Evaluation | None = None) -> None:
-        """Run the instructions of a step or an evaluation.
-
-        Raises ConfigError for one of DeepSpeed's schedules.
-        """
         if not isinstance(pipe_schedule, TimetableSchedule):
             raise ConfigError(
                 f"schedule: the engine runs the timetable of its job plan (got {type(pipe_schedule).__name__}). Call "
@@ -383,7 +379,6 @@ class PipelineEngine(Measured, RunControl):
         return self._gathered
 
     def _advance(self) -> None:
-        """Advance the source of the data past the micro-batches of the current step or evaluation."""
         self.executor.data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
 
     def eval_batch(
@@ -452,7 +447,7 @@ class PipelineEngine(Measured, RunControl):
         return (result, evaluation.outputs) if return_logits else result
 
     def average_buffers(self) -> bool:
-        """Give the buffers of all replicas the same values, and return whether they differed on this rank's replicas.
+        """Set the buffers of all replicas to the same values, and return whether they differed on this rank's replicas.
 
         All ranks must call this together. Evaluations and :meth:`save_checkpoint` do so.
         """

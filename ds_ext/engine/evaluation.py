@@ -26,7 +26,6 @@ class Evaluation:
     """Requests of an evaluation to the last stage of this rank. The default is that of a training step.
 
     Attributes:
-        computes_loss: compute the loss.
         outputs: receives the outputs by micro-batch; None: not kept.
         losses: receives the losses by micro-batch, in the form of :data:`.losses.step.Loss`; None: not kept.
         averages: whether the result is a mean over all micro-batches.
@@ -41,10 +40,6 @@ class Evaluation:
     def from_arguments(
         cls, compute_loss: bool, return_logits: bool, reduce_output: str | None, bcast_loss: bool
     ) -> Evaluation:
-        """Return the requests of DeepSpeed's arguments of ``eval_batch``.
-
-        Raises ConfigError if ``reduce_output`` is neither "avg" nor None, or None and ``bcast_loss`` is set.
-        """
         if reduce_output not in ("avg", None):
             raise ConfigError(
                 f'reduce_output: must be "avg" or None (got {reduce_output!r}). For the outputs of individual '
@@ -62,9 +57,7 @@ class Evaluation:
     def result(self, loss: Tensor | None, group: ProcessGroup | None) -> Any:
         """Return the result of the evaluation on this rank; None if it has no last stage and ``loss`` is None.
 
-        Args:
-            loss: mean loss over all ranks; None if no loss was computed.
-            group: process group of the data-parallel ranks. They call this together.
+        ``loss`` is the mean over all ranks; None if no loss was computed. Data-parallel ranks must call this together.
         """
         if self.averages and self.computes_loss:
             return loss
@@ -76,15 +69,7 @@ class Evaluation:
 
 
 def source_of(data: Any, num_micro_batches: int | Literal["all"] | None, engine: Any) -> tuple[Any, int]:
-    """Return the source of the micro-batches of an evaluation, and their number per data-parallel rank.
-
-    Args:
-        data, num_micro_batches: arguments of ``eval_batch``.
-        engine: the engine.
-
-    Raises:
-        ConfigError: "all" of data that is no dataset.
-    """
+    """Return the source of micro-batches and their number per data-parallel rank, for arguments of ``eval_batch``."""
     whole = num_micro_batches == "all"
     if all(hasattr(type(data), name) for name in ("__len__", "__getitem__")):
         data = MicroBatches(data, engine.micro_batch_size, collate=engine.collate_fn, whole=whole)
@@ -102,9 +87,7 @@ def source_of(data: Any, num_micro_batches: int | Literal["all"] | None, engine:
 def mean_over_ranks(outputs: Sequence[Any], group: ProcessGroup | None) -> Any:
     """Return the mean of the outputs of several micro-batches, over all ranks of a group. They call this together.
 
-    Args:
-        outputs: a tensor or a tuple of tensors for each micro-batch of this rank, of equal shapes.
-        group: process group of the data-parallel ranks.
+    ``outputs`` has a tensor or a tuple of tensors for each micro-batch of this rank, of equal shapes.
     """
     if isinstance(outputs[0], tuple | list):
         return [mean_over_ranks(parts, group) for parts in zip(*outputs, strict=True)]

@@ -1,8 +1,8 @@
 """Executor of a rank: it runs the instructions of a schedule, one handler per instruction.
 
-It has the buffers of the live slices of micro-batches, and handlers for data, passes and messages. It knows no
-optimizer, no checkpoint and no DeepSpeed engine: its owner gives it the handlers of the other instructions. Whatever
-measures or records instructions is an :class:`Observer`.
+It has the buffers of the live slices of micro-batches, and handlers for data, passes and messages. It depends on no
+optimizer, checkpoint or DeepSpeed engine: its owner sets the handlers of the other instructions. Whatever measures or
+records instructions is an :class:`Observer`.
 
 The calls of a step are bound once: instruction, handler and observers. In a static schedule, the receive of a message
 is posted ``schedule.lookahead`` instructions ahead.
@@ -56,22 +56,21 @@ _RECEIVES = {ds.RecvActivation: MessageKind.ACTIVATION, ds.RecvGrad: MessageKind
 
 
 class Observer:
-    """Observer of instructions. A subclass overrides what it needs.
+    """Observer of instructions: ``before`` and ``after`` a handler, and ``failed`` if it or an observer raised.
 
-    Attributes:
-        kinds: classes of the instructions that it observes; None: all.
+    It observes instructions of the classes ``kinds``; None: all.
     """
 
     kinds: Kinds | None = None
 
     def before(self, instruction: Any) -> None:
-        """Observe an instruction whose handler is called next."""
+        pass
 
     def after(self, instruction: Any) -> None:
-        """Observe an instruction whose handler has returned."""
+        pass
 
     def failed(self, instruction: Any) -> None:
-        """Observe an instruction whose handler or observer has raised an exception."""
+        pass
 
 
 class Losses(Protocol):
@@ -85,18 +84,12 @@ class Losses(Protocol):
         """Return what an evaluation returns for outputs of the last layer."""
         ...
 
-    def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
-        """Return the loss of a micro-batch."""
-        ...
+    def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss: ...
 
-    def add(self, loss: Loss, weight: float) -> None:
-        """Add the loss of a micro-batch to those of the step."""
-        ...
+    def add(self, loss: Loss, weight: float) -> None: ...
 
 
 class _Call(NamedTuple):
-    """Call of a handler with its arguments, and of the observers before and after it."""
-
     run: Callable[[], None]
     instruction: ds.PipeInstruction
     before: tuple[Callable[[Any], None], ...]
@@ -108,9 +101,6 @@ class Executor:
 
     Args:
         forward: returns the outputs of a stage for (stage, inputs, step, global number of the micro-batch).
-        losses: losses of the micro-batches.
-        last_stage: last stage of the model.
-        device: device of the tensors.
         on_failure: called with an instruction and its exception, before it is raised.
         slices: slices of the sequences; None: schedules have none.
         head: head that is divided over the devices; None: the last stage has the head.
@@ -127,8 +117,7 @@ class Executor:
             optimizer.
         accumulating: context of a backward; None: without one.
         parameters: parameters that keep gradients between the micro-batches of a step.
-        schedule: schedule of the current or last run.
-        data: micro-batches of the current or last run.
+        schedule, data: those of the current or last run.
     """
 
     messages: StageMessages
@@ -177,7 +166,6 @@ class Executor:
         """Run the instructions of a step or an evaluation in order.
 
         Args:
-            data: micro-batches.
             step: number of the steps before this one.
             observers: observers of this run, inside those of every run.
             evaluation: what to keep; None: the loss only.
@@ -265,7 +253,6 @@ class Executor:
     # --- handlers, in the order of the table below; ``slice`` is passed for all but the first one ---
 
     def load(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        """Load a micro-batch's inputs at the first stage, and its labels at the last one."""
         inputs, labels = self.data.take(micro_batch)
         buffer = self.buffers[buffer_id]
         if stage == 0:
@@ -282,7 +269,7 @@ class Executor:
         return tuple([t.to(self.device, non_blocking=True).detach() for t in tensors])
 
     def forward(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        """Run the forward of a stage; with the loss at the last one, or of a part of the head or its loss."""
+        """Run the forward of a stage, with the loss at the last one, or of a part of the head or its loss."""
         if stage > self.last_stage:
             self._forward_head(self.buffers[buffer_id], stage, micro_batch, slice)
         elif self._splits and (stage, micro_batch) in self._splits:
@@ -322,7 +309,6 @@ class Executor:
             self.head.set_gradients(buffer, joined, losses_BS)
 
     def _store_loss(self, buffer: Buffer, micro_batch: int, outputs: Any, index: int) -> None:
-        """Store the loss of a slice of a micro-batch, and what an evaluation keeps."""
         labels, buffer.labels = buffer.labels, None
         evaluation, weight, part = self._evaluation, self.data.weight(micro_batch), current_slice()
         if evaluation.outputs is not None and weight:
@@ -344,7 +330,6 @@ class Executor:
                 buffer.loss = loss
 
     def backward(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        """Run the backward of a stage."""
         if self.accumulating is None:
             self._backward(buffer_id, stage, micro_batch, slice)
         else:
@@ -352,13 +337,11 @@ class Executor:
                 self._backward(buffer_id, stage, micro_batch, slice)
 
     def backward_input(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        """Run the first half of a split backward."""
         later = self.buffers[buffer_id].weights = WeightGradients()
         with deferring(later):
             self.backward(buffer_id, stage, micro_batch, slice)
 
     def backward_weight(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        """Compute the weight gradients that the first half deferred."""
         buffer = self.buffers[buffer_id]
         later, buffer.weights = buffer.weights, None
         assert later is not None
@@ -393,7 +376,6 @@ class Executor:
         self.messages.send(MessageKind.ACTIVATION, outputs, target, item, peer)
 
     def _outputs(self, buffer_id: int, stage: int, item: int, other_stage: int | None) -> tuple[Tensor, ...]:
-        """Return the outputs of a stage for the next one or for ``other_stage``."""
         buffer = self.buffers[buffer_id]
         if stage == self.last_stage and other_stage is not None:
             assert self.head is not None
@@ -409,7 +391,6 @@ class Executor:
         slice: int = 0,
         other_stage: int | None = None,
     ) -> None:
-        """Receive the inputs of a stage."""
         tensors = self.messages.receive(MessageKind.ACTIVATION, stage, self._item(micro_batch, slice), peer)
         self._set_inputs(buffer_id, tensors, stage, other_stage)
 
@@ -448,12 +429,10 @@ class Executor:
         slice: int = 0,
         other_stage: int | None = None,
     ) -> None:
-        """Receive the gradients of the outputs."""
         grads = self.messages.receive(MessageKind.GRADIENT, stage, self._item(micro_batch, slice), peer)
         self._set_grads(buffer_id, grads, stage)
 
     def _set_grads(self, buffer_id: int, grads: tuple[Tensor, ...], stage: int) -> None:
-        """Set the gradients of the outputs of a stage."""
         if stage > self.last_stage:
             assert self.head is not None
             self.head.defer_weight_gradient(stage, self.buffers[buffer_id], grads)
@@ -469,7 +448,6 @@ class Executor:
         slice: int = 0,
         other_stage: int | None = None,
     ) -> None:
-        """Pass the outputs on to the next stage, on this rank."""
         outputs = self._outputs(buffer_id, stage, self._item(micro_batch, slice), other_stage)
         target, source = (stage + 1, None) if other_stage is None else (other_stage, stage)
         self._set_inputs(to_buffer, tuple([t.detach() for t in outputs]), target, source)
@@ -483,7 +461,6 @@ class Executor:
         slice: int = 0,
         other_stage: int | None = None,
     ) -> None:
-        """Pass the gradients of the inputs back to the previous stage, on this rank."""
         buffer, target = self.buffers[buffer_id], stage - 1 if other_stage is None else other_stage
         if other_stage is None:
             grads = buffer.take_input_grads()

@@ -41,11 +41,8 @@ def optimizer_facts(optimizer: Any) -> Facts:
 def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
     """Return a text -> checksum of the parameters' shapes, dtypes and optimizer options, for every stage of this rank.
 
-    Tied weights have a further text, because all ranks that hold them must train them alike.
-
-    Args:
-        model: module with the stages.
-        groups: parameters, or parameter groups of an optimizer.
+    Tied weights have a further text, because all ranks that hold them must train them alike. ``groups`` are parameters,
+    or parameter groups of an optimizer.
     """
     options: dict[int, str] = {}
     for group in groups:
@@ -96,7 +93,6 @@ def data_facts(model: PipelineModule, data: Any) -> Facts:
 
 @contextlib.contextmanager
 def _preserve_generators() -> Iterator[None]:
-    """Context that restores the states of the global random generators of the CPU on exit."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -132,10 +128,8 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
     """Return the facts of a run. All ranks must call this together.
 
     ``ranks`` has an object for every rank: ``host``, ``name`` of its accelerator or "cpu", ``device`` of the pipeline
-    group, and the number of its ``parameters``. Only rank 0 has the text of the plan.
-
-    Args:
-        data: facts of the data that this rank reads, from :func:`data_facts`.
+    group, and the number of its ``parameters``. Only rank 0 has the text of the plan. ``data`` is from
+    :func:`data_facts`.
     """
     ranks, rates, data_of_ranks, shares, empty, dtypes = zip(
         *together(
@@ -180,7 +174,6 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
 
 
 def _rank_facts(model: PipelineModule) -> dict[str, Any]:
-    """Return this rank's object of ``ranks``."""
     parameters = sum(parameter.numel() for parameter in model.layer_parameters())
     name = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else "cpu"
     return {"host": platform.node(), "name": name, "device": model.device_index, "parameters": parameters}
@@ -204,7 +197,6 @@ def _share(model: PipelineModule) -> tuple[int, int]:
 
 
 def _empty_stages(model: PipelineModule) -> list[int]:
-    """Return the stages of this rank without parameters."""
     return [
         stage
         for stage in model.stages
@@ -215,17 +207,12 @@ def _empty_stages(model: PipelineModule) -> list[int]:
 
 
 def _dropout_rates(model: PipelineModule) -> set[float]:
-    """Return the attributes ``p`` of this rank's dropout layers, of any class with "dropout" in its name."""
     layers = (layer for layer in model.modules() if "dropout" in type(layer).__name__.lower())
     return {float(p) for layer in layers if isinstance(p := getattr(layer, "p", None), int | float)}
 
 
 def plan_text(model: PipelineModule, facts: Mapping[str, Any], *, verbose: bool = True) -> str:
-    """Return the text of the plan, with the largest number of parameters on a rank of every device.
-
-    Args:
-        facts: the other facts of the run.
-    """
+    """Return the text of the plan, with the largest number of parameters on a rank of every device."""
     max_parameters: dict[int, int] = {}  # by device
     for rank in facts["ranks"]:
         device = rank["device"]

@@ -25,16 +25,8 @@ def check_first_batch(
 ) -> None:
     """Fetch and check the first micro-batch for every stage of this rank. All ranks must call this together.
 
-    Logs a warning if the iterators of two data-parallel ranks begin with the same samples.
-
-    Args:
-        data: micro-batches of the next step.
-        trains: whether this is a training step, and no evaluation.
-        micro_batches: micro-batches of all pipeline groups in a step.
-        abort: function that reports an exception of the dataset to the peers.
-
-    Raises:
-        ConfigError: on all ranks, if data is missing, too small for a step or has the wrong format on one of them.
+    Logs a warning if the iterators of two data-parallel ranks begin with the same samples. ``micro_batches`` counts
+    those of all pipeline groups. ``abort`` reports an exception of the dataset to the peers.
     """
     loads: dict[int, int] = {}
     for stage, micro_batch in data.loads:
@@ -83,7 +75,6 @@ def _first_samples(source: Batches, inputs: Any, labels: Any) -> tuple[int, str]
 
 
 def _warn_of_equal_inputs(first_samples: Sequence[tuple[int, str]], trains: bool) -> None:
-    """Log a warning on rank 0 for two data-parallel ranks with the same checksum."""
     method = "train_batch" if trains else "eval_batch"
     first_ranks: dict[str, int] = {}
     for rank, inputs in first_samples:

@@ -32,7 +32,7 @@ def counts_here(parameter: Tensor, tensor_rank: int) -> bool:
 
 
 def let_parameters_differ(optimizer: Any) -> None:
-    """Let the ranks of a model copy have different parameter groups.
+    """Allow the ranks of a model copy to have different parameter groups.
 
     ZeRO reduces one norm per group over these ranks, one after the other; here it is one norm. The bf16 optimizer fails
     on a rank whose gradients other ranks count, so its norm gets a zero.
@@ -44,12 +44,9 @@ def let_parameters_differ(optimizer: Any) -> None:
 
 
 def share_loss_scale(engine: Any) -> None:
-    """Give ranks with fp32 weights the loss scale of ranks with fp16 weights. All ranks must call this together.
+    """Set the loss scale of fp16 weights on ranks with fp32 weights too. All ranks must call this together.
 
     ZeRO scales the loss, and divides the gradients, on the ranks where the first parameter of its optimizer is fp16.
-
-    Raises:
-        ConfigError: it is bf16 on a rank, where ZeRO does not skip steps with an overflow.
     """
     optimizer = engine.optimizer
     dtype = optimizer.dtype if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
@@ -69,8 +66,6 @@ def share_loss_scale(engine: Any) -> None:
 
 
 def _join_zero_norms(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Let the norm of ZeRO be one reduction for all parameter groups."""
-
     def joint_norm(norm_type: int = 2) -> Tensor:
         if optimizer.cpu_offload:
             parameters = [p for of_group in optimizer.params_in_partition for p in of_group]
@@ -87,7 +82,6 @@ def _join_zero_norms(optimizer: DeepSpeedZeroOptimizer) -> None:
 
 
 def _pad_bf16_norm(optimizer: BF16_Optimizer) -> None:
-    """Let the norm of the bf16 optimizer have at least one gradient, zero, on every rank."""
     get_gradients = optimizer.get_grads_for_norm
 
     def padded_gradients(for_clipping: bool = False) -> Any:
@@ -109,14 +103,8 @@ def clip_grad_norm(
     Every parameter counts once. DeepSpeed's ``clip_grad_norm_`` (fp32, ZeRO stage 0) counts only the parameters of the
     first pipeline stage and those marked ``model_parallel``, so its norm is too small.
 
-    Args:
-        parameters: all parameters of this rank, with gradients already reduced over data-parallel ranks.
-        max_norm: maximum norm.
-        tensor_rank: this rank's tensor-parallel rank.
-        model_group: process group of the ranks that hold one copy of the model (all stages and shards).
-
-    Returns:
-        Norm before clipping.
+    The gradients must already be reduced over data-parallel ranks. ``model_group`` has the ranks that hold one copy of
+    the model (all stages and shards). Returns the norm before clipping.
     """
     parameters = list(parameters)
     counted = [p.grad for p in parameters if p.grad is not None and counts_here(p, tensor_rank)]

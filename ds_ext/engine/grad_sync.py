@@ -45,7 +45,6 @@ class Gradients:
 
     Args:
         optimizer: DeepSpeed's or torch's; None on a rank without gradients.
-        group: process group of the data-parallel ranks.
         names: parameter -> name in the warning about a missing gradient.
     """
 
@@ -243,8 +242,6 @@ class Gradients:
         """Context of an optimizer step that multiplies the reduced gradients by ``factor``; 0: it changes no weight.
 
         The product is fp32. Overflows are found before it, the norm is that of the product.
-
-        Raises ConfigError for gradients that are summed in half precision.
         """
         if factor == 1:
             yield
@@ -267,7 +264,6 @@ class Gradients:
             yield
 
     def _fill(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Set the gradients of parameters that have none to zero."""
         if self._is_bf16:
             # Its sums are zeros from its construction on, but it leaves unused ones out of its norm.
             for i, j in (self._places[parameter] for parameter in parameters if parameter in self._places):
@@ -322,7 +318,7 @@ def _multiply(tensors: Iterable[Tensor], factor: float) -> None:
 
 
 def _no_step(*args: Any, **kwargs: Any) -> None:
-    """Leave the weights as they are."""
+    pass
 
 
 @contextmanager
@@ -333,7 +329,7 @@ def _zero_backward(optimizer: ZeROOptimizer) -> Iterator[None]:
 
 
 def as_real(gradient: Tensor) -> Tensor:
-    """Return a gradient, or a view of a complex one as real numbers. Reductions convert dtypes, and only real ones."""
+    """Return a real view of a complex gradient, whose dtype a reduction cannot convert; others unchanged."""
     return torch.view_as_real(gradient) if gradient.is_complex() else gradient
 
 
@@ -379,11 +375,7 @@ class EagerReduction:
     """Reductions of one rank that overlap with later computations.
 
     Args:
-        gradients: gradients of this rank.
-        module: holds the parameters of the stages.
         order: stages of this rank, in the order of their reductions.
-        dtype: dtype of the reduced gradients.
-        tracer: records the reductions; None without tracing.
         scatters: True to reduce-scatter parameter groups of one stage.
 
     Attributes:
@@ -432,7 +424,6 @@ class EagerReduction:
                 optimizer.reduce_gradients(pipeline_parallel=True)
 
     def _finish_oldest(self) -> None:
-        """Wait for the oldest reduction, copy its averages into the gradients, and free its buffer."""
         work, average, gradients = self._pending.popleft()
         work.wait()
         if gradients:
@@ -493,14 +484,12 @@ class EagerReduction:
 
 
 def _reduce_scatter(mine: Tensor, flat: Tensor, group: ProcessGroup | None) -> Work | None:
-    """Start to sum this rank's part of a vector, ``mine``, over the replicas."""
     if dist.get_backend(group) == "gloo":  # torch's reduce-scatter would all-reduce a copy
         return dist.all_reduce(flat, group=group, async_op=True)
     return _SCATTER(mine, flat, group=group, async_op=True)
 
 
 def why_not_eager(engine: DeepSpeedEngine) -> str | None:
-    """Return why an initialized engine cannot or need not reduce eagerly; None if it can."""
     optimizer = engine.optimizer
     if dist.get_world_size(engine.mpu.get_data_parallel_group()) == 1:
         return "there is one data-parallel rank"

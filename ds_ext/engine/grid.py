@@ -30,9 +30,7 @@ from .together import together
 class FoldedTopology(ProcessTopology):
     """DeepSpeed process topology for a layout; identical to its own pipe x data x model topology if nothing is folded.
 
-    Args:
-        layout: ranks of the whole world.
-        role: role of the ranks in the topology if forward and backward ranks are separate; None: backward.
+    ``role`` is that of its ranks if forward and backward ranks are separate; None: backward.
     """
 
     def __init__(self, layout: ParallelLayout, role: str | None = None) -> None:
@@ -61,22 +59,17 @@ class FoldedTopology(ProcessTopology):
                         self.mapping[self.ProcessCoord(**coordinate)] = layout.rank(device, data, tensor)
 
     def folded_stage(self, device: int) -> int:
-        """Return DeepSpeed's pipeline coordinate of a device."""
         return next(pipe for pipe, devices in enumerate(self._groups) if device in devices)
 
     def ranks(self) -> list[int]:
-        """Return the global ranks of this topology, in ascending order."""
         return sorted(self.mapping.values())
 
 
 class RoleGrid(PipelineParallelGrid):
     """DeepSpeed's grid of the ranks that have this rank's role.
 
-    Every rank creates the process groups of both roles, in the same order.
-
-    Args:
-        topology: topology of the role.
-        process_group: ignored; DeepSpeed passes it.
+    Every rank creates the process groups of both roles, in the same order. DeepSpeed passes ``process_group``, which
+    is ignored.
     """
 
     def __init__(self, topology: FoldedTopology, process_group: Any = None) -> None:
@@ -93,7 +86,6 @@ class RoleGrid(PipelineParallelGrid):
             self._make_groups(FoldedTopology(topology.layout, role))
 
     def _make_groups(self, topology: FoldedTopology) -> None:
-        """Create all groups of one role, and keep those that contain this rank."""
         data, model = topology.get_dim("data"), max(topology.get_dim("model"), 1)
         for index in range(data):
             ranks = sorted(topology.get_axis_list(axis="data", idx=index))
@@ -119,12 +111,7 @@ class RoleGrid(PipelineParallelGrid):
 def on_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> ParallelLayout:
     """Return the layout with its forward ranks on ``forward_hosts``. All ranks must call this together.
 
-    Args:
-        layout: ranks of the whole world.
-        forward_hosts: names or addresses of hosts; None: keep the layout.
-
-    Raises:
-        ConfigError: the hosts do not fit the layout.
+    ``forward_hosts`` are names or addresses; None keeps the layout.
     """
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout

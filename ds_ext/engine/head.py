@@ -29,12 +29,7 @@ from .stage import Buffer
 class PipelineHead:
     """Parts of the head on this rank, and the loss of the pipes whose last stage it holds.
 
-    Args:
-        module: module with at least one part.
-        shift_labels: returns the labels of the tokens for those of a micro-batch.
-
-    Attributes:
-        loss_stage: stage that joins the parts.
+    ``shift_labels`` returns the labels of the tokens for those of a micro-batch. Stage ``loss_stage`` joins the parts.
     """
 
     def __init__(self, module: PipelineModule, shift_labels: Callable[[Any], Any]) -> None:
@@ -50,18 +45,12 @@ class PipelineHead:
         self._labels: dict[int, Tensor] = {}  # of the slices whose loss is not computed yet
 
     def start_step(self) -> None:
-        """Drop what a failed step has left."""
         self._labels.clear()
 
     def inputs(self, buffer: Buffer, item: int, are_shifted: bool) -> tuple[Tensor, ...]:
         """Return the inputs of every part: outputs of the last stage, and labels.
 
-        Args:
-            item: number of the slice in the step.
-            are_shifted: whether the labels are shifted, as those of slices are.
-
-        Raises:
-            ConfigError: the outputs or the labels are not one tensor.
+        ``item`` is the number of the slice in the step. Labels of slices ``are_shifted`` already.
         """
         if buffer.head_inputs is None:
             outputs, labels, buffer.labels = buffer.take_outputs(), buffer.labels, None
@@ -76,7 +65,6 @@ class PipelineHead:
         return buffer.head_inputs
 
     def forward_part(self, stage: int, buffer: Buffer) -> None:
-        """Compute the share of a part."""
         assert buffer.inputs is not None
         trains = torch.is_grad_enabled()
         share, buffer.logit_grads = self._parts[stage].share(*buffer.inputs, with_gradient=trains)
@@ -103,7 +91,7 @@ class PipelineHead:
         buffer.head_grads = joined.log_sum_exp, factor_N
 
     def defer_weight_gradient(self, stage: int, buffer: Buffer, tensors: Sequence[Tensor]) -> None:
-        """Let a part compute its weight gradient from the ``head_grads`` of :meth:`set_gradients`."""
+        """Defer the weight gradient of a part, from the ``head_grads`` of :meth:`set_gradients`."""
         inputs, kept = buffer.inputs, buffer.logit_grads
         assert inputs is not None
         buffer.inputs = buffer.logit_grads = None

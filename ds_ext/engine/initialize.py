@@ -73,10 +73,7 @@ _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_precision(job: JobConfig) -> None:
-    """Raise ConfigError if this rank's device does not support the job's precision.
-
-    Needs no process group.
-    """
+    """Raise ConfigError if this rank's device does not support the job's precision. Needs no process group."""
     dtype, accelerator = precision(job.deepspeed), get_accelerator()
     if dtype == "fp32":
         return
@@ -310,9 +307,7 @@ def initialize(
 def _check_json(job: JobConfig, has_optimizer: bool, has_scheduler: bool) -> None:
     """Raise ConfigError for a JSON that cannot train here. Rank 0 logs unknown keys.
 
-    Args:
-        job: JSON and arguments.
-        has_optimizer, has_scheduler: whether the script passes its own, so that the JSON needs none.
+    The JSON needs no optimizer or scheduler if the script passes its own.
     """
     settings = job.ds_ext
     if settings.recovery is not None:
@@ -330,7 +325,7 @@ def _check_json(job: JobConfig, has_optimizer: bool, has_scheduler: bool) -> Non
 
 
 def _require_resolved(settings: DsExtConfig) -> None:
-    """Raise ConfigError for settings that ds_ext's scripts replace, because they know the sizes of the model."""
+    """Raise ConfigError for settings that need the sizes of the model, which only ds_ext's scripts resolve."""
     reason = "needs the sizes of the model, which only ds_ext's scripts know"
     if settings.slice_lengths == BALANCED and settings.sequence_slices > 1:
         raise ConfigError(
@@ -345,13 +340,7 @@ def _require_resolved(settings: DsExtConfig) -> None:
 
 
 def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any) -> PipelineEngine:
-    """Return the engine for this rank's role.
-
-    Args:
-        model: module of this rank.
-        config: DeepSpeed's JSON with all batch sizes.
-        **kwargs: further arguments of the engine.
-    """
+    """Return the engine for this rank's role. ``config`` is DeepSpeed's JSON with all batch sizes."""
 
     def make_config(role_config: Mapping[str, Any]) -> DeepSpeedConfig:
         return DeepSpeedConfig(dict(role_config), model.mpu())
@@ -389,7 +378,7 @@ def _list_parameters(group: Any) -> Any:
 
 
 def _tag_for_muon(model: PipelineModule) -> None:
-    """Let Muon train the matrices of hidden layers and Adam all others, unless the script has tagged parameters.
+    """Tag the matrices of hidden layers for Muon and the rest for Adam, unless the script has tagged parameters.
 
     DeepSpeed looks for words such as "embed" in the names of parameters, which are numbers in a pipeline. Here, Adam
     gets the first and the last layer with a matrix, embeddings, the weights tied to any of them, vectors and shards.
@@ -447,7 +436,6 @@ def _fill_halves(model: PipelineModule, groups: list[Any]) -> None:
 
 
 def _require_samples_by_index(training_data: Any) -> None:
-    """Raise ConfigError for training data that is empty or cannot be indexed."""
     if training_data is None:
         return
     has_both = all(hasattr(type(training_data), name) for name in ("__len__", "__getitem__"))
@@ -462,7 +450,6 @@ def _require_samples_by_index(training_data: Any) -> None:
 
 
 def _require_optimizer_for_zero(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a JSON that shards optimizer states but has no optimizer."""
     if config.get("optimizer") is None and zero_stage(half_through_zero(config)):
         raise ConfigError(
             "optimizer: ZeRO and half precision need it when the engine is built (got none in the JSON and in "
@@ -528,10 +515,9 @@ def _require_weights_of_zero(model: PipelineModule, groups: Sequence[Any], is_ha
 
 
 def _require_whole_experts(model: PipelineModule) -> None:
-    """Let experts of which this rank has all train as other layers do.
+    """Mark experts to train as other layers do. Raise ConfigError unless this rank has all of them.
 
     DeepSpeed would reduce them apart, over neighboring ranks and in groups that only ranks with experts create.
-    Raises ConfigError for experts that are divided over ranks, and for some with tensor parallelism.
     """
     for stage in model.stages:
         for index, layer in model.stage_modules(stage).items():

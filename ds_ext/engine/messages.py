@@ -30,11 +30,7 @@ class MessageKind(IntEnum):
 class StageMessages:
     """Sends and receives of one rank, in the order of a static schedule.
 
-    Args:
-        transport: moves tensors by (global rank, tag).
-        layout: global ranks of the devices.
-        rank: global rank of this process.
-        count: called with the tensors of every message that is sent or received.
+    ``count`` is called with the tensors of every message that is sent or received.
     """
 
     def __init__(
@@ -144,14 +140,13 @@ def marker(like: Tensor) -> Tensor:
 
 
 def is_marker(tensor: Tensor) -> bool:
-    """Return whether :func:`marker` made a tensor."""
     return tensor.shape == _MARKER
 
 
 def pack(value: Any, source: str) -> tuple[Tensor, ...]:
     """Return a layer's output, which is a tensor or a tuple of tensors, as the tensors of a message.
 
-    A marker at the end marks a tuple of one tensor. Raises ConfigError for other values, and names ``source``.
+    A marker at the end marks a tuple of one tensor.
     """
     if torch.is_tensor(value):
         return (value,)
@@ -168,10 +163,7 @@ def pack(value: Any, source: str) -> tuple[Tensor, ...]:
 def join_outputs(earlier: Any, outputs: Any, tokens: int) -> Any:
     """Return the outputs of a layer for a sequence, joined in dimension 1. Those of whole samples are the last ones.
 
-    Args:
-        earlier: outputs of the slices before the last one.
-        outputs: outputs of the last one.
-        tokens: tokens of the last one.
+    ``outputs`` are those of the last slice, of ``tokens`` tokens, and ``earlier`` those of the slices before it.
     """
     if torch.is_tensor(outputs):
         has_tokens = outputs.dim() > 1 and outputs.size(1) == tokens
@@ -180,7 +172,7 @@ def join_outputs(earlier: Any, outputs: Any, tokens: int) -> Any:
 
 
 def unpack(tensors: Iterable[Tensor]) -> Any:
-    """Return the value that :func:`pack` packed."""
+    """Invert :func:`pack`."""
     tensors = tuple(tensors)
     if len(tensors) == 2 and is_marker(tensors[1]):
         return tensors[:1]

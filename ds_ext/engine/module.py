@@ -58,11 +58,9 @@ logger = logging.getLogger(__name__)
 
 
 class Clock(Protocol):
-    """Step and micro-batch of the next forward, for layers that draw random numbers."""
+    """Step and global micro-batch of the next forwards, for layers that draw random numbers."""
 
-    def set(self, step: int, micro_batch: int) -> None:
-        """Set the step and the global micro-batch for the next forwards."""
-        ...
+    def set(self, step: int, micro_batch: int) -> None: ...
 
 
 # Attributes that a copy of the module shares with it.
@@ -73,7 +71,6 @@ class Unpicklable:
     """Base class of the module and the engine, whose process groups exist in this process only."""
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raise ConfigError: neither pickle nor torch.save() can write it."""
         raise ConfigError(
             f"{type(self).__name__}: has process groups, which cannot be pickled (got a call of torch.save, pickle or "
             f"copy). Save engine.module.state_dict() or use engine.save_checkpoint(), and copy engine.module instead "
@@ -85,7 +82,6 @@ class Unpicklable:
         self.__reduce_ex__(2)
 
     def __copy__(self) -> Any:
-        """Return an object with the same attributes."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied
@@ -155,7 +151,6 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         activation_checkpoint_func: CheckpointFunction | None = None,
         **kwargs: Any,
     ) -> None:
-        """Build the stages of this rank; see the class for the arguments."""
         require_names("deepspeed", "torch")
         select_device()
         arguments: list[tuple[str, str, Any]] = [
@@ -614,7 +609,7 @@ def head_parts(layers: Sequence[Any], loss_fn: Any, parts: int) -> list[LayerSpe
     Its spec has an attribute ``in_parts``: function of the number of parts; returns a LayerSpec of a
     :class:`ds_ext.tensor_parallel.HeadPart` for each. A tied head also needs a divided embedding, see
     :func:`.ties.divide_tied_embedding`. The loss function then gets the losses of all tokens instead of
-    logits, which its attribute ``takes_token_losses`` declares. Raises ConfigError for another last layer or function.
+    logits, which its attribute ``takes_token_losses`` declares.
     """
     if not parts:
         return []
@@ -635,7 +630,6 @@ def head_parts(layers: Sequence[Any], loss_fn: Any, parts: int) -> list[LayerSpe
 
 
 def _name(layer: Any, index: int) -> str:
-    """Return the name of a layer in the plan: its class or function, and its index in the model."""
     if isinstance(layer, TiedLayerSpec):
         return f"{layer.key} (tied)"
     kind = getattr(layer, "typename", layer if hasattr(layer, "__name__") else type(layer))

@@ -39,14 +39,13 @@ class Role:
 
     @contextmanager
     def running(self, schedule: TimetableSchedule) -> Iterator[None]:
-        """Context of the instructions of a step or an evaluation."""
         yield
 
     def wait_for_step(self, schedule: TimetableSchedule) -> None:
         """Wait for the ranks that have not finished the step, before a gathering whose time limit is a message's."""
 
     def end_step(self) -> None:
-        """End a training step."""
+        pass
 
     def numbers(self) -> list[float]:
         """Return the numbers of this rank that other ranks need after a step. Every rank returns as many."""

@@ -22,12 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class RunControl(AdaptedEngine):
-    """Part of :class:`.engine.PipelineEngine`, whose constructor sets the attributes.
-
-    Attributes:
-        stops: requests of this rank to end the run.
-        saving: last save in the background; None after :meth:`wait_for_save`.
-    """
+    """Part of :class:`.engine.PipelineEngine`, whose constructor sets the attributes."""
 
     activity: Activity
     checkpoint_events: CheckpointEvents
@@ -63,7 +58,6 @@ class RunControl(AdaptedEngine):
 
         Every rank writes a small file. Rank 0 reads the files and compares the free space with a checkpoint's size.
         From now on, no other job can save to the folder. A warning names checkpoints that another run has left there.
-        Raises the same ConfigError on all ranks.
 
         Args:
             tags: names of this run's checkpoints, to warn only of those that it will replace; None: any name.
@@ -81,8 +75,7 @@ class RunControl(AdaptedEngine):
     def wait_for_save(self) -> None:
         """Wait until the last save in the background is complete. All ranks must call this together.
 
-        The next save and the next load do so first, and the exit of a rank waits for its files. Raises CheckpointError
-        if it failed.
+        The next save and the next load do so first, and the exit of a rank waits for its files.
         """
         save, self.saving = self.saving, None
         if save is not None:

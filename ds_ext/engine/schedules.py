@@ -19,26 +19,19 @@ _MAX_SIZES = 16  # evaluation schedules kept, by number of micro-batches
 
 
 class Schedules:
-    """Schedules of this rank.
-
-    Args:
-        layout: layout of the ranks.
-        device: device of this rank in its pipeline group.
-        slices: parts of every sequence.
-    """
+    """Schedules of this rank. ``slices`` is the number of slices of every sequence."""
 
     def __init__(self, layout: ParallelLayout, device: int, slices: int = 1) -> None:
         self._layout, self._device, self._slices = layout, device, slices
         self.inference = functools.lru_cache(_MAX_SIZES)(self._inference)
 
     def training(self, plan: JobPlan) -> TimetableSchedule:
-        """Return the schedule of a training step."""
         if plan.rules is None:
             return TimetableSchedule(plan.program, self._device)
         return DynamicSchedule(plan.program, self._device, plan.rules)
 
     def _inference(self, micro_batches: int) -> TimetableSchedule:
-        """Return the schedule of an evaluation, by micro-batches per data-parallel rank. Raises ConfigError for 0."""
+        """Return the schedule of an evaluation, by micro-batches per data-parallel rank."""
         if micro_batches < 1:
             raise ConfigError(f"num_micro_batches: must be at least 1 (got {micro_batches}).")
         placement = self._layout.placement

@@ -40,8 +40,6 @@ class StageSlices:
     """Slices of the micro-batches in flight.
 
     Args:
-        module: module of this rank.
-        count: slices of a sequence.
         lengths: tokens of every slice; "equal": those of any sequence.
         shards: ranks over which sequence parallelism distributes the tokens between stages.
     """
@@ -54,7 +52,6 @@ class StageSlices:
 
     @classmethod
     def from_plan(cls, module: PipelineModule, plan: JobPlan) -> StageSlices | None:
-        """Return the slices of a job; None if it has none."""
         settings = plan.settings
         if settings.sequence_slices == 1:
             return None
@@ -71,14 +68,12 @@ class StageSlices:
         """Return slice ``index`` of the data of a micro-batch: of the tensors whose dimension 1 is the sequence.
 
         The tensors are copies, because a layer that changes one in place would change what other slices read.
-        Raises ConfigError for a sequence that the slices do not divide.
         """
         tokens = _tokens(tensors)
         bounds = self._bounds(tokens)
         return _copies(_cut(tensors, tokens, *bounds[index]))
 
     def _bounds(self, tokens: int) -> list[tuple[int, int]]:
-        """Return start and stop of every slice of a sequence. Raises ConfigError if they do not fit it."""
         return slice_bounds(tokens, self.count, self._lengths, self._shards)
 
     def forward(
@@ -131,10 +126,7 @@ class StageSlices:
         outputs: Any,
         labels: tuple[Tensor, ...] | None,
     ) -> None:
-        """Try the loss function on the first slice with counted labels.
-
-        Raises ConfigError if the losses of its parts do not add up to its loss, as if labels are shifted in each part.
-        """
+        """Try the loss function on the first slice with counted labels."""
         if self._loss_tried or labels is None:
             return
         tokens = _tokens(labels)
@@ -174,7 +166,7 @@ class StageSlices:
                     x = _try_layer(self._module, layer, name, x, tokens)
 
     def _require_own(self, name: str, layer: object) -> None:
-        """Raise ConfigError for a layer of others, which cannot be tried on tokens of several ranks."""
+        """Raise ConfigError for a layer outside ds_ext, which cannot be tried on tokens of several ranks."""
         if not type(layer).__module__.startswith(("ds_ext.", "functools", "builtins")):
             raise ConfigError(
                 f"sequence_slices: {name} cannot be checked with sequence_parallel. Remove one of them."
@@ -207,7 +199,7 @@ def _gpus(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> Any:
-    """Return the outputs of a layer for a sequence. Raises ConfigError; see :meth:`StageSlices._try_layers`."""
+    """Return the outputs of a layer for a sequence, after the check of :meth:`StageSlices._try_layers`."""
     inputs, middle = pack(x, name), tokens // 2
     if tokens == 2:  # they may be equal
         inputs = [torch.cat((t[:, :1], t[:, 1:] / 2), 1) if _can_change(t, tokens) else t for t in inputs]
@@ -273,15 +265,8 @@ def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, x: Any
 def _try_sums(loss: Callable[[int, int], Loss], name: str, tokens: int) -> bool:
     """Return whether a slice has counted labels.
 
-    The slice is halved down to one of its counted labels, so that one that a half loses matters.
-
-    Args:
-        loss: returns the loss of the tokens from start to stop.
-        name: name of the loss function in errors.
-        tokens: tokens of the slice.
-
-    Raises:
-        ConfigError: the losses of two halves do not add up to the one of both.
+    The slice is halved down to one of its counted labels, so that one that a half loses matters. ``loss`` returns the
+    loss of the tokens from start to stop.
     """
     start, stop = 0, tokens
     whole = loss(start, stop)
@@ -349,14 +334,13 @@ class _HalfWatch(TorchDispatchMode):
 
 
 def _uses_half(run: Callable[[], object]) -> bool:
-    """Return whether a computation has parts in half precision."""
     with _HalfWatch() as watch:
         run()
     return watch.found
 
 
 def _tolerance(tensor: Tensor) -> float:
-    """Return the largest difference of outputs, relative to the largest output."""
+    """Return the largest accepted difference of outputs, relative to the largest output."""
     dtype = tensor.dtype.to_real()
     if dtype == torch.float32 and tensor.is_cuda:
         return _TF32_TOLERANCE
@@ -393,7 +377,7 @@ def _with_other_start(tensor: Tensor, middle: int, tokens: int) -> Tensor:
 
 
 def _tokens(tensors: Sequence[Tensor]) -> int:
-    """Return the length of the sequence: dimension 1 of the first tensor that has one. Raises ConfigError."""
+    """Return the length of the sequence: dimension 1 of the first tensor that has one."""
     for tensor in tensors:
         if tensor.dim() > 1:
             return tensor.size(1)

@@ -76,7 +76,6 @@ class Buffer:
         return tuple(_take_grad(t) for t in inputs if _differentiable(t))
 
     def take_grads(self) -> tuple[Tensor, ...]:
-        """Return the gradients of the outputs, and drop them."""
         grads, self.grads = self.grads, None
         assert grads is not None
         return grads
@@ -139,22 +138,11 @@ def _take_grad(tensor: Tensor) -> Tensor:
 
 
 class StageForward:
-    """Forwards of this rank's stages."""
-
     def __init__(self, module: PipelineModule) -> None:
         self._module = module
 
     def __call__(self, stage: int, inputs: tuple[Tensor, ...], step: int, micro_batch: int) -> Any:
-        """Return the outputs of a stage.
-
-        Args:
-            stage: stage that this rank holds.
-            inputs: inputs of the stage.
-            step, micro_batch: global ids, for layers that draw random numbers.
-
-        Raises:
-            ConfigError: the inputs of the first stage have a different dtype than its weights.
-        """
+        """Return the outputs of a stage. ``step`` and ``micro_batch`` are global and seed random layers."""
         # Inputs are leaves, on which torch does not allow in-place operations. An identity hides the leaves.
         try:
             return self._module.forward_stage(

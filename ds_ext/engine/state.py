@@ -50,13 +50,7 @@ _DYNAMIC_SCALE = (*_STATIC_SCALE, "cur_iter", "last_overflow_iter", "cur_hystere
 
 @dataclass(frozen=True)
 class Value:
-    """Value that is the same on all ranks.
-
-    Attributes:
-        key: its key, which is DeepSpeed's if DeepSpeed saves it.
-        read: returns it for an engine.
-        write: sets it in an engine.
-    """
+    """Value that is the same on all ranks. Its key is DeepSpeed's if DeepSpeed saves it."""
 
     key: str
     read: Callable[[Checkpointed], Any]
@@ -77,7 +71,6 @@ def _set_scheduler(engine: Checkpointed, state: Any) -> None:
 
 
 def _loss_scale(engine: Checkpointed) -> dict[str, Any]:
-    """Return the state of the optimizer's loss scaler; empty if it has none."""
     scaler = loss_scaler(engine.optimizer)
     keys = _DYNAMIC_SCALE if isinstance(scaler, DynamicLossScaler) else _STATIC_SCALE
     return {} if scaler is None else {key: getattr(scaler, key) for key in keys}
@@ -118,13 +111,9 @@ VALUES = (
 class RankState:
     """State of this rank; it is read and written in place.
 
-    Args:
-        engine: initialized engine.
-
     Attributes:
         parameters: parameters that this rank keeps, by unique name, with frozen ones; none on a rank whose weights
             another one keeps.
-        optimizer: states of the optimizer.
     """
 
     def __init__(self, engine: Checkpointed) -> None:
@@ -166,20 +155,17 @@ class RankState:
     def fragments(
         self, parameters: Mapping[str, LocalParameter]
     ) -> Iterator[tuple[str, LocalParameter, Fragment]]:
-        """Yield name, parameter and fragment of the parameters whose optimizer states this rank holds."""
         fragments = self.optimizer.fragments()
         for name, local in parameters.items():
             if (fragment := fragments.get(id(local.parameter))) is not None:
                 yield name, local, fragment
 
     def buffers(self) -> Iterator[tuple[int, str, Tensor]]:
-        """Yield layer, key and tensor of the persistent buffers."""
         for index, layer in self._layers():
             for key, buffer in buffers_of(layer):
                 yield index, key, buffer
 
     def extra_states(self) -> Iterator[tuple[int, str, nn.Module]]:
-        """Yield layer, key and owner of the extra states."""
         for index, layer in self._layers():
             for key, owner in extra_states_of(layer).items():
                 yield index, key, owner
@@ -197,7 +183,6 @@ class RankState:
                     yield f"transient/{index}/{plain_name(f'{path}.{name}')}", owner._buffers, name
 
     def _members(self) -> list[list[str]]:
-        """Return the unique names of the parameters of each group of the optimizer."""
         names = {id(local.parameter): name for name, local in self.parameters.items()}
         return [
             sorted(names[id(p)] for p in members if id(p) in names) for _, members in self.optimizer.groups()
@@ -284,7 +269,6 @@ class RankState:
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of this rank's default generators: torch's, Python's and NumPy's."""
     kind, keys, *position = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     states = {

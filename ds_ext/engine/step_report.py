@@ -24,7 +24,6 @@ class Gathered:
     """Numbers of all ranks in a step or an evaluation.
 
     Attributes:
-        losses: losses.
         bubble: share of the time so far in which an average rank did not compute.
         peak_memory_of_ranks: peak memory of every rank so far, in bytes.
         stop_causes: cause of every rank's request to end the run; 0 without one. See :mod:`..launch.stop`.
@@ -45,7 +44,6 @@ class StepReport:
     Attributes:
         seconds: duration on this rank.
         lr: learning rate of the first parameter group.
-        of_ranks: numbers of all ranks.
         snapshot_s: seconds for this rank's snapshot of the step before, and for waiting for copies; None without one.
         recovered_from: in the first step after a recovery, the step from which it continued; else None.
     """
@@ -61,10 +59,7 @@ class StepReport:
     ) -> list[tuple[str, float, int]]:
         """Return (name, value, samples) of what DeepSpeed does not write to its monitors.
 
-        Args:
-            grad_norm: global norm; None: not measured.
-            additional_losses: means by name.
-            samples: samples so far, the position on the monitors' axis.
+        ``samples`` so far are the position on the monitors' axis. ``grad_norm`` None: not measured.
         """
         values = {"grad_norm": grad_norm, "bubble": self.of_ranks.bubble, **(additional_losses or {})}
         return [
@@ -80,12 +75,7 @@ def _of_report(read: Callable[[StepReport], Any], before_the_first: Any = None) 
 
 
 class Measured:
-    """Measurements of an engine: values of its last report, None before the first step, and of its simulation.
-
-    Attributes:
-        report: measurements of the last training step; None before the first one.
-        plan: job plan.
-    """
+    """Measurements of an engine: values of its last report, None before the first step, and of its simulation."""
 
     report: StepReport | None
     plan: JobPlan
@@ -117,17 +107,10 @@ def gather_step(
     call it together.
 
     Args:
-        data: micro-batches of the step.
-        losses: losses of this rank.
-        busy: clock of this rank's computations.
         weights_set: number of elements of the weights that the script set before the step.
         num_changed: number of parameters of this rank that the script froze or unfroze before the step.
         step: number of the step, from 1, for this warning.
-        device: device of this rank's tensors.
         stop_cause: cause of this rank's request to end the run; 0 without one.
-
-    Raises:
-        ConfigError: the data of a rank ended, ranks read different samples, or the losses are not of one form.
     """
     changes = float(weights_set), float(num_changed)
     measured = [*busy.read(), float(peak_memory_bytes(device)), *changes, float(stop_cause)]

@@ -79,7 +79,6 @@ class SharedParameter:
 
     @property
     def key(self) -> str:
-        """Name of the parameter in the first layer."""
         return self.places[self.layer]
 
 
@@ -143,7 +142,7 @@ def divide_tied_embedding(layers: Sequence[Any], parts: int) -> tuple[list[Any],
 
     If the last layer is a TiedLayerSpec, its part i has as ``weight`` the parameter i of the ``nn.ParameterList`` that
     ``tied_weight_attr`` names in the layer with the same key. The spec of that layer has an attribute ``in_parts``:
-    function of the number of parts; returns the spec of the layer with this list. Raises ConfigError without it.
+    function of the number of parts; returns the spec of the layer with this list.
     """
     *body, head = layers
     if not isinstance(head, TiedLayerSpec):
@@ -220,13 +219,7 @@ def require_whole_ties(module: LayeredModule) -> None:
 
     DeepSpeed sums only the gradients of ``tied_weight_attr``. Any other parameter is one parameter if both ends of the
     tie are on one rank (a V placement), and two otherwise. The model would depend on the schedule, and a checkpoint
-    stores a tied layer only once.
-
-    Args:
-        module: module with built layers, before ties are indexed.
-
-    Raises:
-        ConfigError: on all ranks; it names the tie and the parameters.
+    stores a tied layer only once. To be called when the layers are built, before ties are indexed.
     """
     if any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs):
         together(lambda: check_ties(module))
@@ -272,10 +265,9 @@ def _require_parameters(layer: nn.Module, key: str, names: Iterable[str]) -> Non
 
 
 def join_kinds(module: LayeredModule) -> list[dict[int, str]]:
-    """Let layers of one tie that differ in class or arguments share its weights. All ranks must call this together.
+    """Share the weights of a tie between its layers of different class or arguments. All ranks must call this together.
 
-    Returns layer -> name of every weight, in the order of ``tied_weight_attr``. Raises ConfigError on all ranks for
-    layers that name different weights.
+    Returns layer -> name of every weight, in the order of ``tied_weight_attr``.
     """
     if not module.tied_kinds:
         return []
@@ -315,7 +307,10 @@ def _describe_tied(layer: nn.Module, key: str, names: Sequence[str]) -> dict[str
 
 
 def _join(layer: nn.Module, copies: Sequence[nn.Parameter]) -> None:
-    """Let a layer use the first copy. The others lose their elements: a layer that kept one elsewhere then fails."""
+    """Replace the copies of a weight in a layer by the first one.
+
+    The others lose their elements: a layer that kept one elsewhere then fails.
+    """
     others = {id(parameter) for parameter in copies if parameter is not copies[0]}
     for module in layer.modules():
         for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
@@ -370,11 +365,7 @@ def _tie(module: LayeredModule, key: str, ranks: list[int], group: Any) -> dict[
 
 
 def join_tied_rows(module: LayeredModule) -> None:
-    """Let parts of a tied head use the rows of the embedding on this rank. All ranks must call this together.
-
-    Raises ConfigError on all ranks for an embedding with other rows, or with other parameters or buffers, because the
-    layer files of a checkpoint divide it.
-    """
+    """Set the embedding's rows on this rank as weights of a tied head's parts. All ranks must call this together."""
 
     def join() -> None:
         layers = dict(_built_layers(module))
@@ -401,13 +392,8 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
     """Return the parameters that several layers share as one object. All ranks must call this together.
 
     Every process has the modules of the layer list and the arguments of its LayerSpecs, so all processes find the same
-    candidates. Whether a layer uses a candidate is visible only to ranks that build the layer.
-
-    Args:
-        module: module with built layers, before ties are indexed.
-
-    Raises:
-        ConfigError: on all ranks, if the sharing would depend on the schedule, or the ranks have different layers.
+    candidates. Whether a layer uses a candidate is visible only to ranks that build the layer. To be called when the
+    layers are built, before ties are indexed.
     """
     # id -> tensor, and the layers in whose entries of the list it occurs
     entries: dict[int, tuple[Tensor, set[int]]] = {}
@@ -447,9 +433,7 @@ def _places_on_this_rank(
 ) -> list[dict[int, str]]:
     """Return layer -> name of every candidate in the layers of this rank.
 
-    Raises ConfigError if layers share a parameter that is no candidate (a global, or an unregistered one in a list): a
-    rank with only one of these layers cannot see this. ``entries``: id -> (tensor, layers in whose entries it occurs),
-    from :func:`find_shared`.
+    ``entries``: id -> (tensor, layers in whose entries it occurs), from :func:`find_shared`.
     """
     candidate_places: dict[int, dict[int, str]] = {id(tensor): {} for tensor in candidates}
     parameter_places: dict[int, dict[int, str]] = {}
@@ -569,7 +553,6 @@ def _named_tensors(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _built_layers(module: LayeredModule) -> Iterator[tuple[int, nn.Module]]:
-    """Yield (index, layer) of the layers of this rank."""
     for stage in module.stages:
         yield from module.stage_modules(stage).items()
 

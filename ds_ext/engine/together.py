@@ -16,10 +16,6 @@ def together(function: Callable[[], Any], error_type: type[DsExtError] = DsExtEr
 
     An OSError becomes an ``error_type`` on all ranks. Any other exception, for example from a module's
     ``state_dict()``, becomes an ``error_type`` on the other ranks; its own rank raises it unchanged, with traceback.
-
-    Raises:
-        ConfigError: ``function()`` raised it on some rank.
-        DsExtError: of type ``error_type``, for other failures.
     """
     outcome: tuple[Any, DsExtError | None]
     unexpected: Exception | None = None
@@ -47,16 +43,11 @@ def by_rank_0(function: Callable[[], Any], error_type: type[DsExtError] = DsExtE
 
 
 def error_text(error: OSError) -> str:
-    """Return the rank, reason and file of an OSError."""
     return f"rank {dist.get_rank()}: {error.strerror}: {error.filename}"
 
 
 def rows_of_ranks(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
-    """Return the numbers of all ranks, one row per rank. Every rank passes as many.
-
-    Args:
-        device: device of this rank's tensors.
-    """
+    """Return the numbers of all ranks, one row per rank. Every rank passes as many."""
     row = torch.tensor(numbers, dtype=torch.float64, device=collective_device(device))
     rows = row.new_empty(dist.get_world_size(), len(numbers))
     dist.all_gather(list(rows), row)

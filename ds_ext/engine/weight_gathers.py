@@ -33,13 +33,7 @@ from .tracing.recorder import Tracer
 
 
 class WeightGathers:
-    """Gathers of one rank, in the order of the first uses of its stages.
-
-    Args:
-        optimizer: DeepSpeed's ZeRO or bf16 optimizer.
-        module: holds the parameters of the stages.
-        tracer: records the gathers; None without tracing.
-    """
+    """Gathers of one rank, in the order of the first uses of its stages."""
 
     def __init__(self, optimizer: ZeROOptimizer, module: PipelineModule, tracer: Tracer | None) -> None:
         self._tracer = tracer
@@ -97,10 +91,6 @@ def split_by_stage(groups: Sequence[Any], module: PipelineModule) -> tuple[list[
     A parameter of several stages, such as a tied embedding, belongs to the first that this rank uses. Parameters whose
     gradients are reduced with other stages have their own group. Parts without elements, and frozen ones, on which
     DeepSpeed fails, are joined to another one.
-
-    Args:
-        groups: parameters, or parameter groups.
-        module: holds the parameters of the stages.
     """
     first = _first_uses(module)
     reductions = parameters_by_reduction(
@@ -127,7 +117,7 @@ def split_by_stage(groups: Sequence[Any], module: PipelineModule) -> tuple[list[
 
 
 def scheduler_of_parts(make: Callable[[Any], Any], sources: Sequence[int], optimizer: Any) -> Any:
-    """Return the scheduler of a script's function. Raises ConfigError if it needs the number of the script's groups."""
+    """Return the scheduler of a script's function, which fails if it needs the number of the script's groups."""
     try:
         return make(optimizer)
     except (ValueError, IndexError) as error:

@@ -41,9 +41,6 @@ class TrainedParameters:
     Scripts of ranks may differ, and reductions would then wait forever. So those of the first step after a change are
     as before it. With its losses, the ranks gather whether one of them has changes, and then compare them.
 
-    Args:
-        engine: :class:`.engine.PipelineEngine`.
-
     Attributes:
         changed: parameters whose ``requires_grad`` differs from that of the last step.
     """
@@ -60,7 +57,6 @@ class TrainedParameters:
         return [parameter.requires_grad for parameter in self._objects]
 
     def take_changes(self) -> None:
-        """Find what the script has changed since the last step."""
         flags = self._read()
         self.changed = []
         if flags != self._flags:
@@ -85,8 +81,7 @@ class TrainedParameters:
     def agree(self) -> list[nn.Parameter]:
         """Compare the changes of all ranks, and return the parameters that are trained from this step on.
 
-        All ranks must call this together. Raises ConfigError on all of them if the optimizer of one cannot follow, or
-        ranks with the same parameter differ.
+        All ranks must call this together.
         """
         known: dict[str, tuple[bool, int]] = {}
         for rank, flags in enumerate(together(self._check)):
@@ -104,7 +99,7 @@ class TrainedParameters:
         return unfrozen
 
     def _check(self) -> dict[str, bool]:
-        """Return a dict of name -> whether the parameter is trained. Raises ConfigError if the optimizer differs."""
+        """Return which parameters are trained, by name, after checking that the optimizer supports the changes."""
         optimizer, changed = self._engine.optimizer, set(map(id, self.changed))
         held, fix = set[int](), "Save a checkpoint, and load it in a job that starts with this requires_grad"
         if not isinstance(optimizer, DeepSpeedOptimizer):  # torch's skips frozen ones
@@ -125,18 +120,9 @@ class TrainedParameters:
 class WeightUpdate:
     """Update of the weights with the optimizer that the engine has now. A script may give it another one.
 
-    Args:
-        engine: :class:`.engine.PipelineEngine`.
-
     Attributes:
-        gradients: gradients of this rank's parameters.
-        masters: fp32 master weights.
         reduction: eager reduction of the gradients; None: they are reduced after the last backward.
         gathers: gathers that overlap with the next step; None: DeepSpeed gathers at the end of the step.
-        loss_watch: counter of consecutive steps with a non-finite loss or gradient.
-
-    Raises:
-        ConfigError: the scheduler or the optimizer cannot be stepped without arguments, or Muon has shards of weights.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -195,10 +181,6 @@ class WeightUpdate:
         return WeightGathers(optimizer, engine.module, engine.tracer)
 
     def is_outdated(self) -> bool:
-        """Return whether a script has changed what this object depends on.
-
-        Raises ConfigError for an optimizer without the fp32 weights of DeepSpeed's.
-        """
         engine = self._engine
         if _dependencies(engine) == self._dependencies:
             return False
@@ -248,8 +230,7 @@ class WeightUpdate:
     def overlapping(self) -> Iterator[None]:
         """Context of an optimizer step that reads the ranks' parts of the gradients, and starts to gather the weights.
 
-        It does nothing for a job without "overlap_across_steps". Raises ConfigError if a script has set parts of one
-        parameter group to different values.
+        It does nothing for a job without "overlap_across_steps".
         """
         require_equal_parts(getattr(self._optimizer, "param_groups", ()), self._engine.module.group_sources)
         if self.gathers is None:

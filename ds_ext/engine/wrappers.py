@@ -15,12 +15,10 @@ COMPILED, RECOMPUTED = "_orig_mod", "_checkpoint_wrapped_module"
 
 
 def plain_name(name: str) -> str:
-    """Return a name without the names of wrappers."""
     return ".".join(part for part in name.split(".") if part not in (COMPILED, RECOMPUTED))
 
 
 def plain_names(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by :func:`plain_name`."""
     return {plain_name(name): value for name, value in values.items()}
 
 
@@ -41,7 +39,7 @@ def plain_manifest(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def let_names_be_plain(module: Any) -> None:
-    """Let ``state_dict()`` of a module return plain names, and ``load_state_dict()`` take names of either kind."""
+    """Make ``state_dict()`` of a module return plain names, and ``load_state_dict()`` accept names of either kind."""
     module.register_state_dict_post_hook(_remove_wrappers)
     module.register_load_state_dict_pre_hook(_add_wrappers)
 

@@ -45,9 +45,7 @@ class Slot:
 class Call:
     """Arguments of one decoder layer: constants, the hidden states, and tensors that layers share.
 
-    Attributes:
-        structure: structure of (positional arguments, keyword arguments).
-        leaves: in the structure's order.
+    ``structure`` is that of (positional arguments, keyword arguments). ``leaves`` are in its order.
     """
 
     structure: TreeSpec
@@ -56,8 +54,6 @@ class Call:
     def arguments(
         self, hidden_BSD: Tensor, shared: Sequence[Tensor | None], cache: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of the decoder layer."""
-
         def value(leaf: Any) -> Any:
             if leaf is Hidden.HERE:
                 return hidden_BSD
@@ -74,7 +70,7 @@ class Shared:
     """Tensor that decoder layers share.
 
     Attributes:
-        differentiable: whether it depends on trained parameters.
+        differentiable: it depends on trained parameters.
         queries: its dimensions with the tokens of a slice.
         keys: its dimensions with these and all earlier tokens.
     """
@@ -86,22 +82,13 @@ class Shared:
 
 @dataclass(frozen=True)
 class Calls:
-    """Arguments of all decoder layers.
-
-    Attributes:
-        layers: those of every decoder layer.
-        shared: every slot.
-    """
+    """Arguments of all decoder layers. ``shared`` has every slot."""
 
     layers: tuple[Call, ...]
     shared: tuple[Shared, ...]
 
     def shared_tensors(self, records: Sequence[tuple[Any, ...]]) -> list[Tensor | None]:
-        """Return the value of every slot from the recorded arguments of all decoder layers.
-
-        Raises:
-            ConfigError: layers got other arguments than in the trial, so the cut would be wrong.
-        """
+        """Return the value of every slot from the recorded arguments of all decoder layers."""
         shared: dict[int, Tensor | None] = {}
         for index, (record, call) in enumerate(zip(records, self.layers, strict=True)):
             for value, leaf in zip(leaves_of(record)[0], call.leaves, strict=True):
@@ -126,11 +113,10 @@ class Cut:
     Attributes:
         name: class of the config, for errors.
         backbone: path of the module that owns the decoder layers.
-        width: number of columns of the word embedding.
         layers: path of their list.
-        embedding, head: paths of the word embedding and of the output projection.
+        width: number of columns of the word embedding.
         before, after: paths of the backbone's other modules that run before and after the decoder layers.
-        tied: whether the head's weight is the embedding's.
+        tied: the head's weight is the embedding's.
         tuple_size: size of the tuple that a decoder layer returns, with the hidden states first; 0: only the tensor.
         whole: arguments of the decoder layers for sequences.
         sliced: arguments for slices of sequences; or the reason why the model cannot train in slices.
@@ -151,11 +137,10 @@ class Cut:
 
     @property
     def num_layers(self) -> int:
-        """Number of decoder layers."""
         return len(self.whole.layers)
 
     def name_of(self, index: int, key: str) -> str:
-        """Return the name in the model of a parameter, from its pipeline layer and its name there."""
+        """Return the name in the model of a parameter, from its pipeline layer and its name in this layer."""
         if index == 0:
             return key.replace("module", self.embedding, 1)
         if 2 <= index < 2 + self.num_layers:
@@ -163,28 +148,24 @@ class Cut:
         return key.removeprefix("skeleton.")
 
     def calls(self) -> Calls:
-        """Return the arguments of the decoder layers in the current pass. Raises ConfigError; see ``sliced``."""
+        """Return the arguments of the decoder layers in the current pass."""
         return self.whole if current_slice() is None else self.sliced_calls()
 
     def sliced_calls(self) -> Calls:
-        """Return the arguments of the decoder layers for slices. Raises ConfigError; see ``sliced``."""
         if isinstance(self.sliced, str):
             raise self.no_slices(self.sliced)
         return self.sliced
 
     def no_slices(self, reason: object) -> ConfigError:
-        """Return the error for a model that cannot train in slices."""
         return ConfigError(
             f"sequence_slices: {self.name} cannot train in slices, because {reason}. Remove sequence_slices."
         )
 
     def layer_output(self, hidden_BSD: Tensor) -> Any:
-        """Return the hidden states in the form in which a decoder layer returns them."""
         return (hidden_BSD, *[None] * (self.tuple_size - 1)) if self.tuple_size else hidden_BSD
 
     @staticmethod
     def hidden_states(record: tuple[Any, ...]) -> Tensor:
-        """Return the hidden states among the recorded arguments of a decoder layer."""
         leaves, _ = leaves_of(record)
         return leaves[place_of_hidden(record)]
 
@@ -203,11 +184,9 @@ def place_of_hidden(record: tuple[Any, ...]) -> int:
 
 
 class Recorder:
-    """Stand-in for the decoder layers of a skeleton. It records their arguments.
+    """Stand-in for the decoder layers of a skeleton. It replaces their forwards and records their arguments.
 
-    Args:
-        layers: decoder layers, whose forward it replaces.
-        outputs: called with the index and the arguments of a layer; returns what the layer shall return.
+    ``outputs`` gets the index and the arguments of a layer, and returns the output of the layer.
     """
 
     def __init__(self, layers: nn.ModuleList, outputs: Callable[[int, tuple[Any, ...]], Any]) -> None:
@@ -217,7 +196,6 @@ class Recorder:
             layer.forward = functools.partial(self._forward, index)
 
     def take(self) -> list[tuple[Any, ...]]:
-        """Return the records and forget them."""
         records = self.records
         self.records = []
         return records

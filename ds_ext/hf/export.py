@@ -40,7 +40,6 @@ def save_adapter(engine: PipelineEngine, lora: Any, folder: str | Path) -> None:
 
 
 def _decoder_layers(engine: PipelineEngine) -> list[DecoderLayer]:
-    """Return the decoder layers of this rank."""
     stages = (engine.module.stage_modules(stage) for stage in engine.module.stages)
     return [layer for modules in stages for layer in modules.values() if isinstance(layer, DecoderLayer)]
 
@@ -59,7 +58,6 @@ def _adapter_weights(engine: PipelineEngine) -> dict[str, Tensor]:
 
 
 def _write(tensors: dict[str, Tensor], lora: Any, base_model: str | None, folder: Path) -> None:
-    """Write peft's two files. Raises ConfigError if no tensor belongs to an adapter."""
     from safetensors.torch import save_file
 
     if not any("lora_" in name for name in tensors):

@@ -22,11 +22,6 @@ from .weights import Source
 
 
 def find_cut(source: Source) -> Cut:
-    """Return how the model of ``source`` is cut.
-
-    Raises:
-        ConfigError: the model cannot be cut; the message says why.
-    """
     config = source.config
     name = type(config).__name__
     _check_config(config, name)
@@ -66,7 +61,6 @@ def find_cut(source: Source) -> Cut:
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Context that raises Uncuttable as ConfigError."""
     try:
         yield
     except Uncuttable as error:
@@ -74,7 +68,7 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def _sliced_calls(trial: Trial) -> Calls | str:
-    """Return the arguments of the decoder layers for slices; or the reason why the model cannot train in them."""
+    """Return the arguments for slices; or the reason why the model cannot train in them."""
     from .slices import SliceCache  # needs transformers
 
     config, tuple_size = trial.model.config.get_text_config(), trial.tuple_size
@@ -140,7 +134,6 @@ def _owner_of_layers(model: nn.Module, config: Any, name: str) -> tuple[str, str
 
 
 def _embedding_and_head(model: Any, name: str) -> tuple[str, str]:
-    """Return the paths of the word embedding and of the output projection. Raises ConfigError if one is missing."""
     embedding = _path_of(model, model.get_input_embeddings())
     head = _path_of(model, model.get_output_embeddings())
     if embedding is None or head is None:
@@ -151,7 +144,6 @@ def _embedding_and_head(model: Any, name: str) -> tuple[str, str]:
 
 
 def _is_head_tied(model: nn.Module, embedding: str, head: str, name: str) -> bool:
-    """Return whether the head has the weight of the embedding. Raises ConfigError if it has more than that."""
     projection = model.get_submodule(head)
     if projection.weight is not model.get_submodule(embedding).weight:
         return False
@@ -163,7 +155,6 @@ def _is_head_tied(model: nn.Module, embedding: str, head: str, name: str) -> boo
 
 
 def _check_coverage(model: nn.Module, paths: Sequence[str], name: str) -> None:
-    """Raise ConfigError if the model has a parameter outside the modules at ``paths``."""
     prefixes = tuple(f"{path}." for path in paths)
     for parameter_name, _ in model.named_parameters():
         if not parameter_name.startswith(prefixes):
@@ -196,5 +187,4 @@ def _check_sharing(model: nn.Module, layers: str, table: tuple[str, str], name: 
 
 
 def _path_of(model: nn.Module, module: Any) -> str | None:
-    """Return the path of a module in ``model``; None if the model does not contain it."""
     return next((path for path, candidate in model.named_modules() if candidate is module), None)

@@ -24,7 +24,6 @@ _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def safetensors() -> Any:
-    """Import the package safetensors. Raises ConfigError if it is missing."""
     try:
         import safetensors
         import safetensors.torch
@@ -36,7 +35,6 @@ def safetensors() -> Any:
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write one safetensors file for transformers. Raises OSError."""
     library = safetensors()
     try:
         library.torch.save_file(dict(tensors), str(path), metadata={"format": "pt"})
@@ -48,7 +46,6 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def shape_text(shape: Sequence[int] | None) -> str:
-    """Return a shape as ``84 x 32``; "missing" for None."""
     return "missing" if shape is None else " x ".join(map(str, shape))
 
 
@@ -58,12 +55,6 @@ def shard_name(number: int, shards: int) -> str:
 
 
 class ModelFolder:
-    """Local folder with config.json and safetensors, whose weights are read in parts.
-
-    Raises:
-        ConfigError: if a file is missing or damaged.
-    """
-
     def __init__(self, folder: Path) -> None:
         self.path = folder
         self.config = read_config(folder)
@@ -71,11 +62,9 @@ class ModelFolder:
 
     @property
     def names(self) -> list[str]:
-        """Names of all weights in the files."""
         return list(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a weight without reading the weight."""
         return self._files[name].shape(name)
 
     def dtype(self, name: str) -> str:
@@ -83,24 +72,21 @@ class ModelFolder:
         return self._files[name].dtype(name)
 
     def read(self, name: str) -> Tensor:
-        """Read a weight in the layout and dtype of the file."""
         return self._files[name].read_all(name)
 
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Read rows ``start`` to ``stop - 1`` of a weight. Rows are the elements of its first dimension."""
+        """Read rows ``start`` to ``stop - 1`` of a weight: elements of its first dimension."""
         columns = self.shape(name)[1:]
         row = math.prod(columns)
         return self._files[name].read(name, start * row, (stop - start) * row).view(stop - start, *columns)
 
     def describe(self, names: Sequence[str] = ()) -> str:
-        """Return the architecture, and the number and dtype of some weights; without names, of all."""
         names = names or self.names
         total = sum(math.prod(self.shape(name)) for name in names)
         dtypes = ", ".join(sorted({self.dtype(name) for name in names}))
         return f"{self.config['model_type']}, {total:,} parameters in {dtypes}"
 
     def are_equal(self, name_a: str, name_b: str) -> bool:
-        """Return whether two weights are equal. Their rows are read in blocks."""
         shape = self.shape(name_a)
         if shape != self.shape(name_b):
             return False
@@ -121,7 +107,6 @@ class ModelFolder:
         return f"{sampled_checksum(files, names_checksum):08x}"
 
     def _find_files(self) -> dict[str, TensorFile]:
-        """Return a dict of weight name -> file. Raises ConfigError."""
         if (self.path / WEIGHTS).is_file():  # transformers reads it even if there is an index
             file = _open(self.path / WEIGHTS)
             return dict.fromkeys(file.names, file)
@@ -144,7 +129,6 @@ class ModelFolder:
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
-    """Return weight name -> file name from an index. Raises ConfigError if it is damaged or names other folders."""
     try:
         weight_map = {str(weight): str(name) for weight, name in read_json(index)["weight_map"].items()}
     except (KeyError, AttributeError):
@@ -159,12 +143,11 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of ``config.json``. Raises ConfigError if the file is missing or damaged."""
     return read_json(folder / CONFIG)
 
 
 def read_generation(folder: Path) -> dict[str, Any]:
-    """Return what a folder has for the generation of text: keys of ``config.json``, and ``generation_config.json``."""
+    """Return a folder's settings for the generation of text: keys of config.json, and generation_config.json."""
     keys = {
         k: v for k, v in read_config(folder).items() if k.endswith("_token_id") or k == "task_specific_params"
     }

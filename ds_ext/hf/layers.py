@@ -45,13 +45,11 @@ class Embedding(nn.Module):
             self.requires_grad_(False)
 
     def forward(self, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Embed the words, and pass the mask on."""
         ids_BS, *mask = (inputs,) if isinstance(inputs, Tensor) else inputs
         return self.module(ids_BS), *mask
 
 
 def embed(layer: Embedding, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Run a tied embedding."""
     return layer(inputs)
 
 
@@ -97,7 +95,6 @@ class Positions(_Part):
                 module.forward = functools.partial(_rotary_of_sample, module.forward)
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the backbone until it calls the last decoder layer."""
         from .slices import cache_arguments
 
         embeds_BSD, *masks = inputs
@@ -134,13 +131,7 @@ class Positions(_Part):
 
 
 class DecoderLayer(nn.Module):
-    """One decoder layer: (hidden_BSD, *shared) to the same with new hidden states.
-
-    Args:
-        source, cut: model.
-        index: index of the decoder layer.
-        adapters: adapters to insert; None: all weights are trained.
-    """
+    """One decoder layer: (hidden_BSD, *shared) to the same with new hidden states."""
 
     def __init__(self, source: Source, cut: Cut, index: int, adapters: Adapters | None) -> None:
         super().__init__()
@@ -153,7 +144,6 @@ class DecoderLayer(nn.Module):
             adapters.insert(source, cut, index, self.module)
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the decoder layer with the arguments that the backbone would give it."""
         hidden_BSD, *shared = inputs
         calls, cache = self.cut.calls(), _slice_cache(self)
         # Messages make every floating-point tensor a leaf with a gradient. Masks and angles need none.
@@ -197,7 +187,6 @@ class FinalNorm(_Part):
         self._nan: Tensor | None = None
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        """Run the backbone with decoder layers that return the hidden states."""
         hidden_BSD = inputs[0]
         # The parts before the decoder layers run too, on NaN: nothing of them can reach the result unnoticed.
         embeds_BSD = self._nan_weights(hidden_BSD).expand(*hidden_BSD.shape[:2], self.cut.width)
@@ -209,7 +198,7 @@ class FinalNorm(_Part):
             self._recorder.take()
 
     def _nan_weights(self, hidden_BSD: Tensor) -> Tensor:
-        """Give the modules without weights NaN, with the device and dtype of ``hidden_BSD``. Returns the scalar."""
+        """Set the missing weights to NaN, with the device and dtype of ``hidden_BSD``. Return the scalar."""
         nan = self._nan
         if nan is None or nan.device != hidden_BSD.device or nan.dtype != hidden_BSD.dtype:
             self._nan = nan = hidden_BSD.new_full((), float("nan"))
@@ -224,7 +213,7 @@ class FinalNorm(_Part):
 
 
 class Head(_Part):
-    """Output projection, with what the model does to the logits: hidden_BSD to logits_BSV.
+    """Output projection, with the model's changes of the logits: hidden_BSD to logits_BSV.
 
     With a chunked loss, it returns the hidden states, and ``chunked`` has the weight.
     """
@@ -238,20 +227,17 @@ class Head(_Part):
         self.backbone.forward = lambda *args, **kwargs: Outputs(self._hidden)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        """Run the model with a backbone that returns the hidden states."""
         if self._chunked is not None:
             projection: Any = self.skeleton.get_submodule(self.cut.head)
             return self._chunked.enter(hidden_BSD, projection.weight)
         return self._run(hidden_BSD).logits
 
     def set_projection(self, weight: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
-        """Set the output projection of a head without weights."""
         projection: Any = self.skeleton.get_submodule(self.cut.head)
         projection.__dict__["weight"] = weight  # not registered: the embedding trains it
         projection.forward = forward
 
     def loss(self, hidden_BSD: Tensor, labels_BS: Tensor) -> Tensor:
-        """Return the loss that the model's own forward computes."""
         return self._run(hidden_BSD, labels=labels_BS).loss
 
     def _run(self, hidden_BSD: Tensor, **kwargs: Any) -> Any:
@@ -326,14 +312,12 @@ def _rotary_of_sample(
 
 
 def _slice_cache(owner: object) -> SliceCache | None:
-    """Return the cache of the current slice; None without slices."""
     from .slices import SliceCache  # needs transformers
 
     return None if current_slice() is None else SliceCache(slice_start(), owner)
 
 
 def _cut_shared(tensor: Tensor, slot: Shared, start: int, stop: int) -> Tensor:
-    """Return a shared tensor of a sequence for its tokens ``start`` to ``stop``."""
     if not tensor.numel():
         if start == 0 or not slot.queries or not slot.keys:
             return tensor

@@ -27,7 +27,6 @@ _INITIAL_VALUES = (True, False, "gaussian", "orthogonal")
 
 
 def lora_config(rank: int) -> Any:
-    """Return the ``peft.LoraConfig`` of ``--lora-rank``. Raises ConfigError if peft is missing."""
     try:
         import peft
     except ImportError:
@@ -36,18 +35,6 @@ def lora_config(rank: int) -> Any:
 
 
 class Adapters:
-    """Adapters for the decoder layers of a model.
-
-    Args:
-        lora: a ``peft.LoraConfig``.
-        source: source of the model's modules.
-        cut: paths of the model's parts.
-
-    Raises:
-        ConfigError: peft is missing, or the configuration changes frozen weights or trains something outside the
-            decoder layers.
-    """
-
     def __init__(self, lora: Any, source: Source, cut: Cut) -> None:
         try:
             import peft
@@ -92,9 +79,9 @@ class Adapters:
     def insert(self, source: Source, cut: Cut, index: int, layer: nn.Module) -> None:
         """Freeze a decoder layer with weights, and insert its adapters in place.
 
-        peft changes modules that it selects by their paths in the whole model. So the layer stands at its place in a
-        skeleton while peft runs. The skeleton is dropped, and the adapters remain in ``layer``. torch's generator gives
-        their initial values.
+        peft changes modules that it selects by their paths in the whole model. So the layer takes its place in a
+        skeleton while peft runs. The skeleton is dropped, and the adapters remain in ``layer``. torch's generator
+        draws their initial values.
         """
         import peft
 

@@ -16,12 +16,7 @@ from .cut import Uncuttable
 class SliceCache(Cache):
     """Keys and values of the earlier slices of a sample, as leaves with gradients.
 
-    Args:
-        earlier: tokens of the earlier slices.
-        owner: decoder layer.
-
-    Attributes:
-        updates: attentions that have read the cache.
+    ``earlier`` is the number of their tokens. ``updates`` counts the attentions that have read the cache.
     """
 
     def __init__(self, earlier: int, owner: object = None) -> None:  # without layers that store something
@@ -43,7 +38,6 @@ class SliceCache(Cache):
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of earlier tokens."""
         return self._earlier
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -72,14 +66,13 @@ class SliceCache(Cache):
 
     @property
     def layers(self) -> Any:
-        """Whatever else a model reads of a cache. Raises Uncuttable."""
+        """Any other state that a model reads of a cache. Raises Uncuttable."""
         raise Uncuttable(
             "its layers keep more than keys and values of earlier tokens, such as a recurrent state"
         )
 
 
 def cache_arguments(backbone: nn.Module, cache: SliceCache | None) -> dict[str, Any]:
-    """Return the arguments of a backbone for a cache. Raises Uncuttable if it takes none."""
     if cache is None:
         return {"use_cache": False}
     parameters = inspect.signature(backbone.forward).parameters

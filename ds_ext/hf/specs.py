@@ -63,10 +63,7 @@ def from_transformers(
 def decoder_layers(
     source: Source, cut: Cut, lora: Any, chunked_loss: bool, loss_class: type[_Loss]
 ) -> tuple[list[LayerSpec], _Loss]:
-    """Return layers and loss function as :func:`from_transformers` does, with a loss function of another class.
-
-    Raises ConfigError; see there.
-    """
+    """Return layers and loss function as :func:`from_transformers` does, with a loss function of another class."""
     adapters = None if lora is None else Adapters(lora, source, cut)
     reason = _check_loss(source, cut, CausalLoss(source, None))
     if chunked_loss and reason:
@@ -84,7 +81,6 @@ def decoder_layers(
 def _layer_specs(
     source: Source, cut: Cut, adapters: Adapters | None, chunked: ChunkedHead | None
 ) -> list[LayerSpec]:
-    """Return word embedding, positions, every decoder layer, final norm and head."""
     arguments = (source, cut, adapters)
     if cut.tied:
         tie = {"tied_weight_attr": ["module.weight"]}
@@ -106,7 +102,6 @@ def _layer_specs(
 def _head_parts(
     source: Source, cut: Cut, adapters: Adapters | None, reason: str, parts: int
 ) -> list[LayerSpec]:
-    """Return the parts of the head. Raises ConfigError if it is tied, or if there is a reason for whole logits."""
     key = "vocabulary_parallel_head"
     if cut.tied:
         raise ConfigError(f"{key}: the head of {cut.name} is tied to the embedding (got true). Remove {key}.")
@@ -127,11 +122,8 @@ def _needs_whole_logits(key: str, cut: Cut, reason: str) -> ConfigError:
 class NextTokenLoss:
     """Loss function of the model: (logits_BSV, labels_BS) to (sum, count); a label is the token after its own.
 
-    Args:
-        source: the model.
-        chunked: its head with a chunked loss, which takes hidden_BSD instead of logits_BSV; None: without.
-
     Attributes:
+        chunked: head with a chunked loss, which takes hidden_BSD instead of logits_BSV; None: without.
         takes_token_losses: with the parts of a head it gets the losses of the tokens, (B, S), instead of logits_BSV.
     """
 
@@ -154,11 +146,9 @@ class NextTokenLoss:
         return self._function(labels=None, shift_labels=labels_BS, **arguments)
 
     def counts(self, labels_BS: Tensor) -> Tensor:
-        """Return the number of tokens that the model is trained to predict."""
         return (labels_BS != IGNORE_INDEX).sum()
 
     def return_logits(self, outputs: Tensor) -> Tensor:
-        """Return logits_BSV for the outputs of the last layer."""
         return outputs if self._chunked is None else self._chunked.logits(outputs)
 
 
@@ -174,7 +164,6 @@ class CausalLoss(NextTokenLoss):
         return self._sum(outputs, self.shift_labels(labels_BS)), self.counts(labels_BS)
 
     def counts(self, labels_BS: Tensor) -> Tensor:
-        """Return the number of tokens that the model is trained to predict."""
         return (labels_BS[:, 1:] != IGNORE_INDEX).sum()
 
     def shift_labels(self, labels_BS: Tensor) -> Tensor:
@@ -183,10 +172,7 @@ class CausalLoss(NextTokenLoss):
 
 
 def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss) -> str:
-    """Return why the loss needs whole logits, "" if it does not.
-
-    Raises ConfigError if the model's own forward computes another loss from random logits.
-    """
+    """Return why the loss needs whole logits, "" if it does not."""
     head = Head(source, dataclasses.replace(cut, tied=True), None)
     vocab_size = source.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -219,8 +205,7 @@ def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss) -> str:
 def _reason_for_whole_logits(source: Source, cut: Cut, *pairs: tuple[Tensor, Tensor]) -> str:
     """Return why logits are not the product of hidden states and the head's weight; "" if they are.
 
-    Args:
-        pairs: input and output of the head in a trial, each as it is and as it should be.
+    ``pairs`` are (actual, expected) input and output of the head in a trial.
     """
     projection: Any = source.reference().get_submodule(cut.head)
     head_class = type(projection)

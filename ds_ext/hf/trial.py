@@ -40,13 +40,8 @@ class Trial:
     """Runs of a skeleton's backbone with decoder layers that return chosen hidden states.
 
     The constructor changes the skeleton: its decoder layers only record their arguments, its other weights are ones.
-
-    Args:
-        model, backbone, layers: skeleton, its module that owns the decoder layers, and their list.
-        name: name of the config, for errors.
-
-    Attributes:
-        tuple_size: size of the tuple that the decoder layers return, with the hidden states first; 0: only the tensor.
+    ``tuple_size`` is the size of the tuple that the decoder layers return, with the hidden states first; 0: only the
+    tensor.
     """
 
     def __init__(self, model: Any, backbone: Any, layers: nn.ModuleList, name: str) -> None:
@@ -72,9 +67,6 @@ class Trial:
 
         The model may expect a tensor or a tuple from a decoder layer. ``tuple_size`` is set to the first form that it
         accepts.
-
-        Raises:
-            Uncuttable: the model cannot be cut.
         """
         from .slices import SliceCache, cache_arguments  # needs transformers
 
@@ -140,7 +132,7 @@ class Trial:
             raise Uncuttable("its final hidden states depend on more than those of the last layer")
 
     def _layer_output(self, index: int, record: tuple[Any, ...]) -> Any:
-        """Return the hidden states of layer ``index``: ones for the final layer, else NaN. Raises Uncuttable."""
+        """Return the hidden states of layer ``index``: ones for the final layer, else NaN."""
         leaves, _ = leaves_of(record)
         hidden = leaves[place_of_hidden(record)]
         self._check_arguments(index, hidden, leaves)
@@ -163,7 +155,7 @@ class Trial:
             raise Uncuttable(f"decoder layer {index} gets the results of several earlier layers")
 
     def _note_call(self, path: str, module: nn.Module, args: Any) -> None:
-        """Note on which side of the decoder layers a module runs. Raises Uncuttable if it is between them."""
+        """Record on which side of the decoder layers a module runs. Raises Uncuttable if it is between them."""
         layer_calls = len(self._recorder.records)
         if 0 < layer_calls < len(self.layers):
             raise Uncuttable(f"it runs {path} between decoder layers")
@@ -173,11 +165,6 @@ class Trial:
     def modules_around(
         self, owner: str, layers: str, embedding: str
     ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the paths of the backbone's modules that run before and after the decoder layers.
-
-        Raises:
-            ConfigError: the model cannot be cut.
-        """
         repeated_calls = self._modules_before & self._modules_after
         if repeated_calls:
             raise ConfigError(
@@ -192,7 +179,6 @@ class Trial:
 
 
 def _modules_outside(backbone: nn.Module, layers: nn.ModuleList) -> dict[str, nn.Module]:
-    """Return path -> module for the backbone and all its modules that are not in a decoder layer."""
     in_layers = {id(module) for layer in layers for module in layer.modules()}
     return {path: module for path, module in backbone.named_modules() if id(module) not in in_layers}
 
@@ -207,17 +193,13 @@ def _give_free_weights(modules: Iterable[nn.Module]) -> None:
 
 
 def merge_records(padded: Sequence[tuple[Any, ...]], plain: Sequence[tuple[Any, ...]]) -> Calls:
-    """Return the calls of all layers from their arguments with and without a padding mask.
-
-    Raises Uncuttable if the mask changes their form, or if layers exchange an object that is not a tensor.
-    """
+    """Return the calls of all layers from their arguments with and without a padding mask."""
     slots = _Slots()
     calls = [_merge_record(*pair, slots) for pair in zip(padded, plain, strict=True)]
     return Calls(tuple(calls), tuple(slots.shared))
 
 
 def _merge_record(padded: tuple[Any, ...], plain: tuple[Any, ...], slots: _Slots) -> Call:
-    """Return the call of one layer, and add a slot for every new tensor. Raises Uncuttable."""
     from .slices import SliceCache
 
     values, structure = leaves_of(padded)
@@ -242,11 +224,7 @@ def _merge_record(padded: tuple[Any, ...], plain: tuple[Any, ...], slots: _Slots
 
 
 class _Slots:
-    """Slots of the tensors that decoder layers get beside the hidden states.
-
-    Attributes:
-        shared: the tensor of every slot.
-    """
+    """Slots of the tensors that decoder layers get beside the hidden states."""
 
     def __init__(self) -> None:
         self.shared: list[Shared] = []

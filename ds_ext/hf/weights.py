@@ -21,9 +21,7 @@ class Source(Protocol):
     """Provider of skeletons and of modules with weights."""
 
     @property
-    def config(self) -> Any:
-        """Configuration of the transformers model."""
-        ...
+    def config(self) -> Any: ...
 
     @property
     def loss_function(self) -> Any:
@@ -48,11 +46,6 @@ class Source(Protocol):
 
 
 def make_source(model_or_folder: Any, dtype: torch.dtype | None) -> Source:
-    """Return the source for a transformers model (plain or peft's) or a folder.
-
-    Raises:
-        ConfigError: transformers or one of its private names is missing, or the folder cannot be read.
-    """
     try:
         import transformers
     except ImportError:
@@ -88,19 +81,15 @@ class ModelSource:
         self.loss_function = model.loss_function
 
     def skeleton(self) -> Any:
-        """Return a new model without weights."""
         return empty_model(type(self.model), self.model.config, self.model.dtype)
 
     def reference(self) -> Any:
-        """Return the model."""
         return self.model
 
     def submodule(self, path: str) -> nn.Module:
-        """Return the module with its weights."""
         return self.model.get_submodule(path)
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        """Return a view of rows of a weight."""
         return self.model.get_parameter(name).detach()[rows]
 
 
@@ -108,11 +97,7 @@ class FolderSource:
     """Modules built from ``config.json``, with weights from the folder's safetensors files.
 
     transformers renames and converts the weights as ``from_pretrained`` does. Only the files' parts with the weights
-    of the module are read.
-
-    Args:
-        folder: path of the folder.
-        dtype: dtype of the weights; None: as in the folder.
+    of the module are read. Without ``dtype``, it is that of the folder.
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None) -> None:
@@ -126,11 +111,9 @@ class FolderSource:
 
     @property
     def loss_function(self) -> Any:
-        """Loss function of the model."""
         return self.skeleton().loss_function
 
     def skeleton(self) -> Any:
-        """Return a new model without weights."""
         return empty_model(self._class, self.config, self._dtype)
 
     def reference(self) -> Any:
@@ -138,7 +121,6 @@ class FolderSource:
         return self.skeleton()
 
     def submodule(self, path: str) -> nn.Module:
-        """Return the module with its weights. Raises ConfigError if the folder does not have them all."""
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
@@ -167,7 +149,7 @@ class FolderSource:
         return module
 
     def rows(self, name: str, rows: slice) -> Tensor:
-        """Return rows of a weight, and read only these if the files have it as it is. Raises as :meth:`submodule`."""
+        """Return rows of a weight, and read only these if the files contain it unconverted."""
         model = self.skeleton()
         shape = model.get_parameter(name).shape
         targets = self._targets(model, _conversions(model))
@@ -179,7 +161,6 @@ class FolderSource:
         return self.submodule(path).get_parameter(key).detach()[rows]
 
     def _saved_dtype(self) -> torch.dtype:
-        """Return the dtype in ``config.json``, or else that of the first weight."""
         dtype = self.config.dtype
         if isinstance(dtype, str):
             dtype = getattr(torch, dtype)
@@ -194,11 +175,9 @@ class FolderSource:
         return len(keys) != 2 or self._weights.are_equal(*keys)
 
     def _targets(self, model: Any, mapping: list[Any]) -> dict[str, set[str]]:
-        """Return a dict of key in the files -> names in the model that the key's tensor contributes to.
+        """Return key in the files -> names in the model that the key's tensor contributes to.
 
-        Args:
-            model: skeleton.
-            mapping: its entry of :func:`_conversions`.
+        ``mapping`` is from :func:`_conversions`.
         """
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -220,7 +199,6 @@ class FolderSource:
 
 
 def _read_config(folder: Path) -> Any:
-    """Return the config of transformers. Raises ConfigError if it is missing or unknown, or for quantized weights."""
     import transformers
 
     if not (folder / CONFIG).is_file():
@@ -251,7 +229,6 @@ def _read_config(folder: Path) -> Any:
 
 
 def _model_class(config: Any, folder: Path) -> Any:
-    """Return the causal language model of a config. Raises ConfigError if transformers has none."""
     import transformers
 
     mapping = transformers.AutoModelForCausalLM._model_mapping
@@ -285,7 +262,7 @@ def empty_model(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Context in which new parameters move to the meta device before they are initialized."""
+    """Move new parameters to the meta device before they are initialized."""
     register = nn.Module.register_parameter
 
     def on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -302,7 +279,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Context without transformers' progress bars and messages, which would appear once per layer."""
+    """Suppress transformers' progress bars and messages, which would appear once per layer."""
     from transformers.utils import logging
 
     enabled, level = logging.is_progress_bar_enabled(), logging.get_verbosity()

@@ -68,10 +68,8 @@ class Ending:
         code: exit code; None: the rank has not failed.
         launcher: process ID of the launcher on this host.
         neighbours: rank -> process ID, for the ranks found on this host so far.
-        lost: first result of :meth:`find_lost`.
         election: socket by which this rank is elected on this host; None: not elected.
         reporting: held by the thread that reports the loss of a peer.
-        reported: whether a thread has reported it.
     """
 
     text: Callable[[], str] | None = None
@@ -115,7 +113,7 @@ class Ending:
 
 
 def report(error: BaseException, ending: Ending) -> None:
-    """Report why this rank failed, unless another rank reports it. Keeps ``ending`` up to date."""
+    """Report why this rank failed, unless another rank reports it. Keep ``ending`` up to date."""
     logger.debug("rank %d ends", rank(), exc_info=error)
     if getattr(error, "reported_by", None) not in (None, rank()):
         _wait_for_reporter()
@@ -221,7 +219,7 @@ def _is_timeout(error: BaseException, headline: str) -> bool:
 
 
 def _silence(ranks: list[int], is_timeout: bool) -> str:
-    """Return a report of silent ranks, such as ``ranks 1, 2 are gone``, and what they do outside of steps."""
+    """Return a report of silent ranks, such as ``ranks 1, 2 are gone``, and their activity outside of steps."""
     many = len(ranks) > 1
     problem = "did not answer" if is_timeout else "are gone" if many else "is gone"
     text = f"rank{'s' * many} {', '.join(map(str, ranks))} {problem}"
@@ -232,7 +230,7 @@ def _silence(ranks: list[int], is_timeout: bool) -> str:
 
 
 def publish_activity(name: str) -> None:
-    """Publish what this rank does outside of steps ("": nothing), for the reports of ranks that wait for it."""
+    """Publish the activity of this rank outside of steps ("": none), for the reports of ranks that wait for it."""
     ask_store(lambda store: store.set(f"{_ACTIVITY}{rank()}", name))
 
 
@@ -256,10 +254,8 @@ def report_loss_at_once(ending: Ending, lost: str) -> None:
 def _report_loss(line: str, notes: list[str], first: str | None, ending: Ending) -> None:
     """Print ``line`` if it is the first failure of the job, else refer to the first failure once per host.
 
-    On SIGTERM the watch thread reports while the main thread may be about to: the first one of them does.
-
-    Args:
-        first: result of :func:`claim`.
+    On SIGTERM the watch thread reports while the main thread may be about to: the first one of them does. ``first`` is
+    the result of :func:`claim`.
     """
     with ending.reporting:
         if not ending.reported:
@@ -268,7 +264,6 @@ def _report_loss(line: str, notes: list[str], first: str | None, ending: Ending)
 
 
 def _say_loss(line: str, notes: list[str], first: str | None, ending: Ending) -> None:
-    """Print what :func:`_report_loss` describes; the arguments are the same."""
     if first == "" or (first is None and ending.reports_alone()):
         _report_cause("\n".join([line, *notes]))
     elif first and local_rank() == 0:
@@ -278,7 +273,6 @@ def _say_loss(line: str, notes: list[str], first: str | None, ending: Ending) ->
 
 
 def _is_of_this_host(report: str) -> bool:
-    """Return whether a rank of this host wrote a report."""
     writer = re.match(r"rank (\d+)", report)
     return writer is not None and 0 <= int(writer[1]) - rank() < local_world_size()
 
@@ -293,12 +287,10 @@ def _serve_store() -> None:
 
 
 def hosts_lost() -> str:
-    """Return a report of the other hosts that do not answer; empty if all do."""
     return "".join(f"{host.silence()}. " for host in silent_hosts())
 
 
 def describe_lost_neighbours(neighbours: dict[int, int]) -> str:
-    """Return a report of exited and stopped ranks on this host; empty if all are running."""
     reports = []
     for neighbour, process in sorted(neighbours.items()):
         if neighbour == rank():  # its entry is its wrapper, if it has one
@@ -344,7 +336,7 @@ def silent_ranks() -> list[int]:
 def claim(text: str) -> str | None:
     """Publish ``text`` as the job's first failure, unless there is one.
 
-    Returns the text of an earlier failure, "" if this one is the first, None if the store does not answer.
+    Return the text of an earlier failure, "" if this one is the first, None if the store does not answer.
     """
     first = ask_store(lambda store: store.compare_set(FIRST, "", text).decode())
     return None if first is _NO_ANSWER else "" if first == text else first
@@ -388,7 +380,7 @@ def _wait_for_rank_0() -> None:
 
 
 def _wait_for_first_report(limit_s: float = FIRST_REPORT_S) -> bool:
-    """Wait until the first failure has been reported, or until a time limit. Returns whether it has been."""
+    """Wait until the first failure has been reported, or until a time limit. Return whether it has been."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         reported = ask_store(lambda store: store.check([_REPORTED]))
@@ -418,7 +410,6 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, without gloo's advice."""
     return _GLOO_ADVICE.sub("", (str(error).splitlines() or [""])[0])
 
 
@@ -427,12 +418,10 @@ def _headline(error: BaseException) -> str:
 
 
 def _kind(error: BaseException) -> str:
-    """Return the type name for users: TransportError for all its subclasses."""
     return TransportError.__name__ if isinstance(error, TransportError) else type(error).__name__
 
 
 def _text(error: BaseException) -> str:
-    """Return the text of an error, with a traceback if it is not one of ds_ext's."""
     if isinstance(error, DsExtError):
         return "\n".join([f"{_kind(error)}: {error}", *getattr(error, "__notes__", [])])
     return "".join(traceback.format_exception(error)).rstrip()

@@ -21,7 +21,6 @@ _RANK_0_SECTIONS = ("tensorboard", "wandb", "comet", "csv_monitor")
 
 
 def code_facts() -> Facts:
-    """Return the versions of packages, and checksums of the source of ds_ext and of the running script."""
     facts = {}
     for package in _PACKAGES:
         facts[f"version of {package}"] = package_version(package) or "not installed"
@@ -34,12 +33,11 @@ def code_facts() -> Facts:
 
 @functools.cache
 def _source_checksum() -> str:
-    """Return the checksum of the source of ds_ext, as it was when this process first needed it."""
+    """Return the checksum of the source of ds_ext, as it was at the first call of this process."""
     return checksum(path.read_bytes() for path in sorted(_SOURCE.rglob("*.py")))
 
 
 def setting_facts(settings: Mapping[str, Any], prefix: str = "") -> Facts:
-    """Return the settings of a JSON with dotted keys, without the sections that only rank 0 reads."""
     facts: dict[str, str] = {}
     for key, value in settings.items():
         name = f"{prefix}{key}"
@@ -51,7 +49,6 @@ def setting_facts(settings: Mapping[str, Any], prefix: str = "") -> Facts:
 
 
 def file_facts(names: Mapping[str, Any]) -> Facts:
-    """Return a checksum of the file contents for every value that is a path to a file."""
     paths = {
         key: Path(value) for key, value in names.items() if isinstance(value, str) and os.path.isfile(value)
     }
@@ -64,7 +61,6 @@ def as_text(value: Any) -> str:
 
 
 def checksum(parts: Iterable[bytes | memoryview]) -> str:
-    """Return the CRC-32 of the concatenated parts, in hexadecimal."""
     crc = 0
     for part in parts:
         crc = zlib.crc32(part, crc)

@@ -36,7 +36,6 @@ def set_single_rank() -> None:
 
 
 def require_restarts() -> None:
-    """Raise ConfigError unless the launcher restarts ranks."""
     allowed = max_restarts()
     if allowed is None or allowed < 1:
         got = "a launcher that does not" if allowed is None else f"--max-restarts {allowed}"
@@ -47,11 +46,7 @@ def require_restarts() -> None:
 
 
 def launch_again(arguments: Sequence[str]) -> tuple[str, str]:
-    """Return the command that runs a script with as many ranks on this host, and a note on what it does not contain.
-
-    Args:
-        arguments: script and flags.
-    """
+    """Return the command for a script and its flags with as many ranks on this host, and a note on what it lacks."""
     if (srun := slurm.launcher_words()) is not None:
         return shlex.join([*srun, *arguments]), "inside an allocation"
     ranks, note = local_world_size(), "add the launcher's flags for several hosts" if spans_hosts() else ""

@@ -148,7 +148,6 @@ def run(main: Callable[[], int | None]) -> NoReturn:
 
 
 def print_stacks_on_signal() -> None:
-    """Print the stacks of all threads on SIGUSR1, unless the script handles it."""
     if hasattr(faulthandler, "register") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
@@ -256,7 +255,6 @@ def _acknowledge(requests: stop.StopRequests, causes: Iterable[int]) -> None:
 
 
 def _is_orphaned(launchers: list[tuple[int, int]]) -> bool:
-    """Return whether one of the pairs (process, parent) has changed."""
     return any(parent_of(child) != parent for child, parent in launchers)
 
 
@@ -268,7 +266,7 @@ def _signals(reader: socket.socket, timeout_s: float) -> set[int]:
 
 
 def _end_orphan(ending: Ending, launcher_runs: bool = False) -> NoReturn:
-    """Exit because the launcher has, or a wrapper between it and this rank."""
+    """Exit because the launcher, or a wrapper between it and this rank, has exited."""
     text = f"stopped: {'the program that started this rank' if launcher_runs else 'the launcher'} exited."
     # A launcher that has lost rank 0 ends the wrappers of the others, but not them.
     if rank() == 0 or (0 in ending.neighbours and not is_running(ending.neighbours[0])):
@@ -285,7 +283,6 @@ def _end_orphan(ending: Ending, launcher_runs: bool = False) -> NoReturn:
 
 
 def _end_by_terminal_signal(received: set[int]) -> None:
-    """Exit if a signal from a terminal is among those received."""
     for number in received.intersection(_TO_ALL):
         # Other ranks would report the first to exit as lost.
         _say_once(f"stopped by {signal.Signals(number).name}.")
@@ -304,7 +301,6 @@ def _end_by_sigterm(ending: Ending, lost: str) -> NoReturn:
 
 
 def _say_once(text: str) -> None:
-    """Print a message that concerns all ranks, on rank 0 only."""
     if rank() == 0:
         say(text)
 
@@ -347,12 +343,12 @@ def _launchers() -> list[tuple[int, int]]:
 
 
 def _is_deepspeed_command(process: int) -> bool:
-    """Return whether a process is the ``deepspeed`` command, possibly after its interpreter and an option of that."""
+    """Return whether a process is the ``deepspeed`` command, possibly after its interpreter and one option."""
     return any(Path(word).name in DEEPSPEED for word in words_of(process)[:3])
 
 
 def _neighbours(launcher: int) -> dict[int, int]:
-    """Return a dict of rank -> process id for the ranks that a launcher started on this host; empty without /proc."""
+    """Return rank -> process ID for the ranks that a launcher started on this host; empty without /proc."""
     neighbours, name = {}, "SLURM_PROCID=" if slurm.launched_by() else "RANK="
     for process in children_of(launcher):
         ranks = [word.removeprefix(name) for word in variables_of(process) if word.startswith(name)]

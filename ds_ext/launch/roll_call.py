@@ -35,13 +35,7 @@ Facts = Mapping[str, str]
 
 
 class RollCall:
-    """Comparison of the jobs of all ranks.
-
-    Args:
-        store: torch.distributed store that all ranks can reach, an attribute afterwards.
-        rank: global rank of this process.
-        world_size: number of ranks.
-    """
+    """Comparison of the jobs of all ranks. ``store`` is a torch.distributed store that all ranks can reach."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -59,10 +53,6 @@ class RollCall:
             facts: key -> value, compared over all ranks; a missing key is a difference.
             timeout_s: time limit for the other ranks, in seconds.
             replica_facts: key -> value, compared only among the ranks that have the key.
-
-        Raises:
-            ConfigError: if facts differ or another rank rejected the job. All ranks raise the same error.
-            TransportError: if a rank failed or did not answer within ``timeout_s``.
         """
         self._publish_answer(facts, replica_facts or {})
         if self.rank == 0:
@@ -76,10 +66,9 @@ class RollCall:
     def fail(self, text: str, kind: str, timeout_s: float) -> bool:
         """Stop all ranks with the error ``text``, unless another rank's error is already published.
 
-        Returns whether rank 0 reports an error; it may be that of another rank.
+        Return whether rank 0 reports an error; it may be that of another rank.
 
         Args:
-            text: error of this rank.
             kind: REFUSED or FAILED.
             timeout_s: time limit for rank 0 to report (on rank 0: for the others to read), in seconds.
         """
@@ -120,7 +109,6 @@ class RollCall:
                 time.sleep(_POLL_S)
 
     def _publish_verdict(self, verdict: Mapping[str, Any]) -> None:
-        """Publish the verdict of all ranks, unless another one is published already."""
         self._store.compare_set(_VERDICT, "", json.dumps(verdict))
 
     def _await(self, key: str, timeout_s: float) -> None:
@@ -143,7 +131,6 @@ class RollCall:
         raise error
 
     def _wait_for_readers(self, timeout_s: float) -> None:
-        """Wait until all ranks have read the verdict, for at most ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while self._store.add(_READ, 0) < self.world_size and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -153,9 +140,6 @@ def make_early_roll_call(rank: int, world_size: int, timeout_s: float) -> RollCa
     """Return a roll call before the process group exists; None without other ranks or without a launcher.
 
     Rank 0 may serve the store. Keep the result until the process group exists.
-
-    Raises:
-        TransportError: if rank 0 cannot be reached within ``timeout_s``.
     """
     address = store_address()
     if world_size == 1 or address is None:
@@ -167,7 +151,6 @@ def make_early_roll_call(rank: int, world_size: int, timeout_s: float) -> RollCa
 
 
 def _connect_store(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Return the rendezvous store. Raises TransportError if it cannot be reached within ``timeout_s``."""
     from torch.distributed import (
         DistNetworkError,
         DistStoreError,
@@ -194,9 +177,6 @@ def _store_of_this_start(store: Any, rank: int, world_size: int, timeout_s: floa
     Rank 0 chooses the prefix of the keys and invites the other ranks. The key of an invitation contains a number that
     the invited process has just chosen, and the answer one that rank 0 has just chosen. So neither is from an earlier
     start. (torchrun's own count of restarts differs between hosts if it has replaced one.)
-
-    Raises:
-        TransportError: a rank did not answer in time.
     """
     from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
@@ -206,7 +186,6 @@ def _store_of_this_start(store: Any, rank: int, world_size: int, timeout_s: floa
 
 
 def _accept_invitation(store: Any, rank: int, timeout_s: float) -> str:
-    """Wait for rank 0's invitation to this process, and return the prefix of the keys. Raises TransportError."""
     number = secrets.token_hex(8)
     invitation = f"ds_ext/invitation/{rank}/{number}"
     store.set(f"ds_ext/started/{rank}", number)
@@ -221,7 +200,7 @@ def _accept_invitation(store: Any, rank: int, timeout_s: float) -> str:
 
 
 def _invite_ranks(store: Any, ranks: Sequence[int], timeout_s: float) -> str:
-    """Invite the latest process of every rank until all have accepted, and return the prefix. Raises TransportError."""
+    """Invite the latest process of every rank until all have accepted, and return the prefix."""
     token = secrets.token_hex(8)
     prefix = f"ds_ext/start/{token}"
     deadline = time.monotonic() + timeout_s
@@ -280,8 +259,7 @@ def _group_roll_call() -> tuple[RollCall | None, float]:
 def stop_other_hosts(rank: int, world_size: int, text: str, kind: str) -> bool:
     """Stop the ranks on other hosts because of an error that this rank raised before it joined them.
 
-    Returns whether rank 0 reports the error; False if rank 0 cannot be reached within 15 s, or its host is known to be
-    silent.
+    Return whether rank 0 reports the error: False if it cannot be reached within 15 s, or if its host is silent.
     """
     if store_is_silent():
         return False
@@ -294,8 +272,7 @@ def stop_other_hosts(rank: int, world_size: int, text: str, kind: str) -> bool:
 def differences(answers: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return ``"key: value on ranks, value on ranks"`` for every key whose values differ.
 
-    Args:
-        answers: the answer of every rank, with ``host``, ``facts`` and ``of_replicas``.
+    ``answers`` has for every rank ``host``, ``facts`` and ``of_replicas``.
     """
     hosts = [answer["host"] for answer in answers]
     lines = []
@@ -329,7 +306,6 @@ def _verdict(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _no_answer(ranks: Sequence[int], timeout_s: float) -> str:
-    """Return the error for ranks that did not answer."""
     return (
         f"start: {_ranks(ranks)} did not answer within {timeout_s:g} s. Look for the first error in the output of "
         f"rank {ranks[0]}. If the rank is only slow, raise transport_options.timeout_s, or the timeout_s of "
@@ -345,7 +321,7 @@ def _ranks_and_hosts(ranks: Sequence[int], hosts: Sequence[str]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return a list of ranks such as ``ranks 0-2, 5``."""
+    """Return ranks as ``ranks 0-2, 5``."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])]
     words = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}"

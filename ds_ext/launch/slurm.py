@@ -31,9 +31,8 @@ class Step:
     """Job step of ``srun``, as one of its tasks describes it.
 
     Args:
-        rank: number of this task in the step.
+        rank, local_rank: number of this task in the step, and on its host.
         host: index of this task's host in the step.
-        local_rank: number of this task on its host.
         tasks: number of tasks on each host.
         first_host: name of the first host, where rank 0 runs.
         port: port for the rendezvous; other jobs and steps have other ports.
@@ -48,7 +47,7 @@ class Step:
 
     @property
     def is_by_host(self) -> bool:
-        """True if this rank is the one that the task has when ranks are numbered host by host."""
+        """True if the task has this rank when ranks are numbered host by host."""
         return self.rank == sum(self.tasks[: self.host]) + self.local_rank
 
     def variables(self) -> dict[str, str]:
@@ -70,11 +69,7 @@ _launched_by: Step | None = None  # the step, after set_rank() has read it
 def set_rank() -> None:
     """Set RANK, WORLD_SIZE, MASTER_ADDR and the other variables of a launcher if ``srun`` started this process.
 
-    Does nothing outside a step and under another launcher. MASTER_ADDR and MASTER_PORT keep their values if set.
-
-    Raises:
-        ConfigError: Slurm's variables are missing or contradict each other, ranks are not numbered host by host, or
-            tasks see fewer GPUs than their host has tasks.
+    Do nothing outside a step and under another launcher. MASTER_ADDR and MASTER_PORT keep their values if set.
     """
     global _launched_by
     environ = os.environ
@@ -114,7 +109,6 @@ def launcher_words() -> list[str] | None:
 
 
 def _in_step(environ: Mapping[str, str]) -> bool:
-    """Return whether ``srun`` started this process as a task of a job step."""
     step = environ.get("SLURM_STEP_ID", "")
     return (
         environ.get("SLURM_PROCID", "").isdecimal() and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
@@ -122,7 +116,6 @@ def _in_step(environ: Mapping[str, str]) -> bool:
 
 
 def read_step(environ: Mapping[str, str]) -> Step:
-    """Return the step that Slurm's variables describe. Raises ConfigError if they are missing or contradict."""
     if "SLURM_HET_SIZE" in environ:
         raise ConfigError(
             f"SLURM_HET_SIZE: heterogeneous jobs are not supported (got {environ['SLURM_HET_SIZE']} components). "
@@ -142,7 +135,6 @@ def read_step(environ: Mapping[str, str]) -> Step:
 
 
 def _require_consistent(step: Step, world_size: int, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if the tasks of all hosts are not ``world_size``, or the step does not contain this task."""
     tasks = step.tasks
     has_task = step.host < len(tasks) and step.local_rank < tasks[step.host]
     if has_task and sum(tasks) == world_size and step.rank < world_size:
@@ -155,7 +147,7 @@ def _require_consistent(step: Step, world_size: int, environ: Mapping[str, str])
 
 
 def tasks_per_host(text: str) -> tuple[int, ...]:
-    """Return the number of tasks on each host from a list such as ``2(x3),1``. Raises ConfigError."""
+    """Return the number of tasks on each host from a list such as ``2(x3),1``."""
     tasks: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -168,7 +160,7 @@ def tasks_per_host(text: str) -> tuple[int, ...]:
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first name of a list such as ``node[1-3,07],gpu5``. Raises ConfigError.
+    """Return the first name of a list such as ``node[1-3,07],gpu5``.
 
     A name may contain several brackets; the first name has the first number of each.
     """
@@ -182,7 +174,6 @@ def first_host(nodelist: str) -> str:
 
 
 def _require_all_tasks(step: Step) -> None:
-    """Raise ConfigError in a terminal, where only task 0 of the step runs the script."""
     if sum(step.tasks) > 1 and sys.stdin is not None and sys.stdin.isatty():
         raise ConfigError(
             f"SLURM_STEP_NUM_TASKS: the shell of `srun --pty` runs this script once (got a step of {sum(step.tasks)} "
@@ -191,7 +182,6 @@ def _require_all_tasks(step: Step) -> None:
 
 
 def _require_own_gpu(step: Step) -> None:
-    """Raise ConfigError if Slurm hides the GPUs of the other tasks, because local rank r uses GPU r."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     tasks = step.tasks[step.host]
     uses_gpus = visible not in _NO_GPU and os.environ.get("DS_ACCELERATOR") != "cpu"
@@ -203,7 +193,6 @@ def _require_own_gpu(step: Step) -> None:
 
 
 def _value(environ: Mapping[str, str], *names: str) -> str:
-    """Return the first of the variables that is set. Raises ConfigError if there is none."""
     value = next((environ[name] for name in names if name in environ), None)
     if value is None:
         raise ConfigError(f"{names[0]}: not set, but SLURM_PROCID is. {_START}.")
@@ -211,7 +200,6 @@ def _value(environ: Mapping[str, str], *names: str) -> str:
 
 
 def _number(environ: Mapping[str, str], *names: str) -> int:
-    """Return the value of :func:`_value` as a number. Raises ConfigError."""
     value = _value(environ, *names)
     if not value.isdecimal():
         raise ConfigError(f"{names[0]}: must be a number (got {value!r}). {_START}.")

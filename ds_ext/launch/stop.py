@@ -51,7 +51,7 @@ class StopRequests:
     Attributes:
         deadline: reading of :func:`time.monotonic` from which on this rank requests the end; None: no deadline.
         signals: signals that are requests.
-        agreed: request that all ranks know; None: none yet.
+        agreed: request that all ranks have received; None: none yet.
         gathered: whether an engine gathers the requests. Until then, the end of the launcher ends this process.
     """
 
@@ -80,15 +80,15 @@ class StopRequests:
             requests._cause = requests._cause or cause
 
     def agree(self, causes: Sequence[float]) -> None:
-        """Take the causes of all ranks, in their order, after a step or an evaluation."""
+        """Record the first of the causes of all ranks, in their order, after a step or an evaluation."""
         stops = (Stop(rank, int(cause)) for rank, cause in enumerate(causes) if cause)
         self.agreed = self.agreed or next(stops, None)
 
     def listen(self, signals: Iterable[int] = DEFAULT_SIGNALS, *, gathered: bool = True) -> None:
         """Take signals as requests from now on; the first call of a process decides, and must be in the main thread.
 
-        A signal that the script handles itself is left to it. SIGUSR1 no longer prints stacks. If the reader of
-        the output has exited, such as pdsh, that is a request too, and no error.
+        Signals that the script handles itself are not taken. SIGUSR1 no longer prints stacks. The exit of the reader of
+        the output, such as pdsh, is a request too, and no error.
         """
         global listening
         self.gathered = gathered
@@ -116,7 +116,7 @@ class StopRequests:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._before_fork.mask)
 
     def _guard_child(self) -> None:
-        """Let only its parent end a forked child, such as a worker of a data loader.
+        """Make a forked child, such as a data loader's worker, ignore ``signals`` of processes other than its parent.
 
         DeepSpeed's launcher sends SIGTERM to all descendants, and a rank whose workers are gone cannot finish its step.
         """
@@ -132,11 +132,9 @@ class _LastingStream:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write text."""
         return self._until_reader_exits(lambda: self._stream.write(text)) or 0
 
     def flush(self) -> None:
-        """Flush the stream."""
         self._until_reader_exits(self._stream.flush)
 
     def _until_reader_exits(self, function: Callable[[], Any]) -> Any:
@@ -174,7 +172,7 @@ def handle(number: int, frame: Any) -> None:
 
 
 def _end_with_parent(signals: frozenset[int], parent: int) -> None:
-    """Wait for a signal from the parent process, and let it end this process."""
+    """Wait for a signal from the parent process, then end this process by it."""
     while (received := signal.sigwaitinfo(signals)).si_pid != parent:
         pass
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)

@@ -34,7 +34,7 @@ _MIB = 1 << 20
 
 
 class MeasuredEngine(Protocol):
-    """The measurements of a :class:`ds_ext.engine.PipelineEngine` that :class:`Metrics` reads."""
+    """Measurements of a :class:`ds_ext.engine.PipelineEngine` that :class:`Metrics` reads."""
 
     plan: Any
     transport: Any
@@ -47,9 +47,7 @@ class MeasuredEngine(Protocol):
     checkpoint_events: Any
     agg_additional_losses: Mapping[str, torch.Tensor] | None
 
-    def train_batch_size(self) -> int:
-        """Return the samples of a step."""
-        ...
+    def train_batch_size(self) -> int: ...
 
     def get_global_grad_norm(self) -> Any:
         """Return the gradient norm of the last step; None if unknown."""
@@ -95,13 +93,12 @@ def progress_line(
     """Return a line on consecutive steps, and how many of memory, norm, lr and rate it omits to fit into 100 columns.
 
     Loss, gradient norm and times are means over the steps; learning rate and memory are those of the last one. If the
-    last step is known, there is always room for the time left, so that all lines have the same columns.
+    last step of the run is known, there is always room for the remaining time, so that all lines have the same columns.
 
     Args:
         steps: metrics of the steps, at least one.
-        total_steps: last step of the run, if known.
-        left_s: estimated seconds until then; None: unknown.
-        memory: what ``peak_memory_bytes`` measures.
+        left_s: estimated seconds until the last step; None: unknown.
+        memory: name of the quantity ``peak_memory_bytes``.
         between_s: mean time between two steps.
         omitted: number of columns that an earlier line omits.
     """
@@ -141,9 +138,8 @@ class Metrics:
 
     Rank 0 prints a line for the first step, every ``log_interval`` steps and the last step, with means over the steps
     since the line before, and a line for every validation loss. If standard output is a terminal, the steps between
-    are shown in place. Call
-    :meth:`print_summary` at the end. With ``file``, rank 0 appends one JSON object per step, and writes
-    a record of the run beside it; ``python -m ds_ext report FOLDER`` makes a page of both.
+    are shown in place. Call :meth:`print_summary` at the end. With ``file``, rank 0 appends one JSON object per step,
+    and writes a record of the run beside it; ``python -m ds_ext report FOLDER`` makes a page of both.
 
     Args:
         engine: from :func:`ds_ext.initialize`.
@@ -236,7 +232,7 @@ class Metrics:
         return metrics
 
     def _count(self, metrics: StepMetrics) -> float | None:
-        """Count a step, and return the seconds until the last one, from the time since the first; None if unknown."""
+        """Count a step. Return the seconds until the last step, from the time since the first; None if unknown."""
         now, before = time.monotonic(), self._steps
         if not before:
             self._first_logged_s, self._first_step_s = now, metrics.iter_time_s
@@ -296,7 +292,6 @@ class Metrics:
         print_line("\n".join(lines))
 
     def _tflops(self, samples_per_s: float) -> float | None:
-        """Return the model's TFLOP/s of a device; None if unknown."""
         if self._flops_per_sample is None:
             return None
         return samples_per_s * self._flops_per_sample / dist.get_world_size() / 1e12
@@ -348,9 +343,6 @@ class MetricsFile:
 
     Numbers that are not finite, such as a diverged loss, become null, because JSON has no NaN. A full disk does not
     stop the run: steps that cannot be written are missing, and a warning reports the first of them.
-
-    Raises:
-        ConfigError: the file cannot be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -381,7 +373,7 @@ class MetricsFile:
             self._failing = False
 
     def _append(self, line: bytes) -> None:
-        """Append the whole line or nothing. Raises OSError."""
+        """Append the whole line or nothing."""
         with self.path.open("ab", buffering=0) as file:
             end = os.fstat(file.fileno()).st_size
             if (file.write(line) or 0) < len(line):
@@ -390,7 +382,6 @@ class MetricsFile:
 
 
 def additional_losses_text(losses: Mapping[str, float]) -> str:
-    """Return names and values in parentheses, after a space; an empty text without additional losses."""
     cells = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items()]
     return f" ({', '.join(cells)})" if cells else ""
 
@@ -398,9 +389,7 @@ def additional_losses_text(losses: Mapping[str, float]) -> str:
 def print_line(line: str, keep: bool = True) -> None:
     """Print a line over a line that the terminal shows in place.
 
-    Args:
-        line: text without a newline at the end.
-        keep: False: show the line in place on a terminal, where the next one replaces it, and nowhere else.
+    With ``keep=False``, a terminal shows the line in place, where the next one replaces it. Other outputs omit it.
     """
     # One write including the newline: launchers run Python unbuffered, and other processes may print in between.
     if not sys.stdout.isatty():
@@ -424,7 +413,6 @@ def duration_text(seconds: float) -> str:
 
 
 def _mean(steps: Sequence[StepMetrics], key: str) -> float | None:
-    """Return the mean of a value over the steps that have it; None if no step has it."""
     values = [value for step in steps if (value := getattr(step, key)) is not None]
     return fmean(values) if values else None
 
@@ -443,12 +431,10 @@ def _floats(values: Mapping[str, torch.Tensor | float] | None) -> dict[str, floa
 
 
 def _finite(value: Any) -> Any:
-    """Return a record with null in place of numbers that are not finite."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _cell(label: str, value: float | None, form: str, unit: str = "") -> str:
-    """Return label, value and unit; an empty text without a value."""
     return "" if value is None else f"{label}{value:{form}}{unit}"

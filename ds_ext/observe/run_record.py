@@ -28,7 +28,6 @@ _GROWTH = 1.01  # of a rank's peak memory before the file is written again, unle
 
 
 def record_file(metrics_file: Path) -> Path:
-    """Return the path of the record that belongs to a metrics file."""
     return metrics_file.with_name(metrics_file.name.removesuffix(".jsonl") + SUFFIX)
 
 
@@ -48,7 +47,7 @@ class RunRecord:
 
     Args:
         metrics_file: metrics file of the job. If it is empty, an earlier record is replaced, else continued.
-        facts: what runs, from :attr:`ds_ext.engine.PipelineEngine.run_facts`.
+        facts: :attr:`ds_ext.engine.PipelineEngine.run_facts`.
         events: checkpoints saved and loaded so far and from now on; the list is read at each write.
     """
 
@@ -70,7 +69,7 @@ class RunRecord:
         self.write()
 
     def note_memory(self, peaks: Sequence[int]) -> None:
-        """Note the peak memory of every rank, in bytes. The file is written if the largest has grown, or one by 1%."""
+        """Note the peak memory of every rank, in bytes. Write the file if the largest has grown, or one by 1%."""
         noted_peaks = self._start["peak_memory_bytes"]
         if (
             not noted_peaks
@@ -81,7 +80,6 @@ class RunRecord:
             self.write()
 
     def write(self) -> None:
-        """Replace the file by the present state."""
         start = {**self._start, "checkpoints": [dict(event) for event in self._events]}
         text = json.dumps({"version": VERSION, "starts": [*self._earlier, start]}, default=str)
         new = self._path.with_name(f"{self._path.name}.new")

@@ -79,7 +79,6 @@ class Crossing:
 
     @property
     def bytes(self) -> float:
-        """Bytes from host to host in a step."""
         return sum(kind.bytes for kind in self.kinds)
 
     def kind(self, name: str) -> GroupTraffic | None:
@@ -90,14 +89,7 @@ class Crossing:
 def traffic_between_hosts(
     layout: ParallelLayout, hosts: Hosts, traffic: Traffic, micro_batches: int
 ) -> Crossing:
-    """Return the traffic between hosts for the layout's rank order.
-
-    Args:
-        micro_batches: N per pipeline group.
-
-    Raises:
-        ConfigError: the hosts have more or fewer slots than the layout has ranks.
-    """
+    """Return the traffic between hosts for the layout's rank order. ``micro_batches`` is N per pipeline group."""
     require_slots(layout, hosts)
     table = layout.groups()
 
@@ -151,7 +143,7 @@ def ranked_orders(
     """Return the traffic between hosts for every rank order, fewest bytes first; ties: the default, then no mirror.
 
     Tensor-parallel groups have consecutive ranks in every order. They cross hosts only if the tensor-parallel size
-    does not divide the slots of every host. The arguments and errors are those of :func:`traffic_between_hosts`.
+    does not divide the slots of every host.
     """
     crossings = [
         traffic_between_hosts(replace(layout, rank_order=order), hosts, traffic, micro_batches)
@@ -161,7 +153,6 @@ def ranked_orders(
 
 
 def require_slots(layout: ParallelLayout, hosts: Hosts) -> None:
-    """Raise ConfigError unless the hosts have one slot per rank."""
     if hosts.world_size != layout.world_size:
         raise ConfigError(
             f"hosts: {hosts} has {hosts.world_size} slots, and the job {layout.world_size} ranks. Use hosts with "
@@ -223,7 +214,6 @@ def _reductions(layout: ParallelLayout, traffic: Traffic) -> Iterable[tuple[list
 
 
 def _all_reduce(ranks: int, size: float) -> float:
-    """Return the bytes that an all-reduce of ``size`` bytes sends over every connection of a ring."""
     return 2 * size * (ranks - 1) / ranks
 
 

@@ -46,7 +46,6 @@ class DisaggregatedLayout(ParallelLayout):
 
     @property
     def world_size(self) -> int:
-        """Number of processes: stages x groups x (TP_f + k x TP)."""
         return self.placement.stages * self.data_parallel_size * self.block
 
     def rank(self, device: int, data: int, tensor: int) -> int:
@@ -58,7 +57,6 @@ class DisaggregatedLayout(ParallelLayout):
         return position if self.order is None else self.order[position]
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Return the coordinates (device, data, tensor) of a global rank."""
         position = rank if self.order is None else self.order.index(rank)
         block, offset = divmod(position, self.block)
         stage, data = divmod(block, self.data_parallel_size)
@@ -77,12 +75,10 @@ class DisaggregatedLayout(ParallelLayout):
         return self.placement.pipes[pipe].index(device), pipe
 
     def role(self, rank: int) -> str:
-        """Return ``"forward"`` or ``"backward"``."""
         stage_and_pipe = self.stage_and_pipe(self.coordinates(rank)[0])
         return FORWARD_ROLE if stage_and_pipe[1] is None else BACKWARD_ROLE
 
     def tensor_ranks(self, device: int) -> int:
-        """Return the number of ranks that form a device."""
         is_forward = device in self.placement.forward_devices
         return self.forward_tensor_parallel_size if is_forward else self.tensor_parallel_size
 
@@ -94,7 +90,6 @@ class DisaggregatedLayout(ParallelLayout):
         return (self.rank(device, data, tensor),)
 
     def device_ranks(self, device: int, data: int) -> list[int]:
-        """Return all ranks of a device of pipeline group ``data``."""
         return [self.rank(device, data, t) for t in range(self.tensor_ranks(device))]
 
     def groups(self) -> dict[str, list[list[int]]]:
@@ -162,12 +157,6 @@ def make_layout(
     data_parallel_size: int,
     rank_order: RankOrder = DEEPSPEED_ORDER,
 ) -> ParallelLayout:
-    """Return the layout for a placement.
-
-    Raises:
-        ConfigError: a merged forward rank does not replace all tensor-parallel ranks of its stage, or forward ranks
-            have a rank order.
-    """
     if not placement.forward_devices:
         return ParallelLayout(placement, tensor_parallel_size, data_parallel_size, rank_order)
     if rank_order != DEEPSPEED_ORDER:
@@ -186,7 +175,6 @@ def make_layout(
 
 
 def is_address(name: str) -> bool:
-    """Return whether a host name is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -205,17 +193,12 @@ def place_by_hosts(
     forward_hosts: Sequence[str],
     addresses: Sequence[Collection[str]] | None = None,
 ) -> DisaggregatedLayout:
-    """Return the layout with its forward ranks on ``forward_hosts``.
+    """Return ``layout``, which has the default order, with its forward ranks on ``forward_hosts``.
 
     Args:
-        layout: layout in the default order.
         hosts: host name of every rank, as reported by its operating system.
         forward_hosts: hosts of the forward ranks: names, with or without domain, or IP addresses.
         addresses: IP addresses of every rank's host; None: unknown.
-
-    Raises:
-        ConfigError: if a forward host has no rank, or if the forward hosts have more or fewer ranks than the job has
-            forward ranks.
     """
     forward_keys = {host_key(name) for name in forward_hosts}
     names = [host_key(name) for name in hosts]

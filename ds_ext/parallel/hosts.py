@@ -23,9 +23,6 @@ class Hosts:
     Args:
         slots: number of ranks on each host.
         names: name of each host; empty: ``host 0``, ``host 1``, ...
-
-    Raises:
-        ConfigError: there is no host, a host has no rank, or the names do not match the slots.
     """
 
     slots: tuple[int, ...]
@@ -43,7 +40,6 @@ class Hosts:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks on all hosts."""
         return self._ends[-1]
 
     @cached_property
@@ -52,7 +48,6 @@ class Hosts:
         return tuple(accumulate(self.slots))
 
     def host(self, rank: int) -> int:
-        """Return the index of a rank's host. Raises ConfigError if no host has the rank."""
         if not 0 <= rank < self.world_size:
             raise ConfigError(
                 f"hosts: {self} has ranks 0 to {self.world_size - 1} (got rank {rank}). Add slots."
@@ -60,7 +55,6 @@ class Hosts:
         return bisect_right(self._ends, rank)
 
     def cross(self, ranks: Iterable[int]) -> bool:
-        """Return True if the ranks are on more than one host."""
         return len({self.host(rank) for rank in ranks}) > 1
 
     def __str__(self) -> str:
@@ -72,7 +66,7 @@ class Hosts:
 def parse_hosts(text: str) -> Hosts:
     """Return the hosts in ``"4x8"`` (4 hosts with 8 ranks each), ``"8,8,4"`` (slots), or a hostfile's path.
 
-    A hostfile has lines ``worker-0 slots=8``, as for ``deepspeed``. Raises ConfigError.
+    A hostfile has lines ``worker-0 slots=8``, as for ``deepspeed``.
     """
     if Path(text).is_file():
         return _read_hostfile(Path(text))
@@ -90,11 +84,7 @@ def parse_hosts(text: str) -> Hosts:
 
 
 def hosts_in_rank_order(ranks: Iterable[tuple[str, Iterable[int]]]) -> Hosts | None:
-    """Return the hosts of a running job; None if its ranks are not numbered host by host.
-
-    Args:
-        ranks: name and ranks of every host.
-    """
+    """Return the hosts with these (name, ranks); None if the ranks are not numbered host by host."""
     hosts = sorted((sorted(host_ranks), name) for name, host_ranks in ranks)
     order = [rank for host_ranks, _ in hosts for rank in host_ranks]
     if order != list(range(len(order))):
@@ -103,7 +93,6 @@ def hosts_in_rank_order(ranks: Iterable[tuple[str, Iterable[int]]]) -> Hosts | N
 
 
 def _read_hostfile(path: Path) -> Hosts:
-    """Return the hosts in a hostfile. Raises ConfigError."""
     slots: dict[str, int] = {}
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
         words = line.strip()
@@ -133,11 +122,7 @@ def copy_hosts(layout: ParallelLayout, hosts: Sequence[int]) -> list[int] | None
     """Return the host that keeps the second copy of every rank's snapshot; None if all ranks are on one host.
 
     It is the host of the rank's mirror, which trains the same stages in BitPipe, if that is another host; else of the
-    next data-parallel rank on another host; else the next host.
-
-    Args:
-        layout: layout of the ranks.
-        hosts: number of every rank's host.
+    next data-parallel rank on another host; else the next host. ``hosts`` are the numbers of every rank's host.
     """
     order = sorted(set(hosts))
     if len(order) == 1:
@@ -160,11 +145,6 @@ def copy_hosts(layout: ParallelLayout, hosts: Sequence[int]) -> list[int] | None
 
 
 def fatal_pairs(hosts: Sequence[int], copies: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the pairs of hosts whose loss at the same time takes both copies of some snapshot.
-
-    Args:
-        hosts: number of every rank's host.
-        copies: from :func:`copy_hosts`.
-    """
+    """Return the pairs of hosts whose simultaneous loss takes both copies of a snapshot; see :func:`copy_hosts`."""
     both_copies = {frozenset(pair) for pair in zip(hosts, copies, strict=True)}
     return [pair for pair in combinations(sorted(set(hosts)), 2) if frozenset(pair) in both_copies]

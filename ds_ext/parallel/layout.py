@@ -20,10 +20,8 @@ class ParallelLayout:
     """World of DP pipeline groups, each with the placement's D devices of TP ranks each.
 
     Args:
-        placement: device of every stage of one pipeline group.
         tensor_parallel_size: TP, the number of ranks per device.
         data_parallel_size: DP, the number of pipeline groups; replicas inside a placement do not count.
-        rank_order: order of the axes in the rank numbers.
     """
 
     placement: Placement
@@ -33,7 +31,6 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
         return self.placement.num_devices * self.tensor_parallel_size * self.data_parallel_size
 
     @property
@@ -105,7 +102,7 @@ class ParallelLayout:
 
 
 def data_parallel_size(world_size: int, placement: Placement, tensor_parallel_size: int) -> int:
-    """Return world size / (pipeline x tensor-parallel size). Raises ConfigError if it is not a positive integer."""
+    """Return world size / (pipeline x tensor-parallel size), which must be a positive integer."""
     unit = placement.num_devices * tensor_parallel_size
     sizes = f"pipeline_parallel_size {placement.num_devices} x tensor_parallel_size {tensor_parallel_size}"
     if placement.forward_devices:

@@ -27,9 +27,6 @@ class Link:
     Args:
         bandwidth: bytes per second.
         latency: seconds from the start of a send to the arrival of the first byte.
-
-    Raises:
-        ConfigError: the bandwidth is not positive, or the latency is negative or infinite.
     """
 
     bandwidth: float
@@ -78,7 +75,6 @@ class Network:
         return self.backend == GLOO and not self.hosts.cross(ranks)
 
     def link(self, a: int, b: int) -> Link:
-        """Return the link between two ranks."""
         return self.between if self.hosts.cross((a, b)) else self.inside
 
     def shared(self, share: int) -> Network:

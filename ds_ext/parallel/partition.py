@@ -29,7 +29,6 @@ class LayerWork:
 
     @property
     def total(self) -> int:
-        """Sum of both."""
         return self.matrices + self.attention
 
 
@@ -49,10 +48,7 @@ def layer_boundaries(
     ``weights`` are known, then to the last stage, which keeps the fewest activations.
 
     Args:
-        num_layers: number of transformer layers.
-        before: number of other layers at the start of the first stage.
-        after: number of other layers at the end of the last stage.
-        placement: device of every stage.
+        before, after: numbers of other layers at the start of the first stage, and at the end of the last one.
         schedule: name of the schedule, for errors.
         stage_layers: transformer layers of every stage, as ``"3,2,2,1"``; None or ``BALANCED``: even.
         weights: work of the other layers at both ends, in transformer layers; the stages at
@@ -60,9 +56,6 @@ def layer_boundaries(
 
     Returns:
         Boundaries of the stages (stages + 1 numbers) among before + num_layers + after layers.
-
-    Raises:
-        ConfigError: if there are fewer layers than stages, or ``stage_layers`` does not fit the model.
     """
     stages = placement.stages
     if stage_layers is not None and stage_layers != BALANCED:
@@ -104,11 +97,7 @@ def stage_weights(
 ) -> tuple[float, ...] | None:
     """Return the work of every stage divided by the mean, for ``Costs.stages``; None if all are equal.
 
-    Args:
-        boundaries: boundaries of the stages from :func:`layer_boundaries`.
-        before: number of other layers at the start of the first stage.
-        after: number of other layers at the end of the last stage.
-        weights: work of the other layers at both ends, in transformer layers.
+    ``boundaries`` is the result of :func:`layer_boundaries`, which has the other arguments too.
     """
     ends = [boundaries[0] + before, *boundaries[1:-1], boundaries[-1] - after]
     counts: list[float] = [stop - start for start, stop in pairwise(ends)]
@@ -119,14 +108,12 @@ def stage_weights(
 
 
 def _describe_stages(placement: Placement, schedule: str) -> str:
-    """Return the schedule and its number of stages, for errors."""
     per_device = placement.stages // placement.devices_per_pipe
     detail = f" ({per_device} per device)" if per_device > 1 else ""
     return f"{schedule} with {placement.stages} stages{detail}"
 
 
 def _too_few_layers(num_layers: int, placement: Placement, schedule: str) -> str:
-    """Return the error for fewer layers than stages."""
     stages, devices = placement.stages, placement.devices_per_pipe
     fix = f"at least {stages} layers"
     most = num_layers // (stages // devices)
@@ -145,10 +132,7 @@ def _too_few_layers(num_layers: int, placement: Placement, schedule: str) -> str
 def _even_counts(
     num_layers: int, ends: tuple[int, int], placement: Placement, weights: tuple[float, float] | None
 ) -> list[int]:
-    """Return the transformer layers of every stage.
-
-    ``ends``: numbers of other layers at both ends; ``placement``, ``weights`` and ties: see :func:`layer_boundaries`.
-    """
+    """Return the transformer layers of every stage; ``ends`` count other layers. See :func:`layer_boundaries`."""
     stages = placement.stages
     first, last = weights or (_DEFAULT_END_WORK * bool(ends[0]), _DEFAULT_END_WORK * bool(ends[1]))
     counts = _first_counts(num_layers, ends, stages, weights)
@@ -193,7 +177,6 @@ def _first_counts(
 def _parse_stage_layers(
     text: str, num_layers: int, ends: tuple[int, int], placement: Placement, schedule: str
 ) -> list[int]:
-    """Return the numbers in a value of --stage-layers. Raises ConfigError if they do not fit the model."""
     stages = placement.stages
     even = _even_counts(num_layers, ends, placement, None) if num_layers >= stages else []
     example = f"for example {','.join(map(str, even))} or" if even else "for example"

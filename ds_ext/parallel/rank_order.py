@@ -18,11 +18,7 @@ _EXAMPLES = "tp-dp-pp (default), tp-pp-dp, tp-mirror-dp-pp, tp-mirror-pp-dp"
 
 @dataclass(frozen=True)
 class RankOrder:
-    """Order of the axes, innermost first.
-
-    Raises:
-        ConfigError: the axes are not tp (first), dp, pp and optionally mirror, each once.
-    """
+    """Order of the axes, innermost first."""
 
     axes: tuple[str, ...] = (TENSOR, DATA, PIPELINE)
 
@@ -36,11 +32,9 @@ class RankOrder:
 
     @property
     def pairs_mirrors(self) -> bool:
-        """True if the replicas of a device have an axis."""
         return MIRROR in self.axes
 
     def rank(self, index: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-        """Return the rank at an index on every axis."""
         rank, stride = 0, 1
         for axis in self.axes:
             rank += index[axis] * stride
@@ -48,7 +42,6 @@ class RankOrder:
         return rank
 
     def index(self, rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the index of a rank on every axis."""
         index = {}
         for axis in self.axes:
             rank, index[axis] = divmod(rank, sizes[axis])
@@ -62,5 +55,4 @@ DEEPSPEED_ORDER = RankOrder()
 
 
 def parse_rank_order(text: str) -> RankOrder:
-    """Return the order in a string such as ``"tp-dp-pp"``. Raises ConfigError."""
     return RankOrder(tuple(text.split("-")))

@@ -18,12 +18,7 @@ def balanced_lengths(
 
     Args:
         work_until: returns the work of the first tokens of a sample.
-        tokens: length of the sequence.
-        count: number of slices.
         multiple: every slice has a multiple of this many tokens.
-
-    Raises:
-        ConfigError: there are too few tokens, or they are no multiple.
     """
     places = range(0, tokens + 1, multiple)
     total = work_until(tokens)
@@ -40,17 +35,7 @@ def balanced_lengths(
 def slice_bounds(
     tokens: int, count: int, lengths: str | Sequence[int] = EQUAL, shards: int = 1
 ) -> list[tuple[int, int]]:
-    """Return start and stop of every slice of a sequence.
-
-    Args:
-        tokens: length of the sequence.
-        count: number of slices.
-        lengths: tokens of every slice.
-        shards: ranks over which sequence parallelism distributes the tokens of a slice.
-
-    Raises:
-        ConfigError: the slices do not fit the sequence, or the ranks.
-    """
+    """Return start and stop of every slice. Sequence parallelism distributes its tokens over ``shards`` ranks."""
     sizes = [tokens // count] * count if lengths == EQUAL else [*map(int, lengths)]
     if sum(sizes) != tokens:
         needed = f"a multiple of {count}" if lengths == EQUAL else f"{sum(sizes)}, the sum of slice_lengths"

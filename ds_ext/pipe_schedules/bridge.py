@@ -117,13 +117,7 @@ class TimetableSchedule(ds.PipeSchedule):
     """DeepSpeed schedule that replays the instructions of one device of a program.
 
     A step is one computation with its messages. To post receives early, an engine may read ``lookahead`` instructions
-    ahead of the one that it executes.
-
-    Args:
-        stage_id: device in the pipeline group, 0..D-1.
-
-    Attributes:
-        loads: (stage, micro-batch) of every instruction that loads a micro-batch.
+    ahead of the one that it executes. ``stage_id`` is the device in the pipeline group, 0..D-1.
     """
 
     lookahead = 8  # enough to post a receive before the preceding computation starts
@@ -140,15 +134,12 @@ class TimetableSchedule(ds.PipeSchedule):
         self._steps = _split_steps([to_pipe_instruction(i) for i in program.instructions[stage_id]])
 
     def steps(self) -> Iterator[list[ds.PipeInstruction]]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Yield the instructions of each step."""
         yield from self._steps
 
     def num_pipe_buffers(self) -> int:
-        """Return the number of buffers of this device."""
         return self.program.num_buffers[self.stage_id]
 
     def picture(self, instruction: ds.PipeInstruction) -> str:
-        """Return the device x step grid with an arrow at the op of ``instruction``."""
         instructions = self.program.instructions[self.stage_id]
         source = instruction.source  # pyright: ignore[reportAttributeAccessIssue]
         position = next(i for i, candidate in enumerate(instructions) if candidate is source)
@@ -168,14 +159,10 @@ class NamedSchedule(TimetableSchedule):
 
 
 class GPipeSchedule(NamedSchedule):
-    """All forwards, then all backwards."""
-
     name = "gpipe"
 
 
 class OneFOneBSchedule(NamedSchedule):
-    """DeepSpeed's order of 1F1B."""
-
     name = "1f1b"
 
 
@@ -186,26 +173,18 @@ class InterleavedSchedule(NamedSchedule):
 
 
 class ChimeraSchedule(NamedSchedule):
-    """Two opposing linear pipes."""
-
     name = "chimera"
 
 
 class BitPipeSchedule(NamedSchedule):
-    """Two opposing V-shaped pipes."""
-
     name = "bitpipe"
 
 
 class ZeroBubbleH1Schedule(NamedSchedule):
-    """1F1B with split backwards."""
-
     name = "zb_h1"
 
 
 class ZeroBubbleVSchedule(NamedSchedule):
-    """A V-shaped pipe with split backwards."""
-
     name = "zb_v"
 
 
@@ -222,10 +201,7 @@ class ZeroBubbleBitPipeSchedule(NamedSchedule):
 
 
 def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
-    """Return the DeepSpeed instruction. Its ``label`` is the text that traces and errors print.
-
-    Raises ScheduleError if the engine has no class for the instruction.
-    """
+    """Return the DeepSpeed instruction. Its ``label`` is the text that traces and errors print."""
     cls = INSTRUCTIONS.get(instruction.name)
     if cls is None:
         raise ScheduleError(
@@ -243,7 +219,6 @@ COMPUTATIONS = tuple(INSTRUCTIONS[name] for name in COMPUTE)
 
 
 def _split_steps(instructions: list[ds.PipeInstruction]) -> list[list[ds.PipeInstruction]]:
-    """Split the instructions into steps: one computation each, with the messages before and after it."""
     steps: list[list[ds.PipeInstruction]] = [[]]
     before = (ds.LoadMicroBatch, ds.RecvActivation, ds.RecvGrad, WaitStage)
     for instruction in instructions:

@@ -257,7 +257,7 @@ class Costs:
         return f"; for the same head on the last stage: stages={factors_text(stages, 'g')}"
 
     def _carry_over(self, placement: Placement) -> Costs:
-        """Return measured costs for the number of devices and stages of a placement. Raises ScheduleError."""
+        """Return measured costs for the number of devices and stages of a placement."""
         devices, stages = placement.devices_per_pipe, self.stage_factors or ()
         costs, ratio = self, self.measured["devices"] / devices
         if ratio != 1 and self.links:
@@ -299,7 +299,6 @@ class Costs:
 
 
 def _three(factor: float | Factors) -> Factors:
-    """Return the factors of forward, backward_input and backward_weight."""
     return factor if isinstance(factor, tuple) else (factor, factor, factor)
 
 
@@ -313,17 +312,13 @@ def _mix(x: int) -> int:
 
 
 def read_costs(text: str) -> Costs:
-    """Return the costs in a string such as ``"f=1,b=1,w=1,comm=0"`` or in a JSON file. Raises ScheduleError."""
     if os.path.isfile(text) or text.endswith(".json"):
         return load_costs(text)
     return parse_costs(text)
 
 
 def parse_costs(text: str) -> Costs:
-    """Return the costs in ``"f=1,b=1,w=1,comm=0,stages=0.9x7/1.7:1.8:1.6,slices=1/3,jitter=0"``. All keys are optional.
-
-    Raises ScheduleError for an unknown or repeated key and for an invalid value.
-    """
+    """Return the costs in ``"f=1,b=1,w=1,comm=0,stages=0.9x7/1.7:1.8:1.6,slices=1/3,jitter=0"``, keys optional."""
     values: dict[str, Any] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, _, value = part.partition("=")
@@ -347,7 +342,6 @@ def parse_costs(text: str) -> Costs:
 
 
 def _make_costs(values: Mapping[str, Any]) -> Costs:
-    """Return the costs; the keys of ``values`` are those of the text and JSON formats."""
     return Costs(**{_TIMES.get(key, key): value for key, value in values.items()})
 
 
@@ -386,7 +380,6 @@ def load_costs(path: str) -> Costs:
     """Return the costs in a JSON file: ``{"f": 1, "stages": [1, 1.2], "links": {"0>1": 0.3}, "jitter": 0.1}``.
 
     The keys are f, b, w and the other arguments of :class:`Costs`, all optional. A link is "sender>receiver".
-    :func:`dump_costs` is the inverse. Raises ScheduleError for an invalid file.
     """
     values = _read_json(path)
     known = [*_TIMES, *(field.name for field in fields(Costs) if field.name not in _TIMES.values())]
@@ -407,8 +400,6 @@ def load_costs(path: str) -> Costs:
 
 
 def _read_json(path: str) -> Any:
-    """Return the value in a JSON file. Raises ScheduleError, also for a repeated key."""
-
     def reject_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
         if len(values) < len(pairs):
@@ -430,7 +421,7 @@ def _read_json(path: str) -> Any:
 
 
 def _parse_links(links: object, path: str) -> dict[tuple[int, int], float]:
-    """Return ``{(0, 1): 0.3}`` for ``{"0>1": 0.3}``. Raises ScheduleError."""
+    """Return ``{(0, 1): 0.3}`` for ``{"0>1": 0.3}``."""
     if not isinstance(links, dict):
         raise _invalid_link(links, path)
     pairs: dict[tuple[int, int], float] = {}
@@ -470,7 +461,6 @@ def _is_number(value: object) -> bool:
 
 
 def _short(value: object) -> str:
-    """Return ``repr(value)``, truncated for an error."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):

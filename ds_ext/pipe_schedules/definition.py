@@ -62,7 +62,6 @@ class Option:
         return f"{'a number' if float in numbers else 'an integer'} of at least {self.minimum}"
 
     def convert(self, value: object) -> object:
-        """Return ``value``; convert words for a boolean option, and whole floats for an integer option."""
         if isinstance(self.default, bool):
             return {"true": True, "false": False}.get(str(value).lower(), value)
         if isinstance(self.default, int) and isinstance(value, float) and value.is_integer():
@@ -71,14 +70,12 @@ class Option:
 
     @property
     def description(self) -> str:
-        """Help text, with the allowed words."""
         if isinstance(self.default, bool):
             return f"{self.help}; true or false"
         return f"{self.help}; one of {', '.join(self.choices)}" if self.choices else self.help
 
     @property
     def default_text(self) -> str:
-        """Default as written on a command line or in a JSON."""
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
 
@@ -86,7 +83,6 @@ _LIMIT = Option(0.0, 0, "maximum live activations per device, in units of 1/D of
 
 
 def defaults_only(num_devices: int, micro_batches: int) -> Sequence[Mapping[str, Any]]:
-    """Return one variant: the default options."""
     return [{}]
 
 
@@ -112,25 +108,19 @@ class Schedule:
 
     @property
     def has_slices(self) -> bool:
-        """True if the schedule runs a micro-batch in slices of its sequence: its function has that parameter.
-
-        An option of the same name gets the parameter instead.
-        """
+        """True if micro-batches can be sliced: the function has a parameter ``slices``, and no option has that name."""
         return "slices" in inspect.signature(self.generate).parameters and "slices" not in self.options
 
     @property
     def summary(self) -> str:
-        """First line of the method's docstring."""
         return (self.generate.__doc__ or "").strip().splitlines()[0]
 
     def known_options(self, head_parts: bool) -> Mapping[str, Option]:
-        """Return the options; with head parts, every schedule has LIMIT."""
         return {LIMIT: _LIMIT, **self.options} if head_parts else self.options
 
     def resolve_options(
         self, options: Mapping[str, object] | None, head_parts: bool = False
     ) -> dict[str, Any]:
-        """Return all options with defaults filled in. Raises ScheduleError for unknown names and invalid values."""
         known = self.known_options(head_parts)
         requested = dict(options or {})
         self._check_names(requested, known)
@@ -144,7 +134,6 @@ class Schedule:
         return values
 
     def _check_names(self, options: Mapping[str, object], known: Mapping[str, Option]) -> None:
-        """Raise ScheduleError for unknown options."""
         unknown = sorted(set(options) - set(known))
         if unknown and self.file:
             raise ScheduleError(
@@ -160,10 +149,7 @@ class Schedule:
     def placement(
         self, num_devices: int, options: Mapping[str, object] | None = None, head_parts: bool = False
     ) -> Placement:
-        """Return the placement on ``num_devices`` devices, with a part of the head on each if ``head_parts``.
-
-        Raises ScheduleError if the size or head parts are not supported.
-        """
+        """Return the placement, with a part of the head on every device if ``head_parts``."""
         if not 1 <= num_devices <= _MAX_DEVICES:
             raise ScheduleError(
                 f"{self.name}: pipeline_parallel_size must be 1 to {_MAX_DEVICES} (got {num_devices})."
@@ -198,7 +184,7 @@ class Schedule:
         return placement.with_head_parts(self.name)
 
     def _check_num_stages(self, num_devices: int, options: Mapping[str, Any]) -> None:
-        """Raise ScheduleError if the options make too many stages. Integer options multiply the stages per device."""
+        """Raise ScheduleError for too many stages. Every integer option multiplies the stages per device."""
         counts = {name: value for name, value in options.items() if isinstance(value, int)}
         stages = num_devices * math.prod(counts.values())
         if stages > _MAX_STAGES:
@@ -241,10 +227,6 @@ class Schedule:
             micro_batches: N, summed over the pipes.
             costs: costs that a planned schedule plans for; None: those of its option "costs".
             slices: parts of the sequence of every micro-batch.
-            head_parts: True to compute a part of the head on every device.
-
-        Raises:
-            ScheduleError: the schedule does not support the sizes or options, or its code failed.
         """
         placement = self.placement(num_devices, options, head_parts)
         if self.micro_batches_multiple_of_devices:
@@ -280,7 +262,6 @@ class Schedule:
         return timetable if has_parts else insert_head_parts(timetable, costs, 0 if limit else 1)
 
     def check_slices(self, slices: int) -> None:
-        """Raise ScheduleError for fewer than one slice, or more if the schedule has none."""
         if slices < 1:
             raise ScheduleError(f"{self.name}: sequence_slices must be at least 1 (got {slices}).")
         if slices > 1 and not self.has_slices:
@@ -292,10 +273,6 @@ class Schedule:
     def make_dynamic_rules(
         self, num_devices: int, micro_batches: int, options: Mapping[str, object] | None = None
     ) -> DynamicRules | None:
-        """Return the runtime rules of a dynamic schedule; None for a static one.
-
-        Raises ScheduleError if the schedule does not support the sizes or options, or its code failed.
-        """
         if self.dynamic is None:
             return None
         placement = self.placement(num_devices, options)
@@ -308,7 +285,6 @@ REGISTERED: dict[str, Schedule] = {}  # by name; :mod:`.registry` adds them
 
 
 def every_device(generate: Generator, placement: Placement, micro_batches: int, **options: object) -> Orders:
-    """Return the orders that ``generate(device, num_devices, micro_batches, **options)`` yields for all devices."""
     num_devices = placement.num_devices
     return tuple(
         tuple(generate(device, num_devices, micro_batches, **options)) for device in range(num_devices)
@@ -316,7 +292,6 @@ def every_device(generate: Generator, placement: Placement, micro_batches: int, 
 
 
 def check_size(name: str, placement: Placement, micro_batches: int, slices: int = 1) -> None:
-    """Raise ScheduleError if the timetable would have no ops, or too many for memory."""
     if micro_batches < 1:
         raise ScheduleError(f"{name}: micro_batches must be at least 1 (got {micro_batches}).")
     ops = 2 * placement.stages * micro_batches * slices
@@ -330,11 +305,7 @@ def check_size(name: str, placement: Placement, micro_batches: int, slices: int 
 
 
 def check_multiple(name: str, micro_batches: int, placement: Placement, alternative: str = "") -> None:
-    """Raise ScheduleError if N is not a multiple of D. The error contains the nearest valid numbers.
-
-    Args:
-        alternative: an additional fix, appended to the error.
-    """
+    """Raise ScheduleError if N is not a multiple of D; ``alternative`` is a further fix, appended to the error."""
     step = placement.num_devices
     if micro_batches >= 1 and micro_batches % step == 0:
         return
@@ -347,12 +318,11 @@ def check_multiple(name: str, micro_batches: int, placement: Placement, alternat
 
 
 def needs_even_devices(name: str, num_devices: int) -> str:
-    """Return the error for an odd number of devices."""
+    """Return the text of the error for an odd number of devices."""
     valid = " or ".join(str(n) for n in (num_devices - 1, num_devices + 1) if n >= 2)
     return f"{name}: pipeline_parallel_size must be even (got {num_devices}). Use {valid}."
 
 
 def did_you_mean(name: str, known: Mapping[str, object]) -> str:
-    """Return the closest known name as a hint for an error, or an empty string."""
     near = difflib.get_close_matches(name.lower(), list(known), n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""

@@ -20,11 +20,9 @@ class Dependencies:
     follows the backward of the slice after it (Seq1F1B, arXiv 2406.03488, section 3.2).
 
     Args:
-        placement: device of every stage.
         micro_batches: N, summed over the pipes.
         split: True if every backward is two ops; a set of (stage, micro-batch) if only some are.
         trains: False for an evaluation, which has no backwards.
-        slices: parts of the sequence of every micro-batch.
     """
 
     def __init__(
@@ -49,19 +47,14 @@ class Dependencies:
         self._feeds: dict[tuple[str, int, int, bool, bool], _Rule] = {}
 
     def device(self, op: Op) -> int:
-        """Return the device that computes ``op``."""
         return self.placement.device(op.kind, op.stage, self.pipes[op.micro_batch])
 
     def gradient_kind(self, stage: int, micro_batch: int) -> str:
-        """Return the kind of op that computes the input gradient: BACKWARD, or BACKWARD_INPUT if it is split."""
         split = self.split if isinstance(self.split, bool) else (stage, micro_batch) in self.split
         return BACKWARD_INPUT if split else BACKWARD
 
     def forward_kinds(self, stage: int) -> tuple[str, ...]:
-        """Return the kinds of forwards that every micro-batch has at ``stage``.
-
-        With forward devices (``fbd``), training omits the forward of the last stage: only its repetition is used.
-        """
+        """Return the kinds of forwards at ``stage``. In training, ``fbd`` only repeats that of the last stage."""
         if self.placement.graph_kind == FORWARD or not self.trains:
             return (FORWARD,)
         return (RECOMPUTE,) if stage == self._last else (FORWARD, RECOMPUTE)
@@ -78,7 +71,7 @@ class Dependencies:
         return (BACKWARD,), (BACKWARD_INPUT, BACKWARD_WEIGHT)
 
     def entries(self, micro_batch: int) -> list[Op]:
-        """Return the ops of ``micro_batch`` that depend on no other op."""
+        """Return the ops of a micro-batch that depend on no other op."""
         return [Op(kind, micro_batch, 0) for kind in self.forward_kinds(0)]
 
     def needs(self, op: Op) -> list[tuple[Op, int]]:
@@ -115,7 +108,6 @@ class Dependencies:
         return -1 if kind == FORWARD else 1 if kind in (BACKWARD, BACKWARD_INPUT) else 0
 
     def _input_rule(self, op: Op) -> _Rule:
-        """Return the rule of the ops that ``op`` depends on."""
         kind, m, stage, j = op
         key = kind, stage, self.pipes[m], j > 0, j < self.slices - 1
         rule = self._needs.get(key)
@@ -160,7 +152,7 @@ class Dependencies:
     def _with_devices(
         self, ops: list[tuple[str, int]], of_other_slices: list[tuple[str, int, int]], pipe: int
     ) -> _Rule:
-        """Add the devices; replace BACKWARD by the right kind if it is the same for all micro-batches."""
+        """Add the devices. Replace BACKWARD by the right kind if that is the same for all micro-batches."""
         uniform = isinstance(self.split, bool)
         kinds = {BACKWARD: self.gradient_kind(0, 0)} if uniform else {}
         return tuple(
@@ -169,7 +161,7 @@ class Dependencies:
         )
 
     def _ops(self, rule: _Rule, op: Op) -> list[tuple[Op, int]]:
-        """Return the ops of a rule for the micro-batch and slice of ``op``, each with its device."""
+        """Return the ops of a rule for the micro-batch and slice of ``op``."""
         _, m, _, j = op
         if isinstance(self.split, bool):
             return [(Op(kind, m, stage, j + shift), device) for kind, stage, device, shift in rule]
@@ -180,14 +172,14 @@ class Dependencies:
 
 
 class Inputs:
-    """Counter of the inputs that each op still waits for; those in ``one_more`` have one besides other ops."""
+    """Counter of the inputs that each op still waits for. Ops in ``one_more`` have an input besides other ops."""
 
     def __init__(self, dependencies: Dependencies, one_more: Container[Op] = ()) -> None:
         self._dependencies, self._one_more = dependencies, one_more
         self._missing: dict[Op, int] = {}  # only ops that have some, but not all, of their inputs
 
     def deliver(self, op: Op) -> bool:
-        """Count one more input of ``op``; return True if it was the last one."""
+        """Count one more input of ``op``. Return True if it was the last one."""
         missing = self._missing.pop(op, 0)
         if not missing:
             missing = self._dependencies.count(op) + (op in self._one_more if self._one_more else 0)

@@ -33,9 +33,6 @@ class DynamicRules:
     """Rules of a dynamic schedule for one step, shared by all devices of a pipeline group.
 
     Args:
-        placement: device of every stage.
-        micro_batches: N, summed over the pipes.
-        split: True to split backwards.
         policy: choice among ready forwards, and among ready backwards. ``breadth`` runs all admitted micro-batches
             through the chunk of a device that they visit first, before the next one. ``depth`` prefers forwards of the
             chunk visited last, and backwards of the oldest micro-batch. ``group`` is breadth-first within groups of D
@@ -53,7 +50,6 @@ class DynamicRules:
 
     @cached_property
     def pipes(self) -> tuple[int, ...]:
-        """Pipe of every micro-batch."""
         return self.placement.pipes_of(self.micro_batches)
 
     @cached_property
@@ -63,12 +59,10 @@ class DynamicRules:
         return tuple(m - first.setdefault(pipe, m) for m, pipe in enumerate(self.pipes))
 
     def entry_ops(self, device: int) -> list[Op]:
-        """Return the first forwards of the micro-batches that enter at ``device``."""
         starts = [devices[0] for devices in self.placement.pipes]
         return [Op(FORWARD, m, 0) for m, pipe in enumerate(self.pipes) if starts[pipe] == device]
 
     def num_ops(self, device: int) -> int:
-        """Return the number of ops of ``device`` in a step."""
         stages = [devices.count(device) for devices in self.placement.pipes]
         return sum(stages[pipe] for pipe in self.pipes) * (3 if self.split else 2)
 
@@ -88,7 +82,6 @@ class DynamicRules:
         return position, visit, pipe  # the oldest micro-batch frees its activations first
 
     def device(self, device: int) -> Greedy:
-        """Return the policy of a device for one step."""
         return Greedy(self, device)
 
 
@@ -124,7 +117,6 @@ class Greedy:
             heappush(self._backwards, (self.rules.priority(op), op))
 
     def choose(self) -> Op | None:
-        """Return the op to compute now, or None to wait for an input."""
         if self._backwards and (self._last_was_forward or not self._forwards):
             return self._take_backward()
         op = self._take_forward()
@@ -133,7 +125,6 @@ class Greedy:
         return self._take_backward() if self._backwards else None
 
     def _take_forward(self) -> Op | None:
-        """Return the first ready forward whose activations fit."""
         skipped = []
         chosen_op = None
         while self._forwards and chosen_op is None:
@@ -163,12 +154,10 @@ class Greedy:
         return op.stage, self.rules.pipes[op.micro_batch]
 
     def _take_backward(self) -> Op:
-        """Return the first ready backward; there must be one."""
         self._last_was_forward = False
         return heappop(self._backwards)[1]
 
     def mark_done(self, op: Op) -> None:
-        """Record that ``op`` has ended."""
         if op.kind in (BACKWARD, BACKWARD_WEIGHT):
             self._count(self._stage(op), -1)
         if op.kind in _GRADIENTS and op.stage == 0:

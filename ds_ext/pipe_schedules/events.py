@@ -25,10 +25,9 @@ class Workload:
     """Ops of a step, with the times of ops and messages.
 
     Args:
-        split: True if every backward is two ops; a set of (stage, micro-batch) if only some are.
+        split, trains: as for :class:`.Dependencies`.
         jittered: True to apply the jitter of the costs, in simulations; False in planners.
-        trains: False for an evaluation, which has no backwards.
-        slices: parts of the sequence of every micro-batch. Computations and messages of a slice take their share.
+        slices: computations and messages of a slice take their share.
     """
 
     placement: Placement
@@ -41,14 +40,12 @@ class Workload:
 
     @cached_property
     def dependencies(self) -> Dependencies:
-        """Dependencies between the ops."""
         return Dependencies(
             self.placement, self.micro_batches, split=self.split, trains=self.trains, slices=self.slices
         )
 
     @property
     def pipes(self) -> tuple[int, ...]:
-        """Pipe of every micro-batch."""
         return self.dependencies.pipes
 
     @cached_property
@@ -68,7 +65,6 @@ class Workload:
 
     @cached_property
     def gradient_kind(self) -> str:
-        """Kind of op that computes the input gradient."""
         return BACKWARD_INPUT if self.split else BACKWARD
 
     @cached_property
@@ -77,7 +73,6 @@ class Workload:
         return tuple(self._earliest_starts(devices) for devices in self.placement.pipes)
 
     def _earliest_starts(self, devices: tuple[int, ...]) -> dict[str, tuple[float, ...]]:
-        """Return the starts of one pipe with these devices, by kind and stage, for its shortest slice."""
         now = 0.0
         starts: dict[str, dict[int, float]] = {FORWARD: {}, self.gradient_kind: {}}
         previous = 0
@@ -93,7 +88,6 @@ class Workload:
         return {kind: tuple(row[stage] for stage in sorted(row)) for kind, row in starts.items()}
 
     def time(self, op: Op) -> float:
-        """Return the time of ``op``."""
         time = self.times[op.kind][op.stage]
         if self.costs.slices is not None:
             time *= self.costs.slices[op.slice]
@@ -123,8 +117,7 @@ class Ports:
     def arrival(self, now: float, link: tuple[int, int], delay: float, free: dict[int, float]) -> float:
         """Return the time at which a message arrives that would take ``delay`` alone.
 
-        Args:
-            free: port -> end of its last message, which is updated.
+        ``free`` has the end of the last message of every port, and is updated.
         """
         if link not in self.links:
             return now + delay
@@ -169,11 +162,9 @@ class FixedOrder:
         self._ready: set[Op] = set()
 
     def add_ready(self, op: Op) -> None:
-        """Record that all inputs of ``op`` have arrived."""
         self._ready.add(op)
 
     def choose(self) -> Op | None:
-        """Return the next op of the order if it is ready."""
         op = self._next
         if op not in self._ready:
             return None
@@ -204,18 +195,16 @@ class NoAdmission:
         self._workload = workload
 
     def admit(self) -> Iterator[Op]:
-        """Yield the first ops of all micro-batches."""
         for m in range(self._workload.micro_batches):
             yield from self._workload.dependencies.entries(m)
 
     def mark_done(self, device: int, op: Op) -> Iterator[Op]:
-        """Yield nothing: all micro-batches have entered."""
         return iter(())
 
 
 @dataclass(frozen=True)
 class Run:
-    """Result of a run: the ops of every device in order, their starts and ends, makespan and number of messages."""
+    """Ops of every device in order, with their starts and ends; ``messages`` counts those between devices."""
 
     orders: tuple[tuple[Op, ...], ...]
     starts: tuple[tuple[float, ...], ...]

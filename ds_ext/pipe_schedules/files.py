@@ -21,12 +21,10 @@ _MAX_MICRO_BATCHES = 1_000_000
 
 
 def is_timetable_file(name: str) -> bool:
-    """Return True if a schedule name is a path: it contains a folder or has the extension of a timetable file."""
     return os.sep in name or Path(name).suffix in _ENDINGS
 
 
 def read_timetable(path: str | Path) -> Timetable:
-    """Return the timetable in a file. Raises ScheduleError if the file cannot be read or is invalid."""
     try:
         text = Path(path).read_text("utf-8-sig")
     except OSError as error:
@@ -39,7 +37,7 @@ def read_timetable(path: str | Path) -> Timetable:
 
 
 def schedule_of_file(path: str | Path) -> Schedule:
-    """Return a schedule that supports only the sizes of the timetable in a file. Raises ScheduleError."""
+    """Return a schedule that supports only the sizes of the timetable in a file."""
     timetable = read_timetable(path)
     if not timetable.trains:
         raise ScheduleError(f"timetable {path}: has no backwards. A job needs one for every forward.")
@@ -70,10 +68,7 @@ def schedule_of_file(path: str | Path) -> Schedule:
 
 
 def read_dump(text: str, source: str) -> Timetable:
-    """Return the timetable of a dump, without its messages and loads, which lowering inserts again.
-
-    The timetable is not checked. Raises ScheduleError with ``source`` if ``text`` is not a dump.
-    """
+    """Return the unchecked timetable of a dump, without its messages and loads, which lowering inserts again."""
     try:
         dump = json.loads(text)
         name, micro_batches = dump["schedule"], dump["micro_batches"]

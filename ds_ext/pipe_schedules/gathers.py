@@ -16,7 +16,7 @@ from .timetables import Program
 
 
 def order_of_first_use(simulation: Simulation, device: int) -> list[int]:
-    """Return the stages of a device in the order in which its replicas gather them: by their first use on any of them.
+    """Return the stages of a device by their first use on any of its replicas, which gather them in this order.
 
     Gathers are collectives over these replicas, so all must start them in one order.
     """
@@ -30,7 +30,6 @@ def order_of_first_use(simulation: Simulation, device: int) -> list[int]:
 
 
 def with_waits(program: Program) -> Program:
-    """Return the program with a wait for the weights of every stage, before its first op."""
     instructions = [
         tuple(_insert(program, device)) for device in range(program.timetable.placement.num_devices)
     ]
@@ -38,18 +37,12 @@ def with_waits(program: Program) -> Program:
 
 
 class StageWaits:
-    """Waits of one device for the weights of its stages, in a step.
-
-    Args:
-        program: program of the step, or of a simulated one.
-        device: the device.
-    """
+    """Waits of one device for the weights of its stages; ``program`` is that of the step, or of a simulated one."""
 
     def __init__(self, program: Program, device: int) -> None:
         self._left = {i.stage for i in program.instructions[device] if i.name == WAIT_STAGE}
 
     def before(self, op: Op) -> Iterator[Instruction]:
-        """Yield the wait that ``op`` needs, if it is the first one of its stage."""
         if op.stage in self._left:
             self._left.remove(op.stage)
             yield Instruction(WAIT_STAGE, stage=op.stage)

@@ -19,8 +19,6 @@ def forward_timetable(
     Messages are therefore received in the order of the sends. At most D slices are in a pipe at a time, which keeps D
     devices busy and bounds the messages on a link. They enter in order, so every stage computes the slices of a
     micro-batch in order too. The pipes share the micro-batches evenly.
-
-    Raises ScheduleError for fewer than one micro-batch, or too many for memory.
     """
     check_size(name, placement, micro_batches, slices)
     pipes = placement.pipes_of(micro_batches)

@@ -53,7 +53,6 @@ def _messages_by_link(timetable: Timetable) -> list[dict[int, list[Op]]]:
 
 
 def _end_of_step(placement: Placement, device: int) -> Iterator[Instruction]:
-    """Yield the reductions, the optimizer step, and the transfers of weights to forward devices."""
     if device not in placement.forward_devices:
         yield from map(Instruction, AFTER_BACKWARDS)
     for stage, source, target in placement.weight_transfers:
@@ -81,10 +80,7 @@ class Lowering:
         self._early: set[tuple[Op, int]] = set()  # (op, sender) of messages received before an earlier op
 
     def add(self, op: Op) -> list[Instruction]:
-        """Append ``op``: return its instructions, and update the buffers.
-
-        The instructions are the load or receives, the computation, and the sends or copies.
-        """
+        """Append ``op``: return its load or receives, computation, and sends or copies, and update the buffers."""
         instructions: list[Instruction] = []
         dependencies, placement = self.timetable.dependencies, self.timetable.placement
         if op.kind in (FORWARD, RECOMPUTE) and op.stage in (0, placement.stages - 1):
@@ -207,7 +203,6 @@ def dump(program: Program) -> dict[str, object]:
 
 
 def _role(placement: Placement, device: int) -> dict[str, str]:
-    """Return the role of a device of ``fbd``."""
     if not placement.forward_devices:
         return {}
     return {"role": "forward" if device in placement.forward_devices else "backward"}

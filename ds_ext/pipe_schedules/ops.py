@@ -61,7 +61,6 @@ class Instruction(NamedTuple):
 
     @property
     def op(self) -> Op | None:
-        """Op that the instruction computes, or None."""
         kind = COMPUTE.get(self.name)
         if kind is None or self.stage is None or self.micro_batch is None:
             return None

@@ -277,7 +277,6 @@ class Placement:
 
 
 def linear(num_devices: int) -> Placement:
-    """Return one pipe with stage s on device s."""
     return Placement((tuple(range(num_devices)),))
 
 

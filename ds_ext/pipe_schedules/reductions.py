@@ -69,7 +69,6 @@ def with_reductions(program: Program, reductions: Reductions) -> Program:
 
 
 def order_of_reductions(program: Program, device: int) -> list[int]:
-    """Return the stages that a device reduces eagerly, in order."""
     instructions = program.instructions[device]
     return [i.stage for i in instructions if i.name == REDUCE_STAGE and i.stage is not None]
 
@@ -77,9 +76,7 @@ def order_of_reductions(program: Program, device: int) -> list[int]:
 class StageReductions:
     """Reductions of one device in a step whose order is decided at run time.
 
-    Args:
-        program: program of a simulated step, with the common order of the reductions.
-        device: the device.
+    ``program`` is that of a simulated step, with the common order of the reductions.
     """
 
     def __init__(self, program: Program, device: int) -> None:

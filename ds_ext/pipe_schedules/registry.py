@@ -107,7 +107,7 @@ def planned_schedule(
 
 
 def _register(new: Schedule) -> None:
-    """Add a schedule; a module may register its schedules again. Raises ScheduleError for a name of another module."""
+    """Add a schedule. A module may register its schedules again, but not those of another module."""
     known = REGISTERED.get(new.name)
     if known is not None and known.generate.__module__ != new.generate.__module__:
         raise ScheduleError(f"schedule {new.name!r} is already registered by {known.generate.__module__}.")
@@ -115,7 +115,6 @@ def _register(new: Schedule) -> None:
 
 
 def get_schedule(name: str) -> Schedule:
-    """Return the schedule called ``name``, which is case-insensitive. Raises ScheduleError for an unknown name."""
     schedule = REGISTERED.get(name.lower())
     if schedule is None:
         choice = ' "auto" is possible in the JSON of a job only.' if name.lower() == "auto" else ""
@@ -129,13 +128,8 @@ def get_schedule(name: str) -> Schedule:
 def import_modules(names: Sequence[str], source: str, folder: str | os.PathLike[str] = ".") -> None:
     """Import modules that register schedules. Adds the folders of the search to ``sys.path``.
 
-    Args:
-        names: module names, looked up in ``folder``, the current directory and PYTHONPATH.
-        source: flag or key that lists them, for errors.
-        folder: additional directory to search.
-
-    Raises:
-        ScheduleError: a module does not exist, or its import failed.
+    Modules are looked up in ``folder``, the current directory and PYTHONPATH. ``source`` is the flag or key that lists
+    them, for errors.
     """
     if names:
         for path in (os.path.abspath(folder), os.getcwd()):
@@ -161,7 +155,6 @@ def import_modules(names: Sequence[str], source: str, folder: str | os.PathLike[
 
 
 def _error_line(error: Exception) -> str:
-    """Return the file and line at which an import failed."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{os.path.basename(error.filename)}, line {error.lineno}"
     frame = traceback.extract_tb(error.__traceback__)[-1]

@@ -139,13 +139,11 @@ def run_orders(
     weights: Mapping[Op, float] | None = None,
     ports: Ports | None = None,
 ) -> Run:
-    """Run the given orders of all devices; ``weights`` and ``ports`` as in :func:`.events.run`."""
     policies = [FixedOrder(order) for order in orders]
     return run(workload, policies, NoAdmission(workload), weights=weights, ports=ports)
 
 
 def _check_complete(timetable: Timetable, result: Run) -> None:
-    """Raise ScheduleError if a device has not finished. The error lists what each device waits for."""
     steps = [len(order) for order in result.orders]
     stuck = [device for device, order in enumerate(timetable.orders) if steps[device] < len(order)]
     if not stuck:

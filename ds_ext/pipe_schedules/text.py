@@ -44,7 +44,7 @@ _IGNORED = re.compile(r"\d{1,9}(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d{
 
 
 def dumps(timetable: Timetable) -> str:
-    """Return the timetable as text, the inverse of :func:`loads`. Raises ScheduleError for an unprintable name."""
+    """Return the timetable as text, the inverse of :func:`loads`."""
     name = timetable.schedule
     if not name.isprintable():
         raise ScheduleError(f"timetable: the name of the schedule must be printable (got {name!r}).")
@@ -65,8 +65,7 @@ def dumps(timetable: Timetable) -> str:
 def torch_csv(timetable: Timetable) -> str:
     """Return the compute-only CSV of ``torch.distributed.pipelining``, with cells such as ``2F0`` and ``2B0``.
 
-    Each op takes one step. An empty cell is a step in which the device waits. Raises ScheduleError if the timetable has
-    several pipes or forward devices, which the format does not support, or if it deadlocks.
+    Each op takes one step. An empty cell is a step in which the device waits.
     """
     if timetable.slices > 1:
         raise ScheduleError(
@@ -100,7 +99,6 @@ def torch_csv(timetable: Timetable) -> str:
 
 
 def _one_step(op: Op) -> Op:
-    """Return an op of the same dependencies that takes one step with equal costs."""
     return op._replace(kind=BACKWARD_INPUT) if op.kind == BACKWARD else op
 
 
@@ -119,12 +117,7 @@ class _Position:
 def loads(text: str, name: str = "timetable", source: str = "timetable") -> Timetable:
     """Return the timetable of ``text``, without checking that it can run.
 
-    Args:
-        name: name of the schedule if the header has none.
-        source: origin of the text, for errors.
-
-    Raises:
-        ScheduleError: the text is invalid; the error has the line and column.
+    ``name`` is that of the schedule if the header has none; ``source`` is the origin of the text, for errors.
     """
     header: dict[str, str] = {}
     orders: list[tuple[Op, ...]] = []
@@ -169,7 +162,6 @@ def loads(text: str, name: str = "timetable", source: str = "timetable") -> Time
 
 
 def _read_header(line: str, position: _Position) -> dict[str, str]:
-    """Return the keys and values of a header line. Raises ScheduleError."""
     try:
         words = shlex.split(line)[2:]
     except ValueError as error:
@@ -225,7 +217,6 @@ def _read_pipes(value: str, lines: int, position: _Position, forward: ForwardPip
 
 
 def _infer_placement(orders: list[tuple[Op, ...]], positions: list[list[_Position]]) -> Placement:
-    """Return a placement of one pipe, with each stage on the device that computes its ops."""
     owners: dict[int, int] = {}
     cells = [list(zip(*row, strict=True)) for row in zip(orders, positions, strict=True)]
     for device, row in enumerate(cells):
@@ -243,7 +234,6 @@ def _infer_placement(orders: list[tuple[Op, ...]], positions: list[list[_Positio
 
 
 def _read_cells(line: str, number: int, source: str) -> Iterator[tuple[Op, _Position]]:
-    """Yield the ops of line ``number``, each with the position of its cell. Raises ScheduleError."""
     for cell in _CELL.finditer(line):
         position = _Position(number, cell.start() + 1, source)
         for op in _read_cell(cell.group(), position):

@@ -77,7 +77,6 @@ def _sort_key(entry: tuple[int, Op]) -> tuple[int, str, int, int, int]:
 
 
 def whole_order(device: int, placement: Placement, micro_batches: int) -> Iterator[Op]:
-    """Yield the ops of ``device`` with whole backwards."""
     return (op for _, op in ticks(device, placement, micro_batches))
 
 

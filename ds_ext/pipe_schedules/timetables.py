@@ -75,10 +75,7 @@ class Timetable:
 
 @dataclass(frozen=True)
 class Program:
-    """Timetable after lowering: the instructions of every device.
-
-    ``num_buffers[d]`` is the number of buffers of device ``d``.
-    """
+    """Timetable after lowering: instructions and number of buffers of every device."""
 
     timetable: Timetable
     instructions: tuple[tuple[Instruction, ...], ...]

@@ -19,11 +19,7 @@ OPTION = "max_activations"
 def within_activation_memory(plan: JobPlan, sizes: TrainingSizes) -> JobPlan:
     """Return the plan with the largest ``max_activations`` that fits "max_activation_memory"; as it is if it fits.
 
-    Args:
-        sizes: model, with the layers of every stage.
-
-    Raises:
-        ConfigError: the schedule does not plan its order, or no order fits.
+    ``sizes`` has the layers of every stage.
     """
     text = plan.settings.max_activation_memory
     assert text is not None

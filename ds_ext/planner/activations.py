@@ -73,11 +73,8 @@ def stage_activations(
 ) -> tuple[Activations, ...]:
     """Return the activations of every stage, head parts and their loss included, as ops number them.
 
-    Raises ScheduleError if the layers do not fit the stages.
-
     Args:
         sizes: sizes of the model; ``seq_length`` is that of a slice.
-        num_stages: stages of the model.
         earlier, later: tokens of the other slices of a sample.
         head_parts: parts of the head, one per device; 0: the last stage has the head.
     """
@@ -134,7 +131,7 @@ def _between(sizes: TrainingSizes) -> float:
 
 
 def layer_activations(sizes: TrainingSizes, recompute: str, earlier: int = 0, later: int = 0) -> Activations:
-    """Return the activations of a transformer layer with a kind of recomputation; see :func:`stage_activations`."""
+    """Return the activations of a transformer layer; arguments as for :func:`stage_activations`."""
     size, t, gated = sizes.token_bytes, sizes.tensor_parallel, sizes.swiglu
     h, c = sizes.hidden_size, _between(sizes)
     q, k, f = (width / t for width in (*sizes.attention_widths, sizes.ffn_size))
@@ -211,7 +208,6 @@ def _attention_inputs(sizes: TrainingSizes, q: float, k: float) -> float:
 
 
 def _deferred_gradient(sizes: TrainingSizes, weight: float) -> float:
-    """Return the bytes of a weight gradient in the second half of a split backward."""
     return 2 * weight if sizes.precision == "bf16" else weight
 
 
@@ -261,14 +257,14 @@ def _chunk(sizes: TrainingSizes, vocabulary: float) -> float:
 
 
 def _last_norm(sizes: TrainingSizes) -> Activations:
-    """Return the activations of the last norm, without the head: its backward starts with its output's gradient."""
+    """Return the activations of the last norm without the head. Its backward starts with the gradient of its output."""
     tokens, size, c = sizes.tokens, sizes.token_bytes, _between(sizes)
     rise = tokens * (size + (_RMS_NORM_BACKWARD if sizes.normalization == "RMSNorm" else size)) * c
     return Activations(tokens * _norms(sizes, c), 0.0, 0.0, rise, rise, 0.0)
 
 
 def _head_parts(sizes: TrainingSizes, parts: int) -> list[Activations]:
-    """Return the activations of every part of the head, and of the loss that joins them."""
+    """Return the activations of every part of the head, then those of the loss that joins them."""
     hidden = sizes.tokens * sizes.token_bytes * sizes.hidden_size
     vocabulary = sizes.padded_vocab_size(sizes.tensor_parallel) / sizes.tensor_parallel / parts
     chunk = _chunk(sizes, vocabulary) * (1.5 if sizes.precision != "fp32" else 1.0)

@@ -62,18 +62,11 @@ def choose_for_job(
 
     Args:
         config: the whole DeepSpeed JSON.
-        devices: D.
-        tensor_parallel: TP.
         options: "schedule_options" of the section.
         train: "train" of the section; ``"recompute_granularity": "auto"`` lets the planner choose it.
         world_size: number of processes; None: one pipeline group.
         layers: number of the model's pipeline layers; None: unknown.
-        slices: parts of the sequence of every micro-batch.
         lengths: tokens of every slice.
-        head_parts: every device computes a part of the head.
-
-    Raises:
-        ConfigError: the batch is not fixed, sizes do not fit, or no schedule fits in memory.
     """
     data = 1 if world_size is None else data_parallel_size(world_size, linear(devices), tensor_parallel)
     try:
@@ -103,10 +96,7 @@ def _make_request(
     train: Mapping[str, Any],
     layers: int | None,
 ) -> Request:
-    """Return the request to the planner: the arguments of :func:`choose_for_job`, with ``data`` pipeline groups.
-
-    Raises ConfigError and ScheduleError.
-    """
+    """Return the request for the arguments of :func:`choose_for_job`, with ``data`` pipeline groups."""
     micro_batch, micro_batches = _micro_batches(config, data)
     values = _AUTO.resolve_options(options)
     entries, _ = vocabulary(values["vocab_size"], train)
@@ -133,7 +123,6 @@ def _make_request(
 
 
 def _recomputations(sizes: TrainingSizes | None, train: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the kinds of recomputation to evaluate: all for "auto", else that of the model."""
     if train.get("recompute_granularity") == AUTO and train.get("recompute_interval", 1) == 1:
         return RECOMPUTATIONS
     return ("none",) if sizes is None else (sizes.recompute,)
@@ -200,7 +189,6 @@ def _require_layers(request: Request) -> None:
 
 
 def _remedies(request: Request) -> str:
-    """Return unused settings that would reduce the memory of a model that does not fit."""
     sizes = request.sizes
     assert sizes is not None, "a memory limit needs a model"
     remedies = ["more devices (pipeline_parallel_size, tensor_parallel_size)"]
@@ -216,7 +204,7 @@ def _remedies(request: Request) -> str:
 
 
 def _micro_batches(config: Mapping[str, Any], data: int) -> tuple[int, int]:
-    """Return the micro-batch size and N. Raises ConfigError if the JSON does not fix the global batch."""
+    """Return the micro-batch size and N."""
     train, micro_batch = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
     steps = config.get("gradient_accumulation_steps")
     if train is None or micro_batch is None or steps is not None:
@@ -239,7 +227,7 @@ def _micro_batches(config: Mapping[str, Any], data: int) -> tuple[int, int]:
 
 
 def model_of_train(train: Mapping[str, Any], vocab_size: int) -> TransformerConfig | None:
-    """Return the model that "train" describes; None if a size is missing. Raises ConfigError."""
+    """Return the model that "train" describes; None if a size is missing."""
     if not all(isinstance(train.get(key), int) for key in SIZES):
         return None
     names = [*PLANNED]
@@ -256,13 +244,11 @@ def training_sizes(
     data: int,
     on_cpu: bool = False,
 ) -> TrainingSizes:
-    """Return the sizes of a model that a job trains. Raises ScheduleError.
+    """Return the sizes of a model that a job trains.
 
     Args:
         config: the whole DeepSpeed JSON.
-        model: the model.
         micro_batch: samples of a micro-batch.
-        tensor_parallel: TP.
         data: number of pipeline groups.
         on_cpu: attention with dropout stores its scores.
     """
@@ -285,7 +271,7 @@ def training_sizes(
 
 
 def _refuse(num_devices: int) -> Placement:
-    """Raise ScheduleError: the placeholder of "auto" has no placement and no order."""
+    """Refuse the placeholder of "auto", which has no placement and no order."""
     raise ScheduleError('schedule: "auto" needs the sizes of a job. Use it in a JSON only.')
 
 

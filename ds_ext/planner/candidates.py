@@ -31,10 +31,7 @@ class Candidate:
         tight: True if the memory exceeds the limit should the estimate be too low by its error.
         replicas: copies of the weights.
         activations: largest peak of live activations on a device, in units of 1/D of the model.
-        stages: stages of the model.
         sizes: the model with the layers of every stage; None without a model or a simulation.
-        micro_batches: N.
-        slices: parts of the sequence of every micro-batch.
         slice_lengths: tokens of every slice, in a simulation with several and with a model.
         unpriced: True if a lower bound ruled out the candidate: on its time, or on its ``memory_bytes``.
         rank_order: order with the shortest step; None without a network.
@@ -71,7 +68,6 @@ class Candidate:
 
     @property
     def layers(self) -> tuple[int, ...] | None:
-        """Transformer layers of every stage."""
         return None if self.sizes is None else self.sizes.stage_layers
 
     @property
@@ -96,15 +92,12 @@ class Candidate:
 
     @property
     def tie_order(self) -> tuple[object, ...]:
-        """Key that sorts candidates of equal time: least memory, then fewest stages, then name."""
+        """Key that sorts candidates of equal time."""
         return (*self.size, self.stages, self.schedule)
 
     @property
     def complexity(self) -> tuple[object, ...]:
-        """Key that sorts candidates of about equal time.
-
-        First those that keep the headroom free; fewest slices, least recomputation, fewest stages, least N.
-        """
+        """Key that sorts candidates of about equal time: first those that keep the headroom free, then the simplest."""
         repeated = self.sizes.repeated_share if self.sizes is not None else 0.0
         stages = self.stages * self.replicas
         return (self.tight, self.slices, repeated, stages, self.micro_batches, self.planned)
@@ -135,12 +128,10 @@ class Candidates:
 
     @property
     def usable(self) -> tuple[Candidate, ...]:
-        """Candidates without a refusal."""
         return tuple(c for c in self.ranked if not c.refusal)
 
     @property
     def smallest(self) -> Candidate | None:
-        """Candidate that needs the least memory among those that are too large."""
         large = [c for c in self.ranked if is_too_large(c.memory_bytes, self.memory_bytes)]
         return min(large, key=lambda c: c.tie_order, default=None)
 
@@ -225,5 +216,5 @@ def rank_candidates(
 
 
 def is_too_large(need_bytes: int | None, limit_bytes: int | None) -> bool:
-    """Return whether a need exceeds the limit; None: unknown, or no limit."""
+    """Return whether a need exceeds the limit. None: unknown, or no limit."""
     return need_bytes is not None and limit_bytes is not None and need_bytes > limit_bytes

@@ -35,7 +35,6 @@ class FbdCandidate:
     Args:
         sizes: the model with the layers of every stage; ``data_parallel`` is the number of forward pipelines.
         pipeline: PP, number of stages.
-        backward_per_forward: backward pipelines per forward pipeline.
         merged: True if one forward rank does the work of all tensor-parallel ranks.
         micro_batches: micro-batches per forward pipeline and step.
     """
@@ -47,7 +46,6 @@ class FbdCandidate:
     micro_batches: int
 
     def timetable(self, micro_batches: int, slowdown: float = 1.0) -> Timetable:
-        """Return the timetable of a forward pipeline and its backward pipelines."""
         options = {
             "backward": "split",
             "backward_per_forward": self.backward_per_forward,
@@ -57,7 +55,7 @@ class FbdCandidate:
         return get_schedule(_FBD).timetable(self.pipeline, micro_batches, options)
 
     def memory(self) -> tuple[int, int]:
-        """Return the largest memory of a backward and of a forward device, in bytes; it does not depend on N."""
+        """Return the largest memory of a backward and of a forward device, in bytes. It does not depend on N."""
         shortest = self.timetable(self.backward_per_forward)
         totals = dict(enumerate(device.total for device in memory(shortest, self.sizes)))
         forward = [totals.pop(device) for device in shortest.placement.forward_devices]
@@ -147,10 +145,6 @@ def compare_with_fbd(
     These are the plan ``alone`` for ``cluster``, and a plan for all devices, assuming that every device has the speed
     of the slower kind and the memory of the smaller kind.
 
-    Args:
-        forward: the devices for forwards only.
-        sizes, ratios: as for :func:`.plan_cluster`.
-
     Returns:
         A dict with "pays", "reason" (lines of text) and, for the best candidate, seconds, bytes and "ds_ext" section.
     """
@@ -186,7 +180,6 @@ def compare_with_fbd(
 def _comparison(
     title: str, best: FbdCandidate, step_s: float, rivals: list[tuple[float, str]]
 ) -> dict[str, Any]:
-    """Return the result of :func:`compare_with_fbd` for the best candidate and the plans of :func:`_rivals`."""
     need, forward_need = best.memory()
     least_s = min((seconds for seconds, _ in rivals), default=float("inf"))
     if not rivals:

@@ -40,9 +40,7 @@ class StagePlan:
     """Part of the job plan that does not depend on the number of micro-batches.
 
     Attributes:
-        schedule: the schedule that runs.
-        options: its options, from "schedule_options" and "fbd".
-        layout: global ranks of every device, pipeline group and tensor-parallel rank.
+        options: options of the schedule, from "schedule_options" and "fbd".
         candidates: candidates of the schedule "auto", ranked; None for any other.
         work: work of the stages, if the model is known, as in the scripts.
     """
@@ -56,16 +54,10 @@ class StagePlan:
 
     @property
     def settings(self) -> DsExtConfig:
-        """The validated "ds_ext" section."""
         return self.job.ds_ext
 
     def complete(self, job: JobConfig) -> JobPlan:
-        """Return the job plan for the batch sizes of ``job``, whose schedule and parallel sizes are those of this plan.
-
-        Raises:
-            ConfigError: ``job`` has no batch size, or the schedule does not support it.
-            ScheduleError: the timetable of the schedule is invalid.
-        """
+        """Return the job plan for the batch sizes of ``job``, with the schedule and parallel sizes of this plan."""
         _require_supported(job.ds_ext, self.schedule, self.layout.placement)
         return _complete_plan(replace(self.stages, job=job), self._sizes(job))
 
@@ -75,7 +67,6 @@ class StagePlan:
         return self
 
     def _sizes(self, job: JobConfig) -> BatchSizes:
-        """Return the batch sizes of ``job``. Raises ConfigError."""
         layout = self.layout
         return batch_sizes(
             job.deepspeed,
@@ -99,7 +90,7 @@ class StagePlan:
         return f"With {key}: {' or '.join(map(str, fitting))}." if fitting else ""
 
     def supports_fewer_devices(self) -> bool:
-        """Return whether the schedule has a pipeline of fewer devices, which are at least 2."""
+        """Return whether the schedule has a pipeline of fewer devices, at least 2."""
         for devices in range(2, self.layout.placement.devices_per_pipe):
             with contextlib.suppress(ScheduleError):
                 self.schedule.placement(devices, self.options)
@@ -107,7 +98,6 @@ class StagePlan:
         return False
 
     def _supports(self, micro_batches: int) -> bool:
-        """Return whether the schedule has a timetable for this number of micro-batches."""
         if micro_batches % self.layout.placement.replicas:
             return False
         try:
@@ -156,7 +146,7 @@ class JobPlan(StagePlan):
         return self.settings.overlap_across_steps and is_sharded and self.layout.copies > 1
 
     def timetable_with_parts(self) -> Timetable:
-        """Return the timetable with a part of the head on every device. Raises ScheduleError if it has none."""
+        """Return the timetable with a part of the head on every device."""
         devices, slices = self.settings.pipeline_parallel_size, self.timetable.slices
         return self.schedule.timetable(
             devices, self.sizes.micro_batches, self.options, slices=slices, head_parts=True
@@ -171,34 +161,22 @@ class JobPlan(StagePlan):
 
     @property
     def stages(self) -> StagePlan:
-        """Part of the plan that does not depend on the number of micro-batches."""
         return StagePlan(self.job, self.schedule, self.options, self.layout, self.candidates, work=self.work)
 
     def with_work(self, work: StageWork) -> JobPlan:
-        """Return the plan of a model with this work of the stages."""
         simulation = simulate(self.timetable, _costs(replace(self.stages, work=work)))
         return _with_collectives(replace(self, work=work, simulation=simulation))
 
     def with_options(self, options: Mapping[str, Any]) -> JobPlan:
-        """Return the plan with these options of the schedule. Raises ConfigError if it does not support them."""
         return _complete_plan(replace(self.stages, options=options), self.sizes)
 
     def resized(self, gradient_accumulation_steps: int) -> JobPlan:
-        """Return the plan for a new number of micro-batches. Raises ConfigError if the schedule does not support it."""
         sizes = replace(self.sizes, gradient_accumulation_steps=gradient_accumulation_steps)
         return _complete_plan(self.stages, sizes)
 
 
 def make_job_plan(job: JobConfig, world_size: int | None = None) -> JobPlan:
-    """Decide a job.
-
-    Args:
-        world_size: number of processes; None: one pipeline group.
-
-    Raises:
-        ConfigError: a size, an option or the batch does not fit the schedule or the world size.
-        ScheduleError: the timetable of the schedule is invalid.
-    """
+    """Decide a job. ``world_size`` is the number of processes; None: one pipeline group."""
     return make_stage_plan(job, world_size).complete(job)
 
 
@@ -208,9 +186,6 @@ def make_stage_plan(job: JobConfig, world_size: int | None = None, layers: int |
     Args:
         world_size: number of processes; None: one pipeline group.
         layers: number of the model's pipeline layers, which limits the choice of "auto"; None: unknown.
-
-    Raises:
-        ConfigError: a size or an option does not fit the schedule or the world size.
     """
     schedule, candidates = resolve_schedule(job, world_size, layers)
     options = schedule_options(job.ds_ext, schedule)
@@ -222,7 +197,6 @@ def make_stage_plan(job: JobConfig, world_size: int | None = None, layers: int |
 
 
 def _complete_plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
-    """Return the plan with its timetable and program. Raises ConfigError and ScheduleError."""
     devices, schedule = plan.settings.pipeline_parallel_size, plan.schedule
     with _as_config_error(plan.batch_hint):
         slices = plan.settings.sequence_slices
@@ -253,7 +227,6 @@ def _complete_plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
 
 
 def _with_collectives(plan: JobPlan) -> JobPlan:
-    """Return the plan with the eager reductions of its simulation, and the waits for gathered weights."""
     program, reductions = plan.program, eager_reductions(plan.simulation)
     if plan.settings.eager_gradient_sync and plan.layout.copies > 1:
         program = with_reductions(program, reductions)
@@ -267,14 +240,7 @@ def _with_collectives(plan: JobPlan) -> JobPlan:
 def resolve_schedule(
     job: JobConfig, world_size: int | None = None, layers: int | None = None
 ) -> tuple[Schedule, Candidates | None]:
-    """Return the schedule (named, from a timetable file, or the best of "auto") and the candidates of "auto".
-
-    Arguments as for :func:`make_stage_plan`.
-
-    Raises:
-        ConfigError: the schedule is unknown, a module in "import" fails to import, nothing fits the job, or the
-            transport cannot run the schedule.
-    """
+    """Return the schedule (named, from a timetable file, or the best of "auto") and the candidates of "auto"."""
     import_own_schedules(job)
     settings = job.ds_ext
     if settings.schedule == AUTO:
@@ -301,7 +267,6 @@ def resolve_schedule(
 
 
 def schedule_options(settings: DsExtConfig, schedule: Schedule) -> dict[str, Any]:
-    """Return the schedule's options: "schedule_options" and those of "fbd". Raises ConfigError."""
     options = dict(settings.schedule_options)
     for key, value in settings.fbd.options(settings.tensor_parallel_size).items():
         if key not in schedule.options:
@@ -316,7 +281,6 @@ def schedule_options(settings: DsExtConfig, schedule: Schedule) -> dict[str, Any
 
 
 def place(settings: DsExtConfig, schedule: Schedule, options: Mapping[str, Any]) -> Placement:
-    """Return the stages of every device. Raises ConfigError if the schedule does not support the sizes."""
     with _as_config_error():
         placement = schedule.placement(
             settings.pipeline_parallel_size, options, settings.vocabulary_parallel_head
@@ -326,7 +290,6 @@ def place(settings: DsExtConfig, schedule: Schedule, options: Mapping[str, Any])
 
 
 def _require_supported(settings: DsExtConfig, schedule: Schedule, placement: Placement) -> None:
-    """Raise ConfigError for a setting that the placement of the schedule does not support."""
     if settings.fbd.forward_hosts is not None and not placement.forward_devices:
         raise _needs_forward_ranks("fbd.forward_hosts", schedule)
     if placement.forward_devices and settings.audit_interval:
@@ -379,11 +342,7 @@ def _link_credits(placement: Placement) -> int | None:
 
 @contextlib.contextmanager
 def _as_config_error(hint: Callable[[], str] | None = None) -> Iterator[None]:
-    """Convert the ScheduleError for unsupported sizes into a ConfigError, because the sizes come from the JSON.
-
-    Args:
-        hint: function that returns an additional sentence, or "".
-    """
+    """Raise a ConfigError for a ScheduleError, because sizes come from the JSON; ``hint`` returns a sentence or ""."""
     try:
         yield
     except ScheduleError as error:

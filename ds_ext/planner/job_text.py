@@ -65,7 +65,6 @@ def describe(
         defers: False if the layers compute all weight gradients with the input gradients.
         hosts: number of every rank's host; None: unknown.
         settings: further lines, on the settings of the script.
-        verbose: add groups, stages with their layers, messages, memory of every device, candidates and the timetable.
         gpus: True if the job runs on GPUs, or might.
     """
     sizes = plan.sizes
@@ -105,7 +104,6 @@ def describe(
 
 
 def _describe_groups(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> tuple[str, list[str]]:
-    """Return a line with the parallel sizes, and a table of the process groups."""
     placement, tensor = layout.placement, layout.tensor_parallel_size
     sizes = f"{placement.num_devices} pipeline x {tensor} tensor"
     if placement.forward_devices:
@@ -125,7 +123,6 @@ def _describe_groups(layout: ParallelLayout, forward_hosts: Sequence[str] | None
 
 
 def _describe_partition(plan: JobPlan, boundaries: list[int], empty_stages: Sequence[int]) -> str:
-    """Return the number of stages, their layers and those without parameters."""
     layers = [stop - start for start, stop in pairwise(boundaries)]
     low, high = min(layers), max(layers)
     span = f"{low}" if low == high else f"{low} to {high}"
@@ -220,7 +217,7 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int | 
 
 
 def _describe_memory(plan: JobPlan, memory: Sequence[DeviceMemory]) -> list[str]:
-    """Return the memory of the device that needs the most, with the key of ZeRO's buckets if they are most of it."""
+    """Describe the device that needs the most memory, with the key of ZeRO's buckets if they are most of it."""
     if not memory:
         return []
     largest = max(memory, key=lambda device: device.total)
@@ -235,7 +232,6 @@ def _describe_memory(plan: JobPlan, memory: Sequence[DeviceMemory]) -> list[str]
 
 
 def _describe_devices(parameters: Sequence[int], memory: Sequence[DeviceMemory]) -> list[str]:
-    """Return a table of the parameters and the memory of all devices; empty without ``parameters``."""
     if not parameters:
         return []
     sizes = [format_bytes(device.total) for device in memory] or [""] * len(parameters)
@@ -300,7 +296,7 @@ def _describe_whole_backwards(plan: JobPlan, costs: Costs) -> list[str]:
 
 
 def _describe_communicators(plan: JobPlan) -> list[str]:
-    """Return the NCCL communicators of the messages between stages, and their memory, for the case of GPUs."""
+    """Describe the NCCL communicators of the messages between stages, for the case of GPUs."""
     settings = plan.job.ds_ext
     links = links_of(plan.layout, [plan.program])
     if plan.rules is not None or settings.transport not in ("auto", "torch") or not links:
@@ -314,7 +310,6 @@ def _describe_communicators(plan: JobPlan) -> list[str]:
 
 
 def _describe_candidates(plan: JobPlan) -> tuple[list[str], list[str]]:
-    """Return the reason for the choice of "auto", and its best candidates and the size of the vocabulary."""
     if plan.candidates is None or plan.candidates.best is None:
         return [], []
     cells = [("schedule", "recompute", "time", "bubble", "memory")]

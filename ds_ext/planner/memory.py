@@ -56,7 +56,6 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.buffers
 
 
@@ -65,16 +64,8 @@ def memory(
 ) -> tuple[DeviceMemory, ...]:
     """Return the memory of every device; an evaluation needs weights only.
 
-    A device holds its stages of all pipes, so BitPipe doubles the weights. ZeRO-1 shards the
-    optimizer states over the devices that hold the same stages and their data-parallel copies.
-
-    Args:
-        timetable: the timetable.
-        sizes: sizes of the model.
-        lengths: tokens of every slice of a sample.
-
-    Raises:
-        ScheduleError: the sizes do not fit the stages of the timetable.
+    A device holds its stages of all pipes, so BitPipe doubles the weights. ZeRO-1 shards the optimizer states over the
+    devices that hold the same stages and their data-parallel copies. ``lengths`` are the tokens of every slice.
     """
     placement, slices = timetable.placement, timetable.slices
     tokens = [-(-sizes.seq_length // slices)] * slices if isinstance(lengths, str) else lengths

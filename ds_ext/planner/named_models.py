@@ -101,7 +101,6 @@ _EXPERTS = re.compile(r"mixtral|moe|\dx\d+b|\d+b-a\d|deepseek-(v[2-9]|r1$)|gpt-o
 
 
 def named_model(name: str) -> TransformerConfig:
-    """Return a model in ``MODELS``. Raises ScheduleError for an unknown name."""
     model = MODELS.get(name.lower())
     if model is None and _EXPERTS.search(name.lower()):
         raise ScheduleError(

@@ -51,8 +51,6 @@ class Cluster:
     """Devices and batch size of a job.
 
     Args:
-        devices: number of devices.
-        memory_bytes: memory of a device.
         batch: samples per step, over all devices.
         flops: operations per second of a device in training, which is less than its peak.
         tensor_parallel: the only tensor-parallel size to consider; None: all up to 8.
@@ -62,9 +60,6 @@ class Cluster:
         sequence_parallel: use sequence parallelism; None: with tensor parallelism, if it divides the tokens.
         slices: the only numbers of slices of the sequence to consider in a pipeline; None: see :meth:`slice_numbers`.
         head_parts: every device of a pipeline computes a part of the head.
-
-    Raises:
-        ScheduleError: a value is not positive, or the hosts do not have one slot per device.
     """
 
     devices: int
@@ -101,7 +96,6 @@ class Cluster:
 
     @property
     def links(self) -> Network:
-        """Hosts and links, those by default included."""
         return self.network or Network(default_hosts(self.devices), INSIDE, BETWEEN)
 
     def resized(self, devices: int, memory_bytes: int, flops: float) -> Cluster:
@@ -127,7 +121,6 @@ class Cluster:
 
 
 def default_hosts(devices: int) -> Hosts:
-    """Return hosts of 8 devices; the last one has the remaining devices."""
     full, rest = divmod(devices, RANKS_PER_HOST)
     return Hosts((RANKS_PER_HOST,) * full + (rest,) * bool(rest))
 
@@ -151,12 +144,10 @@ class ParallelSizes:
 
     @property
     def fits(self) -> bool:
-        """True if a schedule fits in memory."""
         return self.candidates.best is not None
 
     @property
     def step_s(self) -> float | None:
-        """Step time in seconds."""
         return None if self.candidate is None else self.candidate.time
 
     @property
@@ -168,7 +159,7 @@ class ParallelSizes:
         return f"TP {self.tensor} x PP {self.pipeline} x DP {self.data}"
 
     def section(self) -> dict[str, Any]:
-        """Return the ``"ds_ext"`` section of the job. Raises ScheduleError if no schedule is possible."""
+        """Return the ``"ds_ext"`` section of the job."""
         candidate = self.candidate
         if candidate is None or candidate.sizes is None:
             raise ScheduleError(self.candidates.reason())
@@ -244,9 +235,6 @@ def plan_cluster(
         ratios: times of backward_input and backward_weight relative to the forward, and jitter.
         progress: called with (done, total) sizes.
         most_s: longest step of interest; sizes whose bound is above it are not evaluated.
-
-    Raises:
-        ScheduleError: no sizes fit the devices, heads, layers and batch; or ``ratios`` contain message times.
     """
     ratios = ratios or Costs()
     if (
@@ -298,8 +286,7 @@ def plan_cluster(
 def other_head(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, plan: ClusterPlan) -> Candidate | None:
     """Return a candidate with its head in parts, or, of a cluster with head parts, on the last stage.
 
-    It is the shorter one of the best of the first sizes of ``plan``.
-    Arguments as for :func:`plan_cluster`. None: none of them fits.
+    It is the shortest one for the first sizes of ``plan``; None: none fits. Arguments as for :func:`plan_cluster`.
     """
     found: list[Candidate] = []
     for row in [row for row in plan.ranked if row.pipeline > 1][:_TRIED]:

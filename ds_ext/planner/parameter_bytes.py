@@ -51,16 +51,7 @@ class ParameterBytes:
 
 
 def parameter_bytes(precision: str, zero_stage: int, optimizer: str) -> ParameterBytes:
-    """Return the bytes per parameter.
-
-    Args:
-        precision: "bf16", "fp16" or "fp32".
-        zero_stage: 0 or 1. No effect in half precision, which is always sharded.
-        optimizer: implementation of Adam: "fused", "foreach" or "for-loop".
-
-    Raises:
-        ScheduleError: a value is unknown.
-    """
+    """Return the bytes per parameter. ``zero_stage`` has no effect in half precision, which is always sharded."""
     if precision not in PRECISIONS:
         raise ScheduleError(f"precision: unknown (got {precision!r}). Use {', '.join(PRECISIONS)}.")
     if zero_stage not in (0, 1):

@@ -56,13 +56,8 @@ def plan_for_deadline(
 ) -> tuple[Cluster, ClusterPlan]:
     """Return the fewest devices that train ``tokens`` in ``days``, and their plan.
 
-    Numbers of devices are those of :func:`_rentable`. Sizes that miss the deadline are not evaluated.
-
-    Args:
-        cluster: cluster with any number of devices; their memory, rate, links and the other limits are used.
-
-    Raises:
-        ScheduleError: no number of devices meets the deadline, or no sizes are possible.
+    ``cluster`` may have any number of devices, because those of :func:`_rentable` are tried. Sizes that miss the
+    deadline are not evaluated.
     """
     limit_s = cluster.batch * sizes.seq_length * days * _DAY_S / tokens
     passes = 1 + (ratios.backward_input + ratios.backward_weight) / (ratios.forward or 1.0)

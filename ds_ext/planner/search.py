@@ -68,7 +68,6 @@ class Request:
         costs: costs of 1/D of the model without recomputation.
         sizes: the model; its ``recompute`` is ignored. None: layers and memory are not considered.
         memory_bytes: memory limit of a device; None: no limit.
-        recompute: kinds of recomputation to evaluate.
         cheap_ops: number of ops that a schedule may plan even if its bound rules it out.
         margin: relative saving below which a candidate is not evaluated.
         stage_layers: layers of every stage, in the format of the scripts' flag; None: balanced by work.
@@ -78,12 +77,9 @@ class Request:
             Their orders are planned for free messages, so that candidates share them.
         unit_s: unit of the costs in seconds. With a network, times of candidates are in seconds.
         unsharded_alone: a single copy of the weights uses no ZeRO.
-        slices: parts of the sequence of every micro-batch. With several, only schedules that have slices are evaluated.
+        slices: with several, only schedules that have slices are evaluated.
         lengths: tokens of every slice.
-        head_parts: every device computes a part of the head. Schedules that do not support it are refused.
-
-    Raises:
-        ScheduleError: a size is not positive, there is a memory limit without a model, or head parts of a tied head.
+        head_parts: every device computes a part of the head. Schedules without support are refused.
     """
 
     devices: int
@@ -130,7 +126,7 @@ class Request:
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """Tokens of every slice of a sample; empty for one. Raises ScheduleError if they do not fit."""
+        """Tokens of every slice of a sample; empty for one."""
         sizes = self.sizes
         if self.slices == 1 or sizes is None:
             return ()
@@ -149,9 +145,8 @@ class Request:
     def collectives(self, replicas: int, reduced: float, gathered: float) -> float:
         """Return a lower bound on the time of the collectives after the last op, in the unit of candidates' times.
 
-        Args:
-            replicas: copies of the weights in a pipeline group.
-            reduced, gathered: parameters whose gradients are reduced, and whose weights are gathered, after it.
+        ``replicas`` are copies of the weights in a pipeline group. ``reduced`` and ``gathered`` are parameters whose
+        gradients are reduced, and whose weights are gathered, after the last op.
         """
         sizes = self.sizes
         if self.network is None or sizes is None:
@@ -204,7 +199,7 @@ def choose_each(
 
 
 def price(request: Request, candidate: Candidate) -> Candidate:
-    """Evaluate the schedule, options and recomputation of a candidate for a request. Raises ScheduleError."""
+    """Evaluate the schedule, options and recomputation of a candidate for a request."""
     interval = 1 if candidate.sizes is None else candidate.sizes.recompute_interval
     kind = _Kind(request, candidate.recompute, interval)
     variant = _Variant(kind, SCHEDULES[candidate.schedule], candidate.options, _Shared())
@@ -234,7 +229,6 @@ class _Search:
                     self._push(group, kind, kind.bound)
 
     def run(self, progress: Callable[[int, int], None]) -> None:
-        """Evaluate all variants that are not excluded."""
         while self._queue:
             _, bound, _, _, group, item = heappop(self._queue)
             progress(sum(best is not None for best in self._best), len(self._groups))
@@ -247,7 +241,6 @@ class _Search:
                 self._rows[group][row] = variant.price(simulate_large=True)
 
     def candidates(self) -> list[Candidates]:
-        """Return the candidates of every group."""
         request = self._groups[0][0]
         limit, margin = request.memory_bytes, request.margin
         shortest = min(self._times(), default=math.inf)
@@ -384,7 +377,6 @@ def _rounded(time: float) -> float:
 
 
 def _bound_refusal(bound: tuple[float, ...], margin: float) -> str:
-    """Return why a candidate with this lower bound is not planned."""
     large, least = bound
     if large:
         return f"Not planned: memory of at least {format_bytes(math.ceil(least))}, above the limit."
@@ -402,7 +394,6 @@ class _Kind:
     plans_orders: bool = True
 
     def variants(self, shared: _Shared) -> Iterator[_Variant]:
-        """Yield every registered schedule with its options."""
         for _, schedule in sorted(SCHEDULES.items()):
             for options in schedule.variants(self.request.devices, self.request.micro_batches):
                 # Slices keep so little that limits on activations change nothing.
@@ -515,7 +506,6 @@ class _Variant:
 
     @property
     def request(self) -> Request:
-        """Sizes and costs of the job."""
         return self.kind.request
 
     @cached_property
@@ -525,7 +515,6 @@ class _Variant:
 
     @cached_property
     def placement(self) -> Placement:
-        """Placement of the stages. Raises ScheduleError if the schedule does not support the sizes."""
         request, placement = self.request, self.shared.placement(*self._key)
         name, n, most = self.schedule.name, request.micro_batches, request.max_stages
         if most is not None and placement.stages > most:
@@ -559,7 +548,7 @@ class _Variant:
 
     @cached_property
     def sizes(self) -> TrainingSizes | None:
-        """Model with the layers of each stage; None without a model. Raises ScheduleError if they do not fit."""
+        """Model with the layers of each stage; None without a model."""
         sizes = self.kind.sizes and replace(self.kind.sizes, stage_layers=self._stages[1])
         if sizes and self.request.unsharded_alone and sizes.data_parallel * self.placement.replicas == 1:
             return replace(sizes, zero_stage=0)
@@ -567,7 +556,6 @@ class _Variant:
 
     @property
     def complexity(self) -> tuple[object, ...]:
-        """Complexity of the candidate."""
         placement = self.placement
         return self.candidate(
             replicas=placement.replicas,
@@ -578,7 +566,6 @@ class _Variant:
 
     @property
     def costs(self) -> Costs:
-        """Costs of each stage, with recomputation. Raises ScheduleError if they do not fit the stages."""
         return self._stages[0]
 
     @cached_property
@@ -595,7 +582,6 @@ class _Variant:
 
     @cached_property
     def network_costs(self) -> Costs:
-        """Costs of each stage, with tensor-parallel all-reduces."""
         return self.request.on_network(self.costs, self.kind.sizes)
 
     def _workload(self, micro_batches: int, costs: Costs) -> Workload:
@@ -603,7 +589,7 @@ class _Variant:
 
     @cached_property
     def least_time(self) -> float:
-        """Lower bound on the time of any order. Raises ScheduleError if the sizes are not supported."""
+        """Lower bound on the time of any order."""
         request, placement = self.request, self.placement
         # Split backwards shorten the waits, so the bound also holds for whole ones. Jitter may shorten all ops, and
         # sums of the same times differ by rounding.
@@ -721,10 +707,7 @@ class _Variant:
         return _sort_key(is_too_large(need, request.memory_bytes), self.least_time, need), order
 
     def price(self, simulate_large: bool) -> Candidate:
-        """Build and simulate the timetable. Raises ScheduleError if the schedule does not support the sizes.
-
-        A timetable that is too large is simulated only if ``simulate_large``.
-        """
+        """Build and simulate the timetable. One that is too large is simulated only if ``simulate_large``."""
         request, sizes = self.request, self.sizes
         order = self.shared.order(*self._key, request.micro_batches, self.costs, request.slices)
         timetable = order.timetable
@@ -769,7 +752,6 @@ class _Variant:
         }
 
     def candidate(self, **values: Any) -> Candidate:
-        """Return the candidate with these values."""
         values = {"costs": self.request.costs, "slices": self.request.slices, **values}
         name, recompute = self.schedule.name, self.kind.recompute
         return Candidate(name, self.options, recompute, planned=self.schedule.planned, **values)

@@ -40,7 +40,6 @@ class Optimum:
 
     @property
     def proven(self) -> bool:
-        """True if no other order is shorter."""
         return self.makespan <= self.bound * (1 + 1e-9)
 
 
@@ -57,10 +56,6 @@ def optimise(
         costs: costs of the ops, without their jitter; None: F = I = W = 1 and free messages.
         max_activations: limit on the live activations of a device, in units of 1/D of the model; None: no limit.
         time_limit_s: seconds after which the best order so far is returned.
-
-    Raises:
-        ConfigError: OR-tools is not installed.
-        ScheduleError: ``timetable`` cannot run, or no order within ``max_activations`` was found.
     """
     cp_model = _import_solver()
     if max_activations is not None and not max_activations > 0:
@@ -127,7 +122,6 @@ class _Problem:
         self.model.minimize(makespan)
 
     def ticks(self, time: float) -> int:
-        """Return a time as a whole number of ticks."""
         return math.floor(time / self.tick + 1e-6)
 
     def _one_at_a_time(self, order: tuple[Op, ...]) -> None:
@@ -148,7 +142,6 @@ class _Problem:
             self.model.add_cumulative(kept, [1] * len(kept), limit)
 
     def start_from(self, known: Simulation) -> None:
-        """Give the solver a known solution to improve."""
         for spans in known.spans:
             for op, start, _ in spans:
                 self.model.add_hint(self.start[op], self.ticks(start))

@@ -27,7 +27,6 @@ _DIGITS = 8  # of a factor: precise enough for any plan, short enough for a read
 
 
 def message_bytes(sizes: TrainingSizes) -> int:
-    """Return the bytes of an activation or gradient between two stages."""
     ranks = sizes.tensor_parallel if sizes.sequence_parallel else 1
     return sizes.token_bytes * sizes.tokens * sizes.hidden_size // ranks
 
@@ -46,9 +45,6 @@ def split_layers(
     Args:
         schedule: name of the schedule, for errors.
         stage_layers: value of the scripts' flag, such as ``"3,2,2,1"``; None: balanced by the work of layers and head.
-
-    Raises:
-        ScheduleError: there are fewer layers than stages, or ``stage_layers`` does not fit the stages.
     """
     if sizes.stage_layers is not None:
         sizes.stage_layer_counts(placement.stages)
@@ -72,11 +68,9 @@ def split_layers(
 def slice_tokens(
     sizes: TransformerConfig, count: int, lengths: str | Sequence[int] = EQUAL, shards: int = 1
 ) -> tuple[int, ...]:
-    """Return the tokens of every slice; balanced long ones are multiples of a kernel's tile. Raises ConfigError.
+    """Return the tokens of every slice; balanced long ones are multiples of a kernel's tile.
 
     Args:
-        sizes: the model, and tokens of a sample.
-        count: number of slices.
         lengths: value of ``"slice_lengths"``.
         shards: ranks over which sequence parallelism distributes the tokens of a slice.
     """
@@ -90,8 +84,7 @@ def slice_tokens(
 def slice_costs(costs: Costs, sizes: TransformerConfig, lengths: Sequence[float]) -> Costs:
     """Return ``costs`` with the work of every slice, unless they have it. Later tokens attend to more keys.
 
-    Args:
-        lengths: tokens of every slice.
+    ``lengths`` are the tokens of every slice.
     """
     if len(lengths) < 2 or costs.slices is not None:
         return costs
@@ -108,9 +101,6 @@ def stage_costs(costs: Costs, sizes: TrainingSizes, head_parts: int = 0) -> Cost
     Args:
         sizes: model with the layers of each stage, from :func:`split_layers`.
         head_parts: parts of the head, one per device; 0: the last stage has the head.
-
-    Raises:
-        ScheduleError: the costs were measured with another tensor-parallel size or with recomputation.
     """
     assert sizes.stage_layers is not None, "split_layers() comes first"
     repeated, is_included = sizes.repeated_share, bool(costs.measured.get("recomputes"))

@@ -56,7 +56,6 @@ class StepTime:
 
     @property
     def step_s(self) -> float:
-        """Duration of the step."""
         return self.makespan_s + self.reductions_s + self.gather_s
 
 
@@ -75,7 +74,6 @@ def on_devices(
 
     Args:
         costs: costs of every stage, from :func:`.stage_costs.stage_costs`.
-        sizes: model with the layers of each stage.
         devices: D.
         unit_s: unit of the costs in seconds.
         slices: parts of every micro-batch, each with its all-reduces.
@@ -102,7 +100,6 @@ def on_devices(
 
 @lru_cache(maxsize=256)  # the planner asks for the same sizes many times
 def _tensor_all_reduce_s(size: int, ranks: int, network: Network) -> float:
-    """Return the seconds of an all-reduce of ``size`` bytes in the slowest tensor-parallel group."""
     return max(network.all_reduce_time(size, group) for group in _tensor_groups(ranks, network))
 
 
@@ -122,7 +119,6 @@ def least_collectives_s(
     """Return a lower bound on the time of a reduction and of an all-gather over all copies of the weights.
 
     Args:
-        tensor: TP.
         copies: data-parallel ranks x replicas.
         reduced_bytes: gradients that are reduced after the last op.
         gathered_bytes: weights that are gathered; 0 without ZeRO.
@@ -140,11 +136,7 @@ def message_links(
     """Return (sending device, receiving device) -> seconds of a message and users of its port, for pipeline groups.
 
     The slowest tensor-parallel rank counts. Those of a device send at the same time; the pipeline groups that use a
-    port take turns.
-
-    Args:
-        pairs: (sending device, receiving device) of every link.
-        message: bytes.
+    port take turns. ``pairs`` are the links between devices; ``message`` is in bytes.
     """
     hosts, tensor = network.hosts, range(layout.tensor_parallel_size)
     links: list[dict[tuple[int, int], tuple[float, int]]] = [{} for _ in range(layout.data_parallel_size)]
@@ -173,7 +165,7 @@ def step_time(
     unit_s: float,
     reductions: Reductions,
 ) -> StepTime:
-    """Simulate a step on a network; the arguments and errors are those of :func:`best_step`."""
+    """Simulate a step on a network; arguments as for :func:`best_step`."""
     return best_step(timetable, costs, [layout], network, volumes, unit_s, reductions)[1]
 
 
@@ -196,10 +188,6 @@ def best_step(
         volumes: bytes of messages, of the gradients of every stage, and of weights.
         unit_s: unit of the costs in seconds.
         reductions: op -> stages to reduce after it, by device, from the simulation in the job plan.
-
-    Raises:
-        ConfigError: the hosts do not have one slot per rank.
-        ScheduleError: the timetable is incomplete, or it deadlocks.
     """
     pairs = list(messages_between(timetable.placement, timetable.micro_batches))
     least_s = _LEAST_SHARE * (costs.forward + costs.backward_input + costs.backward_weight) * unit_s
@@ -296,7 +284,6 @@ class _Group(NamedTuple):
 
 
 def _delayed(simulation: Simulation, lag: float) -> Simulation:
-    """Return the simulation of a pipeline group that starts later."""
     if not lag:
         return simulation
     spans = tuple(tuple((op, start + lag, end + lag) for op, start, end in row) for row in simulation.spans)
@@ -364,8 +351,7 @@ class _Collectives:
     def step(self, simulations: Sequence[Simulation], gathers: Sequence[_Collective] = ()) -> StepTime:
         """Return the step of pipeline groups, with the reductions and, unless they overlap, the gathers after it.
 
-        Args:
-            gathers: gathers that run since the start of the step, from :meth:`gathers`.
+        ``gathers`` run since the start of the step; they come from :meth:`gathers`.
         """
         groups = self.layout.placement.replica_groups
         slowest = max(simulations, key=lambda simulation: simulation.makespan)
@@ -395,7 +381,7 @@ class _Collectives:
         return [*chain.from_iterable(queues)]
 
     def _run(self, queues: Sequence[Sequence[_Collective]], start_s: float) -> float:
-        """Run the collectives of every group, not before ``start_s``; return the second at which the last one ends."""
+        """Run the collectives of every group, not before ``start_s``. Return the second at which the last one ends."""
         groups = self.layout.placement.replica_groups
         lanes = [1 if self._needs_processors(devices) else self.network.lanes for devices in groups]
         return _run([*zip(queues, lanes, strict=True)], start_s)
@@ -495,7 +481,6 @@ class _Collectives:
         return _Collective(*what, start_s, seconds - transfer_s, transfer_s, hosts)
 
     def _tied_pairs(self, devices: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the pairs that share a weight with one of ``devices``."""
         pairs = self.layout.placement.tied_pairs if self.volumes.tied else ()
         return [pair for pair in pairs if {*pair} & {*devices}]
 
@@ -531,7 +516,6 @@ class _Collective:
         kind: ``"reduce"``, ``"gather"`` or ``"tie"``.
         stage: None for tied weights, or a gather of all stages.
         devices: replicas that take part.
-        start_s: earliest start.
         latency_s, transfer_s: remaining time.
         hosts: hosts whose ports it uses; empty: it shares no port.
         begin_s, end_s: its start and its end, as soon as it has ended.
@@ -567,10 +551,8 @@ class _Collective:
 def _run(queues: Sequence[tuple[Sequence[_Collective], int]], now: float) -> float:
     """Run collectives from the second ``now``, and return the second at which the last one ends.
 
-    Collectives share ports equally, as fluids. Those of one process group begin in order.
-
-    Args:
-        queues: collectives of every process group, which are modified, and how many run at the same time.
+    Collectives share ports equally, as fluids. Those of one process group begin in order. ``queues`` are the
+    collectives of every process group, which are modified, and how many run at the same time.
     """
     groups: list[tuple[deque[_Collective], list[_Collective], int]] = [
         (deque(queue), [], lanes) for queue, lanes in queues

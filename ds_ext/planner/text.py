@@ -15,9 +15,7 @@ HEADROOM = 0.1  # share of the memory for what a plan does not count
 def aligned(cells: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
     """Return a table as lines, without its empty columns.
 
-    Args:
-        cells: rows of equal length.
-        left: columns to align left; all others are aligned right.
+    ``left`` are the columns to align left; all others are aligned right.
     """
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
@@ -32,15 +30,7 @@ def aligned(cells: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
 
 
 def parse_bytes(text: str, name: str = "size in bytes", examples: str = "80GB, 512MB or 16GiB") -> int:
-    """Return the bytes of ``"80GB"`` (10^9) or ``"80GiB"`` (2^30).
-
-    Args:
-        name: flag or key, for the error.
-        examples: right texts, for the error.
-
-    Raises:
-        ScheduleError: the text is not a positive size. A lower-case b stands for bits, and is refused.
-    """
+    """Return the bytes of ``"80GB"`` (10^9) or ``"80GiB"`` (2^30); ``name`` and ``examples`` are for the error."""
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([kKMGTmgt])(i?)B?|B)\s*", text)
     if match is None:
         bits = " A lower-case b means bits." if re.search(r"[0-9]\s*[kmgt]i?b", text, re.IGNORECASE) else ""
@@ -55,7 +45,6 @@ def parse_bytes(text: str, name: str = "size in bytes", examples: str = "80GB, 5
 
 
 def usable_bytes(size: int, headroom: float, name: str) -> int:
-    """Return the bytes that a plan may use, without the share ``headroom``. Raises ScheduleError for a wrong share."""
     if not 0 <= headroom < 1:
         raise ScheduleError(f"{name}: must be at least 0 and below 1 (got {headroom:g}). Use 0.1.")
     return int(size * (1 - headroom))
@@ -85,7 +74,7 @@ def format_number(value: object) -> str:
 
 
 def costs_text(costs: Costs) -> str:
-    """Return costs in the form of ``--costs`` and the option "costs". Raises ScheduleError for per-link times."""
+    """Return costs in the form of ``--costs`` and the option "costs"."""
     if costs.links:
         raise ScheduleError(
             f"costs: link times cannot be written as text (got {len(costs.links)} links). Use a costs file."

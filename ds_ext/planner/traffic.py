@@ -19,14 +19,9 @@ _ALL_REDUCES = 2  # of a layer, in the forward and again in the backward
 
 
 def traffic(sizes: TrainingSizes, placement: Placement, micro_batches: int) -> Traffic:
-    """Return the bytes that a rank of every device communicates in a step.
+    """Return the bytes that a rank of every device communicates in a step; ``micro_batches`` is N per pipeline group.
 
-    Args:
-        sizes: model with layers that fit the placement's stages; see :func:`.stage_costs.split_layers`.
-        micro_batches: N per pipeline group.
-
-    Raises:
-        ScheduleError: the layers do not fit the stages.
+    ``sizes`` has layers that fit the placement's stages; see :func:`.stage_costs.split_layers`.
     """
     layers = sizes.stage_layer_counts(placement.stages)
     pipes = Counter(placement.pipes_of(micro_batches))

@@ -36,10 +36,6 @@ class TrainingSizes(TransformerConfig):
         attention_scores: the attention stores its s x s scores; selective recomputation drops them.
         score_bytes: bytes per score that are stored.
         score_copies: bytes of copies of queries, keys and values with the scores, per element of the queries.
-
-    Raises:
-        ConfigError: sizes of the model are wrong.
-        ScheduleError: a setting is not positive, or does not fit the model.
     """
 
     stage_layers: tuple[int, ...] | None = field(default=None, metadata=NO_FLAG)
@@ -77,7 +73,6 @@ class TrainingSizes(TransformerConfig):
 
     @classmethod
     def of_model(cls, model: TransformerConfig, **settings: Any) -> Self:
-        """Return the sizes of a model with the settings of a job. Raises ConfigError and ScheduleError."""
         values = {entry.name: getattr(model, entry.name) for entry in fields(TransformerConfig)}
         return cls(**{**values, **settings})
 
@@ -105,7 +100,6 @@ class TrainingSizes(TransformerConfig):
         return self.num_attention_heads * self.head_size, self.query_groups * self.head_size
 
     def stage_layer_counts(self, stages: int) -> tuple[int, ...]:
-        """Return the transformer layers of every stage. Raises ScheduleError if they do not fit ``stages``."""
         if self.stage_layers is not None:
             if len(self.stage_layers) != stages:
                 raise ScheduleError(
@@ -145,7 +139,6 @@ class TrainingSizes(TransformerConfig):
 
     @property
     def position_parameters(self) -> int:
-        """Number of parameters of the table of positions."""
         return 0 if self.position_embedding_type == "rope" else self.positions * self.hidden_size
 
     def stage_parameters(self, placement: Placement) -> tuple[float, ...]:
@@ -178,10 +171,7 @@ class TrainingSizes(TransformerConfig):
         return self.embedding_parameters / (placement.head_parts or 1)
 
     def device_parameters(self, placement: Placement, device: int) -> float:
-        """Return the parameters on a rank of ``device``, without those that a head of BERT has beside its weight.
-
-        Raises ScheduleError if the layers do not fit.
-        """
+        """Return the parameters on a rank of ``device``, without those that a head of BERT has beside its weight."""
         held = [chunk.stage for chunk in placement.chunks[device] if chunk.stage < placement.stages]
         layers = self.stage_layer_counts(placement.stages)
         firsts, lasts = held.count(0), held.count(placement.stages - 1)

@@ -54,10 +54,7 @@ class ChunkedHead:
     """Head of a model that the loss function applies, in chunks of tokens.
 
     The last layer has the weight. It returns the result of :meth:`enter`, the hidden states of all tokens, which the
-    loss function passes to :meth:`loss`.
-
-    Args:
-        tp: position of this rank in the group over which the vocabulary is sharded.
+    loss function passes to :meth:`loss`. The vocabulary is sharded over ``tp``.
     """
 
     def __init__(self, tp: TensorParallel) -> None:
@@ -83,7 +80,6 @@ class ChunkedHead:
         return linear(hidden_BSD, self._weight)
 
     def loss(self, hidden_BSD: Tensor, labels_BS: Tensor, vocab_size: int) -> Tensor:
-        """Return the sum of the losses; see :func:`linear_cross_entropy`."""
         return linear_cross_entropy(hidden_BSD, self._weight, labels_BS, self._tp, vocab_size)
 
 
@@ -99,11 +95,7 @@ def linear_cross_entropy(
         hidden_BSD: hidden states of all tokens, as :func:`.layers.enter_tensor_parallel` returns them.
         weight_VD: this rank's rows of the head, (padded vocabulary / tp.size, D). Its gradient is deferrable.
         labels_BS: token ids below ``vocab_size``, or ``IGNORE_INDEX``.
-        tp: position of this rank in its group.
         vocab_size: number of tokens in the vocabulary, without padding.
-
-    Raises:
-        IndexError: on CPU, for any other label. On CUDA this is a device assertion.
     """
     check_labels(labels_BS, vocab_size)
     device = hidden_BSD.device.type
@@ -215,7 +207,7 @@ class JoinedLoss:
     Attributes:
         loss: cross entropy of every token (N,); 0 for an ignored label.
         log_sum_exp: logarithm of the sum of the exponentials of all logits (N,).
-        is_counted: whether the label is not ignored (N,).
+        is_counted: the label is not ignored (N,).
     """
 
     loss: Tensor
@@ -225,7 +217,7 @@ class JoinedLoss:
     _ratio_PN: Tensor
 
     def gradient(self, factor_N: Tensor) -> Tensor:
-        """Return this rank's share of the gradient of the hidden states, for those of the losses.
+        """Return this rank's share of the gradient of the hidden states, for gradients of the losses.
 
         Gradients of ignored labels must be zero.
         """
@@ -243,7 +235,6 @@ class JoinedLoss:
 
 
 def join_shares(shares: Sequence[HeadShare]) -> JoinedLoss:
-    """Return the losses of all tokens from the shares of all parts."""
     max_PN, sum_PN, label_PN, has_label_PN = torch.stack([share.statistics for share in shares]).unbind(1)
     max_N, has_label_PN = max_PN.amax(0), has_label_PN > 0
     sum_PN = sum_PN * (max_PN - max_N).exp()
@@ -258,7 +249,6 @@ class HeadPart(nn.Module):
 
     Args:
         weight: this rank's rows of the part. The rows of all ranks are divided evenly, padding included.
-        part: number of the part.
         tp: position of this rank in the group over which the part is sharded.
         vocab_size: number of tokens in the vocabulary, without padding.
         sequence_parallel: hidden states are this rank's tokens.
@@ -289,10 +279,7 @@ class HeadPart(nn.Module):
     def share(
         self, hidden_BSD: Tensor, labels_BS: Tensor, with_gradient: bool
     ) -> tuple[HeadShare, LogitGradients | None]:
-        """Return the share of this part, and what its weight gradient needs; None without a gradient.
-
-        Raises the errors of :func:`linear_cross_entropy`.
-        """
+        """Return the share of this part, and the input of its weight gradient; None without a gradient."""
         check_labels(labels_BS, self._vocab_size)
         hidden_BSD = self._enter(hidden_BSD)
         hidden_ND, labels_N, rows = hidden_BSD.flatten(0, -2), labels_BS.flatten(), self._rows

@@ -17,14 +17,10 @@ class TensorParallel:
     """Position of this rank in its tensor-parallel group, an argument of every sharded layer.
 
     Args:
-        rank: position in the group, 0 .. size-1.
         size: number of ranks that share each sharded weight; a group of size 1 never communicates.
         group: process group of these ranks; required if ``size`` is above 1.
         merged: number of shards that this rank computes alone with whole weights. Its random numbers and padding match
             those of the shards.
-
-    Raises:
-        ConfigError: if ``rank`` is outside the group, or if ``size`` is above 1 without a process group.
     """
 
     rank: int = 0
@@ -49,15 +45,7 @@ class TensorParallel:
             )
 
     def shard_size(self, total: int, name: str) -> int:
-        """Return the length of one rank's slice of a dimension.
-
-        Args:
-            total: elements of the whole dimension.
-            name: name of the dimension, for errors.
-
-        Raises:
-            ConfigError: if ``total`` is not a multiple of the group size.
-        """
+        """Return the length of one rank's slice of a dimension. ``name`` is for errors."""
         if total % self.size:
             lower = total - total % self.size
             choices = f"{lower} or {lower + self.size}" if lower else f"{self.size}"

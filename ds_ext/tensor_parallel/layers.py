@@ -202,11 +202,8 @@ class VocabParallelEmbedding(nn.Module):
 class DividedEmbedding(nn.Module):
     """Token embedding with one parameter per part of the vocabulary-parallel head that is tied to it.
 
-    Args:
-        weights: this rank's rows of every part, as the :class:`.chunked_loss.HeadPart` of its number has them.
-        tp: position of this rank in the group over which every part is sharded.
-        vocab_size: number of tokens in the vocabulary, without padding.
-        sequence_parallel: return this rank's slice of the tokens.
+    ``weights`` are this rank's rows of every part, as the :class:`.chunked_loss.HeadPart` of its number has them.
+    ``vocab_size`` is without padding.
     """
 
     def __init__(
@@ -224,7 +221,7 @@ class DividedEmbedding(nn.Module):
         self._tp, self._sequence_parallel = tp, sequence_parallel
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        """Map token ids as :meth:`VocabParallelEmbedding.forward` does. Raises the same errors."""
+        """Map token ids as :meth:`VocabParallelEmbedding.forward` does."""
         shards, rows = len(self.weight) * self._tp.size, len(self.weight[0])
         check_ids(ids_BS, self._vocab_size)
         firsts = range(self._tp.rank * rows, shards * rows, self._tp.size * rows)
@@ -258,7 +255,6 @@ def leave_tensor_parallel(x: Tensor, tp: TensorParallel, sequence_parallel: bool
 
 
 def shard_dim(parameter: Tensor) -> int | None:
-    """Return the dimension along which a parameter is sharded; None if it is replicated."""
     is_replicated = (
         getattr(parameter, "tensor_model_parallel", None) is False
     )  # Megatron's tag, with dimension -1
@@ -266,13 +262,12 @@ def shard_dim(parameter: Tensor) -> int | None:
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Return whether a parameter is a shard, by any of the attributes that layers set."""
     tags = ("model_parallel", "tensor_model_parallel")
     return shard_dim(parameter) is not None or any(getattr(parameter, tag, False) for tag in tags)
 
 
 def unpadded_size(parameter: Tensor, padded: int) -> int:
-    """Return the size of the full weight along ``shard_dim()`` without padding; ``padded`` is its size with padding."""
+    """Return the size of the full weight along ``shard_dim()``; ``padded`` is its size with padding."""
     return getattr(parameter, "unpadded_size", padded)
 
 
@@ -284,11 +279,7 @@ def mark_rows(weight: nn.Parameter, tp: TensorParallel, vocab_size: int) -> None
 
 
 def check_ids(ids: Tensor, limit: int) -> None:
-    """Check that token ids are in 0..limit-1. A sharded lookup would attribute other ids to another rank.
-
-    Raises:
-        IndexError: on CPU, for an id outside this range. On an accelerator this is an asynchronous device assertion.
-    """
+    """Check that token ids are in 0..limit-1. A sharded lookup would attribute other ids to another rank."""
     valid = ((ids >= 0) & (ids < limit)).all()
     if ids.device.type != "cpu":
         torch.ops.aten._assert_async.msg(valid, f"token ids: must be in 0..{limit - 1}")
@@ -324,7 +315,7 @@ _skip_initial_values = ContextVar("_skip_initial_values", default=False)
 
 @contextmanager
 def skip_initial_values() -> Iterator[None]:
-    """Context in which layers allocate only their shards and leave them undefined, because weights are loaded next."""
+    """Allocate only shards and leave them undefined, because weights are loaded next."""
     token = _skip_initial_values.set(True)
     try:
         yield
@@ -354,10 +345,7 @@ def sharded_parameter(
     """Return this rank's shard of a parameter, or of one of its parts of equal size.
 
     Args:
-        shape: shape of the full parameter.
-        dim: dimension along which it is sharded.
-        tp: position of this rank in its group.
-        init: function that fills the full parameter.
+        shape, init: shape and initialization of the full parameter.
         unpadded: size of the full parameter along ``dim`` without padding; None: no padding.
         part, parts: number of the part, and number of the parts along ``dim``; each is sharded over the group.
     """

@@ -107,21 +107,20 @@ def chunk_tokens(tokens: int, columns: int) -> int:
 
 
 def _exp(logits_CR: Tensor, shift_C: Tensor) -> Tensor:
-    """Return the exponentials of logits minus ``shift``, in its dtype."""
     return logits_CR.to(shift_C.dtype, copy=True).sub_(shift_C.unsqueeze(-1)).exp_()
 
 
 def _logits_grad(
     logits_CR: Tensor, log_sum_exp_C: Tensor, local_C: Tensor, is_local_C: Tensor, loss_grad_C: Tensor
 ) -> Tensor:
-    """Return the gradient of logits: (softmax - one-hot label) * the gradient of the token's loss."""
+    """Return (softmax - one-hot label) * the gradient of the token's loss."""
     grad_CR = _exp(logits_CR, log_sum_exp_C)
     grad_CR.scatter_add_(-1, local_C.unsqueeze(-1), -is_local_C.unsqueeze(-1).to(grad_CR.dtype))
     return grad_CR.mul_(loss_grad_C.unsqueeze(-1))
 
 
 def largest_logits(logits_NR: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the largest logit of each token; minus infinity if this rank holds only padding."""
+    """Return minus infinity if this rank holds only padding."""
     if logits_NR.size(-1) == 0:
         return logits_NR.new_full(logits_NR.shape[:-1], -math.inf, dtype=dtype)
     return logits_NR.amax(-1).to(dtype)
@@ -134,7 +133,6 @@ def local_labels(labels_N: Tensor, first: int, real: int) -> tuple[Tensor, Tenso
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the arithmetic: fp64 for fp64, else fp32."""
     return dtype if dtype == torch.float64 else torch.float32
 
 

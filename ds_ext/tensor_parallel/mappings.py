@@ -54,17 +54,15 @@ def once(backward: _F) -> _F:
 
 
 def copy_to_tensor_model_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Pass a replicated tensor of any shape to sharded weights. Its gradient is summed over the group."""
     return x if tp.size == 1 else _CopyTo.apply(x, tp)
 
 
 def reduce_from_tensor_model_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Sum partial results of any shape over the group. All ranks get the total."""
     return x if tp.size == 1 else _ReduceFrom.apply(x, tp)
 
 
 def gather_from_sequence_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Gather all tokens for sharded weights: (B, S / size, ...) to (B, S, ...). The gradient is reduce-scattered."""
+    """Gather all tokens for sharded weights: (B, S / size, ...) to (B, S, ...)."""
     if tp.size == 1:
         return x
     gathered = _Gather.apply(x, tp)
@@ -74,7 +72,7 @@ def gather_from_sequence_parallel_region(x: Tensor, tp: TensorParallel) -> Tenso
 
 
 def keep_slice(x: Tensor) -> AbstractContextManager[object]:
-    """Context in which operations on gathered tokens keep this rank's slice of them for the backward.
+    """Keep this rank's slice of gathered tokens for the backward of the operations in this context.
 
     In a forward that is recomputed, and for other tensors than :func:`gather_from_sequence_parallel_region` returns,
     operations keep ``x`` as usual.
@@ -84,11 +82,7 @@ def keep_slice(x: Tensor) -> AbstractContextManager[object]:
 
 
 def reduce_scatter_to_sequence_parallel_region(x: Tensor, tp: TensorParallel) -> Tensor:
-    """Sum partial results and return this rank's slice of the tokens: (B, S, ...) to (B, S / size, ...).
-
-    Raises:
-        ConfigError: if the number of tokens is not a multiple of the group size.
-    """
+    """Sum partial results and return this rank's slice of the tokens: (B, S, ...) to (B, S / size, ...)."""
     return x if tp.size == 1 else _ReduceScatter.apply(x, tp)
 
 
@@ -123,7 +117,7 @@ def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
 
 
 def _is_hooked() -> bool:
-    """Return whether someone else decides what operations keep, such as recomputation."""
+    """Return whether other code decides what operations keep, such as recomputation."""
     return _top_hooks is None or _top_hooks(True) is not None
 
 
@@ -139,7 +133,7 @@ class _Slice:
         self._packed = self._unpacked = 0
 
     def hooks(self, gathered: Tensor) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        """Return the functions that pack and unpack what the operations keep: views of ``gathered``, and weights."""
+        """Return the functions that pack and unpack saved tensors: views of ``gathered``, and weights."""
         memory = gathered.untyped_storage().data_ptr()
 
         def pack(tensor: Tensor) -> _Kept | _View:
@@ -172,7 +166,6 @@ class _Kept:
         self._tensor, self._version = tensor, tensor._version
 
     def get(self) -> Tensor:
-        """Return the tensor. Raises RuntimeError, as torch does, if it was changed in place."""
         if self._tensor._version != self._version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -44,17 +44,13 @@ def mix_key(*parts: int | str) -> int:
 def layer_key(seed: int, step: int, micro_batch: int, layer: int) -> int:
     """Return the key from which the forward of one layer draws.
 
-    Args:
-        seed: seed of the run, ``engine.random_seed``.
-        step: number of the steps before this one, ``engine.global_steps``.
-        micro_batch: number within the step over all pipes and data-parallel ranks.
-        layer: index in the whole model.
+    ``step`` is ``engine.global_steps``, the number of steps before this one. ``micro_batch`` counts over all pipes and
+    data-parallel ranks of the step, ``layer`` over the whole model.
     """
     return mix_key("layer", seed, step, micro_batch, layer)
 
 
 def keyed_generator(key: int, device: torch.device) -> torch.Generator:
-    """Return a new generator on ``device``, seeded with ``key``."""
     return torch.Generator(device=device).manual_seed(key)
 
 
@@ -94,11 +90,9 @@ class KeyedLayers:
         micro_batch: int,
         first: int,
     ) -> Any:
-        """Return the output of consecutive layers for ``x``.
+        """Return the output of consecutive layers. ``first`` is the index of the first in the whole model.
 
-        Args:
-            seed, step, micro_batch: as for :func:`layer_key`.
-            first: index of the first layer in the whole model.
+        The other arguments are those of :func:`layer_key`.
         """
         micro_batch_key = splitmix64(_step_key(seed, step) ^ micro_batch)
         part = current_slice()
@@ -132,19 +126,14 @@ def keyed_normal(std: float, *key: int | str) -> Callable[[Tensor], Tensor]:
 class DropoutClock:
     """Step and micro-batch of the current forward, read by the dropout layers.
 
-    The training script creates the clock, and the engine sets it before each forward.
-
-    Attributes:
-        step: number of the step.
-        micro_batch: number of the micro-batch within the step over all pipes and data-parallel ranks, so that no two
-            replicas share a mask.
+    The training script creates the clock, and the engine sets it before each forward. ``micro_batch`` counts within the
+    step over all pipes and data-parallel ranks, so that no two replicas share a mask.
     """
 
     step: int = 0
     micro_batch: int = 0
 
     def set(self, step: int, micro_batch: int) -> None:
-        """Set the step and the micro-batch."""
         self.step, self.micro_batch = step, micro_batch
 
     @contextmanager
@@ -163,10 +152,8 @@ class KeyedDropout(nn.Module):
 
     Args:
         p: probability of zeroing an element, in [0, 1).
-        seed: seed of the run.
         layer: number of the transformer layer; negative for layers before the first.
         site: name of the dropout within the layer.
-        clock: current step and micro-batch.
         shard: tensor-parallel rank if the input is sharded; 0 if it is replicated, so that all ranks use one mask.
     """
 
@@ -182,7 +169,7 @@ class KeyedDropout(nn.Module):
         self.shard = shard
 
     def key(self, shard: int | None = None) -> int:
-        """Return the 64-bit key of the current mask of this shard, or of ``shard``; later slices have their own."""
+        """Return the 64-bit key of the current mask of this shard, or of ``shard``. Later slices have other keys."""
         shard = self.shard if shard is None else shard
         part = current_slice()
         return self._key(shard, part.index if part is not None else 0)
@@ -214,7 +201,6 @@ class KeyedDropout(nn.Module):
         return keep.bernoulli_(1.0 - self.p, generator=keyed_generator(key, device))
 
     def extra_repr(self) -> str:
-        """Return the settings for ``repr``, without the seed."""
         return f"p={self.p}, layer={self.layer}, site={self.site!r}, shard={self.shard}"
 
 

@@ -133,11 +133,7 @@ def _kernel(q: Tensor) -> SDPBackend | None:
 def _forward(kernel: SDPBackend | None, block: _Three, causal: bool, scale: float) -> tuple[Tensor, ...]:
     """Return (out_BNSH, lse_BNS) of one block, and on GPUs the state of a dropout that draws nothing.
 
-    Args:
-        kernel: from :func:`_kernel`.
-        block: queries, keys and values.
-        causal: whether the keys are those of the queries' tokens.
-        scale: factor of the scores.
+    ``block`` has queries, keys and values; ``causal``: the keys are those of the queries' tokens.
     """
     if kernel is None:
         return _aten._scaled_dot_product_flash_attention_for_cpu(*block, 0.0, causal, scale=scale)

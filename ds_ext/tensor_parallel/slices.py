@@ -41,8 +41,7 @@ class SliceStore:
     ) -> list[tuple[Tensor, ...]]:
         """Store the tensors of slice ``index``, and return those of the slices before it as leaves.
 
-        A repeated forward stores nothing. Arguments as for :func:`earlier_slices`. Raises ConfigError for a layer that
-        runs twice in a forward, and for tensors that were changed afterwards.
+        A repeated forward stores nothing. Arguments as for :func:`earlier_slices`.
         """
         entries = self._entries.setdefault(owner, [])
         if len(entries) == index:
@@ -82,7 +81,6 @@ class SliceStore:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """Every tensor that is stored."""
         return [leaf for entries in self._entries.values() for entry in entries for leaf in entry.leaves]
 
 
@@ -92,15 +90,12 @@ def _versions(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Slice:
-    """Slice of a sequence.
+    """Slice of a sequence: tokens ``start`` to ``stop`` of the ``total`` of a sample.
 
     Attributes:
-        index: number of the slice, from 0.
-        start, stop: its tokens in the sample.
-        total: tokens of a sample.
         store: tensors that later slices need.
-        trains: whether a backward follows.
-        repeats: whether this is a backward, in which forwards are recomputed.
+        trains: a backward follows.
+        repeats: this is a backward, in which forwards are recomputed.
     """
 
     index: int
@@ -113,7 +108,6 @@ class Slice:
 
     @property
     def length(self) -> int:
-        """Tokens of the slice."""
         return self.stop - self.start
 
 
@@ -128,7 +122,6 @@ def current_slice() -> Slice | None:
 
 @contextmanager
 def computing(part: Slice | None) -> Iterator[None]:
-    """Context of a forward or backward of a slice."""
     global _current
     previous, _current = _current, part
     try:

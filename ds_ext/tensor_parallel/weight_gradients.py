@@ -59,13 +59,10 @@ class _Part:
 
 
 class WeightGradients:
-    """Weight gradients deferred by one backward."""
-
     def __init__(self) -> None:
         self._parts: list[_Part] = []
 
     def add(self, weight: Tensor, gradient: Gradient, *reads: Tensor) -> None:
-        """Add a weight and the function that computes its gradient from ``reads``."""
         self._parts.append(_Part(weight, gradient, reads, tuple(tensor._version for tensor in reads)))
 
     @property
@@ -99,7 +96,6 @@ def address(tensor: Tensor) -> int:
 
 
 def _accumulate(parts: list[_Part]) -> None:
-    """Compute the gradients of one parameter, and accumulate their sum."""
     with torch.no_grad():
         gradients = [part.compute() for part in parts]
     backward([part.weight for part in parts], gradients)
@@ -180,9 +176,7 @@ def is_deferrable(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 class Rows:
     """Rows of a weight and a bias that a linear layer uses.
 
-    Attributes:
-        index: the rows.
-        full_gradient: function that returns the gradient of a whole parameter for (gradient of the rows, parameter).
+    ``full_gradient`` returns the gradient of a whole parameter for (gradient of the rows, parameter).
     """
 
     index: slice
@@ -190,7 +184,6 @@ class Rows:
 
 
 def deferred_linear(x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows | None = None) -> Tensor:
-    """Compute ``F.linear`` with all rows or with ``rows``, and defer the gradients of the parameters."""
     return _Linear.apply(x, anchor(x.dtype, x.device), (weight, bias), rows)
 
 
@@ -314,10 +307,6 @@ class _Embedding(torch.autograd.Function):
 
 
 def defer(weight: Tensor, gradient: Gradient, *reads: Tensor) -> None:
-    """Add the gradient of a parameter, computed from ``reads``, to the deferred ones.
-
-    Raises ConfigError in any other backward, which would lose the gradient: the parameter is hidden from autograd.
-    """
     # Grad mode is on in a backward only with create_graph=True.
     if _later is None or torch.is_grad_enabled():
         raise ConfigError(
@@ -331,10 +320,8 @@ def defer(weight: Tensor, gradient: Gradient, *reads: Tensor) -> None:
 class DeferralWatch:
     """Record of the parameters whose gradients were deferred and of those computed in the first half.
 
-    A parameter that two layers share may be both: a tied table whose embedding defers and whose head does not.
-
-    Args:
-        parameters: trained parameters of this rank. They have a hook until :meth:`close`.
+    A parameter that two layers share may be both: a tied table whose embedding defers and whose head does not. The
+    parameters have a hook until :meth:`close`.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -355,12 +342,10 @@ class DeferralWatch:
             self._at_once.add(id(parameter))
 
     def close(self) -> None:
-        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
     def deferral(self, named: Iterable[tuple[str, Tensor]]) -> Deferral:
-        """Return the record of the parameters in ``named``, which are (name, parameter) pairs."""
         parameters = {id(parameter): (name, parameter.numel()) for name, parameter in named}
         at_once = Counter({name: numel for i, (name, numel) in parameters.items() if i in self._at_once})
         deferred = parameters.keys() & self._deferred - self._at_once
@@ -390,7 +375,6 @@ class Deferral:
 
     @property
     def largest_at_once(self) -> list[str]:
-        """Names of the parameters in ``at_once``, largest first."""
         return sorted(self.at_once, key=lambda name: (-self.at_once[name], name))
 
 

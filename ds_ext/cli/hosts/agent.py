@@ -43,7 +43,6 @@ class Agent:
         self._rdma: dict[str, RdmaProbe] = {}
 
     def facts(self) -> dict[str, Any]:
-        """Return the findings about this host, versions, addresses and settings."""
         return {
             "hostname": socket.gethostname(),
             "findings": [asdict(finding) for finding in doctor.examine()],
@@ -76,12 +75,11 @@ class Agent:
         return dict(addresses)
 
     def own_address(self, master: str, rank: int, world_size: int, node_ips: list[str] | None) -> str:
-        """Return the address on which a rank of this host would listen."""
         os.environ.update(MASTER_ADDR=master, WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE="1")
         return own_address(rank, world_size, node_ips)
 
     def rdma_open(self, key: str, address: str, sends: bool, job: str) -> dict[str, str]:
-        """Open one side of a link. Returns its port and what the other side needs."""
+        """Open one side of a link. Return its port and the data that the other side needs."""
         opened = self._rdma[key] = RdmaProbe(address, sends)
         return {
             "name": opened.name,
@@ -90,11 +88,9 @@ class Agent:
         }
 
     def rdma_connect(self, key: str, greeting: str, job: str) -> None:
-        """Connect one side of a link."""
         self._rdma[key].connect(bytes.fromhex(greeting), bytes.fromhex(job))
 
     def rdma_send(self, key: str) -> None:
-        """Send all messages."""
         self._rdma[key].send()
 
     def rdma_receive(self, key: str) -> float:
@@ -102,13 +98,11 @@ class Agent:
         return self._rdma[key].receive()
 
     def rdma_close(self, key: str) -> None:
-        """End one side of a link."""
         opened = self._rdma.pop(key, None)
         if opened is not None:
             opened.close()
 
     def path(self, name: str) -> dict[str, Any]:
-        """Return what a path is on this host."""
         path = Path(name)
         return {
             "is": "folder" if path.is_dir() else "file" if path.is_file() else "missing",
@@ -119,7 +113,6 @@ class Agent:
         }
 
     def create(self, name: str) -> None:
-        """Create an empty file."""
         Path(name).touch(exist_ok=False)
 
 
@@ -133,7 +126,7 @@ def _listed_addresses() -> list[str]:
 
 
 def _versions() -> dict[str, str]:
-    """Return what ranks compare in the roll call, without the script, and the native code."""
+    """Return the versions that ranks compare in the roll call, without the script, and the native code."""
     facts = dict(code_facts())
     facts.pop(f"source of {Path(__file__).name}", None)
     return {"python": platform.python_version(), **facts, "native code": _native_checksum()}
@@ -148,7 +141,6 @@ def _native_checksum() -> str:
 
 
 def main() -> int:
-    """Answer requests until the input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries that print must not disturb the answers
     agent = Agent()

@@ -59,7 +59,7 @@ def _run(session: Session) -> None:
 
 
 def _versions(session: Session) -> Iterator[Finding]:
-    """Compare what the roll call of a job compares, and the native code."""
+    """Compare the versions that the roll call of a job compares, and the native code."""
     shown = []
     for key in session.hosts[0].facts["versions"]:
         versions = {host.name: host.facts["versions"].get(key, "missing") for host in session.hosts}
@@ -123,11 +123,11 @@ def _path(session: Session, path: str) -> Finding:
 def _folder_finding(
     session: Session, path: str, hosts: list[str], writers: list[str], systems: str
 ) -> Finding:
-    """Return whether the hosts share a folder, tested with a file that the first of the writers creates.
+    """Test whether the hosts share a folder, with a file that the first of the writers creates.
 
     Args:
         hosts: names of the hosts that answered.
-        writers: those of them that may write to the folder.
+        writers: subset of ``hosts`` that may write to the folder.
         systems: file systems, for the text.
     """
     subject = f"path {path}"
@@ -194,7 +194,6 @@ def _check_names(session: Session) -> None:
 
 
 def _loopback_finding(host: Host) -> Finding:
-    """Return the finding about a host on which gloo would listen at no address, or at one of loopback."""
     hostname, interfaces = host.facts["hostname"], host.facts["interfaces"]
     problem = f"resolves to {host.gloo_address}" if host.gloo_address else "does not resolve"
     interface = next((name for name, address in interfaces.items() if address == host.address), "eth0")

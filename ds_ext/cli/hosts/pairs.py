@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def find_addresses(session: Session) -> str:
-    """Find the address on which the ranks of each host would listen. Returns the address of the first host."""
+    """Find the address on which the ranks of each host would listen. Return the address of the first host."""
     first = session.hosts[0]
     addresses = first.facts["listed_addresses"] or first.facts["addresses"]
     master: str = next(iter(addresses), first.name)
@@ -43,7 +43,6 @@ def find_addresses(session: Session) -> str:
 
 
 def rendezvous(session: Session, master: str) -> Iterator[Finding]:
-    """Connect from all hosts to the rendezvous port of the first one."""
     master_host, port = session.hosts[0], session.options.master_port
     token = new_token()
     place = f"{master}:{port} on {master_host.name}"
@@ -168,12 +167,10 @@ def _write(pair: Pair, source: Host, target: Host) -> None:
 
 
 def _ready(session: Session) -> list[Host]:
-    """Return the hosts that have an address."""
     return [host for host in session.hosts if host.address]
 
 
 def ports(session: Session) -> Iterator[Finding]:
-    """Yield the ports that firewalls must allow."""
     ranges = {host.name: "-".join(host.facts["port_range"]) or "unknown" for host in session.hosts}
     rendezvous_port = f"TCP {session.options.master_port} to {session.hosts[0].name}"
     yield Finding("ports", "ok", f"{rendezvous_port}; TCP {group_by_value(ranges)} between all hosts")

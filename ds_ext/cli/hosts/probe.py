@@ -28,12 +28,9 @@ class Unreachable(OSError):
 
 
 def listen(address: str, port: int, token: str) -> int:
-    """Answer probes that start with the token, until this process ends. Returns the port. Raises OSError.
+    """Answer probes that start with the token, until this process ends. Return the port.
 
-    Args:
-        address: address to listen on.
-        port: port number; 0: a free port.
-        token: from :func:`new_token`.
+    ``port`` 0 is a free port; ``token`` is from :func:`new_token`.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -75,7 +72,6 @@ def _answer(connection: socket.socket, token: bytes) -> None:
 
 
 def new_token() -> str:
-    """Return a random token for :func:`listen`."""
     return secrets.token_hex(16)
 
 

@@ -14,15 +14,7 @@ _WAIT_S = 5.0
 
 
 class RdmaProbe:
-    """One side of a link between two hosts.
-
-    Args:
-        address: address of this host, which selects the device as in a job.
-        sends: True for the sending side.
-
-    Raises:
-        TransportError: there is no usable device.
-    """
+    """One side of a link between two hosts. ``address`` is that of this host and selects the device as in a job."""
 
     def __init__(self, address: str, sends: bool) -> None:
         from ...comm import _native
@@ -43,11 +35,10 @@ class RdmaProbe:
             raise TransportError(str(error)) from error
 
     def greeting(self, job: bytes) -> bytes:
-        """Return what the other side needs to connect. ``job`` has 16 bytes, the same on both sides."""
+        """Return the data that the other side needs to connect. ``job`` has 16 bytes, the same on both sides."""
         return self._link.greeting(job)
 
     def connect(self, greeting: bytes, job: bytes) -> None:
-        """Connect to the other side. Raises TransportError."""
         try:
             self._link.connect(greeting, job)
         except (self._native.VerbsError, self._native.LinkError) as error:
@@ -69,7 +60,7 @@ class RdmaProbe:
                 self._rank.wait_credit(target, 0.1)
 
     def receive(self) -> float:
-        """Receive all messages and return the bandwidth after the first ones in Gbit/s. Raises TransportError."""
+        """Receive all messages and return the bandwidth after the first ones in Gbit/s."""
         first_messages = self._take()
         start_s = time.perf_counter()
         messages = 0
@@ -87,13 +78,11 @@ class RdmaProbe:
         return len(messages)
 
     def close(self) -> None:
-        """End the link."""
         for side in (self._link.outgoing, self._link.incoming):
             if side is not None:
                 side.close()
 
     def _require(self, end_reason: str, deadline: float) -> None:
-        """Raise TransportError if the other side has ended or the deadline has passed."""
         if end_reason or time.monotonic() > deadline:
             problem = end_reason or f"{'took' if self._sends else 'sent'} no message within {_WAIT_S:g} s"
             raise TransportError(f"RDMA: the other side {problem}")

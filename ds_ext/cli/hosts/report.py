@@ -33,16 +33,13 @@ class Options:
 
 @dataclass
 class Pair:
-    """Measured connection from one host to another.
+    """Measured connection from one host to another. None: not measured.
 
     Args:
-        source: name of the host that connects.
-        target: name of the host that listens.
-        address: address of the target.
         error: why there is no connection; empty if there is one.
-        round_trip_us: round trip of 64 bytes over tcp, in microseconds; None: not measured.
-        tcp_gbit_s: bandwidth of one tcp connection; None: not measured.
-        rdma_gbit_s: bandwidth of RDMA writes; None: not measured.
+        round_trip_us: round trip of 64 bytes over tcp, in microseconds.
+        tcp_gbit_s: bandwidth of one tcp connection.
+        rdma_gbit_s: bandwidth of RDMA writes.
         rdma: ports of both hosts, or why RDMA fails between hosts that have devices; empty without devices.
     """
 
@@ -66,7 +63,6 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """True if jobs on these hosts will fail."""
         findings = [finding for of_host in self.hosts.values() for finding in of_host] + self.job
         return any(finding.state == FAIL for finding in findings) or any(pair.error for pair in self.pairs)
 
@@ -88,7 +84,6 @@ class Session:
     Args:
         report: report with an empty list for every host.
         hosts: hosts of the report, in the same order.
-        options: settings of the checks.
         pool: threads that ask the agents.
     """
 
@@ -100,7 +95,6 @@ class Session:
 
     @property
     def hosts(self) -> list[Host]:
-        """Hosts that have not failed."""
         return [host for host in self._all if host.facts]
 
     def start(self) -> None:

@@ -42,7 +42,7 @@ _REMEDIES = (
 
 
 class HostError(DsExtError):
-    """Failure of one host: what was found, and the remedy."""
+    """Failure of one host, with the remedy."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(problem)
@@ -72,16 +72,11 @@ class RemoteAgent:
         )
 
     def start(self) -> None:
-        """Wait until the agent is ready. Raises HostError."""
+        """Wait until the agent is ready."""
         self._answer(_START_S)
 
     def ask(self, action: str, limit_s: float = 30.0, **arguments: Any) -> Any:
-        """Return the agent's answer to one request; see ``agent.py``.
-
-        Raises:
-            HostError: the agent ended or did not answer within ``limit_s``.
-            DsExtError: the request failed on the host.
-        """
+        """Return the agent's answer to one request; see ``agent.py``."""
         with self._lock:
             assert self._process.stdin is not None
             try:
@@ -92,7 +87,6 @@ class RemoteAgent:
             return self._answer(limit_s)
 
     def close(self) -> None:
-        """End the agent and the ssh connection."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
@@ -101,7 +95,7 @@ class RemoteAgent:
                     stream.close()
 
     def _answer(self, limit_s: float) -> Any:
-        """Return the next answer. Ends the agent after ``limit_s`` without one."""
+        """Return the next answer. End the agent after ``limit_s`` without one."""
         assert self._process.stdout is not None
         deadline = time.monotonic() + limit_s
         watchdog = threading.Timer(limit_s, self._process.kill)

@@ -45,15 +45,12 @@ class Device:
         self.outward, self.inward, self.releases = (torch.cuda.Stream(self.device) for _ in range(3))
 
     def owns(self, tensor: Tensor) -> bool:
-        """Return whether the tensor is on this GPU."""
         return tensor.device == self.device
 
     def current(self) -> Stream:
-        """Return the current stream of the caller."""
         return torch.cuda.current_stream(self.device)
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Context in which a stream is the current one."""
         return torch.cuda.stream(stream)
 
     def pack(self, tensors: Sequence[Tensor], descriptors: Sequence[wire.Descriptor]) -> Tensor:
@@ -64,16 +61,15 @@ class Device:
         return body
 
     def empty(self, num_bytes: int, stream: Stream) -> Tensor:
-        """Return memory for use on a stream. After it is dropped, later work of that stream may reuse it."""
+        """Return memory for use on a stream. Later work of that stream may reuse it after it is dropped."""
         with torch.cuda.stream(stream):
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Return page-locked host memory. After it is dropped, it is kept until its copies are finished."""
+        """Return page-locked host memory. It stays allocated until its copies are finished, even if it is dropped."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
-        """Copy memory of the same size on a stream."""
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
@@ -82,11 +78,11 @@ class Device:
         later.wait_stream(earlier)
 
     def keep(self, memory: Tensor, stream: Stream) -> None:
-        """After memory of another stream is dropped, keep it until the work then queued on ``stream`` is finished."""
+        """Keep dropped memory of another stream until the work queued on ``stream`` at that time is finished."""
         memory.record_stream(stream)
 
     def new_event(self, shared: bool) -> Event:
-        """Return an event of this GPU. Other processes may open a shared one."""
+        """Return an event. Other processes may open a ``shared`` one."""
         return torch.cuda.Event(interprocess=shared)
 
     def record(self, event: Event, stream: Stream) -> None:
@@ -94,11 +90,10 @@ class Device:
         event.record(stream)
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """Make future work on a stream wait for an event of this or another process."""
+        """Make future work on a stream wait for an event, also one of another process."""
         stream.wait_event(event)
 
     def done(self, event: Event) -> bool:
-        """Return whether the work before the event is finished."""
         return event.query()
 
     def identity(self) -> DeviceIdentity:
@@ -115,20 +110,15 @@ class Device:
         return None
 
     def share_event(self, event: Event) -> str:
-        """Return a handle that another process uses to open the event."""
+        """Return a handle for :meth:`open_event` in another process."""
         with torch.cuda.device(self.device):
             return event.ipc_handle().hex()
 
     def open_event(self, owner: DeviceIdentity, shared: str) -> Event:
-        """Open an event of another process by its handle."""
         return torch.cuda.Event.from_ipc_handle(self._known(owner), bytes.fromhex(shared))
 
     def new_slab(self, num_bytes: int) -> tuple[Tensor, Any]:
-        """Return memory that another process writes to, and a JSON handle that can be opened once.
-
-        Raises:
-            TransportError: the memory cannot be shared.
-        """
+        """Return memory that another process writes to, and a JSON handle that can be opened once."""
         slab = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         try:
             _, *values = slab.untyped_storage()._share_cuda_()
@@ -153,7 +143,6 @@ class Device:
         return torch.as_tensor(memory, device=self.device)  # keeps the object alive as long as the storage
 
     def _index(self, owner: DeviceIdentity) -> int | None:
-        """Return the index of a GPU in this process; None if it is not visible."""
         for index in range(torch.cuda.device_count()):
             if str(torch.cuda.get_device_properties(index).uuid) == owner.get("uuid"):
                 return index

@@ -35,11 +35,10 @@ class DirectSender:
     """Sending endpoint of a directed pair. All slots have the size of the first message.
 
     Args:
-        device: GPU of this rank.
         max_held: number of messages that the receiver may hold at a time.
 
     Attributes:
-        refused: why the receiver's memory cannot be used; None if that is not known.
+        refused: why the receiver's memory cannot be used; None if it was not refused.
     """
 
     def __init__(self, device: Device, max_held: int) -> None:
@@ -63,7 +62,6 @@ class DirectSender:
         }
 
     def on_answer(self, answer: Control) -> None:
-        """Handle the receiver's answer."""
         self.refused = answer.get("refused")
         if self.refused:
             return
@@ -78,7 +76,7 @@ class DirectSender:
         self._slab, self._free = slab, deque(range(len(self._filled)))
 
     def send(self, body: Tensor) -> int | None:
-        """Copy a body on the current stream to a slot. Returns the slot; None if none is free or large enough."""
+        """Copy a body on the current stream to a slot. Return the slot; None if none is free or large enough."""
         if self._slab is None or len(body) > self._slot_bytes or not self._free:
             return None
         device, slot = self._device, self._free.popleft()
@@ -99,8 +97,6 @@ class DirectSender:
 
 
 class DirectReceiver:
-    """Receiving endpoint of a directed pair."""
-
     def __init__(self, device: Device) -> None:
         self._device = device
         self._filled: list[Event] = []
@@ -111,7 +107,6 @@ class DirectReceiver:
         self._returned: deque[tuple[int, Stream]] = deque()
 
     def grant(self, request: Control) -> Control:
-        """Return the answer to a request for a slab."""
         device, events = self._device, request["filled"]
         reason = device.incompatibility(request["device"])
         if reason is not None:
@@ -145,7 +140,7 @@ class DirectReceiver:
     def freed(self) -> Control | None:
         """Return a report of the slots that no longer hold tensors; None if there are none.
 
-        As with torch's allocator, the memory is free after the work queued on its stream so far.
+        Like memory of torch's allocator, a slot is free after the work queued on its stream so far.
         """
         returned = [self._returned.popleft() for _ in range(len(self._returned))]
         self._in_use.difference_update(slot for slot, _ in returned)

@@ -22,8 +22,6 @@ _HEADER = struct.Struct("<Bq")
 
 
 class Route(IntEnum):
-    """Route of the contents of GPU tensors."""
-
     NONE = 0  # no contents
     DIRECT = 1  # in a slot of the receiver's slab
     STAGED = 2  # in the message
@@ -31,14 +29,7 @@ class Route(IntEnum):
 
 @dataclass(frozen=True)
 class Header:
-    """Header of one message.
-
-    Args:
-        route: route of the contents.
-        slot: slot of the contents on the direct route, otherwise 0.
-        on_gpu: whether each tensor of the message is on the GPU.
-        descriptors: descriptors of the GPU tensors.
-    """
+    """Header of one message. ``slot`` is 0 except on the direct route; ``descriptors`` are those of the GPU tensors."""
 
     route: Route
     slot: int
@@ -46,13 +37,11 @@ class Header:
     descriptors: Sequence[wire.Descriptor]
 
     def pack(self) -> tuple[Tensor, ...]:
-        """Return the header as CPU tensors."""
         header = packed(_HEADER.pack(self.route, self.slot) + bytes(self.on_gpu))
         return (header, wire.pack_all(self.descriptors)) if self.descriptors else (header,)
 
     @property
     def body_bytes(self) -> int:
-        """Size of the contents in bytes."""
         return self.descriptors[0].body_bytes if self.descriptors else 0
 
     def join(self, body: Tensor, host: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -66,7 +55,6 @@ class Header:
 
 
 def packed(data: bytes) -> Tensor:
-    """Return bytes as a tensor."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 

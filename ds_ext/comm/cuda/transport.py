@@ -34,19 +34,17 @@ _ERRORS = (_native.LinkError, _native.DescriptorError, KeyError, IndexError, Typ
 
 @dataclass(eq=False)
 class GpuTicket:
-    """Ticket of recv(); see transport.Ticket. Work queued on the current stream may use the tensors."""
+    """Ticket of recv(). Work queued on the current stream may use the tensors."""
 
     transport: GpuTransport
     host: RecvTicket
     tensors: tuple[Tensor, ...] | None = None
 
     def done(self) -> bool:
-        """See transport.Ticket."""
         self.transport.progress()
         return self.tensors is not None or self.host.arrived
 
     def wait(self, timeout_s: float | None = None) -> tuple[Tensor, ...]:
-        """See transport.Ticket."""
         return self.transport.finish_recv(self, timeout_s)
 
 
@@ -56,8 +54,7 @@ class _Peer:
 
     Args:
         control: ticket for the next control message.
-        sender: sending endpoint of the direct route; None: the peer is on another host.
-        receiver: receiving endpoint of the direct route.
+        sender, receiver: endpoints of the direct route; no sender for a peer on another host.
     """
 
     control: RecvTicket
@@ -74,7 +71,6 @@ class GpuTransport:
 
     Args:
         host: transport of CPU tensors between the same ranks; this object closes it.
-        device: GPU of this rank.
         peers: ranks with links to and from this rank.
         direct: peer on the same host -> number of messages that it may hold at a time.
 
@@ -109,18 +105,16 @@ class GpuTransport:
 
     @property
     def timeout_s(self) -> float:
-        """Time limit on every wait, in seconds."""
         return self._host.timeout_s
 
     @timeout_s.setter
     def timeout_s(self, value: float) -> None:
-        """Change the limit of later waits."""
         self._host.timeout_s = value
 
     # --- the interface ---
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
-        """Send tensors after the work queued on the current stream so far; see Transport.send."""
+        """Send tensors after the work queued on the current stream so far."""
         self.progress()
         if peer not in self._peers:
             return self._host.send(tensors, peer, tag)  # raises the error
@@ -140,12 +134,10 @@ class GpuTransport:
         return SENT
 
     def recv(self, peer: int, tag: int) -> GpuTicket:
-        """Receive the next message of the tag's channel; see Transport.recv."""
         self._refuse_reserved(tag)
         return GpuTicket(self, self._host.recv(peer, tag))
 
     def ready(self) -> list[tuple[int, int]]:
-        """Return (peer, tag) of all messages that have arrived but have not been waited for."""
         self.progress()
         return [(peer, tag) for peer, tag in self._host.ready() if tag >> ITEM_BITS != GPU_CONTROL]
 
@@ -153,11 +145,9 @@ class GpuTransport:
         """Do nothing: every wait for another rank has the limit already."""
 
     def abort(self, cause: str) -> None:
-        """Send the cause of this rank's failure to its peers. The transport is unusable afterwards."""
         self._host.abort(cause)
 
     def close(self) -> None:
-        """Wait up to ``timeout_s`` until the peers have taken all messages, and close."""
         self._host.close()
 
     # --- beyond the interface ---
@@ -177,7 +167,6 @@ class GpuTransport:
             self._host.wait_any(awaited, left_s)
 
     def finish_recv(self, ticket: GpuTicket, timeout_s: float | None = None) -> tuple[Tensor, ...]:
-        """Wait for the ticket's message and return its tensors."""
         if ticket.tensors is None:
             self.wait_any((ticket,), timeout_s)
             ticket.tensors = self._tensors(ticket.host.peer, ticket.host.wait())
@@ -202,7 +191,7 @@ class GpuTransport:
     # --- sending ---
 
     def _send_body(self, body: Tensor, peer: int, tag: int) -> tuple[Route, int, tuple[Tensor, ...]]:
-        """Send a body over the direct route, or stage it. Returns route, slot and staged contents."""
+        """Send a body over the direct route, or stage it. Return route, slot and staged contents."""
         sender = self._peers[peer].sender
         if sender is not None:
             slot = sender.send(body)
@@ -226,7 +215,6 @@ class GpuTransport:
         return pinned
 
     def _post(self, tensors: Sequence[Tensor], peer: int, tag: int) -> None:
-        """Send CPU tensors."""
         state = self._peers[peer]
         self._host.send(tensors, peer, tag)
         state.sent += 1
@@ -282,7 +270,6 @@ class GpuTransport:
             )
 
     def _on_control(self, rank: int, control: Control) -> None:
-        """Handle a control message."""
         peer = self._peers[rank]
         if "filled" in control:
             self._send_control(peer.receiver.grant(control), rank)

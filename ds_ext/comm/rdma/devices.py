@@ -28,7 +28,7 @@ IpAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 @dataclass(frozen=True)
 class Gid:
-    """Entry of a port's GID table: index, value and type."""
+    """Entry of a port's GID table."""
 
     index: int
     value: ipaddress.IPv6Address
@@ -42,7 +42,7 @@ class Gid:
 
 @dataclass(frozen=True)
 class DevicePort:
-    """Port of a device, with its non-empty GIDs."""
+    """Port of a device. ``gids`` are its non-empty GIDs."""
 
     device: str
     port: int
@@ -53,19 +53,17 @@ class DevicePort:
 
     @property
     def name(self) -> str:
-        """Name used in messages, such as ``mlx5_0 port 1``."""
+        """Name in messages, such as ``mlx5_0 port 1``."""
         return f"{self.device} port {self.port}"
 
     @property
     def usable_gids(self) -> tuple[Gid, ...]:
-        """GIDs that can be used for a connection: all GIDs on InfiniBand, RoCE v2 GIDs on Ethernet."""
+        """GIDs that a connection can use: all on InfiniBand, RoCE v2 on Ethernet."""
         return tuple(gid for gid in self.gids if self.link_layer == INFINIBAND or gid.kind == ROCE_V2)
 
 
 @dataclass(frozen=True)
 class PortChoice:
-    """Selected port and GID of a rank."""
-
     device: str
     port: int
     gid_index: int
@@ -73,12 +71,10 @@ class PortChoice:
 
     @property
     def name(self) -> str:
-        """Name for messages, as ``mlx5_0 port 1``."""
         return f"{self.device} port {self.port}"
 
 
 def device_ports(sysfs: Path = _SYSFS) -> list[DevicePort]:
-    """Return all ports of all RDMA devices of this host, sorted by name."""
     return [
         _read_port(port) for port in sorted(sysfs.glob("class/infiniband/*/ports/*")) if port.name.isdecimal()
     ]
@@ -97,13 +93,8 @@ def choose_port(
     has the address; the first active port.
 
     Args:
-        ports: ports of this host.
         address: numeric address of the rank; None: unknown.
         must_match: whether the user set the address; if so, using any other port is an error.
-        environment: environment variables.
-
-    Raises:
-        TransportError: no port can be used.
     """
     if not ports:
         raise TransportError("RDMA: no device on this host (/sys/class/infiniband is empty)")
@@ -129,7 +120,6 @@ def choose_port(
 
 
 def _allowed_ports(ports: Sequence[DevicePort], device: str | None) -> list[DevicePort]:
-    """Return the ports that DS_EXT_RDMA_DEV allows: all if it is empty or not set. Raises TransportError for none."""
     allowed = [port for port in ports if device in (None, "", port.device, f"{port.device}:{port.port}")]
     if not allowed:
         names = ", ".join(f"{port.device}:{port.port}" for port in ports)
@@ -143,7 +133,7 @@ def _best_gid(port: DevicePort) -> Gid:
 
 
 def _make_choice(port: DevicePort, gid: Gid, environment: Mapping[str, str]) -> PortChoice:
-    """Return the choice of a port, with ``gid`` unless a variable sets the index. Raises TransportError."""
+    """Return the choice of a port, with ``gid`` unless a variable sets the index."""
     for variable in (GID_VARIABLE, NCCL_GID_VARIABLE):
         index = environment.get(variable)
         if not index:
@@ -172,7 +162,7 @@ def _read_port(folder: Path) -> DevicePort:
 
 
 def _read_gids(folder: Path) -> Iterator[Gid]:
-    """Yield the non-empty GIDs of a port by index, up to 64 consecutive or other empty entries."""
+    """Yield the non-empty GIDs of a port by index. Stop after 64 empty entries."""
     # A table may have a thousand entries, but new addresses use the lowest free entry, so holes are rare.
     empty = 0
     for index in sorted(int(name) for name in os.listdir(folder / "gids") if name.isdecimal()):
@@ -188,7 +178,7 @@ def _read_gids(folder: Path) -> Iterator[Gid]:
 
 
 def _text(file: Path | str) -> str:
-    """Return the contents of a file; empty if it cannot be read, like the attributes of an empty GID."""
+    """Return the contents of a file; "" if it cannot be read, like the attributes of an empty GID."""
     try:
         return Path(file).read_text().strip()
     except OSError:
@@ -206,7 +196,6 @@ def lockable_bytes() -> float:
 
 
 def require_lockable(needed: int) -> None:
-    """Raise TransportError if this process may not lock that many bytes."""
     limit = lockable_bytes()
     if needed > limit:
         raise TransportError(

@@ -25,8 +25,6 @@ _READY = b"\1"
 
 @dataclass(frozen=True)
 class RdmaOffer:
-    """Address of a rank and network type of its RDMA port."""
-
     tcp: TcpOffer
     link_layer: str
     slab_bytes: int
@@ -36,7 +34,6 @@ class RdmaSetup:
     """LinkSetup for ranks with RDMA devices.
 
     Args:
-        rank: this rank.
         port: doorbell and I/O thread of this rank.
         node_ips: one address per rank or host, which also selects the device; None: the local address on the route
             to MASTER_ADDR.
@@ -62,7 +59,6 @@ class RdmaSetup:
         self._links: dict[int, _native.RdmaLink] = {}
 
     def offer(self) -> RdmaOffer:
-        """Open the device, start listening and return the address."""
         address = own_address(self._rank, world_size(), self._node_ips)
         choice = self._open_device(address)
         self._listener = TcpListener(address)
@@ -70,13 +66,11 @@ class RdmaSetup:
 
     @staticmethod
     def incompatibility(mine: RdmaOffer, theirs: RdmaOffer, same_host: bool) -> str | None:
-        """See LinkSetup.incompatibility."""
         if mine.link_layer != theirs.link_layer:
             return f"have RDMA devices of different network types ({mine.link_layer}, {theirs.link_layer})"
         return None
 
     def prepare(self, pairs: Pairs) -> None:
-        """Register the memory of the links; TransportError if this fails."""
         assert self._device is not None and self._listener is not None
         peers, rank = peers_of(self._rank, pairs), self._rank
         endpoints = sum(rank in pair for pair in pairs)
@@ -91,7 +85,6 @@ class RdmaSetup:
             raise TransportError(str(error)) from None
 
     def connect(self, offers: Mapping[int, RdmaOffer], pairs: Pairs, timeout_s: float) -> Endpoints:
-        """Exchange greetings with all peers, and wait until they are ready. Raises TransportError if one fails."""
         assert self._device is not None and self._listener is not None
         deadline = time.monotonic() + timeout_s
         peers = {peer: offers[peer].tcp for peer in self._links}
@@ -124,13 +117,11 @@ class RdmaSetup:
         return endpoints
 
     def close(self) -> None:
-        """Close everything that connect() has not returned."""
         if self._listener is not None:
             self._listener.close()
         self._links.clear()
 
     def _open_device(self, address: str) -> PortChoice:
-        """Open the device with the rank's address, and return its port. Raises TransportError."""
         try:
             _native.load_verbs()
             choice = choose_port(device_ports(), address, must_match=self._node_ips is not None)
@@ -147,7 +138,6 @@ class RdmaSetup:
         return offers[max(peer, self._rank)].tcp.token
 
     def _connect_pair(self, peer: int, link: _native.RdmaLink, greeting: bytes, job_token: bytes) -> None:
-        """Connect the queue pair to that of a peer. Raises TransportError."""
         try:
             link.connect(greeting, job_token)
         except (_native.VerbsError, _native.LinkError) as error:
@@ -156,7 +146,6 @@ class RdmaSetup:
             ) from None
 
     def _await_ready(self, peer: int, connection: PeerConnection, deadline: float) -> None:
-        """Wait until a peer has connected its side of the link. Raises TransportError at the deadline."""
         connection.socket.settimeout(max(0.001, deadline - time.monotonic()))
         problem = "connection closed"
         try:

@@ -16,14 +16,8 @@ _OUTSIDE = ("192.0.2.1", "2001:db8::1")  # unassigned (RFC 5737, 3849), routed v
 def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> str:
     """Return the address for this rank's connections.
 
-    Args:
-        rank, world_size: global rank of this process, number of ranks.
-        node_ips: one address for each rank, or one for each host in the launcher's order; None: the local address on
-            the route to MASTER_ADDR.
-
-    Raises:
-        ConfigError: the number of addresses matches neither ranks nor hosts. Raised on all ranks.
-        TransportError: this host does not have the address.
+    ``node_ips`` has one address for each rank, or one for each host in the launcher's order. None: the local address
+    on the route to MASTER_ADDR.
     """
     if node_ips is None:
         return _address_towards_master()
@@ -46,7 +40,6 @@ def own_address(rank: int, world_size: int, node_ips: Sequence[str] | None) -> s
 
 
 def listening(address: str) -> socket.socket:
-    """Return a socket that listens on a free port at the address. Raises OSError."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -59,7 +52,6 @@ def listening(address: str) -> socket.socket:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is a loopback address."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 

@@ -20,8 +20,6 @@ _MAX_UNAUTHENTICATED = 256
 
 @dataclass(frozen=True)
 class TcpOffer:
-    """Address and secret token of a rank."""
-
     address: str
     port: int
     token: bytes
@@ -36,27 +34,21 @@ class PeerConnection:
 
 
 class TcpListener:
-    """Listening socket of one rank."""
-
     def __init__(self, address: str) -> None:
         self.socket = listening(address)
         self.socket.setblocking(False)
         self.token = secrets.token_bytes(TOKEN_BYTES)
 
     def offer(self) -> TcpOffer:
-        """Return the address of this rank."""
         address, port = self.socket.getsockname()[:2]
         return TcpOffer(address, port, self.token)
 
     def close(self) -> None:
-        """Stop listening."""
         self.socket.close()
 
 
 @dataclass(eq=False)
 class _Pending:
-    """Connection during its handshake."""
-
     socket: socket.socket
     handshake: Handshake
     peer: int | None  # None: unauthenticated
@@ -75,14 +67,8 @@ def connect_peers(
     """Connect to every peer.
 
     Args:
-        listener: listener of this rank.
-        rank: this rank.
-        offers: offers of all peers.
         notes: peer -> note for it, up to 4096 bytes.
         timeout_s: time limit for all peers together, in seconds.
-
-    Raises:
-        TransportError: a peer is unreachable, did not connect, or refused the connection. All connections are closed.
     """
     attempt = _ConnectionAttempt(listener, rank, offers, notes, timeout_s)
     try:
@@ -119,7 +105,6 @@ class _ConnectionAttempt:
         self._rejections: list[str] = []
 
     def run(self) -> None:
-        """Connect to higher ranks, then do all handshakes. Raises TransportError if a peer is missing at the end."""
         for peer in sorted(peer for peer in self._missing if peer > self.rank):
             connection = self._connect(peer)
             self._start(connection, self._initiate(connection, peer), peer, self._deadline)
@@ -145,7 +130,6 @@ class _ConnectionAttempt:
         )
 
     def close(self) -> None:
-        """Close the connections whose handshakes have not ended."""
         for pending in list(self._pending):
             self._forget(pending).close()
         self._selector.close()
@@ -189,7 +173,6 @@ class _ConnectionAttempt:
         self._advance(pending, None)
 
     def _read(self, pending: _Pending) -> None:
-        """Receive part of a handshake message, and continue the handshake once the message is complete."""
         try:
             data = pending.socket.recv(pending.needed - len(pending.received), socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -203,7 +186,7 @@ class _ConnectionAttempt:
             self._advance(pending, bytes(pending.received))
 
     def _advance(self, pending: _Pending, data: bytes | None) -> None:
-        """Pass a message to the handshake (None: start it), and keep the connection if it ends. Errors as in _drop."""
+        """Pass a message to the handshake (None: start it), and keep the connection if the handshake ends."""
         pending.received.clear()
         try:
             pending.needed = next(pending.handshake) if data is None else pending.handshake.send(data)
@@ -225,7 +208,7 @@ class _ConnectionAttempt:
         )
 
     def _forget(self, pending: _Pending) -> socket.socket:
-        """Return the socket of a connection, which the caller now owns."""
+        """Stop watching a connection, and return its socket, which the caller now owns."""
         self._pending.discard(pending)
         self._selector.unregister(pending.socket)
         return pending.socket

@@ -38,14 +38,8 @@ def initiate(connection: socket.socket, rank: int, peer: int, key: bytes, note: 
     """Run the lower rank's side of the handshake.
 
     Args:
-        connection: connection to the peer.
-        rank: this rank.
-        peer: the other rank.
         key: tokens of both ranks, the lower rank's first.
         note: up to 4096 bytes for the peer.
-
-    Raises:
-        ProtocolError: the peer refused, or failed the check.
     """
     hello = _HELLO.pack(rank, peer, secrets.token_bytes(NONCE_BYTES))
     _send(connection, _KIND_HELLO, hello)
@@ -69,13 +63,9 @@ def respond(
 
     Args:
         connection: connection from an unauthenticated process.
-        rank: this rank.
         where: address of that process, for errors.
         expects: function that returns whether a rank may connect.
         secret: function that returns (key, note) for a rank, as in initiate().
-
-    Raises:
-        ProtocolError: the process is not an expected rank. It has received the refusal.
     """
     try:
         hello = yield from _receive(_KIND_HELLO)
@@ -117,11 +107,7 @@ def _receive(kind: int) -> Generator[int, bytes, bytes]:
 
 
 def read_header(data: bytes) -> tuple[int, int]:
-    """Return (kind, bytes of the body) of a handshake message.
-
-    Raises:
-        ProtocolError: the header is invalid or has a different version.
-    """
+    """Return (kind, bytes of the body) of a handshake message."""
     magic, version, kind, size = _HEADER.unpack(data)
     if magic != _MAGIC:
         raise ProtocolError("wrong magic number: not a ds_ext rank")
@@ -135,7 +121,7 @@ def read_header(data: bytes) -> tuple[int, int]:
 
 
 def _split_body(body: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return (nonce, HMAC, note) of an answer or a proof. Raises ProtocolError if the body is too short."""
+    """Return (nonce, HMAC, note) of an answer or a proof."""
     if len(body) < NONCE_BYTES + PROOF_BYTES:
         raise ProtocolError(f"message too short (got {len(body)} bytes)")
     return (

@@ -21,14 +21,12 @@ class TcpSetup:
         self._connected: dict[int, PeerConnection] = {}
 
     def offer(self) -> TcpOffer:
-        """Start listening and return the address."""
         world_size = environment.world_size()
         self._listener = TcpListener(own_address(self._rank, world_size, self._node_ips))
         return self._listener.offer()
 
     @staticmethod
     def incompatibility(mine: TcpOffer, theirs: TcpOffer, same_host: bool) -> str | None:
-        """See LinkSetup.incompatibility."""
         for address in (mine.address, theirs.address):
             if is_loopback(address) and not same_host:
                 return (
@@ -43,7 +41,6 @@ class TcpSetup:
         """Do nothing: connections need no preparation."""
 
     def connect(self, offers: Mapping[int, TcpOffer], pairs: Pairs, timeout_s: float) -> Endpoints:
-        """Connect to every peer."""
         assert self._listener is not None
         notes = dict.fromkeys(peers_of(self._rank, pairs), b"")
         self._connected = connect_peers(self._listener, self._rank, offers, notes, timeout_s)
@@ -60,7 +57,6 @@ class TcpSetup:
         return endpoints
 
     def close(self) -> None:
-        """Close everything that connect() has not returned."""
         if self._listener is not None:
             self._listener.close()
         for connection in self._connected.values():

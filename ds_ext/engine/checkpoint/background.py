@@ -36,17 +36,10 @@ _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 class BackgroundSave:
-    """Process that writes this rank's files.
+    """Process that writes this rank's files. The descriptors of ``task`` are closed here.
 
-    Args:
-        task: what it writes; its descriptors are closed here.
-        step: step of the checkpoint.
-        began: start of the save, in seconds since 1970.
-
-    Attributes:
-        path: folder of the checkpoint.
-        step: step of the checkpoint.
-        seconds: time from the start of the save to its end; known after :meth:`wait`.
+    ``began`` is the start of the save, in seconds since 1970. ``seconds``, the time from then to the end of the save,
+    is known after :meth:`wait`.
     """
 
     def __init__(self, task: Task, step: int, began: float) -> None:
@@ -88,10 +81,7 @@ class BackgroundSave:
         return self._error
 
     def wait(self, timeout_s: float | None = None) -> str:
-        """Wait for the process, and return its error; empty for a complete checkpoint.
-
-        Raises TimeoutExpired of subprocess after ``timeout_s``.
-        """
+        """Wait for the process, and return its error; empty for a complete checkpoint."""
         if self in _running:
             assert self._process.stdout is not None
             self._process.wait(timeout_s)
@@ -123,7 +113,6 @@ class BackgroundSave:
 
 
 def warn_not_removed(problem: str) -> None:
-    """Log why older checkpoints could not be removed; empty: they were."""
     if problem:
         logger.warning("keep: older checkpoints were not removed: %s", problem)
 
@@ -148,11 +137,7 @@ process.before_failed_exit.append(lambda: _finish(_FAILED_EXIT_S))
 
 
 def memory_problem(answers: list[tuple[str, int, int]]) -> str:
-    """Return why the state of the ranks does not fit into memory a second time; empty if it does.
-
-    Args:
-        answers: :func:`memory_needs` of all ranks.
-    """
+    """Return why copies of the ranks' states do not fit into memory, by their :func:`memory_needs`; "" if they do."""
     for host in dict.fromkeys(host for host, _, _ in answers):
         needed = sum(size for of_host, size, _ in answers if of_host == host)
         free = min(free for of_host, _, free in answers if of_host == host)

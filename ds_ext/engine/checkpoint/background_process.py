@@ -35,12 +35,10 @@ class Task(NamedTuple):
     """Files and checkpoint to write.
 
     Attributes:
-        rank: number of the rank.
         parent: process id of the rank.
         written: folder for the files, with a temporary name.
         files: name -> descriptor of the anonymous file.
         ranks: number of ranks that leave a note, for the process that publishes; 0 for the others.
-        tag: name of the checkpoint.
         manifest: manifest of the checkpoint without the records of the files.
         make_current: write the tag to ``latest``.
         keep: number of complete checkpoints of this run to keep; 0: all.
@@ -60,7 +58,6 @@ class Task(NamedTuple):
 
 
 def main() -> None:
-    """Do the task, and print its results."""
     task = Task(**json.load(sys.stdin))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != task.parent:
@@ -97,7 +94,7 @@ def _write(task: Task) -> str:
 
 
 def leave_note(folder: Path, rank: int, records: Mapping[str, Any], error: str) -> str:
-    """Leave the note of a rank with its error. Returns the error, or else that of writing the note."""
+    """Return ``error``, or else the error of writing the note."""
     scratch = folder / f".note_{rank}.tmp"
     try:
         scratch.write_text(json.dumps({"files": records, "error": error}))
@@ -147,7 +144,6 @@ def _wait_for_note(folder: Path, rank: int, limit_s: float) -> dict[str, Any]:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Return the bytes of all files that are being written."""
     total = 0
     for entry in os.scandir(folder):
         try:

@@ -26,13 +26,7 @@ _MAX_LAYERS = 4  # in a log line
 
 
 class ReplicaBuffers:
-    """Buffers of this rank's layers.
-
-    Args:
-        module: layers of this rank.
-        group: process group of the ranks that hold the same stages.
-        device: device for messages of the group.
-    """
+    """Buffers of this rank's layers. ``group`` has the ranks that hold the same stages."""
 
     def __init__(self, module: PipelineModule, group: Any, device: torch.device) -> None:
         self._module, self._group, self._device = module, group, device

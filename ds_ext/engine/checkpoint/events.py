@@ -53,7 +53,6 @@ class CheckpointEvents:
         self._add("loaded", path, step, time.perf_counter() - begin)
 
     def recovered(self, recovered: Recovered) -> None:
-        """Add "recovered"."""
         facts = asdict(recovered)
         self._append(
             {

@@ -60,7 +60,6 @@ class MemoryFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write data."""
         view = memoryview(data)
         while view:
             view = view[os.write(self.record["descriptor"], view) :]
@@ -81,15 +80,7 @@ NewFile = type[CheckedFile] | type[MemoryFile]
 def write_tensors(
     path: Path, tensors: Mapping[str, Tensor], new_file: NewFile = CheckedFile
 ) -> dict[str, int]:
-    """Write a safetensors file. Returns its record: size and checksum.
-
-    Args:
-        new_file: type of the file.
-
-    Raises:
-        CheckpointError: the format has no name for a tensor's dtype; nothing is written.
-        OSError: the file cannot be written; contains the file's name.
-    """
+    """Write a safetensors file. Returns the file's record."""
     header = header_of(tensors)
     with new_file(path) as file:
         file.write(header)
@@ -99,10 +90,7 @@ def write_tensors(
 
 
 def header_of(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return the start of a safetensors file, whose length is a multiple of 8; the tensors follow in this order.
-
-    Raises CheckpointError for a dtype that the format does not have.
-    """
+    """Return the start of a safetensors file, whose length is a multiple of 8; the tensors follow in this order."""
     header, end = {}, 0
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPE_NAMES:
@@ -122,12 +110,7 @@ def header_of(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 class TensorFile:
-    """Safetensors file, opened to read parts of tensors with ordinary reads, so that no page stays in memory.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: the file is not a complete safetensors file.
-    """
+    """Safetensors file, opened to read parts of tensors with ordinary reads, so that no page stays in memory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -153,11 +136,9 @@ class TensorFile:
 
     @property
     def names(self) -> list[str]:
-        """Names of all tensors."""
         return list(self._header)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
         return tuple(self._header[name]["shape"])
 
     def dtype(self, name: str) -> str:
@@ -165,7 +146,6 @@ class TensorFile:
         return self._header[name]["dtype"]
 
     def read_all(self, name: str) -> Tensor:
-        """Return a complete tensor, on the CPU."""
         shape = self.shape(name)
         return self.read(name, 0, math.prod(shape)).view(shape)
 
@@ -180,15 +160,7 @@ class TensorFile:
 
 
 def write_plain(path: Path, value: Mapping[str, Any], new_file: NewFile = CheckedFile) -> dict[str, int]:
-    """Write a file for ``torch.load(weights_only=True)``. Returns its record: size and checksum.
-
-    Args:
-        new_file: type of the file.
-
-    Raises:
-        ConfigError: an entry cannot be converted; see :func:`pickle_plain`.
-        OSError: the file cannot be written; contains the file's name.
-    """
+    """Write a file for ``torch.load(weights_only=True)``. Returns the file's record."""
     plain = _as_plain(value)
     # torch's writer crashes on a full disk.
     data = None if new_file is MemoryFile else _saved(plain)
@@ -206,15 +178,11 @@ def read_plain(path: Path) -> dict[str, Any]:
 
 
 def pickle_plain(value: Mapping[str, Any]) -> memoryview:
-    """Return values as bytes that ``torch.load(weights_only=True)`` can read, from :func:`to_plain`.
-
-    Raises ConfigError for a value that is not plain, see :func:`is_plain`, contains itself, or is nested too deep.
-    """
     return _saved(_as_plain(value))
 
 
 def _as_plain(value: Mapping[str, Any]) -> Any:
-    """Return the result of :func:`to_plain`, which ``torch.load`` can read. Raises ConfigError."""
+    """Return the result of :func:`to_plain` after checking that ``torch.load`` can read it."""
     try:
         plain = to_plain(value)
         _try(plain)
@@ -230,8 +198,6 @@ def to_plain(value: Any, level: int = 0) -> Any:
 
     NumPy scalars become numbers. NumPy arrays and Namespaces become dictionaries for :func:`from_plain`. Views of
     larger tensors become copies, because torch would save all elements of those.
-    Raises ConfigError for a dictionary that looks like one of these, and RecursionError for a value that contains
-    itself or has more than ``_LEVELS`` levels; ``level`` is that of the value.
     """
     if level > _LEVELS:
         raise RecursionError
@@ -254,7 +220,7 @@ def to_plain(value: Any, level: int = 0) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Return the argument of :func:`to_plain`, from its result."""
+    """Invert :func:`to_plain`."""
     kind = value.get(_TYPE) if isinstance(value, dict) else None
     if kind == "ndarray":
         return value["value"].numpy().copy()
@@ -321,7 +287,6 @@ def _require_plain(path: str, value: Any, containers: tuple[Any, ...]) -> None:
 
 
 def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return (key or index, value) of everything that a value contains."""
     if isinstance(value, Namespace):
         return vars(value).items()
     if isinstance(value, Mapping):
@@ -347,7 +312,6 @@ def _saved(value: Any) -> memoryview:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor."""
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 

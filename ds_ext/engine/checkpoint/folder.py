@@ -38,12 +38,9 @@ _WRONG_CHECKSUM = "damaged file: the checksum does not match the written data"
 class CheckedFile:
     """New file that records its size and checksum, and is synchronized to disk when it is closed.
 
-        with CheckedFile(path) as file:
-            file.write(data)
-        file.record  # {"bytes": ..., "crc32": ...}, for the manifest
-
-    Raises:
-        OSError: opening, writing or closing failed; contains the name of the file.
+    with CheckedFile(path) as file:
+        file.write(data)
+    file.record  # {"bytes": ..., "crc32": ...}, for the manifest
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +52,6 @@ class CheckedFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write data. Raises OSError with the name of the file."""
         try:
             self._file.write(data)
         except OSError as error:
@@ -83,10 +79,6 @@ def open_checkpoint(folder: Path, tag: str | None = None) -> tuple[Path, dict[st
     """Return the folder and the manifest of the checkpoint ``tag``, or of the current one without ``tag``.
 
     Checks that every file exists and has the recorded size, without reading the contents.
-
-    Raises:
-        ConfigError: the checkpoint does not exist.
-        CheckpointError: the checkpoint is incomplete; names the damaged file and the complete checkpoints.
     """
     name = tag or current_tag(folder)
     checkpoint = _locate(folder, name)
@@ -107,11 +99,7 @@ def has_checkpoint(folder: Path) -> bool:
 
 
 def current_tag(folder: Path) -> str:
-    """Return the name in ``latest``, of the folder that ``latest`` links to, or else of the newest complete checkpoint.
-
-    Raises ConfigError if there is no complete checkpoint, or ``latest`` cannot be read, contains no name, or links to
-    the folder of something else.
-    """
+    """Return the name in ``latest``, of the folder that it links to, or else of the newest complete checkpoint."""
     latest = folder / LATEST
     if latest.is_dir():
         return _linked_tag(latest)
@@ -129,7 +117,7 @@ def current_tag(folder: Path) -> str:
 
 
 def _linked_tag(latest: Path) -> str:
-    """Return the name of the checkpoint in the same folder to which ``latest`` links; ConfigError for another one."""
+    """Return the name of the checkpoint to which ``latest`` links, which must be in the same folder."""
     target = latest.resolve()
     if target.parent == latest.parent.resolve() and latest.is_symlink():
         return target.name
@@ -142,7 +130,6 @@ def _linked_tag(latest: Path) -> str:
 
 
 def _newest_tag(folder: Path) -> str:
-    """Return the name of the newest complete checkpoint. Raises ConfigError if the folder has no complete one."""
     complete = complete_checkpoints(folder)
     if complete:
         return complete[-1]
@@ -157,16 +144,7 @@ def _newest_tag(folder: Path) -> str:
 
 
 def check_contents(checkpoint: Path, manifest: Mapping[str, Any], share: int = 0, shares: int = 1) -> None:
-    """Compare the checksums of files with the manifest.
-
-    Args:
-        checkpoint: folder of the checkpoint.
-        manifest: manifest of the checkpoint.
-        share, shares: check every ``shares``-th file from index ``share``, so that ranks divide the files.
-
-    Raises:
-        CheckpointError: names the damaged file and the complete checkpoints.
-    """
+    """Compare checksums with the manifest, of every ``shares``-th file from ``share``: ranks divide the files."""
     for name in sorted(manifest["files"])[share::shares]:
         checksum, problem = 0, _WRONG_CHECKSUM
         try:
@@ -183,7 +161,7 @@ def check_contents(checkpoint: Path, manifest: Mapping[str, Any], share: int = 0
 def complete_checkpoints(folder: Path) -> list[str]:
     """Return the names of the complete checkpoints, whose files all have the recorded sizes, with the newest last.
 
-    Sorted by the time of the save in the manifest, because copied folders have other file times.
+    The order is the time in the manifest, because copied folders have other file times.
     """
     complete = []
     for path in folder.glob(f"*/{MANIFEST}"):
@@ -199,7 +177,6 @@ def complete_checkpoints(folder: Path) -> list[str]:
 
 
 def _alternatives(folder: Path, excluded: str = "") -> str:
-    """Return the fix for a checkpoint that cannot be loaded."""
     complete = [name for name in complete_checkpoints(folder) if name != excluded]
     if not complete:
         return "There is no other checkpoint. Omit --load to start a new run."
@@ -213,7 +190,6 @@ def _locate(folder: Path, tag: str) -> Path | None:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint, with its checksum. Raises CheckpointError if it is missing or damaged."""
     path = checkpoint / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -250,12 +226,7 @@ def _check_sizes(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def start_writing(folder: Path, tag: str) -> Path:
-    """Create the folder for writing the checkpoint ``tag``, and clean up after killed writers.
-
-    Raises:
-        ConfigError: ``tag`` is not a valid name, or is that of something else than a checkpoint.
-        OSError: the folder cannot be created.
-    """
+    """Create the folder for writing the checkpoint ``tag``, and clean up after killed writers."""
     require_tag(folder, tag)
     if (folder / LATEST).is_dir() and not (folder / LATEST).is_symlink():
         raise ConfigError(f"{folder / LATEST}: must be a file (got a folder). Rename it.")
@@ -295,7 +266,6 @@ def require_tag(folder: Path, tag: str) -> None:
 
 
 def require_keep(keep: int) -> None:
-    """Raise ConfigError unless ``keep`` is a number of checkpoints."""
     if not isinstance(keep, int) or keep < 0:
         raise ConfigError(
             f"keep: must be a number of checkpoints, or 0 for all (got {keep!r}). Use, for example, 3."
@@ -306,10 +276,6 @@ def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: 
     """Write the manifest, rename the folder ``written``, and make it the current checkpoint.
 
     All its files must be on disk. Returns the folder of the checkpoint.
-
-    Raises:
-        CheckpointError: a file is missing or has a different size; the current checkpoint is unchanged.
-        OSError: a file cannot be written; the current checkpoint is unchanged.
     """
     folder, checkpoint = written.parent, written.parent / tag
     content = {"version": _VERSION, **manifest}
@@ -371,7 +337,7 @@ def _remove(checkpoint: Path) -> list[str]:
 
 
 def _scratch(folder: Path, kind: str) -> Iterator[tuple[Path, str]]:
-    """Yield path and tag of the temporary files and folders of this module in ``folder``, if it exists."""
+    """Yield path and tag of the temporary files and folders of this module, if ``folder`` exists."""
     if not folder.is_dir():
         return
     for path in folder.iterdir():
@@ -399,11 +365,9 @@ def _sync(folder: Path) -> None:
 
 
 def _checksum(manifest: Mapping[str, Any]) -> int:
-    """Return the checksum of a manifest, which may contain it."""
     content = {key: value for key, value in manifest.items() if key != "crc32"}
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _with_path(error: OSError, path: Path) -> OSError:
-    """Return an error of a descriptor as one that names its file."""
     return OSError(error.errno, error.strerror, str(path))

@@ -42,9 +42,7 @@ logger = logging.getLogger(__name__)
 def choose(run: Run, folder: Path, tag: str | None) -> str | None:
     """Return the checkpoint to load, the same on all ranks, even if another job writes to the folder; None without one.
 
-    Args:
-        run: this run. After a restart of its ranks, only what it has written or loaded counts.
-        tag: name of the checkpoint; None: the current one.
+    After a restart of its ranks, only what ``run`` has written or loaded counts. ``tag`` None: the current checkpoint.
     """
     name = None if tag is None else str(tag)
     checkpoint: str | None = by_rank_0(lambda: run.choose(folder, name), CheckpointError)
@@ -66,24 +64,12 @@ def load_checkpoint(
     with_scheduler: bool = True,
     with_counters: bool = True,
 ) -> tuple[Path, dict[str, Any]]:
-    """Load a checkpoint. All ranks must call this together.
+    """Load a checkpoint, and return its folder and the client state. All ranks must call this together.
 
     Args:
-        engine: initialized engine.
-        folder, tag: ``folder/tag`` is the path of the checkpoint.
         strict: raise an error if the checkpoint and the model have different parameters.
-        with_optimizer: load the states and settings of the optimizer.
-        with_scheduler: load the state of the learning-rate scheduler.
         with_counters: load the loss scale, the counters of steps and samples, the position in the data, and the seed of
             the layers' random numbers.
-
-    Returns:
-        Folder of the checkpoint, and the client state.
-
-    Raises:
-        ConfigError: the checkpoint does not exist.
-        CheckpointError: on all ranks, before any change, if the checkpoint is incomplete or does not fit the model or
-            the optimizer.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     with_optimizer = with_optimizer and engine.role.in_checkpoints
@@ -136,7 +122,6 @@ def load_checkpoint(
 def _require_no_unknown_parameters(
     checkpoint: Path, manifest: Mapping[str, Any], names_of_ranks: Sequence[Sequence[str]]
 ) -> None:
-    """Raise CheckpointError if the checkpoint has a parameter that no rank has."""
     unknown = sorted(set(manifest["parameters"]).difference(*names_of_ranks))
     if unknown:
         raise CheckpointError(
@@ -183,7 +168,7 @@ def _check_fit(
     strict: bool,
     with_optimizer: bool,
 ) -> None:
-    """Raise CheckpointError unless the checkpoint contains this rank's parameters and states with the same shapes."""
+    """Raise CheckpointError unless the checkpoint has this rank's parameters and states with the same shapes."""
     job, saved = manifest["job"], manifest["parameters"]
     layers = engine.module.num_model_layers
     if strict and job["layers"] != layers:
@@ -245,7 +230,6 @@ def _check_scheduler(engine: Checkpointed, checkpoint: Path, state: Mapping[str,
 def _load_weights(
     engine: Checkpointed, state: RankState, reader: CheckpointReader, manifest: Mapping[str, Any]
 ) -> None:
-    """Load weights, master weights, buffers and extra states of this rank."""
     known = {key: local for key, local in state.parameters.items() if local.name in manifest["parameters"]}
     for local, start, target in state.weights(known):
         target.copy_(reader.weight(local, start, target.numel()).view_as(target))
@@ -263,7 +247,6 @@ def _load_weights(
 
 
 def _load_states(state: RankState, reader: CheckpointReader, manifest: Mapping[str, Any]) -> None:
-    """Load the states of the optimizer and the numeric settings of its parameter groups."""
     saved = manifest["parameters"]
     state.optimizer.clear()
     for _, local, fragment in state.fragments(state.parameters):
@@ -280,7 +263,7 @@ def _load_states(state: RankState, reader: CheckpointReader, manifest: Mapping[s
 
 
 def _share_settings(state: RankState) -> None:
-    """Give groups without parameters of this rank the settings of other ranks. All ranks must call this together."""
+    """Set other ranks' settings in groups without parameters of this rank. All ranks must call this together."""
     here, groups = {id(local.parameter) for local in state.parameters.values()}, state.optimizer.groups()
     mine = [numbers_of(group) if here & set(map(id, members)) else None for group, members in groups]
     of_ranks = [settings for settings in together(lambda: mine) if len(settings) == len(mine)]
@@ -290,7 +273,7 @@ def _share_settings(state: RankState) -> None:
 
 
 def _load_random_states(engine: Checkpointed, checkpoint: Path, files: Mapping[str, Any]) -> None:
-    """Load this rank's random states from a checkpoint of as many ranks; otherwise rank 0 says that they are new."""
+    """Load this rank's random states from a checkpoint of as many ranks; otherwise rank 0 logs that they are new."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if random_file(world - 1) in files and random_file(world) not in files:
         set_random_states(read_plain(checkpoint / random_file(rank)))
@@ -364,7 +347,6 @@ def _log_settings(before: Mapping[tuple[str, int], Any], after: Mapping[tuple[st
 
 
 def _log_changes(saved: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Log each setting of this job that differs from the checkpoint's. Settings of only one of them are ignored."""
     for key, value in now.items():
         if key in saved and saved[key] != value:
             logger.warning("%s = %s in this job (checkpoint: %s)", key, value, saved[key])

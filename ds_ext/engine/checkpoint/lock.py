@@ -31,24 +31,14 @@ _UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class FolderLock:
-    """Lock of one folder. A process must have only one of a folder: closing any descriptor of the file ends its lock.
-
-    Args:
-        folder: folder of checkpoints; :meth:`take` creates it.
-        run: id of the run.
-    """
+    """Lock of one folder. A process must have one per folder: closing any descriptor of the file ends its lock."""
 
     def __init__(self, folder: Path, run: str) -> None:
         self._path, self._run = folder / LOCK, run
         self._file: int | None = None
 
     def take(self) -> None:
-        """Take the lock, unless this object has it. If an earlier start of the same run has it, continue without.
-
-        Raises:
-            CheckpointError: another run has the lock.
-            OSError: the file cannot be opened.
-        """
+        """Take the lock, unless this object has it. If an earlier start of the same run has it, continue without."""
         with contextlib.suppress(FileNotFoundError):
             if self._file is not None and os.path.samestat(os.fstat(self._file), self._path.stat()):
                 return
@@ -98,7 +88,6 @@ class FolderLock:
         logger.warning("%s: an earlier start of this run has the lock (got %s)", self._path.parent, names)
 
     def release(self) -> None:
-        """Give the lock back, if this object has it."""
         file, self._file = self._file, None
         if file is not None:
             os.close(file)

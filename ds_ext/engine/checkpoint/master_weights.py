@@ -23,11 +23,7 @@ _CHUNK = 1 << 22  # elements that are compared at a time, to bound the memory
 
 
 class MasterWeights:
-    """Master weights of this rank's partition; empty without ZeRO and half precision.
-
-    Args:
-        optimizer: optimizer of the engine.
-    """
+    """Master weights of this rank's partition; empty without ZeRO and half precision."""
 
     def __init__(self, optimizer: Any) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []  # the model's weights and the master weights, flat
@@ -68,7 +64,6 @@ class MasterWeights:
                 parameter.data = view
 
     def _compared(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield parts of the model's weights, their master weights, and where they differ."""
         for low, high in self._pairs:
             for weights, master in zip(low.split(_CHUNK), high.split(_CHUNK), strict=True):
                 weights = weights.to(master.device)

@@ -22,11 +22,7 @@ _ReadShard = Callable[[int, int, int], Tensor]
 class CheckpointReader:
     """Reader of a checkpoint for one rank.
 
-    Args:
-        folder: folder of the checkpoint.
-        manifest: manifest of the checkpoint.
-        tensor_rank: this rank's tensor-parallel rank.
-        target_ranks: tensor-parallel size of this job; only parts of a head depend on it.
+    ``target_ranks`` is the tensor-parallel size of this job, on which only parts of a head depend.
     """
 
     def __init__(
@@ -53,7 +49,6 @@ class CheckpointReader:
         return self._part(local, read, start, numel)
 
     def states(self, local: LocalParameter, start: int, numel: int) -> dict[str, Tensor]:
-        """Return elements of all optimizer states of a parameter by name, without the master weights."""
         keys = [key for key in self._parameters[local.name]["states"] if key != MASTER]
         return {key: self.state(local, key, start, numel) for key in keys}
 
@@ -78,17 +73,14 @@ class CheckpointReader:
     def other(self, layer: int, key: str, same_size: bool) -> Any:
         """Return a buffer or an extra state of a layer; None if the checkpoint does not contain it.
 
-        Args:
-            layer: global index of the layer.
-            key: key in the layer's ``state_dict()``.
-            same_size: the tensor-parallel size equals the checkpoint's; otherwise, return the value of its rank 0.
+        ``layer`` is a global index, and ``key`` that in the layer's ``state_dict()``. With another tensor-parallel size
+        than the checkpoint's (not ``same_size``), the value is that of the checkpoint's rank 0.
         """
         shard = self._tensor_rank if same_size else 0
         exists = layer_file(layer, shard, self.tensor_ranks) in self._files
         return self._layer(layer, shard, self.tensor_ranks).get(key) if exists else None
 
     def _shards(self, record: Mapping[str, Any]) -> int:
-        """Return the number of shards of a parameter, over tensor-parallel ranks and parts of a head."""
         return self.tensor_ranks * record.get("parts", 1)
 
     def _part(self, local: LocalParameter, read: _ReadShard, start: int, numel: int) -> Tensor:

@@ -51,12 +51,9 @@ class Run:
         self._loaded: set[int] = {crc32 for memory in memories for crc32 in memory["loaded"]}
 
     def begin(self, step: int) -> None:
-        """Store what the next start of the ranks must know. To be called before a step and before a save.
+        """Store what the next start of the ranks needs. To be called before a step and before a save.
 
-        The first call reports steps of an earlier start that are lost.
-
-        Args:
-            step: last complete step.
+        ``step`` is the last complete one. The first call reports steps of an earlier start that are lost.
         """
         if not self._began and step < self.reached and dist.get_rank() == 0:
             logger.warning(
@@ -81,7 +78,6 @@ class Run:
 
         The first call for a folder names the checkpoints of other runs that this run may replace: those newer than its
         own ones, and with ``tags`` only those of these names.
-        Raises the errors of :meth:`.lock.FolderLock.take`.
         """
         if folder in self._locks:
             return self._locks[folder].take()
@@ -98,7 +94,6 @@ class Run:
             )
 
     def record_load(self, manifest: Mapping[str, Any]) -> None:
-        """Record that this run has loaded a checkpoint."""
         self._loaded.add(manifest["crc32"])
 
     def choose(self, folder: Path, tag: str | None) -> str | None:
@@ -106,7 +101,6 @@ class Run:
 
         Without a tag it is the current checkpoint; a warning names it if ``latest`` is missing. After a restart of the
         ranks, this or else the newest one must have been written or loaded by this run.
-        Raises the errors of :func:`.folder.open_checkpoint`.
         """
         if tag is not None or not self.continues:
             name = open_checkpoint(folder, tag)[0].name if tag or has_checkpoint(folder) else None
@@ -132,7 +126,6 @@ class Run:
         return 0 if name is None else read_manifest(folder / name)["job"].get("step", 0)
 
     def _owns(self, folder: Path, name: str) -> bool:
-        """Return whether this run has written or loaded a checkpoint."""
         manifest = read_manifest(folder / name)
         return manifest["job"].get("run") == self.id or manifest["crc32"] in self._loaded
 

@@ -80,24 +80,15 @@ def save_checkpoint(
     """Write a checkpoint. All ranks must call this together.
 
     Args:
-        engine: initialized engine.
-        folder, tag: ``folder/tag`` is the path of the checkpoint.
         client_state: values that loading returns: numbers, strings, tensors, NumPy arrays, Namespaces, and lists and
             dictionaries of them.
         make_current: write the tag to ``folder/latest``.
-        with_frozen: also write parameters that are not trained.
         keep: number of complete checkpoints of training runs to keep in the folder; 0: all. If an older one cannot be
             removed, rank 0 logs a warning.
         background: copy the state, and let processes write it. With too little memory, a warning has the numbers, and
             the checkpoint is written before this returns.
 
-    Returns:
-        The save of this rank in the background, for :func:`finish`; None: the checkpoint is complete.
-
-    Raises:
-        ConfigError: the tag or the client state cannot be saved, or ``keep`` is no number of checkpoints.
-        CheckpointError: on all ranks, if one of them could not write, or another job saves to the folder. The last
-            complete checkpoint is unchanged.
+    Returns the save of this rank in the background, for :func:`finish_save`; None: the checkpoint is complete.
     """
     folder, began = folder.absolute(), time.time()
     new_file = MemoryFile if background and _has_memory(engine) else CheckedFile
@@ -150,10 +141,7 @@ def save_checkpoint(
 
 
 def finish_save(save: BackgroundSave) -> None:
-    """Wait for a save in the background. All ranks must call this together.
-
-    Raises CheckpointError on all ranks if the checkpoint is not complete.
-    """
+    """Wait for a save in the background. All ranks must call this together."""
 
     def require(error: str) -> None:
         if error:
@@ -186,7 +174,6 @@ def _describe_failure(folder: Path, tag: str) -> Iterator[None]:
 
 
 def _not_saved(folder: Path, tag: str, error: str) -> str:
-    """Return the text of an error, with the last complete checkpoint."""
     complete = complete_checkpoints(folder)
     last = (
         f"The last complete one is {complete[-1]}."
@@ -247,7 +234,6 @@ def _write_part(
 def _describe_parameters(
     optimizer: OptimizerStates, parameters: Mapping[str, LocalParameter]
 ) -> dict[str, dict[str, Any]]:
-    """Return the entries of parameters in the manifest, with the numeric settings of their group in the optimizer."""
     settings: dict[int, dict[str, Any]] = {}
     for group, members in optimizer.groups():
         settings |= dict.fromkeys(map(id, members), numbers_of(group))
@@ -306,7 +292,6 @@ def _write_layers(
 
 
 def require_plain_extra_states(state: RankState) -> None:
-    """Raise CheckpointError for a layer of this rank whose extra state cannot be saved."""
     for index, key, owner in state.extra_states():
         value = owner.get_extra_state()
         if not is_plain(value):
@@ -330,10 +315,7 @@ def _holds_first_place(module: PipelineModule, index: int) -> bool:
 def _optimizer_part(
     engine: Checkpointed, state: RankState, parameters: Mapping[str, LocalParameter], file: str
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Return the optimizer's tensors that this rank writes to ``file``, and the fragments by unique name.
-
-    The tensors are by "unique name/state".
-    """
+    """Return tensors of the optimizer for ``file``, by "unique name/state", and the fragments by unique name."""
     tensors: dict[str, Tensor] = {}
     fragments: dict[str, dict[str, Any]] = {}
     if not state.optimizer.partitioned and engine.mpu.get_data_parallel_rank() != 0:
@@ -395,7 +377,6 @@ def _num_states(optimizer: str, group: Mapping[str, Any]) -> int:
 
 
 def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the manifest from the parts of all ranks."""
     parameters: dict[str, dict[str, Any]] = {}
     for part in parts:
         for name, description in part["parameters"].items():
@@ -416,7 +397,6 @@ def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, An
 
 
 def describe_job(engine: Checkpointed) -> dict[str, Any]:
-    """Return the sizes and settings of the job, for the manifest."""
     layout = engine.layout
     return {
         "schedule": engine.plan.timetable.schedule,
@@ -447,10 +427,7 @@ def settings_of(engine: Checkpointed) -> Facts:
 
 
 def state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are the same on all ranks, under DeepSpeed's keys if it has them.
-
-    Raises ConfigError for a client state that is no dictionary, or has keys of the engine.
-    """
+    """Return the values that are the same on all ranks, under DeepSpeed's keys if it has them."""
     if not isinstance(client_state, Mapping):
         raise ConfigError(
             f"client_state: must be a dictionary (got {type(client_state).__name__}). Use {{'state': ...}}."
@@ -473,5 +450,4 @@ def state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str,
 
 
 def random_file(rank: int) -> str:
-    """Return the name of the file with a rank's random states."""
     return f"random_rank_{rank:02d}.pt"

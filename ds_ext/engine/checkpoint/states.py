@@ -59,9 +59,7 @@ class Checkpointed(Protocol):
         """Return the largest gradient norm of a step; 0: no limit."""
         ...
 
-    def wait_for_weights(self) -> None:
-        """Wait until this rank has the weights of the last step."""
-        ...
+    def wait_for_weights(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Shape:
     Attributes:
         full: shape of the full parameter, without padding.
         shard: shape of one rank's shard, with padding; shards are concatenated along ``dim``.
-        dim: sharded dimension; None for a replicated parameter.
+        dim: None for a replicated parameter.
     """
 
     full: tuple[int, ...]
@@ -80,7 +78,6 @@ class Shape:
 
     @classmethod
     def from_parameter(cls, name: str, parameter: Tensor, ranks: int) -> Shape:
-        """Return the shape of a parameter. Raises CheckpointError for a shard without ``partition_dim``."""
         dim = shard_dim(parameter)
         full = list(parameter.shape)
         if dim is None and ranks > 1 and getattr(parameter, "model_parallel", False):
@@ -99,10 +96,8 @@ class LocalParameter:
 
     Attributes:
         name: name in checkpoints.
-        parameter: parameter of the module.
         layer: global index of its layer, or of the first one that shares it; part of the layer file's name.
         key: name in that layer.
-        shape: shape of the full parameter and of its shards.
         part: part of the head that it belongs to; 0 for other parameters.
         parts: number of parts of the head; 1 for other parameters.
     """
@@ -121,12 +116,11 @@ class LocalParameter:
         return unique_name(self.name, self.part, self.parts)
 
     def shard(self, tensor_rank: int, tensor_ranks: int) -> int:
-        """Return the number of the shard that a tensor-parallel rank has of a sharded parameter."""
+        """Return the index of a tensor-parallel rank's shard among the shards of all parts."""
         return self.part * tensor_ranks + tensor_rank
 
 
 def unique_name(name: str, part: int, parts: int) -> str:
-    """Return the name of a parameter or of a part of it."""
     return name if parts == 1 else f"{name}/part_{part}"
 
 
@@ -202,11 +196,7 @@ class Fragment:
 
 
 class OptimizerStates:
-    """States of the engine's optimizer, by parameter.
-
-    Args:
-        optimizer: optimizer of the engine; None: no states.
-    """
+    """States of the engine's optimizer, by parameter; none if ``optimizer`` is None."""
 
     def __init__(self, optimizer: Any) -> None:
         # DeepSpeed's ZeRO and bf16 optimizers wrap the user's optimizer.
@@ -232,7 +222,7 @@ class OptimizerStates:
         return list(zip(self.base.param_groups, model_groups(self.wrapper), strict=True))
 
     def fragments(self) -> dict[int, Fragment]:
-        """Return a dict of ``id`` of a model parameter -> fragment on this rank."""
+        """Return the fragments on this rank, by ``id`` of the model parameter."""
         fragments = {}
         for index, (group, parameters) in enumerate(self.groups()):
             momentum = self._offsets_of_matrices(index)
@@ -265,11 +255,7 @@ class OptimizerStates:
         return dict(zip([*map(id, members), None], ends, strict=True))
 
     def read(self, fragment: Fragment) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the states of a fragment: those with a value per element as flat views, and those with one value.
-
-        Raises:
-            CheckpointError: a state has a different size.
-        """
+        """Return the states of a fragment: those with a value per element as flat views, and those with one value."""
         tensors: dict[str, Tensor] = {}
         values: dict[str, Any] = {}
         for key, state in self.base.state.get(fragment.owner, {}).items():
@@ -308,7 +294,6 @@ class OptimizerStates:
         return ""
 
     def _inner(self) -> dict[str, torch.optim.Optimizer]:
-        """Return the optimizers that the optimizer contains, by attribute."""
         return {key: one for key, one in vars(self.base).items() if isinstance(one, torch.optim.Optimizer)}
 
     def _make_probe(self) -> Any:
@@ -328,7 +313,6 @@ class OptimizerStates:
         return probe
 
     def clear(self) -> None:
-        """Remove all states, as before the first step."""
         if self.base is not None:
             self.base.state.clear()
         if self.wrapper is not None:
@@ -363,7 +347,6 @@ class OptimizerStates:
 
 
 def _copy_empty(optimizer: Any) -> Any:
-    """Return a copy of an optimizer without groups, states and hooks."""
     empty = object.__new__(type(optimizer))
     hooks = {key: OrderedDict() for key in vars(optimizer) if key.endswith("_hooks")}
     empty.__dict__ |= {**vars(optimizer), **hooks, "state": defaultdict(dict), "param_groups": []}
@@ -390,7 +373,7 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain settings of a parameter group: the numeric ones, switches (True, False, None) and texts."""
+    """Return the plain settings of a parameter group: numbers, switches (True, False, None) and texts."""
     plain = {key: value for key, value in group.items() if value is None or isinstance(value, bool | str)}
     return plain | numbers_of(group)
 
@@ -416,7 +399,7 @@ def buffers_of(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def extra_states_of(layer: nn.Module) -> dict[str, nn.Module]:
-    """Return a dict of key in ``state_dict()`` -> module with a ``get_extra_state()``."""
+    """Return the modules with a ``get_extra_state()``, by key in ``state_dict()``."""
     return {
         plain_name(f"{name}.{_EXTRA}" if name else _EXTRA): module
         for name, module in layer.named_modules()

@@ -28,10 +28,6 @@ def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -
     """Write a small file on every rank and read it on rank 0. All ranks must call this together.
 
     A warning names the checkpoints of other runs in the folder; with ``tags``, only those of these names.
-
-    Raises:
-        ConfigError: on all ranks. A rank has a state that cannot be saved, cannot write, or sees another folder;
-            another job saves there; or the free space is too small for a checkpoint.
     """
     try:
         _try(engine, folder.absolute(), tags)
@@ -71,10 +67,7 @@ def require_states(optimizer: Any, recovers: bool) -> None:
 
 
 def _write(written: Path, engine: Checkpointed) -> int:
-    """Check this rank's states and write its small file. Returns the bytes of its part of a checkpoint.
-
-    Raises CheckpointError if it does not see the folder, and ConfigError for a state that cannot be saved.
-    """
+    """Check this rank's states and write its small file. Returns the bytes of its part of a checkpoint."""
     rank = dist.get_rank()
     if not written.is_dir():
         raise CheckpointError(

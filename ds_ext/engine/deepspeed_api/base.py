@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline engine with what any timetable needs otherwise: its private methods that are replaced.
+"""DeepSpeed's pipeline engine, with private methods replaced so that any timetable runs.
 
 In DeepSpeed, a rank holds one stage of one replica, and every optimizer reduces and clips what that rank holds.
 """
@@ -67,8 +67,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     _instruction_maps: Any = None  # of this class and its bases, as they were when the handlers were taken
 
     @abstractmethod
-    def gather(self) -> Gathered:
-        """Gather the losses and measurements of all ranks."""
+    def gather(self) -> Gathered: ...
 
     @abstractmethod
     def _advance(self) -> None:
@@ -113,11 +112,9 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
         return self._stages is None or self.last_stage in self._stages
 
     def _rank_of_stage(self, stage_id: int, **kwargs: int) -> int:
-        """Return the rank that holds a stage, 0..num_stages-1, in this rank's copy of the model.
+        """Return the rank that holds a stage in this rank's copy of the model.
 
-        Args:
-            stage_id: stage.
-            **kwargs: other coordinates, as for DeepSpeed's ``grid.stage_to_global``.
+        ``kwargs`` are other coordinates, as for DeepSpeed's ``grid.stage_to_global``.
         """
         coordinate = self.grid.topology().get_coord(self.global_rank)
         place = coordinate._replace(pipe=self.module.pipe_coordinate(stage_id), **kwargs)
@@ -126,10 +123,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     # --- changes between steps ---
 
     def _take_changes(self) -> None:
-        """Apply what a script changed since the last step: optimizer, instruction map, dtype of reductions.
-
-        Raises ConfigError for a number of micro-batches without a timetable, or an optimizer without fp32 weights.
-        """
+        """Apply what a script changed since the last step: optimizer, instruction map, dtype of reductions."""
         planned = self.plan.sizes.gradient_accumulation_steps
         if self.micro_batches != planned:
             raise ConfigError(
@@ -246,10 +240,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     }
 
     def _take_handlers(self) -> None:
-        """Give the executor the handlers of DeepSpeed's instruction map, in which a script may replace some.
-
-        Raises ConfigError for a handler that does not accept the arguments of its instruction.
-        """
+        """Pass the executor the handlers of DeepSpeed's instruction map, in which a script may replace some."""
         maps = [{**of._INSTRUCTION_MAP} for of in (self, type(self), PipelineEngine)]
         if maps != self._instruction_maps:
             self.handlers = merge_patches(*maps)

@@ -27,9 +27,6 @@ def select_device() -> None:
 
     DeepSpeed's engine does so too, but only after the first collectives. NCCL rejects these if all ranks of a host use
     device 0.
-
-    Raises:
-        ConfigError: the host has no such device.
     """
     accelerator = get_accelerator()
     if accelerator.device_name() == "cuda":

@@ -41,7 +41,6 @@ _ARGUMENTS: dict[type[ds.PipeInstruction], tuple[str, ...]] = {
 
 
 def _builtin_handler(engine: Any, kind: type[ds.PipeInstruction]) -> Handler:
-    """Return the handler of the engine's role, or else that of its executor."""
     return engine.role.handlers.get(kind) or getattr(engine.executor, OWN_HANDLERS[kind])
 
 
@@ -74,14 +73,7 @@ def bind_handlers(engine: Any, handlers: Handlers) -> dict[type[ds.PipeInstructi
 def merge_patches(handlers: Handlers, *bases: Handlers) -> dict[type[ds.PipeInstruction], Handler]:
     """Return the handlers of an engine, including those that a script put into the maps of its base classes.
 
-    A script's handler in an earlier map wins.
-
-    Args:
-        handlers: the engine's map.
-        bases: maps of its base classes, nearest first.
-
-    Raises:
-        ConfigError: a script's handler does not accept the arguments of its instruction.
+    A script's handler in an earlier map wins. ``bases`` are the maps of the base classes, nearest first.
     """
     merged = dict(handlers)
     for base in bases:

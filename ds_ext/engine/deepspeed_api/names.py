@@ -48,8 +48,6 @@ class PrivateName:
 
     Attributes:
         owner: ``module`` or ``module:Class``.
-        name: its attribute.
-        kind: what the attribute must be.
         parameters: names of the first parameters, without ``self``, of a callable that this package calls or overrides;
             others must have defaults. None: not checked.
     """
@@ -61,12 +59,10 @@ class PrivateName:
 
     @property
     def key(self) -> str:
-        """Name with its owner, for errors."""
         return f"{self.owner.replace(':', '.')}.{self.name}"
 
     @property
     def package(self) -> str:
-        """Package that has the name."""
         return self.owner.partition(".")[0].partition(":")[0]
 
     def is_missing(self) -> bool:
@@ -93,7 +89,6 @@ class PrivateName:
         return value is None
 
     def _fits(self, function: Any) -> bool:
-        """Return whether a callable has the expected parameters."""
         if self.parameters is None:
             return True
         found = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
@@ -197,7 +192,6 @@ if not hasattr(torch.distributed, "set_timeout"):  # public since torch 2.14
 
 
 def untested_versions() -> list[str]:
-    """Return a line for each installed package that is newer than the tested version."""
     installed = {package: package_version(package) for package in TESTED}
     return [
         f"{package} {version} is newer than {TESTED[package]}, up to which ds_ext is tested; all private names exist"
@@ -212,11 +206,7 @@ def require_names(*packages: str) -> None:
 
 
 def require_built(*owners: Any) -> None:
-    """Check objects that their constructors have built. Raises one ConfigError for all missing names.
-
-    Args:
-        *owners: engine, module, optimizers and loss scalers of any class; None: not checked.
-    """
+    """Check engine, module, optimizers and loss scalers, of any class, after their construction. None is skipped."""
     names = [
         (name, owner)
         for name in NAMES
@@ -257,5 +247,4 @@ def model_groups(optimizer: Any) -> Sequence[list[nn.Parameter]]:
 
 
 def loss_scaler(optimizer: Any) -> LossScalerBase | None:
-    """Return the loss scaler of an optimizer; None if its class has none."""
     return optimizer.loss_scaler if isinstance(optimizer, DeepSpeedZeroOptimizer) else None

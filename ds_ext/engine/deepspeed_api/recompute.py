@@ -19,7 +19,6 @@ _NON_REENTRANT: CheckpointFunction = partial(checkpoint, use_reentrant=False)
 
 
 def checkpoint_function(function: CheckpointFunction | None) -> CheckpointFunction:
-    """Return the caller's function, or torch's non-reentrant one for None."""
     return _NON_REENTRANT if function is None else function
 
 
@@ -34,14 +33,7 @@ def run_with_recompute(
 
     Args:
         function: ``function(f, *tensors)``, for example ``deepspeed.checkpointing.checkpoint``.
-        modules: modules that ``run`` calls.
-        run: forward of the layers.
-        inputs: tensor or tuple of tensors.
         keep_random: let torch's function repeat the random numbers, because ``run`` does not.
-
-    Raises:
-        ConfigError: trained layers get no gradients. Reentrant functions lose them if no input has a gradient, or the
-            output is a list.
     """
     if function is non_reentrant_checkpoint:  # set by "pipeline": {"use_reentrant": false}, or by the caller
         function = _NON_REENTRANT
@@ -98,9 +90,7 @@ class _Replayable:
 def preserve_buffers(modules: Iterable[nn.Module], values: Values) -> Iterator[None]:
     """Context in which modules change copies of their buffers. On exit, they have the original tensors again.
 
-    Args:
-        modules: the modules.
-        values: (module, name) -> values of copies that differ from the original tensor.
+    ``values`` has, by (module, name), the values of copies that differ from the original tensor.
     """
     originals = buffers_of(modules)
     # A graph may contain the copies, and the original tensors keep their versions.

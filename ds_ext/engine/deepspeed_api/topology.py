@@ -12,11 +12,7 @@ from ...parallel.layout import ParallelLayout
 
 
 def topology_sizes(topology: ProcessTopology | None) -> list[tuple[str, str, int]]:
-    """Return (argument, key of the "ds_ext" section, size) for the pipe and model axes of a caller's topology.
-
-    Raises:
-        ConfigError: the topology has another axis, or no axis pipe.
-    """
+    """Return (argument, key of the "ds_ext" section, size) for the pipe and model axes of a caller's topology."""
     if topology is None:
         return []
     axes = topology.get_axis_names()
@@ -51,7 +47,6 @@ def require_rank_order(topology: ProcessTopology | None, layout: ParallelLayout)
 
 
 def _fix(topology: ProcessTopology, layout: ParallelLayout) -> str:
-    """Return the rank order that numbers the ranks as the topology does, or another way to pass the sizes."""
     for order in rank_orders(layout):
         ordered = replace(layout, rank_order=order)
         if all(

@@ -32,8 +32,6 @@ class PolledTransport(Protocol):
 
 
 class Arrival(NamedTuple):
-    """Content of a message that arrived."""
-
     kind: MessageKind
     stage: int
     micro_batch: int
@@ -43,15 +41,11 @@ class DynamicMessages(StageMessages):
     """Sends and receives of one rank in the order of arrival. Use one object per transport for all steps.
 
     Args:
-        transport, layout, rank, count: as for :class:`StageMessages`.
         devices: devices that send to this rank.
 
     Attributes:
         choices: ops that the first rank of the tensor-parallel group chooses.
         decides: whether this rank is the first one.
-
-    Raises:
-        ConfigError: the transport cannot report arrivals.
     """
 
     def __init__(
@@ -86,7 +80,6 @@ class DynamicMessages(StageMessages):
     def send(
         self, kind: MessageKind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int
     ) -> None:
-        """Send tensors to ``stage`` on ``device``, without waiting."""
         head = torch.tensor((kind, stage, micro_batch))
         if self._count is not None:
             self._count(tensors)
@@ -110,7 +103,6 @@ class DynamicMessages(StageMessages):
         return arrivals
 
     def wait(self) -> list[Arrival]:
-        """Wait for at least one message. Raises TransportError if no message arrives in time or a peer is gone."""
         self._polled.wait_any(list(self._tickets_by_device().values()))
         return self.poll()
 
@@ -146,7 +138,6 @@ class Choices:
         self._count = 0
 
     def send(self, op: Op) -> None:
-        """Send an op that this rank chose."""
         if self._followers:
             choice = torch.tensor((ord(op.kind), op.stage, op.micro_batch))
             for rank in self._followers:
@@ -154,7 +145,6 @@ class Choices:
         self._count += 1
 
     def receive(self) -> Op:
-        """Return the next op that the first rank chose. Raises TransportError if it does not arrive in time."""
         (choice,) = self._transport.recv(self._leader, self._tag()).wait()
         self._count += 1
         kind, stage, micro_batch = choice.tolist()

@@ -26,7 +26,6 @@ class DynamicSchedule(TimetableSchedule):
     Args:
         program: program of a simulated step, for links and sizes.
         stage_id: device of this rank.
-        rules: runtime scheduling rules.
 
     Attributes:
         executed: ops of the current or last step so far.
@@ -54,11 +53,7 @@ class DynamicSchedule(TimetableSchedule):
 
 
 def decided_steps(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[list[ds.PipeInstruction]]:
-    """Yield the instructions op by op. The caller executes them before it takes the next ones.
-
-    Raises:
-        TransportError: no message arrived in time, or a peer is gone.
-    """
+    """Yield the instructions op by op. The caller executes them before it takes the next ones."""
     lowering = Lowering(schedule.stage_id, schedule.program.timetable)
     waits = StageWaits(schedule.program, schedule.stage_id)
     reductions = StageReductions(schedule.program, schedule.stage_id)
@@ -103,6 +98,5 @@ def _chosen(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op
 
 
 def _received(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op]:
-    """Yield the ops that the first rank of the tensor-parallel group chooses."""
     for _ in range(schedule.rules.num_ops(schedule.stage_id)):
         yield messages.choices.receive()

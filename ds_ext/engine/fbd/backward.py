@@ -15,7 +15,7 @@ from .weights import WeightLink, weights_in_order
 
 
 class BackwardRole(DisaggregatedRole):
-    """Repeats the forwards with graphs, runs the backwards and the optimizer, and sends the weights."""
+    """Role that repeats forwards with graphs, runs backwards and the optimizer, and sends the weights."""
 
     def __init__(self, layout: DisaggregatedLayout, timeout_s: float) -> None:
         super().__init__(layout, timeout_s)
@@ -40,14 +40,12 @@ class BackwardRole(DisaggregatedRole):
             self.link.send(self.engine.global_steps - self.engine.skipped_steps)
 
     def buffers_averaged(self, differed: bool) -> None:
-        """Send the buffers to the forward ranks if they differed."""
         if differed:
             self.sync_weights()
         else:
             self.send_weights()
 
     def numbers(self) -> list[float]:
-        """Return the optimizer's values."""
         engine = self.engine
         norm, rates = engine.get_global_grad_norm(), [float(rate) for rate in engine.get_lr()]
         size = len(self.group_rates)

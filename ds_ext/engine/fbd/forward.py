@@ -21,7 +21,7 @@ from .weights import WeightLink, weights_in_order
 
 
 class ForwardRole(DisaggregatedRole):
-    """Runs the forwards of training and evaluation, without gradients or an optimizer."""
+    """Role that runs the forwards of training and evaluation, without gradients or an optimizer."""
 
     in_checkpoints = has_gradients = False
 
@@ -32,7 +32,6 @@ class ForwardRole(DisaggregatedRole):
         self._credits: dict[int, deque[Ticket]] = {}  # rank -> credits that it has not sent yet
 
     def start(self, engine: PipelineEngine) -> None:
-        """Receive the first weights."""
         super().start(engine)
         for parameter in engine.module.parameters():
             parameter.requires_grad_(False)
@@ -46,7 +45,6 @@ class ForwardRole(DisaggregatedRole):
         return WeightLink(engine.transport, weights, peers, placement.merged, self.stage)
 
     def sync_weights(self) -> None:
-        """Receive the weights from the backward ranks."""
         assert self.link is not None
         self.link.version = -1
         self._receive_weights()
@@ -61,7 +59,6 @@ class ForwardRole(DisaggregatedRole):
         self._receive_weights()
 
     def end_step(self) -> None:
-        """Wait for the new weights."""
         assert self.link is not None
         with self.engine.activity.during(self.engine.activity.name):
             self.link.settle()
@@ -119,11 +116,9 @@ class ForwardRole(DisaggregatedRole):
     # --- values of the optimizer ---
 
     def numbers(self) -> list[float]:
-        """Return no values: a forward rank has no optimizer."""
         return [0.0] * (4 + len(self.group_rates))
 
     def take_numbers(self, rows: Sequence[Sequence[float]]) -> None:
-        """Store the optimizer's values of the backward ranks in the engine."""
         super().take_numbers(rows)
         self.rates = self.group_rates
         self.engine.skipped_steps = int(self.optimizer_values["skipped_steps"])

@@ -29,12 +29,7 @@ _MAX_SHOWN = 16  # ranks per role in an error
 
 
 class DisaggregatedRole(Role):
-    """Role of a forward or backward rank.
-
-    Args:
-        layout: layout of the ranks.
-        timeout_s: time limit of a message, in seconds.
-    """
+    """Role of a forward or backward rank. ``timeout_s`` is the time limit of a message."""
 
     engine: PipelineEngine
     link: WeightLink | None
@@ -61,7 +56,6 @@ class DisaggregatedRole(Role):
         return held
 
     def start(self, engine: PipelineEngine) -> None:
-        """Connect the weight link, and send the first weights."""
         self.engine = engine
         self.stage, self.pipe = self.layout.stage_and_pipe(engine.module.device_index)
         self.link = self._make_link()
@@ -76,7 +70,6 @@ class DisaggregatedRole(Role):
         """Send the weights of the backward ranks to the forward ranks. All ranks must call this together."""
 
     def weights_loaded(self) -> None:
-        """Send the loaded weights to the forward ranks, and share the optimizer's values."""
         self.sync_weights()
         self.take_numbers(rows_of_ranks(self.numbers(), self.engine.device))
 
@@ -130,7 +123,6 @@ class DisaggregatedRole(Role):
 
 
 def _ranks_in(text: str) -> list[int]:
-    """Return the ranks named in an error, each once."""
     return [*dict.fromkeys(int(number) for number in re.findall(r"\brank (\d+)", text))]
 
 

@@ -31,11 +31,9 @@ class WeightLink:
     """One end of a link for weights.
 
     Args:
-        transport: transport of the messages.
         parameters: parameters and buffers of this rank, in the same order on both ends.
         peers: backward ranks whose shards form this rank's weights; on a backward rank, the forward rank.
         shards: number of shards per weight of this rank; 1: it has the same shards as its peer.
-        stage: stage of the weights.
 
     Attributes:
         version: version that was sent or received last; -1: none.
@@ -81,11 +79,7 @@ class WeightLink:
     def settle(self, limit_s: float | None = None) -> None:
         """Wait for the version whose receive was posted, if any, and copy it to the parameters.
 
-        Args:
-            limit_s: time limit for the first message; None: the same as for any message.
-
-        Raises:
-            TransportError: the version did not arrive, is older than the current one, or differs between senders.
+        ``limit_s`` limits the wait for the first message; None: as for any message.
         """
         if self._posted is None:
             return

@@ -69,7 +69,6 @@ def mean_of(loss: Loss) -> Tensor:
 
 
 def join_losses(losses: Sequence[Loss]) -> Loss:
-    """Return the loss of a micro-batch from those of its slices."""
     if len(losses) == 1:
         return losses[0]
     joined = {name: [loss[name] for loss in losses] for name in losses[0]}
@@ -83,7 +82,6 @@ def join_losses(losses: Sequence[Loss]) -> Loss:
 
 
 def terms_of(value: Any) -> Loss:
-    """Return the terms of a loss, from a result of the loss function. Raises ConfigError for other values."""
     return {name: _make_term(term) for name, term in _by_term(value).items()}
 
 
@@ -118,12 +116,10 @@ class StepLosses:
     """Losses of this rank in a step.
 
     Args:
-        module: module of this rank, with its loss function and ``get_additional_losses()``.
         group: process group of the data-parallel ranks, replicas included.
         counts_here: whether this rank reports the losses that it computes; one rank of a tensor-parallel group does.
         by_micro_batch: weigh every micro-batch equally, also if the loss function returns counts.
         in_fp16: gradients are fp16, so a pair needs a method ``counts``.
-        device: device of the losses.
     """
 
     def __init__(
@@ -152,7 +148,6 @@ class StepLosses:
 
     @classmethod
     def from_engine(cls, engine: Any) -> StepLosses:
-        """Return the losses of the rank of an engine."""
         return cls(
             engine.module,
             engine.mpu.get_data_parallel_group(),
@@ -165,10 +160,8 @@ class StepLosses:
     def start_step(self, trains: bool, labels: Iterable[Any] = ()) -> None:
         """Start a step or an evaluation, and count the labels of a step if the loss function can.
 
-        Args:
-            trains: whether this is a step, and no evaluation.
-            labels: labels of this rank's micro-batches, as the loss function gets them. In a training step, all
-                data-parallel ranks of the last stage must pass theirs.
+        ``labels`` are those of this rank's micro-batches, as the loss function gets them. In a training step, all
+        data-parallel ranks of the last stage must pass theirs.
         """
         self._trains = trains
         self._weight = 0.0
@@ -188,12 +181,10 @@ class StepLosses:
 
     @property
     def _label_counter(self) -> Callable[[Any], Any] | None:
-        """Method ``counts`` of the loss function; None without it."""
         method = getattr(self._module.loss_fn, "counts", None)  # a module may have a tensor of this name
         return method if callable(method) else None
 
     def shift_labels(self, labels: Any) -> Any:
-        """Return the labels of a sample from which those of slices are cut, by a method of the loss function."""
         method = getattr(self._module.loss_fn, "shift_labels", None)
         if not callable(method):
             return labels
@@ -202,16 +193,11 @@ class StepLosses:
         return method(tuple(labels) if isinstance(labels, list) else labels)
 
     def return_logits(self, outputs: Any) -> Any:
-        """Return what an evaluation returns for outputs of the last layer, by a method of the loss function."""
         method = getattr(self._module.loss_fn, "return_logits", None)
         return method(outputs) if callable(method) else outputs
 
     def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
-        """Return the loss of a micro-batch. Without a loss function the outputs are the loss, as in DeepSpeed.
-
-        Raises ConfigError for a term that is neither a scalar nor a pair (sum, count), or has no gradient in training,
-        and for pairs without a method ``counts``: several, or in training with fp16.
-        """
+        """Return the loss of a micro-batch. Without a loss function the outputs are the loss, as in DeepSpeed."""
         loss_fn = self._module.loss_fn
         value = outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
         loss = terms_of(value)
@@ -224,7 +210,6 @@ class StepLosses:
         return loss
 
     def _require_counts(self, loss: Loss) -> None:
-        """Raise ConfigError for pairs that need a method ``counts``, if the loss function has none."""
         if self._label_counter is not None:
             return
         names_of_pairs = [name for name, term in loss.items() if term.count is not None]
@@ -240,10 +225,7 @@ class StepLosses:
         """Return the scalar from which the backward of a micro-batch starts: the terms divided by their counts.
 
         The reduction averages the gradients over replicas, so a term with a count is multiplied by their number.
-
-        Args:
-            loss: loss of the micro-batch.
-            micro_batches: micro-batches of the step per replica.
+        ``micro_batches`` is the number per replica in the step.
         """
         total: Tensor | None = None
         for name, term in loss.items():
@@ -274,10 +256,8 @@ class StepLosses:
     def add(self, loss: Loss, weight: float = 1.0) -> None:
         """Add the loss of a micro-batch, and the additional losses that the module reports for it.
 
-        Args:
-            loss: loss of the micro-batch.
-            weight: weight in the means, for a slice its share of the tokens; counts are weights already, except that 0
-                omits the micro-batch.
+        ``weight`` is that in the means, for a slice its share of the tokens. Counts are weights already, except that 0
+        omits the micro-batch.
         """
         # On all tensor-parallel ranks: the module may communicate.
         additional = self._module.get_additional_losses() or {}
@@ -296,7 +276,6 @@ class StepLosses:
                 self._add(name, "additional", _weighted(value, weight), 0.0)
 
     def _add(self, name: str, kind: str, value: _Number, count: _Number) -> None:
-        """Store a value of a micro-batch. Raises ConfigError if its form has changed within the step."""
         if self._local_kinds.setdefault(name, kind) != kind:
             raise ConfigError(
                 f"loss_fn: must return losses of one form in a step (got means and pairs of {name or 'one term'!r})."
@@ -306,10 +285,7 @@ class StepLosses:
         self._terms.setdefault(name, []).append((value, count))
 
     def numbers(self) -> list[float]:
-        """Return sum, count, divisor and check of every name, for :meth:`result`. All ranks must call this together.
-
-        Raises ConfigError for a name that was not reported in the first step, or had another form.
-        """
+        """Return sum, count, divisor and check of every name, for :meth:`result`. All ranks must call this together."""
         numbers: list[_Number] = []
         for name, kind in self._agreed_kinds().items():
             values, counts = zip(*self._terms.get(name, [(0.0, 0.0)]), strict=True)
@@ -321,10 +297,7 @@ class StepLosses:
         return [next(floats) if isinstance(number, Tensor) else number for number in numbers]
 
     def _agreed_kinds(self) -> dict[str, str]:
-        """Return name -> kind in the same order on all ranks, which share theirs in the first step.
-
-        Raises ConfigError if this rank has others.
-        """
+        """Return name -> kind in the same order on all ranks, which share theirs in the first step."""
         if not self._kinds.get(self._trains):
             kinds_of_ranks = together(lambda: self._local_kinds)
             self._kinds[self._trains] = {
@@ -340,15 +313,7 @@ class StepLosses:
         return agreed
 
     def result(self, table: Sequence[Sequence[float]]) -> StepLoss:
-        """Return the losses of all ranks.
-
-        Args:
-            table: :meth:`numbers` of every rank, one row per rank.
-
-        Raises:
-            ConfigError: counts are not finite or negative, differ from those of the method ``counts``, or are of
-                several terms without this method, or are not those of labels.
-        """
+        """Return the losses of all ranks, from a ``table`` with the :meth:`numbers` of each, one row per rank."""
         kinds = self._kinds.get(self._trains, {})
         columns = iter(zip(*table, strict=True))
         means: dict[str, float] = {}
@@ -387,10 +352,7 @@ class StepLosses:
         return torch.tensor(number, dtype=torch.float64).to(self._device, torch.float32)
 
     def _correction(self, name: str, count: float, divisor: float, correction: float) -> float:
-        """Return the factor for the gradients after one more term: ``correction`` if its divisor was its count.
-
-        Raises ConfigError if the divisor is a wrong result of the method ``counts``.
-        """
+        """Return the factor for the gradients after one more term: ``correction`` if its divisor was its count."""
         if divisor == 0 or math.isclose(divisor, count or 1.0, rel_tol=1e-6):  # 0: an evaluation
             return correction
         if self._label_counter is not None:
@@ -403,12 +365,9 @@ class StepLosses:
 
 
 class _Reduced:
-    """Values summed over the ranks of a group while the caller goes on.
+    """Values summed over the ranks of a group while the caller goes on. The names are the same on all ranks.
 
-    Args:
-        values: name -> value, with the same names on all ranks.
-        group: group of the ranks; None: only this rank.
-        device: device of the reduction if the group's backend is not gloo.
+    Without a ``group``, they are those of this rank. The reduction uses ``device`` unless the backend is gloo.
     """
 
     def __init__(self, values: Mapping[str, float], group: ProcessGroup | None, device: torch.device) -> None:
@@ -468,10 +427,6 @@ def _by_term(value: Any) -> Mapping[str, Any]:
 
 
 def _make_term(value: Any) -> Term:
-    """Return a term of a loss from a scalar tensor or a pair (sum, count).
-
-    Raises ConfigError for another value, an fp16 sum, or in training a tensor without gradient.
-    """
     count = None
     if isinstance(value, tuple | list) and len(value) == 2:
         value, count = value
@@ -500,7 +455,6 @@ def _make_term(value: Any) -> Term:
 
 
 def _make_count(count: Any, device: torch.device | None) -> Tensor:
-    """Return the count of a pair (sum, count), float64 []. Raises ConfigError for other values."""
     is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
     if not is_number or getattr(count, "requires_grad", False):  # (loss, other loss) is no pair
         raise ConfigError(

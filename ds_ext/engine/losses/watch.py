@@ -28,14 +28,9 @@ class LossWatch:
     In a bad step, the loss is not finite, or the optimizer skips the step because a gradient is not finite.
 
     Args:
-        parameters: parameters of this rank.
-        gradients: gradients of this rank.
         limit: number of consecutive bad steps after which training stops; 0: never stop.
         dynamic_scale: fp16 skips steps to find its loss scale, so skipped steps do not count.
         allows_zeros: whether the gradients of a step may all be zero.
-
-    Attributes:
-        in_a_row: number of consecutive bad steps so far.
     """
 
     def __init__(
@@ -68,15 +63,9 @@ class LossWatch:
                 self._largest[-1][1][layer, name] = torch.linalg.vector_norm(gradient, torch.inf)
 
     def loss(self, step: int, loss: float, skipped: bool) -> None:
-        """Check the loss of a step. All ranks must call this together.
+        """Check the loss of a step, the same on all ranks. All ranks must call this together.
 
-        Args:
-            step: number of the step, from 1.
-            loss: loss of the step, the same on all ranks.
-            skipped: the optimizer found a non-finite gradient and did not change the weights.
-
-        Raises:
-            NonFiniteLoss: on all ranks, after ``limit`` consecutive bad steps.
+        A step is ``skipped`` if the optimizer found a non-finite gradient and did not change the weights.
         """
         if skipped and self.dynamic_scale:
             self._largest.clear()
@@ -101,17 +90,10 @@ class LossWatch:
             raise error
 
     def norm(self, step: int, loss: float, norm: float | None, counts_labels: bool) -> None:
-        """Check the norm of the gradients of a step. All ranks must call this together.
+        """Check the norm of the gradients of a step; None: not measured. All ranks must call this together.
 
-        A loss of exactly 0 has nothing to train, so its step only gets a warning, once.
-
-        Args:
-            step: number of the step, from 1.
-            loss, norm: loss and norm of the step, the same on all ranks; None: not measured.
-            counts_labels: False if no label of the step was counted.
-
-        Raises:
-            ConfigError: on all ranks, if the gradients of all trained parameters were zero.
+        A loss of exactly 0 has nothing to train, so its step only gets a warning, once. Loss and norm are the same on
+        all ranks. ``counts_labels`` is False if no label of the step was counted.
         """
         if norm != 0 or not counts_labels or self._allows_zeros:
             return

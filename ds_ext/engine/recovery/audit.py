@@ -62,9 +62,7 @@ class Audited(Protocol):
     global_rank: int
     global_steps: int
 
-    def wait_for_weights(self) -> None:
-        """Wait until this rank has the weights of the last step."""
-        ...
+    def wait_for_weights(self) -> None: ...
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
@@ -88,13 +86,11 @@ class Pass:
     """Data of the forward and backward of one slice of a micro-batch at one stage, from which other ranks repeat them.
 
     Attributes:
-        inputs: inputs of the stage.
-        leaves: which of them get gradients.
+        leaves: which of the inputs get gradients.
         labels: labels of the micro-batch; last stage only.
         buffers: buffers of the stage before the forward, which layers may update and use.
         grads: gradients of the outputs; None for the last stage.
         random: states of the random-number generators before the forward, by kind of device.
-        result: checksums.
     """
 
     inputs: tuple[Tensor, ...]
@@ -124,7 +120,6 @@ class Evidence:
 
     @property
     def results(self) -> Results:
-        """Checksums of every slice."""
         return tuple([one.result for one in self.passes])
 
 
@@ -154,13 +149,7 @@ class Finding:
 class Audit(Observer):
     """Audits of this rank. Methods without a note are called in audited steps only.
 
-    Args:
-        engine: engine to audit.
-        interval: steps from one audit to the next.
-
-    Attributes:
-        clean: number of the last step whose audit found nothing; 0 before the first one.
-        done: number of audits so far.
+    ``clean`` is the number of the last step whose audit found nothing; 0 before the first one.
     """
 
     kinds = (ds.ForwardPass, ds.BackwardPass, BackwardInput)
@@ -178,16 +167,13 @@ class Audit(Observer):
 
     @property
     def _owner(self) -> int:
-        """Rank whose computation is repeated: each member of the group in turn."""
+        """Rank whose computation is repeated: the members of the group, one after the other."""
         return self._members[self.done % len(self._members)]
 
     def start_step(self, step: int) -> Audit | None:
-        """Return this object as the observer of a training step; None if the step is not audited.
+        """Return this object as the observer of training step ``step``, from 1; None if the step is not audited.
 
         Takes the checksums of the weights, and chooses the computation to repeat.
-
-        Args:
-            step: number of the step, from 1.
         """
         if step % self._interval != 0:
             return None
@@ -237,12 +223,10 @@ class Audit(Observer):
         self._passes[_slice(instruction)] = replace(self._passes[_slice(instruction)], **changes)
 
     def _watches(self, instruction: Any) -> bool:
-        """Return whether an instruction is the forward or backward of a watched slice."""
         op = self._watched
         return op is not None and instruction.stage == op.stage and instruction.micro_batch == op.micro_batch
 
     def _make_pass(self, buffer: Buffer) -> Pass:
-        """Return what a watched forward starts from."""
         assert self._watched is not None and buffer.inputs is not None
         engine = self._engine
         layer_buffers = buffers_of(engine.module.stage_modules(self._watched.stage).values())
@@ -255,7 +239,6 @@ class Audit(Observer):
         )
 
     def _evidence(self) -> Evidence | None:
-        """Return the evidence of the watched forwards; None on ranks that watched none."""
         if self._watched is None:
             return None
         executor, (_, micro_batch, stage, _) = self._engine.executor, self._watched
@@ -266,11 +249,7 @@ class Audit(Observer):
     # --- comparison ---
 
     def finish(self) -> None:
-        """Compare the ranks, before the optimizer step. All ranks must call this together.
-
-        Raises:
-            CorruptionError: on all ranks, if a rank computed or stores different bits.
-        """
+        """Compare the ranks, before the optimizer step. All ranks must call this together."""
         step = self._engine.global_steps + 1
         after = self._weight_checksums()
         box: list[Any] = [self._evidence()]
@@ -298,10 +277,6 @@ class Audit(Observer):
         """Return the ranks at fault for different results. All ranks call this together, and repeat twice more.
 
         A rank that does not get its first result again is at fault; if all do, two ranks with different results are.
-
-        Raises:
-            ConfigError: on all ranks, if a rank gets another result each time, or several are at fault. Then a layer
-                keeps state outside its buffers.
         """
         runs: list[tuple[Results, Results]] = together(
             lambda: (self._repeat(evidence), self._repeat(evidence))
@@ -463,11 +438,7 @@ def _gradients(
 ) -> list[Tensor]:
     """Return the gradients of the inputs that have one, without adding to those of the weights.
 
-    Args:
-        roots: outputs with their gradients.
-        inputs: inputs of the stage.
-        leaves: tensors of earlier slices, whose gradients are added to them.
-        splits: whether the backward is split.
+    ``roots`` are outputs with their gradients. Gradients of ``leaves``, tensors of earlier slices, are added to them.
     """
     inputs, others = ([t for t in tensors if t.requires_grad and t.is_leaf] for tensors in (inputs, leaves))
     if not roots or not inputs + others:
@@ -483,7 +454,6 @@ def _gradients(
 
 
 def changed_weights(findings: Sequence[Finding]) -> Problem | None:
-    """Return the ranks whose weights changed while the step computed; None if there are none."""
     changed = [rank for rank, finding in enumerate(findings) if finding.before != finding.after]
     if not changed:
         return None
@@ -528,7 +498,6 @@ def _places(ranks: Sequence[int], findings: Sequence[Finding]) -> str:
 
 
 def _outputs(buffer: Buffer) -> list[Tensor]:
-    """Return the outputs of a stage, and the terms of the loss at the last one."""
     return [*(buffer.outputs or ()), *(term.sum for term in (buffer.loss or {}).values())]
 
 

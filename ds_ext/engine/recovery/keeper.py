@@ -35,10 +35,9 @@ class Exits(NamedTuple):
 
 
 class Keeper:
-    """Client of this host's keeper. Every method raises KeeperError if the keeper does not answer.
+    """Client of this host's keeper, which exits with the process ``launcher``.
 
-    Args:
-        launcher: process id of the launcher; the keeper exits with it.
+    Every method raises KeeperError if the keeper does not answer.
     """
 
     def __init__(self, launcher: int) -> None:
@@ -55,12 +54,8 @@ class Keeper:
     def start(self, rank: int, start: int) -> tuple[str, str]:
         """Start the keeper unless it is running, and have it take the time at which this process exits.
 
-        Args:
-            rank: rank of this process.
-            start: number of the restart.
-
-        Returns:
-            Id of the keeper, and the reason given to :meth:`stop`, or an empty string.
+        Returns the id of the keeper, and the reason given to :meth:`stop`, or an empty string. ``start`` is the number
+        of the restart.
         """
         deadline = time.monotonic() + _START_S
         process: subprocess.Popen[bytes] | None = None
@@ -80,17 +75,12 @@ class Keeper:
                 time.sleep(_POLL_S)
 
     def files(self) -> dict[str, int]:
-        """Return a dict of name -> size of all files."""
         return self._ask("list")["files"]
 
     def open(self, name: str, size: int | None = None) -> int:
         """Return a descriptor of a file, owned by the caller.
 
-        Args:
-            size: create the file with this size in bytes, or again if it has a different one; None: it must exist.
-
-        Raises:
-            KeeperError: the file does not exist, or there is not enough memory.
+        With a ``size`` in bytes, create the file, or again if it has a different one; None: it must exist.
         """
         with self._connect() as connection:
             connection.send(json.dumps({"do": "open", "name": name, "size": size}).encode())
@@ -99,7 +89,7 @@ class Keeper:
             return descriptors[0]
 
     def listen(self, ip: str) -> list[Any]:
-        """Accept copies from other hosts at an address of this host. Returns what :meth:`copy` needs to reach it."""
+        """Accept copies from other hosts at an address of this host. Returns the ``to`` of copy() and move()."""
         return self._ask("listen", ip=ip)["to"]
 
     def exits(self, start: int) -> Exits:
@@ -123,31 +113,21 @@ class Keeper:
         self._ask("begin", start=start, after=after, ranks=ranks)
 
     def stop(self, reason: str) -> None:
-        """Give a reason against continuing the job to all ranks that start later."""
+        """Set a reason against continuing the job, for all ranks that start later."""
         self._ask("stop", reason=reason)
 
     def copy(self, rank: int, step: int, start: int, to: list[Any]) -> None:
-        """Have a snapshot copied to another host, without waiting. The records say when the copy has ended.
-
-        Args:
-            to: from :meth:`listen` of the other host's keeper.
-        """
+        """Start to copy a snapshot to another host. The records show when the copy has ended."""
         with self._connect() as connection:
             connection.send(
                 json.dumps({"do": "copy", "rank": rank, "step": step, "start": start, "to": to}).encode()
             )
 
     def move(self, rank: int, step: int, start: int, to: list[Any], timeout_s: float) -> None:
-        """Copy a snapshot to another host, and wait for it. Raises KeeperError if it fails.
-
-        Args:
-            to: from :meth:`listen` of the other host's keeper.
-            timeout_s: time limit in seconds.
-        """
+        """Copy a snapshot to another host, and wait for it."""
         self._ask("move", timeout_s, rank=rank, step=step, start=start, to=to)
 
     def copy_error(self, rank: int) -> str:
-        """Return why the last failed copy of a rank's snapshot failed."""
         return self._ask("error", rank=rank)["copy_error"]
 
     def _spawn(self) -> subprocess.Popen[bytes]:
@@ -169,7 +149,6 @@ class Keeper:
         )
 
     def _ask(self, do: str, timeout_s: float = ANSWER_S, **arguments: Any) -> dict[str, Any]:
-        """Return the keeper's answer to a question. Raises KeeperError if it does not answer, or reports an error."""
         with self._connect() as connection:
             connection.settimeout(timeout_s)
             connection.send(json.dumps({"do": do, **arguments}).encode())
@@ -207,7 +186,6 @@ class _Connection:
 
 
 def _parse_answer(data: bytes) -> dict[str, Any]:
-    """Return an answer. Raises KeeperError for one that reports an error."""
     if not data:
         raise KeeperError("it refused this process")
     answer = json.loads(data)

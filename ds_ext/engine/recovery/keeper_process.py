@@ -59,9 +59,6 @@ def address(launcher: int) -> str:
 
     Only the launcher's user can read where the kernel has placed its code, stack and heap (proc(5)), so no other user
     can bind this address first.
-
-    Raises:
-        KeeperError: the launcher has exited.
     """
     fields = stat_fields(launcher)
     if not fields:
@@ -72,7 +69,6 @@ def address(launcher: int) -> str:
 
 
 def user_of(connection: socket.socket) -> int:
-    """Return the user of the process at the other end of a local socket."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     return struct.unpack("3i", credentials)[1]
 
@@ -99,19 +95,11 @@ class Memory:
         self._lock = threading.Lock()
 
     def sizes(self) -> dict[str, int]:
-        """Return a dict of name -> size."""
         with self._lock:
             return {name: size for name, (_, size) in self._files.items()}
 
     def open(self, name: str, size: int | None = None) -> int:
-        """Return a new descriptor of a file.
-
-        Args:
-            size: create the file with this size in bytes, or again if it has a different one; None: it must exist.
-
-        Raises:
-            KeeperError: the file does not exist, or there is not enough memory.
-        """
+        """Return a new descriptor of a file. ``size`` is that of :meth:`.keeper.Keeper.open`."""
         with self._lock:
             if size is not None and (name not in self._files or self._files[name][1] != size):
                 self._drop(name)
@@ -137,11 +125,9 @@ class Memory:
         return memoryview(self._records[rank]).cast("q")
 
     def ranks(self) -> list[int]:
-        """Return the ranks with records here."""
         return sorted(int(name[4:].partition(".")[0]) for name in self.sizes() if name.endswith(".records"))
 
     def remove(self, rank: int) -> None:
-        """Remove all files of a rank."""
         with self._lock:
             self._records.pop(rank, None)
             for name in [name for name in self._files if name.startswith(f"rank{rank}.")]:
@@ -159,10 +145,9 @@ def record(records: memoryview, slot: int) -> memoryview:
 
 
 class KeeperProcess:
-    """Answers the ranks of this host, and exchanges snapshots with the keepers of other hosts.
+    """Process that answers the ranks of this host, and exchanges snapshots with the keepers of other hosts.
 
-    Args:
-        launcher: process id of the launcher; the keeper exits with it.
+    It exits with the process ``launcher``.
     """
 
     def __init__(self, launcher: int) -> None:
@@ -217,13 +202,11 @@ class KeeperProcess:
                     self._answer(connection)
 
     def _record_exit(self, process: int) -> None:
-        """Record that the process of a descriptor in ``_alive`` exits now, and close the descriptor."""
         start, rank = self._alive.pop(process)
         self._exits[start][rank] = time.time_ns()
         os.close(process)
 
     def _accept_copy(self, listener: socket.socket) -> None:
-        """Receive a copy of another keeper in a thread, unless too many handshakes are in progress."""
         connection, _ = listener.accept()
         if self._unauthenticated.acquire(blocking=False):
             _in_thread(self._receive, connection)
@@ -267,7 +250,6 @@ class KeeperProcess:
         return {"id": self._id, "process": os.getpid(), "stopped": self._stopped}
 
     def _listen(self, ip: str) -> dict[str, Any]:
-        """Accept copies on an address of this host, from now on."""
         if self._incoming is None:
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
             listener = socket.socket(family, socket.SOCK_STREAM)
@@ -278,12 +260,10 @@ class KeeperProcess:
         return {"to": [ip, port, self._token]}
 
     def _exits_before(self, start: int) -> dict[str, Any]:
-        """Return when the ranks of the last start before this one have exited."""
         last = max((earlier for earlier in self._exits if earlier < start), default=-1)
         return {"start": last, "exits": self._exits.get(last, {})}
 
     def _snapshots(self) -> dict[str, Any]:
-        """Return the steps of the complete snapshots and the progress of every rank with files here."""
         snapshots = {}
         for rank in self._memory.ranks():
             records = self._memory.records(rank)
@@ -292,7 +272,6 @@ class KeeperProcess:
         return {"snapshots": snapshots}
 
     def _begin(self, start: int, after: int, ranks: list[int]) -> dict[str, Any]:
-        """Begin with a restart: forget steps later than ``after``, and the files of other ranks than ``ranks``."""
         with self._lock:
             self._start = max(start, self._start)
             for rank in self._memory.ranks():
@@ -307,17 +286,14 @@ class KeeperProcess:
         return {}
 
     def _stop(self, reason: str) -> dict[str, Any]:
-        """Give a reason against continuing the job to all ranks that start later."""
         self._stopped = reason
         return {}
 
     def _copy(self, rank: int, step: int, start: int, to: list[Any]) -> dict[str, Any]:
-        """Start copying a snapshot to another keeper. The records say when the copy has ended."""
         _in_thread(self._send, rank, step, start, to)
         return {}
 
     def _move(self, connection: socket.socket, question: dict[str, Any]) -> None:
-        """Copy a snapshot to another keeper, and then answer."""
         with connection:
             rank, answer = question["rank"], {}
             try:
@@ -345,7 +321,6 @@ class KeeperProcess:
                 records[COPIED] = step
 
     def _send_snapshot(self, rank: int, step: int, start: int, to: list[Any]) -> None:
-        """Send a snapshot with its record to another keeper. Raises KeeperError or OSError if that fails."""
         records = self._memory.records(rank)
         slot = next((slot for slot in (0, 1) if record(records, slot)[STEP] == step), None)
         if slot is None:
@@ -371,7 +346,6 @@ class KeeperProcess:
             _require_success(connection)
 
     def _receive(self, connection: socket.socket) -> None:
-        """Store a snapshot from another keeper."""
         with connection:
             try:
                 header = json.loads(run_handshake(self._respond(connection), connection))
@@ -396,7 +370,7 @@ class KeeperProcess:
         record: list[int],
         progress: list[int],
     ) -> None:
-        """Answer, receive a slot, set its record, and answer again. Raises KeeperError for a bad or outdated copy."""
+        """Answer, receive a slot, set its record, and answer again."""
         self._mark(rank, slot, start, [NONE, *record[1:]])
         descriptor = self._memory.open(f"rank{rank}.{slot}", record[SIZE])
         try:
@@ -415,7 +389,7 @@ class KeeperProcess:
     def _mark(
         self, rank: int, slot: int, start: int, numbers: list[int], progress: list[int] | None = None
     ) -> None:
-        """Set the record of a slot, the step last, and the rank's progress. Raises KeeperError for an outdated copy."""
+        """Set the record of a slot, the step last, and the rank's progress."""
         with self._lock:
             if start < self._start:
                 raise KeeperError(f"the ranks were restarted (got a copy of start {start})")
@@ -455,7 +429,7 @@ def _read_message(connection: socket.socket) -> dict[str, Any]:
 
 
 def _receive_into(view: memoryview, connection: socket.socket) -> int:
-    """Fill memory from a connection, and return its CRC-32. Raises KeeperError if the connection ends before."""
+    """Fill memory from a connection, and return its CRC-32."""
     received = checksum = 0
     while received < len(view):
         count = connection.recv_into(view[received : received + _CHUNK])
@@ -467,7 +441,7 @@ def _receive_into(view: memoryview, connection: socket.socket) -> int:
 
 
 def _read(connection: socket.socket, size: int, deadline: float | None = None) -> bytes:
-    """Return ``size`` bytes, received before a ``deadline`` of the monotonic clock. Raises KeeperError or OSError."""
+    """Return ``size`` bytes, received before a ``deadline`` of the monotonic clock."""
     data = b""
     while len(data) < size:
         if deadline is not None:
@@ -480,12 +454,7 @@ def _read(connection: socket.socket, size: int, deadline: float | None = None) -
 
 
 def run_handshake(handshake: Handshake, connection: socket.socket) -> bytes:
-    """Run a handshake within ``HANDSHAKE_S``, and return the other keeper's note. The connection keeps its time limit.
-
-    Raises:
-        KeeperError: the other keeper refused, or closed the connection.
-        OSError: the connection failed, or the time is over.
-    """
+    """Run a handshake within ``HANDSHAKE_S`` and return the other keeper's note."""
     deadline, limit_s = time.monotonic() + HANDSHAKE_S, connection.gettimeout()
     try:
         size = next(handshake)

@@ -94,15 +94,7 @@ def restarts() -> int:
 
 
 class Recovery:
-    """Snapshots of this rank. All methods must be called by all ranks together.
-
-    Args:
-        engine: engine whose state is saved.
-        options: section "recovery" of the JSON.
-
-    Raises:
-        ConfigError: on all ranks, if the keeper of a host fails, or :meth:`stop` has ended the job.
-    """
+    """Snapshots of this rank. All methods must be called by all ranks together."""
 
     def __init__(self, engine: Checkpointed, options: RecoveryOptions) -> None:
         self._engine, self._options = engine, options
@@ -139,15 +131,13 @@ class Recovery:
         return self._keeper.start(self._rank, self.restart)
 
     def _listen(self) -> list[Any]:
-        """Have the keeper accept copies from other hosts. Returns its address."""
         node_ips = self._engine.plan.settings.transport_options.node_ips
         return self._keeper.listen(own_address(self._rank, dist.get_world_size(), node_ips))
 
     def _with_keepers(self, function: Callable[[], Any], share: bool = True) -> list[Any]:
         """Return the results of ``function()`` on all ranks; without ``share`` only this rank's, None for the others.
 
-        Use ``share=False`` for results that cannot be pickled. Raises ConfigError on all ranks if the keeper of one of
-        them fails.
+        Use ``share=False`` for results that cannot be pickled.
         """
         result: Any = None
 
@@ -179,9 +169,6 @@ class Recovery:
 
         To be called when the next step begins, with all that the script has changed: the snapshot has what this step
         starts from. Returns the seconds taken, with the longest wait of a rank for its last copy; None without one.
-
-        Raises:
-            ConfigError: the position in the data cannot be saved, or the script did not call ``engine.recover()``.
         """
         if self.pending:
             raise ConfigError(
@@ -233,7 +220,6 @@ class Recovery:
         self._slots.write(step, changed, pack_state(values))
 
     def _require_position(self) -> None:
-        """Raise ConfigError for data whose position cannot be restored."""
         if isinstance(self._engine.batches, IteratorBatches):
             raise ConfigError(
                 "ds_ext.recovery: the position in the data must be known (got an iterator). Pass training_data to "
@@ -241,7 +227,6 @@ class Recovery:
             )
 
     def _require_same_job(self, job: Mapping[str, Any]) -> None:
-        """Raise CheckpointError for a snapshot of a job with other sizes or settings."""
         now = describe_job(self._engine)
         changed = sorted(key for key in now if now[key] != job.get(key))
         if changed:
@@ -265,12 +250,10 @@ class Recovery:
         return step % self._options.every == 0
 
     def _address_of(self, host: int) -> list[Any]:
-        """Return the address at which the keeper of a host accepts copies."""
         assert self._addresses is not None
         return self._addresses[self._hosts.index(host)]
 
     def _start_copy(self, step: int) -> None:
-        """Have the snapshot of a step copied to this rank's other host, if it has one."""
         target = self._targets[self._rank]
         if target is None:
             return
@@ -300,7 +283,6 @@ class Recovery:
         return time.monotonic() - begin
 
     def _report_copy(self, step: int, reason: str) -> None:
-        """Report that a copy failed, unless the one before failed too."""
         if not self._copy_failed:
             logger.warning(
                 "recovery: the snapshot of step %d was not copied to another host (got %s). Training continues; if "
@@ -320,10 +302,8 @@ class Recovery:
     def recover(self, save_dir: Path | None) -> Recovered | None:
         """Load the newest step of which all ranks have snapshots, and print it on rank 0.
 
-        Returns None at the first start, or if all are older than the loaded step or this run's last checkpoint.
-
-        Args:
-            save_dir: folder of this run's checkpoints; None: compare with the loaded step only.
+        Returns None at the first start, or if all are older than the loaded step or this run's last checkpoint in
+        ``save_dir`` (None: than the loaded step only).
         """
         self.pending = False
         if self.restart == 0:
@@ -372,7 +352,6 @@ class Recovery:
         )
 
     def _report_loss(self, memory: _HostMemory, checkpoint: int, reached: int) -> None:
-        """Log why no snapshot was loaded."""
         every = self._options.every
         if memory.steps and memory.steps[0] < checkpoint:
             logger.warning(
@@ -470,7 +449,6 @@ class _HostMemory:
 
     @classmethod
     def from_answers(cls, answers: Sequence[tuple[dict[int, Snapshots], Exits]]) -> _HostMemory:
-        """Return the contents from the answers of the keepers to every rank."""
         snapshots = [by_rank for by_rank, _ in answers]
         exits = last_exits([exits for _, exits in answers])
         progress: dict[
@@ -499,7 +477,6 @@ class _HostMemory:
 
     @property
     def ranks_without_snapshot(self) -> list[int]:
-        """Ranks of which no host has a snapshot."""
         holds_snapshot = {
             rank for by_rank in self.snapshots for rank, snapshots in by_rank.items() if snapshots.steps
         }
@@ -507,11 +484,7 @@ class _HostMemory:
 
 
 def last_exits(answers: Sequence[Exits]) -> dict[int, int]:
-    """Return rank -> time of its exit in the last start, without the ranks whose host was lost with its keeper.
-
-    Args:
-        answers: :meth:`.keeper.Keeper.exits` of every keeper.
-    """
+    """Return rank -> time of its exit in the last start, without the ranks whose host was lost with its keeper."""
     last = max(exits.start for exits in answers)
     return {rank: at_ns for exits in answers if exits.start == last for rank, at_ns in exits.times.items()}
 
@@ -520,10 +493,6 @@ def first_exits(times: Mapping[int, int], ranks: int) -> tuple[tuple[int, ...], 
     """Return the ranks that exited first, and the seconds until the next one did; None if unknown.
 
     If a host was lost, these are its ranks.
-
-    Args:
-        times: from :func:`last_exits`.
-        ranks: number of ranks.
     """
     if not times:
         return (), None

@@ -58,20 +58,11 @@ class _Slot(NamedTuple):
     views: dict[str, Tensor]
 
     def fits(self, tensors: Mapping[str, Tensor], state_bytes: int) -> bool:
-        """Return whether the file has room for exactly these tensors and for a state of this size."""
         return self.layout == _layout(tensors) and state_bytes <= self.views[STATE].numel()
 
 
 class Slots:
-    """Snapshots of one rank.
-
-    Args:
-        keeper: keeper of this host, running.
-        rank: global rank that writes the snapshots.
-
-    Raises:
-        KeeperError: the keeper does not answer or has no memory.
-    """
+    """Snapshots of one rank. ``keeper`` must be running."""
 
     def __init__(self, keeper: Keeper, rank: int) -> None:
         self._keeper, self._rank = keeper, rank
@@ -94,20 +85,10 @@ class Slots:
         self._records[PROGRESS] = step
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete snapshots."""
         return [step for step in (int(self._record(slot)[STEP]) for slot in (0, 1)) if step != NONE]
 
     def write(self, step: int, tensors: Mapping[str, Tensor], state: bytes) -> None:
-        """Write a snapshot over the older one.
-
-        Args:
-            step: number of completed steps.
-            tensors: weights and optimizer states by name, on any device.
-            state: other values, from :func:`pack_state`.
-
-        Raises:
-            KeeperError: there is not enough memory.
-        """
+        """Write a snapshot over the older one. The tensors may be on any device."""
         older = min((0, 1), key=lambda number: int(self._record(number)[STEP]))
         record = self._record(older)
         record[STEP] = NONE
@@ -131,11 +112,6 @@ class Slots:
         record[STEP] = step
 
     def read(self, step: int) -> tuple[dict[str, Tensor], bytes]:
-        """Return copies of the tensors and the state of a snapshot.
-
-        Raises:
-            CheckpointError: there is no snapshot of this step, or its checksum is wrong.
-        """
         number = next((number for number in (0, 1) if self._record(number)[STEP] == step), None)
         if number is None:
             raise CheckpointError(f"rank {self._rank}: no snapshot of step {step} (got {self.steps()}).")
@@ -169,10 +145,7 @@ class Slots:
             self._map(self._file_name(number), size)
 
     def _make_slot(self, number: int, tensors: Mapping[str, Tensor], state_bytes: int) -> _Slot:
-        """Return a slot for these tensors and a state of this size. Its file has only the header so far.
-
-        Raises KeeperError if there is not enough memory.
-        """
+        """Return a slot for these tensors and a state of this size. Its file has only the header so far."""
         # Large elements first: all tensors are then aligned.
         ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
         capacity = (state_bytes // _STATE_UNIT + 2) * _STATE_UNIT  # at least one unit is free
@@ -185,7 +158,7 @@ class Slots:
         return _Slot(_layout(tensors), memoryview(mapping), views)
 
     def _map(self, name: str, size: int) -> mmap.mmap:
-        """Return a file in memory; one of another size is replaced. Raises KeeperError without enough memory."""
+        """Return a file in memory; one of another size is replaced."""
         descriptor = self._keeper.open(name, size)
         try:
             return mmap.mmap(descriptor, size)
@@ -228,14 +201,12 @@ def _views(content: Tensor, tensors: Mapping[str, Tensor], capacity: int) -> dic
 
 
 def pack_state(state: Mapping[str, Any]) -> bytes:
-    """Return plain values as bytes, for :func:`unpack_state`."""
     buffer = io.BytesIO()
     torch.save(to_plain(state), buffer)
     return buffer.getvalue()
 
 
 def unpack_state(data: bytes) -> dict[str, Any]:
-    """Return the values that :func:`pack_state` packed."""
     return from_plain(torch.load(io.BytesIO(data), weights_only=True))
 
 

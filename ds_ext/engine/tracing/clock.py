@@ -31,7 +31,6 @@ class BusyClock(Observer):
     during it.
 
     Args:
-        device: device of the computations.
         clock: monotonic clock of this host, in seconds.
 
     Attributes:
@@ -48,15 +47,12 @@ class BusyClock(Observer):
         self._begin: Reading = 0.0
 
     def start_step(self) -> None:
-        """Start a step."""
         self.started, self.spans = self.now(), []
 
     def before(self, instruction: Any) -> None:
-        """Begin a computation."""
         self._begin = self.now()
 
     def after(self, instruction: Any) -> None:
-        """End a computation."""
         self.spans.append((self._begin, self.now()))
 
     def read(self) -> tuple[float, float]:
@@ -69,7 +65,6 @@ class BusyClock(Observer):
         return busy, _seconds(self.started, self.spans[-1][1])
 
     def now(self) -> Reading:
-        """Return a reading of the current time."""
         if not self.on_cuda:
             return self.clock()
         event = torch.cuda.Event(enable_timing=True)
@@ -123,12 +118,7 @@ class Times:
 
 
 class Clocks:
-    """Comparisons of the ranks' clocks with rank 0's.
-
-    Args:
-        group: process group used only for the comparisons.
-        times: clock of this rank.
-    """
+    """Comparisons of the ranks' clocks with rank 0's. ``group`` is used only for them."""
 
     def __init__(self, group: ProcessGroup, times: Times) -> None:
         self._group, self._times = group, times
@@ -166,7 +156,6 @@ class Clocks:
             dist.recv(question, peer, group=self._group)
 
     def _ask(self) -> Comparison:
-        """Return the comparison with rank 0, from exchanges until its error is small."""
         question, answer = torch.ones(1), torch.empty(2, dtype=torch.float64)
         exchanges: list[tuple[float, float, float]] = []
         while len(exchanges) < _MIN_EXCHANGES or (
@@ -182,7 +171,6 @@ class Clocks:
 
 
 def clock_event(rank: int, comparison: Comparison) -> str:
-    """Return the JSON text of the event that records a comparison."""
     values = {
         "at_us": round(1e6 * comparison.at_s, 3),
         "offset_us": round(1e6 * comparison.offset_s, 3),

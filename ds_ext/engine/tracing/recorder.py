@@ -59,18 +59,10 @@ class Tracer(Observer):
     """Recorder of the timeline of one rank. The first traced step creates the files.
 
     Args:
-        options: ``trace`` options from the JSON, with a folder.
-        rank: global rank of this process.
-        layout: ranks of the whole world.
-        busy: clock of this rank's computations.
-        transport: name of the transport.
         eager: reductions overlap with computation.
-        timeout_s: limit on every wait for another rank, in seconds.
         facts: further values of the description of the run, such as those of MEASURED_SIZES.
 
     Attributes:
-        folder: folder of the trace files.
-        rank, layout, busy: the arguments.
         first, last: numbers of the first and last traced step, from 1.
         active: whether the current step is traced.
         times: conversion of readings to microseconds; None before the first traced step.
@@ -138,14 +130,10 @@ class Tracer(Observer):
     # --- called by the engine ---
 
     def now(self) -> Reading:
-        """Return a reading of the current time."""
         return self.busy.now()
 
     def start_step(self, step: int, timetable: Timetable) -> None:
-        """Start step number ``step``, counted from 1. All ranks must call this before every step.
-
-        Raises ConfigError on all ranks in the first traced step if a file cannot be created.
-        """
+        """Start step number ``step``, counted from 1. All ranks must call this before every step."""
         self.active = self.first <= step <= self.last and not self._has_ended
         if not self.active:
             return
@@ -163,11 +151,9 @@ class Tracer(Observer):
         self._moved_bytes = sum(tensor.nbytes for tensor in tensors)
 
     def before(self, instruction: Any) -> None:
-        """Read the clock."""
         self._begin = self.now()
 
     def after(self, instruction: Any) -> None:
-        """Record an instruction whose handler has returned."""
         source: Instruction = instruction.source
         if source.name == REDUCE_STAGE:
             return  # recorded from its start to its end
@@ -290,7 +276,6 @@ class Tracer(Observer):
                 raise error
 
     def _describe(self, run: str, step: int, timetable: Timetable) -> dict[str, Any]:
-        """Return the description of the run for the header of the file."""
         device, data, tensor = self.layout.coordinates(self.rank)
         return {
             "run": run,
@@ -325,7 +310,6 @@ class Tracer(Observer):
             self._append([clock_event(self.rank, comparison)])
 
     def _flush(self) -> None:
-        """Write the instructions executed so far."""
         assert self.times is not None
         self.times.settle()
         us = self.times.us
@@ -358,6 +342,5 @@ class Tracer(Observer):
 
 
 def _parameters(module: Any, stage: int) -> int:
-    """Return the number of parameters of a stage on this rank."""
     layers = module.stage_modules(stage).values()
     return sum(parameter.numel() for layer in layers for parameter in layer.parameters())

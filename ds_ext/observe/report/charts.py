@@ -48,7 +48,7 @@ class Scale(NamedTuple):
     end: float
 
     def __call__(self, value: float) -> float:
-        """Return the coordinate of a value, at the edge if it is outside."""
+        """Return the coordinate of a value. Values outside the axis are drawn at its edge."""
         share = (value - self.low) / (self.high - self.low or 1.0)
         return self.start + min(max(share, 0.0), 1.0) * (self.end - self.start)
 
@@ -67,7 +67,6 @@ def chart(
     Args:
         steps: first and last step of the horizontal axis.
         marks: (step, label) of vertical lines.
-        unit: unit of the values.
         from_zero: the vertical axis starts at 0.
     """
     curves = [curve._replace(points=thin(curve.points)) for curve in curves if curve.points]
@@ -108,7 +107,6 @@ def _legend(curves: Sequence[Curve]) -> str:
 
 
 def _outlier_note(curves: Sequence[Curve], high: float, unit: str) -> str:
-    """Return the number of values above ``high``, and the largest of them; an empty text if no value is above it."""
     outliers = [point for curve in curves for point in curve.points if point[1] > high]
     if not outliers:
         return ""

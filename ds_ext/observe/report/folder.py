@@ -19,12 +19,7 @@ _REMEDY = "Train with --metrics-file FOLDER/metrics.jsonl, or ds_ext.Metrics(fil
 
 @dataclass(frozen=True)
 class Start:
-    """One start of the job.
-
-    Attributes:
-        facts: its object in the run record; empty without a record.
-        rows: metrics of its steps, in order.
-    """
+    """One start of the job. ``facts`` is its object in the run record: empty without a record."""
 
     facts: dict[str, Any]
     rows: list[Row]
@@ -35,10 +30,9 @@ class Run:
     """Metrics, facts and traces of a run.
 
     Attributes:
-        name: name of the metrics file or folder.
         starts: starts of the job, at least one if there are metrics.
         traces: traces of the last traced start; None: none.
-        notes: what is missing, damaged or contradictory.
+        notes: missing, damaged or contradictory data.
     """
 
     name: str
@@ -48,7 +42,7 @@ class Run:
 
     @property
     def rows(self) -> list[Row]:
-        """Metrics of every step, in order of the steps. Of a step that ran again, those of its last run."""
+        """Metrics of every step, in order of the steps. A step that ran again has those of its last run."""
         last = {row["step"]: row for start in self.starts for row in start.rows}
         return [last[step] for step in sorted(last)]
 
@@ -59,21 +53,16 @@ class Run:
 
     @property
     def start(self) -> Start:
-        """The start with that number, which all figures of the page belong to."""
+        """Start of that :attr:`number`. All figures of the page belong to it."""
         return self.starts[self.number - 1] if self.starts else Start({}, [])
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Facts of :attr:`start`; empty without a run record."""
         return self.start.facts
 
 
 def read_run(path: Path) -> Run:
-    """Read a metrics file, or a folder with one, with the record and the traces beside it.
-
-    Raises:
-        ConfigError: there is neither a metrics file nor a trace, or there are several metrics files.
-    """
+    """Read a metrics file, or a folder with one, with the record and the traces beside it."""
     if not path.exists():
         raise ConfigError(f"{path}: does not exist. {_REMEDY}, and use that folder.")
     folder = path if path.is_dir() else path.parent
@@ -102,7 +91,6 @@ def read_run(path: Path) -> Run:
 
 
 def _metrics_file(path: Path) -> Path | None:
-    """Return the metrics file; None if a folder has none. Raises ConfigError for several."""
     if not path.is_dir():
         return path.with_name(path.name.removesuffix(SUFFIX) + ".jsonl") if SUFFIX in path.name else path
     files = sorted(file for file in path.glob("*.jsonl") if any(_lines(file)))
@@ -113,7 +101,6 @@ def _metrics_file(path: Path) -> Path | None:
 
 
 def _starts(metrics: Path, notes: list[str]) -> list[Start]:
-    """Return the starts with their metrics. Raises ConfigError for a file without metrics."""
     facts: list[dict[str, Any]] = []
     try:
         facts = read_starts(record_file(metrics))
@@ -159,7 +146,7 @@ def _row(line: bytes) -> Row | None:
 
 
 def _traces(folder: Path, trace_dir: str | None, notes: list[str]) -> Traces | None:
-    """Return the first readable traces; None if no traces can be read. Adds notes on damaged and on further traces.
+    """Return the first readable traces; None if no traces can be read. Add notes on damaged and on further traces.
 
     They are in the folder or in its subfolders; with a ``trace_dir`` from the run record first in one of that name.
     """

@@ -38,7 +38,6 @@ Cells = list[tuple[str, ...]]
 
 
 def report(run: Run) -> str:
-    """Return the page."""
     rows, notes = run.rows, list(run.notes)
     summary = None if run.traces is None else summarize(run.traces)
     steps: dict[int, DrawnStep] = {}
@@ -143,7 +142,6 @@ def _median(rows: Sequence[Row], key: str, unit: str = "") -> str:
 
 
 def _facts(facts: dict[str, Any]) -> Iterator[str]:
-    """Yield the table of what ran."""
     if not facts:
         return
     ranks: list[dict[str, Any]] = facts.get("ranks", [])
@@ -171,7 +169,6 @@ def _facts(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _parameters_text(facts: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> str:
-    """Return the parameters of the model, those that are trained if some are frozen, and those per rank."""
     total, trained = facts.get("parameters"), facts.get("trained_parameters")
     parts = [] if total is None else [f"{total:,}"]
     if total is not None and trained is not None and trained < total:
@@ -269,7 +266,6 @@ def _memory(facts: dict[str, Any]) -> Iterator[str]:
 
 
 def _waits(traces: Traces | None, summary: Summary | None) -> Iterator[str]:
-    """Yield the table of who waited for whom, in the traced steps."""
     if traces is None or summary is None or not summary.steps:
         return
     yield '<section aria-labelledby="waits"><h2 id="waits">Who waited for whom</h2><div class="wide">'
@@ -280,7 +276,6 @@ def _waits(traces: Traces | None, summary: Summary | None) -> Iterator[str]:
 
 
 def _starts(starts: Sequence[Start]) -> Iterator[str]:
-    """Yield the table of starts, if the job has started more than once."""
     if len(starts) < 2:
         return
     table: Cells = [("start", "at", "schedule", "ranks", "steps", "steps that ran again", "from")]
@@ -309,7 +304,6 @@ def _events(start: Start, kinds: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _recoveries(starts: Sequence[Start]) -> Iterator[str]:
-    """Yield the table of recoveries from host memory; durations are in seconds."""
     events = [event for start in starts for event in _events(start, ("recovered",))]
     if not events:
         return
@@ -357,7 +351,7 @@ def _time(seconds: float | None) -> str:
 
 
 def _draw(traces: Traces, summary: Summary, notes: list[str]) -> dict[int, DrawnStep]:
-    """Return the drawings of the steps that the page embeds, and add notes on those that it does not."""
+    """Return the drawings of the steps that the page embeds, and add a note on the omitted ones."""
     steps = sorted(summary.bubble_by_step)
     if not steps:
         return {}
@@ -423,7 +417,7 @@ def _plots(step: DrawnStep) -> list[Plot]:
 
 
 def _contradictions(rows: Sequence[Row], summary: Summary) -> list[str]:
-    """Return a note if a step has different bubbles in traces and metrics, which then are of other runs or ranks."""
+    """Return a note if a step has different bubbles in traces and metrics: they are then of other runs or ranks."""
     bubbles = {row["step"]: row.get("bubble_measured") for row in rows}
     for step, trace_bubble in sorted(summary.bubble_by_step.items()):
         bubble = bubbles.get(step)
@@ -451,7 +445,6 @@ def _section(key: str, title: str, body: Iterable[str], box: str | None = None) 
 
 
 def _details(facts: dict[str, Any]) -> Iterator[str]:
-    """Yield the printed plan and the JSON, folded."""
     texts = {"Plan": facts.get("plan"), "JSON": facts.get("config"), "Model": facts.get("model")}
     for name, value in texts.items():
         if value:

@@ -33,10 +33,9 @@ Row = tuple[int, int]  # (pipeline group, device)
 
 @dataclass(frozen=True)
 class RowSteps:
-    """Ops of one device of a pipeline group.
+    """Ops of one device of a pipeline group, from ``rank``, its first rank with a trace.
 
     Attributes:
-        rank: its first rank with a trace.
         steps: step -> (op, microseconds) in order.
         loads_us: step -> op -> time of loading its data, which precedes it; ops without data are missing.
     """
@@ -103,7 +102,6 @@ class Causes:
     balanced: bool = False
 
     def lines(self) -> list[str]:
-        """Return slow ranks and shared cores, a sentence with the causes, and advice on the largest of them."""
         return [*self.slow_rank_lines(), *self._core_lines(), self.sentence(), *self.advice()]
 
     def sentence(self) -> str:
@@ -141,7 +139,6 @@ class Causes:
         return 0 if self.bubble >= _WHOLE_POINTS_FROM else 1
 
     def _points(self) -> list[tuple[str, _Cause]]:
-        """Return the points and the cause, for every cause."""
         causes, decimals = self._causes(), self._decimals
         points = round_to_sum([100 * cause.share for cause in causes], decimals)
         return [(f"{number:.{decimals}f}", cause) for number, cause in zip(points, causes, strict=True)]
@@ -184,7 +181,7 @@ class Causes:
         ]
 
     def _uneven(self) -> _Cause:
-        """Return the cause uneven ops. It names a slow rank that explains more than the layers of its stage."""
+        """Return the cause "uneven ops". It names a slow rank that explains more than the layers of its stage."""
         detail, remedy = "", "move layers between stages (`--stage-layers` or `partition_method`)"
         stage, ratio = self.slowest_stage or (0, 1.0)
         if self.slow_ranks and self.slow_ranks[0].ratio ** 2 >= ratio:
@@ -202,7 +199,6 @@ class Causes:
         return _Cause(self.uneven, "uneven ops", detail, remedy)
 
     def slow_rank_lines(self) -> list[str]:
-        """Return a sentence for every slow rank."""
         other_load = "" if self.ranks_per_core is None else " (or other load on its host)"
         return [
             f"Rank {slow.rank} is slow{other_load}: {slow.ratio:.2f} times the time of {_ranks_text(slow.others)} for "
@@ -211,7 +207,6 @@ class Causes:
         ]
 
     def _core_lines(self) -> list[str]:
-        """Return a sentence on busy times that include waiting for a core."""
         if self.ranks_per_core is None:
             return []
         ranks, cores = self.ranks_per_core
@@ -223,7 +218,6 @@ class Causes:
 
 
 def _ranks_text(ranks: Sequence[int]) -> str:
-    """Return ``rank 1`` or ``ranks 0, 3``."""
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
@@ -255,7 +249,6 @@ def find_causes(
     Args:
         rows: ops of the same steps on all devices with a trace.
         links_us: (sender, receiver) -> usual time of a message between these ranks.
-        bubble: measured bubble.
         stage_parameters: number of parameters of the stages, as far as it is known.
         slowest_stage, ranks_per_core, busy_ranks, balanced: see :class:`Causes`.
     """
@@ -372,7 +365,6 @@ def _replay(
 def _slow_ranks(
     rows: Mapping[Row, RowSteps], steps: Sequence[int], stage_parameters: Mapping[int, int]
 ) -> list[SlowRank]:
-    """Return the ranks that take longer than others for the same ops, the slowest first."""
     ratios: dict[int, list[float]] = defaultdict(list)  # rank -> ratio in every step
     others: dict[int, set[int]] = defaultdict(set)  # rank -> ranks with the same ops
     for step in steps:

@@ -30,10 +30,7 @@ INSIDE, BETWEEN, OVERHEAD = ("message inside a host", 0), ("message between host
 
 
 def measure_costs(traces: Traces) -> Costs:
-    """Return the costs of the steps that are complete on every device, from the first rank of each device.
-
-    Raises ConfigError if a stage has no such step, or if the folder has no timetable.
-    """
+    """Return the costs of the steps that are complete on every device, from the first rank of each device."""
     timetable = traces.timetable(traces.run["micro_batches"])
     if timetable is None:
         raise ConfigError(f"{traces.folder}: no timetable.txt. Copy it from rank 0's trace folder.")
@@ -90,11 +87,7 @@ def stage_times(values: Mapping[Quantity, float], stages: int) -> list[tuple[flo
 
 
 def costs_of_ops(values: Mapping[Quantity, float], placement: Placement, **others: Any) -> Costs:
-    """Return the costs for the times of ops; a missing stage has the mean of the others.
-
-    Args:
-        others: further arguments of Costs.
-    """
+    """Return the costs for the times of ops; a missing stage has the mean of the others. ``others`` are for Costs."""
     means: list[float] = []
     columns: list[list[float]] = []
     for column in zip(*stage_times(values, placement.stages), strict=True):
@@ -133,7 +126,7 @@ def _means_of_parts(values: Mapping[Quantity, float], placement: Placement) -> t
 
 
 def _read_rows(traces: Traces, micro_batches: int) -> tuple[dict[Row, dict[int, Spans]], dict[Row, str]]:
-    """Return the ops of every complete step with this N on rank 0's clock, and the host of every row."""
+    """Return the ops of every complete step with this N on rank 0's clock (ms), and the host of every row."""
     rows: dict[Row, dict[int, Spans]] = {}
     hosts: dict[Row, str] = {}
     for trace in traces.ranks.values():
@@ -161,7 +154,6 @@ def _read_rows(traces: Traces, micro_batches: int) -> tuple[dict[Row, dict[int, 
 def _samples(
     rows: Mapping[Row, Spans], hosts: Mapping[Row, str], timetable: Timetable
 ) -> dict[Quantity, list[float]]:
-    """Return the times of all ops and messages of a step, and the overhead."""
     ends = {(group, device, op): end for (group, device), spans in rows.items() for op, _, end in spans}
     samples: dict[Quantity, list[float]] = defaultdict(list)
     for (group, device), spans in rows.items():

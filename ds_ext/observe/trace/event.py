@@ -34,7 +34,6 @@ class EventText:
     """Formatter of the events of one rank.
 
     Args:
-        rank: global rank of this process.
         peers: function that maps a device to the global ranks with which this rank exchanges messages.
         eager: reductions overlap with computation, and their instruction only waits for them.
     """
@@ -46,7 +45,6 @@ class EventText:
     def instruction(
         self, instruction: Instruction, begin_us: float, end_us: float, message_bytes: int, step: int
     ) -> str:
-        """Return the event of an executed instruction; ``message_bytes`` is 0 without a message."""
         fixed = self._cache.get(instruction)
         if fixed is None:
             if len(self._cache) >= _CACHE_LIMIT:
@@ -83,11 +81,9 @@ class EventText:
         return _span(f"step {step}", "step", self.rank, "step", begin_us, end_us, values)
 
     def evaluation(self, begin_us: float, end_us: float) -> str:
-        """Return the event of an evaluation between two steps."""
         return _span("evaluation", "evaluation", self.rank, "step", begin_us, end_us, {})
 
     def failure(self, name: str, at_us: float) -> str:
-        """Return the event of a failure in instruction ``name``."""
         event = {"name": f"failed: {name}", "ph": "i", "s": "p", "pid": self.rank, "tid": "step"}
         return json.dumps({**event, "ts": round(at_us, 3)})
 
@@ -100,7 +96,6 @@ def collective_lanes(
     Spans of one thread must not overlap partially, so overlapping ones get the threads ``reduce 2`` and so on.
 
     Args:
-        rank: global rank of this process.
         thread: one of ``ASYNCHRONOUS``.
         collectives: (step, stage, bytes, begin, end) of each, in microseconds; stage None for weights tied between
             stages. A gather belongs to the step whose weights it gathers.

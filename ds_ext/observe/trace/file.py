@@ -26,7 +26,6 @@ _HEAD_BYTES = 1 << 16
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's trace."""
     return folder / f"rank{rank}.json"
 
 
@@ -36,7 +35,6 @@ def timetable_file(folder: Path, micro_batches: int) -> Path:
 
 
 def metadata(name: str, rank: int, values: Mapping[str, Any], thread: str = THREADS[0]) -> str:
-    """Return the JSON text of a metadata event."""
     return json.dumps({"name": name, "ph": "M", "pid": rank, "tid": thread, "args": dict(values)})
 
 
@@ -57,11 +55,7 @@ class TraceFile:
 
     Args:
         folder: trace folder, created if missing. Traces of an earlier run move into a subfolder with its name.
-        rank: global rank of this process.
         run: description of the run for readers: its name ("run"), world_size, schedule and so on.
-
-    Raises:
-        ConfigError: if the folder or the file cannot be created, or if a file of that name is not a trace.
     """
 
     def __init__(self, folder: Path, rank: int, run: Mapping[str, Any]) -> None:
@@ -98,16 +92,7 @@ def _unwritable(folder: Path, rank: int, path: Path, error: OSError) -> ConfigEr
 
 
 def write_timetable(folder: Path, timetable: Timetable, *, first: bool) -> None:
-    """Write the timetable of the run into the trace folder, on rank 0.
-
-    Args:
-        folder: trace folder.
-        timetable: timetable of the next steps.
-        first: whether these are the first traced steps.
-
-    Raises:
-        ConfigError: if the file cannot be written.
-    """
+    """Write the timetable of the next steps, on rank 0. ``first``: they are the first traced steps."""
     path = folder / TIMETABLE if first else timetable_file(folder, timetable.micro_batches)
     try:
         path.write_text(dumps(timetable), encoding="utf-8")
@@ -133,7 +118,7 @@ def _move_earlier_run(folder: Path, rank: int, world_size: int) -> None:
 
 
 def _run_of(path: Path) -> str:
-    """Return the name of the run that wrote a trace. Raises ConfigError if the file is not a trace."""
+    """Return the name of the run that wrote a trace."""
     with open(path, encoding="utf-8", errors="replace") as file:
         lines = file.read(_HEAD_BYTES).splitlines()
     try:

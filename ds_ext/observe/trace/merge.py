@@ -109,7 +109,6 @@ def list_messages(event: Event) -> list[Message]:
 
 
 def order_ends(end_a: Event, end_b: Event) -> tuple[Event, Event]:
-    """Return the two ends of a message as (send, receive)."""
     return (end_a, end_b) if end_a["tid"] == "send" else (end_b, end_a)
 
 

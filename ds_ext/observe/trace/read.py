@@ -26,14 +26,7 @@ _THREAD_KEYS = {"compute": _MESSAGE_KEYS[:3], "recv": _MESSAGE_KEYS, "send": _ME
 
 @dataclass(frozen=True)
 class RankTrace:
-    """Trace of one rank.
-
-    Attributes:
-        path: file of the trace.
-        rank: global rank.
-        run: description of the run in the file.
-        align: conversion of its times to rank 0's clock.
-    """
+    """Trace of one rank. ``run`` is the description of the run in the file."""
 
     path: Path
     rank: int
@@ -51,7 +44,6 @@ class RankTrace:
         return (event for event in self.events() if event.get("ph") == "X" and "args" in event)
 
     def aligned(self, event: Event) -> Event:
-        """Return the event with its times on rank 0's clock."""
         if "ts" not in event:
             return event
         begin_us = self.on_rank_0(event["ts"])
@@ -70,9 +62,8 @@ class Traces:
     """Traces of a run.
 
     Attributes:
-        folder: trace folder.
         ranks: global rank -> its trace.
-        run: description of the run.
+        run: description of the run, from the lowest rank.
         notes: missing and damaged files.
     """
 
@@ -97,11 +88,7 @@ def trace_folders(folder: Path) -> list[Path]:
 
 
 def read_traces(folder: str | Path) -> Traces:
-    """Read the traces in ``folder`` that belong to the same run as the lowest rank's.
-
-    Raises:
-        ConfigError: if the folder is missing or contains no trace.
-    """
+    """Read the traces in ``folder`` that belong to the same run as the lowest rank's."""
     folder = Path(folder)
     if not folder.is_dir():
         raise ConfigError(
@@ -135,7 +122,7 @@ def read_traces(folder: str | Path) -> Traces:
 
 
 def _read(path: Path, rank: int, notes: list[str]) -> RankTrace | None:
-    """Return the trace in a file; None if it is not that of ``rank``. Adds a note on what is missing or damaged."""
+    """Return the trace in a file; None if it is not that of ``rank``. Add notes on missing and damaged parts."""
     run: dict[str, Any] | None = None
     comparisons: list[Comparison] = []
     damaged_lines = 0
@@ -161,7 +148,6 @@ def _read(path: Path, rank: int, notes: list[str]) -> RankTrace | None:
 
 
 def _is_run(run: Event, rank: int) -> bool:
-    """Return whether ``run`` is a description of a run with the values that readers need."""
     numbers = ("world_size", "pipeline_parallel_size", "micro_batches", "device", "data_parallel_rank")
     return (
         run.get("version") == VERSION
@@ -172,7 +158,6 @@ def _is_run(run: Event, rank: int) -> bool:
 
 
 def _is_valid(event: Event) -> bool:
-    """Return whether an event has the values that its kind needs, with the right types."""
     values = event.get("args", {})
     if not isinstance(values, dict):
         return False

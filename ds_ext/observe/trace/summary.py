@@ -41,12 +41,9 @@ class StepTimes:
         busy: sum of its computations.
         span: from the start of the step to the end of its last computation.
         whole: from the start to the end of the step.
-        send: sum of its sends.
-        data: sum of its loads of data.
         gather: sum of its waits for weights of the step before, with ``overlap_across_steps``.
         reduction: sum of its exposed reductions.
         reduction_hidden: sum of its reductions that overlap with computation.
-        optimizer: optimizer step.
         waits: rank -> time waited for its messages.
     """
 
@@ -79,7 +76,7 @@ class RankSummary:
 
     @property
     def waits_text(self) -> str:
-        """Return ``rank 1 12.3%, rank 3 0.5%``, longest first."""
+        """Waits as ``rank 1 12.3%, rank 3 0.5%``, longest first."""
         longest = sorted(self.waits.items(), key=lambda item: -item[1])
         return ", ".join(f"rank {peer} {share:.1%}" for peer, share in longest if share >= 5e-4)
 
@@ -139,16 +136,13 @@ class Summary:
 
     @property
     def slowest_stage(self) -> StageSummary | None:
-        """Stage with the longest time per micro-batch; None without stages."""
         return max(self.stages, key=lambda stage: stage.ms, default=None)
 
     @property
     def slowest_link(self) -> LinkSummary | None:
-        """Link with the longest message time; None without links."""
         return max(self.links, key=lambda link: link.ms, default=None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the object that ``--json`` prints."""
         values = asdict(self)
         for key, value in (("slowest_stage", self.slowest_stage), ("slowest_link", self.slowest_link)):
             values[key] = None if value is None else asdict(value)
@@ -204,7 +198,6 @@ def _spread(steps: list[int], count: int) -> list[int]:
 
 
 def _timetable(traces: Traces) -> Timetable | None:
-    """Return the timetable of the steps; None if the folder has none that can be read."""
     try:
         return traces.timetable(traces.run["micro_batches"])
     except DsExtError:
@@ -214,7 +207,6 @@ def _timetable(traces: Traces) -> Timetable | None:
 def _causes(
     traces: Traces, timetable: Timetable, rows: dict[Row, RowSteps], summary: Summary
 ) -> Causes | None:
-    """Return the causes of the bubble; None if the steps do not fit the timetable."""
     stage_parameters: dict[int, int] = {}
     busy_by_host: dict[str, list[float]] = defaultdict(list)
     for rank in summary.ranks:
@@ -243,7 +235,6 @@ def _causes(
 
 
 def summary_table(summary: Summary) -> list[tuple[str, ...]]:
-    """Return a header and one row per rank: shares of the makespan, and the ranks that it waited for."""
     gathers = any(r.gather for r in summary.ranks)
     names = ("rank", "busy", "bubble", "p2p", "data", *(["gather"] if gathers else []), "reduction", "hidden")
     rows: list[tuple[str, ...]] = [(*names, "optimizer", "waits for")]
@@ -281,8 +272,6 @@ def _step_parts(times: Collection[Mapping[int, StepTimes]], makespans: Mapping[i
 
 
 def _rank(rank: int, times: Mapping[int, StepTimes], makespans: Mapping[int, float]) -> RankSummary:
-    """Return the mean shares of a rank over the steps in ``makespans``."""
-
     def mean_share(microseconds: Callable[[StepTimes], float]) -> float:
         return statistics.fmean(microseconds(times[step]) / makespan for step, makespan in makespans.items())
 
@@ -324,7 +313,6 @@ class _RankSteps:
         self._idle_since_us = 0.0  # end of the last span
 
     def read(self) -> dict[int, StepTimes]:
-        """Read the trace and return the times of the steps that the rank completed."""
         for event in self._trace.spans():
             step = event.get("args", {}).get("step")
             if step is not None:
@@ -353,7 +341,6 @@ class _RankSteps:
             self._idle_us = 0.0
 
     def _add_time(self, event: Event, step: int) -> None:
-        """Add the duration of a span inside a step to the times of its kind."""
         duration, thread = event["dur"], event["tid"]
         times = self._steps[step]
         if thread == "compute":
@@ -410,12 +397,10 @@ class _RankSteps:
 
 
 def _op(event: Event) -> Op:
-    """Return the op of a computation."""
     return Op(event["name"][0], event["args"]["micro_batch"], event["args"]["stage"])
 
 
 def _overlap(reduction: Event, computations: Iterable[Event]) -> float:
-    """Return the time of a reduction that overlaps with computations of its rank."""
     begin, end = reduction["ts"], reduction["ts"] + reduction["dur"]
     return sum(max(0.0, min(end, e["ts"] + e["dur"]) - max(begin, e["ts"])) for e in computations)
 
@@ -472,7 +457,6 @@ class _Links:
                 self._messages[sender, receiver].append((duration_us, size))
 
     def summaries(self) -> list[LinkSummary]:
-        """Return the links, sorted by sender and receiver."""
         return [
             LinkSummary(
                 sender,

@@ -34,15 +34,7 @@ StepEvents = dict[tuple[int, int], list[Event]]  # (pipeline group, device) -> e
 
 
 def page(traces: Traces, step: int | None = None) -> str:
-    """Return the page for one step.
-
-    Args:
-        traces: traces of the run.
-        step: number of the step; None: the step with the median makespan.
-
-    Raises:
-        ConfigError: if no step, or not this one, is complete, or if the folder does not contain the timetable.
-    """
+    """Return the page for one step; None: the step with the median makespan."""
     summary = summarize(traces)
     step = _choose_step(traces, summary, step)
     drawing = draw_steps(traces, summary, [step])[step]
@@ -63,11 +55,7 @@ def page(traces: Traces, step: int | None = None) -> str:
 class DrawnStep(NamedTuple):
     """Planned timetable of a step, then the measured one of every pipeline group, for the page.
 
-    Attributes:
-        schedule: name of the schedule.
-        pictures: the timetables.
-        marks: waits of every row of every timetable.
-        rows: names of the rows of every timetable.
+    ``marks`` has the waits of every row of every timetable, ``rows`` the names of these rows.
     """
 
     schedule: str
@@ -77,7 +65,7 @@ class DrawnStep(NamedTuple):
 
 
 def draw_steps(traces: Traces, summary: Summary, steps: Collection[int]) -> dict[int, DrawnStep]:
-    """Return a dict of step -> drawing, for complete steps. Raises ConfigError if the folder has no timetable."""
+    """Return step -> drawing, for complete steps."""
     unit = _unit(traces)
     return {
         step: _draw(traces, summary, step, events, unit) for step, events in _events(traces, steps).items()
@@ -107,7 +95,7 @@ def _draw(traces: Traces, summary: Summary, step: int, events: StepEvents, unit:
 
 
 def _unit(traces: Traces) -> str:
-    """Return what a row of the drawing is: a "rank" if each device has one rank, else a "device"."""
+    """Return the name for a row of the drawing: "rank" if each device has one rank, else "device"."""
     ranks, world = traces.ranks.items(), traces.run["world_size"]
     is_rank = world == traces.run["pipeline_parallel_size"] and all(
         rank == trace.run["device"] for rank, trace in ranks
@@ -116,16 +104,9 @@ def _unit(traces: Traces) -> str:
 
 
 def picture(runs: Sequence[Traces], step: int | None = None) -> str:
-    """Return an SVG of one step of every run, one above the other on one time scale.
+    """Return an SVG of one step of every run, one above the other on one time scale. See page() for ``step``.
 
     It shows the first pipeline group of a run.
-
-    Args:
-        runs: traces of the runs.
-        step: number of the step; None: the step with the median makespan.
-
-    Raises:
-        ConfigError: as for :func:`page`.
     """
     pictures = []
     for traces in runs:
@@ -156,13 +137,12 @@ def _choose_step(traces: Traces, summary: Summary, step: int | None) -> int:
 
 
 def median_step(summary: Summary) -> int:
-    """Return the step with the median makespan."""
     makespans = summary.makespan_by_step
     return sorted(sorted(makespans), key=lambda step: makespans[step])[len(makespans) // 2]
 
 
 def _events(traces: Traces, steps: Collection[int]) -> dict[int, StepEvents]:
-    """Return a dict of step -> (pipeline group, device) -> events on rank 0's clock, for the steps that have any.
+    """Return step -> (pipeline group, device) -> events on rank 0's clock, for the steps that have any.
 
     With tensor parallelism these are the events of the first rank of the device that has a trace.
     """
@@ -181,7 +161,6 @@ def _events(traces: Traces, steps: Collection[int]) -> dict[int, StepEvents]:
 
 
 def _timetable(traces: Traces, step_events: StepEvents) -> Timetable:
-    """Return the timetable of a step, for its number of micro-batches."""
     micro_batches = next(
         event["args"]["micro_batches"]
         for events in step_events.values()
@@ -224,7 +203,7 @@ class _Row:
 
 
 def _rows(step_events: StepEvents) -> dict[int, dict[int, _Row]]:
-    """Return a dict of pipeline group -> device -> row, in milliseconds from the start of the step."""
+    """Return pipeline group -> device -> row, in milliseconds from the start of the step."""
     start_us = min(
         event["ts"] for events in step_events.values() for event in events if event["cat"] == "step"
     )
@@ -237,10 +216,7 @@ def _rows(step_events: StepEvents) -> dict[int, dict[int, _Row]]:
 
 
 def _costs(timetable: Timetable, rows: Sequence[Spans]) -> Costs:
-    """Return the mean time of every kind of op at every stage, in milliseconds.
-
-    A stage that no trace contains gets the mean of the other stages.
-    """
+    """Return the mean time of every kind of op at every stage, in milliseconds."""
     times: dict[Quantity, list[float]] = defaultdict(list)
     for spans in rows:
         for op, begin, end in spans:
@@ -280,7 +256,6 @@ def _measured_simulation(
 
 
 def waiting_table(traces: Traces, summary: Summary) -> list[tuple[str, ...]]:
-    """Return the header and one row per rank: shares of the makespan, and the ranks that it waited for."""
     header, *rows = summary_table(summary)
     devices = {}
     if _unit(traces) == "device":
@@ -312,7 +287,6 @@ def notes(traces: Traces, summary: Summary, step: int | None = None) -> list[str
 
 
 def notes_on_drawings(traces: Traces) -> list[str]:
-    """Return the notes that explain the two timetables of a step."""
     notes = [
         "The plan uses the mean measured time of every stage in this step, and messages that take no time. Its bubble "
         "is that of the schedule and of uneven stages in this step."

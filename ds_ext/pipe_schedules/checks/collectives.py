@@ -14,7 +14,7 @@ from .timetable import error_at
 
 
 def check_reductions(program: Program) -> None:
-    """Raise ScheduleError for a reduction that starts early, is missing or repeated, or has another order elsewhere.
+    """Check that replicas start the same reductions in the same order, each after the last backward of its stage.
 
     Collectives of one process group wait for each other, so ranks that start them in different orders never finish.
     Programs without reductions average all gradients at their end.
@@ -36,7 +36,6 @@ def check_reductions(program: Program) -> None:
 
 
 def check_waits(program: Program) -> None:
-    """Raise ScheduleError for an op that may read weights of its stage before they are gathered."""
     placement = program.timetable.placement
     for device, instructions in enumerate(program.instructions):
         waited: set[int | None] = set()
@@ -54,7 +53,7 @@ def check_waits(program: Program) -> None:
 
 
 def _order(program: Program, device: int) -> list[int]:
-    """Return the stages that a device reduces, in order. Raises ScheduleError; see :func:`check_reductions`."""
+    """Return the stages that a device reduces, in order; see :func:`check_reductions`."""
     timetable = program.timetable
     left = Counter(op.stage for op in timetable.orders[device] if op.kind in (BACKWARD, BACKWARD_WEIGHT))
     order: list[int] = []

@@ -43,7 +43,6 @@ class Content(IntFlag):
 
     @property
     def text(self) -> str:
-        """Name in errors, such as ``input gradient``."""
         return (self.name or "").lower().replace("_", " ")
 
 
@@ -96,7 +95,7 @@ class Item(NamedTuple):
 
 
 def moved_item(instruction: Instruction) -> Item:
-    """Return the item that a message or copy moves."""
+    """Return what a message or copy moves, as an item of the stage that gets it."""
     name, m, stage, _, _, _, _, _, j, other = instruction
     assert m is not None and stage is not None, "messages belong to a micro-batch"
     content, shift, direction = TRANSFERS[name]
@@ -129,12 +128,10 @@ class _Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceCheck:
-    """Checker for the devices of a program, one at a time."""
-
     program: Program
 
     def messages(self, device: int) -> DeviceMessages:
-        """Return the sends and receives of ``device``. Raises ScheduleError if its ops differ from the timetable."""
+        """Return the sends and receives of ``device``. An op out of order raises; other errors are in the result."""
         self._check_order(device)
         messages = DeviceMessages()
         try:
@@ -192,7 +189,6 @@ class DeviceCheck:
         return error_at(self.program.timetable, f"device {device} {sentence}", device, op)
 
     def _check_order(self, device: int) -> None:
-        """Raise ScheduleError if the instructions do not compute the ops of the timetable in order."""
         order = self.program.timetable.orders[device]
         computed = [
             Op(COMPUTE[name], m, stage, j)  # pyright: ignore[reportArgumentType]
@@ -209,7 +205,7 @@ class DeviceCheck:
         raise self._error(f"computes {extra} after the end of its timetable.", device, extra)
 
     def _check_data(self, device: int) -> Iterator[Instruction]:
-        """Yield the sends and receives. Raises ScheduleError if an input is missing or a result is produced twice."""
+        """Check that inputs exist and that no result is produced twice. Yield the sends and receives."""
         timetable, placement = self.program.timetable, self.program.timetable.placement
         stages, micro_batches, slices = placement.op_stages, timetable.micro_batches, timetable.slices
         # (micro-batch, slice) -> head parts whose results the loss has.
@@ -264,7 +260,6 @@ class DeviceCheck:
                 available[target, m, j] = have | result
 
     def _check_buffers(self, device: int) -> None:
-        """Raise ScheduleError if a slice changes buffers, or two live slices share one."""
         count = self.program.num_buffers[device]
         buffer_of: dict[Op, int] = {}
         holder: list[Op | None] = [None] * count
@@ -298,7 +293,6 @@ class DeviceCheck:
         return self._error(f"has {instruction}, but there are {sizes}.", device, None)
 
     def _missing_input(self, device: int, instruction: Instruction, inputs: Content) -> ScheduleError:
-        """Return the error for an instruction without these inputs, which names the first of them."""
         content = next(iter(inputs))
         op, m, stage = instruction.op, instruction.micro_batch, instruction.stage
         assert m is not None and stage is not None
@@ -322,7 +316,6 @@ class DeviceCheck:
 
 
 def error_op(program: Program, item: Item) -> Op:
-    """Return the op that an error about ``item`` points at."""
     content, stage, m, j, _ = item
     if content == Content.GRADIENT and program.timetable.placement.is_head_part(stage):
         return Op(BACKWARD_WEIGHT, m, stage, j)

@@ -21,9 +21,6 @@ class Links:
     """Numbered directed links of a program, with their messages.
 
     ``sent[link]`` and ``received[link]`` list the messages in the order of the sends and of the receives.
-
-    Args:
-        traffic: sends and receives of every device.
     """
 
     def __init__(self, program: Program, traffic: Sequence[DeviceMessages]) -> None:
@@ -40,7 +37,6 @@ class Links:
         self.messages = sum(map(len, self.sent))
 
     def _add_messages(self, device: int, instructions: list[Instruction]) -> list[int]:
-        """Add the sends and receives of a device to their links, and return its events."""
         events = []
         for instruction in instructions:
             peer = instruction.peer
@@ -66,13 +62,12 @@ class Links:
         return link
 
     def run(self, credits: int | None) -> _Run:
-        """Run every device as far as possible with ``credits`` per link; None: no limit."""
         run = _Run(self, _UNLIMITED if credits is None else credits)
         run.advance()
         return run
 
     def fewest_credits(self) -> int:
-        """Return the smallest number of credits per link that avoids a deadlock. More credits never cause one."""
+        """Return the smallest number of credits per link without a deadlock. More credits never cause one."""
         if not self.messages:
             return 0
         most = 1
@@ -85,7 +80,6 @@ class Links:
         return most
 
     def check_run(self, run: _Run, credits: int | None) -> None:
-        """Raise ScheduleError for the first problem of a run."""
         self._check_message_order(run)
         for device, messages in enumerate(self.traffic):
             if messages.error is not None and run.num_done[device] == len(messages.instructions):
@@ -95,7 +89,6 @@ class Links:
         self._check_all_received()
 
     def _check_message_order(self, run: _Run) -> None:
-        """Raise ScheduleError if a receive gets a message other than the one it expects."""
         for link, (sender, receiver) in enumerate(self.devices):
             for sent, expected in zip(
                 self.sent[link], self.received[link][: run.num_received[link]], strict=False
@@ -109,7 +102,6 @@ class Links:
                     raise error_at(self.program.timetable, sentence, receiver, op)
 
     def _deadlock(self, run: _Run, credits: int | None) -> ScheduleError:
-        """Return the error that lists what each device waits for."""
         stuck = [
             (device, messages.instructions[run.num_done[device]])
             for device, messages in enumerate(self.traffic)
@@ -124,7 +116,6 @@ class Links:
         return deadlock_at(self.program.timetable, waits, device, op, condition)
 
     def _check_all_received(self) -> None:
-        """Raise ScheduleError if a message is never received."""
         for link, (sender, receiver) in enumerate(self.devices):
             if len(self.sent[link]) == len(self.received[link]):
                 continue

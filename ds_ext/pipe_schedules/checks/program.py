@@ -27,9 +27,7 @@ class Report:
     """Requirements of a valid program.
 
     Attributes:
-        num_buffers: number of buffers on every device.
         link_credits: smallest number of credits per link that avoids a deadlock; 0 if the program has no messages.
-        loss_devices: devices that compute a loss.
         messages: number of tensors sent in one step.
     """
 
@@ -40,11 +38,10 @@ class Report:
 
 
 def check(program: Program, *, link_credits: int | None = None) -> Report:
-    """Prove that ``program`` runs to completion. Raises ScheduleError with the problem and a grid that marks the op.
+    """Prove that ``program`` runs to completion.
 
-    Args:
-        link_credits: messages that each link holds before its sender must wait; None: no limit. Activations and
-            gradients share the link from one device to another, and arrive in the order in which they are sent.
+    ``link_credits`` are the messages that each link holds before its sender must wait; None: no limit. Activations and
+    gradients share the link from one device to another, and arrive in the order in which they are sent.
     """
     timetable, placement = program.timetable, program.timetable.placement
     check_timetable(timetable)

@@ -14,7 +14,6 @@ _BIT = {kind: 1 << i for i, kind in enumerate(ALL_KINDS)}
 
 
 def check_timetable(timetable: Timetable) -> None:
-    """Raise ScheduleError unless every op occurs once, on the device that holds its stage."""
     placement, pipes = timetable.placement, timetable.dependencies.pipes
     stages, micro_batches = placement.op_stages, timetable.micro_batches
     if timetable.trains:
@@ -48,14 +47,14 @@ def check_timetable(timetable: Timetable) -> None:
 
 
 def _complete_sets(timetable: Timetable, stage: int) -> set[int]:
-    """Return the valid sets of op kinds for a micro-batch at ``stage``, as bits."""
+    """Return the valid sets of op kinds for a micro-batch, as bits."""
     forwards = sum(_BIT[kind] for kind in timetable.dependencies.forward_kinds(stage))
     backwards = timetable.dependencies.backward_kinds(stage)
     return {forwards + sum(_BIT[kind] for kind in kinds) for kinds in backwards}
 
 
 def error_at(timetable: Timetable, sentence: str, device: int, op: Op | None) -> ScheduleError:
-    """Return the error for ``op`` on ``device``: the sentence, then the grid with an arrow at the op."""
+    """Return the error with the sentence, then the grid with an arrow at ``op`` on ``device``."""
     order = timetable.orders[device]
     # The last occurrence: if an op is repeated, the second one is wrong.
     step = max((i for i, entry in enumerate(order) if entry == op), default=None)
@@ -71,8 +70,7 @@ def deadlock_at(
 
     Args:
         waits: what each waiting device waits for; at most 64 are listed.
-        device: first of these devices.
-        op: op in which it waits.
+        device, op: first of these devices, and the op in which it waits.
         condition: text after the word "deadlock", such as " with link_credits 1".
     """
     more = [f"{len(waits) - _MAX_LISTED} more"] if len(waits) > _MAX_LISTED else []
@@ -81,7 +79,6 @@ def deadlock_at(
 
 
 def _unknown_op_error(timetable: Timetable, device: int, op: Op) -> ScheduleError:
-    """Return the error for an op whose kind, stage or micro-batch does not exist."""
     kinds = timetable.placement.kinds
     if op.kind not in kinds:
         problem = f"the kinds are {', '.join(kinds)}."
@@ -99,7 +96,6 @@ def _wrong_device_error(timetable: Timetable, device: int, op: Op) -> ScheduleEr
 
 
 def _swap_hint(timetable: Timetable) -> str:
-    """Return a hint if swapped arguments of Op would explain every op, else an empty string."""
     placement, pipes = timetable.placement, timetable.dependencies.pipes
     fits = all(
         0 <= op.micro_batch < placement.stages

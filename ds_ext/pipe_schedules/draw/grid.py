@@ -92,7 +92,7 @@ def _collective_lines(simulation: Simulation, device: int, scale: float) -> list
 
 
 def in_lanes(spans: Iterable[tuple[Number, Number, T]]) -> list[list[tuple[Number, Number, T]]]:
-    """Return the (start, end, value) in as few rows as they need not to overlap."""
+    """Return the (start, end, value) spans in as few rows as possible without overlaps."""
     lanes: list[list[tuple[Number, Number, T]]] = []
     for span in sorted(spans, key=lambda span: span[0]):
         lane = next((lane for lane in lanes if lane[-1][1] <= span[0]), None)

@@ -10,8 +10,7 @@ _AROUND = 6  # steps on each side of an arrow
 def order_grid(timetable: Timetable, *, device: int | None = None, step: int | None = None) -> str:
     """Return the device x step grid; with ``step``, only a window around one op, marked with an arrow.
 
-    Args:
-        device, step: position of the arrow, ``timetable.orders[device][step]``; without ``step``, the end of the row.
+    The arrow is at ``timetable.orders[device][step]``; without ``step``, at the end of the row.
     """
     length = max((len(order) for order in timetable.orders), default=0)
     first, last = 0, length

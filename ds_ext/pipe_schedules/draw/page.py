@@ -82,9 +82,6 @@ def html(
         rows: names of the rows of every timetable; by default ``device 0``, ``device 1`` and so on.
         title: heading of the page; None: no heading, and the names of the schedules as the title of the window.
         unit: unit of times, such as ``ms``; empty: a forward.
-
-    Raises:
-        ScheduleError: there are no timetables.
     """
     if not simulations:
         raise ScheduleError("page: needs at least 1 timetable (got 0).")
@@ -100,12 +97,8 @@ def document(
 ) -> str:
     """Return a page whose script draws the timetables of its :func:`sections`.
 
-    Args:
-        title: title of the window.
-        body: HTML of the page.
-        drawn: data of the timetables, from :func:`plots`, in the order of their sections.
-        css: additional style sheet.
-        script: additional script, which runs after the timetables are drawn.
+    ``drawn`` are their data, from :func:`plots`, in the same order. ``title`` is that of the window. ``script`` runs
+    after the timetables are drawn.
     """
     return "\n".join(
         (
@@ -122,7 +115,6 @@ def document(
 
 
 def _drawing(drawn: Sequence[Plot]) -> Iterator[str]:
-    """Yield the data of the timetables, the script that draws them, and the elements that it fills."""
     yield f'<footer>{_HINT}</footer>\n<div id="tip" role="tooltip" hidden></div>'
     yield '<p id="said" class="unseen" aria-live="polite"></p>'
     yield "<noscript>The timetables are drawn by a script, which this browser does not run.</noscript>"
@@ -132,7 +124,6 @@ def _drawing(drawn: Sequence[Plot]) -> Iterator[str]:
 
 
 def tools(simulations: Sequence[Simulation], marks: Sequence[Sequence[Sequence[Mark]]] = ()) -> str:
-    """Return the legend of the timetables and the buttons that zoom."""
     return f'<ul class="legend" aria-label="Legend">{_legend(simulations, marks)}</ul>\n{_buttons()}'
 
 
@@ -149,7 +140,7 @@ def plots(
     rows: Sequence[Sequence[str]] = (),
     unit: str = "",
 ) -> list[Plot]:
-    """Return the data of the timetables that page.js reads; see :func:`_plot`. Arguments as for :func:`html`."""
+    """Return the data that page.js reads; see :func:`_plot`. Arguments as for :func:`html`."""
     drawn = [_plot(simulation, axis, unit) for simulation in simulations]
     for number, (plot, simulation) in enumerate(zip(drawn, simulations, strict=True)):
         plot["marks"] = _intervals(simulation, marks[number] if marks else ())
@@ -238,7 +229,6 @@ def _section(number: int, simulation: Simulation, unit: str) -> str:
 
 
 def table_html(table: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> Iterator[str]:
-    """Yield a table with its header, and a paragraph for every note."""
     if table:
         head, *rows = table
         yield "<table>\n<thead><tr>" + "".join(f'<th scope="col">{escape(c)}</th>' for c in head)
@@ -281,7 +271,6 @@ def _plot(simulation: Simulation, axis: str | None, unit: str) -> Plot:
 
 
 def _words(spans: Sequence[tuple[Op, float, float]], slices: int) -> list[Word]:
-    """Return the waits and ops of a device as words."""
     words: list[Word] = []
     previous = {kind: (0, 0, 0) for kind in DRAWN}  # stage, micro-batch and slice
     now = 0.0
@@ -310,6 +299,5 @@ def _packed(number: int) -> str:
 
 
 def _number(value: float) -> float | int:
-    """Return ``value`` rounded to nine digits, as an integer if it is whole."""
     rounded = float(f"{value:.9g}")
     return int(rounded) if rounded.is_integer() else rounded

@@ -89,7 +89,7 @@ def _collectives(simulation: Simulation) -> Iterator[Event]:
 
 
 def _arrows(simulation: Simulation) -> Iterator[Event]:
-    """Yield a flow from sender to receiver for every message: from the end of one op to the start of the other."""
+    """Yield a flow for every message: from the end of the sender's op to the start of the receiver's."""
     times = {op: (start, end) for spans in simulation.spans for op, start, end in spans}
     number = 0
     for device, spans in enumerate(simulation.spans):

@@ -101,7 +101,6 @@ _MOST_SHADES = 8
 
 
 def shades(slices: int) -> int:
-    """Return the number of shades of a kind: one per slice, or fewer if there are many slices."""
     return min(slices, _MOST_SHADES)
 
 
@@ -116,7 +115,6 @@ def color_class(op: Op, timetable: Timetable) -> str:
 
 
 def heading(timetable: Timetable) -> str:
-    """Return the sizes of a timetable, such as ``4 devices, 8 micro-batches``."""
     placement, n = timetable.placement, timetable.micro_batches
     stages = f"{placement.stages} stages on " if placement.forward_devices else ""
     devices = f"{placement.num_devices} device{'s' * (placement.num_devices != 1)}"
@@ -125,7 +123,6 @@ def heading(timetable: Timetable) -> str:
 
 
 def numbers(simulation: Simulation, unit: str = "") -> list[tuple[str, str]]:
-    """Return (name, value) of makespan, ideal, bubble and peak activations, with the unit of times."""
     peaks = [f"{peak:g}" for peak in simulation.peak_activations]
     if len(peaks) > _MAX_LISTED:
         peaks = [f"{min(simulation.peak_activations):g} to {max(simulation.peak_activations):g}"]
@@ -181,13 +178,11 @@ def axis_title(simulation: Simulation) -> str:
 
 
 def kinds_of(timetable: Timetable) -> list[str]:
-    """Return the kinds of ops in the timetable, in the order of the palette."""
     kinds = {op.kind for order in timetable.orders for op in order}
     return [kind for kind in DRAWN if kind in kinds]
 
 
 def slices_text(slices: int) -> str:
-    """Return the legend of the shades."""
     return f"slices 0 to {slices - 1}"
 
 
@@ -273,7 +268,6 @@ def svg(*simulations: Simulation, axis: str | None = None, unit: str = "") -> st
 
 
 def _style(counts: Collection[int]) -> str:
-    """Return the style sheet: fonts, then the colors of both themes, with these numbers of shades."""
     return (
         f"<style>text{{font:11px {_FONT}}}.name{{font-size:17px;font-weight:600}}.sizes{{font-size:13px;"
         f"font-weight:400}}.c{{text-anchor:middle}}.e{{text-anchor:end}}.hatch,.grid,.mark{{fill:none}}"
@@ -282,7 +276,6 @@ def _style(counts: Collection[int]) -> str:
 
 
 def _colors(theme: Theme, counts: Collection[int]) -> str:
-    """Return the rules of a theme: selector -> property and color."""
     rules = {
         ".paper": f"fill:{theme.paper}",
         "text,.text": f"fill:{theme.text}",

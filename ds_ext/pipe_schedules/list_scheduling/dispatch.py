@@ -25,7 +25,7 @@ _TOLERANCE = 1e-12  # relative; sums of the same times in a different order diff
 
 
 class _Device:
-    """Live activations of a device and its ready backwards for the weights; base class of both policies."""
+    """Live activations of a device and its ready backwards for the weights; base class of the policies."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -33,14 +33,12 @@ class _Device:
         self.weights: deque[Op] = deque()
 
     def mark_done(self, op: Op) -> None:
-        """Count the live activations."""
         if op.kind == FORWARD:
             self.live += 1
         elif op.kind != BACKWARD_INPUT:
             self.live -= 1
 
     def _take_weight(self) -> Op | None:
-        """Return the oldest ready backward for the weights; None if no such op is ready."""
         return self.weights.popleft() if self.weights else None
 
 
@@ -58,7 +56,6 @@ class EarliestDueDate(_Device):
         self.backwards: list[tuple[_Priority, Op]] = []
 
     def add_ready(self, op: Op) -> None:
-        """Record that all inputs of ``op`` have arrived."""
         if op.kind == BACKWARD_WEIGHT:
             self.weights.append(op)
             return
@@ -68,7 +65,6 @@ class EarliestDueDate(_Device):
         heappush(ready, ((due, op.kind, op.stage, op.micro_batch), op))
 
     def choose(self) -> Op | None:
-        """Return the op to compute now, or None to wait."""
         forwards, backwards = self.forwards, self.backwards
         if forwards and (not backwards or forwards[0] < backwards[0]):
             if self.live < self.capacity:
@@ -87,14 +83,12 @@ class FillIdleTime(_Device):
         self.ready: set[Op] = set()
 
     def add_ready(self, op: Op) -> None:
-        """Record that all inputs of ``op`` have arrived."""
         if op.kind == BACKWARD_WEIGHT:
             self.weights.append(op)
         else:
             self.ready.add(op)
 
     def choose(self) -> Op | None:
-        """Return the op to compute now, or None to wait."""
         if not self.order or self.order[0] not in self.ready or self._is_full(self.order[0]):
             return self._take_weight()
         self.ready.remove(self.order[0])
@@ -129,7 +123,6 @@ class BackwardsFirst(_Device):
         self.may_enter = [in_flight] * len(first)
 
     def add_ready(self, op: Op) -> None:
-        """Record that all inputs of ``op`` have arrived."""
         kind, m, stage, j = op
         position = self.positions[m]
         if kind == BACKWARD_WEIGHT:
@@ -142,7 +135,6 @@ class BackwardsFirst(_Device):
             heappush(self.entries[self.pipes[m]], ((position, j), op))
 
     def choose(self) -> Op | None:
-        """Return the op to compute now, or None to wait."""
         if self.weights and self.live >= self.capacity:
             return self.weights.popleft()
         for ready in (self.backwards, self.forwards):
@@ -155,7 +147,6 @@ class BackwardsFirst(_Device):
         return self._take_weight()
 
     def mark_done(self, op: Op) -> None:
-        """Count the live activations and the slices in flight."""
         super().mark_done(op)
         if op.kind in (BACKWARD, BACKWARD_INPUT) and not op.stage:
             self.may_enter[self.pipes[op.micro_batch]] += 1
@@ -164,8 +155,7 @@ class BackwardsFirst(_Device):
 class CapacityAdmission:
     """Admission of micro-batches in the order of their entry times, while every device has capacity for their stages.
 
-    Args:
-        capacity: maximum number of stages of admitted micro-batches per device.
+    ``capacity`` is the maximum number of stages of admitted micro-batches per device.
     """
 
     def __init__(self, workload: Workload, entries: Sequence[float], capacity: int) -> None:
@@ -183,7 +173,6 @@ class CapacityAdmission:
         self._full_device: int | None = None
 
     def admit(self) -> Iterator[Op]:
-        """Yield the first ops of the micro-batches that may enter now."""
         while self.waiting:
             needs = self.needs[self.workload.pipes[self.waiting[0]]]
             for device, need in enumerate(needs):
@@ -194,7 +183,6 @@ class CapacityAdmission:
             yield from self.workload.dependencies.entries(self.waiting.popleft())
 
     def mark_done(self, device: int, op: Op) -> Iterator[Op]:
-        """Yield the first ops of the micro-batches that may enter after ``device`` has computed ``op``."""
         # A stage that lacks only its backward for the weights can be freed at any time, so it does not count.
         if op.kind in (BACKWARD, BACKWARD_INPUT):
             self.used[device] -= 1

@@ -45,14 +45,12 @@ class HeadFirst:
         self.weights: deque[Op] = deque()
 
     def add_ready(self, op: Op) -> None:
-        """Record that all inputs of ``op`` have arrived."""
         if op.stage < self.stages:
             self.ready.add(op)
         else:
             (self.weights if op.kind == BACKWARD_WEIGHT else self.head).append(op)
 
     def choose(self) -> Op | None:
-        """Return the op to compute now, or None to wait."""
         if self.head:
             return self.head.popleft()
         op = self.order[0] if self.order else None

@@ -46,7 +46,7 @@ class _Guess:
 
 @contextmanager
 def brief_search() -> Iterator[None]:
-    """Let searches end after their first guesses: their orders are no shorter, and need hardly more memory."""
+    """End searches after their first guesses. The orders are no shorter, and need hardly more memory."""
     token = _is_brief.set(True)
     try:
         yield
@@ -55,7 +55,6 @@ def brief_search() -> Iterator[None]:
 
 
 def _max_ops() -> int:
-    """Return the maximum of ops in the runs of a search after its first guess."""
     return 0 if _is_brief.get() else _MAX_OPS
 
 
@@ -71,15 +70,8 @@ def plan(
 ) -> Orders:
     """Return the shortest orders found. Ties go to the orders least sensitive to message latency.
 
-    Args:
-        schedule: name of the schedule, for errors.
-        split: True to split backwards.
-        max_activations: limit on live activations per device; the unit is what 1/D of the model keeps for one
-            micro-batch.
-        slices: parts of the sequence of every micro-batch.
-
-    Raises:
-        ScheduleError: the limit is too low for one micro-batch.
+    ``schedule`` is a name for errors. ``max_activations`` limits the live activations per device; the unit is what 1/D
+    of the model keeps for one micro-batch.
     """
     workload = Workload(placement, micro_batches, costs, split, slices=slices)
     unit = placement.num_devices / placement.stages / slices  # activations of a slice of one stage
@@ -110,7 +102,7 @@ def plan(
 def _plan_slices(workload: Workload, capacity: int, best: Run) -> Run:
     """Return the shortest run found with at most ``capacity`` live slices of stages, preferably with fewer of them.
 
-    ``best`` is one that fits.
+    ``best`` is a run that fits.
     """
     placement, slices = workload.placement, workload.slices
     filled = (
@@ -141,15 +133,12 @@ def _slice_guesses(workload: Workload, filled: float, capacity: int) -> Iterator
 
 
 class _Guesses:
-    """Guesses of a search: evenly spaced entries first, then random changes of the best guess.
+    """Guesses of a search: ``best`` if it is known, evenly spaced entries, then random changes of the best guess.
 
-    Attributes:
-        best: best guess so far, which the search sets.
-        count: number of guesses returned.
+    The search sets the attribute ``best`` to the best guess so far.
     """
 
     def __init__(self, workload: Workload, limits: list[int], best: _Guess | None = None) -> None:
-        """Start with ``best`` if it is known."""
         even_guesses = list(_even_guesses(workload, limits))
         self._workload = workload
         self._limits = limits
@@ -159,7 +148,6 @@ class _Guesses:
         self.count = 0
 
     def take(self) -> _Guess:
-        """Return the next guess."""
         self.count += 1
         if self.count <= len(self._planned):
             return self._planned[self.count - 1]
@@ -167,7 +155,6 @@ class _Guesses:
 
 
 def _search(workload: Workload, capacity: int, limits: list[int]) -> tuple[Run, _Guess]:
-    """Return the shortest run, and the best guess."""
     target = lower_bound(workload) * (1 + _SLACK)
     guesses = _Guesses(workload, limits)
     best = _tick_rule_run(workload, capacity)

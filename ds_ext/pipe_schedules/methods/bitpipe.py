@@ -50,10 +50,7 @@ from ..registry import planned_schedule
 def bitpipe(
     placement: Placement, micro_batches: int, costs: Costs, mode: str, max_activations: float, slices: int
 ) -> Orders:
-    """Two V-shaped pipes in opposite directions: bubble (D-2)/(3N+D-2) at N = D, twice the weights.
-
-    Raises ScheduleError if mode "unit" does not support N, slices or an option.
-    """
+    """Two V-shaped pipes in opposite directions: bubble (D-2)/(3N+D-2) at N = D, twice the weights."""
     if mode == "greedy":
         most = max_activations or 1.5 * placement.num_devices
         return plan(

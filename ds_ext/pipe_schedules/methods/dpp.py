@@ -56,14 +56,7 @@ def _place(num_devices: int, placement: str, chunks: int) -> Placement:
 
 
 def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]) -> DynamicRules:
-    """Return the rules of a step.
-
-    Args:
-        options: all options of the schedule.
-
-    Raises:
-        ScheduleError: an option has no effect, or a limit is too low for one micro-batch in every pipe.
-    """
+    """Return the rules of a step; ``options`` contains all options of the schedule."""
     if options["placement"] != "interleaved" and options["chunks"] != _OPTIONS["chunks"].default:
         raise ScheduleError(
             f"dpp: chunks needs placement interleaved (got {options['chunks']} with placement "
@@ -89,7 +82,7 @@ def make_rules(placed: Placement, micro_batches: int, options: Mapping[str, Any]
 def _max_live(
     placed: Placement, in_flight: tuple[int, ...], max_activations: float | None
 ) -> tuple[int, ...]:
-    """Return the maximum of (stage, micro-batch) pairs per device. Raises ScheduleError if below one per stage.
+    """Return the maximum of (stage, micro-batch) pairs per device.
 
     Args:
         in_flight: maximum number of micro-batches in flight, per pipe.

@@ -22,10 +22,7 @@ from ..registry import schedule
 
 @schedule("dualpipev", place=v)
 def dualpipev(device: int, num_devices: int, micro_batches: int) -> Iterator[Op]:
-    """A V-shaped pipe of paired forwards and backwards: D + 1/2 activations; for comparison.
-
-    Raises ScheduleError for fewer than 2D micro-batches.
-    """
+    """A V-shaped pipe of paired forwards and backwards: D + 1/2 activations; for comparison."""
     if micro_batches < 2 * num_devices:
         raise ScheduleError(
             f"dualpipev: micro_batches must be at least 2D = {2 * num_devices} (got {micro_batches})."

@@ -44,7 +44,7 @@ _OPTIONS = {
 def disaggregated(
     num_devices: int, backward_per_forward: int, merge_forward_tensor_parallel: int, forward_slowdown: float
 ) -> Placement:
-    """Return P stages on P forward devices and k x P backward devices. Raises ScheduleError for one stage."""
+    """Return P stages on P forward devices and k x P backward devices."""
     if num_devices < 2:
         raise ScheduleError(f"fbd: pipeline_parallel_size must be at least 2 (got {num_devices}).")
     columns = 1 + backward_per_forward
@@ -63,10 +63,7 @@ def fbd(
     backward: str,
     **placement_options: object,
 ) -> Iterator[Op]:
-    """Forwards and backwards on separate devices; backward devices repeat the forwards.
-
-    Raises ScheduleError if N is not a multiple of ``backward_per_forward``.
-    """
+    """Forwards and backwards on separate devices; backward devices repeat the forwards."""
     pipes = backward_per_forward
     per_pipe, remainder = divmod(micro_batches, pipes)
     if remainder or not per_pipe:

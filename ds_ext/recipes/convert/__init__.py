@@ -20,7 +20,6 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the subcommand ``convert``."""
     parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
@@ -69,12 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit code 0.
-
-    Raises:
-        ConfigError: if the flags contradict each other, or if a file cannot be read, converted or written.
-        CheckpointError: if the checkpoint is damaged.
-    """
     from ...errors import ConfigError
 
     only_to = ("tokenizer", "hf_model", "num_attention_heads", "dtype", "max_shard_gb")

@@ -46,7 +46,7 @@ class CheckpointWeights:
         return CheckpointReader(self._checkpoint, self._manifest, tensor_rank=0)
 
     def read(self, name: str) -> Tensor:
-        """Return a full weight by its name in ds_ext, joined from the shards of all ranks. Raises CheckpointError."""
+        """Return a full weight by its name in ds_ext, joined from the shards of all ranks."""
         # A shape without shards makes the reader join all shards and omit padding.
         shape = self.shapes[name]
         layer, _, key = name.partition(".")
@@ -56,7 +56,6 @@ class CheckpointWeights:
 
 
 def open_source(source: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the checkpoint to convert and its manifest. Raises ConfigError without a checkpoint."""
     if (source / MANIFEST).is_file():
         named = source if source.name else source.absolute()
         return open_checkpoint(named.parent, named.name)
@@ -70,7 +69,7 @@ def open_source(source: Path) -> tuple[Path, dict[str, Any]]:
 
 @contextmanager
 def new_folder(output: Path) -> Iterator[Path]:
-    """Create a temporary folder, renamed to ``output`` on success. Raises ConfigError."""
+    """Create a temporary folder, renamed to ``output`` on success."""
     if output.exists() and not (output.is_dir() and not any(output.iterdir())):
         raise ConfigError(f"OUTPUT: already exists (got {output}). Use a new folder.")
     folder = output.absolute().parent / f".{output.absolute().name}.tmp-{secrets.token_hex(4)}"
@@ -94,10 +93,8 @@ def write_shards(
     """Write weights to files of at most ``limit_bytes``, or of one larger weight, and an index of several files.
 
     Args:
-        folder: folder of the files.
         sizes: bytes of the weights by name, in order.
         read: function of a name; returns its tensors by their names in the file.
-        write: function that writes a file.
 
     Returns the number of files.
     """
@@ -122,5 +119,4 @@ def write_shards(
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file."""
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -26,7 +26,7 @@ def write_decoder_folder(
 ) -> str:
     """Write the model of a folder with the weights of a checkpoint, and all other files of the folder.
 
-    Weights that the checkpoint lacks, such as frozen ones that were not saved, are those of the folder. Adapters of
+    Weights that the checkpoint lacks, such as unsaved frozen ones, are those of the folder. Adapters of
     ``train_gpt.py`` are merged. The whole model is in memory.
 
     Args:
@@ -34,14 +34,8 @@ def write_decoder_folder(
         output: new folder.
         model: folder that was trained.
         shard_bytes: maximum size of a file.
-        dtype: dtype of the weights in the files.
 
-    Returns:
-        Summary for the user.
-
-    Raises:
-        ConfigError: the checkpoint has adapters of another script or belongs to another model, or ``output`` exists.
-        CheckpointError: the checkpoint is damaged.
+    Returns a summary for the user.
     """
     checkpoint, manifest = open_source(source)
     weights, state = CheckpointWeights(checkpoint, manifest), read_plain(checkpoint / STATE_FILE)

@@ -27,14 +27,12 @@ _LAYER_FILE = re.compile(r"layer_(\d+)(-model_00)?-model_states\.pt")  # the fir
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the subcommand ``export``."""
     source = "folder of checkpoints, of which the latest is exported, or one checkpoint"
     parser.add_argument("source", type=Path, metavar="SOURCE", help=source)
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="new folder")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command and return the exit code 0. Raises the errors of :func:`export`."""
     print(export(args.source, args.output))
     return 0
 
@@ -47,12 +45,7 @@ def export(source: Path, output: Path, shard_bytes: int = round(SHARD_GB * 1e9))
         output: new folder.
         shard_bytes: maximum size of a file, unless a single weight is larger.
 
-    Returns:
-        Summary for the user.
-
-    Raises:
-        ConfigError: if there is no checkpoint, or ``output`` exists or cannot be written.
-        CheckpointError: if the checkpoint is damaged.
+    Returns a summary for the user.
     """
     checkpoint, manifest = open_source(source)
     check_contents(checkpoint, manifest)
@@ -109,7 +102,6 @@ def _read_layers(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Any
 
 
 def _is_known(checkpoint: Path, weights: CheckpointWeights) -> bool:
-    """Return whether ``convert`` converts the model of a checkpoint."""
     try:
         find_model(checkpoint, weights.shapes, read_plain(checkpoint / STATE_FILE), None)
     except ConfigError:

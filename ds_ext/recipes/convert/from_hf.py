@@ -41,16 +41,8 @@ _ENGINE_STATE: Mapping[str, Any] = {
 def write_checkpoint(source: Path, output: Path) -> str:
     """Write the weights of a Hugging Face model as a checkpoint in fp32.
 
-    Args:
-        source: local folder with config.json and safetensors.
-        output: folder for the checkpoint; must not contain checkpoints yet.
-
-    Returns:
-        Summary for the user, with the command that trains from the checkpoint.
-
-    Raises:
-        ConfigError: if the architecture is not supported, weights are missing or have wrong shapes, or a file cannot be
-            read or written.
+    ``output`` must not contain checkpoints. Returns a summary for the user, with the command that trains from the
+    checkpoint.
     """
     model = HuggingFaceModel(source)
     config = model.config
@@ -81,7 +73,7 @@ def write_checkpoint(source: Path, output: Path) -> str:
 
 
 def _write(output: Path, model: HuggingFaceModel, state: Mapping[str, Any]) -> Path:
-    """Write the checkpoint of one rank before its first step, without optimizer states. Returns its folder.
+    """Write the checkpoint of one rank before its first step, without optimizer states, and return its folder.
 
     ``state`` is the state of the training script.
     """
@@ -122,7 +114,6 @@ def _manifest(model: HuggingFaceModel, files: Mapping[str, Any]) -> dict[str, An
 
 
 def _engine_name(weight: Counterpart, tied: bool) -> str:
-    """Return a weight's name in the engine. A tied layer 0 is named after its tie."""
     return f"tied_modules.embed.{weight.key}" if tied and weight.layer == 0 else weight.name
 
 
@@ -144,7 +135,6 @@ def _record(weight: Counterpart) -> dict[str, Any]:
 def _next_commands(
     config: TransformerConfig, source: Path, output: Path, tokenizer: tuple[Path, Tokenizer] | None
 ) -> str:
-    """Return the command that prepares data, and the one that trains from the checkpoint."""
     is_bert = isinstance(config, BertConfig)
     flags: dict[str, Any] = {"--load": output}
     if is_bert or is_gpt2(config):

@@ -17,15 +17,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def config_of_folder(folder: Path, weights: Sequence[str] = ()) -> TransformerConfig:
-    """Return the config for the ``config.json`` of a folder.
-
-    Args:
-        folder: local folder of the model.
-        weights: names of the model's weights, which show the heads of a BERT.
-
-    Raises:
-        ConfigError: if the file is missing, or the architecture is not supported.
-    """
+    """Return the config of a model. The names of the ``weights`` show the heads of a BERT."""
     values = read_config(folder)
     try:
         return from_json(values, weights)
@@ -34,7 +26,6 @@ def config_of_folder(folder: Path, weights: Sequence[str] = ()) -> TransformerCo
 
 
 def has_own_layers(folder: Path) -> bool:
-    """Return whether ds_ext has the layers of a model. Raises ConfigError if ``config.json`` is missing or damaged."""
     values = read_config(folder)
     try:
         from_json(values, ())
@@ -44,19 +35,9 @@ def has_own_layers(folder: Path) -> bool:
 
 
 class HuggingFaceModel:
-    """Model of a folder, whose weights are read in parts.
+    """Model of a local folder with config.json and safetensors. Its weights are read in parts.
 
-    Args:
-        path: local folder with config.json and safetensors.
-
-    Attributes:
-        folder: files of the model.
-        config: config of ds_ext for the model.
-        weights: name in ds_ext -> weight.
-
-    Raises:
-        ConfigError: if the architecture is not supported, a file is missing or damaged, or the weights do not fit
-            config.json.
+    ``weights`` is name in ds_ext -> weight.
     """
 
     def __init__(self, path: Path) -> None:
@@ -89,7 +70,6 @@ class HuggingFaceModel:
         return len(weight.hf_names) * self.config.head_size if len(weight.hf_names) > 1 else 1
 
     def describe(self) -> str:
-        """Return the architecture, and the number and dtype of the weights."""
         names = (name for weight in self.weights.values() for name in weight.hf_names)
         return self.folder.describe([self._file_names[name] for name in names])
 
@@ -102,7 +82,6 @@ class HuggingFaceModel:
         return {current: name for name, current in current_names.items() if current is not None}
 
     def _check_weights(self) -> None:
-        """Raise ConfigError for missing, unknown, misshapen or quantized weights."""
         folder, files = self.folder, self._file_names
         model_shapes: dict[str, tuple[int, ...]] = {}
         for weight in self.weights.values():

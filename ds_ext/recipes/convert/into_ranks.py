@@ -24,15 +24,7 @@ _BLOCK_ELEMENTS = 1 << 21  # 8 MiB in fp32
 
 
 def load_into_ranks(engine: PipelineEngine, model: HuggingFaceModel) -> None:
-    """Set the weights of this rank, and its master weights. All ranks must call this together.
-
-    Args:
-        engine: initialized engine.
-        model: model in the folder.
-
-    Raises:
-        ConfigError: the engine trains a different model.
-    """
+    """Set the weights of this rank, and its master weights. All ranks must call this together."""
     state = RankState(engine)
     tensor_rank = engine.mpu.get_slice_parallel_rank()
     with torch.no_grad():
@@ -93,5 +85,4 @@ def _row_blocks(
 
 
 def _columns(rows: Tensor, shape: Shape, shard: int) -> Tensor:
-    """Return a shard's columns of full rows."""
     return rows.narrow(1, shard * shape.shard[1], shape.shard[1]) if shape.dim == 1 else rows

@@ -40,14 +40,8 @@ def write_hf_folder(
         tokenizer: file or folder of the model's tokenizer; None: search the folder of the training data.
         heads: number of attention heads, for a checkpoint that does not contain it.
         shard_bytes: maximum size of a file, unless a single weight is larger.
-        dtype: dtype of the weights in the files.
 
-    Returns:
-        Summary for the user.
-
-    Raises:
-        ConfigError: if the model is not a GPT or BERT of ds_ext, a file or package is missing, or ``output`` exists.
-        CheckpointError: if the checkpoint is damaged.
+    Returns a summary for the user.
     """
     safetensors()  # report a missing package first
     checkpoint, manifest = open_source(source)
@@ -82,13 +76,9 @@ def write_hf_folder(
 def find_model(
     checkpoint: Path, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], heads: int | None
 ) -> tuple[TransformerConfig, list[Counterpart]]:
-    """Return the config and the weights of the GPT or BERT in a checkpoint. Raises ConfigError for another model.
+    """Return the config and the weights of the GPT or BERT in a checkpoint.
 
-    Args:
-        checkpoint: folder of the checkpoint, named in errors.
-        shapes: name in ds_ext -> shape of the full weight.
-        state: state that the training script saved.
-        heads: number of attention heads, for a checkpoint that does not contain it.
+    ``shapes`` is name in ds_ext -> shape of the full weight. ``heads`` is for a checkpoint without their number.
     """
     config = _make_config(checkpoint, shapes, state, heads)
     weights = counterparts(config)
@@ -99,11 +89,6 @@ def find_model(
 def _make_config(
     checkpoint: Path, shapes: Mapping[str, tuple[int, ...]], state: Mapping[str, Any], heads: int | None
 ) -> TransformerConfig:
-    """Return the config of the model, from the shapes of its weights and the state that the training script saved.
-
-    Raises:
-        ConfigError: it is not a GPT or BERT of ds_ext, or a field that the shapes do not show is missing or invalid.
-    """
     is_bert = "1.position_embeddings" in shapes
     model = state.get("model")
     fields = saved_fields(model) if isinstance(model, dict) else {}
@@ -141,7 +126,6 @@ def _make_config(
 
 
 def _num_heads(checkpoint: Path, saved_heads: int | None, flag_heads: int | None) -> int:
-    """Return the heads in the checkpoint, or else those of the flag. Raises ConfigError for none, or if they differ."""
     if saved_heads is None and flag_heads is None:
         raise ConfigError(
             f"--num-attention-heads: {checkpoint} does not contain the number of attention heads. Set this flag."
@@ -156,7 +140,6 @@ def _num_heads(checkpoint: Path, saved_heads: int | None, flag_heads: int | None
 def _check_shapes(
     checkpoint: Path, weights: Sequence[Counterpart], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise ConfigError unless the checkpoint has exactly the weights of the model."""
     expected = {weight.name: weight.shape for weight in weights}
     for name in [*expected, *shapes]:
         if shapes.get(name) != expected.get(name):

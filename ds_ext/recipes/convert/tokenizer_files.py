@@ -20,7 +20,7 @@ ORIGIN = _GENERATION, _PATH = "generation", "tokenizer_path"  # keys of a checkp
 
 
 def origin_of(model: str | Path | None, tokenizer: str | Path | None) -> dict[str, Any]:
-    """Return what a checkpoint keeps for :mod:`.to_hf` of the folders of its model and of its tokenizer."""
+    """Return the part of the state of a checkpoint that :mod:`.to_hf` needs of the model and the tokenizer."""
     generation = {} if model is None else {_GENERATION: read_generation(Path(model))}
     return generation | ({_PATH: os.path.abspath(tokenizer)} if tokenizer else {})
 
@@ -31,9 +31,6 @@ def find_tokenizer(path: Path | None, state: Mapping[str, Any]) -> tuple[Tokeniz
     Args:
         path: file or folder of the tokenizer; None: search the folder of ``origin_of``, and that of the training data.
         state: state saved by the training script, with the tokenizer's fingerprint and the words of --data-path.
-
-    Raises:
-        ConfigError: if the tokenizer at ``path`` is a different one or cannot be read.
     """
     fingerprint = state.get("tokenizer")
     if path is not None:
@@ -59,11 +56,7 @@ def find_tokenizer(path: Path | None, state: Mapping[str, Any]) -> tuple[Tokeniz
 def find_generation(state: Mapping[str, Any], found: tuple[Tokenizer, Path] | None) -> dict[str, Any]:
     """Return the settings of :func:`.read_generation` for the model of a checkpoint.
 
-    Those of the model with which training began come first, then those in the folder of the tokenizer.
-
-    Args:
-        state: state saved by the training script.
-        found: tokenizer and its folder.
+    Settings of the model with which training began come first, then those in the folder of the tokenizer.
     """
     if _GENERATION in state or found is None:
         return state.get(_GENERATION, {CONFIG: {}, GENERATION: None})
@@ -81,10 +74,7 @@ def find_generation(state: Mapping[str, Any], found: tuple[Tokenizer, Path] | No
 def save_tokenizer(found: tuple[Tokenizer, Path] | None, folder: Path) -> str:
     """Write the tokenizer's files into ``folder`` and return a line for the summary.
 
-    Args:
-        found: tokenizer of the model, and its folder, whose files that only transformers reads are copied; None: write
-            nothing.
-        folder: folder of the converted model.
+    ``found`` is the tokenizer and its folder, whose files that only transformers reads are copied.
     """
     if found is None:
         return (

@@ -72,21 +72,15 @@ def build_bert_datasets(
     tokenizer: WordPieceTokenizer,
     options: BertOptions,
 ) -> tuple[BlendedDataset[Sample], BlendedDataset[Sample], BlendedDataset[Sample]]:
-    """Build train, valid and test datasets with ``num_samples`` samples each.
+    """Build train, valid and test datasets with ``num_samples`` samples each; 0 gives an empty dataset.
 
     Args:
         data_path: folder from ``python -m ds_ext prepare``, prefix of ``.bin/.idx`` files with one sequence per
             sentence, or a blend such as "0.3 a 0.7 b". A list of these words is accepted too.
         split: shares of the documents in file order, e.g. "969,30,1"; missing shares are 0.
         seq_length: tokens per sample.
-        num_samples: number of samples of each split; 0 gives an empty dataset.
         seed: seed of the sample order, the segments and the masks.
         tokenizer: result of :func:`bert_tokenizer`.
-        options: settings of the samples.
-
-    Raises:
-        ConfigError: megatron-core or a file is missing, a file is damaged, a weight or share is invalid, or a split
-            has no samples.
     """
     require_megatron()
     if options.mask_prob * (seq_length - FRAME_TOKENS) < 1:
@@ -107,12 +101,7 @@ def build_bert_datasets(
 
 
 def bert_tokenizer(data_path: str | Sequence[str], path: str | None = None) -> WordPieceTokenizer:
-    """Load the WordPiece tokenizer of the data from ``path``, by default from the data folder.
-
-    Raises:
-        ConfigError: there is no tokenizer, it is not WordPiece or does not match the data, or the data is not split
-            into sentences.
-    """
+    """Load the WordPiece tokenizer of the data from ``path``, by default from the data folder."""
     _, prefixes = parse_data_path(data_path)
     for prefix in prefixes:
         meta = read_meta([str(prefix)])
@@ -134,7 +123,6 @@ def bert_tokenizer(data_path: str | Sequence[str], path: str | None = None) -> W
 
 
 def _require_samples(split: BertSplit) -> None:
-    """Raise ConfigError unless at least one document of the split yields a sample."""
     needed = 2 if split.options.binary_head else 1
     counts = np.diff(split.borders)
     documents = np.repeat(np.arange(len(counts)), counts)

@@ -15,11 +15,7 @@ DEFAULT_SPLIT = "969,30,1"
 
 
 def parse_data_path(data_path: str | Sequence[str]) -> tuple[list[Fraction], list[Path]]:
-    """Return the weights (on any scale) and file prefixes in "a", "0.3 a 0.7 b", or a list of such words; none in [].
-
-    Raises:
-        ConfigError: the words are neither one path nor pairs of a positive weight and a path.
-    """
+    """Return the weights (on any scale) and file prefixes in "a", "0.3 a 0.7 b", or a list of these words."""
     words = [data_path] if isinstance(data_path, str) else list(data_path)
     if not words:
         return [], []
@@ -43,9 +39,7 @@ class BlendTable:
     After any n samples, a dataset with share w (of 1) has contributed w*n samples, with an error below one sample.
     This is the chairman assignment of Tijdeman (1980), computed in integers so that every machine gets the same order.
     The order repeats once all w*n are whole (for 0.3 and 0.7 after ten samples), so only one period is stored.
-
-    Attributes:
-        counts: number of samples from each dataset.
+    ``counts`` is the number of samples from each dataset.
     """
 
     def __init__(self, weights: Sequence[Fraction], num_samples: int) -> None:
@@ -117,7 +111,6 @@ def _is_path(word: str) -> bool:
 
 
 def _weight(word: str) -> Fraction | None:
-    """Return the exact value of a decimal such as 0.3; None unless it is a positive number."""
     try:
         weight = Fraction(word)
     except (ValueError, ZeroDivisionError):
@@ -126,10 +119,7 @@ def _weight(word: str) -> Fraction | None:
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Return the shares of train, valid and test, which sum to 1. Quotes around them are ignored, as in Megatron.
-
-    Raises ConfigError for an invalid ``split``.
-    """
+    """Return the shares of train, valid and test, which sum to 1. Quotes around them are ignored, as in Megatron."""
     try:
         shares = [float(word) for word in split.strip("'\"").replace("/", ",").split(",")]
     except ValueError:

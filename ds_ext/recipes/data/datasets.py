@@ -14,11 +14,7 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 
 
 class BlendedDataset(Dataset[Sample_co]):
-    """Samples of one split, interleaved from one or several files in the fixed order of ``BlendTable``.
-
-    Attributes:
-        parts: dataset of every file.
-    """
+    """Samples of one split, interleaved from one or several files in the fixed order of ``BlendTable``."""
 
     def __init__(self, parts: Sequence[Dataset[Sample_co]], table: BlendTable, num_samples: int) -> None:
         """Combine one dataset per file; each has at least the samples in ``table.counts``."""
@@ -44,15 +40,8 @@ def build_datasets(
 ) -> tuple[BlendedDataset[Sample_co], BlendedDataset[Sample_co], BlendedDataset[Sample_co]]:
     """Build train, valid and test datasets with ``num_samples`` samples each.
 
-    Args:
-        data_path: value of ``--data-path``.
-        split: value of ``--split``.
-        num_samples: number of samples of each split.
-        build_part: function that builds the dataset of one split of one file, from (file, documents, split name,
-            number of samples).
-
-    Raises:
-        ConfigError: a file is missing or damaged, or a weight or share is invalid.
+    ``build_part`` builds the dataset of one split of one file, from (file, documents, split name, number of
+    samples).
     """
     weights, prefixes = parse_data_path(data_path)
     shares = parse_split(split)

@@ -23,11 +23,8 @@ _SECTIONS = {"bfloat16": "bf16", "float16": "fp16"}
 def seq_length_of(meta: Mapping[str, Any], model: Mapping[str, Any]) -> int:
     """Return a length of samples, in tokens.
 
-    It truncates no conversation, unless the model has fewer positions or it would exceed ``MAX_SEQ_LENGTH``.
-
-    Args:
-        meta: content of meta.json.
-        model: content of config.json; empty: unknown.
+    It truncates no conversation, unless the model has fewer positions or it would exceed ``MAX_SEQ_LENGTH``. ``meta``
+    is the content of meta.json, ``model`` that of config.json (empty: unknown).
     """
     length = TEXT_SEQ_LENGTH
     if "longer_than" in meta:
@@ -43,11 +40,6 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
     """Write the JSON of each job into the folder of the data, and return the command of each.
 
     ``finetune.json`` trains all weights. ``lora.json``, for chat data, trains adapters.
-
-    Args:
-        model: folder of the model.
-        output: folder of the prepared data.
-        meta: content of its meta.json.
     """
     from ...hf.folder import read_config
     from ..convert.hf_model import has_own_layers
@@ -107,7 +99,6 @@ def _job(
     steps: int,
     train: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the JSON of a job in the precision of the model."""
     section = _SECTIONS.get(str(config.get("dtype") or config.get("torch_dtype")))
     return {
         "train_batch_size": BATCH,

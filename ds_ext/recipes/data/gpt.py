@@ -58,12 +58,7 @@ class GPTDataset(Dataset[Sample]):
         name: str = "train",
         options: DocumentOptions = WINDOWS_ONLY,
     ) -> None:
-        """Use consecutive ``documents`` of a file as the split ``name``; ``num_samples`` may exceed one epoch.
-
-        Raises:
-            ConfigError: a number is out of range, the split has too few tokens for one sample, or ``options`` do not
-                match the documents.
-        """
+        """Use consecutive ``documents`` of a file as the split ``name``; ``num_samples`` may exceed one epoch."""
         if seq_length < 1 or seed < 0:
             raise ConfigError(
                 f"seq_length and seed: must be at least 1 and 0 (got {seq_length} and {seed}). Use for "
@@ -91,10 +86,7 @@ class GPTDataset(Dataset[Sample]):
         return self._num_samples
 
     def __getitem__(self, index: int) -> Sample:
-        """Return (tokens_S, labels_S) or ((tokens_S, starts_S), labels_S), int64, of sample ``index``.
-
-        Raises IndexError outside 0..num_samples-1.
-        """
+        """Return (tokens_S, labels_S) or ((tokens_S, starts_S), labels_S), int64."""
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
         epoch_number, position = divmod(index, self.samples_per_epoch)
@@ -104,7 +96,6 @@ class GPTDataset(Dataset[Sample]):
         return self._options.sample(window[:-1], window[1:])
 
     def summary(self) -> str:
-        """Return one line on the samples."""
         return (
             f"{len(self._documents):,} documents, {self.num_tokens:,} tokens in {self.samples_per_epoch:,} samples of "
             f"{self.seq_length}; {len(self) / self.samples_per_epoch:.2f} epochs in {len(self)} samples"
@@ -122,7 +113,6 @@ class GPTDataset(Dataset[Sample]):
         return self._epochs[number]
 
     def _tokens(self, epoch: _Epoch, start: int, stop: int) -> NDArray[np.int64]:
-        """Return tokens start..stop-1 of the concatenated documents of an epoch."""
         first = int(np.searchsorted(epoch.starts, start, side="right")) - 1
         last = int(np.searchsorted(epoch.starts, stop, side="left"))
         pieces = []
@@ -141,20 +131,15 @@ def build_gpt_datasets(
     seed: int,
     options: DocumentOptions = WINDOWS_ONLY,
 ) -> tuple[BlendedDataset[Sample], BlendedDataset[Sample], BlendedDataset[Sample]]:
-    """Build train, valid and test datasets with ``num_samples`` samples each.
+    """Build train, valid and test datasets with ``num_samples`` samples each; 0 gives an empty dataset.
 
     Args:
         data_path: folder from ``python -m ds_ext prepare``, prefix of ``.bin/.idx`` files, or a blend such as
             "0.3 a 0.7 b". A list of these words is accepted too.
         split: shares of the documents in file order, e.g. "969,30,1"; missing shares are 0.
         seq_length: tokens per sample.
-        num_samples: number of samples of each split; 0 gives an empty dataset.
         seed: seed of the order of documents and samples.
         options: treatment of samples with several documents; chat data needs ``starts``.
-
-    Raises:
-        ConfigError: a file is missing or damaged, a weight or share is invalid, a split is too small for one sample,
-            or ``options`` do not match the data.
     """
 
     def build_part(
@@ -175,7 +160,6 @@ def build_gpt_datasets(
 
 
 def describe_data(dataset: object) -> list[str]:
-    """Return one line for each part of a blend: its samples and epochs."""
     parts = dataset.parts if isinstance(dataset, BlendedDataset) else ()
     return [
         f"{'chat' if isinstance(part, ChatDataset) else 'data'}      {part.summary()}"
@@ -191,7 +175,7 @@ def mean_tokens(dataset: object) -> float:
 
 
 def samples_per_epoch(dataset: object) -> int | None:
-    """Return the samples of an epoch of a dataset with one part; None for a blend, whose parts have other epochs."""
+    """Return None for a blend, whose parts have different epochs."""
     parts = dataset.parts if isinstance(dataset, BlendedDataset) else ()
     if len(parts) != 1 or not isinstance(parts[0], ChatDataset | GPTDataset):
         return None

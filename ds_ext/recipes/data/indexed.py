@@ -34,11 +34,6 @@ class IndexedTokens:
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        """Open ``prefix.bin`` and ``prefix.idx``.
-
-        Raises:
-            ConfigError: a file is missing, incomplete or in a different format.
-        """
         self.prefix = Path(prefix)
         require_files(self.prefix)
         data_path = Path(f"{self.prefix}.bin")
@@ -59,11 +54,10 @@ class IndexedTokens:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents."""
         return len(self.document_starts) - 1
 
     def document(self, index: int) -> NDArray[Any]:
-        """Return the tokens of document ``index`` as a view of the file."""
+        """Return the tokens of a document as a view of the file."""
         return self.tokens[self.document_starts[index] : self.document_starts[index + 1]]
 
 
@@ -83,7 +77,6 @@ class IndexedWriter:
         self._borders.append(len(self._lengths))
 
     def close(self) -> None:
-        """Complete both files."""
         self._file.close()
         lengths = np.array(self._lengths, np.int32)
         offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self._dtype.itemsize
@@ -95,14 +88,13 @@ class IndexedWriter:
 
 
 def require_files(prefix: Path) -> None:
-    """Raise ConfigError unless both files of the pair exist."""
     for path in (Path(f"{prefix}.bin"), Path(f"{prefix}.idx")):
         if not path.is_file():
             raise ConfigError(f"--data-path: no data file {path}. Run `{PREPARE_COMMAND} {prefix.parent}`.")
 
 
 def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64]]:
-    """Return token dtype, sequence lengths and document boundaries of an ``.idx`` file. Raises ConfigError."""
+    """Return token dtype, sequence lengths and document boundaries of an ``.idx`` file."""
     num_bytes = path.stat().st_size
     if num_bytes < HEADER.size:
         raise ConfigError(

@@ -37,9 +37,6 @@ class BertOptions:
         mask_prob: share of the tokens to predict. Of these, 80 % become [MASK] and 10 % become another word.
         short_seq_prob: share of the samples that are shorter than seq_length.
         binary_head: samples have two segments, swapped in half of the samples. Without it they have one segment.
-
-    Raises:
-        ConfigError: a probability is out of range.
     """
 
     mask_prob: float = 0.15
@@ -65,10 +62,7 @@ class BertSplit:
         indexed: file with one sequence per sentence.
         borders: first sentence of every document of the split, and the end of the last document.
         seq_length: tokens per sample.
-        seed: seed of the run.
-        name: name of the split, used in all seeds.
-        tokenizer: tokenizer of the data.
-        options: settings of the samples.
+        seed, name: seed of the run and name of the split, used in all seeds.
     """
 
     indexed: IndexedTokens
@@ -80,7 +74,7 @@ class BertSplit:
     options: BertOptions
 
     def derived_seed(self, *purpose: int) -> int:
-        """Return a seed for one purpose. It has 31 bits, the maximum that megatron-core accepts."""
+        """Return a seed of 31 bits, the maximum that megatron-core accepts."""
         generator = np.random.default_rng((self.seed, *self.name.encode(), *purpose))
         return int(generator.integers(1, 2**31 - 1))
 
@@ -158,7 +152,7 @@ def masked_dataset(split: BertSplit) -> Any:
 
 
 def require_megatron() -> None:
-    """Raise ConfigError unless a supported megatron-core is installed, without importing it (that takes seconds)."""
+    """Check the version without importing megatron-core, which takes seconds."""
     version = package_version("megatron-core") or "none"
     numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST_MEGATRON:

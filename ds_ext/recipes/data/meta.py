@@ -23,9 +23,6 @@ def read_meta(data_path: str | Sequence[str]) -> dict[str, Any] | None:
     unigram_entropy_nats, vocab_size, eod_id, tokenizer (file name), tokenizer_fingerprint, versions; for text also
     special_tokens (those in the text, with counts); for chat also without_assistant, without_assistant_lines (the first
     ones), assistant_tokens, longer_than, ignored_keys (rows by key), loss_mask (file name).
-
-    Raises:
-        ConfigError: a data file is missing, or ``meta.json`` is damaged.
     """
     _, prefixes = parse_data_path(data_path)
     for prefix in prefixes:
@@ -37,13 +34,11 @@ def read_meta(data_path: str | Sequence[str]) -> dict[str, Any] | None:
 
 
 def loss_mask_prefix(prefix: Path) -> Path | None:
-    """Return the prefix of the loss mask of chat data; None for other data."""
     meta = _read_one(prefix)
     return None if meta is None or "loss_mask" not in meta else prefix.parent / meta["loss_mask"]
 
 
 def has_chat(data_path: str | Sequence[str]) -> bool:
-    """Return whether the data, or a part of a blend, is chat data."""
     _, prefixes = parse_data_path(data_path)
     return any(loss_mask_prefix(prefix) is not None for prefix in prefixes)
 
@@ -65,7 +60,6 @@ def check_tokenizer(data_path: str | Sequence[str], tokenizer: Tokenizer) -> Non
 
 
 def check_one_tokenizer(data_path: str | Sequence[str]) -> None:
-    """Raise ConfigError if the parts of a blend were made with different tokenizers."""
     _, prefixes = parse_data_path(data_path)
     metas = [(prefix, meta) for prefix in prefixes if (meta := _read_one(prefix)) is not None]
     for prefix, meta in metas[1:]:
@@ -78,7 +72,6 @@ def check_one_tokenizer(data_path: str | Sequence[str]) -> None:
 
 
 def check_vocab_size(data_path: str | Sequence[str], vocab_size: int) -> None:
-    """Raise ConfigError if the data contains a token id outside a vocabulary of ``vocab_size`` tokens."""
     _, prefixes = parse_data_path(data_path)
     for prefix in prefixes:
         meta = _read_one(prefix)

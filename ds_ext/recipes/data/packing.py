@@ -37,7 +37,6 @@ class DocumentOptions:
     packs: bool = True
 
     def sample(self, tokens_S: torch.Tensor, labels_S: torch.Tensor) -> Sample:
-        """Return (tokens_S, labels_S), or ((tokens_S, starts_S), labels_S) with ``starts``."""
         if self.eod_id is None:
             return tokens_S, labels_S
         if self.eod_mask_loss:
@@ -71,8 +70,8 @@ class DocumentOptions:
 def document_starts(tokens_S: torch.Tensor, eod_id: int) -> torch.Tensor:
     """Return the index within the sample of the first token of every token's document, int64.
 
-    A document ends with its end-of-document token, as in Megatron's ``_get_ltor_masks_and_position_ids``. The document
-    that the sample's begin cuts starts at 0.
+    A document ends with its end-of-document token, as in Megatron's ``_get_ltor_masks_and_position_ids``. A document
+    that began before the sample starts at 0.
     """
     after_S = torch.arange(1, len(tokens_S) + 1)
     starts_S = torch.zeros(len(tokens_S), dtype=torch.int64)
@@ -81,14 +80,10 @@ def document_starts(tokens_S: torch.Tensor, eod_id: int) -> torch.Tensor:
 
 
 def pack_best_fit(lengths: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
-    """Return the sample, 0.., of every document.
+    """Return the sample, 0.., of every document. No length may exceed ``capacity``.
 
     A document goes into the open sample with the least sufficient space, or else into a new one. At most
     ``OPEN_SAMPLES`` samples are open; beyond that, the fullest is closed.
-
-    Args:
-        lengths: length of every document, at most ``capacity``.
-        capacity: length of a sample.
     """
     samples = np.empty(len(lengths), dtype=np.int64)
     open_samples: list[tuple[int, int]] = []  # (space, sample), ascending

@@ -56,7 +56,6 @@ VERSIONED_PACKAGES = ("ds_ext", "tokenizers", "sentencepiece", "numpy", "torch")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the subcommand ``prepare``."""
     parser.add_argument(
         "--source",
         "--input",
@@ -122,12 +121,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prepare the data, unless the folder already contains the same data. Return exit code 0.
-
-    Raises:
-        ConfigError: the source, the tokenizer or a package is missing, or the folder contains different data and
-            --force is not set.
-    """
     from .blend import DEFAULT_SPLIT, parse_split, split_documents
 
     _take_megatrons_flags(args)
@@ -165,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def command_lines(words: Sequence[str]) -> str:
-    """Return the words as a command for a shell, of lines with at most 120 columns that start at column 6."""
+    """Return a command for a shell, in lines with at most 120 columns that start at column 6."""
     words = [shlex.quote(word) for word in words]
     lines = [words[0]]
     for word, value in zip(words[1:], [*words[2:], ""], strict=True):
@@ -177,7 +170,6 @@ def command_lines(words: Sequence[str]) -> str:
 
 
 def _output_folder(args: argparse.Namespace, is_bert: bool) -> Path:
-    """Return the output folder, by default named after the source. Raises ConfigError if it is inside the source."""
     source = Path(args.source).resolve()
     output: Path = args.output or Path("data") / (source.stem + ("_bert" if is_bert else ""))
     if source.is_dir() and output.resolve().is_relative_to(source):
@@ -188,7 +180,6 @@ def _output_folder(args: argparse.Namespace, is_bert: bool) -> Path:
 
 
 def _print_summary(meta: dict[str, Any]) -> None:
-    """Print the counts of meta.json."""
     if "loss_mask" in meta:
         from .chat.files import summary
 
@@ -207,7 +198,6 @@ def _print_summary(meta: dict[str, Any]) -> None:
 
 
 def _take_megatrons_flags(args: argparse.Namespace) -> None:
-    """Replace Megatron's flags by those of this command. Raises ConfigError."""
     if len(args.json_key) > 1:
         raise ConfigError(
             f"--json-keys: the text has one key (got {' '.join(args.json_key)}). Prepare each key into a folder."
@@ -229,13 +219,11 @@ def _take_megatrons_flags(args: argparse.Namespace) -> None:
 
 
 def _has_model(tokenizer: str | None) -> bool:
-    """Return whether the tokenizer is that of a Hugging Face model with weights."""
     folder = Path(tokenizer or "")
     return bool(tokenizer) and (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
 def _load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    """Load the existing tokenizer selected by the options; None if one is to be trained."""
     if args.tokenizer:
         return load_tokenizer(args.tokenizer)
     if args.vocab_file:
@@ -244,7 +232,6 @@ def _load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
 
 
 def _load_template(args: argparse.Namespace, tokenizer: Tokenizer | None) -> ChatTemplate | None:
-    """Load the chat template of ``--format chat``; None for text. Raises ConfigError."""
     if args.format != "chat":
         return None
     if not row_files(Path(args.source)):
@@ -286,11 +273,7 @@ def _recorded_arguments(
 
 
 def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | None:
-    """Return meta.json of complete data with the same arguments, or None if the folder has no complete data.
-
-    Raises:
-        ConfigError: the data was prepared with different arguments.
-    """
+    """Return meta.json of complete data with the same arguments; None without complete data."""
     if not all((output / name).exists() for name in (META_NAME, *_pair(DATA_NAME))):
         return None
     try:
@@ -363,7 +346,6 @@ def _prepare(
 
 
 def _write_chat(path: Path, template: ChatTemplate, vocab_size: int, folder: Path) -> dict[str, Any]:
-    """Write the tokens and the loss mask of chat data into ``folder``. Return the counts for meta.json."""
     from .chat.files import write_conversations
     from .chat.rows import read_conversations
 
@@ -396,7 +378,6 @@ def _train_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
 
 
 def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[str, Any]:
-    """Write the tokens of all documents to ``prefix.bin/.idx``. Return the counts for meta.json."""
     import numpy as np
 
     from .chat.files import unigram_entropy
@@ -472,7 +453,6 @@ def _batches(texts: Iterable[str], batch_characters: int) -> Iterator[list[str]]
 
 
 def _first_texts(texts: Iterable[str], max_characters: int) -> Iterator[str]:
-    """Yield texts until they have ``max_characters`` characters."""
     for text in texts:
         if max_characters <= 0:
             return

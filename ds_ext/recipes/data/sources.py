@@ -50,11 +50,6 @@ class Source:
 
 
 def open_source(name: str, json_key: str = "text") -> Source:
-    """Open "stdlib", or the path of a text file, jsonl file or folder.
-
-    Raises:
-        ConfigError: the source does not exist or contains no text.
-    """
     if name == STDLIB:
         return _standard_library()
     path = Path(name)
@@ -84,7 +79,7 @@ def hash_order(items: Iterable[T], name: Callable[[T], str]) -> list[T]:
 
 
 def read_text(path: Path) -> str | None:
-    """Return the text of a file; None unless it is UTF-8 text."""
+    """Return None unless the file is UTF-8 text."""
     content = path.read_bytes()
     if b"\0" in content[:CHECKED_BYTES]:
         return None
@@ -161,7 +156,7 @@ def _folder(folder: Path, key: str) -> Source:
 
 
 def row_files(path: Path) -> list[Path]:
-    """Return the file ``path``, or the files with rows under the folder ``path`` in the order of their hashes."""
+    """Return the file ``path``, or the files with rows under a folder in the order of their hashes."""
     files = [path] if path.is_file() else _ordered_files(path)
     return [file for file in files if file.suffix in ROW_SUFFIXES]
 
@@ -177,7 +172,6 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def _jsonl(path: Path, key: str) -> Source:
-    """Return the texts under ``key`` in a file with one JSON object per line, in file order."""
     if next(_row_texts(path, key), None) is None:
         raise ConfigError(
             f"--source: the file is empty (got {path}). Use a file with one JSON object per line."
@@ -191,11 +185,7 @@ def _row_texts(path: Path, key: str) -> Iterator[str]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield (file and line for errors, value) of every line that is not empty, or of every element of one array.
-
-    Raises:
-        ConfigError: a line, or the array, is not JSON.
-    """
+    """Yield (file and line for errors, value) of every line that is not empty, or of every element of one array."""
     with path.open(encoding="utf-8-sig") as lines:
         is_array = lines.read(CHECKED_BYTES).lstrip().startswith("[")
         lines.seek(0)

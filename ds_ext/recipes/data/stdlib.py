@@ -68,7 +68,6 @@ def _module_docs(module: ModuleType) -> str:
 
 
 def _documented_members(module: ModuleType) -> Iterator[tuple[str, object]]:
-    """Yield (name, object) of the module, and of its classes, their methods and attributes, and its functions."""
     yield module.__name__, module
     for name, member in sorted(vars(module).items()):
         if inspect.isclass(member):

@@ -41,13 +41,9 @@ class BpeTokenizer(HuggingFaceTokenizer):
         """Wrap a ``tokenizers.Tokenizer``.
 
         Args:
-            backend: tokenizer of the library.
             origin: name in errors.
             end_of_document: declared end-of-document token; None: use a well-known name.
             is_replaced: transformers splits texts differently than the file.
-
-        Raises:
-            ConfigError: there is no end-of-document token.
         """
         super().__init__(backend, is_replaced)
         self._end_of_document = end_of_document
@@ -63,7 +59,6 @@ class BpeTokenizer(HuggingFaceTokenizer):
         self.fingerprint = self._fingerprint_of([sorted(self.vocab.items()), pairs])
 
     def save(self, folder: Path) -> list[str]:
-        """Write ``tokenizer.json`` and the files of the model into ``folder``. Return their names."""
         self._backend.save(str(folder / "tokenizer.json"))
         self._backend.model.save(str(folder))
         values = {} if self._end_of_document is None else {"eos_token": self._end_of_document}
@@ -73,18 +68,10 @@ class BpeTokenizer(HuggingFaceTokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Tokenizer with a sentencepiece model, as used by Llama.
-
-    Attributes:
-        pieces: text of every token.
-    """
+    """Tokenizer with a sentencepiece model, as used by Llama."""
 
     def __init__(self, model_proto: bytes, origin: str) -> None:
-        """Load the content of a ``.model`` file. ``origin`` is its name in errors.
-
-        Raises:
-            ConfigError: sentencepiece is not installed, or the model is damaged or has no end-of-document token.
-        """
+        """Load the content of a ``.model`` file. ``origin`` is its name in errors."""
         try:
             self._backend: Any = _sentencepiece().SentencePieceProcessor(model_proto=model_proto)
         except RuntimeError as error:
@@ -105,22 +92,18 @@ class SentencePieceTokenizer(Tokenizer):
         self.fingerprint = fingerprint_of([[piece, i] for i, piece in enumerate(self.pieces)])
 
     def parse_special_tokens(self) -> None:
-        """Raise ConfigError."""
         raise ConfigError(
             "--parse-special-tokens: sentencepiece encodes control tokens in a text as plain text (got a .model file). "
             "Use a folder with tokenizer.json, which save_pretrained() of transformers writes."
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of every text."""
         return self._backend.encode(list(texts))
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids`` without control tokens."""
         return self._backend.decode([i for i in ids if not self._backend.is_control(i)])
 
     def save(self, folder: Path) -> list[str]:
-        """Write ``tokenizer.model`` into ``folder``. Return its name."""
         (folder / "tokenizer.model").write_bytes(self._model_proto)
         return ["tokenizer.model"]
 
@@ -129,9 +112,6 @@ def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenizer:
     """Train byte-level BPE with ``vocab_size`` tokens, including all 256 bytes and the end-of-document token.
 
     A text with too few distinct words gives a smaller vocabulary; see ``vocab_size`` of the result.
-
-    Raises:
-        ConfigError: ``vocab_size`` is below 257.
     """
     if vocab_size < BYTE_VALUES + 1:
         raise ConfigError(
@@ -152,11 +132,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenizer:
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int = 4096) -> SentencePieceTokenizer:
-    """Train a lossless sentencepiece unigram model with byte fallback.
-
-    Raises:
-        ConfigError: sentencepiece is not installed, or the text is too small for ``vocab_size``.
-    """
+    """Train a lossless sentencepiece unigram model with byte fallback."""
     library = _sentencepiece()
     model = io.BytesIO()
     try:
@@ -181,11 +157,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int = 4096) -> Sentenc
 
 
 def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> BpeTokenizer:
-    """Load GPT-2's vocabulary and merges (Megatron's ``--vocab-file`` and ``--merge-file``).
-
-    Raises:
-        ConfigError: a file is missing or cannot be read, or the vocabulary has no end-of-document token.
-    """
+    """Load GPT-2's vocabulary and merges (Megatron's ``--vocab-file`` and ``--merge-file``)."""
     import tokenizers
 
     vocab_path, merge_path = (
@@ -208,13 +180,9 @@ def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> BpeTokeni
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a file or folder.
 
-    Args:
-        path: a ``tokenizer.json``, a sentencepiece ``.model``, BERT's ``vocab.txt``, or a folder that contains one of
-            these or GPT-2's pair of files. transformers loads a folder without ``tokenizer.json`` if other files
-            of the folder, such as ``tokenizer_config.json`` and ``added_tokens.json``, add to its vocabulary.
-
-    Raises:
-        ConfigError: there is no tokenizer, or it cannot be read.
+    ``path`` is a ``tokenizer.json``, a sentencepiece ``.model``, BERT's ``vocab.txt``, or a folder that contains one of
+    these or GPT-2's pair of files. transformers loads a folder without ``tokenizer.json`` if other files of the folder,
+    such as ``tokenizer_config.json`` and ``added_tokens.json``, add to its vocabulary.
     """
     path = Path(path)
     if path.is_dir():
@@ -265,7 +233,7 @@ def _load_from_folder(folder: Path) -> Tokenizer:
 
 
 def _replaced_backend(path: Path) -> Any:
-    """Return ``tokenizer.json`` with what transformers replaces in it; None if it replaces nothing.
+    """Return ``tokenizer.json`` with the parts that transformers replaces; None if it replaces nothing.
 
     Classes such as Qwen2's build a tokenizer from the vocabulary alone. Tokens that transformers adds are not included,
     because the model may lack them.
@@ -310,11 +278,7 @@ def _load_with_transformers(folder: Path) -> Tokenizer:
 
 
 def transformers_tokenizer(folder: str | Path) -> Any:
-    """Return the fast tokenizer that transformers loads from a folder, without running code in it.
-
-    Raises:
-        ConfigError: transformers is not installed, cannot load the folder, or has no fast tokenizer for it.
-    """
+    """Return the fast tokenizer that transformers loads from a folder, without running code in it."""
     try:
         from transformers import AutoTokenizer
     except ModuleNotFoundError as error:
@@ -343,13 +307,10 @@ def _vocab(backend: Any) -> dict[str, int]:
 
 
 def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | None:
-    """Return the end-of-sequence token from the JSON files of a Hugging Face folder, or None if they have none.
+    """Return the end-of-sequence token from the JSON files of a Hugging Face folder.
 
     The name in tokenizer_config.json comes first, then the id in generation_config.json, then that in config.json. The
     first id of a list counts. Ids outside the vocabulary are ignored.
-
-    Raises:
-        ConfigError: a file is damaged, or the name is not in the vocabulary.
     """
     name = declared_token(folder, "eos_token")
     if name is not None:
@@ -380,12 +341,10 @@ def declared_token(folder: Path, key: str) -> str | None:
 
 
 def _token_name(value: Any) -> str | None:
-    """Return the text of a token in tokenizer_config.json, which is a string or an object."""
     return value.get("content") if isinstance(value, dict) else value
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; empty if it does not exist. Raises ConfigError if it is damaged."""
     if not path.is_file():
         return {}
     try:
@@ -410,7 +369,6 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _require_file(path: str | Path, key: str) -> Path:
-    """Return the path. Raises ConfigError, about the flag or setting ``key``, if it is not a file."""
     path = Path(path)
     if not path.is_file():
         raise ConfigError(

@@ -17,9 +17,8 @@ class Tokenizer(ABC):
 
     Attributes:
         vocab_size: largest token id + 1.
-        eod_id: id of the end-of-document token.
-        fingerprint: 16 hex digits of the sha256 of vocabulary and merges, and of what splits texts if transformers
-            replaces that of ``tokenizer.json``; equal if all ids have the same meaning.
+        fingerprint: 16 hex digits of the sha256 of vocabulary and merges, and of the splitting rules if transformers
+            replaces those of ``tokenizer.json``; equal if all ids have the same meaning.
         special_tokens: texts of the special tokens, such as <|im_end|>.
     """
 
@@ -57,11 +56,7 @@ class Tokenizer(ABC):
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """Tokenizer based on the ``tokenizers`` library.
-
-    Attributes:
-        vocab: token -> id, including special tokens.
-    """
+    """Tokenizer based on the ``tokenizers`` library. ``vocab`` includes special tokens."""
 
     def __init__(self, backend: Any, is_replaced: bool = False) -> None:
         """Wrap a ``tokenizers.Tokenizer``. ``is_replaced``: transformers splits texts differently than the file."""
@@ -77,16 +72,13 @@ class HuggingFaceTokenizer(Tokenizer):
         self.vocab_size = max(self.vocab.values(), default=-1) + 1
 
     def parse_special_tokens(self) -> None:
-        """Encode special tokens in texts as their ids from now on."""
         self._backend.encode_special_tokens = False
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of every text, computed on all cores."""
         encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids`` without special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=True)
 
     def _declare(self, folder: Path, **values: Any) -> list[str]:
@@ -100,13 +92,13 @@ class HuggingFaceTokenizer(Tokenizer):
         return [TOKENIZER_CONFIG]
 
     def _fingerprint_of(self, definition: object) -> str:
-        """Return the fingerprint of the vocabulary, which includes how texts are split if transformers replaced it."""
+        """Return the fingerprint of the vocabulary, and of the splitting rules if transformers replaced them."""
         parts = splitting(json.loads(self._backend.to_str())) if self._is_replaced else None
         return fingerprint_of([definition, parts] if self._is_replaced else definition)
 
 
 def splitting(serialized: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what splits texts in a ``tokenizer.json``, except vocabulary and merges, and options that are off."""
+    """Return the splitting rules in a ``tokenizer.json``, except vocabulary and merges, and options that are off."""
     model = {key: value for key, value in serialized["model"].items() if key not in ("vocab", "merges")}
     return _options({**{key: serialized[key] for key in ("normalizer", "pre_tokenizer")}, "model": model})
 

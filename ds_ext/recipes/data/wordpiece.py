@@ -25,18 +25,10 @@ _SENTENCE_END = re.compile(r"""(?<=[.!?])(?:["')\]}]*)(\s+)(?=["'(\[`*]*[^\W\d_a
 
 
 class WordPieceTokenizer(HuggingFaceTokenizer):
-    """Tokenizer with a WordPiece model. Decoding restores words, but not whitespace or case.
-
-    Attributes:
-        special_ids: token -> id for the ``SPECIAL_TOKENS``.
-    """
+    """Tokenizer with a WordPiece model. Decoding restores words, but not whitespace or case."""
 
     def __init__(self, backend: Any, origin: str, is_replaced: bool = False) -> None:
-        """Wrap a ``tokenizers.Tokenizer``. ``origin`` is its name in errors.
-
-        Raises:
-            ConfigError: a special token is missing, or [PAD] is not token 0.
-        """
+        """Wrap a ``tokenizers.Tokenizer``. ``origin`` is its name in errors."""
         super().__init__(backend, is_replaced)
         missing = [name for name in SPECIAL_TOKENS if name not in self.vocab]
         if missing:
@@ -68,7 +60,6 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
         ]
 
     def save(self, folder: Path) -> list[str]:
-        """Write ``tokenizer.json``, ``vocab.txt`` and what they lack into ``folder``. Return their names."""
         self._backend.save(str(folder / "tokenizer.json"))
         tokens = sorted(self.vocab, key=self.vocab.__getitem__)
         (folder / VOCAB_NAME).write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
@@ -79,9 +70,6 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTo
     """Train a lower-casing WordPiece tokenizer with ``vocab_size`` tokens, including BERT's five special tokens.
 
     A text with too few distinct words gives a smaller vocabulary; see ``vocab_size`` of the result.
-
-    Raises:
-        ConfigError: ``vocab_size`` is 5 or less.
     """
     if vocab_size <= len(SPECIAL_TOKENS):
         raise ConfigError(
@@ -104,11 +92,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTo
 
 
 def load_vocab_txt(path: Path) -> WordPieceTokenizer:
-    """Load BERT's ``vocab.txt``, one token per line. The tokenizer is lower-casing unless a token contains capitals.
-
-    Raises:
-        ConfigError: a special token is missing, or [PAD] is not token 0.
-    """
+    """Load BERT's ``vocab.txt``, one token per line. The tokenizer is lower-casing unless a token contains capitals."""
     import tokenizers
 
     tokens = path.read_text(encoding="utf-8").splitlines()
@@ -122,7 +106,6 @@ def load_vocab_txt(path: Path) -> WordPieceTokenizer:
 
 
 def is_word_piece(backend: Any) -> bool:
-    """Return whether a ``tokenizers.Tokenizer`` has a WordPiece model."""
     return json.loads(backend.to_str())["model"]["type"] == "WordPiece"
 
 

@@ -54,9 +54,6 @@ class BertConfig(TransformerConfig):
         layernorm_epsilon: constant added to the variance; the default is that of the original BERT.
         order_classes: number of logits of the sentence-order head; None: no such head (Megatron's
             ``--bert-no-binary-head``).
-
-    Raises:
-        ConfigError: for an option that only GPT has.
     """
 
     layernorm_epsilon: float = 1e-12
@@ -73,8 +70,6 @@ class BertConfig(TransformerConfig):
 
 
 class BertEmbedding(nn.Module):
-    """Position and token-type embeddings, a LayerNorm and a dropout."""
-
     def __init__(self, config: TransformerConfig, tp: TensorParallel, clock: DropoutClock) -> None:
         super().__init__()
         self.sequence_tp = tp if config.sequence_parallel else TensorParallel()
@@ -86,10 +81,7 @@ class BertEmbedding(nn.Module):
     def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Map (hidden_BSD, types_BS, mask_BS) to (hidden_BSD, mask_BS).
 
-        With sequence parallelism hidden_BSD holds this rank's slice of the tokens.
-
-        Raises:
-            ConfigError: if there are more tokens than positions.
+        With sequence parallelism, hidden_BSD holds this rank's slice of the tokens.
         """
         hidden_BSD, types_BS, mask_BS = inputs
         tokens = types_BS.size(1)
@@ -114,19 +106,18 @@ class BertOutputBias(nn.Module):
         self.bias = sharded_parameter((rows,), 0, tp, nn.init.zeros_, unpadded=config.vocab_size)
 
     def forward(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Map (logits_BSV, order_B2) to the same shapes."""
         logits_BSV, *order = inputs
         return logits_BSV + self.bias, *order
 
 
 def embed_words(embedding: GPTEmbedding, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Apply the first layer: (tokens_BS, types_BS, mask_BS) to (hidden_BSD, types_BS, mask_BS)."""
+    """Map (tokens_BS, types_BS, mask_BS) to (hidden_BSD, types_BS, mask_BS)."""
     tokens_BS, types_BS, mask_BS = inputs
     return embedding(tokens_BS), types_BS, mask_BS
 
 
 def word_logits(embedding: GPTEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Apply the language model head: (words_BSD, order_B2) to (logits_BSV, order_B2), this rank's logits."""
+    """Map (words_BSD, order_B2) to (logits_BSV, order_B2), this rank's logits."""
     words_BSD, *order = inputs
     return output_logits(embedding, words_BSD), *order
 
@@ -135,14 +126,6 @@ def bert_layer_specs(config: BertConfig, tp: TensorParallel, clock: DropoutClock
     """Return the whole model as num_layers + 5 specs, of which a rank may build any subset.
 
     Building a spec neither communicates nor uses a global generator. Initial weights depend only on ``config``.
-
-    Args:
-        config: sizes.
-        tp: position of this rank in its tensor-parallel group.
-        clock: current step and micro-batch, for the dropout masks.
-
-    Raises:
-        ConfigError: if the tensor-parallel size does not divide the heads or the MLP.
     """
     config.check_tensor_parallel(tp.size)
 
@@ -165,7 +148,7 @@ def bert_layer_specs(config: BertConfig, tp: TensorParallel, clock: DropoutClock
 class BertLoss:
     """Loss function of the last stage: ((logits_BSV, order_B2), (labels_BS, swapped_B)) to name -> (sum, count).
 
-    The masked words (labels other than ``IGNORE_INDEX``) and the samples of the sentence-order loss have their own
+    The masked words (labels other than ``IGNORE_INDEX``) and the samples of the sentence-order loss have separate
     divisors. The sums are fp32, in nats, and the same on all tensor-parallel ranks. Without a sentence-order head, the
     result is a pair.
     """

@@ -32,20 +32,13 @@ class BertSelfAttention(SelfAttention):
 
 
 class BertMLP(MLP):
-    """Two linear layers with the exact GELU in between."""
+    """MLP with the exact GELU."""
 
     gelu: ClassVar[str] = "none"
 
 
 class BertLayer(nn.Module):
-    """Post-LN transformer layer: attention and MLP, each with a residual connection.
-
-    Args:
-        config: sizes, and whether this layer recomputes its activations.
-        layer: number of the layer in the whole model, from 0.
-        tp: position of this rank in its tensor-parallel group.
-        clock: current step and micro-batch, for the dropout masks.
-    """
+    """Post-LN transformer layer. ``layer`` is its number in the whole model, from 0."""
 
     def __init__(
         self, config: TransformerConfig, layer: int, tp: TensorParallel, clock: DropoutClock

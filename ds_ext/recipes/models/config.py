@@ -23,16 +23,13 @@ class RopeScaling:
             divide only the low ones.
         factor: ratio of the longest sample to that of the original training.
         low_freq_factor, high_freq_factor: llama3: number of periods in ``original_max_position_embeddings`` up to which
-            a frequency is divided, and from which it stays as it is.
+            a frequency is divided, and from which it is unchanged.
         original_max_position_embeddings: tokens of the longest sample of the original training; llama3 and yarn.
-        beta_fast, beta_slow: yarn: number of periods from which a frequency stays as it is, and up to which it is
+        beta_fast, beta_slow: yarn: number of periods from which a frequency is unchanged, and up to which it is
             divided.
         attention_factor: yarn: factor of the rotated queries and keys; None: computed from the other fields.
         mscale, mscale_all_dim: yarn: terms of ``attention_factor``; None: not used.
         truncate: yarn: round the bounds of the ramp to whole dimensions.
-
-    Raises:
-        ConfigError: if the type is not supported, or if a field that it needs is missing.
     """
 
     rope_type: Literal["linear", "llama3", "yarn"]
@@ -72,7 +69,7 @@ class RopeScaling:
 
 
 def _llama3(use: bool, keys: Mapping[str, Any]) -> RopeScaling | None:
-    """Return Llama 3.1's scaling for ``--use-rope-scaling``, with Megatron's constants."""
+    """Return Llama 3.1's scaling, with Megatron's constants."""
     factor = keys.get("rope_scaling_factor", 8.0)
     return RopeScaling("llama3", factor, 1.0, 4.0, original_max_position_embeddings=8192) if use else None
 
@@ -85,7 +82,7 @@ def _llama3_keys(scaling: RopeScaling | None) -> Mapping[str, Any]:
 
 
 def _window(text: str, _: object) -> int:
-    """Return the number of tokens of Megatron's window ``"L,R"``, the token itself included. Raises ConfigError."""
+    """Return the number of tokens of Megatron's window ``"L,R"``, the token itself included."""
     match = re.fullmatch(r"\(?\s*(\d+)\s*,\s*0\s*\)?", text)
     if match is None:
         raise ConfigError(
@@ -183,9 +180,6 @@ class TransformerConfig:
         chunked_loss: compute head and loss in chunks of tokens, without storing the logits.
         lora_rank: rank of the adapters of all linear layers (arXiv 2106.09685), whose scale is 2; None: train all
             weights.
-
-    Raises:
-        ConfigError: if a size is not positive, or if sizes contradict each other.
     """
 
     num_layers: int = field(metadata=flag(planned=True, default=8))
@@ -254,7 +248,7 @@ class TransformerConfig:
         return LayerWork(self.hidden_size * matrices, 2 * self.seq_length * queries)
 
     def work_until(self, tokens: float) -> float:
-        """Return the work of the first ``tokens`` of a sample, in layers and head: each attends to those before it."""
+        """Return the work of the first ``tokens`` of a sample. Each token attends to those before it."""
         windows = [self.window(layer) or math.inf for layer in range(self.num_layers)]
         keys = sum(
             tokens * tokens / 2 if tokens <= window else window * (tokens - window / 2) for window in windows
@@ -271,10 +265,8 @@ class TransformerConfig:
     def head_work(self, repeated: float = 0.0) -> float:
         """Return the work of the head, in transformer layers. A backward takes twice as many operations as a forward.
 
-        A chunked loss computes the logits twice: 4 products of the head's weight instead of 3.
-
-        Args:
-            repeated: share of a layer's forward that its backward recomputes; 1 for full recomputation.
+        A chunked loss computes the logits twice: 4 products of the head's weight instead of 3. ``repeated`` is the
+        share of a layer's forward that its backward recomputes; 1 for full recomputation.
         """
         products = 4 if self.chunked_loss else 3
         return self.vocab_size * self.hidden_size / self.layer_work.total * products / (3 + repeated)
@@ -298,17 +290,14 @@ class TransformerConfig:
 
     @property
     def ffn_size(self) -> int:
-        """Inner width of the MLP."""
         return self.ffn_hidden_size or 4 * self.hidden_size
 
     @property
     def positions(self) -> int:
-        """Largest number of tokens of a sample, and rows of a learned position table."""
         return self.max_position_embeddings or self.seq_length
 
     @property
     def head_size(self) -> int:
-        """Width of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -327,7 +316,7 @@ class TransformerConfig:
         return self.reset_position_ids or self.reset_attention_mask
 
     def resolved(self) -> Self:
-        """Return the config with the values of all fields whose default follows from other fields."""
+        """Return the config with set values for all fields whose default follows from other fields."""
         return replace(
             self,
             ffn_hidden_size=self.ffn_size,
@@ -341,16 +330,11 @@ class TransformerConfig:
         return self.query_groups % tp_size == 0 or tp_size % self.query_groups == 0
 
     def padded_vocab_size(self, tp_size: int = 1) -> int:
-        """Round the vocabulary up to a multiple of make_vocab_size_divisible_by * tp_size, as Megatron does."""
+        """Round the vocabulary up as Megatron does."""
         multiple = self.make_vocab_size_divisible_by * tp_size
         return -(-self.vocab_size // multiple) * multiple
 
     def check_tensor_parallel(self, tp_size: int) -> None:
-        """Check that a tensor-parallel size fits the heads, the MLP and, with sequence parallelism, the tokens.
-
-        Raises:
-            ConfigError: if it does not.
-        """
         heads, ffn = self.num_attention_heads, self.ffn_size
         fitting_sizes = [
             n for n in range(1, heads + 1) if heads % n == 0 and ffn % n == 0 and self.shares_groups(n)
@@ -373,11 +357,10 @@ class TransformerConfig:
             )
 
     def recomputes(self, layer: int) -> Literal["none", "selective", "full"]:
-        """Return the activations that transformer layer ``layer`` recomputes in the backward."""
         return "none" if layer % self.recompute_interval else self.recompute
 
     def window(self, layer: int) -> int | None:
-        """Return the number of tokens that a token attends to in a transformer layer; None: all previous tokens."""
+        """Return the number of tokens that a token attends to, itself included; None: all previous tokens."""
         layers = self.sliding_window_layers
         return self.sliding_window if layers is None or layer in layers else None
 

@@ -22,10 +22,10 @@ class Flag:
         default: default of the flag; ``...``: that of the field, or None.
         kind: type of the flag; None: that of the field.
         planned: the planner needs the field, so the verbs of ``python -m ds_ext`` have the flag too.
-        read: function that returns the field for the value of the flag and all keys; None: they are equal.
-        write: function that returns the keys for a field; None: the field is the value of the flag.
+        read: returns the field for the value of the flag and all keys; None: they are equal.
+        write: returns the keys for a field; None: the field is the value of the flag.
         choices: values of the flag; empty: those of a Literal, or any.
-        help: help; "": description of the field.
+        help: "": description of the field.
         metavar: name of the value in the help; "": that of the flag.
     """
 
@@ -59,13 +59,12 @@ def flag(key: str = "", **settings: Any) -> Mapping[str, Flag | None]:
 
 
 def flag_name(key: str) -> str:
-    """Return the name of a key on the command line."""
     return f"--{key.replace('_', '-')}"
 
 
 @cache
 def flags_of(config: type) -> Mapping[str, Flag]:
-    """Return field -> flag, with all its settings, for every field of a dataclass that has one."""
+    """Return field -> flag for every field of a dataclass that has one."""
     descriptions = _descriptions(config)
     hints = get_type_hints(config)
     flags: dict[str, Flag] = {}
@@ -85,7 +84,7 @@ def flags_of(config: type) -> Mapping[str, Flag]:
 
 
 def _value_type(hint: Any) -> Any:
-    """Return the type of a flag's value for that of its field: a Literal has its values' type, ``X | None`` has X."""
+    """Return the type of a flag for that of its field: a Literal has its values' type, ``X | None`` has X."""
     if get_origin(hint) is Literal:
         return type(get_args(hint)[0])
     alternatives = get_args(hint)
@@ -93,7 +92,6 @@ def _value_type(hint: Any) -> Any:
 
 
 def _default(partial: Flag, field: Field[Any]) -> Any:
-    """Return the default of a flag: its own, or else that of the field; None if neither has one."""
     if partial.default is not ...:
         return partial.default
     return None if field.default is MISSING else field.default
@@ -102,13 +100,7 @@ def _default(partial: Flag, field: Field[Any]) -> Any:
 def fields_of(config: type, keys: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
     """Return the fields for the values of flags or for the keys of "train"; without a key, or with None, no field.
 
-    Args:
-        config: dataclass with the fields.
-        keys: values by key; other keys are ignored.
-        names: fields to read; None: all.
-
-    Raises:
-        ConfigError: a value cannot be read.
+    Other keys are ignored. ``names`` are the fields to read; None: all.
     """
     values = {}
     for name, flag in flags_of(config).items():
@@ -121,10 +113,7 @@ def fields_of(config: type, keys: Mapping[str, Any], names: Collection[str] | No
 def keys_of(config: type, values: Any, names: Collection[str] | None = None) -> dict[str, Any]:
     """Return the keys of "train", or the values of the flags, for an instance of a dataclass.
 
-    Args:
-        config: dataclass with the fields.
-        values: object with their values.
-        names: fields to write; None: those without a default, and those that differ from it.
+    ``names`` are the fields to write; None: those without a default, and those that differ from it.
     """
     if names is None:
         names = [field.name for field in fields(config) if getattr(values, field.name) != field.default]
@@ -137,14 +126,7 @@ def keys_of(config: type, values: Any, names: Collection[str] | None = None) -> 
 
 
 def add_flags(group: Any, config: type, names: Collection[str], **changes: Any) -> None:
-    """Add the flags of some fields to a parser or its group.
-
-    Args:
-        group: parser or group of argparse.
-        config: dataclass with the fields.
-        names: fields to add.
-        changes: arguments of ``add_argument`` for all flags, such as a common default.
-    """
+    """Add the flags of some fields. ``changes`` are arguments of ``add_argument`` for all of them."""
     for name, flag in flags_of(config).items():
         if name in names:
             group.add_argument(flag_name(flag.key), **{**flag.arguments, **changes})

@@ -71,11 +71,6 @@ class GPTConfig(TransformerConfig):
             raise ConfigError(f"--lora-rank: needs a model of --hf-model (got {self.lora_rank}). Add it.")
 
     def check_tensor_parallel(self, tp_size: int) -> None:
-        """Check the size as a TransformerConfig does. Layers of transformers have no tensor parallelism.
-
-        Raises:
-            ConfigError: the size does not fit.
-        """
         if self.transformer_impl == "transformers" and tp_size > 1:
             raise ConfigError(
                 f"tensor_parallel_size: layers of transformers have none, which train this model or LoRA (got "
@@ -85,7 +80,6 @@ class GPTConfig(TransformerConfig):
 
 
 def _check_transformers(config: TransformerConfig) -> None:
-    """Raise ConfigError for a field that layers of transformers do not support."""
     refused = {
         "recompute": ("selective", "Use --recompute-granularity full."),
         "reset_position_ids": (True, "Remove --reset-position-ids."),
@@ -103,12 +97,8 @@ def _check_transformers(config: TransformerConfig) -> None:
 class GPTEmbedding(nn.Module):
     """Word embeddings.
 
-    Padding rows are zero and stay zero. The initial values of the other rows do not depend on the padding.
-
-    Args:
-        config: sizes.
-        tp: position of this rank in its tensor-parallel group.
-        parts: number of the parts of the tied head; 0: it is whole.
+    Padding rows are zero and stay zero. The initial values of the other rows do not depend on the padding. ``parts`` is
+    the number of parts of the tied head; 0: it is whole.
     """
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel, parts: int = 0) -> None:
@@ -131,9 +121,6 @@ class GPTEmbedding(nn.Module):
         """Map tokens_BS to hidden_BSD, or (tokens_BS, starts_BS) to (hidden_BSD, starts_BS).
 
         hidden_BSD is the same on all tensor-parallel ranks, or this rank's slice with sequence parallelism.
-
-        Raises:
-            ConfigError: if starts_BS is missing or not expected.
         """
         tokens_BS, starts_BS = unpack_starts(inputs)
         if self.packed and starts_BS is None:
@@ -181,10 +168,7 @@ class GPTPositionEmbedding(nn.Module):
     def forward(self, inputs: Packed) -> Packed:
         """Map hidden_BSD, or (hidden_BSD, starts_BS), to the same shapes.
 
-        With sequence parallelism, hidden_BSD contains this rank's slice of the tokens.
-
-        Raises:
-            ConfigError: if there are more tokens than positions.
+        With sequence parallelism, hidden_BSD holds this rank's slice of the tokens.
         """
         hidden_BSD, starts_BS = unpack_starts(inputs)
         tokens, first = hidden_BSD.size(1) * self.sequence_tp.size, slice_start()
@@ -236,7 +220,6 @@ class GPTHeadPart(HeadPart):
 
 
 def check_positions(tokens: int, positions: int) -> None:
-    """Raise ConfigError for a sample with more tokens than position embeddings."""
     if tokens > positions:
         raise ConfigError(
             f"max_position_embeddings: must be at least the {tokens} tokens of a sample (got {positions}). "
@@ -245,7 +228,7 @@ def check_positions(tokens: int, positions: int) -> None:
 
 
 def output_logits(embedding: GPTEmbedding, hidden_BSD: Tensor) -> Tensor:
-    """Apply the language model head, which uses the tied word embeddings: hidden_BSD to this rank's logits_BSV."""
+    """Apply the tied language model head: hidden_BSD to this rank's logits_BSV."""
     table = _whole_table(embedding)
     return project_logits(hidden_BSD, table.weight, table.tp, table.sequence_parallel)
 
@@ -267,15 +250,7 @@ def gpt_layer_specs(
     """Return the whole model as num_layers + 4 specs, of which a rank may build any subset.
 
     Building a spec neither communicates nor uses a global generator. Initial weights depend only on ``config``.
-
-    Args:
-        config: sizes.
-        tp: position of this rank in its tensor-parallel group.
-        clock: current step and micro-batch, for the dropout masks.
-        chunked: attribute ``chunked`` of the loss function, with ``config.chunked_loss``.
-
-    Raises:
-        ConfigError: if the tensor-parallel size does not divide the heads or the MLP, or ``chunked`` is missing.
+    ``chunked`` is an attribute of the loss function, required with ``config.chunked_loss``.
     """
     if config.chunked_loss and chunked is None:
         raise ConfigError(
@@ -333,14 +308,11 @@ class GPTLoss:
         return loss_BS.sum(), self.counts(labels_BS)
 
     def return_logits(self, outputs: Tensor) -> Tensor:
-        """Return logits_BSV for the outputs of the last layer."""
         return outputs if self.chunked is None else self.chunked.logits(outputs)
 
     def counts(self, labels_BS: Tensor) -> Tensor:
-        """Return the number of labels that count."""
         return (labels_BS != IGNORE_INDEX).sum()
 
 
 def gpt_loss(config: TransformerConfig, tp: TensorParallel) -> GPTLoss:
-    """Return the loss function of the last stage."""
     return GPTLoss(config, tp)

@@ -27,11 +27,8 @@ from ds_ext.recipes.models.hf_config import is_gpt2
 class Conversion:
     """Conversion of one weight of ds_ext to one or more of transformers, and back.
 
-    Attributes:
-        to_hf: function from our weight to those of transformers.
-        from_hf: the inverse of ``to_hf``.
-        by_rows: equal parts of the rows of all transformers' weights convert to the same part of our rows, if the parts
-            consist of whole heads.
+    With ``by_rows``, equal parts of the rows of all transformers' weights convert to the same part of our rows, if the
+    parts consist of whole heads.
     """
 
     to_hf: Callable[[Tensor, TransformerConfig], Sequence[Tensor]]
@@ -41,15 +38,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """Weight of ds_ext and its counterparts in transformers.
-
-    Attributes:
-        layer: index of the layer in the whole model.
-        key: name of the weight in the layer.
-        shape: shape of the full weight, without padding.
-        hf_names: names of the weights in transformers.
-        conversion: conversion between the two layouts.
-    """
+    """Weight of ds_ext and its counterparts in transformers. ``shape`` is that of the full weight, without padding."""
 
     layer: int
     key: str
@@ -59,11 +48,9 @@ class Counterpart:
 
     @property
     def name(self) -> str:
-        """Name of the weight in ds_ext."""
         return f"{self.layer}.{self.key}"
 
     def hf_shapes(self, config: TransformerConfig) -> dict[str, tuple[int, ...]]:
-        """Return the shape of each weight in transformers, by its name there."""
         tensors = self.conversion.to_hf(torch.empty(self.shape, device="meta"), config)
         return {name: tuple(tensor.shape) for name, tensor in zip(self.hf_names, tensors, strict=True)}
 
@@ -76,7 +63,6 @@ def counterparts(config: TransformerConfig) -> list[Counterpart]:
 
 
 def num_pipeline_layers(config: TransformerConfig) -> int:
-    """Return the number of pipeline layers: the transformer layers and the other layers at both ends."""
     return config.num_layers + (5 if isinstance(config, BertConfig) else 4)
 
 
@@ -219,7 +205,6 @@ def _module(
     *,
     bias: bool = True,
 ) -> Iterator[Counterpart]:
-    """Yield the weight, of shape ``shape``, and the bias of a linear layer or a norm."""
     yield from _fused(layer, name, shape, (hf_name,), conversion or IDENTITY, bias=bias)
 
 
@@ -232,7 +217,7 @@ def _fused(
     *,
     bias: bool = True,
 ) -> Iterator[Counterpart]:
-    """Yield the weight, of shape ``shape``, and the bias of a layer that corresponds to one or several layers."""
+    """Yield the weight and the bias of a layer that corresponds to one or several layers of transformers."""
     prefix = f"{name}." if name else ""
     names = tuple(f"{hf_name}.weight" for hf_name in hf_names)
     yield Counterpart(layer, f"{prefix}weight", shape, names, conversion)
@@ -249,17 +234,17 @@ def _weight(layer: int, key: str, shape: tuple[int, ...], hf_name: str) -> Count
 
 
 def _split_heads(fused: Tensor, config: TransformerConfig, parts: int) -> tuple[Tensor, ...]:
-    """Split a fused weight or bias, with rows ordered (head or group, part, H), into its parts: query, key, value."""
+    """Split a fused weight or bias, with rows ordered (head or group, part, H), into query, key and value."""
     return tuple(part.flatten(0, 1) for part in fused.unflatten(0, (-1, parts, config.head_size)).unbind(1))
 
 
 def _join_heads(parts: Sequence[Tensor], config: TransformerConfig) -> Tensor:
-    """Fuse query, key and value, or key and value. This is the inverse of :func:`_split_heads`."""
+    """Invert :func:`_split_heads`."""
     return torch.stack([part.unflatten(0, (-1, config.head_size)) for part in parts], 1).flatten(0, 2)
 
 
 def _transpose(weight: Tensor) -> Tensor:
-    """Transpose a weight to or from the layout (in, out) of GPT-2's Conv1D. A bias stays as it is."""
+    """Transpose a weight to or from the layout (in, out) of GPT-2's Conv1D. A bias is not changed."""
     return weight.t() if weight.dim() == 2 else weight
 
 

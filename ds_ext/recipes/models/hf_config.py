@@ -33,7 +33,7 @@ UNSEEN = (*COMPUTED, "max_position_embeddings", *TRAINED_FIELDS)
 
 
 def unseen_in_weights(config: TransformerConfig) -> dict[str, Any]:
-    """Return the fields of a config that do not follow from the shapes of its weights, as plain values."""
+    """Return the fields that do not follow from the shapes of the weights, as plain values."""
     if isinstance(config, BertConfig):
         return {key: getattr(config, key) for key in _BERT_UNSEEN}
     values = {key: getattr(config.resolved(), key) for key in UNSEEN}
@@ -46,7 +46,7 @@ def unseen_in_weights(config: TransformerConfig) -> dict[str, Any]:
 
 
 def saved_fields(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config from the values of :func:`unseen_in_weights` in a checkpoint."""
+    """Invert :func:`unseen_in_weights`."""
     fields = {key: saved[key] for key in UNSEEN if key in saved}
     if fields.get("rope_scaling") is not None:
         fields["rope_scaling"] = RopeScaling(**fields["rope_scaling"])
@@ -72,15 +72,9 @@ def to_json(
     end_of_text: int | None = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> dict[str, Any]:
-    """Return the ``config.json`` of a model.
+    """Return the ``config.json`` of a GPT, or of a BERT for a BertConfig.
 
-    Args:
-        config: sizes; a BertConfig for a BERT, any other for a GPT.
-        end_of_text: id of the end-of-text token of a GPT; None: unknown.
-        dtype: dtype of the weights.
-
-    Raises:
-        ConfigError: if no class of transformers computes the model.
+    ``end_of_text`` is the id of the end-of-text token of a GPT; None: unknown.
     """
     if isinstance(config, BertConfig):
         return _bert_json(config, dtype)
@@ -142,12 +136,7 @@ def _gpt2_json(config: TransformerConfig, end_of_text: int | None, dtype: str) -
 def from_json(values: Mapping[str, Any], weights: Collection[str]) -> TransformerConfig:
     """Return the GPTConfig or BertConfig for a ``config.json``.
 
-    Args:
-        values: content of ``config.json``.
-        weights: names of the model's weights, which show whether a BERT has the sentence-order head.
-
-    Raises:
-        ConfigError: if the architecture or one of its settings is not supported.
+    The names of the ``weights`` show whether a BERT has the sentence-order head.
     """
     if values.get("model_type") != "bert":
         return GPTConfig(**decoder_fields(values, "bert"))

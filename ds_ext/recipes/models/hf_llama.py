@@ -44,12 +44,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 def decoder_fields(values: Mapping[str, Any], *others: str) -> dict[str, Any]:
     """Return the fields of a TransformerConfig for the ``config.json`` of a decoder.
 
-    Args:
-        values: content of ``config.json``.
-        others: further kinds that the caller supports, for the error.
-
-    Raises:
-        ConfigError: if the architecture or one of its settings is not supported, or a size is missing.
+    ``others`` are further kinds that the caller supports, for the error.
     """
     kind, text = values.get("model_type"), values.get("text_config")
     for key, value in {**values, **(text if isinstance(text, Mapping) else {})}.items():
@@ -119,13 +114,7 @@ def _llama_fields(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
 def llama_json(config: TransformerConfig, end_of_text: int | None, dtype: str) -> dict[str, Any]:
     """Return the ``config.json`` of a model of the Llama family.
 
-    Args:
-        config: sizes.
-        end_of_text: id of the end-of-text token; None: unknown.
-        dtype: dtype of the weights.
-
-    Raises:
-        ConfigError: if no class of transformers computes the model.
+    ``end_of_text`` is the id of the end-of-text token; None: unknown.
     """
     kind = _kind(config)
     return {
@@ -171,10 +160,7 @@ def _rope(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_scaling(values: Mapping[str, Any], parameters: Mapping[str, Any]) -> RopeScaling | None:
-    """Return the scaling in ``parameters``, an object of the config.json with ``values``; None without scaling.
-
-    Raises ConfigError, TypeError or ZeroDivisionError for wrong values.
-    """
+    """Return the scaling in ``parameters``, an object of ``values``; None without scaling."""
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return None
@@ -190,7 +176,6 @@ def _rope_scaling(values: Mapping[str, Any], parameters: Mapping[str, Any]) -> R
 
 
 def _has_biases(kind: str, values: Mapping[str, Any]) -> bool:
-    """Return whether all linear layers have biases."""
     if kind == "qwen3":
         require_supported(values, {"attention_bias": (False,)})
     if kind != "llama":
@@ -241,7 +226,7 @@ def _flag(values: Mapping[str, Any], key: str) -> bool:
 
 
 def _kind(config: TransformerConfig) -> str:
-    """Return the ``model_type`` of a model. Raises ConfigError if transformers has no such model."""
+    """Return the ``model_type`` of a model. Raises ConfigError if transformers has no equal model."""
     kind = "llama"
     if config.qk_layernorm:
         kind = "qwen3"

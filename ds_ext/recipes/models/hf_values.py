@@ -13,7 +13,6 @@ _REQUIRED = object()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ConfigError if the file is missing or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -28,16 +27,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def refused(key: str, value: object, problem: str) -> ConfigError:
-    """Return the error for a setting that is not supported."""
     return ConfigError(f"{key}: {problem} (got {json.dumps(value)}).")
 
 
 def require_supported(values: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise ConfigError for an unsupported setting.
 
-    Args:
-        values: content of ``config.json``.
-        supported: key -> supported values, the first of which is transformers' default.
+    ``supported`` is key -> supported values, the first of which is transformers' default.
     """
     for key, choices in supported.items():
         value = values.get(key, choices[0])
@@ -48,11 +44,7 @@ def require_supported(values: Mapping[str, Any], supported: Mapping[str, tuple[A
 
 
 def integer(values: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> Any:
-    """Return an integer, or ``default`` if the key is missing. A null is None if there is a default.
-
-    Raises:
-        ConfigError: if the value is not an integer.
-    """
+    """Return an integer, or ``default`` if the key is missing. A null is None if there is a default."""
     value = values.get(key, None if default is _REQUIRED else default)
     if value is None and default is not _REQUIRED:
         return None
@@ -62,7 +54,6 @@ def integer(values: Mapping[str, Any], key: str, default: Any = _REQUIRED) -> An
 
 
 def number(values: Mapping[str, Any], key: str, default: float) -> float:
-    """Return a number, or ``default`` if the key is missing. Raises ConfigError if the value is not a number."""
     value = values.get(key, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise refused(key, value, "must be a number")

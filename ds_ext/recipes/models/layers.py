@@ -103,7 +103,6 @@ class SelfAttention(nn.Module):
         """Map hidden_BSD to hidden_BSD.
 
         Args:
-            hidden_BSD: output of a norm.
             mask_B11S: False for tokens to which no token attends; only for bidirectional attention.
             starts_BS: index of the first token of every token's document; None: a sample is one document.
         """
@@ -216,7 +215,6 @@ def causal_mask(
     """Return the mask of a causal attention, (1, 1, S, S) or (B, 1, S, S); None: all previous tokens.
 
     Args:
-        tokens: S.
         window: number of tokens that a token attends to, itself included; None: all previous tokens.
         starts_BS: tokens attend only to tokens with the same start; None: to tokens of all documents.
     """
@@ -239,7 +237,7 @@ def slice_mask(
 
 
 class MLP(nn.Module):
-    """Two linear layers with a GELU in between, in GPT-2's tanh form; or a gated MLP with three layers (SwiGLU)."""
+    """Two linear layers with GPT-2's tanh form of the GELU, or a gated MLP with three layers (SwiGLU)."""
 
     gelu: ClassVar[str] = "tanh"
 
@@ -260,7 +258,6 @@ class MLP(nn.Module):
         self.linear_fc2 = RowParallelLinear(inner, size, tp, bias, sequence_parallel=sequence, init=fc2_init)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        """Map hidden_BSD to hidden_BSD."""
         if self.gated:
             hidden_BSD = enter_tensor_parallel(hidden_BSD, self.tp, self.sequence_parallel)
             gate_BSF = F.silu(self.linear_gate.project(hidden_BSD))
@@ -270,15 +267,10 @@ class MLP(nn.Module):
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's LayerNorm over the hidden size, or over the head size.
+    """torch's LayerNorm over the hidden size, or over ``head_size``.
 
     With sequence parallelism, ranks hold different tokens, and norms of a head always see different heads. In both
     cases the gradients are summed over the ranks.
-
-    Args:
-        config: sizes.
-        tp: position of this rank in its tensor-parallel group.
-        head_size: size of one head; None: the hidden size.
     """
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel, head_size: int | None = None) -> None:
@@ -286,7 +278,6 @@ class LayerNorm(nn.LayerNorm):
         self.tp = tp if config.sequence_parallel or head_size else TensorParallel()
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a tensor of any shape over its last dimension."""
         weight, bias = shared_parameters(self.tp, self.weight, self.bias)
         return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
@@ -301,29 +292,20 @@ class RMSNorm(nn.Module):
         self.tp = tp if config.sequence_parallel or head_size else TensorParallel()
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize a tensor of any shape over its last dimension. The weight is applied in the input's dtype."""
+        """Normalize over the last dimension. The weight is applied in the input's dtype."""
         (weight,) = shared_parameters(self.tp, self.weight)
         return weight * F.rms_norm(input.float(), weight.shape, eps=self.eps).to(input.dtype)
 
     def extra_repr(self) -> str:
-        """Return the size and the epsilon for ``repr``."""
         return f"{len(self.weight)}, eps={self.eps}"
 
 
 def norm_class(config: TransformerConfig) -> type[LayerNorm] | type[RMSNorm]:
-    """Return the class of the config's norms."""
     return RMSNorm if config.normalization == "RMSNorm" else LayerNorm
 
 
 class TransformerLayer(nn.Module):
-    """Pre-LN transformer layer: attention and MLP, each with a residual connection.
-
-    Args:
-        config: sizes, and whether this layer recomputes its activations.
-        layer: number of the layer in the whole model, from 0.
-        tp: position of this rank in its tensor-parallel group.
-        clock: current step and micro-batch, for the dropout masks.
-    """
+    """Pre-LN transformer layer. ``layer`` is its number in the whole model, from 0."""
 
     def __init__(
         self, config: TransformerConfig, layer: int, tp: TensorParallel, clock: DropoutClock
@@ -358,7 +340,6 @@ class TransformerLayer(nn.Module):
 
 
 def unpack_starts(inputs: Packed) -> tuple[Tensor, Tensor | None]:
-    """Return (hidden_BSD, starts_BS), with None for starts_BS if it is not passed."""
     return inputs if isinstance(inputs, tuple) else (inputs, None)
 
 
@@ -385,7 +366,7 @@ def hidden_dropout(
 
 
 def embedding_table(config: TransformerConfig, rows: int, name: str) -> nn.Parameter:
-    """Return an embedding table of ``rows`` rows. Its initial values depend only on its name and the seed."""
+    """Return an embedding table. Its initial values depend only on its name and the seed."""
     table_RD = torch.empty(rows, config.hidden_size, dtype=torch.float32, device="cpu")
     keyed_normal(config.init_std, config.seed, BEFORE_THE_FIRST_LAYER, name)(table_RD)
     return nn.Parameter(table_RD.to(torch.get_default_dtype()))

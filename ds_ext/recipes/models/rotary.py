@@ -28,9 +28,7 @@ def rotary_tables(
     """Return cosines and sines, (S, R), or (B, 1, S, R) for positions that restart; of a slice for its positions.
 
     Args:
-        config: sizes.
-        tokens: S.
-        dtype, device: those of the result; the angles are fp32.
+        dtype: that of the result; the angles are fp32.
         starts_BS: index of each token at which positions restart; None: positions are 0..S-1.
     """
     part = current_slice()

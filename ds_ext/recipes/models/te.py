@@ -58,7 +58,6 @@ _MAJOR_VERSIONS = ("2",)  # with the names above and the arguments of Transforme
 
 
 def check_version(version: str) -> None:
-    """Raise ConfigError for a version of Transformer Engine with other arguments or names than those used here."""
     if re.match(r"\d+", version) is None or version.split(".")[0] not in _MAJOR_VERSIONS:
         raise ConfigError(
             f"--transformer-impl: needs Transformer Engine 2 (got {version}). Install it with `pip install "
@@ -67,7 +66,6 @@ def check_version(version: str) -> None:
 
 
 def import_transformer_engine() -> Any:
-    """Import ``transformer_engine.pytorch``. Raises ConfigError if it or CUDA is missing, or for a wrong version."""
     if not torch.cuda.is_available():
         raise ConfigError(
             "--transformer-impl: transformer_engine needs CUDA (no GPU found). Use local, or a host with CUDA."
@@ -97,7 +95,6 @@ def _installed_version() -> str:
 
 
 def check_transformer_engine(config: TransformerConfig) -> None:
-    """Raise ConfigError for settings that Transformer Engine's layer does not support here."""
     if config.hidden_dropout or config.attention_dropout:
         raise ConfigError(
             "--transformer-impl: transformer_engine needs hidden_dropout 0 and attention_dropout 0 (got "
@@ -157,16 +154,11 @@ class TransformerEngineLayer(nn.Module):
         copy_weights(self.layer, TransformerLayer(config, layer, tp, clock))
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        """Map hidden_BSD to hidden_BSD on all ranks."""
         return recomputed(self.clock, self.layer, hidden_BSD) if self.recompute else self.layer(hidden_BSD)
 
 
 def copy_weights(te_layer: nn.Module, layer: TransformerLayer) -> None:
-    """Copy the weights of a local layer and their sharding attributes into Transformer Engine's layer.
-
-    Raises:
-        ConfigError: if the names of Transformer Engine's parameters are not those of version 2.
-    """
+    """Copy the weights of a local layer and their sharding attributes into Transformer Engine's layer."""
     te_parameters, parameters = dict(te_layer.named_parameters()), dict(layer.named_parameters())
     expected = {name for name, local in _NAMES.items() if local in parameters}
     if te_parameters.keys() != expected:

@@ -37,10 +37,7 @@ _STEPS = frozenset({"train_iters", "train_samples"})
 
 
 def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argparse.Namespace, JobConfig]:
-    """Return the flags and the JSON with all keys that flags set. Raises ConfigError with a line for every problem.
-
-    Arguments and results as for :func:`read_job`.
-    """
+    """Return the results of :func:`read_job`, and raise all its problems."""
     problems = Problems()
     args, job = read_job(prog, argv, model, problems)
     problems.raise_all()
@@ -53,13 +50,7 @@ def read_job(
 ) -> tuple[argparse.Namespace, JobConfig | None]:
     """Return the flags and the JSON with all keys that flags set; None if a problem leaves a key of it undecided.
 
-    ``notes`` of the flags are lines for the plan.
-
-    Args:
-        prog: name of the script.
-        argv: words of the command line.
-        model: model that the script trains.
-        problems: errors, to which every ConfigError of the flags and the JSON is added.
+    All ConfigErrors become ``problems``. ``notes`` of the flags are lines for the plan.
     """
     parser = build_parser(prog, model)
     parser.problems = problems
@@ -105,16 +96,12 @@ def read_job(
 
 
 def flag_defaults(parser: argparse.ArgumentParser) -> dict[str, Any]:
-    """Return the default of every flag."""
     actions = (action for action in parser._actions if action.default is not argparse.SUPPRESS)
     return {action.dest: action.default for action in actions}
 
 
 def _flags_in(parser: Parser, argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values of the flags in ``argv``, without defaults; "ignored_flags" are flags without effect.
-
-    Unknown flags are added to the problems of the parser.
-    """
+    """Return the values of the flags in ``argv``, without defaults; "ignored_flags" are flags without effect."""
     # --import appends to its default.
     blank = {key: UNSET for key in flag_defaults(parser) if key != "modules"}
     parser.add_harmless(argv)
@@ -140,7 +127,7 @@ def _report_unknown_flags(parser: Parser, words: list[str], args: argparse.Names
 
 
 def _unknown_flag(parser: Parser, flag: str) -> tuple[str, str]:
-    """Return the error for a flag, and what replaces it."""
+    """Return the error for a flag, and its replacement."""
     row = row_of(flag)[1]
     if isinstance(row, Refused):
         return row.error(flag), row.use
@@ -160,11 +147,8 @@ def _ignored_note(
 ) -> list[str]:
     """Return the line of the plan with Megatron's flags that have no effect here; empty without such flags.
 
-    Args:
-        flags: flags and their values.
-        config: the JSON with all keys of other flags.
-        args: values of the keys of "train".
-        problems: errors, to which flags that are not harmless for this job are added.
+    A flag that is not harmless for this job becomes a problem. ``flags`` are (flag, values). ``config`` is the JSON
+    with all keys of other flags, ``args`` has the values of the keys of "train".
     """
     job = {**config, "ds_ext": {**config.get("ds_ext", {}), "train": vars(args)}}
     for flag, words in flags:
@@ -183,7 +167,7 @@ def _ignored_note(
 
 
 def _json_without_file(args: argparse.Namespace, problems: Problems) -> dict[str, Any]:
-    """Return the JSON that flags complete. A missing flag that they need is added to the problems."""
+    """Return the JSON that flags complete. A missing required flag becomes a problem."""
     keys = [
         key for key in ("lr", "micro_batch_size") if not getattr(args, key) and key not in problems.undecided
     ]
@@ -207,9 +191,7 @@ def finished_json(
 ) -> dict[str, Any]:
     """Return the JSON that gives the same job without flags: all keys that flags set, and "train" for the others.
 
-    Args:
-        prog, argv, model: arguments of :func:`parse`.
-        args, job: its result.
+    ``args`` and ``job`` are the result of :func:`parse`.
     """
     parser = build_parser(prog, model)
     keys = {
@@ -227,9 +209,9 @@ def finished_json(
 def _train_values(
     parser: Parser, train: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[tuple[str, list[str]]]]:
-    """Return the "train" object of the JSON, and the flags for its keys that have no effect.
+    """Return the "train" object of the JSON, and its keys without effect, as (flag, values).
 
-    Its keys are flag names with underscores. Wrong ones are added to the problems of the parser.
+    Its keys are flag names with underscores. Wrong keys become problems of the parser.
     """
     problems = parser.problems
     actions = {action.dest: action for action in parser._actions}
@@ -259,7 +241,6 @@ def _train_values(
 
 
 def _typed(action: argparse.Action, key: str, value: Any) -> Any:
-    """Return the value for a flag. Raises ConfigError for a wrong type."""
     if action.nargs == "*" and isinstance(value, str | list):
         return value.split() if isinstance(value, str) else [str(word) for word in value]
     choices = tuple(action.choices or ())
@@ -275,7 +256,7 @@ def _typed(action: argparse.Action, key: str, value: Any) -> Any:
 
 
 def _check_type(action: argparse.Action, value: Any) -> tuple[str, bool]:
-    """Return the type of a flag without choices, for errors, and whether the value has it."""
+    """Return the name of a flag's type, for errors, and whether the value has it."""
     if action.nargs == "*":
         return "a string or a list", False  # _typed() has converted both
     if action.nargs == 0:
@@ -290,13 +271,9 @@ def _check_type(action: argparse.Action, value: Any) -> tuple[str, bool]:
 def _merge_json_flags(
     config: Mapping[str, Any], args: argparse.Namespace, counts_samples: bool, problems: Problems
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the JSON with the keys that flags set, and the flag of each key.
+    """Return the JSON with the keys that flags set, and the flag of each key. Contradictions become problems.
 
-    Args:
-        config: the JSON without flags.
-        args: parsed flags; ``train_iters`` is set if ``counts_samples``.
-        counts_samples: the number of steps is that of ``--train-samples``.
-        problems: errors, to which contradictions are added.
+    ``counts_samples``: the number of steps is that of ``--train-samples``. This sets ``args.train_iters``.
     """
     merged = copy.deepcopy(dict(config))
     set_by: dict[str, str] = {}
@@ -329,7 +306,7 @@ def _merge_json_flags(
 
 
 def _resolve_model(args: argparse.Namespace) -> None:
-    """Set the defaults that depend on other flags, as in Megatron. Raises ConfigError on a contradiction."""
+    """Set the defaults that depend on other flags, as in Megatron."""
     if args.swiglu and args.ffn_hidden_size is None:
         # Three matrices then have about as many weights as the two of an MLP with 4 x hidden-size.
         args.ffn_hidden_size = max(64, 8 * args.hidden_size // 3 // 64 * 64)
@@ -360,7 +337,7 @@ def _set_train_for_auto(config: dict[str, Any], args: argparse.Namespace) -> Non
 
 
 def _section(config: dict[str, Any], path: Sequence[str], json_path: str) -> dict[str, Any]:
-    """Return the object with the last key of ``path``, created if missing. Raises ConfigError."""
+    """Return the object that contains the last key of ``path``, created if missing."""
     section: Any = config
     for depth, key in enumerate(path[:-1], start=1):
         section = section.setdefault(key, {})

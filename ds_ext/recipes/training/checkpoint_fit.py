@@ -36,12 +36,6 @@ _SHOWN = 4
 
 
 def check_load(args: argparse.Namespace, model: TransformerConfig) -> None:
-    """Raise ConfigError if the checkpoint of ``--load`` has a different model or tokenizer.
-
-    Args:
-        args: flags of a training script; nothing is checked without ``load``.
-        model: sizes of the model; a BertConfig is a BERT, any other a GPT.
-    """
     if not args.load:
         return
     checkpoint, manifest = open_checkpoint(Path(args.load))
@@ -68,7 +62,6 @@ def check_load(args: argparse.Namespace, model: TransformerConfig) -> None:
 
 
 def _check_tokenizer(name: str, fingerprint: str | None, data_path: str | Sequence[str]) -> None:
-    """Raise ConfigError if the data has another tokenizer than the checkpoint ``name``; nothing if one is unknown."""
     data_fingerprint = (read_meta(data_path) or {}).get("tokenizer_fingerprint")
     if None not in (fingerprint, data_fingerprint) and fingerprint != data_fingerprint:
         raise ConfigError(
@@ -81,7 +74,6 @@ def position(folder: str | None) -> tuple[int, int]:
     """Return the step and the consumed samples of a folder's current checkpoint; 0 and 0 without a folder.
 
     They are also 0 for a checkpoint of another script, which the load refuses.
-    Raises the errors of :func:`..engine.checkpoint.folder.open_checkpoint`.
     """
     state = _state(open_checkpoint(Path(folder))[0]) if folder else {}
     return int(state.get("step", 0)), int(state.get("consumed_samples", 0))
@@ -103,11 +95,7 @@ def _different_sizes(
 ) -> Iterator[str]:
     """Yield ``"num_layers 6, here 8"`` for every flag that differs; nothing for a different kind of model.
 
-    Args:
-        job: description of the job in the manifest.
-        shapes: shapes of the weights in the checkpoint.
-        saved_model: fields of the model that its weights do not show, as far as they were saved.
-        model: config of the model that would load the checkpoint.
+    ``saved_model`` has fields that the weights do not show, as far as they were saved.
     """
     model_shapes = {weight.name: weight.shape for weight in counterparts(model)}
     if any(name in model_shapes and name not in shapes for name in _SIZES if name.startswith(("0.", "1."))):
@@ -130,7 +118,7 @@ def _different_sizes(
 def _different_weights(shapes: Mapping[str, tuple[int, ...]], model: TransformerConfig) -> Iterator[str]:
     """Yield every weight that is missing on one side or has a different shape.
 
-    Weights inside Transformer Engine's layers are ignored, because they have other names.
+    Layers of Transformer Engine are skipped, because their weights have other names.
     """
     model_shapes = {weight.name: weight.shape for weight in counterparts(model)}
     ignored_layers = range(2, 2 + model.num_layers) if model.transformer_impl != "local" else range(0)

@@ -11,7 +11,6 @@ from ..data.tokenizer_base import Tokenizer
 
 
 def flagged_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    """Load the tokenizer of ``--tokenizer``, or of ``--vocab-file`` and ``--merge-file``; None without these flags."""
     if args.tokenizer:
         return load_tokenizer(args.tokenizer)
     return load_gpt2_files(args.vocab_file, args.merge_file) if args.vocab_file else None

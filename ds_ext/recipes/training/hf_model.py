@@ -16,15 +16,12 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def folder_sizes(config: TransformerConfig) -> dict[str, Any]:
-    """Return the fields that decide the weights and what they compute, except for the vocabulary size."""
+    """Return the fields that decide the weights and their computation, except for the vocabulary size."""
     return {name: getattr(config, name) for name in WEIGHT_FIELDS if name != "vocab_size"}
 
 
 def config_of_model(folder: Path, transformer_impl: str) -> TransformerConfig:
-    """Return the config of a model. If ds_ext has no layers for it, sizes for estimates, with ``transformers``.
-
-    Raises ConfigError if ``transformer_impl`` cannot train the model.
-    """
+    """Return the config of a model; for one without layers in ds_ext, sizes for estimates."""
     from ..convert.hf_model import config_of_folder, has_own_layers
 
     if transformer_impl != "transformers" or has_own_layers(folder):
@@ -75,9 +72,6 @@ def take_sizes(args: argparse.Namespace, sources: Mapping[str, str]) -> None:
     Args:
         args: flags with ``hf_model``; changed in place.
         sources: ``dest`` -> flag or JSON key, for every value that the user set.
-
-    Raises:
-        ConfigError: if the folder contains no supported model, or contradicts a flag.
     """
     from ..convert.hf_model import has_own_layers
     from ..models.bert import BertConfig
@@ -106,7 +100,6 @@ def take_sizes(args: argparse.Namespace, sources: Mapping[str, str]) -> None:
 
 
 def _take_fields(args: argparse.Namespace, sources: Mapping[str, str], config: TransformerConfig) -> None:
-    """Set the flags of the fields of ``config``. Raises ConfigError if the user set one of them to another value."""
     folder = Path(args.hf_model)
     # Flags exist only for some scalings of the rotary frequencies, and for a window of all layers. The others are in
     # folder_sizes() alone. Layers of transformers have the dropout of config.json.

@@ -19,10 +19,7 @@ _SHARE = 0.99  # of the bytes of the current rank order: a better order sends fe
 def hosts_of_flags(args: argparse.Namespace) -> Hosts | None:
     """Return the hosts of a dry run: those of --hosts, or else of the launcher; None: one host, or no launcher.
 
-    A dry run has no other ranks, so the launcher's hosts are taken to be equal.
-
-    Raises:
-        ConfigError: --hosts is invalid, used without --dry-run, or contradicts the launcher.
+    A dry run has no other ranks, so the launcher's hosts are assumed to be equal.
     """
     world = world_size()
     if args.hosts is not None:
@@ -42,12 +39,12 @@ def hosts_of_flags(args: argparse.Namespace) -> Hosts | None:
 
 
 def is_placed(layout: ParallelLayout, forward_hosts: list[str] | None) -> bool:
-    """Return whether the layout has the ranks of the hosts; False before the forward ranks of `fbd` are placed."""
+    """Return False before the forward ranks of `fbd` are placed on their hosts."""
     return forward_hosts is None or not isinstance(layout, DisaggregatedLayout) or layout.order is not None
 
 
 def layout_on(layout: ParallelLayout, hosts: Hosts, forward_hosts: list[str] | None) -> ParallelLayout:
-    """Return the layout with the forward ranks of `fbd` on their hosts. Raises ConfigError if they do not fit."""
+    """Return the layout with the forward ranks of `fbd` on their hosts."""
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout
     names = [hosts.names[hosts.host(rank)] for rank in range(hosts.world_size)]
@@ -59,13 +56,7 @@ def describe_hosts(
 ) -> list[str]:
     """Return the bytes between hosts, the groups that cross hosts, and a better rank order; empty for one host.
 
-    Args:
-        hosts: hosts of the job; None: unknown.
-        micro_batches: N per pipeline group.
-        verbose: add the table of the groups.
-
-    Raises:
-        ConfigError: the hosts have more or fewer slots than the layout has ranks.
+    ``micro_batches`` is N per pipeline group. ``verbose`` adds the table of the groups.
     """
     if hosts is None or len(hosts.slots) == 1:
         return []
@@ -92,7 +83,7 @@ def describe_hosts(
 
 
 def _row(kind: GroupTraffic, here: Crossing) -> tuple[str, ...]:
-    """Return the cells of a kind of group. Mirror and data groups that average gradients together share their bytes."""
+    """Return the cells of a kind of group. Mirror and data groups that average together share their bytes."""
     shared = kind.name in ("mirror", "data") and here.kind("gradients") is not None
     size = "" if shared else format_bytes(kind.bytes)
     return kind.name, str(kind.size), str(kind.groups), str(kind.crossing), size

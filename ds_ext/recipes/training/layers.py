@@ -31,7 +31,6 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def make_builder(
     args: argparse.Namespace, plan: JobPlan, config: TransformerConfig
 ) -> OwnLayers | DecoderLayers:
-    """Return the builder for ``--transformer-impl``. Raises ConfigError for a model that it cannot train."""
     return (DecoderLayers if config.transformer_impl == "transformers" else OwnLayers)(args, plan, config)
 
 
@@ -48,7 +47,7 @@ class OwnLayers:
         self.weights = "" if self._folder is None else f"{args.hf_model}: {self._folder.describe()}"
 
     def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
-        """Return the module of this rank, without initial weights if they are loaded next."""
+        """Return the module of this rank, without initial weights if :meth:`load` reads them."""
         clock, loss_fn = DropoutClock(), gpt_loss(self._config, tp)
         layers = gpt_layer_specs(self._config, tp, clock, loss_fn.chunked)
         with nullcontext() if self._initial is None else skip_initial_values():
@@ -93,7 +92,6 @@ class DecoderLayers:
         self.weights = f"{path}: {ModelFolder(path).describe()}{adapters} (layers of transformers)"
 
     def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
-        """Return the module of this rank."""
         torch.manual_seed(self._config.seed)
         return PipelineModule(
             self._layers,

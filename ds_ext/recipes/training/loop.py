@@ -41,13 +41,11 @@ EXIT_PIPE = 141  # a shell's exit code for a program that SIGPIPE ended
 
 
 def say(text: str) -> None:
-    """Print on rank 0, flushed."""
     if rank() == 0:
         print_line(text)
 
 
 def say_error(text: str) -> None:
-    """Print on rank 0's standard error, flushed."""
     if rank() == 0:
         print(f"error: {text}\n", end="", file=sys.stderr, flush=True)
 
@@ -66,12 +64,8 @@ class Trainer:
     """Loop up to step ``args.train_iters``.
 
     Args:
-        engine: from :func:`ds_ext.initialize`.
-        args: flags of the script.
-        plan: the job plan.
         model: sizes of the model; a checkpoint stores those that its weights do not show.
-        train: training micro-batches by id.
-        valid: validation micro-batches by id; None: no evaluation.
+        train, valid: micro-batches by id; None: no evaluation.
         floor: name and value (in nats) of a baseline loss; a model with a lower loss uses context.
         tokenizer: fingerprint of the data's tokenizer, saved with a checkpoint.
         samples_per_epoch: training samples of one pass over the data; None: unknown.
@@ -98,10 +92,9 @@ class Trainer:
     _announced: int | None = None  # step of the last save whose end rank 0 has printed early
 
     def run(self) -> int:
-        """Train to the last step or a request to stop; evaluate and save at intervals and at the end.
+        """Train to the last step or a request to stop, and return the exit code.
 
-        Returns:
-            The exit code: 0, EXIT_NOT_SAVED if a checkpoint could not be written, 1 if the last loss is not finite.
+        It is 0, EXIT_NOT_SAVED if a checkpoint could not be written, or 1 if the last loss is not finite.
         """
         args = self.args
         self._listen()
@@ -162,7 +155,7 @@ class Trainer:
         self.engine.stops.listen(signals)
 
     def _set_deadline(self) -> float:
-        """Take the deadline of the flags as a request to stop. Return the seconds since the start of this process."""
+        """Return the age of this process in seconds."""
         minutes, age_s = self.args.exit_duration_in_mins, process_age_s()
         if minutes is not None:
             self.engine.stops.deadline = time.monotonic() - age_s + 60 * minutes
@@ -176,14 +169,13 @@ class Trainer:
             self.stopped = "" if stops.agreed is None else str(stops.agreed)
 
     def _stop_cause(self, step: int) -> str:
-        """Return why the run ends after this step; empty if it goes on. The same on all ranks."""
+        """Return why the run ends after this step; the same on all ranks."""
         if _is_due(step, self.args.exit_interval):
             return f"--exit-interval {self.args.exit_interval}"
         stop = self.engine.stops.agreed
         return "" if stop is None else str(stop)
 
     def _metrics(self) -> Metrics:
-        """Return the metrics with the settings of the flags, which open the metrics file."""
         samples = self.args.train_iters * self.engine.train_batch_size()
         repeats = self.samples_per_epoch and samples > self.samples_per_epoch
         self.metrics = Metrics(
@@ -200,10 +192,10 @@ class Trainer:
         return self.metrics
 
     def evaluate(self, valid: MicroBatches, step: int) -> tuple[float, dict[str, float]] | None:
-        """Return the mean loss of ``--eval-iters`` validation steps after a step, and its parts if there are any.
+        """Return the mean loss of ``--eval-iters`` validation steps, and its parts if there are any.
 
-        Every evaluation uses the same samples. If the run may be stopped, each validation step is an evaluation of its
-        own, and a request ends them: the result is None.
+        Every evaluation uses the same samples. If the run may be stopped, each validation step is a separate
+        evaluation. A request then ends them, and the result is None.
         """
         valid.consumed_samples = 0
         stops, steps = self.engine.stops, self.args.eval_iters
@@ -224,8 +216,7 @@ class Trainer:
     def save(self, step: int, loss: float) -> None:
         """Write a checkpoint with the position in the data, unless the last step left a non-finite loss.
 
-        A failed or refused save adds ``step`` to ``not_saved``, and training continues. Raises CheckpointError if the
-        write failed, with ``--stop-if-not-saved``.
+        A failed or refused save adds ``step`` to ``not_saved``, and training continues.
         """
         self.finish_save()
         # The watch does not count steps that fp16 skips to lower its scale: they leave the weights as they are.
@@ -253,7 +244,6 @@ class Trainer:
                 self.finish_save()
 
     def finish_save(self) -> None:
-        """Wait until the last save is complete, and print its result."""
         step, self._saving = self._saving, None
         if step is not None:
             with self._reporting_failure(step):
@@ -263,7 +253,6 @@ class Trainer:
                     self._say_saved(step)
 
     def _announce_save(self) -> None:
-        """Print on rank 0 that a save in the background is complete, as soon as it is."""
         save, step = self.engine.saving, self._saving
         if (
             step not in (None, self._announced)
@@ -280,7 +269,7 @@ class Trainer:
 
     @contextmanager
     def _reporting_failure(self, step: int) -> Iterator[None]:
-        """Context of a save, whose failure is reported and ends the run only with ``--stop-if-not-saved``."""
+        """Report a failed save; it ends the run only with ``--stop-if-not-saved``."""
         try:
             yield
         except CheckpointError as error:  # on every rank
@@ -308,11 +297,7 @@ class Trainer:
     def resume(self, folder: str | None, default: int | None = None) -> int:
         """Load the current checkpoint of a folder, print what was resumed, and return its step; 0 without a folder.
 
-        Args:
-            folder: folder of checkpoints.
-            default: step to return without a checkpoint of this run; None raises CheckpointError.
-
-        Raises CheckpointError if another script saved it.
+        ``default`` is the step to return without a checkpoint of this run; None raises CheckpointError.
         """
         if not folder:
             return default or 0
@@ -344,7 +329,7 @@ class Trainer:
         return f"{self.plan.timetable.schedule}, {sizes} x DP {layout.data_parallel_size}"
 
     def report_result(self, step: int, loss: float | None) -> None:
-        """Print why the run ended early or the loss, and the commands to run next; None: the run made no step."""
+        """Print why the run ended early or its loss (None: no step was made), and the commands to run next."""
         if self.stopped:
             lost = "" if self.args.save else " Nothing is saved: --save DIR is missing."
             when, lost = ("", lost) if loss is not None else (" before another step", " Nothing to save.")
@@ -372,7 +357,6 @@ class Trainer:
         say("next: " + "\n      ".join(lines))
 
     def next_command(self) -> str:
-        """Return the last checkpoint and the command that continues from it, after a failure; empty without one."""
         last = last_checkpoint(self.args.save, self.args.load)
         if last is None:
             return ""
@@ -384,7 +368,6 @@ class Trainer:
         return [f"continue training   {command}", *([f"{'':20}({note})"] if note else [])]
 
     def exit_code(self, loss: float | None) -> int:
-        """Return 0 if the last loss is finite and every checkpoint was saved; else report the failure."""
         if loss is not None and not math.isfinite(loss):
             say_error(f"last loss {loss} (exit code {process.EXIT_FAILED})")
             return process.EXIT_FAILED
@@ -397,7 +380,6 @@ class Trainer:
         return 0
 
     def _show_arguments(self) -> list[str]:
-        """Return the arguments of the subcommand ``show`` for the timetable of this run."""
         timetable = self.plan.timetable
         schedule = self.plan.job.ds_ext.schedule
         if is_timetable_file(schedule):
@@ -431,7 +413,6 @@ def data_flags(args: argparse.Namespace) -> dict[str, Any]:
     """Return the flags that decide the samples and their order, in normal form.
 
     Paths are absolute, with the sizes of their files. The shares of a split and the weights of a blend add up to 1.
-    Raises ConfigError for wrong flags, OSError for a missing file.
     """
     flags = {name: getattr(args, name) for name in _DATA_FLAGS if hasattr(args, name)}
     if "split" in flags:
@@ -447,11 +428,9 @@ def data_flags(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def changed_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-    """Return a line for each data flag that a resumed run has changed.
+    """Return a line for each data flag that a resumed run has changed; both are from :func:`data_flags`.
 
-    Args:
-        saved: flags of the checkpoint, from :func:`data_flags`; flags missing on one side are ignored.
-        current: flags of this run.
+    Flags missing on one side are ignored.
     """
     return [
         f"note: --{name.replace('_', '-')} was {saved[name]}, is {current[name]}: {effect}"
@@ -474,7 +453,6 @@ def resume_command(argv: Sequence[str], save: str, total: int) -> tuple[str, str
 
 
 def last_checkpoint(*folders: str | None) -> Path | None:
-    """Return the current checkpoint of the first of these folders that has one; None without one."""
     for folder in filter(None, folders):
         with suppress(ConfigError):
             return Path(folder, current_tag(Path(folder)))
@@ -490,7 +468,6 @@ def shut_down(engine: PipelineEngine) -> None:
 
 
 def _verb(name: str, *arguments: str) -> str:
-    """Return a command with a subcommand of ds_ext, quoted for a shell."""
     return shlex.join(["python", "-m", "ds_ext", name, *arguments])
 
 

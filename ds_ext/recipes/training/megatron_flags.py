@@ -43,9 +43,8 @@ class JsonKey:
         kind: type of the flag's value; None: the flag is a switch.
         value: value that a switch sets.
         note: addition to the help, which is the path.
-        metavar: name of the value in the help; "": that of the flag.
-        choices: values of the flag; empty: any.
-        computed: :mod:`.section_flags` makes the key's value, of this flag or of several.
+        metavar, choices: as in :class:`.Flag`.
+        computed: :mod:`.section_flags` computes the key's value, from this flag or several.
     """
 
     path: str
@@ -82,12 +81,10 @@ class TrainKeys:
     kind: type | None = None
 
     def values(self, value: Any) -> dict[str, Any]:
-        """Return key -> value for the value of the flag."""
         return {key: value if key_value is ... else key_value for key, key_value in self.keys.items()}
 
     @property
     def help(self) -> str:
-        """Help of the flag."""
         return ", ".join(k if v is ... else f"{k}: {json.dumps(v)}" for k, v in self.keys.items())
 
 
@@ -108,7 +105,7 @@ class Harmless:
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def error(self, flag: str, words: Sequence[str]) -> str:
-        """Return the error for the values of the flag; "" if they are harmless."""
+        """Return the error; "" if the values are harmless."""
         if not self.values or {*words} <= {*self.values}:
             return ""
         fix = f" Use {self.use}." if self.use else ""
@@ -119,16 +116,13 @@ class Harmless:
 class Refused:
     """Flag of Megatron that the scripts refuse.
 
-    Args:
-        use: replacement for the same job.
-        reason: reason for a flag without a replacement, and the remedy.
+    ``use`` is its replacement. Without one, ``reason`` has the reason and the remedy.
     """
 
     use: str = ""
     reason: str = ""
 
     def error(self, flag: str) -> str:
-        """Return the error for the flag, with its dashes."""
         if self.use:
             return f"{flag}: unknown flag. Use {self.use}."
         return f"{flag}: not supported, because {self.reason}."
@@ -138,7 +132,6 @@ Row = JsonKey | TrainKeys | Harmless | Refused
 
 
 def _rows(row: Row, keys: str) -> dict[str, Row]:
-    """Return the same row for all keys."""
     return dict.fromkeys(keys.split(), row)
 
 

@@ -34,13 +34,8 @@ _LOWEST = {
 def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, problems: Problems) -> None:
     """Add a problem for a wrong optimizer, tokenizer, interval, checkpoint, file or output path.
 
-    A dry run needs no packages, no files and no output folders. If the folder of ``load`` is missing or empty, ``load``
-    becomes None.
-
-    Args:
-        args: flags; those of files that do not exist become empty.
-        config: the JSON; None: a key is undecided.
-        problems: errors, to which those of the job are added.
+    A dry run needs no packages, files or output folders. Flags of missing files become empty, and so does ``load`` of
+    a missing or empty folder. Without ``config``, a key of the JSON is undecided.
     """
     if config is not None:
         with problems.collect():
@@ -73,7 +68,7 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, proble
 
 
 def _check_files(args: argparse.Namespace, problems: Problems) -> None:
-    """Unset the flags of data and tokenizers that do not exist here: a problem, or in a dry run a note."""
+    """Unset the flags of missing data and tokenizers. They are problems, in a dry run notes."""
     missing, tokenizers = Problems(), ("tokenizer", "vocab_file", "merge_file")
     if not args.data_path and "data_path" not in problems.undecided:
         missing.add(
@@ -98,7 +93,6 @@ def _check_files(args: argparse.Namespace, problems: Problems) -> None:
 
 
 def set_up_outputs(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
-    """Create the folders that this rank writes to, and name the run of wandb. Raises ConfigError."""
     if args.wandb_exp_name:
         os.environ["WANDB_NAME"] = args.wandb_exp_name  # DeepSpeed's section has no name
     for flag, folder in _output_folders(args, config):
@@ -111,7 +105,6 @@ def set_up_outputs(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
 
 
 def _output_folders(args: argparse.Namespace, config: Mapping[str, Any]) -> Iterator[tuple[str, Path]]:
-    """Yield (flag or key, folder) for every folder that this rank writes to."""
     if args.save:
         yield "--save", Path(args.save)
     if args.metrics_file and rank() == 0:
@@ -134,7 +127,6 @@ def check_forward_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | N
 
 
 def _check_tokenizer(args: argparse.Namespace) -> None:
-    """Raise ConfigError for tokenizer flags that cannot be combined or do not match their files."""
     if bool(args.vocab_file) != bool(args.merge_file):
         flag = f"--vocab-file {args.vocab_file}" if args.vocab_file else f"--merge-file {args.merge_file}"
         raise ConfigError(f"--vocab-file, --merge-file: one is missing (got {flag}). Give both.")
@@ -159,7 +151,6 @@ def _check_tokenizer(args: argparse.Namespace) -> None:
 
 
 def require_optimizer(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the JSON has no optimizer, or one that cannot train the models of the scripts."""
     optimizer = config.get("optimizer")
     if not isinstance(optimizer, Mapping) or not optimizer.get("type"):
         raise ConfigError(
@@ -176,8 +167,8 @@ def require_optimizer(config: Mapping[str, Any]) -> None:
 def _check_load(args: argparse.Namespace) -> None:
     """Raise ConfigError for a folder without a complete checkpoint; a missing or empty one starts a new run.
 
-    Folders in it are ignored, because another rank may have created them for this run, and so is the lock that a run
-    leaves that ended before its first checkpoint.
+    Folders in it are ignored: another rank may have created them for this run. So is the lock of a run that ended
+    before its first checkpoint.
     """
     from ...engine.checkpoint.lock import LOCK
 
@@ -194,7 +185,6 @@ def _check_load(args: argparse.Namespace) -> None:
 
 
 def require_checkpoint(folder: str) -> None:
-    """Raise ConfigError if the current checkpoint in ``folder`` is missing or incomplete."""
     from ...engine.checkpoint.folder import open_checkpoint
 
     try:
@@ -210,7 +200,7 @@ def require_checkpoint(folder: str) -> None:
 
 
 def _megatron_file(folder: Path) -> str:
-    """Return the name of a file or folder that Megatron-LM or Megatron-DeepSpeed wrote; empty without one."""
+    """Return the name of a file or folder that Megatron-LM or Megatron-DeepSpeed wrote."""
     from ...engine.checkpoint.folder import MANIFEST
 
     patterns = ("latest_checkpointed_iteration.txt", "iter_*", "common.pt", "mp_rank_*/*_rng.pt")
@@ -220,7 +210,6 @@ def _megatron_file(folder: Path) -> str:
 
 
 def _require_writable(flag: str, folder: Path) -> None:
-    """Raise ConfigError unless this rank can write to ``folder``, or create it."""
     existing = folder.absolute()
     while not os.path.exists(existing):  # also False under a folder without search permission
         existing = existing.parent

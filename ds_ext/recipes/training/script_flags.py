@@ -23,7 +23,7 @@ _OF_GPT = ("vocab_size", "layernorm_epsilon", *GPT_FIELDS)
 
 
 def choice(value: Any, choices: Iterable[Any]) -> Any:
-    """Return the choice that equals ``value`` if upper and lower case are ignored; without one, ``value`` itself."""
+    """Return the choice that equals ``value`` except for case; without one, ``value`` itself."""
     return next((c for c in choices if isinstance(c, str) and c.lower() == str(value).lower()), value)
 
 
@@ -39,7 +39,6 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}. `python {self.prog} --help` lists the flags.")
 
     def add_harmless(self, words: Iterable[str]) -> None:
-        """Accept Megatron's harmless flags among the words of a command line."""
         for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
             row = row_of(flag)[1]
             if flag not in self._option_string_actions and isinstance(row, Harmless):
@@ -80,7 +79,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Ignore(argparse.Action):
-    """Flag without effect, which is added to ``ignored_flags``: (flag, values)."""
+    """Flag without effect, added to ``ignored_flags`` as (flag, values)."""
 
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
@@ -90,8 +89,6 @@ class _Ignore(argparse.Action):
 
 
 class _SetKeys(argparse.Action):
-    """Flag of Megatron for keys of "train" with other names."""
-
     def __call__(
         self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
     ) -> None:
@@ -100,8 +97,6 @@ class _SetKeys(argparse.Action):
 
 
 class _WithDefaults(argparse.HelpFormatter):
-    """Formatter that shows the default of every flag."""
-
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
         shown = text and "%(default)" not in text and default not in (None, False, [], argparse.SUPPRESS)
@@ -109,7 +104,6 @@ class _WithDefaults(argparse.HelpFormatter):
 
 
 def build_parser(prog: str, model: Model = "gpt") -> Parser:
-    """Return the parser of ``train_gpt.py``, or of ``train_bert.py`` for "bert"."""
     parser = Parser(
         prog=prog,
         description=f"Pretrain a {model.upper()} with a pipeline schedule of ds_ext.",
@@ -171,7 +165,6 @@ def build_parser(prog: str, model: Model = "gpt") -> Parser:
 
 
 def _versions() -> str:
-    """Return the versions of ds_ext, DeepSpeed and torch without importing them."""
     words = [f"ds_ext {__version__}"]
     for package in ("deepspeed", "torch"):
         words.append(f"{package} {package_version(package) or 'is not installed'}")

@@ -21,7 +21,7 @@ _STEPS = ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples", "lr_deca
 
 
 def value_at(config: Any, path: str) -> Any:
-    """Return the value of a key, with dots between the keys of objects; None if it is missing."""
+    """Return the value of a key, given as a path with dots; None if it is missing."""
     for key in path.split("."):
         config = config.get(key) if isinstance(config, Mapping) else None
     return config
@@ -98,7 +98,6 @@ def _chunks(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[s
 
 
 def _others(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
-    """Yield the keys of monitors, of the time limit and of the loss scale."""
     if args.tensorboard_dir is not None:
         flag = f"--tensorboard-dir {args.tensorboard_dir}"
         yield ("tensorboard", "enabled"), True, flag
@@ -149,7 +148,6 @@ SECTIONS = (_betas, _scheduler, _chunks, _others, _optimizer)
 
 
 def require_at_most_one(args: argparse.Namespace, *dests: str) -> None:
-    """Raise ConfigError if more than one of the flags is set."""
     values = {dest: getattr(args, dest) for dest in dests if getattr(args, dest) is not None}
     if len(values) > 1:
         names = ", ".join(f"--{dest.replace('_', '-')}" for dest in values)
@@ -157,7 +155,6 @@ def require_at_most_one(args: argparse.Namespace, *dests: str) -> None:
 
 
 def steps_of_samples(flag: str, samples: int, config: Mapping[str, Any]) -> float:
-    """Return the number of steps with as many samples. Raises ConfigError without a batch size."""
     batch = config.get("train_batch_size")
     if not isinstance(batch, int) or batch < 1:
         raise ConfigError(

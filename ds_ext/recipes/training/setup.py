@@ -97,14 +97,8 @@ def plan_job(
     completed is printed.
 
     Args:
-        prog: name of the script.
-        argv: words of the command line.
-        model: model that the script trains.
-        make_config: function that returns the model's config, for the flags and the plan; None: it has problems.
+        make_config: returns the model's config, for the flags and the plan; None: the plan has problems.
         before, after: names of the layers before and after the transformer layers.
-
-    Raises:
-        ConfigError: has a line for every problem of flags, JSON, files, sizes and plan.
     """
     problems = Problems()
     args, job = read_job(prog, argv, model, problems)
@@ -170,7 +164,6 @@ def _make_plan(args: argparse.Namespace, job: JobConfig, problems: Problems) -> 
 
 
 def _check_splits(args: argparse.Namespace, plan: StagePlan, model: Model) -> None:
-    """Raise ConfigError for slices or parts of a head that do not fit the samples or the model."""
     settings = plan.settings
     if settings.vocabulary_parallel_head and model == "bert":
         raise ConfigError(
@@ -199,7 +192,6 @@ def _take_candidate(args: argparse.Namespace, plan: StagePlan) -> None:
 
 
 def _write_json(args: argparse.Namespace, config: dict[str, Any]) -> NoReturn:
-    """Write the JSON to the file of ``--write-config`` on rank 0, and end the process. Raises ConfigError."""
     if rank() == 0:
         try:
             Path(args.write_config).write_text(f"{json.dumps(config, indent=2)}\n")
@@ -212,13 +204,12 @@ def _write_json(args: argparse.Namespace, config: dict[str, Any]) -> NoReturn:
 
 
 def model_fields(args: argparse.Namespace, plan: StagePlan | None) -> dict[str, Any]:
-    """Return the fields of the model's config that flags and, with a plan, the JSON decide. Raises ConfigError."""
     fields = fields_of(TransformerConfig, vars(args))
     return fields | ({"sequence_parallel": plan.job.ds_ext.sequence_parallel} if plan else {})
 
 
 def layers_after(plan: StagePlan, after: list[str]) -> list[str]:
-    """Return the names of the layers that follow the transformer layers; a head in parts is in no stage of them."""
+    """Return the names of the layers that follow the transformer layers. No stage contains a head in parts."""
     return after[:-1] if plan.settings.vocabulary_parallel_head else after
 
 
@@ -227,10 +218,8 @@ def stage_boundaries(
 ) -> list[int]:
     """Return stages + 1 indices of pipeline layers: stage s has the layers from element s up to element s + 1.
 
-    See :func:`ds_ext.parallel.partition.layer_boundaries`. Raises ConfigError.
-
-    Args:
-        before, after: names of the layers before and after the transformer layers; only their number matters.
+    Only the number of the layers ``before`` and ``after`` the transformer layers matters. See
+    :func:`ds_ext.parallel.partition.layer_boundaries`.
     """
     return layer_boundaries(
         args.num_layers,
@@ -258,7 +247,7 @@ def with_stage_work(
 ) -> JobPlan:
     """Return the plan with the work of the stages, balanced slices, and the order that fits "max_activation_memory".
 
-    Arguments as for :func:`describe_plan`. Raises ConfigError.
+    Arguments as for :func:`describe_plan`.
     """
     ends, work = (len(before), len(after)), _end_work(plan, model)
     placement, schedule = plan.layout.placement, plan.timetable.schedule
@@ -293,7 +282,6 @@ def _head_work(plan: JobPlan, model: TransformerConfig) -> float:
 
 
 def _with_settings(plan: JobPlan, **change: Any) -> JobPlan:
-    """Return the plan with these values of the "ds_ext" section."""
     deepspeed = {**plan.job.deepspeed, "ds_ext": {**plan.job.deepspeed["ds_ext"], **change}}
     return replace(
         plan, job=replace(plan.job, deepspeed=deepspeed, ds_ext=plan.settings.model_copy(update=change))
@@ -301,7 +289,7 @@ def _with_settings(plan: JobPlan, **change: Any) -> JobPlan:
 
 
 def job_facts(args: argparse.Namespace, plan: JobPlan, vocab_size: int) -> Facts:
-    """Return facts that must be identical on all ranks: JSON, flags, layout, timetable, content of the data."""
+    """Return facts that must be identical on all ranks."""
     from ..data.meta import fingerprint
 
     flags = {
@@ -337,9 +325,9 @@ def micro_batches(
     The samples for training begin with those that the checkpoint of ``--load`` has consumed, in any batch size.
 
     Args:
-        build: function that returns the train, valid and test datasets for given numbers of samples; not called in
-            a dry run without data.
-        collate: function that makes a micro-batch of samples; None: they have the same shape.
+        build: returns the train, valid and test datasets for given numbers of samples; not called in a dry run
+            without data.
+        collate: makes a micro-batch of samples; None: they have the same shape.
     """
     from ...engine.batches import MicroBatches
     from .checkpoint_fit import position
@@ -363,19 +351,14 @@ def describe_plan(
     hosts: Hosts | None = None,
     weights: str = "",
 ) -> str:
-    """Return the text of the plan with the names of the layers, the size of a message and the traffic between hosts.
+    """Return the text of the plan.
 
     Args:
         boundaries: from :func:`stage_boundaries`.
-        before: names of the layers before the transformer layers.
-        after: names of the layers after them.
-        model: config of the model.
+        before, after: names of the layers before and after the transformer layers.
         token_bytes: bytes per token that a message carries in addition to its activation.
         hosts: hosts of the job; None: unknown.
         weights: text on the folder with the initial weights, and on their number; empty: the number is estimated.
-
-    Raises:
-        ConfigError: there are several hosts, with more or fewer slots than the job has ranks.
     """
     layer_names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
     message_bytes = _message_bytes(args, plan, token_bytes)
@@ -407,12 +390,9 @@ def check_memory(
     after: list[str],
     model: TransformerConfig,
 ) -> None:
-    """Compare the memory that this rank's tensors need with what is free. Arguments as for :func:`describe_plan`.
+    """Raise ConfigError if this rank's tensors need more memory than is free. Arguments as for :func:`describe_plan`.
 
     A rank whose tensors take more than the share that plans use logs a warning.
-
-    Raises:
-        ConfigError: the tensors do not fit.
     """
     from ...engine.deepspeed_api.device import free_bytes
 
@@ -435,7 +415,6 @@ def check_memory(
 
 
 def _fitting_slices(plan: JobPlan, sizes: TrainingSizes, device: int, free: int) -> int | None:
-    """Return the fewest slices of the sequence with which the tensors of a device fit; None if no number does."""
     for slices in (2, 4, 8, 16, 32, 64):
         shards = plan.layout.tensor_parallel_size if sizes.sequence_parallel else 1
         if (
@@ -464,7 +443,6 @@ def _has_gpus() -> bool:
 
 
 def _rate(config: Mapping[str, Any]) -> str:
-    """Return the learning rate and its schedule, as far as the JSON sets them."""
     params = value_at(config, "scheduler.params") or {}
     text = f"{value_at(config, 'optimizer.params.lr') or 'the default of the optimizer'}, "
     if value_at(config, "scheduler.type") != "MegatronLR":
@@ -481,7 +459,6 @@ def _host_lines(
     message_bytes: int,
     verbose: bool,
 ) -> list[str]:
-    """Return the lines on the traffic between hosts; empty for one host, unknown hosts or unknown ranks of hosts."""
     forward_hosts = plan.job.ds_ext.fbd.forward_hosts
     if hosts is None or len(hosts.slots) == 1 or not is_placed(plan.layout, forward_hosts):
         return []
@@ -494,7 +471,7 @@ def _host_lines(
 
 
 def _message_bytes(args: argparse.Namespace, plan: JobPlan, token_bytes: int) -> int:
-    """Return the bytes of a micro-batch between two stages: activations, and ``token_bytes`` more for every token."""
+    """Return the bytes of a micro-batch between two stages: activations, and ``token_bytes`` per token."""
     number_bytes = 4 if precision(plan.job.deepspeed) == "fp32" else 2
     tokens = plan.sizes.micro_batch_size * args.seq_length
     # With sequence parallelism only the activations are sliced.
@@ -503,7 +480,6 @@ def _message_bytes(args: argparse.Namespace, plan: JobPlan, token_bytes: int) ->
 
 
 def _longest_slice(args: argparse.Namespace, plan: JobPlan, message_bytes: int) -> int:
-    """Return the bytes of the longest slice of a micro-batch."""
     lengths, count = plan.settings.slice_lengths, plan.settings.sequence_slices
     return (
         message_bytes // count
@@ -515,7 +491,6 @@ def _longest_slice(args: argparse.Namespace, plan: JobPlan, message_bytes: int) 
 def _model_sizes(
     plan: JobPlan, boundaries: list[int], num_before: int, num_after: int, model: TransformerConfig
 ) -> TrainingSizes:
-    """Return the sizes for memory and traffic, with the number of transformer layers of every stage."""
     layers = [stop - start for start, stop in pairwise(boundaries)]
     layers[0] -= num_before
     layers[-1] -= num_after

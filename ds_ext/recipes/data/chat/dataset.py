@@ -51,8 +51,7 @@ class ChatDataset(Dataset[Sample]):
 
     Attributes:
         mean_tokens: mean S of the samples of an epoch.
-        num_conversations: conversations of an epoch.
-        num_truncated: number of these that are truncated.
+        num_conversations, num_truncated: counts of an epoch.
         num_dropped: conversations of the split that are not in an epoch.
     """
 
@@ -67,20 +66,12 @@ class ChatDataset(Dataset[Sample]):
         name: str = "train",
         packs: bool = True,
     ) -> None:
-        """Use consecutive ``documents`` of a file as the split ``name``.
+        """Use consecutive ``documents`` of a file as the split ``name``; ``num_samples`` may exceed one epoch.
 
         Args:
             indexed: tokens, one conversation per document.
             mask: 1 for each token that counts as a label, else 0, in the same documents.
-            documents: numbers of the conversations.
-            seq_length: S, tokens per sample.
-            num_samples: number of samples; may exceed one epoch.
-            seed: seed of the order of conversations and samples.
-            name: name of the split.
             packs: pack several conversations into a sample.
-
-        Raises:
-            ConfigError: a number is out of range, the files do not match, or the split has no conversation.
         """
         if seq_length < 1 or seed < 0:
             raise ConfigError(
@@ -133,8 +124,7 @@ class ChatDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         """Return ((tokens_S, starts_S), labels_S), int64, of sample ``index``, or (tokens_S, labels_S) without packing.
 
-        starts_S is the index of the first token of every token's conversation, or of the padding. Raises IndexError
-        outside 0..num_samples-1.
+        starts_S is the index of the first token of every token's conversation, or of the padding.
         """
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
@@ -155,7 +145,6 @@ class ChatDataset(Dataset[Sample]):
         return (torch.from_numpy(tokens_S), torch.from_numpy(starts_S)), torch.from_numpy(labels_S)
 
     def summary(self) -> str:
-        """Return one line on the samples of the first epoch, and the flags that packed ones set."""
         samples = self.samples_per_epoch
         full = self._lengths.sum() / (samples * self.seq_length)
         sizes = f"in {samples} samples of {self.seq_length} tokens, {full:.1%} full"
@@ -168,7 +157,6 @@ class ChatDataset(Dataset[Sample]):
         )
 
     def _conversations_of(self, index: int) -> list[int]:
-        """Return the conversation numbers of a sample."""
         while not self._ends or self._ends[-1] <= index:
             samples = len(self._epoch(len(self._ends)).order)
             self._ends.append(samples + (self._ends[-1] if self._ends else 0))
@@ -194,14 +182,13 @@ class ChatDataset(Dataset[Sample]):
         return self._epochs[number]
 
     def _label_mask(self, number: int) -> NDArray[np.bool_]:
-        """Return whether each label of a conversation within seq_length counts."""
         return self._mask.document(number)[1 : self.seq_length + 1] == 1
 
 
 def pad_conversations(samples: Sequence[tuple[Tensor, Tensor]], length: int = 0) -> tuple[Tensor, Tensor]:
     """Return (tokens_BS, labels_BS) with S of the longest sample, or ``length`` if that is longer.
 
-    The tokens of a decoder do not attend to the padding, which is at the end.
+    The padding is at the end, where a decoder's tokens do not attend to it.
     """
     length = max(length, *(len(tokens_S) for tokens_S, _ in samples))
     tokens, labels = (
@@ -212,14 +199,7 @@ def pad_conversations(samples: Sequence[tuple[Tensor, Tensor]], length: int = 0)
 
 
 def _check_dropped(mask: IndexedTokens, dropped: NDArray[np.int64], total: int, length: int) -> None:
-    """Raise ConfigError if more than ``MOST_DROPPED`` of the conversations have no label in a sample.
-
-    Args:
-        mask: 1 for each token that counts as a label, else 0.
-        dropped: numbers of these conversations.
-        total: number of all conversations.
-        length: value of --seq-length.
-    """
+    """Raise ConfigError if more than ``MOST_DROPPED`` of all conversations are ``dropped``: without a label."""
     allowed = int(MOST_DROPPED * total)
     first_labels = sorted(int(mask.document(number)[1:].argmax()) + 1 for number in dropped)
     if len(first_labels) > allowed:

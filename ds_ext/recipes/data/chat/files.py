@@ -30,16 +30,7 @@ def write_conversations(
     """Write tokens and loss mask of conversations to two pairs of files. Return the counts for meta.json.
 
     Conversations without a token of the assistant are dropped and counted; the lines of the first ones are kept.
-
-    Args:
-        conversations: from :func:`.rows.read_conversations`.
-        template: tokenizer with its chat template.
-        vocab_size: largest token id + 1.
-        folder: folder of the files.
-        advance: function that takes the bytes of text since its last call.
-
-    Raises:
-        ConfigError: no conversation has a token of the assistant, or a token id is outside the vocabulary.
+    ``advance`` takes the bytes of text since its last call.
     """
     writer = _Writer(folder, vocab_size)
     dropped: list[str] = []
@@ -62,12 +53,6 @@ def write_conversations(
 
 
 class _Writer:
-    """Writer of the tokens and the loss mask of conversations.
-
-    Attributes:
-        lengths: number of tokens of every conversation.
-    """
-
     def __init__(self, folder: Path, vocab_size: int) -> None:
         # Megatron uses two bytes per token for vocabularies below this size.
         dtype = np.uint16 if vocab_size < 65500 else np.int32
@@ -79,7 +64,6 @@ class _Writer:
         self.lengths: list[int] = []
 
     def add(self, example: EncodedConversation, position: str) -> None:
-        """Append a conversation. Raises ConfigError for a token id outside the vocabulary."""
         tokens = np.array(example.tokens)
         vocab_size = len(self._frequencies)
         if tokens.max() >= vocab_size:
@@ -95,7 +79,6 @@ class _Writer:
         self.lengths.append(len(tokens))
 
     def finish(self, dropped: Sequence[str]) -> dict[str, Any]:
-        """Complete the files and return the counts for meta.json, with the lines of dropped conversations."""
         self._tokens_file.close()
         self._mask_file.close()
         longer_than = {limit: sum(length > limit + 1 for length in self.lengths) for limit in COMMON_LENGTHS}
@@ -118,13 +101,12 @@ class _Writer:
 
 
 def unigram_entropy(frequencies: NDArray[np.int64]) -> float:
-    """Return the entropy of the distribution of tokens, in nats, from the number of each token."""
+    """Return the entropy, in nats, for the number of each token."""
     shares = frequencies[frequencies > 0] / frequencies.sum()
     return float(-(shares * np.log(shares)).sum())
 
 
 def summary(meta: dict[str, Any]) -> str:
-    """Return the lines that ``prepare`` prints for chat data."""
     longer = ", ".join(f"{limit}: {count}" for limit, count in meta["longer_than"].items())
     lines = meta.get("without_assistant_lines", [])
     more = ", ..." if len(lines) < meta["without_assistant"] else ""

@@ -55,7 +55,7 @@ def read_conversations(source: Path) -> Iterator[Conversation]:
 
 
 def _conversation(row: Any, position: str) -> Conversation:
-    """Return the conversation of a row. ``position`` is its file and line, for errors. Raises ConfigError."""
+    """Return the conversation of a row. ``position`` is its file and line, for errors."""
     if not isinstance(row, dict):
         raise ConfigError(f"{position}: not a conversation (got {type(row).__name__}). Write {FORMATS}.")
     _require_targets(row, position)
@@ -83,7 +83,7 @@ def _conversation(row: Any, position: str) -> Conversation:
 
 
 def _tools(row: Mapping[str, Any], position: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a row, which OpenAI's older key lists as ``functions``. Raises ConfigError."""
+    """Return the tools of a row. OpenAI's older key for them is ``functions``."""
     tools: list[dict[str, Any]] = []
     for key in TOOL_KEYS:
         values = row.get(key) or []
@@ -120,7 +120,7 @@ def _words(key: str) -> list[str]:
 
 
 def _marks(key: str, value: Any) -> tuple[list[Any], int | None]:
-    """Return the marks under a key, and the mark of what is trained as usual; None: unclear."""
+    """Return the marks under a key, and the mark that means trained as usual; None: unclear."""
     words = _words(key)
     marking = [word for word in words if word.startswith((*TRAINED, *EXCLUDED))]
     items = value if isinstance(value, list) else [value]
@@ -142,10 +142,7 @@ def _marks(key: str, value: Any) -> tuple[list[Any], int | None]:
 def _require_full_loss(node: Mapping[str, Any], position: str, is_trained: bool = True) -> None:
     """Raise ConfigError if a row, a message or a part of its content has a mark that training would ignore.
 
-    Args:
-        node: the row, message or part.
-        position: file and line.
-        is_trained: the role is the assistant's.
+    ``is_trained``: the role is the assistant's.
     """
     for key, value in node.items():
         marks, usual = _marks(key, value)
@@ -162,7 +159,6 @@ def _require_full_loss(node: Mapping[str, Any], position: str, is_trained: bool 
 
 
 def _require_no_media(node: Mapping[str, Any], position: str) -> None:
-    """Raise ConfigError if a row, a message or a part of its content has images, videos or sound."""
     for key, value in node.items():
         words = _words(f"{key} {value}" if key == "type" else key)
         if value and any(word.startswith(MEDIA) for word in words):
@@ -172,19 +168,19 @@ def _require_no_media(node: Mapping[str, Any], position: str) -> None:
 
 
 def _is_unused(key: str, value: Any) -> bool:
-    """Return whether a key that is not known has a value that would be missed."""
+    """Return whether an unknown key has a value that would be missed."""
     return value not in (None, "", [], {}) and not _marks(key, value)[0]
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without the keys whose value is null, which files with columns write for absent keys."""
+    """Remove the keys whose value is null, which files with columns write for absent keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _messages(row: Mapping[str, Any], position: str) -> tuple[Sequence[str], list[Any]]:
-    """Return the used keys and the messages of a row. Those of ShareGPT have the keys ``from`` and ``value``."""
+    """Return the used keys and the messages of a row. ShareGPT's messages have the keys ``from`` and ``value``."""
     for key in ("messages", "conversations"):
         if isinstance(row.get(key), list) and row[key]:
             return [key], row[key]
@@ -205,7 +201,6 @@ def _messages(row: Mapping[str, Any], position: str) -> tuple[Sequence[str], lis
 
 
 def _message(message: Any, position: str) -> dict[str, Any]:
-    """Return a message with role, content and tool calls. Raises ConfigError."""
     message = _without_nulls(message)
     if isinstance(message, dict) and "from" in message:
         message = _from_sharegpt(message, position)
@@ -239,7 +234,7 @@ def _message(message: Any, position: str) -> dict[str, Any]:
 
 
 def _from_sharegpt(message: dict[str, Any], position: str) -> dict[str, Any]:
-    """Return a message with role and content; a call of functions becomes tool calls. Raises ConfigError."""
+    """Return a message with role and content; a call of functions becomes tool calls."""
     sender, value = message["from"], message.get("value")
     if sender not in SENDERS:
         raise ConfigError(
@@ -254,7 +249,6 @@ def _from_sharegpt(message: dict[str, Any], position: str) -> dict[str, Any]:
 
 
 def _call(call: Any, position: str) -> dict[str, Any]:
-    """Return a tool call with a function. Raises ConfigError, also if its arguments are a string without JSON."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ConfigError(
@@ -268,7 +262,6 @@ def _call(call: Any, position: str) -> dict[str, Any]:
 
 
 def _parsed(text: Any, key: str, position: str) -> Any:
-    """Return the value of a string with JSON. Raises ConfigError."""
     try:
         return json.loads(text)
     except (TypeError, ValueError) as error:

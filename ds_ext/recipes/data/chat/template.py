@@ -45,7 +45,6 @@ class Conversation:
 
     Attributes:
         messages: objects with a "role" and usually a "content".
-        tools: tools for the template; None: no tools.
         position: file and line, for errors.
         options: further arguments of apply_chat_template, such as enable_thinking.
         unused: keys of the row that this package does not use; "messages." and a key that only a template may use.
@@ -63,7 +62,6 @@ class EncodedConversation:
     """Tokens of a conversation.
 
     Attributes:
-        tokens: token ids.
         counted: uint8 per token; 1: the token is the assistant's and counts in the loss.
         num_bytes: size of the rendered text.
     """
@@ -76,8 +74,7 @@ class EncodedConversation:
 class ChatTemplate:
     """Tokenizer with a chat template.
 
-    Attributes:
-        fingerprint: 16 hex digits of the sha256 of the template, the end-of-sequence token and the stop tokens.
+    ``fingerprint`` is 16 hex digits of the sha256 of the template, the end-of-sequence token and the stop tokens.
     """
 
     def __init__(self, folder: str | Path, eod_id: int) -> None:
@@ -88,9 +85,6 @@ class ChatTemplate:
                 ``chat_template.jinja``.
             eod_id: token at the end of conversations whose text does not end with a special token, if the tokenizer
                 has no end-of-sequence token.
-
-        Raises:
-            ConfigError: transformers is not installed, the folder has no fast tokenizer, or no chat template.
         """
         self._backend = transformers_tokenizer(folder)
         if not self._backend.chat_template:
@@ -119,9 +113,6 @@ class ChatTemplate:
         The end-of-turn token after the assistant's text counts as the assistant's. Behind a ``{% generation %}`` block,
         and if it is the next role's first token, it must be in ``eos_token_id`` of generation_config.json. A text that
         does not end with a special token gets the end-of-sequence token, so that the model learns to stop.
-
-        Raises:
-            ConfigError: the template rejects a conversation, or its assistant's tokens cannot be identified.
         """
         renderings = [self.render(conversation) for conversation in conversations]
         texts = [text for text, _ in renderings]
@@ -156,13 +147,10 @@ class ChatTemplate:
         return self._backend.get_chat_template(conversation.options.get("chat_template"), conversation.tools)
 
     def _complete(self, conversation: Conversation) -> Conversation:
-        """Return a conversation whose calls have the arguments that the template takes: objects, or else JSON strings.
+        """Return a conversation with arguments of calls as the template takes them: objects, or else JSON strings.
 
         Roles, keys, their order and the types of contents decide what a template writes. Conversations that agree in
         these are tested once.
-
-        Raises:
-            ConfigError: an unknown role, or the template drops tools, or text or a call of a message.
         """
         forms = [
             replace(conversation, messages=_with_arguments(conversation.messages, as_text))
@@ -245,7 +233,6 @@ class ChatTemplate:
         return text, spans
 
     def _span(self, conversation: Conversation, text: str, index: int) -> Span:
-        """Return start and end in ``text`` of message ``index``."""
         if index == 0:
             raise ConfigError(
                 f"{conversation.position}: the first message is the assistant's, without a prompt (got role "
@@ -336,9 +323,7 @@ class ChatTemplate:
         That token counts if the text ends with the assistant's.
 
         Args:
-            text: rendered conversation.
             spans: start and end in ``text`` of the assistant's parts.
-            ids: tokens of ``text``.
             offsets: start and end in ``text`` of every token.
         """
         counted = counted_tokens(np.array(offsets, dtype=np.int64).reshape(-1, 2), spans)
@@ -356,7 +341,7 @@ def _keys_in(template: str) -> frozenset[str]:
 
 
 def _with_arguments(messages: list[dict[str, Any]], as_text: bool) -> list[dict[str, Any]]:
-    """Return messages whose calls have their arguments as JSON strings, or as the values of such strings."""
+    """Return messages whose calls have their arguments as JSON strings, or as objects."""
 
     def with_arguments(call: dict[str, Any]) -> dict[str, Any]:
         arguments = call["function"].get("arguments", "")
@@ -374,7 +359,7 @@ def _with_arguments(messages: list[dict[str, Any]], as_text: bool) -> list[dict[
 
 
 def _with_markers(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list[str]]:
-    """Return message ``index`` with markers instead of its texts, and names and arguments of calls, and the markers."""
+    """Replace texts of a message, and names and arguments of its calls, by markers; also return the markers."""
     markers: list[str] = []
 
     def mark(node: dict[str, Any], key: str) -> dict[str, Any]:
@@ -402,9 +387,9 @@ def _with_markers(message: dict[str, Any], index: int) -> tuple[dict[str, Any], 
 
 
 def _replaced(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list[str]]:
-    """Return message ``index`` with markers also as its reasoning, and as its content if it has none, and the markers.
+    """Replace also the reasoning of a message by markers, and its content if it has none; also return the markers.
 
-    The text before a content is that which the assistant's messages have in common.
+    The assistant's messages have the same text before a content.
     """
     message, markers = _with_markers(message, index)
     keys = [*_reasoning_keys(message), *(() if message.get("content") else ("content",))]
@@ -419,7 +404,6 @@ def _around(text: str, markers: Sequence[str]) -> tuple[str, str]:
 
 
 def _reasoning_keys(message: dict[str, Any]) -> list[str]:
-    """Return the keys of a message that contain reasoning."""
     return [key for key in REASONING_KEYS if message.get(key)]
 
 
