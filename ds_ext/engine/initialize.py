@@ -411,8 +411,8 @@ def _tag_for_muon(model: PipelineModule) -> None:
     adam |= {id(tied[place]) for places in of_ranks for place in places if place in tied}
     if not any(together(lambda: any(id(parameter) not in adam for parameter in parameters))):
         raise ConfigError(
-            "optimizer.type: Muon trains whole matrices of hidden layers (got none: tensor parallelism divides them, or "
-            "the model has no hidden layer). Use AdamW, or tensor_parallel_size 1."
+            "optimizer.type: Muon trains whole matrices of hidden layers (got none: tensor parallelism divides them, "
+            "or the model has no hidden layer). Use AdamW, or tensor_parallel_size 1."
         )
     for parameter in parameters:
         parameter.use_muon = id(parameter) not in adam  # pyright: ignore[reportAttributeAccessIssue]
