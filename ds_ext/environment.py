@@ -219,6 +219,11 @@ def has_loaded(process: int, library: str) -> bool:
     return library in proc_text(f"{process}/maps")
 
 
+def cpu_features() -> set[str]:
+    """Return features of the processors, such as ``avx512_bf16``, among other words."""
+    return set(proc_text("cpuinfo").split())
+
+
 def data_bytes() -> int:
     """Return the bytes of private memory that this process has, which RLIMIT_DATA limits; 0 if unknown."""
     return 1024 * int(_value_in("self/status", "VmData:") or 0)

@@ -65,5 +65,8 @@ class DeferralReport(Observer):
         if total.share >= _MIN_DEFERRED:
             logger.info(line, *values)
         else:
-            fix = "Use nn.Linear, nn.Embedding or ds_ext.tensor_parallel.linear in these layers (docs/schedules.md)."
+            fix = (
+                "Use 1f1b, interleaved or bitpipe, or in these layers nn.Linear, nn.Embedding or "
+                "ds_ext.tensor_parallel.linear (docs/schedules.md)."
+            )
             logger.warning(f"{line}. Splitting backwards gains little. {fix}", *values)

@@ -84,7 +84,7 @@ class ModelFolder:
         names = names or self.names
         total = sum(math.prod(self.shape(name)) for name in names)
         dtypes = ", ".join(sorted({self.dtype(name) for name in names}))
-        return f"{self.config['model_type']}, {total:,} parameters in {dtypes}"
+        return f"{self.config['model_type']}, {total:,} parameters, stored in {dtypes}"
 
     def are_equal(self, name_a: str, name_b: str) -> bool:
         shape = self.shape(name_a)
@@ -144,6 +144,15 @@ def _read_weight_map(index: Path) -> dict[str, str]:
 
 def read_config(folder: Path) -> dict[str, Any]:
     return read_json(folder / CONFIG)
+
+
+def stored_dtype(config: Mapping[str, Any]) -> str:
+    """Return the dtype in config.json, such as ``bfloat16``; "" if it has none."""
+    return str(config.get("dtype") or config.get("torch_dtype") or "")
+
+
+def has_experts(config: Mapping[str, Any]) -> bool:
+    return any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
 
 
 def read_generation(folder: Path) -> dict[str, Any]:

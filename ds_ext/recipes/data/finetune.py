@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ BATCH = 16  # samples per step
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
 RANK = 8  # of adapters
 WARMUP = 0.03  # share of the steps
+BUCKET_SIZE = 50_000_000  # elements; DeepSpeed allocates two of them, 4 GB of its default
 MAX_SEQ_LENGTH = 4096
 TEXT_SEQ_LENGTH = 1024
 MAX_EVAL_ITERS = 10
@@ -41,7 +43,7 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
 
     ``finetune.json`` trains all weights. ``lora.json``, for chat data, trains adapters.
     """
-    from ...hf.folder import read_config
+    from ...hf.folder import has_experts, read_config, stored_dtype
     from ..convert.hf_model import has_own_layers
 
     config = read_config(model)
@@ -49,7 +51,7 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
         return []
     is_chat, is_own = "loss_mask" in meta, has_own_layers(model)
     length = seq_length_of(meta, config)
-    devices, schedule = _pipeline(config)
+    devices, schedule = _pipeline(config, host_devices(), has_experts(config))
     save = f"checkpoints/{output.name}"
     common = {"hf_model": str(model), "data_path": str(output), "seq_length": length}
     jobs: dict[str, tuple[bool, float, dict[str, Any]]] = {FULL: (is_own, FULL_RATE, {"save": save})}
@@ -63,20 +65,33 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
             **common,
             "train_iters": steps,
             "eval_interval": math.ceil(samples / BATCH),
+            "save_interval": math.ceil(samples / BATCH),
+            "keep_checkpoints": 2,
             "eval_iters": min(MAX_EVAL_ITERS, math.ceil(valid / BATCH)),
             **keys,
         }
-        path = _write(output / name, _job(config, length, schedule, devices, rate, steps, train))
+        path = _write(
+            output / name, _job(stored_dtype(config), length, schedule, devices, rate, steps, train)
+        )
         commands.append(f"deepspeed --num_gpus {devices} train_gpt.py --deepspeed_config {path}")
     return commands
 
 
-def _pipeline(config: Mapping[str, Any]) -> tuple[int, str]:
+def host_devices() -> int:
+    """Return the number of GPUs of this host, or of its cores without GPUs."""
+    import torch
+
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
+def _pipeline(config: Mapping[str, Any], available: int, has_experts: bool) -> tuple[int, str]:
     """Return the number of devices and the schedule, which has one copy of the weights."""
     counts = [config.get(key) for key in ("num_hidden_layers", "n_layer")]
     layers = next((count for count in counts if isinstance(count, int)), 8)
-    devices = 4 if layers >= 8 else 2
-    return devices, "zb_v" if layers >= 2 * devices else "1f1b"
+    devices = next((size for size in (4, 2) if size <= available and (size == 2 or layers >= 8)), 1)
+    # Hardly any weight gradients of fused experts can be deferred.
+    splits = devices > 1 and layers >= 2 * devices and not has_experts
+    return devices, "zb_v" if splits else "1f1b"
 
 
 def _samples(output: Path, is_chat: bool, length: int, packs: bool) -> tuple[int, int]:
@@ -91,7 +106,7 @@ def _samples(output: Path, is_chat: bool, length: int, packs: bool) -> tuple[int
 
 
 def _job(
-    config: Mapping[str, Any],
+    dtype: str,
     length: int,
     schedule: str,
     devices: int,
@@ -99,25 +114,31 @@ def _job(
     steps: int,
     train: Mapping[str, Any],
 ) -> dict[str, Any]:
-    section = _SECTIONS.get(str(config.get("dtype") or config.get("torch_dtype")))
+    section = _SECTIONS.get(dtype)
     return {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": 1 if length > TEXT_SEQ_LENGTH else 2,
         "gradient_clipping": 1.0,
         "steps_per_print": 10**9,
         **({section: {"enabled": True}} if section else {}),
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {
+            "stage": 1,
+            "reduce_bucket_size": BUCKET_SIZE,
+            "allgather_bucket_size": BUCKET_SIZE,
+        },
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.0, "torch_adam": True},
         },
         "scheduler": {
-            "type": "WarmupCosineLR",
+            # In DeepSpeed's schedulers with a warm-up, the first step has the rate 0.
+            "type": "MegatronLR",
             "params": {
                 "total_num_steps": steps,
-                "warmup_num_steps": max(2, round(WARMUP * steps)),
-                "warmup_min_ratio": 0.1,
-                "cos_min_ratio": 0.1,
+                "decay_style": "cosine",
+                "min_lr": rate / 10,
+                "warmup_num_steps": min(max(1, round(WARMUP * steps)), steps - 1),
+                "warmup_init_lr": rate / 10,
             },
         },
         "ds_ext": {"schedule": schedule, "pipeline_parallel_size": devices, "train": dict(train)},

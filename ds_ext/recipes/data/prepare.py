@@ -432,7 +432,8 @@ def _progress(total_bytes: int) -> Iterator[Callable[[int], None]]:
             progress.advance(task, num_bytes)
             if not on_terminal and time.monotonic() >= next_line_s:
                 next_line_s = time.monotonic() + PROGRESS_INTERVAL_S
-                print(f"encoding: {done_bytes / 1e6:.1f} of {total_bytes / 1e6:.1f} MB", flush=True)
+                shown_mb = min(done_bytes, total_bytes) / 1e6
+                print(f"encoding: {shown_mb:.1f} of {total_bytes / 1e6:.1f} MB", flush=True)
 
         yield advance
 

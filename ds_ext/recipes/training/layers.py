@@ -12,7 +12,7 @@ from ...config.deepspeed_json import precision
 from ...engine import PipelineEngine, PipelineModule
 from ...hf.export import save_adapter
 from ...hf.find import find_cut
-from ...hf.folder import ModelFolder
+from ...hf.folder import ModelFolder, has_experts
 from ...hf.layers import DecoderLayer
 from ...hf.lora import lora_config
 from ...hf.specs import NextTokenLoss, decoder_layers
@@ -89,7 +89,9 @@ class DecoderLayers:
         if settings.vocabulary_parallel_head:
             self._layers[-1].in_parts(settings.pipeline_parallel_size)  # likewise
         adapters = "" if rank is None else f", frozen, with adapters of rank {rank}"
-        self.weights = f"{path}: {ModelFolder(path).describe()}{adapters} (layers of transformers)"
+        folder = ModelFolder(path)
+        experts = "; memory below: without experts" * has_experts(folder.config)
+        self.weights = f"{path}: {folder.describe()}{adapters} (layers of transformers{experts})"
 
     def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
         torch.manual_seed(self._config.seed)

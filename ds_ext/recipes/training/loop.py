@@ -25,6 +25,7 @@ from ...engine.checkpoint.folder import current_tag
 from ...engine.together import together
 from ...environment import process_age_s, rank
 from ...errors import CheckpointError, ConfigError
+from ...hf.folder import read_config, stored_dtype
 from ...launch import failure, process, stop
 from ...launch.launcher import launch_again
 from ...observe.metrics import Metrics, print_line
@@ -350,6 +351,8 @@ class Trainer:
             lines += self._resume_lines(self.args.save, self.args.train_iters * (1 if self.stopped else 2))
             if getattr(self.args, "hf_model", None):
                 words = [self.args.save, "--to", "hf", f"{self.args.save.rstrip('/')}_hf"]
+                if stored_dtype(read_config(Path(self.args.hf_model))) == "bfloat16":
+                    words += ["--dtype", "bfloat16"]
                 if self.model.transformer_impl == "transformers":
                     words += ["--hf-model", self.args.hf_model]
                 lines.append(f"for transformers    {_verb('convert', *words)}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ...config.deepspeed_json import precision
 from ...config.job import JobConfig, require_section
-from ...environment import is_on_cpu, rank, world_size
+from ...environment import cpu_features, is_on_cpu, rank, world_size
 from ...errors import ConfigError, Problems, ScheduleError
 from ...launch.job_facts import checksum, setting_facts
 from ...launch.launcher import require_restarts
@@ -375,7 +375,7 @@ def describe_plan(
         memory=memory(plan.timetable, sizes, plan.settings.slice_lengths),
         defers=args.transformer_impl != "transformer_engine",
         hosts=None if hosts is None else list(map(hosts.host, range(hosts.world_size))),
-        settings=[f"rate      {_rate(plan.job.deepspeed)}", *args.notes],
+        settings=[f"rate      {_rate(plan.job.deepspeed)}", *args.notes, *_slow_precision(args, plan)],
         verbose=verbose,
         gpus=args.dry_run or _has_gpus(),
     )
@@ -434,6 +434,15 @@ def _fitting_slices(plan: JobPlan, sizes: TrainingSizes, device: int, free: int)
             if memory(timetable, sizes)[device].total <= free:
                 return slices
     return None
+
+
+def _slow_precision(args: argparse.Namespace, plan: JobPlan) -> list[str]:
+    """Return a note for a section "bf16" on a CPU that computes in bf16 several times slower than in fp32."""
+    if precision(plan.job.deepspeed) != "bf16" or args.dry_run or _has_gpus():
+        return []
+    if cpu_features() & {"avx512_bf16", "amx_bf16", "bf16"}:
+        return []
+    return ['note: this CPU has no bf16 instructions: steps are faster without the section "bf16"']
 
 
 def _has_gpus() -> bool:

@@ -75,7 +75,7 @@ def _conversation(row: Any, position: str) -> Conversation:
         raise ConfigError(f"{position}: {OPTIONS_KEY!r} must be an object (got {options!r}). Remove the key.")
     used = {*source_keys, *SYSTEM_KEYS, *LABEL_KEYS, *TOOL_KEYS, OPTIONS_KEY}
     unused = {key for key, value in row.items() if key not in used and _is_unused(key, value)}
-    used = {"role", "content", "tool_calls", *REASONING_KEYS}
+    used = {"role", "content", "tool_calls", "tool_call_id", *REASONING_KEYS}
     items = (item for message in messages for item in message.items())
     unused |= {f"messages.{key}" for key, value in items if key not in used and _is_unused(key, value)}
     tools = options.pop("tools", None) or _tools(row, position)

@@ -192,16 +192,19 @@ class ChatTemplate:
             if not all(marker in text and f"'{marker}'" not in text for marker in markers):
                 if isinstance(message.get("content"), list):
                     raise _no_text(conversation, index)
+                is_call = message.get("tool_calls") and not message.get("content")
+                dropped = "the function call" if is_call else "text or a function call"
                 raise ConfigError(
-                    f"{conversation.position}: the chat template drops text or a function call of message {index} (got "
-                    f"role {message['role']!r}, keys {', '.join(message)}). Change the template, or use another one."
+                    f"{conversation.position}: the chat template drops {dropped} of message {index} (got role "
+                    f"{message['role']!r}, keys {', '.join(message)}). Change chat_template.jinja in a copy of the "
+                    f"folder (docs/data.md, Chat)."
                 )
             for key in _reasoning_keys(message):
                 self._require_reasoning(conversation, messages[: index + 1], key)
         if conversation.tools and text == self._text(replace(conversation, tools=None), messages):
             raise ConfigError(
                 f"{conversation.position}: the chat template drops the tools (got {len(conversation.tools)}). Remove "
-                "them, or use another template."
+                "them, or change chat_template.jinja in a copy of the folder (docs/data.md, Chat)."
             )
 
     def _require_reasoning(

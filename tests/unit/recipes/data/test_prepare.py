@@ -15,8 +15,9 @@ import pytest
 
 from ds_ext.config.job import load_config
 from ds_ext.errors import ConfigError
-from ds_ext.recipes.data import prepare
+from ds_ext.recipes.data import finetune, prepare
 from ds_ext.recipes.data.blend import DEFAULT_SPLIT
+from ds_ext.recipes.data.finetune import host_devices
 from ds_ext.recipes.data.gpt import build_gpt_datasets, samples_per_epoch
 from ds_ext.recipes.data.indexed import IndexedTokens
 from ds_ext.recipes.data.meta import check_tokenizer, read_meta
@@ -121,7 +122,9 @@ def test_the_next_command_trains_the_model_of_the_tokenizer(
     write_model(model, num_hidden_layers=8, max_position_embeddings=64)
     run("--source", source, "--output", output, "--tokenizer", model)
     (words,) = next_commands(capsys.readouterr().out)
-    assert word_after(words, "--num_gpus") == "4" and "train_gpt.py" in words
+    assert (
+        word_after(words, "--num_gpus") == str(min(host_devices(), 4) & ~1 or 1) and "train_gpt.py" in words
+    )
     assert word_after(words, "--deepspeed_config") == str(output / "finetune.json")
     job = json.loads((output / "finetune.json").read_text())
     train = job["ds_ext"]["train"]
@@ -134,12 +137,15 @@ def test_the_next_command_trains_the_model_of_the_tokenizer(
 
 
 @pytest.mark.parametrize(
-    ("model_type", "layers", "dtype", "packed", "devices", "schedule"),
+    ("model_type", "layers", "dtype", "packed", "available", "devices", "schedule"),
     [
-        ("llama", 8, "bfloat16", True, 4, "zb_v"),
-        ("qwen3", 7, "float16", True, 2, "zb_v"),
-        ("llama", 3, "float32", True, 2, "1f1b"),
-        ("gemma2", 4, "bfloat16", False, 2, "zb_v"),
+        ("llama", 8, "bfloat16", True, 8, 4, "zb_v"),
+        ("llama", 8, "bfloat16", True, 3, 2, "zb_v"),
+        ("llama", 8, "bfloat16", True, 1, 1, "1f1b"),
+        ("qwen3", 7, "float16", True, 8, 2, "zb_v"),
+        ("llama", 3, "float32", True, 8, 2, "1f1b"),
+        ("gemma2", 4, "bfloat16", False, 8, 2, "zb_v"),
+        ("mixtral", 8, "bfloat16", False, 8, 4, "1f1b"),
     ],
 )
 def test_the_next_commands_for_chat_have_jsons_for_the_model(
@@ -147,14 +153,18 @@ def test_the_next_commands_for_chat_have_jsons_for_the_model(
     layers: int,
     dtype: str,
     packed: bool,
+    available: int,
     devices: int,
     schedule: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("transformers")
+    monkeypatch.setattr(finetune, "host_devices", lambda: available)
     model, source = write_tokenizer(tmp_path / "model", TEMPLATES["chatml"]), tmp_path / "chat.json"
-    write_model(model, model_type=model_type, num_hidden_layers=layers, dtype=dtype)
+    experts = {"num_local_experts": 4} if model_type == "mixtral" else {}
+    write_model(model, model_type=model_type, num_hidden_layers=layers, dtype=dtype, **experts)
     source.write_text(json.dumps([{"instruction": "one?", "output": "two"}] * 40))
     output = tmp_path / "out"
     run("--format", "chat", "--source", source, "--tokenizer", model, "--output", output)
@@ -165,7 +175,8 @@ def test_the_next_commands_for_chat_have_jsons_for_the_model(
         assert str(devices) == words[2]
         assert (job["ds_ext"]["schedule"], job["ds_ext"]["pipeline_parallel_size"]) == (schedule, devices)
         assert job.keys() & {"bf16", "fp16"} == {"bfloat16": {"bf16"}, "float16": {"fp16"}}.get(dtype, set())
-        steps = job["scheduler"]["params"]["total_num_steps"]
+        steps, warmup = (job["scheduler"]["params"][f"{key}_num_steps"] for key in ("total", "warmup"))
+        assert warmup < steps and job["ds_ext"]["train"]["save_interval"] <= steps
         train = job["ds_ext"]["train"]
         assert Path(word_after(words, "--deepspeed_config")).name == name
         assert steps == train["train_iters"]
