@@ -110,6 +110,11 @@ def is_on_cpu() -> bool:
     return "RANK" in os.environ and not any(Path("/dev", name).exists() for name in _GPU_FILES)
 
 
+def host_devices() -> int:
+    """Return the number of NVIDIA's GPUs of this host; without any, the number of cores that this process may use."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or len(os.sched_getaffinity(0))
+
+
 def chosen_port() -> int | None:
     """Return ``--master_port`` of the launcher; None without a launcher, or if ``torchrun --standalone`` chose it."""
     is_set = os.environ.get("TORCHELASTIC_RUN_ID") == "none" or "CROSS_RANK" in os.environ

@@ -73,7 +73,7 @@ ALLOWED: dict[str, set[str]] = {
         "rich:",
     },
     "recipes/data/finetune": {
-        *("errors", "hf/folder", "recipes/convert", "recipes/data", "recipes/models"),
+        *("environment", "errors", "hf/folder", "recipes/convert", "recipes/data", "recipes/models"),
     },
     "observe/trace": {"errors", "pipe_schedules"},
     "observe/run_record": {"environment"},

@@ -22,7 +22,7 @@ from ..pipe_schedules.placement import linear
 from ..planner.candidates import ESTIMATE_ERROR
 from ..planner.fbd import compare_with_fbd
 from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, other_head, plan_cluster
-from ..planner.rental import figures_of_run, plan_for_deadline
+from ..planner.rental import STEP_TIME_ERROR, figures_of_run, plan_for_deadline
 from ..planner.stage_costs import SLICE_TOKENS
 from ..planner.text import (
     HEADROOM,
@@ -125,7 +125,7 @@ def run_plan(args: argparse.Namespace) -> int:
     prices = gpu and 1e12 * gpu.peak_tflops, args.tokens, args.price
     run = figures_of_run(plan, cluster, model, *prices) if plan.best.fits else None
     fbd = forward_devices and compare_with_fbd(cluster, forward_devices, model, costs, plan)
-    config = None if plan.best.candidate is None else _config(plan.best, cluster, model)
+    config = None if plan.best.candidate is None else _config(plan.best, cluster, model, args.tokens)
     if args.json:
         print(json.dumps(_as_dict(plan, config, run) | ({"fbd": fbd} if fbd else {})))
     else:
@@ -373,6 +373,12 @@ def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, An
         )
         cost = "" if run["cost"] is None else f", cost {run['cost']:,.0f} at {args.price:g} per GPU-hour"
         yield f"  {args.tokens:g} tokens: {days:,.1f} days{late}, {run['gpu_hours']:,.0f} GPU-hours{cost}"
+        if args.days is not None and days <= args.days < days * (1 + STEP_TIME_ERROR):
+            longest, reserve = days * (1 + STEP_TIME_ERROR), args.days / (1 + STEP_TIME_ERROR)
+            yield (
+                f"  note: steps may take up to {STEP_TIME_ERROR:.0%} longer than planned, {longest:,.1f} days; --days "
+                f"{reserve:.2g} plans for that"
+            )
 
 
 def _other_head(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes, costs: Costs) -> Iterator[str]:
@@ -396,15 +402,20 @@ def _remedies(cluster: Cluster, model: TrainingSizes) -> str:
     return join_words(remedies)
 
 
-def _config(sizes: ParallelSizes, cluster: Cluster, model: TrainingSizes) -> dict[str, Any]:
+def _config(
+    sizes: ParallelSizes, cluster: Cluster, model: TrainingSizes, tokens: float | None
+) -> dict[str, Any]:
     assert sizes.candidate is not None and sizes.candidate.sizes is not None
+    section = sizes.section()
+    if tokens is not None:
+        section["train"]["train_iters"] = math.ceil(tokens / (cluster.batch * model.seq_length))
     return {
         "train_batch_size": cluster.batch,
         "train_micro_batch_size_per_gpu": sizes.candidate.sizes.micro_batch,
         **({} if model.precision == "fp32" else {model.precision: {"enabled": True}}),
         "zero_optimization": {"stage": sizes.candidate.sizes.zero_stage},
         "optimizer": {"type": "AdamW", "params": _ADAM},
-        "ds_ext": sizes.section(),
+        "ds_ext": section,
     }
 
 

@@ -123,6 +123,8 @@ def _too_few_layers(num_layers: int, placement: Placement, schedule: str) -> str
         limit = f"an even number up to {most}"
     if most:
         fix += f", or set pipeline_parallel_size to {limit} (now {devices})"
+    if stages > 2 * devices:
+        fix += ", or fewer chunks in schedule_options"
     return (
         f"num_layers: {_describe_stages(placement, schedule)} needs at least 1 transformer layer per stage (got "
         f"{num_layers}). Use {fix}."

@@ -14,6 +14,7 @@ from .text import format_bytes
 from .training_sizes import TrainingSizes
 
 _DAY_S = 86400
+STEP_TIME_ERROR = 0.16  # by which measured steps were longer at most (docs/clusters.md)
 _ADAM_BYTES = 16  # per parameter in half precision, with fp32 states
 _MOST = 4  # times the devices that the work and the states need at least
 

@@ -172,8 +172,8 @@ ACTIVE = [
     active("zb_v", "fp32", 0, vocab_size=8192, chunked_loss=True),
     replace(active("zb_v", "fp32", base=LLAMA, vocab_size=8192), head_parts=True),
     replace(active("1f1b", vocab_size=8192), head_parts=True),
-    replace(active("zb_v", slices=4, base=LONG_LLAMA, vocab_size=2048), head_parts=True),
-    active("1f1b", slices=4, base=LONG_LLAMA, recompute="selective"),
+    replace(active("zb_v", "fp32", slices=4, base=LONG_LLAMA, vocab_size=2048), head_parts=True),
+    active("1f1b", "fp32", slices=4, base=LONG_LLAMA, recompute="selective"),
 ]
 RECOMPUTATIONS: list[dict[str, Any]] = [
     {},

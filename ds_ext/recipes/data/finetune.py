@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from ...environment import host_devices
 
 EPOCHS_OF_CHAT, EPOCHS_OF_TEXT = 3, 1
 BATCH = 16  # samples per step
@@ -75,13 +76,6 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
         )
         commands.append(f"deepspeed --num_gpus {devices} train_gpt.py --deepspeed_config {path}")
     return commands
-
-
-def host_devices() -> int:
-    """Return the number of GPUs of this host, or of its cores without GPUs."""
-    import torch
-
-    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
 
 
 def _pipeline(config: Mapping[str, Any], available: int, has_experts: bool) -> tuple[int, str]:

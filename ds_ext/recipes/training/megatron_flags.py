@@ -174,8 +174,9 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
             "muon_* lion_* decoupled_* start_weight_decay end_weight_decay apply_wd_* no_weight_decay_cond_type "
             "lr_wsd_* dump_param_to_param_group_map"
         ),
+        "data come from --data-path, for example those of `python -m ds_ext prepare`": "mock_data",
         "the data loader has no such option. A job without it trains on other samples": (
-            "mock_data sft* fim_* *_idx_path train_desc_path train_data_exact_num_epochs aml_data_download_path "
+            "sft* fim_* *_idx_path train_desc_path train_data_exact_num_epochs aml_data_download_path "
             "data_efficiency_curriculum_learning repeated_dataloader return_data_index use_dataset_only "
             "full_validation multiple_validation_sets validation_set_names start_eval_at_iter eval_*_batch_size "
             "skip_train iterations_to_skip phase_transition_iterations object_storage_cache_path enable_msc "

@@ -37,15 +37,16 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, proble
     A dry run needs no packages, files or output folders. Flags of missing files become empty, and so does ``load`` of
     a missing or empty folder. Without ``config``, a key of the JSON is undecided.
     """
+    missing = Problems()
     if config is not None:
         with problems.collect():
             require_optimizer(config)
-        if rank() == 0 and not args.dry_run:
-            with problems.collect():
+        if rank() == 0:
+            with missing.collect():
                 require_monitors(config)
     with problems.collect("tokenizer", "vocab_file", "merge_file"):
         _check_tokenizer(args)
-    _check_files(args, problems)
+    _check_files(args, problems, missing)
     for dest, lowest in _LOWEST.items():
         value = getattr(args, dest)
         if value < lowest:
@@ -67,9 +68,9 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, proble
             _require_writable(flag, folder)
 
 
-def _check_files(args: argparse.Namespace, problems: Problems) -> None:
-    """Unset the flags of missing data and tokenizers. They are problems, in a dry run notes."""
-    missing, tokenizers = Problems(), ("tokenizer", "vocab_file", "merge_file")
+def _check_files(args: argparse.Namespace, problems: Problems, missing: Problems) -> None:
+    """Unset flags of missing data and tokenizers, which join ``missing``: problems, or a note of a dry run."""
+    tokenizers = ("tokenizer", "vocab_file", "merge_file")
     if not args.data_path and "data_path" not in problems.undecided:
         missing.add(
             '--data-path: missing. Add it or "train": {"data_path": ...}; `python -m ds_ext prepare` creates data.'

@@ -109,6 +109,7 @@ def plan_job(
     if job is not None:
         with problems.collect():
             require_section(job)
+    load = args.load
     check_job(args, job and job.deepspeed, problems)
     # These import torch.
     from ..data.datasets import parse_split
@@ -134,7 +135,9 @@ def plan_job(
     problems.raise_all()
     assert job is not None and isinstance(plan, JobPlan) and config is not None and boundaries is not None
     if rank() == 0 and (job.flags.keys() & _SHOWN_KEYS or job.path is None):
-        text = json.dumps(finished_json(prog, argv, model, args, job), indent=2)
+        # With the folder of a restart, which does not exist at the first start.
+        flags = argparse.Namespace(**{**vars(args), "load": load})
+        text = json.dumps(finished_json(prog, argv, model, flags, job), indent=2)
         print(f"JSON of this job (--write-config FILE saves it):\n{text}\n", flush=True)
     if not args.dry_run:
         set_up_outputs(args, job.deepspeed)
@@ -362,7 +365,7 @@ def describe_plan(
     """
     layer_names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
     message_bytes = _message_bytes(args, plan, token_bytes)
-    sizes = _model_sizes(plan, boundaries, len(before), len(after), model)
+    sizes = _model_sizes(plan, boundaries, len(before), len(after), model, args.hosts)
     verbose = args.verbose or plan.job.ds_ext.print_plan == "all"
     host_lines = _host_lines(args, plan, hosts, sizes, message_bytes, verbose)
     text = describe(
@@ -375,7 +378,7 @@ def describe_plan(
         memory=memory(plan.timetable, sizes, plan.settings.slice_lengths),
         defers=args.transformer_impl != "transformer_engine",
         hosts=None if hosts is None else list(map(hosts.host, range(hosts.world_size))),
-        settings=[f"rate      {_rate(plan.job.deepspeed)}", *args.notes, *_slow_precision(args, plan)],
+        settings=[f"rate      {_rate(plan.job.deepspeed)}", *args.notes, *_cpu_notes(args, plan, sizes)],
         verbose=verbose,
         gpus=args.dry_run or _has_gpus(),
     )
@@ -399,7 +402,7 @@ def check_memory(
     free = free_bytes()
     if free is None:
         return
-    sizes = _model_sizes(plan, boundaries, len(before), len(after), model)
+    sizes = _model_sizes(plan, boundaries, len(before), len(after), model, args.hosts)
     device, _, _ = plan.layout.coordinates(rank())
     needed = memory(plan.timetable, sizes, plan.settings.slice_lengths)[device].total
     text = f"memory: rank {rank()} needs an estimated {format_bytes(needed)} for tensors (free: {format_bytes(free)})."
@@ -436,13 +439,18 @@ def _fitting_slices(plan: JobPlan, sizes: TrainingSizes, device: int, free: int)
     return None
 
 
-def _slow_precision(args: argparse.Namespace, plan: JobPlan) -> list[str]:
-    """Return a note for a section "bf16" on a CPU that computes in bf16 several times slower than in fp32."""
-    if precision(plan.job.deepspeed) != "bf16" or args.dry_run or _has_gpus():
-        return []
-    if cpu_features() & {"avx512_bf16", "amx_bf16", "bf16"}:
-        return []
-    return ['note: this CPU has no bf16 instructions: steps are faster without the section "bf16"']
+def _cpu_notes(args: argparse.Namespace, plan: JobPlan, sizes: TrainingSizes) -> list[str]:
+    """Return notes on what differs on CPUs: memory of attention, and the speed of bf16."""
+    notes = []
+    if sizes.attention_scores:
+        notes.append(
+            "note: attention with dropout stores its scores on CPUs, not on GPUs (--dry-run --hosts)"
+        )
+    if args.dry_run or _has_gpus() or precision(plan.job.deepspeed) != "bf16":
+        return notes
+    if not cpu_features() & {"avx512_bf16", "amx_bf16", "bf16"}:
+        notes.append('note: this CPU has no bf16 instructions: steps are faster without the section "bf16"')
+    return notes
 
 
 def _has_gpus() -> bool:
@@ -457,7 +465,8 @@ def _rate(config: Mapping[str, Any]) -> str:
     if value_at(config, "scheduler.type") != "MegatronLR":
         return text + (value_at(config, "scheduler.type") or "constant")
     text += f"{params.get('decay_style', 'linear')} to {params.get('min_lr', 0)}"
-    return f"{text} in {params.get('total_num_steps')} steps, warm-up {params.get('warmup_num_steps', 0):g}"
+    steps, warmup = params.get("total_num_steps", 0), params.get("warmup_num_steps", 0)
+    return f"{text} in {steps:,.10g} steps, warm-up {warmup:,.10g}"
 
 
 def _host_lines(
@@ -498,8 +507,14 @@ def _longest_slice(args: argparse.Namespace, plan: JobPlan, message_bytes: int) 
 
 
 def _model_sizes(
-    plan: JobPlan, boundaries: list[int], num_before: int, num_after: int, model: TransformerConfig
+    plan: JobPlan,
+    boundaries: list[int],
+    num_before: int,
+    num_after: int,
+    model: TransformerConfig,
+    hosts: str | None = None,
 ) -> TrainingSizes:
+    """Return the sizes of the job. A dry run with ``hosts`` is that of a cluster with GPUs."""
     layers = [stop - start for start, stop in pairwise(boundaries)]
     layers[0] -= num_before
     layers[-1] -= num_after
@@ -509,6 +524,6 @@ def _model_sizes(
         plan.sizes.micro_batch_size,
         plan.layout.tensor_parallel_size,
         plan.layout.data_parallel_size,
-        is_on_cpu(),
+        is_on_cpu() and hosts is None,
     )
     return replace(sizes, stage_layers=tuple(layers))

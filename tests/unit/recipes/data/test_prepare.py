@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from ds_ext.config.job import load_config
+from ds_ext.environment import host_devices
 from ds_ext.errors import ConfigError
 from ds_ext.recipes.data import finetune, prepare
 from ds_ext.recipes.data.blend import DEFAULT_SPLIT
-from ds_ext.recipes.data.finetune import host_devices
 from ds_ext.recipes.data.gpt import build_gpt_datasets, samples_per_epoch
 from ds_ext.recipes.data.indexed import IndexedTokens
 from ds_ext.recipes.data.meta import check_tokenizer, read_meta
