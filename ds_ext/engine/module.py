@@ -151,6 +151,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         activation_checkpoint_func: CheckpointFunction | None = None,
         **kwargs: Any,
     ) -> None:
+        """Build the stages of this rank; see the class for the arguments."""
         require_names("deepspeed", "torch")
         select_device()
         arguments: list[tuple[str, str, Any]] = [

@@ -243,6 +243,8 @@ def test_a_background_job_ignores_sigint() -> None:
 
 def test_forked_child_has_default_handlers() -> None:
     body = """
+        import warnings
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 has one for a fork beside threads
         child = os.fork()
         if child == 0:
             signal.pause()
