@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.cpp_extension import load
+from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from ds_ext.engine.deepspeed_api.device import announce_locks
@@ -35,11 +35,14 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], An
     def build(name: str) -> Any:
         source = tmp_path / "tiny.cpp"
         source.write_text(SOURCE.replace("NAME", name))
-        return load(name, [str(source)])
+        return cpp_extension.load(name, [str(source)])
 
     return build
 
 
+@pytest.mark.skipif(
+    not hasattr(cpp_extension, "FileBaton"), reason="from torch 2.14 on, a lock ends with its process"
+)
 @pytest.mark.parametrize(
     ("age_s", "local_rank", "is_named"), [(3600, 1, True), (3600, 0, True), (0, 0, True), (0, 1, False)]
 )
