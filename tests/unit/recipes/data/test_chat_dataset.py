@@ -78,7 +78,7 @@ def test_every_conversation_is_in_an_epoch_once(tmp_path: Path, masks: list[list
     kept = [mask for mask in masks if any(mask[1:9])]
     if not kept:
         with pytest.raises(ConfigError, match="--split"):
-            dataset(folder, 1)
+            dataset(folder, 1, name="valid")
         return
     data = dataset(folder, 10_000, seed=seed, name="valid")  # the train split refuses to drop many
     assert data.num_conversations == len(kept)
