@@ -410,9 +410,10 @@ def _tag_for_muon(model: PipelineModule) -> None:
     of_ranks = together(lambda: [place for place, weight in tied.items() if id(weight) in adam])
     adam |= {id(tied[place]) for places in of_ranks for place in places if place in tied}
     if not any(together(lambda: any(id(parameter) not in adam for parameter in parameters))):
+        shards = sum(p.dim() > 1 and is_sharded(p) for p in parameters)
         raise ConfigError(
-            "optimizer.type: Muon trains whole matrices of hidden layers (got none: tensor parallelism divides them, "
-            "or the model has no hidden layer). Use AdamW, or tensor_parallel_size 1."
+            f"optimizer.type: Muon trains whole matrices of hidden layers (got none in {len(indices)} layers with "
+            f"matrices; {shards} matrices of this rank are shards). Use AdamW, or tensor_parallel_size 1."
         )
     for parameter in parameters:
         parameter.use_muon = id(parameter) not in adam  # pyright: ignore[reportAttributeAccessIssue]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tests.distributed.test_own_layers import Batches
 from tests.losses import learned
 from tests.precisions import needs
 from tests.ranks import Ranks
-from tests.selection import extensive
+from tests.selection import extensive, select
 
 load_file: Any = pytest.importorskip("safetensors.torch").load_file
 peft: Any = pytest.importorskip("peft")
@@ -183,14 +184,22 @@ def load_and_train(rank: int, job: Job, folder: str, target: str) -> list[float]
     return losses
 
 
+LAYOUTS = {
+    "to-plain": (Job("Llama", "bitpipe_zb", 4), Job("Llama", "1f1b", 2, parts=False)),
+    "from-plain": (Job("Llama", "1f1b", 2, parts=False), Job("Llama", "zb_v", 4)),
+    "to-parts": (Job("Llama", "zb_v", 2), Job("Llama", "bitpipe_zb", 4)),
+}
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded", "precision"),
     [
-        (Job("Llama", "bitpipe_zb", 4), Job("Llama", "1f1b", 2, parts=False), "fp32"),
-        (Job("Llama", "1f1b", 2, parts=False), Job("Llama", "zb_v", 4), "fp32"),
-        pytest.param(*(Job("Llama", "zb_v", 2), Job("Llama", "bitpipe_zb", 4), "bf16"), marks=needs("bf16")),
+        pytest.param(*jobs, precision, marks=needs(precision), id=f"{name}-{precision}")
+        for (name, jobs), precision in select(
+            [*product(LAYOUTS.items(), ("fp32", "bf16"))],
+            [*zip(LAYOUTS.items(), ("fp32", "fp32", "bf16"), strict=True)],
+        )
     ],
-    ids=["to-plain-fp32", "from-plain-fp32", "to-parts-bf16"],
 )
 def test_a_checkpoint_fits_any_layout(
     ranks: Ranks, tmp_path: Path, saved: Job, loaded: Job, precision: str

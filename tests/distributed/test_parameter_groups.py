@@ -394,10 +394,10 @@ def error_of_shards(rank: int, how: str, zero: int) -> str:
     sizes = {"schedule": "1f1b", "pipeline_parallel_size": 1, "tensor_parallel_size": 2, "print_plan": False}
     config = {
         **config_of("1f1b", zero, "fp32", ds_ext=sizes),
-        **({"optimizer": MUON} if how == "JSON" else {}),
+        **({} if how == "object" else {"optimizer": MUON}),
     }
     model = ds_ext.PipelineModule(sharded_layers(2), config, loss_fn=squared_error)
-    for parameter in model.parameters():
+    for parameter in model.parameters() if how != "untagged" else ():
         parameter.use_muon = parameter.dim() > 1  # pyright: ignore[reportAttributeAccessIssue]
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
     optimizer: Any = torch.optim.Muon(matrices) if how == "object" else None
@@ -411,6 +411,13 @@ def test_muon_refuses_shards(ranks: Ranks, how: str, zero: int) -> None:
     for error in ranks(2).run(error_of_shards, how, zero):
         assert error.startswith("optimizer.type: ") and "tensor_parallel_size 2" in error
         assert " 1.weight" in error and "use_muon" in error
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_muon_without_a_whole_matrix_is_refused(ranks: Ranks, zero: int) -> None:
+    """Adam would train all of the model, because the layers at both ends are Adam's."""
+    for error in ranks(2).run(error_of_shards, "untagged", zero):
+        assert error.startswith("optimizer.type: ") and "2 matrices" in error
 
 
 # --- optimizers whose step needs a closure ---

@@ -135,6 +135,9 @@ def test_every_decoder_trains_resumes_and_is_exported(
     lengths = [len(tokens_S) for step in range(1, SAVED + 1) for tokens_S, _ in conversations(folder, step)]
     (tokens,) = re.findall(r"samples, ([\d,]+) tokens", results[0].stdout)
     assert int(tokens.replace(",", "")) == pytest.approx(sum(lengths), rel=0.3)  # those of a mean sample
+    assert re.search(
+        r"convert .*--dtype bfloat16", results[0].stdout.replace("\\\n", "")
+    )  # that of the folder
 
     assert main(["convert", str(saved), "--to", "hf", str(output), "--hf-model", str(model)]) == 0
     start, trained = load(model), load(output)

@@ -15,7 +15,7 @@ BATCH = 16  # samples per step
 FULL_RATE, LORA_RATE = 1e-5, 2e-4
 RANK = 8  # of adapters
 WARMUP = 0.03  # share of the steps
-BUCKET_SIZE = 50_000_000  # elements; DeepSpeed allocates two of them, 4 GB of its default
+BUCKET_SIZE = 50_000_000  # elements; DeepSpeed allocates two buckets, 4 GB in fp32 with its default
 MAX_SEQ_LENGTH = 4096
 TEXT_SEQ_LENGTH = 1024
 MAX_EVAL_ITERS = 10
@@ -125,7 +125,7 @@ def _job(
             "params": {"lr": rate, "betas": [0.9, 0.95], "weight_decay": 0.0, "torch_adam": True},
         },
         "scheduler": {
-            # In DeepSpeed's schedulers with a warm-up, the first step has the rate 0.
+            # With DeepSpeed's WarmupCosineLR, the first step has the rate 0.
             "type": "MegatronLR",
             "params": {
                 "total_num_steps": steps,

@@ -89,7 +89,8 @@ def _check_files(args: argparse.Namespace, problems: Problems, missing: Problems
     if not args.dry_run:
         problems.errors += missing.errors
     elif missing.errors:
-        flags = ", ".join(str(error).partition(":")[0] for error in missing.errors)
+        lines = (line for error in missing.errors for line in str(error).splitlines())
+        flags = ", ".join(line.partition(":")[0] for line in lines)
         args.notes.append(f"missing   {flags}: a run needs them")
 
 

@@ -260,6 +260,9 @@ def test_a_deadline_finds_the_devices(capsys: pytest.CaptureFixture[str]) -> Non
     assert figures["devices"] == product == 8 and figures["days"] <= 0.01
     assert figures["gpu_hours"] == pytest.approx(24 * 8 * figures["days"])
     assert figures["cost"] == pytest.approx(2.5 * figures["gpu_hours"])
+    config = found["config"]
+    tokens = config["train_batch_size"] * config["ds_ext"]["train"]["seq_length"]
+    assert 0 <= config["ds_ext"]["train"]["train_iters"] * tokens - 1e9 < tokens
     late = found_by(capsys, *SMALL, *run, "--devices", "4", status=1)
     assert late["fits"] and late["run"]["devices"] == 4 and late["run"]["days"] > 0.01
 

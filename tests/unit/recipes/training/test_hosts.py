@@ -126,6 +126,20 @@ def test_one_host_adds_nothing(described: Any) -> None:
     assert described("bitpipe_3d", *flags, "--hosts", "1x4") == described("bitpipe_3d", *flags)
 
 
+def test_a_dry_run_with_hosts_plans_for_gpus(described: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention with dropout stores its scores on CPUs only."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+    def activations_mb(*flags: str) -> float:
+        found = re.search(r"^memory .*activations ([\d.]+) MB", described("bitpipe_3d", *flags), re.M)
+        assert found is not None
+        return float(found[1])
+
+    assert activations_mb("--hosts", "1x4") < 0.7 * activations_mb()
+    without = "--attention-dropout", "0"
+    assert activations_mb(*without, "--hosts", "1x4") == activations_mb(*without)
+
+
 def test_tensor_parallel_groups_between_hosts_are_a_warning(described: Any) -> None:
     text = described("bitpipe_3d", "--hosts", "3,5")
     assert table(text)["tensor"] == [2, 4, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -477,11 +478,22 @@ LLAMA_3 = """
 """
 
 
-def test_a_dry_run_of_a_whole_script_needs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_of_a_whole_script_needs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name, *more: None if name == "wandb" else find(name, *more)
+    )
     args, plan = plan_job("train_gpt.py", [*LLAMA_3.split(), "--dry-run"], "gpt")
     assert plan.timetable.schedule == "interleaved" and plan.layout.placement.stages == 16
     assert (args.train_iters, args.data_path, args.tokenizer) == (1953125000 // 128, [], None)
+    (missing,) = [note for note in args.notes if note.startswith("missing ")]
+    assert {"wandb", "--data-path", "--tokenizer"} <= set(re.findall(r"[\w-]+", missing))
+    printed = capsys.readouterr().out
+    job, _ = json.JSONDecoder().raw_decode(printed[printed.index("{") :])
+    assert job["ds_ext"]["train"]["load"] == "/nowhere/llama3"  # for a restart, which finds it
     assert [*tmp_path.iterdir()] == []
 
 
