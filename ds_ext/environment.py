@@ -110,9 +110,14 @@ def is_on_cpu() -> bool:
     return "RANK" in os.environ and not any(Path("/dev", name).exists() for name in _GPU_FILES)
 
 
+def host_gpus() -> int:
+    """Return the number of NVIDIA's GPUs of this host."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
 def host_devices() -> int:
-    """Return the number of NVIDIA's GPUs of this host; without any, the number of cores that this process may use."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*"))) or len(os.sched_getaffinity(0))
+    """Return the number of GPUs of this host; without any, the number of cores that this process may use."""
+    return host_gpus() or len(os.sched_getaffinity(0))
 
 
 def chosen_port() -> int | None:
@@ -224,9 +229,8 @@ def has_loaded(process: int, library: str) -> bool:
     return library in proc_text(f"{process}/maps")
 
 
-def cpu_features() -> set[str]:
-    """Return features of the processors, such as ``avx512_bf16``, among other words."""
-    return set(proc_text("cpuinfo").split())
+def has_bf16_instructions() -> bool:
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(proc_text("cpuinfo").split())
 
 
 def data_bytes() -> int:

@@ -35,6 +35,12 @@ def lora_config(rank: int) -> Any:
 
 
 class Adapters:
+    """Adapters of the decoder layers.
+
+    Attributes:
+        elements: trained elements of all layers.
+    """
+
     def __init__(self, lora: Any, source: Source, cut: Cut) -> None:
         try:
             import peft
@@ -56,10 +62,13 @@ class Adapters:
                     f"model with its adapters, from peft.get_peft_model()."
                 )
         self.config = lora
-        self._layers = self._adapted_layers(source, cut)
+        self._layers, self.elements = self._adapted_layers(source, cut)
 
-    def _adapted_layers(self, source: Source, cut: Cut) -> set[int]:
-        """Return the indices of the decoder layers with adapters, from a model without weights."""
+    def _adapted_layers(self, source: Source, cut: Cut) -> tuple[set[int], int]:
+        """Return the indices of the decoder layers with adapters, and their trained elements.
+
+        They are those of a model without weights.
+        """
         import peft
 
         model = source.skeleton()
@@ -67,14 +76,15 @@ class Adapters:
             peft.inject_adapter_in_model(copy.deepcopy(self.config), model, low_cpu_mem_usage=True)
         except ValueError as error:
             raise ConfigError(f"lora: {error}") from None
-        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        trained = {name: each.numel() for name, each in model.named_parameters() if each.requires_grad}
         outside = [name for name in trained if not name.startswith(f"{cut.layers}.")]
         if outside:
             raise ConfigError(
                 f"lora: adapters must be in the decoder layers (got {outside[0]}). Change target_modules, and leave "
                 f"modules_to_save empty."
             )
-        return {int(name.removeprefix(f"{cut.layers}.").split(".")[0]) for name in trained}
+        layers = {int(name.removeprefix(f"{cut.layers}.").split(".")[0]) for name in trained}
+        return layers, sum(trained.values())
 
     def insert(self, source: Source, cut: Cut, index: int, layer: nn.Module) -> None:
         """Freeze a decoder layer with weights, and insert its adapters in place.

@@ -57,14 +57,15 @@ def from_transformers(
             ``chunked_loss``, the model changes its logits or has another loss than the cross entropy.
     """
     source = make_source(model_or_folder, dtype)
-    return decoder_layers(source, find_cut(source), lora, chunked_loss, CausalLoss)
+    cut = find_cut(source)
+    adapters = None if lora is None else Adapters(lora, source, cut)
+    return decoder_layers(source, cut, adapters, chunked_loss, CausalLoss)
 
 
 def decoder_layers(
-    source: Source, cut: Cut, lora: Any, chunked_loss: bool, loss_class: type[_Loss]
+    source: Source, cut: Cut, adapters: Adapters | None, chunked_loss: bool, loss_class: type[_Loss]
 ) -> tuple[list[LayerSpec], _Loss]:
     """Return layers and loss function as :func:`from_transformers` does, with a loss function of another class."""
-    adapters = None if lora is None else Adapters(lora, source, cut)
     reason = _check_loss(source, cut, CausalLoss(source, None))
     if chunked_loss and reason:
         raise _needs_whole_logits("chunked_loss", cut, reason)

@@ -57,7 +57,7 @@ class Simulation:
     @property
     def bubble(self) -> float:
         """Share of the makespan in which an average device computes nothing."""
-        return 1 - self.ideal / self.makespan if self.makespan else 0.0
+        return max(0.0, 1 - self.ideal / self.makespan) if self.makespan else 0.0
 
     @property
     def end(self) -> float:

@@ -222,7 +222,7 @@ def _describe_memory(plan: JobPlan, memory: Sequence[DeviceMemory]) -> list[str]
         return []
     largest = max(memory, key=lambda device: device.total)
     sizes = asdict(largest)
-    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items() if size)
     config = plan.job.deepspeed
     bytes_of = parameter_bytes(precision(config), min(zero_stage(config), 1), "fused")
     if bytes_of.bucketed and max(sizes, key=sizes.__getitem__) == "buffers":

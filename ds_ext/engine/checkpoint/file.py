@@ -177,7 +177,7 @@ def read_plain(path: Path) -> dict[str, Any]:
     return from_plain(torch.load(path, weights_only=True, map_location="cpu", mmap=True))
 
 
-def pickle_plain(value: Mapping[str, Any]) -> memoryview:
+def pickle_plain(value: Mapping[str, Any]) -> bytes:
     return _saved(_as_plain(value))
 
 
@@ -305,10 +305,11 @@ def _without_data(value: Any) -> Any:
     return _map_entries(_without_data, value)
 
 
-def _saved(value: Any) -> memoryview:
+def _saved(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    return buffer.getbuffer()
+    # Not getbuffer(): in Python 3.12, a view may outlive the buffer if both are collected after an exception.
+    return buffer.getvalue()
 
 
 def _bytes(tensor: Tensor) -> memoryview:

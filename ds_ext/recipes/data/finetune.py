@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...environment import host_devices
+from ...environment import has_bf16_instructions, host_devices, host_gpus
 
 EPOCHS_OF_CHAT, EPOCHS_OF_TEXT = 3, 1
 BATCH = 16  # samples per step
@@ -39,8 +39,8 @@ def seq_length_of(meta: Mapping[str, Any], model: Mapping[str, Any]) -> int:
     return min([length, *(limit for limit in limits if isinstance(limit, int))])
 
 
-def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
-    """Write the JSON of each job into the folder of the data, and return the command of each.
+def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Write the JSON of each job into the folder of the data, and return the command of each, and a note or "".
 
     ``finetune.json`` trains all weights. ``lora.json``, for chat data, trains adapters.
     """
@@ -49,9 +49,11 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
 
     config = read_config(model)
     if config.get("model_type") == "bert":
-        return []
+        return [], ""
     is_chat, is_own = "loss_mask" in meta, has_own_layers(model)
     length = seq_length_of(meta, config)
+    stored = _SECTIONS.get(stored_dtype(config))
+    section = stored if _is_fast(stored) else None
     devices, schedule = _pipeline(config, host_devices(), has_experts(config))
     save = f"checkpoints/{output.name}"
     common = {"hf_model": str(model), "data_path": str(output), "seq_length": length}
@@ -71,11 +73,15 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> list[str]:
             "eval_iters": min(MAX_EVAL_ITERS, math.ceil(valid / BATCH)),
             **keys,
         }
-        path = _write(
-            output / name, _job(stored_dtype(config), length, schedule, devices, rate, steps, train)
-        )
+        path = _write(output / name, _job(section, length, schedule, devices, rate, steps, train))
         commands.append(f"deepspeed --num_gpus {devices} train_gpt.py --deepspeed_config {path}")
-    return commands
+    slow = f'note: fp32, because {stored} is slow without a GPU here. With GPUs, add "{stored}": {{"enabled": true}}'
+    return commands, "" if section == stored else slow
+
+
+def _is_fast(section: str | None) -> bool:
+    """Return whether this host computes fast in the precision of a section of the JSON."""
+    return host_gpus() > 0 or (section == "bf16" and has_bf16_instructions())
 
 
 def _pipeline(config: Mapping[str, Any], available: int, has_experts: bool) -> tuple[int, str]:
@@ -100,7 +106,7 @@ def _samples(output: Path, is_chat: bool, length: int, packs: bool) -> tuple[int
 
 
 def _job(
-    dtype: str,
+    section: str | None,
     length: int,
     schedule: str,
     devices: int,
@@ -108,7 +114,6 @@ def _job(
     steps: int,
     train: Mapping[str, Any],
 ) -> dict[str, Any]:
-    section = _SECTIONS.get(dtype)
     return {
         "train_batch_size": BATCH,
         "train_micro_batch_size_per_gpu": 1 if length > TEXT_SEQ_LENGTH else 2,

@@ -152,7 +152,10 @@ def run(args: argparse.Namespace) -> int:
         words += ["--eval-iters", "0"]
     following = [command_lines(words)]
     if not is_bert and _has_model(args.tokenizer):
-        following = write_jobs(Path(args.tokenizer), output, meta) or following
+        commands, note = write_jobs(Path(args.tokenizer), output, meta)
+        following = commands or following
+        if note:
+            print(note)
     print("next: " + "\nor with LoRA: ".join(following))
     return 0
 

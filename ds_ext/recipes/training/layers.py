@@ -14,7 +14,7 @@ from ...hf.export import save_adapter
 from ...hf.find import find_cut
 from ...hf.folder import ModelFolder, has_experts
 from ...hf.layers import DecoderLayer
-from ...hf.lora import lora_config
+from ...hf.lora import Adapters, lora_config
 from ...hf.specs import NextTokenLoss, decoder_layers
 from ...hf.weights import make_source
 from ...planner.job_plan import JobPlan
@@ -83,15 +83,16 @@ class DecoderLayers:
         cut = find_cut(source)
         if settings.sequence_slices > 1:
             cut.sliced_calls()  # raises ConfigError before the ranks meet
+        adapters = None if self._lora is None else Adapters(self._lora, source, cut)
         self._layers, self._loss_fn = decoder_layers(
-            source, cut, self._lora, config.chunked_loss, NextTokenLoss
+            source, cut, adapters, config.chunked_loss, NextTokenLoss
         )
         if settings.vocabulary_parallel_head:
             self._layers[-1].in_parts(settings.pipeline_parallel_size)  # likewise
-        adapters = "" if rank is None else f", frozen, with adapters of rank {rank}"
+        trained = "" if adapters is None else f", frozen, and adapters of rank {rank} with {adapters.elements:,}"
         folder = ModelFolder(path)
         experts = "; memory below: without experts" * has_experts(folder.config)
-        self.weights = f"{path}: {folder.describe()}{adapters} (layers of transformers{experts})"
+        self.weights = f"{path}: {folder.describe()}{trained} (layers of transformers{experts})"
 
     def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
         torch.manual_seed(self._config.seed)

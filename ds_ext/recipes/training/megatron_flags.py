@@ -170,8 +170,9 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
             "num_layers_at_* use_precision_aware_optimizer output_logit_dtype te_precision_config_file *kitchen* "
             "symmetric_ar_type"
         ),
-        'the optimizer is that of "optimizer" in the JSON. A job without it trains differently': (
-            "muon_* lion_* decoupled_* start_weight_decay end_weight_decay apply_wd_* no_weight_decay_cond_type "
+        "all weights have one learning rate. A job without it trains differently": "decoupled_*",
+        "the optimizers are AdamW, SGD and those of a JSON. A job without it trains differently": (
+            "muon_* lion_* start_weight_decay end_weight_decay apply_wd_* no_weight_decay_cond_type "
             "lr_wsd_* dump_param_to_param_group_map"
         ),
         "data come from --data-path, for example those of `python -m ds_ext prepare`": "mock_data",

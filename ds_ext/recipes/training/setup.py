@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from ...config.deepspeed_json import precision
 from ...config.job import JobConfig, require_section
-from ...environment import cpu_features, is_on_cpu, rank, world_size
+from ...environment import has_bf16_instructions, is_on_cpu, rank, world_size
 from ...errors import ConfigError, Problems, ScheduleError
 from ...launch.job_facts import checksum, setting_facts
 from ...launch.launcher import require_restarts
@@ -448,7 +448,7 @@ def _cpu_notes(args: argparse.Namespace, plan: JobPlan, sizes: TrainingSizes) ->
         )
     if args.dry_run or _has_gpus() or precision(plan.job.deepspeed) != "bf16":
         return notes
-    if not cpu_features() & {"avx512_bf16", "amx_bf16", "bf16"}:
+    if not has_bf16_instructions():
         notes.append('note: this CPU has no bf16 instructions: steps are faster without the section "bf16"')
     return notes
 

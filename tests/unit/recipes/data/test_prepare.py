@@ -129,7 +129,7 @@ def test_the_next_command_trains_the_model_of_the_tokenizer(
     job = json.loads((output / "finetune.json").read_text())
     train = job["ds_ext"]["train"]
     assert (train["hf_model"], train["data_path"], train["seq_length"]) == (str(model), str(output), 64)
-    assert job["bf16"] == {"enabled": True} and job["optimizer"]["params"]["lr"] < 1e-4
+    assert job["optimizer"]["params"]["lr"] < 1e-4
     datasets = build_gpt_datasets(str(output), DEFAULT_SPLIT, 64, (1, 0, 0), seed=0)
     epoch = samples_per_epoch(datasets[0])
     assert epoch is not None
@@ -162,6 +162,7 @@ def test_the_next_commands_for_chat_have_jsons_for_the_model(
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setattr(finetune, "host_devices", lambda: available)
+    monkeypatch.setattr(finetune, "host_gpus", lambda: available)
     model, source = write_tokenizer(tmp_path / "model", TEMPLATES["chatml"]), tmp_path / "chat.json"
     experts = {"num_local_experts": 4} if model_type == "mixtral" else {}
     write_model(model, model_type=model_type, num_hidden_layers=layers, dtype=dtype, **experts)
@@ -185,6 +186,39 @@ def test_the_next_commands_for_chat_have_jsons_for_the_model(
         # 3 epochs of 39 conversations for training: packed, or one per sample
         assert steps == (1 if packed and not is_lora else 8)
         assert load_config(job).ds_ext.schedule == schedule
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gpus", "has_instructions", "section"),
+    [
+        ("bfloat16", 1, False, "bf16"),
+        ("bfloat16", 0, True, "bf16"),
+        ("bfloat16", 0, False, None),
+        ("float16", 1, False, "fp16"),
+        ("float16", 0, True, None),
+        ("float32", 0, False, None),
+    ],
+)
+def test_jobs_use_half_precision_where_it_is_fast(
+    dtype: str,
+    gpus: int,
+    has_instructions: bool,
+    section: str | None,
+    source: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(finetune, "host_gpus", lambda: gpus)
+    monkeypatch.setattr(finetune, "has_bf16_instructions", lambda: has_instructions)
+    model, output = tmp_path / "model", tmp_path / "prepared"
+    run("--source", source, "--output", model, "--vocab-size", 300)
+    write_model(model, num_hidden_layers=8, max_position_embeddings=64, dtype=dtype)
+    capsys.readouterr()
+    run("--source", source, "--output", output, "--tokenizer", model)
+    sections = json.loads((output / "finetune.json").read_text()).keys() & {"bf16", "fp16"}
+    assert sections == ({section} if section else set())
+    assert ("note: " in capsys.readouterr().out) == (section is None and dtype != "float32")
 
 
 @pytest.mark.parametrize(
