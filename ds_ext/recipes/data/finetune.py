@@ -135,9 +135,9 @@ def _job(
             "params": {
                 "total_num_steps": steps,
                 "decay_style": "cosine",
-                "min_lr": rate / 10,
+                "min_lr": float(f"{rate / 10:g}"),
                 "warmup_num_steps": min(max(1, round(WARMUP * steps)), steps - 1),
-                "warmup_init_lr": rate / 10,
+                "warmup_init_lr": float(f"{rate / 10:g}"),
             },
         },
         "ds_ext": {"schedule": schedule, "pipeline_parallel_size": devices, "train": dict(train)},

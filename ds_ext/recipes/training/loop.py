@@ -36,6 +36,7 @@ from ..data.blend import parse_data_path, parse_split
 from ..models.bert import MASKED_WORDS
 from ..models.config import TransformerConfig
 from ..models.hf_config import unseen_in_weights
+from .section_flags import value_at
 
 EXIT_NOT_SAVED = 3
 EXIT_PIPE = 141  # a shell's exit code for a program that SIGPIPE ended
@@ -368,7 +369,10 @@ class Trainer:
 
     def _resume_lines(self, folder: str, total: int) -> list[str]:
         command, note = resume_command(sys.argv, folder, total)
-        return [f"continue training   {command}", *([f"{'':20}({note})"] if note else [])]
+        notes = [note] if note else []
+        if total > int(value_at(self.plan.job.deepspeed, "scheduler.params.total_num_steps") or total):
+            notes.append(f"its learning rate stays at {self.engine.get_lr()[0]:.2e}, where it ends here")
+        return [f"continue training   {command}", *[f"{'':20}({note})" for note in notes]]
 
     def exit_code(self, loss: float | None) -> int:
         if loss is not None and not math.isfinite(loss):

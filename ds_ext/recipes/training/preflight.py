@@ -182,15 +182,18 @@ def _check_load(args: argparse.Namespace) -> None:
     if is_new and (args.dry_run or not args.exit_on_missing_checkpoint):
         args.notes.append(f"load      {folder}: no checkpoint yet, the run starts at step 0")
         args.load = None
-    else:
-        require_checkpoint(folder)
+        return
+    checkpoint = require_checkpoint(folder)
+    if args.dry_run:
+        args.notes.append(f"load      {checkpoint}")
 
 
-def require_checkpoint(folder: str) -> None:
+def require_checkpoint(folder: str) -> Path:
+    """Return the folder of the checkpoint from which a run with ``--load folder`` would go on."""
     from ...engine.checkpoint.folder import open_checkpoint
 
     try:
-        open_checkpoint(Path(folder))
+        return open_checkpoint(Path(folder))[0]
     except (ConfigError, CheckpointError) as error:
         if name := _megatron_file(Path(folder)):
             raise ConfigError(

@@ -344,3 +344,11 @@ def test_a_folder_with_only_a_lock_starts_a_new_run(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     with pytest.raises(ConfigError, match=r"^--load "):
         _check_load(args)
+
+
+def test_a_dry_run_names_the_checkpoint(tmp_path: Path) -> None:
+    checkpoint = write(tmp_path, "step_2")
+    args = argparse.Namespace(load=str(tmp_path), exit_on_missing_checkpoint=False, dry_run=True, notes=[])
+    _check_load(args)
+    assert args.load == str(tmp_path)
+    assert [note.split() for note in args.notes] == [["load", str(checkpoint)]]
