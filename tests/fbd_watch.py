@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_ext.engine import PipelineEngine
 from ds_ext.engine.executor import Observer
-from ds_ext.engine.stage import Buffer
+from ds_ext.engine.stages.buffer import Buffer
 from ds_ext.parallel.fbd import DisaggregatedLayout
 from ds_ext.pipe_schedules.bridge import RecomputeForward
 from ds_ext.tensor_parallel import TensorParallel

@@ -111,14 +111,8 @@ def _received(
     zero, begin, end = times
     name = "RecvActivation" if op.kind in "FR" else "RecvGrad"
     pipe = simulation.timetable.pipe(op.micro_batch)
-    other = _other_stage(simulation, op, need)
-    received = Instruction(name, op.micro_batch, op.stage, pipe, peer=owner, other_stage=other)
+    received = Instruction(name, op.micro_batch, op.stage, pipe, peer=owner, other_stage=need.stage)
     return text.instruction(received, zero + min(begin, end - 1), zero + end, BYTES, step)
-
-
-def _other_stage(simulation: Simulation, op: Op, other: Op) -> int | None:
-    """Return the stage at the other end of a message to or from the head, as the lowering does."""
-    return other.stage if max(op.stage, other.stage) >= simulation.timetable.placement.stages else None
 
 
 def _sent(text: EventText, simulation: Simulation, op: Op, rank: int, at: float, step: int) -> list[str]:
@@ -129,7 +123,6 @@ def _sent(text: EventText, simulation: Simulation, op: Op, rank: int, at: float,
             if device != rank and (op, rank) in simulation.timetable.dependencies.needs(other):
                 name = "SendActivation" if other.kind in "FR" else "SendGrad"
                 pipe = simulation.timetable.pipe(op.micro_batch)
-                stage = _other_stage(simulation, op, other)
-                sent = Instruction(name, op.micro_batch, op.stage, pipe, peer=device, other_stage=stage)
+                sent = Instruction(name, op.micro_batch, op.stage, pipe, peer=device, other_stage=other.stage)
                 lines.append(text.instruction(sent, at, at + SEND_US, BYTES, step))
     return lines

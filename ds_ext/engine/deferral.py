@@ -14,7 +14,7 @@ from ..pipe_schedules.bridge import BackwardWeight
 from ..tensor_parallel import Deferral, DeferralWatch, let_defer
 from .executor import Observer
 from .module import PipelineModule
-from .stage import Buffer
+from .stages.buffer import Buffer
 from .together import together
 from .wrappers import plain_name
 

@@ -54,7 +54,6 @@ from .evaluation import Evaluation, evaluating, source_of, training
 from .executor import Executor
 from .first_batch import check_first_batch
 from .grad_norm import let_parameters_differ, share_loss_scale
-from .head import PipelineHead
 from .losses.step import StepLosses
 from .messages import StageMessages
 from .module import PipelineModule
@@ -63,8 +62,9 @@ from .recovery.recovery import Recovery
 from .role import Role
 from .run_control import RunControl
 from .schedules import Schedules
-from .slices import StageSlices
-from .stage import StageForward
+from .stages import stages_of
+from .stages.body import StageForward
+from .stages.sequences import sequences_of
 from .step_report import Gathered, Measured, StepReport, gather_step
 from .together import collective_device, rows_of_ranks, together
 from .tracing.clock import BusyClock
@@ -135,16 +135,9 @@ class PipelineEngine(Measured, RunControl):
         settings, options = self.plan.settings, self.plan.settings.transport_options
         self.activity = Activity(options.timeout_s, self.role.describe_ranks, self._where)
         self.step_losses = StepLosses.from_engine(self)
-        forward, report = StageForward(self.module), self.activity.report_failure
-        slices = StageSlices.from_plan(self.module, self.plan)
-        head = (
-            PipelineHead(self.module, self.step_losses.shift_labels)
-            if self.layout.placement.head_parts
-            else None
-        )
-        self.executor = Executor(
-            forward, self.step_losses, self.last_stage, self.device, report, slices, head
-        )
+        stages = stages_of(self.module, StageForward(self.module), self.step_losses, self.device)
+        sequences = sequences_of(self.module, self.plan)
+        self.executor = Executor(stages, sequences, self.activity.report_failure)
         self.pipe_buffers = self.executor.buffers
         self._schedules = Schedules(self.layout, self.module.device_index, settings.sequence_slices)
         self.schedule = self.executor.schedule = self._schedules.training(self.plan)

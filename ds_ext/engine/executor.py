@@ -1,8 +1,8 @@
 """Executor of a rank: it runs the instructions of a schedule, one handler per instruction.
 
-It has the buffers of the live slices of micro-batches, and handlers for data, passes and messages. It depends on no
-optimizer, checkpoint or DeepSpeed engine: its owner sets the handlers of the other instructions. Whatever measures or
-records instructions is an :class:`Observer`.
+It has the buffers of the live slices of micro-batches, and handlers for data, passes and messages, which call the
+stages of the rank. It depends on no optimizer, checkpoint or DeepSpeed engine: its owner sets the handlers of the other
+instructions. Whatever measures or records instructions is an :class:`Observer`.
 
 The calls of a step are bound once: instruction, handler and observers. In a static schedule, the receive of a message
 is posted ``schedule.lookahead`` instructions ahead.
@@ -10,14 +10,14 @@ is posted ``schedule.lookahead`` instructions ahead.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-import torch
 from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 from torch.autograd import profiler
@@ -31,27 +31,19 @@ from ..pipe_schedules.bridge import (
     RecomputeForward,
     TimetableSchedule,
 )
-from ..tensor_parallel import (
-    HeadShare,
-    WeightGradients,
-    backward,
-    computing,
-    current_slice,
-    deferrable,
-    deferring,
-)
+from ..tensor_parallel import WeightGradients, deferring
 from .batches import StepData
 from .dynamic.messages import DynamicMessages
 from .dynamic.order import DynamicSchedule, decided_steps
 from .evaluation import Evaluation
-from .head import PipelineHead
-from .losses.step import Loss, join_losses, require_pairs
-from .messages import MessageKind, StageMessages, join_outputs, pack
-from .slices import StageSlices
-from .stage import Buffer
+from .losses.step import Loss
+from .messages import MessageKind, StageMessages
+from .stages.buffer import Buffer
+from .stages.sequences import Sequences, WholeSequences
+from .stages.stage import Stage
+from .step import Step, require_optimizer
 
 Kinds = tuple[type[ds.PipeInstruction], ...]
-Forward = Callable[[int, tuple[Tensor, ...], int, int], Any]  # such as :class:`.stage.StageForward`
 _RECEIVES = {ds.RecvActivation: MessageKind.ACTIVATION, ds.RecvGrad: MessageKind.GRADIENT}
 
 
@@ -73,22 +65,6 @@ class Observer:
         pass
 
 
-class Losses(Protocol):
-    """Losses of a step, such as :class:`.losses.step.StepLosses`."""
-
-    def shift_labels(self, labels: Any) -> Any:
-        """Return the labels of a micro-batch from which those of its slices are cut."""
-        ...
-
-    def return_logits(self, outputs: Any) -> Any:
-        """Return what an evaluation returns for outputs of the last layer."""
-        ...
-
-    def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss: ...
-
-    def add(self, loss: Loss, weight: float) -> None: ...
-
-
 class _Call(NamedTuple):
     run: Callable[[], None]
     instruction: ds.PipeInstruction
@@ -100,14 +76,11 @@ class Executor:
     """Executor of the instructions of one rank.
 
     Args:
-        forward: returns the outputs of a stage for (stage, inputs, step, global number of the micro-batch).
+        stages: stages of the rank by number.
+        sequences: how the sequences of micro-batches are cut, in schedules with as many slices.
         on_failure: called with an instruction and its exception, before it is raised.
-        slices: slices of the sequences; None: schedules have none.
-        head: head that is divided over the devices; None: the last stage has the head.
 
     Attributes:
-        loss_stage: stage whose forward computes the loss.
-        slices: the same; None also in a run without slices.
         buffers: storage of the live slices of micro-batches at stages, by buffer id.
         messages: messages between stages; the owner sets it before each run.
         handlers: instruction class -> handler, which gets the arguments of the instruction by name. The owner adds
@@ -115,43 +88,36 @@ class Executor:
         observers: observers of every run, outermost first.
         scale: function of a loss; returns what its backward starts from. The owner sets it and the next two with the
             optimizer.
-        accumulating: context of a backward; None: without one.
+        accumulating: context of a backward.
         parameters: parameters that keep gradients between the micro-batches of a step.
         schedule, data: those of the current or last run.
     """
 
     messages: StageMessages
     schedule: TimetableSchedule
-    data: StepData
+    _step: Step
 
     def __init__(
         self,
-        forward: Forward,
-        losses: Losses,
-        last_stage: int,
-        device: torch.device,
+        stages: Mapping[int, Stage],
+        sequences: Sequences,
         on_failure: Callable[[Any, Exception], None] = lambda *_: None,
-        slices: StageSlices | None = None,
-        head: PipelineHead | None = None,
     ) -> None:
-        self.forward_stage, self.losses, self.last_stage, self.device = forward, losses, last_stage, device
-        self.on_failure = on_failure
-        self._all_slices, self.slices = slices, slices
-        self.head = head
-        self.loss_stage = last_stage if head is None else head.loss_stage
+        self.stages, self.sequences, self.on_failure = stages, sequences, on_failure
         self.buffers: list[Buffer] = []
         self.handlers: Mapping[type[ds.PipeInstruction], Callable[..., None]] = {
             kind: getattr(self, name) for kind, name in OWN_HANDLERS.items()
         }
         self.observers: list[Observer] = []
-        self.scale: Callable[[Loss], Tensor]
-        self.accumulating: Callable[[], AbstractContextManager[None]] | None = None
+        self.scale: Callable[[Loss], Tensor] = require_optimizer
+        self.accumulating: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self.parameters: Sequence[Tensor] = ()
-        self._step = 0
-        self._splits: frozenset[tuple[int, int]] = frozenset()  # (stage, micro-batch) of split backwards
-        self._evaluation = Evaluation()
         # Static schedule -> (messages, handlers, observers) and the calls that are bound to them.
         self._calls: WeakKeyDictionary[TimetableSchedule, tuple[Any, list[_Call]]] = WeakKeyDictionary()
+
+    @property
+    def data(self) -> StepData:
+        return self._step.data
 
     # --- the step loop ---
 
@@ -172,15 +138,21 @@ class Executor:
 
         An exception of an instruction is observed with :meth:`Observer.failed` and raised.
         """
-        self.schedule, self.data, self._step = schedule, data, step
-        self._evaluation = evaluation or Evaluation()
         timetable = schedule.program.timetable
-        self._splits = timetable.split_backwards
-        self.slices = self._all_slices if timetable.slices > 1 else None
-        if self.slices is not None:
-            self.slices.clear()
-        if self.head is not None:
-            self.head.start_step()
+        sequences = self.sequences if timetable.slices > 1 else WholeSequences()
+        self.schedule = schedule
+        self._step = Step(
+            step,
+            data,
+            sequences,
+            evaluation or Evaluation(),
+            timetable.split_backwards,
+            self.scale,
+            self.parameters,
+        )
+        sequences.clear()
+        for stage in self.stages.values():
+            stage.start_step()
         self.buffers += [Buffer() for _ in range(schedule.num_pipe_buffers() - len(self.buffers))]
         active = [*self.observers, *observers]
         if profiler._is_profiler_enabled:  # creating a label takes as long as some handlers
@@ -226,7 +198,7 @@ class Executor:
                     self.messages.post,
                     kind,
                     instruction.stage,
-                    self._item(instruction.micro_batch, instruction.source.slice),
+                    self._step.item(instruction.micro_batch, instruction.source.slice),
                     instruction.peer,
                 )
                 yield _Call(post, instruction, (), ())
@@ -246,95 +218,17 @@ class Executor:
             tuple(watch.after for watch in reversed(active) if type(watch).after is not Observer.after),
         )
 
-    def _item(self, micro_batch: int, index: int) -> int:
-        """Return the number of a slice in the step, as in the tags of messages."""
-        return micro_batch if self.slices is None else micro_batch * self.slices.count + index
-
     # --- handlers, in the order of the table below; ``slice`` is passed for all but the first one ---
 
     def load(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        inputs, labels = self.data.take(micro_batch)
-        buffer = self.buffers[buffer_id]
-        if stage == 0:
-            buffer.inputs = self._to_device(inputs, slice)
-        if stage == self.last_stage:
-            if labels is not None and self.slices is not None:
-                labels = self.losses.shift_labels(labels)
-            buffer.labels = None if labels is None else self._to_device(labels, slice)
-
-    def _to_device(self, batch: Any, index: int) -> tuple[Tensor, ...]:
-        tensors = pack(batch, "the data")
-        if self.slices is not None:
-            tensors = self.slices.cut(tensors, index)
-        return tuple([t.to(self.device, non_blocking=True).detach() for t in tensors])
+        self.stages[stage].load(self._step, self.buffers[buffer_id], micro_batch, slice)
 
     def forward(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        """Run the forward of a stage, with the loss at the last one, or of a part of the head or its loss."""
-        if stage > self.last_stage:
-            self._forward_head(self.buffers[buffer_id], stage, micro_batch, slice)
-        elif self._splits and (stage, micro_batch) in self._splits:
-            with deferrable():
-                self._forward(self.buffers[buffer_id], stage, micro_batch, slice)
-        else:
-            self._forward(self.buffers[buffer_id], stage, micro_batch, slice)
-
-    def _forward(self, buffer: Buffer, stage: int, micro_batch: int, index: int) -> None:
-        assert buffer.inputs is not None
-        inputs, number = buffer.inputs, self.data.first_id + micro_batch
-
-        def run() -> Any:
-            outputs = self.forward_stage(stage, inputs, self._step, number)
-            if stage == self.loss_stage:
-                self._store_loss(buffer, micro_batch, outputs, index)
-            return outputs
-
-        slices = self.slices
-        outputs = run() if slices is None else slices.forward(run, stage, micro_batch, index, inputs)
-        buffer.outputs, buffer.head_inputs = pack(outputs, f"stage {stage}"), None
-        if not torch.is_grad_enabled():
-            buffer.inputs = None
-
-    def _forward_head(self, buffer: Buffer, stage: int, micro_batch: int, index: int) -> None:
-        """Compute the share of a part of the head, or join the shares to the loss."""
-        assert self.head is not None
-        if stage != self.loss_stage:
-            self.head.forward_part(stage, buffer)
-            return
-        joined, losses_BS = self.head.join(buffer, self._item(micro_batch, index))
-        with computing(self.slices and self.slices.slices_of(losses_BS.size(1))[index]):
-            self._store_loss(buffer, micro_batch, losses_BS, index)
-        loss, buffer.loss = buffer.loss, None
-        if loss is not None:
-            backward([self.scale(loss)], [None])
-            self.head.set_gradients(buffer, joined, losses_BS)
-
-    def _store_loss(self, buffer: Buffer, micro_batch: int, outputs: Any, index: int) -> None:
-        labels, buffer.labels = buffer.labels, None
-        evaluation, weight, part = self._evaluation, self.data.weight(micro_batch), current_slice()
-        if evaluation.outputs is not None and weight:
-            joined = self.losses.return_logits(outputs)
-            if index and part is not None:
-                joined = join_outputs(evaluation.outputs[micro_batch], joined, part.length)
-            evaluation.outputs[micro_batch] = joined
-        if evaluation.computes_loss:
-            if self.slices is not None:
-                self.slices.try_loss(self.losses.compute, outputs, labels)
-            loss = self.losses.compute(outputs, labels)
-            if self.slices is not None:
-                require_pairs(loss)
-            self.losses.add(loss, weight if part is None else weight * part.length / part.total)
-            if evaluation.losses is not None and weight:
-                earlier = (evaluation.losses[micro_batch],) if index else ()
-                evaluation.losses[micro_batch] = join_losses((*earlier, loss))
-            if torch.is_grad_enabled():
-                buffer.loss = loss
+        self.stages[stage].forward(self._step, self.buffers[buffer_id], micro_batch, slice)
 
     def backward(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        if self.accumulating is None:
-            self._backward(buffer_id, stage, micro_batch, slice)
-        else:
-            with self.accumulating():
-                self._backward(buffer_id, stage, micro_batch, slice)
+        with self.accumulating():
+            self.stages[stage].backward(self._step, self.buffers[buffer_id], micro_batch, slice)
 
     def backward_input(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
         later = self.buffers[buffer_id].weights = WeightGradients()
@@ -345,128 +239,50 @@ class Executor:
         buffer = self.buffers[buffer_id]
         later, buffer.weights = buffer.weights, None
         assert later is not None
-        if self.accumulating is None:
+        with self.accumulating():
             later.compute()
-        else:
-            with self.accumulating():
-                later.compute()
-
-    def _backward(self, buffer_id: int, stage: int, micro_batch: int, index: int) -> None:
-        buffer = self.buffers[buffer_id]
-        if self.slices is None:
-            buffer.backward(self.scale, self.parameters)
-        else:
-            with self.slices.backward(stage, micro_batch, index) as (roots, leaves):
-                buffer.backward(self.scale, self.parameters, roots, leaves)
-        if stage == 0:
-            buffer.inputs = None
 
     def send_activations(
-        self,
-        buffer_id: int,
-        stage: int,
-        micro_batch: int,
-        peer: int,
-        slice: int = 0,
-        other_stage: int | None = None,
+        self, buffer_id: int, stage: int, micro_batch: int, peer: int, other_stage: int, slice: int = 0
     ) -> None:
-        """Send the outputs of a stage to the next one, or to or from a part of the head."""
-        item, target = self._item(micro_batch, slice), stage + 1 if other_stage is None else other_stage
-        outputs = self._outputs(buffer_id, stage, item, other_stage)
-        self.messages.send(MessageKind.ACTIVATION, outputs, target, item, peer)
-
-    def _outputs(self, buffer_id: int, stage: int, item: int, other_stage: int | None) -> tuple[Tensor, ...]:
-        buffer = self.buffers[buffer_id]
-        if stage == self.last_stage and other_stage is not None:
-            assert self.head is not None
-            return self.head.inputs(buffer, item, are_shifted=self.slices is not None)
-        return buffer.take_outputs()
+        item = self._step.item(micro_batch, slice)
+        tensors = self.stages[stage].outputs_for(other_stage, self._step, self.buffers[buffer_id], item)
+        self.messages.send(MessageKind.ACTIVATION, tensors, other_stage, item, peer)
 
     def receive_activations(
-        self,
-        buffer_id: int,
-        stage: int,
-        micro_batch: int,
-        peer: int,
-        slice: int = 0,
-        other_stage: int | None = None,
+        self, buffer_id: int, stage: int, micro_batch: int, peer: int, other_stage: int, slice: int = 0
     ) -> None:
-        tensors = self.messages.receive(MessageKind.ACTIVATION, stage, self._item(micro_batch, slice), peer)
-        self._set_inputs(buffer_id, tensors, stage, other_stage)
-
-    def _set_inputs(
-        self, buffer_id: int, tensors: tuple[Tensor, ...], stage: int, source: int | None
-    ) -> None:
-        """Set the inputs of ``stage``; at the loss of a head, those from the part ``source``."""
-        buffer = self.buffers[buffer_id]
-        if source is None:
-            buffer.set_inputs(tensors)
-        elif stage == self.loss_stage:
-            buffer.shares[source] = HeadShare(*tensors)
-        else:
-            buffer.inputs = tensors
+        item = self._step.item(micro_batch, slice)
+        tensors = self.messages.receive(MessageKind.ACTIVATION, stage, item, peer)
+        self.stages[stage].accept(other_stage, self.buffers[buffer_id], tensors)
 
     def send_grads(
-        self,
-        buffer_id: int,
-        stage: int,
-        micro_batch: int,
-        peer: int,
-        slice: int = 0,
-        other_stage: int | None = None,
+        self, buffer_id: int, stage: int, micro_batch: int, peer: int, other_stage: int, slice: int = 0
     ) -> None:
-        """Send the gradients of the inputs to the previous stage, or those of the losses to a part of the head."""
-        buffer, target = self.buffers[buffer_id], stage - 1 if other_stage is None else other_stage
-        grads = buffer.take_input_grads() if other_stage is None else buffer.head_grads
-        self.messages.send(MessageKind.GRADIENT, grads, target, self._item(micro_batch, slice), peer)
+        grads = self.stages[stage].grads_for(other_stage, self.buffers[buffer_id])
+        item = self._step.item(micro_batch, slice)
+        self.messages.send(MessageKind.GRADIENT, grads, other_stage, item, peer)
 
     def receive_grads(
-        self,
-        buffer_id: int,
-        stage: int,
-        micro_batch: int,
-        peer: int,
-        slice: int = 0,
-        other_stage: int | None = None,
+        self, buffer_id: int, stage: int, micro_batch: int, peer: int, other_stage: int, slice: int = 0
     ) -> None:
-        grads = self.messages.receive(MessageKind.GRADIENT, stage, self._item(micro_batch, slice), peer)
-        self._set_grads(buffer_id, grads, stage)
-
-    def _set_grads(self, buffer_id: int, grads: tuple[Tensor, ...], stage: int) -> None:
-        if stage > self.last_stage:
-            assert self.head is not None
-            self.head.defer_weight_gradient(stage, self.buffers[buffer_id], grads)
-        else:
-            self.buffers[buffer_id].grads = grads
+        item = self._step.item(micro_batch, slice)
+        grads = self.messages.receive(MessageKind.GRADIENT, stage, item, peer)
+        self.stages[stage].accept_grads(other_stage, self.buffers[buffer_id], grads)
 
     def copy_activation(
-        self,
-        buffer_id: int,
-        to_buffer: int,
-        stage: int,
-        micro_batch: int,
-        slice: int = 0,
-        other_stage: int | None = None,
+        self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int, other_stage: int, slice: int = 0
     ) -> None:
-        outputs = self._outputs(buffer_id, stage, self._item(micro_batch, slice), other_stage)
-        target, source = (stage + 1, None) if other_stage is None else (other_stage, stage)
-        self._set_inputs(to_buffer, tuple([t.detach() for t in outputs]), target, source)
+        item = self._step.item(micro_batch, slice)
+        tensors = self.stages[stage].outputs_for(other_stage, self._step, self.buffers[buffer_id], item)
+        tensors = tuple([tensor.detach() for tensor in tensors])
+        self.stages[other_stage].accept(stage, self.buffers[to_buffer], tensors)
 
     def copy_grad(
-        self,
-        buffer_id: int,
-        to_buffer: int,
-        stage: int,
-        micro_batch: int,
-        slice: int = 0,
-        other_stage: int | None = None,
+        self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int, other_stage: int, slice: int = 0
     ) -> None:
-        buffer, target = self.buffers[buffer_id], stage - 1 if other_stage is None else other_stage
-        if other_stage is None:
-            grads = buffer.take_input_grads()
-        else:
-            grads = buffer.take_grads() if target == self.last_stage else buffer.head_grads
-        self._set_grads(to_buffer, grads, target)
+        grads = self.stages[stage].grads_for(other_stage, self.buffers[buffer_id])
+        self.stages[other_stage].accept_grads(stage, self.buffers[to_buffer], grads)
 
 
 OWN_HANDLERS: dict[type[ds.PipeInstruction], str] = {

@@ -18,6 +18,7 @@ from .ops import COMPUTE_NAME, FORWARD, RECOMPUTE, Instruction, Op
 from .placement import Placement
 from .timetables import Program, Timetable
 
+DUMP_VERSION = 2  # 1: only messages and copies of the head had an other_stage
 AFTER_BACKWARDS = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 
 
@@ -95,16 +96,12 @@ class Lowering:
         instructions.append(self._instruction(COMPUTE_NAME[op.kind], op, chunk=chunk))
         still_needed = False
         for consumer, device in dependencies.consumers(op):
+            other, kind = consumer.stage, _message(consumer)
             if device != self.device:
-                other = self._other_stage(op, consumer)
-                instructions.append(
-                    self._instruction(f"Send{_message(consumer)}", op, peer=device, other=other)
-                )
-            elif consumer.stage != op.stage:
-                target, other = self.buffers.buffer(consumer), self._other_stage(op, consumer)
-                instructions.append(
-                    self._instruction(f"Copy{_message(consumer)}", op, to_buffer=target, other=other)
-                )
+                instructions.append(self._instruction(f"Send{kind}", op, peer=device, other=other))
+            elif other != op.stage:
+                target = self.buffers.buffer(consumer)
+                instructions.append(self._instruction(f"Copy{kind}", op, to_buffer=target, other=other))
             elif consumer.slice == op.slice:
                 still_needed = True
         if not still_needed:
@@ -119,15 +116,10 @@ class Lowering:
         receivers = iter((op,)) if self._messages is None else self._messages[sender]
         for receiver in receivers:
             producer = next(need for need, at in self.timetable.dependencies.needs(receiver) if at == sender)
-            other = self._other_stage(receiver, producer)
-            yield self._instruction(f"Recv{_message(receiver)}", receiver, peer=sender, other=other)
+            yield self._instruction(f"Recv{_message(receiver)}", receiver, peer=sender, other=producer.stage)
             if receiver == op:
                 return
             self._early.add((receiver, sender))
-
-    def _other_stage(self, op: Op, other: Op) -> int | None:
-        """Return the stage at the other end of a message of ``op``; None if both are stages of the model."""
-        return other.stage if max(op.stage, other.stage) >= self.timetable.placement.stages else None
 
     def _instruction(
         self,
@@ -179,6 +171,7 @@ def dump(program: Program) -> dict[str, object]:
     """Return the program as data for JSON, with the keys of "Timetable dump" in docs/reference.md."""
     timetable, placement = program.timetable, program.timetable.placement
     return {
+        "version": DUMP_VERSION,
         "schedule": timetable.schedule,
         "stages": placement.devices_per_pipe,
         "devices": placement.num_devices,

@@ -44,8 +44,7 @@ class Instruction(NamedTuple):
 
     ``peer`` is the other device of a message. ``buffer`` holds the tensors of a slice of a micro-batch at a stage.
     ``to_buffer`` is the destination of a copy on the same device. ``other_stage`` is the stage at the other end of a
-    message or copy to or from a part of the head or its loss; other messages go to the stage before or after their own.
-    Fields that do not apply are None, ``slice`` is 0.
+    message or copy. Fields that do not apply are None, ``slice`` is 0.
     """
 
     name: str

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import ds_ext
 from ds_ext.config.job import load_config
 from ds_ext.engine.recovery.audit import checksum
+from ds_ext.engine.stages.body import Body
 from ds_ext.errors import ConfigError, CorruptionError
 from ds_ext.pipe_schedules.bridge import BackwardInput
 from ds_ext.planner.job_plan import make_job_plan
@@ -137,52 +138,64 @@ def flip_weight_between_steps(engine: Any, step: int) -> None:
     flip(next(iter(engine.module.parameters())).data)
 
 
+def set_forward(engine: Any, forward: Any) -> None:
+    """Set the function that computes the outputs of every stage of layers."""
+    for stage in engine.executor.stages.values():
+        if isinstance(stage, Body):
+            stage.compute = forward
+
+
 def flip_weight_in_the_step(engine: Any, step: int) -> None:
-    forward = engine.executor.forward_stage
+    forward = forward_of(engine)
 
     def then_flip(*args: Any) -> Any:
         outputs = forward(*args)
-        engine.executor.forward_stage = forward
+        set_forward(engine, forward)
         flip_weight_between_steps(engine, step)
         return outputs
 
-    engine.executor.forward_stage = then_flip
+    set_forward(engine, then_flip)
+
+
+def forward_of(engine: Any) -> Any:
+    return next(stage.compute for stage in engine.executor.stages.values() if isinstance(stage, Body))
 
 
 def flip_activation(engine: Any, step: int) -> None:
     """Of the forward that another rank repeats."""
-    audit, forward = engine.audit, engine.executor.forward_stage
+    audit, forward = engine.audit, forward_of(engine)
 
     def then_flip(stage: int, inputs: Any, step: int, number: int) -> Any:
         outputs, op = forward(stage, inputs, step, number), audit._watched
         if op is None or (stage, number - engine.executor.data.first_id) != (op.stage, op.micro_batch):
             return outputs
-        engine.executor.forward_stage = forward
+        set_forward(engine, forward)
         FLIPPED_IN.append(step + 1)
         outputs = outputs.clone()
         flip(outputs)
         return outputs
 
-    engine.executor.forward_stage = then_flip
+    set_forward(engine, then_flip)
 
 
 def flip_repeated_activation(engine: Any, step: int) -> None:
     """Of this rank's repetition of another rank's forward."""
-    audit, executor = engine.audit, engine.executor
-    finish, forward = audit.finish, executor.forward_stage
+    audit = engine.audit
+    finish, forward = audit.finish, forward_of(engine)
 
     def then_flip(*args: Any) -> Any:
         outputs = forward(*args).clone()
-        audit.finish, executor.forward_stage = finish, forward
+        audit.finish = finish
+        set_forward(engine, forward)
         FLIPPED_IN.append(engine.global_steps + 1)
         flip(outputs)
         return outputs
 
     def finish_with_flip() -> None:
         # The rank whose computation the others repeat repeats nothing in this audit.
-        executor.forward_stage = then_flip
+        set_forward(engine, then_flip)
         finish()
-        executor.forward_stage = forward
+        set_forward(engine, forward)
 
     audit.finish = finish_with_flip
 

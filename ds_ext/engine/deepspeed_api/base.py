@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from deepspeed.runtime import bf16_optimizer
@@ -142,7 +142,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
             self.update = WeightUpdate(self)
         self._weights_set = 0
         self.executor.scale = self.update.scale
-        self.executor.accumulating = self.update.gradients.accumulating
+        self.executor.accumulating = self.update.gradients.accumulating or nullcontext
         self.executor.parameters = list(self.module.parameters())
 
     # --- the step ---

@@ -60,9 +60,11 @@ class BackwardRole(DisaggregatedRole):
     def _sync_weights(self, stage: int, peer: int) -> None:
         self.send_weights()
 
-    def _receive_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
+    def _receive_activations(
+        self, buffer_id: int, stage: int, micro_batch: int, peer: int, other_stage: int
+    ) -> None:
         engine = self.engine
-        engine.executor.receive_activations(buffer_id, stage, micro_batch, peer)
+        engine.executor.receive_activations(buffer_id, stage, micro_batch, peer, other_stage)
         (rank,) = self.layout.peers(engine.global_rank, peer)
         credit = torch.zeros(1, dtype=torch.uint8, device=engine.device)
         engine.transport.send([credit], rank, make_tag(of_stage(FBD_CREDITS, stage), micro_batch))

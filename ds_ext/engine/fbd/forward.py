@@ -96,11 +96,13 @@ class ForwardRole(DisaggregatedRole):
         with torch.no_grad():
             yield
 
-    def _send_activations(self, buffer_id: int, stage: int, micro_batch: int, peer: int) -> None:
+    def _send_activations(
+        self, buffer_id: int, stage: int, micro_batch: int, peer: int, other_stage: int
+    ) -> None:
         """Send outputs, once the backward device has received enough of the earlier ones."""
         engine = self.engine
         if peer in self.layout.placement.forward_devices:
-            engine.executor.send_activations(buffer_id, stage, micro_batch, peer)
+            engine.executor.send_activations(buffer_id, stage, micro_batch, peer, other_stage)
             return
         limit = most_ahead(self.layout.placement.stages, stage)
         ranks = self.layout.peers(engine.global_rank, peer)
@@ -108,9 +110,9 @@ class ForwardRole(DisaggregatedRole):
             tickets = self._credits.setdefault(rank, deque())
             while len(tickets) >= limit:
                 tickets.popleft().wait()
-        engine.executor.send_activations(buffer_id, stage, micro_batch, peer)
+        engine.executor.send_activations(buffer_id, stage, micro_batch, peer, other_stage)
         for rank in ranks:
-            tag = make_tag(of_stage(FBD_CREDITS, stage + 1), micro_batch)
+            tag = make_tag(of_stage(FBD_CREDITS, other_stage), micro_batch)
             self._credits[rank].append(engine.transport.recv(rank, tag))
 
     # --- values of the optimizer ---

@@ -33,8 +33,9 @@ from ..deepspeed_api.recompute import Values, buffers_of, preserve_buffers
 from ..executor import Executor, Observer
 from ..messages import pack
 from ..module import PipelineModule
-from ..slices import StageSlices
-from ..stage import Buffer, Root
+from ..stages.body import Body, LastBody
+from ..stages.buffer import Buffer, Root
+from ..stages.sequences import Sequences
 from ..together import together
 
 logger = logging.getLogger(__name__)
@@ -373,15 +374,15 @@ class Audit(Observer):
         warning is logged once, and its original checksum is returned.
         """
         engine, stage = self._engine, evidence.op.stage
-        slices = None if engine.executor.slices is None else engine.executor.slices.copy_empty()
-        buffers = [self._repeat_forward(evidence, index, slices) for index in range(len(evidence.passes))]
+        sequences = engine.executor.sequences.copy_empty()
+        buffers = [self._repeat_forward(evidence, index, sequences) for index in range(len(evidence.passes))]
         forwards = [checksum(_outputs(buffer)) for buffer in buffers]
         backwards: list[int] = []
         for index in reversed(range(len(buffers))):
             buffer, one = buffers.pop(), evidence.passes[index]
             buffer.grads = _copy_to(one.grads, engine.device)
             try:
-                with slices.backward(stage, 0, index) if slices else nullcontext(([], [])) as (roots, leaves):
+                with sequences.backward(stage, 0, index) as (roots, leaves):
                     roots = [*buffer.roots(engine.executor.scale), *roots]
                     backwards.append(
                         checksum(_gradients(roots, buffer.inputs or (), leaves, evidence.splits))
@@ -393,7 +394,7 @@ class Audit(Observer):
                 backwards.append(one.result[1])
         return tuple(zip(forwards, reversed(backwards), strict=True))
 
-    def _repeat_forward(self, evidence: Evidence, index: int, slices: StageSlices | None) -> Buffer:
+    def _repeat_forward(self, evidence: Evidence, index: int, sequences: Sequences) -> Buffer:
         """Repeat the forward of a slice. Returns its outputs with their graph."""
         engine, stage, one = self._engine, evidence.op.stage, evidence.passes[index]
         inputs = tuple(
@@ -401,21 +402,22 @@ class Audit(Observer):
             for t, leaf in zip(one.inputs, one.leaves, strict=True)
         )
         buffer = Buffer(inputs, _copy_to(one.labels, engine.device))
-        layers = engine.module.stage_modules(stage).values()
+        layers, body = engine.module.stage_modules(stage).values(), engine.executor.stages[stage]
+        assert isinstance(body, Body)
         values = {
             (module, name): value.to(tensor.device)
             for (module, name, tensor), value in zip(buffers_of(layers), one.buffers, strict=True)
         }
 
         def run() -> Any:
-            outputs = engine.executor.forward_stage(stage, inputs, engine.global_steps, evidence.number)
-            if stage == engine.executor.loss_stage:
-                buffer.loss = engine.executor.losses.compute(outputs, buffer.labels)
+            outputs = body.compute(stage, inputs, engine.global_steps, evidence.number)
+            if isinstance(body, LastBody):
+                buffer.loss = body.losses.compute(outputs, buffer.labels)
             return outputs
 
         splitting = deferrable() if evidence.splits else nullcontext()
         with _start_state(layers, values, one.random, engine.device), splitting:
-            outputs = run() if slices is None else slices.forward(run, stage, 0, index, inputs)
+            outputs = sequences.forward(run, stage, 0, index, inputs)
         buffer.outputs = pack(outputs, f"stage {stage}")
         return buffer
 

@@ -93,8 +93,7 @@ def clocks(traces: Traces) -> list[dict[str, float]]:
 def list_messages(event: Event) -> list[Message]:
     """Return the messages of a "send" or "recv" span, several if it sends to several ranks; none for other spans.
 
-    The span of a send contains the sender's stage, that of a receive the receiver's. An activation goes to the next
-    stage, a gradient to the previous one, unless the span has the stage at the other end.
+    The span of a send contains the sender's stage, that of a receive the receiver's.
     """
     thread, values = event.get("tid"), event.get("args", {})
     if thread not in ("send", "recv") or "peer" not in values:
@@ -103,6 +102,7 @@ def list_messages(event: Event) -> list[Message]:
     step, micro_batch = values["step"], values["micro_batch"]
     if thread == "recv":
         return [(step, values["peer"], rank, kind, values["stage"], micro_batch)]
+    # Traces of earlier versions have no stage at the other end of a message between neighbors.
     receiving_stage = values.get("other_stage", values["stage"] + (1 if kind == "activation" else -1))
     peers = [values["peer"], *values.get("more_peers", ())]
     return [(step, rank, peer, kind, receiving_stage, micro_batch) for peer in peers]

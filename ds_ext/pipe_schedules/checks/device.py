@@ -60,28 +60,24 @@ LOCAL, SEND, RECEIVE = 0, 1, 2
 
 
 class Transfer(NamedTuple):
-    """Content that an instruction passes on, to the stage at offset ``shift`` from its own."""
+    """Content that an instruction passes on."""
 
     content: Content
-    shift: int
     direction: int
 
 
 TRANSFERS = {
-    "RecvActivation": Transfer(Content.ACTIVATION, 0, RECEIVE),
-    "RecvGrad": Transfer(Content.GRADIENT, 0, RECEIVE),
-    "SendActivation": Transfer(Content.ACTIVATION, 1, SEND),
-    "SendGrad": Transfer(Content.GRADIENT, -1, SEND),
-    "CopyActivation": Transfer(Content.ACTIVATION, 1, LOCAL),
-    "CopyGrad": Transfer(Content.GRADIENT, -1, LOCAL),
+    "RecvActivation": Transfer(Content.ACTIVATION, RECEIVE),
+    "RecvGrad": Transfer(Content.GRADIENT, RECEIVE),
+    "SendActivation": Transfer(Content.ACTIVATION, SEND),
+    "SendGrad": Transfer(Content.GRADIENT, SEND),
+    "CopyActivation": Transfer(Content.ACTIVATION, LOCAL),
+    "CopyGrad": Transfer(Content.GRADIENT, LOCAL),
 }
 
 
 class Item(NamedTuple):
-    """Content of a slice of one micro-batch at one stage.
-
-    ``source`` is the stage that it comes from, if either stage is a head part or its loss.
-    """
+    """Content of a slice of one micro-batch at one stage, from the stage ``source``."""
 
     content: Content
     stage: int
@@ -97,11 +93,11 @@ class Item(NamedTuple):
 def moved_item(instruction: Instruction) -> Item:
     """Return what a message or copy moves, as an item of the stage that gets it."""
     name, m, stage, _, _, _, _, _, j, other = instruction
-    assert m is not None and stage is not None, "messages belong to a micro-batch"
-    content, shift, direction = TRANSFERS[name]
-    if direction == RECEIVE or other is None:
-        return Item(content, stage + shift, m, j, other)
-    return Item(content, other, m, j, stage)
+    assert m is not None and stage is not None and other is not None, (
+        "messages have a micro-batch and two stages"
+    )
+    content, direction = TRANSFERS[name]
+    return Item(content, stage, m, j, other) if direction == RECEIVE else Item(content, other, m, j, stage)
 
 
 @dataclass
@@ -113,7 +109,7 @@ class DeviceMessages:
 
 
 class _Rule(NamedTuple):
-    """Inputs and result of an instruction. The result belongs to the stage at offset ``shift``.
+    """Inputs and result of an instruction.
 
     Both are bits of :class:`Content` as plain integers, which are several times faster. ``neighbor`` is -1 or 1 if the
     same result must exist for the slice before or after this one.
@@ -121,7 +117,6 @@ class _Rule(NamedTuple):
 
     needs: int
     result: int
-    shift: int = 0
     direction: int = LOCAL
     neighbor: int = 0
 
@@ -159,9 +154,9 @@ class DeviceCheck:
             for kind in self.program.timetable.placement.kinds
         }
         transfers = {}
-        for name, (content, shift, direction) in TRANSFERS.items():
+        for name, (content, direction) in TRANSFERS.items():
             needs = 0 if direction == RECEIVE else int(_SOURCE_OF[content])
-            transfers[name] = (_Rule(needs, int(content), shift, direction),) * len(stages)
+            transfers[name] = (_Rule(needs, int(content), direction),) * len(stages)
         loads = tuple(later if stage else first for stage in stages)
         return {"LoadMicroBatch": loads, **computations, **transfers}
 
@@ -220,11 +215,10 @@ class DeviceCheck:
             known &= other is None or 0 <= other < stages
             if not known:
                 raise self._unknown_instruction(device, instruction)
-            needs, result, shift, direction, neighbor = rules[name][stage]
-            if placement.head_parts and name in TRANSFERS:
-                is_head = max(stage, stage + shift) >= placement.stages
-                if is_head and other is None:
-                    raise self._error(f"has {instruction} without the stage at its other end.", device, None)
+            needs, result, direction, neighbor = rules[name][stage]
+            moves = name in TRANSFERS
+            if moves and other is None:
+                raise self._error(f"has {instruction} without the stage at its other end.", device, None)
             have = available.get((stage, m, j), 0)
             if have & needs != needs:
                 raise self._missing_input(device, instruction, Content(needs & ~have))
@@ -241,8 +235,8 @@ class DeviceCheck:
                     raise self._error(f"has {instruction} without a peer.", device, None)
                 yield instruction
             if direction != SEND:
-                target = stage + shift
-                if other is not None and name in TRANSFERS:
+                target = stage
+                if moves:
                     item = moved_item(instruction)
                     target = item.stage
                     if not placement.has_weights(target):
@@ -252,7 +246,6 @@ class DeviceCheck:
                         joined.add(item.source)
                         if len(joined) < placement.head_parts:
                             continue
-                if target != stage:
                     have = available.get((target, m, j), 0)
                 if have & result:
                     item = Item(Content(result), target, m, j, other)

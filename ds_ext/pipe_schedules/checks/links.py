@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ...errors import ScheduleError
 from ..ops import Instruction
 from ..timetables import Program
-from .device import SEND, TRANSFERS, Content, DeviceMessages, Item, error_op, moved_item
+from .device import SEND, TRANSFERS, DeviceMessages, Item, error_op, moved_item
 from .timetable import deadlock_at, error_at
 
 _UNLIMITED = 1 << 60
@@ -120,10 +120,8 @@ class Links:
             if len(self.sent[link]) == len(self.received[link]):
                 continue
             item = next(iter(Counter(self.sent[link]) - Counter(self.received[link])))
-            stage = item.source
-            if stage is None:
-                stage = item.stage + (-1 if item.content == Content.ACTIVATION else 1)
-            source = item._replace(stage=stage)
+            assert item.source is not None, "every message has two stages"
+            source = item._replace(stage=item.source)
             sentence = f"device {sender} sends the {item} to device {receiver}, which never receives it."
             raise error_at(self.program.timetable, sentence, sender, error_op(self.program, source))
 

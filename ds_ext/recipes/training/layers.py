@@ -89,7 +89,9 @@ class DecoderLayers:
         )
         if settings.vocabulary_parallel_head:
             self._layers[-1].in_parts(settings.pipeline_parallel_size)  # likewise
-        trained = "" if adapters is None else f", frozen, and adapters of rank {rank} with {adapters.elements:,}"
+        trained = (
+            "" if adapters is None else f", frozen, and adapters of rank {rank} with {adapters.elements:,}"
+        )
         folder = ModelFolder(path)
         experts = "; memory below: without experts" * has_experts(folder.config)
         self.weights = f"{path}: {folder.describe()}{trained} (layers of transformers{experts})"

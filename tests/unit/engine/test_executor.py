@@ -18,6 +18,8 @@ from ds_ext.engine.evaluation import Evaluation
 from ds_ext.engine.executor import Executor, Observer
 from ds_ext.engine.losses.step import Term, mean_of
 from ds_ext.engine.messages import MessageKind
+from ds_ext.engine.stages.body import LastBody
+from ds_ext.engine.stages.sequences import WholeSequences
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.bridge import TimetableSchedule
 from ds_ext.pipe_schedules.inference import forward_timetable
@@ -89,13 +91,11 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 def executor_of_the_last_stage(**options: Any) -> tuple[Executor, Losses, Loopback]:
     losses, messages = Losses(), Loopback([inputs for inputs, _ in batches()])
-    executor = Executor(
-        lambda stage, inputs, step, number: LINEAR[stage](inputs[0]),
-        losses,
-        STAGES - 1,
-        torch.device("cpu"),
-        **options,
+    last = STAGES - 1
+    stage = LastBody(
+        last, lambda stage, inputs, step, number: LINEAR[stage](inputs[0]), losses, torch.device("cpu")
     )
+    executor = Executor({last: stage}, WholeSequences(), **options)
     executor.messages = messages  # pyright: ignore[reportAttributeAccessIssue]
     executor.scale = lambda loss: loss[""].sum / MICRO_BATCHES
     return executor, losses, messages

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_ext.engine.slices import _try_layer
+from ds_ext.engine.stages.slice_trial import _try_layer
 from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel import earlier_slices, slice_start
 

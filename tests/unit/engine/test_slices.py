@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_ext.engine.slices import StageSlices, _try_layer
+from ds_ext.engine.stages.sequences import SlicedSequences
+from ds_ext.engine.stages.slice_trial import _try_layer
 from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel import Slice, SliceStore, computing, earlier_slices, slice_start
 
@@ -128,7 +129,7 @@ class OneLayer(nn.Module):
 
 def test_the_last_layer_may_return_the_loss() -> None:
     module: Any = OneLayer(lambda x: (x.sum(), torch.tensor(x.numel())), None)
-    slices = StageSlices(module, 2, "equal", 1)
+    slices = SlicedSequences(module, 2, "equal", 1)
     assert slices.forward(lambda: 3, 0, 0, 0, (sample(),)) == 3
 
 
@@ -139,7 +140,7 @@ def test_an_attention_of_the_slice_in_a_last_layer_that_returns_the_loss_is_refu
 
     module: Any = OneLayer(layer, None)
     with pytest.raises(ConfigError, match="layer 0"):
-        StageSlices(module, 2, "equal", 1).forward(lambda: None, 0, 0, 0, (sample(),))
+        SlicedSequences(module, 2, "equal", 1).forward(lambda: None, 0, 0, 0, (sample(),))
 
 
 def rounding_by_length(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -159,13 +160,13 @@ def test_half_precision_inside_a_layer_or_a_loss_is_no_difference(dtype: torch.d
         _try_layer(nn.Module(), lambda x: x + rounding_by_length(x, dtype), "layer 0", sample(), TOKENS)
     module: Any = OneLayer(loss, None)
     with outcome():
-        StageSlices(module, 2, "equal", 1).forward(lambda: None, 0, 0, 0, (sample(),))
+        SlicedSequences(module, 2, "equal", 1).forward(lambda: None, 0, 0, 0, (sample(),))
 
 
 def test_a_layer_may_change_its_slice_of_the_data_in_place() -> None:
     module: Any = OneLayer(in_place)
     data = sample()
-    first, second = (StageSlices(module, 2, "equal", 1).cut((data,), j)[0] for j in range(2))
+    first, second = (SlicedSequences(module, 2, "equal", 1).cut((data,), j)[0] for j in range(2))
     product = second.requires_grad_() * second.detach()  # keeps the second slice for its backward
     first.mul_(2)
     product.sum().backward()
@@ -175,6 +176,6 @@ def test_a_layer_may_change_its_slice_of_the_data_in_place() -> None:
 @pytest.mark.parametrize(("tokens", "trains"), [(1, True), (TOKENS, False)])
 def test_a_slice_of_one_token_and_an_evaluation_are_tried_too(tokens: int, trains: bool) -> None:
     module: Any = OneLayer(REFUSED["convolution"])
-    slices = StageSlices(module, 2, "equal", 1)
+    slices = SlicedSequences(module, 2, "equal", 1)
     with pytest.raises(ConfigError, match="layer 0"), torch.set_grad_enabled(trains):
         slices.forward(lambda: None, 0, 0, 0, (sample(tokens),))

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from ds_ext.engine.stage import Buffer, StageForward
+from ds_ext.engine.stages.body import StageForward
+from ds_ext.engine.stages.buffer import Buffer
 from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel import WeightGradients, deferrable, deferring, let_defer
 

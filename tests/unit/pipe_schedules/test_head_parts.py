@@ -98,8 +98,8 @@ def test_messages_name_the_stage_at_their_other_end() -> None:
         if i.name[:4] in ("Send", "Recv", "Copy")
     }
     assert moves == {
-        ("SendActivation", 0, None),
-        ("RecvActivation", 1, None),
+        ("SendActivation", 0, 1),
+        ("RecvActivation", 1, 0),
         ("SendActivation", 1, 2),
         ("RecvActivation", 2, 1),
         ("CopyActivation", 1, 3),
@@ -110,8 +110,8 @@ def test_messages_name_the_stage_at_their_other_end() -> None:
         ("CopyGrad", 4, 3),
         ("SendGrad", 4, 2),
         ("RecvGrad", 2, 4),
-        ("SendGrad", 1, None),
-        ("RecvGrad", 0, None),
+        ("SendGrad", 1, 0),
+        ("RecvGrad", 0, 1),
     }
 
 

@@ -129,7 +129,7 @@ def test_messages_are_those_of_the_program(name: str) -> None:
     for device, instructions in enumerate(lower(timetable).instructions):
         for i in instructions:
             if i.name.startswith("Send") and i.peer is not None:
-                to_part = i.name == "SendGrad" and i.other_stage is not None
+                to_part = i.name == "SendGrad" and placement.is_head_part(i.other_stage or 0)
                 sends[device, i.peer] += 2 if i.other_stage == placement.loss_stage else 1 - to_part
     assert messages_between(placement, 8) == sends
     assert traffic(replace(LLAMA, stage_layers=None, num_layers=32), placement, 8).stages[-1] > 0

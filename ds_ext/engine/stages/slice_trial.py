@@ -1,4 +1,4 @@
-"""Slices of sequences on a rank: cuts of the data, tensors that later slices need, and a trial of the layers."""
+"""Trial of layers and losses in slices of a sequence, and cuts of its tensors."""
 
 from __future__ import annotations
 
@@ -6,24 +6,20 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..errors import ConfigError
-from ..parallel.slices import slice_bounds
-from ..planner.job_plan import JobPlan
-from ..tensor_parallel import Slice, SliceStore, computing
-from .deepspeed_api.recompute import preserve_buffers
-from .evaluation import evaluating
-from .losses.step import Loss, require_pairs, terms_of
-from .messages import pack, unpack
-from .module import PipelineModule
+from ...errors import ConfigError
+from ...tensor_parallel import Slice, SliceStore, computing
+from ..deepspeed_api.recompute import preserve_buffers
+from ..evaluation import evaluating
+from ..losses.step import Loss, require_pairs, terms_of
+from ..messages import pack, unpack
+from ..module import PipelineModule
 
 # Largest difference between a layer's outputs for a sequence and for its slices, relative to the largest output.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
@@ -36,141 +32,55 @@ _SMALL = 1e-3  # elements of parameters
 _LARGEST_TOLERANCE = 1e-2  # of a sum of losses; without one of its last few labels it differs by more
 
 
-class StageSlices:
-    """Slices of the micro-batches in flight.
+def try_loss(
+    module: PipelineModule,
+    compute: Callable[[Any, tuple[Tensor, ...] | None], Loss],
+    outputs: Any,
+    labels: tuple[Tensor, ...],
+) -> bool:
+    """Try the loss function on a slice, and return whether the slice has counted labels."""
+    tokens = num_tokens(labels)
+    tensors, _ = _at_least_two(pack(outputs, "the outputs"), tokens)
+    targets, tokens = _at_least_two(labels, tokens)
 
-    Args:
-        lengths: tokens of every slice; "equal": those of any sequence.
-        shards: ranks over which sequence parallelism distributes the tokens between stages.
+    def loss(start: int, stop: int) -> Loss:
+        part, part_labels = (copies(cut(t, tokens, start, stop)) for t in (tensors, targets))
+        return compute(unpack(part), part_labels)
+
+    loss_fn = module.loss_fn
+    tried = [loss_fn] if isinstance(loss_fn, nn.Module) else []
+    with _trying(tried), evaluating(module):
+        return _try_sums(loss, "loss_fn", tokens)
+
+
+def try_layers(module: PipelineModule, stage: int, inputs: tuple[Tensor, ...], shards: int) -> None:
+    """Raise ConfigError for a layer that does not compute in slices what it computes for a sequence.
+
+    The first slice is tried as a sequence of two slices. A layer whose later tokens depend on earlier ones must keep
+    what the next slice needs. Sequence parallelism distributes the tokens over ``shards`` ranks.
     """
+    first = module.parts[stage]
+    modules = module.stage_modules(stage)
+    tensors, tokens = _at_least_two([tensor.detach() for tensor in inputs], num_tokens(inputs))
+    x = unpack(tensors)
+    with _trying(modules.values()):
+        for index, layer in enumerate(module.stage_funcs[stage], first):
+            name = f"layer {index} ({type(modules.get(index, layer)).__name__})"
+            if shards > 1:
+                _require_own(name, modules.get(index, layer))
+            elif module.loss_fn is None and index == module.parts[-1] - 1:
+                with evaluating(module):
+                    _try_sums(functools.partial(_loss_of, layer, pack(x, name), tokens), name, tokens)
+            else:
+                x = _try_layer(module, layer, name, x, tokens)
 
-    def __init__(self, module: PipelineModule, count: int, lengths: str | Sequence[int], shards: int) -> None:
-        self.count, self._module, self._lengths, self._shards = count, module, lengths, shards
-        self._live: dict[tuple[int, int], list[Slice]] = {}  # (stage, micro-batch) -> slices, with one store
-        self._tried: set[int] = set()
-        self._loss_tried = False
 
-    @classmethod
-    def from_plan(cls, module: PipelineModule, plan: JobPlan) -> StageSlices | None:
-        settings = plan.settings
-        if settings.sequence_slices == 1:
-            return None
-        shards = plan.layout.tensor_parallel_size if settings.sequence_parallel else 1
-        return cls(module, settings.sequence_slices, settings.slice_lengths, shards)
-
-    def copy_empty(self) -> StageSlices:
-        """Return slices of other micro-batches in flight, whose layers were tried."""
-        copy = StageSlices(self._module, self.count, self._lengths, self._shards)
-        copy._tried, copy._loss_tried = self._tried, True
-        return copy
-
-    def cut(self, tensors: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
-        """Return slice ``index`` of the data of a micro-batch: of the tensors whose dimension 1 is the sequence.
-
-        The tensors are copies, because a layer that changes one in place would change what other slices read.
-        """
-        tokens = _tokens(tensors)
-        bounds = self._bounds(tokens)
-        return _copies(_cut(tensors, tokens, *bounds[index]))
-
-    def _bounds(self, tokens: int) -> list[tuple[int, int]]:
-        return slice_bounds(tokens, self.count, self._lengths, self._shards)
-
-    def forward(
-        self,
-        run: Callable[[], Any],
-        stage: int,
-        micro_batch: int,
-        index: int,
-        inputs: tuple[Tensor, ...],
-    ) -> Any:
-        """Return ``run()``, the forward of a slice with these inputs."""
-        live = self._live.setdefault((stage, micro_batch), [])
-        if not live:
-            live += self.slices_of(_tokens(inputs) * (self._shards if stage else 1))
-            if stage not in self._tried:
-                self._tried.add(stage)
-                self._try_layers(stage, inputs)
-        with computing(live[index]):
-            outputs = run()
-        if not torch.is_grad_enabled() and index == self.count - 1:
-            del self._live[stage, micro_batch]
-        return outputs
-
-    def slices_of(self, tokens: int) -> list[Slice]:
-        """Return the slices of a sample, with one store, of which one has this number of tokens."""
-        total = tokens * self.count if isinstance(self._lengths, str) else sum(self._lengths)
-        store, trains = SliceStore(), torch.is_grad_enabled()
-        return [Slice(i, *bounds, total, store, trains) for i, bounds in enumerate(self._bounds(total))]
-
-    @contextlib.contextmanager
-    def backward(
-        self, stage: int, micro_batch: int, index: int
-    ) -> Iterator[tuple[list[tuple[GradientEdge, Tensor]], list[Tensor]]]:
-        """Context of the backward of a slice: what it starts from beside its outputs, and the leaves of its graph."""
-        part = self._live[stage, micro_batch][index]
-        roots = part.store.roots(index)
-        with computing(replace(part, repeats=True)):
-            yield roots, part.store.leaves
-        part.store.release(index)
-        if index == 0:
-            del self._live[stage, micro_batch]
-
-    def clear(self) -> None:
-        """Drop the slices of a step that failed."""
-        self._live.clear()
-
-    def try_loss(
-        self,
-        compute: Callable[[Any, tuple[Tensor, ...] | None], Loss],
-        outputs: Any,
-        labels: tuple[Tensor, ...] | None,
-    ) -> None:
-        """Try the loss function on the first slice with counted labels."""
-        if self._loss_tried or labels is None:
-            return
-        tokens = _tokens(labels)
-        tensors, _ = _at_least_two(pack(outputs, "the outputs"), tokens)
-        targets, tokens = _at_least_two(labels, tokens)
-
-        def loss(start: int, stop: int) -> Loss:
-            part, part_labels = (_copies(_cut(t, tokens, start, stop)) for t in (tensors, targets))
-            return compute(unpack(part), part_labels)
-
-        loss_fn = self._module.loss_fn
-        tried = [loss_fn] if isinstance(loss_fn, nn.Module) else []
-        with _trying(tried), evaluating(self._module):
-            self._loss_tried = _try_sums(loss, "loss_fn", tokens)
-
-    # --- trial ---
-
-    def _try_layers(self, stage: int, inputs: tuple[Tensor, ...]) -> None:
-        """Raise ConfigError for a layer that does not compute in slices what it computes for a sequence.
-
-        The first slice is tried as a sequence of two slices. A layer whose later tokens depend on earlier ones must
-        keep what the next slice needs.
-        """
-        first = self._module.parts[stage]
-        modules = self._module.stage_modules(stage)
-        tensors, tokens = _at_least_two([tensor.detach() for tensor in inputs], _tokens(inputs))
-        x = unpack(tensors)
-        with _trying(modules.values()):
-            for index, layer in enumerate(self._module.stage_funcs[stage], first):
-                name = f"layer {index} ({type(modules.get(index, layer)).__name__})"
-                if self._shards > 1:
-                    self._require_own(name, modules.get(index, layer))
-                elif self._module.loss_fn is None and index == self._module.parts[-1] - 1:
-                    with evaluating(self._module):
-                        _try_sums(functools.partial(_loss_of, layer, pack(x, name), tokens), name, tokens)
-                else:
-                    x = _try_layer(self._module, layer, name, x, tokens)
-
-    def _require_own(self, name: str, layer: object) -> None:
-        """Raise ConfigError for a layer outside ds_ext, which cannot be tried on tokens of several ranks."""
-        if not type(layer).__module__.startswith(("ds_ext.", "functools", "builtins")):
-            raise ConfigError(
-                f"sequence_slices: {name} cannot be checked with sequence_parallel. Remove one of them."
-            )
+def _require_own(name: str, layer: object) -> None:
+    """Raise ConfigError for a layer outside ds_ext, which cannot be tried on tokens of several ranks."""
+    if not type(layer).__module__.startswith(("ds_ext.", "functools", "builtins")):
+        raise ConfigError(
+            f"sequence_slices: {name} cannot be checked with sequence_parallel. Remove one of them."
+        )
 
 
 @contextlib.contextmanager
@@ -199,7 +109,7 @@ def _gpus(tensors: Iterable[Tensor]) -> set[int]:
 
 
 def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> Any:
-    """Return the outputs of a layer for a sequence, after the check of :meth:`StageSlices._try_layers`."""
+    """Return the outputs of a layer for a sequence, after the check of :func:`try_layers`."""
     inputs, middle = pack(x, name), tokens // 2
     if tokens == 2:  # they may be equal
         inputs = [torch.cat((t[:, :1], t[:, 1:] / 2), 1) if _can_change(t, tokens) else t for t in inputs]
@@ -208,11 +118,11 @@ def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, x: Any
     def run(value: Sequence[Tensor], part: Slice) -> tuple[Tensor, ...]:
         # Copies, because a layer may change its inputs in place, and strides may change the rounding of its outputs.
         with computing(part):
-            return pack(layer(unpack(_copies(value))), name)
+            return pack(layer(unpack(copies(value))), name)
 
     def part_of_inputs(start: int, stop: int) -> Sequence[Tensor]:
-        cut = getattr(layer, "cut_sequence", None)  # of a layer whose inputs have masks
-        return _cut(inputs, tokens, start, stop) if cut is None else pack(cut(x, start, stop), name)
+        own = getattr(layer, "cut_sequence", None)  # of a layer whose inputs have masks
+        return cut(inputs, tokens, start, stop) if own is None else pack(own(x, start, stop), name)
 
     pair: list[tuple[Tensor, ...]] = []
     for value in (inputs, [_with_other_start(tensor, middle, tokens) for tensor in inputs]):
@@ -303,7 +213,7 @@ def _loss_of(
 ) -> Loss:
     """Return the loss of a part of a slice, by a last layer that computes it."""
     with computing(Slice(0, start, stop, tokens)):
-        return terms_of(layer(unpack(_copies(_cut(inputs, tokens, start, stop)))))
+        return terms_of(layer(unpack(copies(cut(inputs, tokens, start, stop)))))
 
 
 def _at_least_two(tensors: Sequence[Tensor], tokens: int) -> tuple[Sequence[Tensor], int]:
@@ -376,7 +286,7 @@ def _with_other_start(tensor: Tensor, middle: int, tokens: int) -> Tensor:
     return torch.cat((-tensor[:, :middle], tensor[:, middle:]), 1)
 
 
-def _tokens(tensors: Sequence[Tensor]) -> int:
+def num_tokens(tensors: Sequence[Tensor]) -> int:
     """Return the length of the sequence: dimension 1 of the first tensor that has one."""
     for tensor in tensors:
         if tensor.dim() > 1:
@@ -391,9 +301,9 @@ def _has_tokens(tensor: Tensor, tokens: int) -> bool:
     return tensor.dim() > 1 and tensor.size(1) == tokens
 
 
-def _cut(tensors: Sequence[Tensor], tokens: int, start: int, stop: int) -> tuple[Tensor, ...]:
+def cut(tensors: Sequence[Tensor], tokens: int, start: int, stop: int) -> tuple[Tensor, ...]:
     return tuple([t[:, start:stop] if _has_tokens(t, tokens) else t for t in tensors])
 
 
-def _copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def copies(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple([tensor.clone(memory_format=torch.contiguous_format) for tensor in tensors])

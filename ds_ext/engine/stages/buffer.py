@@ -1,27 +1,21 @@
-"""Computation of one stage for one micro-batch: buffer, forward, loss and backward."""
+"""Storage of one live slice of a micro-batch at a stage, and its backward."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ..errors import ConfigError
-from ..tensor_parallel import HeadShare, LogitGradients, WeightGradients, address, backward
-from .losses.step import Loss
-from .messages import is_marker, marker, unpack
-from .module import PipelineModule
+from ...tensor_parallel import WeightGradients, address, backward
+from ..losses.step import Loss
+from ..messages import is_marker, marker
 
-# torch's errors for inputs with a wrong dtype.
-_DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same")
 Root = tuple[Tensor | GradientEdge, Tensor | None]
 """Start of a backward, with its gradient; None: the gradient of a scalar is 1."""
-_alias = torch.ops.aten._unsafe_view.default
 
 
 @dataclass(slots=True)
@@ -36,10 +30,7 @@ class Buffer:
         loss: loss of the micro-batch, with its graph; last stage only.
         grads: gradients of the outputs; a marker for an output that the loss does not depend on.
         weights: deferred weight gradients of a split backward.
-        head_inputs: outputs and labels that the parts of a head get; last stage only.
-        logit_grads: gradients of the logits of a part of a head, for its weight gradient.
-        shares: shares of the parts of a head by stage; stage of its loss only.
-        head_grads: log-sum-exps and gradients of the losses of all tokens; stage of the loss of a head only.
+        kept: what a kind of stage keeps for a later op or message of the same slice.
     """
 
     inputs: tuple[Tensor, ...] | None = None
@@ -49,10 +40,7 @@ class Buffer:
     loss: Loss | None = None
     grads: tuple[Tensor, ...] | None = None
     weights: WeightGradients | None = None
-    head_inputs: tuple[Tensor, ...] | None = None
-    logit_grads: LogitGradients | None = None
-    shares: dict[int, HeadShare] = field(default_factory=dict)
-    head_grads: tuple[Tensor, ...] = ()
+    kept: Any = None
 
     def set_inputs(self, tensors: tuple[Tensor, ...]) -> None:
         """Set the inputs. In training, they become the leaves of the stage's graph."""
@@ -110,7 +98,7 @@ class Buffer:
         without_grad = [parameter for parameter in parameters if parameter.grad is None]
         if roots:  # none if all layers up to here are frozen, or the loss does not depend on them
             backward(*zip(*roots, strict=True))
-        self.grads = self.loss = self.head_inputs = None
+        self.grads = self.loss = self.kept = None
         self.edges = ()
         read = set() if self.weights is None else self.weights.memory
         _separate_grads((*(self.inputs or ()), *leaves, *without_grad), read)
@@ -135,38 +123,3 @@ def _take_grad(tensor: Tensor) -> Tensor:
     # Remove the gradient: a split backward keeps the tensor for the weight gradients.
     grad, tensor.grad = tensor.grad, None
     return marker(tensor) if grad is None else grad
-
-
-class StageForward:
-    def __init__(self, module: PipelineModule) -> None:
-        self._module = module
-
-    def __call__(self, stage: int, inputs: tuple[Tensor, ...], step: int, micro_batch: int) -> Any:
-        """Return the outputs of a stage. ``step`` and ``micro_batch`` are global and seed random layers."""
-        # Inputs are leaves, on which torch does not allow in-place operations. An identity hides the leaves.
-        try:
-            return self._module.forward_stage(
-                stage, unpack([_non_leaf(tensor) for tensor in inputs]), step, micro_batch
-            )
-        except RuntimeError as error:
-            self._check_input_dtypes(error, stage, inputs)
-            raise
-
-    def _check_input_dtypes(self, error: RuntimeError, stage: int, inputs: tuple[Tensor, ...]) -> None:
-        """Raise ConfigError if the first stage failed because its inputs and weights have different dtypes."""
-        if stage != 0 or not _DTYPE_ERROR.search(str(error)):
-            return
-        input_dtypes = {t.dtype for t in inputs if t.is_floating_point()}
-        weight_dtypes = {p.dtype for p in self._module.stage_parameters(0) if p.is_floating_point()}
-        if weight_dtypes and input_dtypes - weight_dtypes:
-            got = ", ".join(sorted(map(str, input_dtypes)))
-            expected = ", ".join(sorted(map(str, weight_dtypes)))
-            raise ConfigError(
-                f"inputs: the first stage computes in {expected} (got inputs of {got}). Cast them with "
-                f"inputs.to({expected}) in the first layer, in the dataset or in collate_fn."
-            ) from error
-
-
-def _non_leaf(tensor: Tensor) -> Tensor:
-    """Return the same memory, not as a leaf and not as a view, on which torch forbids in-place operations too."""
-    return _alias(tensor, tensor.shape) if tensor.requires_grad else tensor

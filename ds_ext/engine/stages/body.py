@@ -1,0 +1,174 @@
+"""Stages of layers: the body of the model, at its end with the head and the loss."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+from ...tensor_parallel import current_slice, deferrable
+from ..losses.step import Loss, join_losses
+from ..messages import join_outputs, pack, unpack
+from ..module import PipelineModule
+from ..step import Step
+from .buffer import Buffer
+
+# torch's errors for inputs with a wrong dtype.
+_DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same")
+_alias = torch.ops.aten._unsafe_view.default
+Forward = Callable[[int, tuple[Tensor, ...], int, int], Any]  # such as :class:`StageForward`
+
+
+class Losses(Protocol):
+    """Losses of a step, such as :class:`..losses.step.StepLosses`."""
+
+    def shift_labels(self, labels: Any) -> Any:
+        """Return the labels of a micro-batch from which those of its slices are cut."""
+        ...
+
+    def return_logits(self, outputs: Any) -> Any:
+        """Return what an evaluation returns for outputs of the last layer."""
+        ...
+
+    def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss: ...
+
+    def add(self, loss: Loss, weight: float) -> None: ...
+
+
+class Body:
+    """Stage of layers.
+
+    Args:
+        compute: returns the outputs of a stage for (stage, inputs, step, global number of the micro-batch).
+    """
+
+    has_labels = False  # of the data
+
+    def __init__(self, stage: int, compute: Forward, losses: Losses, device: torch.device) -> None:
+        self.stage, self.compute, self.losses, self._device = stage, compute, losses, device
+
+    def start_step(self) -> None:
+        pass
+
+    def load(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+        inputs, labels = step.data.take(micro_batch)
+        if self.stage == 0:
+            buffer.inputs = self._slice(step, inputs, index)
+        if self.has_labels and labels is not None:
+            labels = step.sequences.shift_before_cut(self.losses.shift_labels, labels)
+            buffer.labels = self._slice(step, labels, index)
+
+    def _slice(self, step: Step, batch: Any, index: int) -> tuple[Tensor, ...]:
+        tensors = step.sequences.cut(pack(batch, "the data"), index)
+        return tuple([t.to(self._device, non_blocking=True).detach() for t in tensors])
+
+    def forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+        if step.splits and (self.stage, micro_batch) in step.splits:
+            with deferrable():
+                self._forward(step, buffer, micro_batch, index)
+        else:
+            self._forward(step, buffer, micro_batch, index)
+
+    def _forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+        assert buffer.inputs is not None
+        inputs, number = buffer.inputs, step.data.first_id + micro_batch
+
+        def run() -> Any:
+            outputs = self.compute(self.stage, inputs, step.number, number)
+            self._finish(step, buffer, micro_batch, index, outputs)
+            return outputs
+
+        outputs = step.sequences.forward(run, self.stage, micro_batch, index, inputs)
+        buffer.outputs, buffer.kept = pack(outputs, f"stage {self.stage}"), None
+        if not torch.is_grad_enabled():
+            buffer.inputs = None
+
+    def _finish(self, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Any) -> None:
+        """Do nothing: the outputs go to the next stage."""
+
+    def backward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+        with step.sequences.backward(self.stage, micro_batch, index) as (roots, leaves):
+            buffer.backward(step.scale, step.parameters, roots, leaves)
+        if self.stage == 0:
+            buffer.inputs = None
+
+    def outputs_for(self, target: int, step: Step, buffer: Buffer, item: int) -> tuple[Tensor, ...]:
+        return buffer.take_outputs()
+
+    def accept(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
+        buffer.set_inputs(tensors)
+
+    def grads_for(self, target: int, buffer: Buffer) -> tuple[Tensor, ...]:
+        return buffer.take_input_grads()
+
+    def accept_grads(self, source: int, buffer: Buffer, grads: tuple[Tensor, ...]) -> None:
+        buffer.grads = grads
+
+
+class LastBody(Body):
+    """Last stage of layers, whose outputs give the loss."""
+
+    has_labels = True
+
+    def _finish(self, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Any) -> None:
+        store_loss(self.losses, step, buffer, micro_batch, index, outputs)
+
+
+def store_loss(
+    losses: Losses, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Any
+) -> None:
+    """Keep what the step wants of the outputs of slice ``index``: outputs, loss, and its start of a backward."""
+    labels, buffer.labels = buffer.labels, None
+    evaluation, weight, part = step.evaluation, step.data.weight(micro_batch), current_slice()
+    if evaluation.outputs is not None and weight:
+        joined = losses.return_logits(outputs)
+        if index and part is not None:
+            joined = join_outputs(evaluation.outputs[micro_batch], joined, part.length)
+        evaluation.outputs[micro_batch] = joined
+    if evaluation.computes_loss:
+        loss = step.sequences.loss(losses.compute, outputs, labels)
+        losses.add(loss, weight if part is None else weight * part.length / part.total)
+        if evaluation.losses is not None and weight:
+            earlier = (evaluation.losses[micro_batch],) if index else ()
+            evaluation.losses[micro_batch] = join_losses((*earlier, loss))
+        if torch.is_grad_enabled():
+            buffer.loss = loss
+
+
+class StageForward:
+    def __init__(self, module: PipelineModule) -> None:
+        self._module = module
+
+    def __call__(self, stage: int, inputs: tuple[Tensor, ...], step: int, micro_batch: int) -> Any:
+        """Return the outputs of a stage. ``step`` and ``micro_batch`` are global and seed random layers."""
+        # Inputs are leaves, on which torch does not allow in-place operations. An identity hides the leaves.
+        try:
+            return self._module.forward_stage(
+                stage, unpack([_non_leaf(tensor) for tensor in inputs]), step, micro_batch
+            )
+        except RuntimeError as error:
+            self._check_input_dtypes(error, stage, inputs)
+            raise
+
+    def _check_input_dtypes(self, error: RuntimeError, stage: int, inputs: tuple[Tensor, ...]) -> None:
+        """Raise ConfigError if the first stage failed because its inputs and weights have different dtypes."""
+        if stage != 0 or not _DTYPE_ERROR.search(str(error)):
+            return
+        input_dtypes = {t.dtype for t in inputs if t.is_floating_point()}
+        weight_dtypes = {p.dtype for p in self._module.stage_parameters(0) if p.is_floating_point()}
+        if weight_dtypes and input_dtypes - weight_dtypes:
+            got = ", ".join(sorted(map(str, input_dtypes)))
+            expected = ", ".join(sorted(map(str, weight_dtypes)))
+            raise ConfigError(
+                f"inputs: the first stage computes in {expected} (got inputs of {got}). Cast them with "
+                f"inputs.to({expected}) in the first layer, in the dataset or in collate_fn."
+            ) from error
+
+
+def _non_leaf(tensor: Tensor) -> Tensor:
+    """Return the same memory, not as a leaf and not as a view, on which torch forbids in-place operations too."""
+    return _alias(tensor, tensor.shape) if tensor.requires_grad else tensor

@@ -1,0 +1,135 @@
+"""Head whose rows are divided over the devices of a pipe (arXiv 2411.05288, algorithm 2).
+
+With S stages of other layers and D devices, part i is stage S + i, and stage S + D joins the parts to the loss:
+
+    stage    op                 reads                                      writes
+    S - 1    forward            inputs of the stage, labels                hidden states
+    S + i    forward            hidden states, labels                      share of the losses and of their gradient
+    S + D    forward            shares of all parts, labels                loss; gradients of losses and hidden states
+    S - 1    backward           gradient of the hidden states              gradient of the inputs
+    S + i    backward_weight    log-sum-exps and gradients of the losses   gradient of the weight
+
+Stage S + D is on the device of stage S - 1. It runs the backward of the loss function too, which is short.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import ConfigError
+from ...tensor_parallel import HeadPart as HeadLayer
+from ...tensor_parallel import HeadShare, JoinedLoss, backward, join_shares
+from ..step import Step
+from .body import Body, Losses, store_loss
+from .buffer import Buffer
+
+Labels = dict[int, Tensor]  # by the number of a slice in the step, until its loss is computed
+
+
+class BodyBeforeHead(Body):
+    """Last stage of layers before a head in parts. It keeps ``labels`` for the stage of the loss."""
+
+    has_labels = True
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.labels: Labels = {}
+
+    def start_step(self) -> None:
+        self.labels.clear()
+
+    def outputs_for(self, target: int, step: Step, buffer: Buffer, item: int) -> tuple[Tensor, ...]:
+        """Return what every part gets: the hidden states, and the labels of their tokens."""
+        if buffer.kept is None:
+            outputs, labels, buffer.labels = buffer.take_outputs(), buffer.labels, None
+            if len(outputs) != 1 or labels is None or len(labels) != 1:
+                raise ConfigError(
+                    f"vocabulary_parallel_head: needs one tensor of hidden states and one of labels (got "
+                    f"{len(outputs)} and {len(labels or ())}). Remove vocabulary_parallel_head."
+                )
+            self.labels[item] = labels[0]
+            targets = step.sequences.shift_after_cut(self.losses.shift_labels, labels[0])
+            buffer.kept = outputs[0].detach(), targets
+        return buffer.kept
+
+
+class HeadPart:
+    """Part of the head. Its weight gradient follows the loss."""
+
+    def __init__(self, layer: HeadLayer) -> None:
+        self.layer = layer
+
+    def start_step(self) -> None:
+        pass
+
+    def forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+        assert buffer.inputs is not None
+        trains = torch.is_grad_enabled()
+        share, buffer.kept = self.layer.share(*buffer.inputs, with_gradient=trains)
+        buffer.outputs = tuple([tensor for tensor in share if tensor is not None])
+        if not trains:
+            buffer.inputs = None
+
+    def outputs_for(self, target: int, step: Step, buffer: Buffer, item: int) -> tuple[Tensor, ...]:
+        return buffer.take_outputs()
+
+    def accept(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
+        buffer.inputs = tensors
+
+    def accept_grads(self, source: int, buffer: Buffer, grads: tuple[Tensor, ...]) -> None:
+        """Defer the weight gradient, from the log-sum-exps and the gradients of the losses."""
+        inputs, kept = buffer.inputs, buffer.kept
+        assert inputs is not None
+        buffer.inputs = buffer.kept = None
+        (hidden, labels), (log_sum_exp, factor) = inputs, grads
+        buffer.weights = self.layer.weight_gradients(hidden, labels, kept, log_sum_exp, factor)
+
+
+class HeadLoss:
+    """Loss of a head in parts, with the backward of the loss function.
+
+    Args:
+        before: the last stage of layers, on the same device.
+        layer: any part of the head.
+    """
+
+    def __init__(self, before: BodyBeforeHead, layer: HeadLayer, losses: Losses) -> None:
+        self._before, self._layer, self._losses = before, layer, losses
+
+    def start_step(self) -> None:
+        pass
+
+    def forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+        joined, losses_BS = self._join(buffer, step.item(micro_batch, index))
+        with step.sequences.computing(losses_BS.size(1), index):
+            store_loss(self._losses, step, buffer, micro_batch, index, losses_BS)
+        loss, buffer.loss = buffer.loss, None
+        if loss is not None:
+            backward([step.scale(loss)], [None])
+            self._set_gradients(buffer, joined, losses_BS)
+
+    def _join(self, buffer: Buffer, item: int) -> tuple[JoinedLoss, Tensor]:
+        """Return the joined shares of a slice, and the losses of its tokens, in training as a leaf of a graph."""
+        shares, buffer.kept = buffer.kept, None
+        joined = join_shares([share for _, share in sorted(shares.items())])
+        labels_BS = self._before.labels.pop(item)
+        buffer.labels = (labels_BS,)
+        return joined, joined.loss.view(labels_BS.shape).requires_grad_(torch.is_grad_enabled())
+
+    def _set_gradients(self, buffer: Buffer, joined: JoinedLoss, losses_BS: Tensor) -> None:
+        """Set the gradients of the hidden states and those that the parts need, after the backward of the loss."""
+        grads_BS = torch.zeros_like(losses_BS) if losses_BS.grad is None else losses_BS.grad
+        factor_N = grads_BS.flatten().masked_fill(~joined.is_counted, 0.0)
+        buffer.grads = (self._layer.input_gradient(joined, factor_N),)
+        buffer.kept = joined.log_sum_exp, factor_N
+
+    def accept(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
+        if not isinstance(buffer.kept, dict):  # of an earlier slice
+            buffer.kept = {}
+        buffer.kept[source] = HeadShare(*tensors)
+
+    def grads_for(self, target: int, buffer: Buffer) -> tuple[Tensor, ...]:
+        return buffer.take_grads() if target == self._before.stage else buffer.kept

@@ -1,0 +1,195 @@
+"""Sequences of the micro-batches in flight: whole, or in slices whose earlier ones keep tensors for the later ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from ...parallel.slices import slice_bounds
+from ...planner.job_plan import JobPlan
+from ...tensor_parallel import Slice, SliceStore, computing
+from ..losses.step import Loss, require_pairs
+from ..module import PipelineModule
+from .slice_trial import copies, cut, num_tokens, try_layers, try_loss
+
+Labels = tuple[Tensor, ...] | None
+Roots = list[tuple[GradientEdge, Tensor]]
+Compute = Callable[[Any, Labels], Loss]
+
+
+class Sequences(Protocol):
+    """How the sequences of micro-batches are cut. ``count`` is the number of slices."""
+
+    count: int
+
+    def clear(self) -> None:
+        """Drop the slices of a step that failed."""
+        ...
+
+    def copy_empty(self) -> Sequences:
+        """Return the same for other micro-batches in flight, whose layers were tried."""
+        ...
+
+    def cut(self, tensors: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
+        """Return slice ``index`` of the data of a micro-batch: of the tensors whose dimension 1 is the sequence."""
+        ...
+
+    def shift_before_cut(self, shift: Callable[[Any], Any], labels: Any) -> Any:
+        """Return the labels from which those of slices are cut: of a whole sequence, the last layer shifts them."""
+        ...
+
+    def shift_after_cut(self, shift: Callable[[Any], Any], labels: Tensor) -> Tensor:
+        """Return the labels of the tokens of a slice."""
+        ...
+
+    def forward(
+        self, run: Callable[[], Any], stage: int, micro_batch: int, index: int, inputs: tuple[Tensor, ...]
+    ) -> Any:
+        """Return ``run()``, the forward of a slice with these inputs."""
+        ...
+
+    def loss(self, compute: Compute, outputs: Any, labels: Labels) -> Loss: ...
+
+    def computing(self, tokens: int, index: int) -> contextlib.AbstractContextManager[None]:
+        """Context of the loss of slice ``index``, of ``tokens`` tokens, outside of :meth:`forward`."""
+        ...
+
+    def backward(
+        self, stage: int, micro_batch: int, index: int
+    ) -> contextlib.AbstractContextManager[tuple[Roots, list[Tensor]]]:
+        """Context of the backward of a slice: what it starts from beside its outputs, and the leaves of its graph."""
+        ...
+
+
+def sequences_of(module: PipelineModule, plan: JobPlan) -> Sequences:
+    settings = plan.settings
+    if settings.sequence_slices == 1:
+        return WholeSequences()
+    shards = plan.layout.tensor_parallel_size if settings.sequence_parallel else 1
+    return SlicedSequences(module, settings.sequence_slices, settings.slice_lengths, shards)
+
+
+class WholeSequences:
+    """Sequences in one slice."""
+
+    count = 1
+
+    def clear(self) -> None:
+        pass
+
+    def copy_empty(self) -> WholeSequences:
+        return self
+
+    def cut(self, tensors: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
+        return tensors
+
+    def shift_before_cut(self, shift: Callable[[Any], Any], labels: Any) -> Any:
+        return labels
+
+    def shift_after_cut(self, shift: Callable[[Any], Any], labels: Tensor) -> Tensor:
+        return shift(labels)
+
+    def forward(
+        self, run: Callable[[], Any], stage: int, micro_batch: int, index: int, inputs: tuple[Tensor, ...]
+    ) -> Any:
+        return run()
+
+    def loss(self, compute: Compute, outputs: Any, labels: Labels) -> Loss:
+        return compute(outputs, labels)
+
+    def computing(self, tokens: int, index: int) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def backward(
+        self, stage: int, micro_batch: int, index: int
+    ) -> contextlib.AbstractContextManager[tuple[Roots, list[Tensor]]]:
+        return _NOTHING_MORE
+
+
+_NOTHING_MORE: contextlib.AbstractContextManager[tuple[Roots, list[Tensor]]] = contextlib.nullcontext(
+    ([], [])
+)
+
+
+class SlicedSequences:
+    """Sequences in several slices.
+
+    Args:
+        lengths: tokens of every slice; "equal": those of any sequence.
+        shards: ranks over which sequence parallelism distributes the tokens between stages.
+    """
+
+    def __init__(self, module: PipelineModule, count: int, lengths: str | Sequence[int], shards: int) -> None:
+        self.count, self._module, self._lengths, self._shards = count, module, lengths, shards
+        self._live: dict[tuple[int, int], list[Slice]] = {}  # (stage, micro-batch) -> slices, with one store
+        self._tried: set[int] = set()
+        self._loss_tried = False
+
+    def clear(self) -> None:
+        self._live.clear()
+
+    def copy_empty(self) -> SlicedSequences:
+        copy = SlicedSequences(self._module, self.count, self._lengths, self._shards)
+        copy._tried, copy._loss_tried = self._tried, True
+        return copy
+
+    def cut(self, tensors: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
+        # Copies, because a layer that changes one in place would change what other slices read.
+        tokens = num_tokens(tensors)
+        return copies(cut(tensors, tokens, *self._bounds(tokens)[index]))
+
+    def _bounds(self, tokens: int) -> list[tuple[int, int]]:
+        return slice_bounds(tokens, self.count, self._lengths, self._shards)
+
+    def shift_before_cut(self, shift: Callable[[Any], Any], labels: Any) -> Any:
+        return shift(labels)
+
+    def shift_after_cut(self, shift: Callable[[Any], Any], labels: Tensor) -> Tensor:
+        return labels
+
+    def forward(
+        self, run: Callable[[], Any], stage: int, micro_batch: int, index: int, inputs: tuple[Tensor, ...]
+    ) -> Any:
+        live = self._live.setdefault((stage, micro_batch), [])
+        if not live:
+            live += self.slices_of(num_tokens(inputs) * (self._shards if stage else 1))
+            if stage not in self._tried:
+                self._tried.add(stage)
+                try_layers(self._module, stage, inputs, self._shards)
+        with computing(live[index]):
+            outputs = run()
+        if not torch.is_grad_enabled() and index == self.count - 1:
+            del self._live[stage, micro_batch]
+        return outputs
+
+    def slices_of(self, tokens: int) -> list[Slice]:
+        """Return the slices of a sample, with one store, of which one has this number of tokens."""
+        total = tokens * self.count if isinstance(self._lengths, str) else sum(self._lengths)
+        store, trains = SliceStore(), torch.is_grad_enabled()
+        return [Slice(i, *bounds, total, store, trains) for i, bounds in enumerate(self._bounds(total))]
+
+    def loss(self, compute: Compute, outputs: Any, labels: Labels) -> Loss:
+        if not self._loss_tried and labels is not None:
+            self._loss_tried = try_loss(self._module, compute, outputs, labels)
+        loss = compute(outputs, labels)
+        require_pairs(loss)
+        return loss
+
+    def computing(self, tokens: int, index: int) -> contextlib.AbstractContextManager[None]:
+        return computing(self.slices_of(tokens)[index])
+
+    @contextlib.contextmanager
+    def backward(self, stage: int, micro_batch: int, index: int) -> Iterator[tuple[Roots, list[Tensor]]]:
+        part = self._live[stage, micro_batch][index]
+        roots = part.store.roots(index)
+        with computing(replace(part, repeats=True)):
+            yield roots, part.store.leaves
+        part.store.release(index)
+        if index == 0:
+            del self._live[stage, micro_batch]

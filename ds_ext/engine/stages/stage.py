@@ -1,0 +1,42 @@
+"""What the executor asks of a stage. Kinds of stages: :mod:`.body`, :mod:`.head`."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from ..step import Step
+from .buffer import Buffer
+
+
+class Stage(Protocol):
+    """Stage of a pipe on this rank: it computes on the buffers of live slices, which it is given.
+
+    Messages name their two stages. ``outputs_for`` and ``accept`` are the two ends of a message of activations,
+    ``grads_for`` and ``accept_grads`` those of a message of gradients. A kind without such an op lacks the method.
+    """
+
+    def start_step(self) -> None:
+        """Forget the slices of a step that failed."""
+        ...
+
+    def load(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+        """Take inputs and labels of slice ``index`` from the data."""
+        ...
+
+    def forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None: ...
+
+    def backward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None: ...
+
+    def outputs_for(self, target: int, step: Step, buffer: Buffer, item: int) -> tuple[Tensor, ...]:
+        """Return what stage ``target`` gets of the forward; ``item`` is the number of the slice in the step."""
+        ...
+
+    def accept(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
+        """Take what stage ``source`` passes on."""
+        ...
+
+    def grads_for(self, target: int, buffer: Buffer) -> tuple[Tensor, ...]: ...
+
+    def accept_grads(self, source: int, buffer: Buffer, grads: tuple[Tensor, ...]) -> None: ...

@@ -1,0 +1,44 @@
+"""What the stages of a rank share in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .batches import StepData
+from .evaluation import Evaluation
+from .losses.step import Loss
+from .stages.sequences import Sequences
+
+
+def require_optimizer(loss: Loss) -> Tensor:
+    raise AssertionError("only an engine with an optimizer scales losses")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A training step or an evaluation.
+
+    Args:
+        number: steps before this one.
+        data: micro-batches of the step.
+        sequences: how the sequences of its micro-batches are cut.
+        evaluation: what to keep. The default is that of a training step: the loss only.
+        splits: (stage, micro-batch) of split backwards.
+        scale: function of a loss; returns what its backward starts from.
+        parameters: parameters that keep gradients between the micro-batches of a step.
+    """
+
+    number: int
+    data: StepData
+    sequences: Sequences
+    evaluation: Evaluation
+    splits: frozenset[tuple[int, int]]
+    scale: Callable[[Loss], Tensor]
+    parameters: Sequence[Tensor]
+
+    def item(self, micro_batch: int, index: int) -> int:
+        """Return the number of a slice in the step, as in the tags of messages."""
+        return micro_batch * self.sequences.count + index
