@@ -39,7 +39,10 @@ class OwnLayers:
 
     Attributes:
         weights: description of the weights of ``--hf-model`` for the plan; "" without it.
+        has_experts: whether memory and FLOPs are unknown, because the sizes are those of a model without experts.
     """
+
+    has_experts = False
 
     def __init__(self, args: argparse.Namespace, plan: JobPlan, config: TransformerConfig) -> None:
         self._args, self._config = args, config
@@ -89,10 +92,12 @@ class DecoderLayers:
         )
         if settings.vocabulary_parallel_head:
             self._layers[-1].in_parts(settings.pipeline_parallel_size)  # likewise
-        trained = "" if adapters is None else f", frozen, and adapters of rank {rank} with {adapters.elements:,}"
+        trained = (
+            "" if adapters is None else f", frozen, and adapters of rank {rank} with {adapters.elements:,}"
+        )
         folder = ModelFolder(path)
-        experts = "; memory below: without experts" * has_experts(folder.config)
-        self.weights = f"{path}: {folder.describe()}{trained} (layers of transformers{experts})"
+        self.has_experts = has_experts(folder.config)
+        self.weights = f"{path}: {folder.describe()}{trained} (layers of transformers)"
 
     def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
         torch.manual_seed(self._config.seed)
