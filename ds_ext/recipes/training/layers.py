@@ -112,7 +112,9 @@ class DecoderLayers:
         )
 
     def load(self, engine: PipelineEngine) -> None:
-        """Do nothing: the module has its weights."""
+        """Do nothing but name the folder: the module has its weights."""
+        if self._lora is not None or not self._args.load:
+            say(f"loaded {self._args.hf_model}")
 
     def finish(self, engine: PipelineEngine) -> None:
         """Write the adapters as a folder of peft."""

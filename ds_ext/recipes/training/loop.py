@@ -353,7 +353,9 @@ class Trainer:
         if self.args.save:
             lines += self._resume_lines(self.args.save, self.args.train_iters * (1 if self.stopped else 2))
             if getattr(self.args, "hf_model", None):
-                words = [self.args.save, "--to", "hf", f"{self.args.save.rstrip('/')}_hf"]
+                output = f"{self.args.save.rstrip('/')}_hf"
+                output += f"_step_{step}" * os.path.lexists(output)  # of an earlier export
+                words = [self.args.save, "--to", "hf", output]
                 if stored_dtype(read_config(Path(self.args.hf_model))) == "bfloat16":
                     words += ["--dtype", "bfloat16"]
                 if self.model.transformer_impl == "transformers":
