@@ -397,7 +397,10 @@ def _factors(cluster: Cluster) -> Iterator[tuple[int, int, int]]:
                 sizes += 1
                 yield tensor, pipeline, groups // pipeline
     if not sizes:
-        raise _Undivided(f"pipeline_parallel: must divide {cluster.devices} devices (got {only_pipeline}).")
+        tensor = "" if only_size is None else f" / TP {only_size}"
+        raise _Undivided(
+            f"pipeline_parallel: must divide {cluster.devices} devices{tensor} (got {only_pipeline})."
+        )
 
 
 def _refusal(cluster: Cluster, sizes: TrainingSizes, tensor: int, pipeline: int, data: int) -> str:
