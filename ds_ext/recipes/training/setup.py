@@ -473,7 +473,8 @@ def _rate(config: Mapping[str, Any]) -> str:
     text = f"{value_at(config, 'optimizer.params.lr') or 'the default of the optimizer'}, "
     if value_at(config, "scheduler.type") != "MegatronLR":
         return text + (value_at(config, "scheduler.type") or "constant")
-    text += f"{params.get('decay_style', 'linear')} to {params.get('min_lr', 0)}"
+    style = params.get("decay_style", "linear")
+    text += style if style == "constant" else f"{style} to {params.get('min_lr', 0)}"
     steps, warmup = params.get("total_num_steps", 0), params.get("warmup_num_steps", 0)
     return f"{text} in {steps:,.10g} steps, warm-up {warmup:,.10g}"
 

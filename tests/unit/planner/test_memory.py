@@ -375,3 +375,17 @@ def test_an_unknown_model() -> None:
     with pytest.raises(ScheduleError, match=r"llama-3.1-405b\?"):
         named_model("llama-3-405b")
     assert named_model("GPT-10B") == MODELS["gpt-10b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "epsilon"),
+    [
+        ("llama-2-7b", 1e4, 1e-5),
+        ("llama-3-8b", 5e5, 1e-5),
+        ("qwen2.5-7b", 1e6, 1e-5),
+        ("qwen3-8b", 1e6, 1e-6),
+    ],
+)
+def test_named_models_have_what_the_weights_do_not_show(name: str, base: float, epsilon: float) -> None:
+    model = named_model(name)
+    assert (model.rotary_base, model.layernorm_epsilon) == (base, epsilon)
