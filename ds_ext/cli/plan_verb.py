@@ -410,9 +410,10 @@ def _config(
 ) -> dict[str, Any]:
     assert sizes.candidate is not None and sizes.candidate.sizes is not None
     section = sizes.section()
-    run = {} if tokens is None else _run_keys(math.ceil(tokens / (cluster.batch * model.seq_length)))
-    if run:
-        section["train"]["train_iters"] = run["scheduler"]["params"]["total_num_steps"]
+    run: dict[str, Any] = {}
+    if tokens is not None:
+        steps = math.ceil(tokens / (cluster.batch * model.seq_length))
+        section["train"]["train_iters"], run = steps, _run_keys(steps)
     return {
         "train_batch_size": cluster.batch,
         "train_micro_batch_size_per_gpu": sizes.candidate.sizes.micro_batch,

@@ -372,9 +372,7 @@ def describe_plan(
     host_lines = _host_lines(args, plan, hosts, sizes, message_bytes, verbose)
     settings = [f"rate      {_rate(plan.job.deepspeed)}", *args.notes, *_cpu_notes(args, plan, sizes)]
     if has_experts:
-        settings.append(
-            "note: no memory, because its estimate is for models without experts; times without them"
-        )
+        settings.append("note: memory is not estimated for models with experts; times are without them")
     text = describe(
         plan,
         boundaries=boundaries,
