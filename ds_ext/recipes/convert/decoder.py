@@ -81,7 +81,7 @@ def write_decoder_folder(
             if path.is_file() and path.name not in written and not path.name.endswith(_WEIGHTS):
                 shutil.copyfile(path, folder / path.name)
     elements = sum(parameter.numel() for parameter in trained.parameters())
-    source = f"{len(names)} weights of {len(parameters)} from the checkpoint"
+    origin = f"{len(names)} weights of {len(parameters)} from the checkpoint"
     if adapters:
-        source = f"with {len(adapters)} merged weights of adapters"
-    return f"wrote {output} from {checkpoint}: {type(trained).__name__}, {elements:,} parameters in {dtype}, {source}"
+        origin = f"with {len(adapters)} merged weights of adapters"
+    return f"wrote {output} from {checkpoint}: {type(trained).__name__}, {elements:,} parameters in {dtype}, {origin}"
