@@ -43,7 +43,7 @@ setup(
     ext_modules=[NATIVE],
     cmdclass={"build_ext": build_ext},
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.9",
         "deepspeed>=0.19.8",
         "hjson",
         "numpy",
@@ -54,7 +54,7 @@ setup(
     ],
     extras_require={
         "data": ["megatron-core>=0.16", "sentencepiece"],
-        "hf": ["transformers>=5", "safetensors"],
+        "hf": ["transformers>=5.16", "safetensors"],
         "lora": ["peft"],
         "solve": ["ortools"],
         "te": ["transformer-engine[pytorch]>=2,<3"],
@@ -75,7 +75,7 @@ setup(
             "mkdocstrings-python",
             "pybind11>=2.12",
             # Our models' logits are compared with its models'.
-            "transformers>=5",
+            "transformers>=5.16",
             "safetensors",
             "peft",
         ],

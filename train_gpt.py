@@ -60,9 +60,8 @@ def main() -> int:
     args.notes += describe_data(train.dataset)
 
     def describe(plan: JobPlan, hosts: Hosts | None) -> str:
-        return describe_plan(
-            args, plan, boundaries, BEFORE, after, config, token_bytes, hosts, builder.weights
-        )
+        folder = builder.weights, builder.has_experts
+        return describe_plan(args, plan, boundaries, BEFORE, after, config, token_bytes, hosts, *folder)
 
     if args.dry_run:
         return show(describe(plan, hosts_of_flags(args)))
@@ -96,7 +95,8 @@ def main() -> int:
         floor = ("unigram entropy", meta["unigram_entropy_nats"])
     tokenizer, epoch = meta.get("tokenizer_fingerprint"), samples_per_epoch(train.dataset)
     sizes = replace(config, seq_length=round(mean_tokens(train.dataset)) or config.seq_length)
-    code = Trainer(engine, args, plan, sizes, train, valid, floor, tokenizer, epoch).run()
+    trainer = Trainer(engine, args, plan, sizes, train, valid, floor, tokenizer, epoch, builder.has_experts)
+    code = trainer.run()
     builder.finish(engine)
     shut_down(engine)
     return code

@@ -42,9 +42,10 @@ from .schedule_verbs import EXIT_INVALID, EXIT_OK
 
 _SHOWN, _BOUNDS = 10, 3  # rows of the table, and bounds of sizes that are not planned
 _LEAST_WITH, _LEAST_WITHOUT = 0.02, 5e-4  # saving of a head in parts, or without them, that is worth a line
+_WARMUP, _LEAST_RATE = 0.01, 3e-5  # share of the steps, and their last learning rate
 _PATIENCE_S = 2.0  # before the progress is shown
 # Usual values for GPT; replace them for a real run. torch's fused Adam needs no compiler and no temporary tensors.
-_ADAM = {
+_ADAM: dict[str, Any] = {
     "lr": 3e-4,
     "betas": [0.9, 0.95],
     "eps": 1e-8,
@@ -71,6 +72,7 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument("--costs", default="f=1,b=1,w=1", metavar="f=1,b=1,w=1", help=costs)
     verb.add_argument("--tensor-parallel", type=int, metavar="T", help="only this size (all up to 8)")
+    verb.add_argument("--pipeline-parallel", type=int, metavar="P", help="only this size (all)")
     slices = "sequence parallelism (with tensor parallelism, if it divides the tokens)"
     verb.add_argument("--sequence-parallel", action=argparse.BooleanOptionalAction, help=slices)
     numbers = (
@@ -136,8 +138,8 @@ def run_plan(args: argparse.Namespace) -> int:
         if fbd:
             print(fbd["reason"])
         if config is not None and plan.best.fits:
-            vocabulary = f"vocabulary {model.vocab_size:,}"
-            print(f"JSON for {cluster.devices} devices ({vocabulary}; add --data-path):\n\n{_text(config)}")
+            words = f"plan.json --hosts {cluster.links.hosts} --vocab-size {model.vocab_size} --dry-run"
+            print(f"plan.json for `python train_gpt.py --deepspeed_config {words}`:\n\n{_text(config)}")
     is_late = args.days is not None and run is not None and run["days"] > args.days
     return EXIT_OK if plan.best.fits and not is_late else EXIT_INVALID
 
@@ -179,8 +181,8 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         raise ScheduleError(
             f"--forward-devices: not supported with --hosts (got {args.forward_devices}). Remove one."
         )
-    sizes = ("devices", "global_batch_size", "tensor_parallel", "micro_batch_size", "recompute_interval")
-    for dest in sizes:
+    parallel = ("tensor_parallel", "pipeline_parallel")
+    for dest in ("devices", "global_batch_size", *parallel, "micro_batch_size", "recompute_interval"):
         value = getattr(args, dest)
         if value is not None and value < 1:
             raise ScheduleError(f"--{dest.replace('_', '-')}: must be at least 1 (got {value}).")
@@ -196,6 +198,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         args.sequence_parallel,
         None if args.sequence_slices is None else _numbers(args.sequence_slices, "--sequence-slices"),
         args.vocabulary_parallel_head,
+        args.pipeline_parallel,
     )
 
 
@@ -407,16 +410,26 @@ def _config(
 ) -> dict[str, Any]:
     assert sizes.candidate is not None and sizes.candidate.sizes is not None
     section = sizes.section()
+    run: dict[str, Any] = {}
     if tokens is not None:
-        section["train"]["train_iters"] = math.ceil(tokens / (cluster.batch * model.seq_length))
+        steps = math.ceil(tokens / (cluster.batch * model.seq_length))
+        section["train"]["train_iters"], run = steps, _run_keys(steps)
     return {
         "train_batch_size": cluster.batch,
         "train_micro_batch_size_per_gpu": sizes.candidate.sizes.micro_batch,
         **({} if model.precision == "fp32" else {model.precision: {"enabled": True}}),
         "zero_optimization": {"stage": sizes.candidate.sizes.zero_stage},
         "optimizer": {"type": "AdamW", "params": _ADAM},
+        **run,
         "ds_ext": section,
     }
+
+
+def _run_keys(steps: int) -> dict[str, Any]:
+    """Return the keys of a whole run: usual values, as those of the optimizer."""
+    params = {"decay_style": "cosine", "total_num_steps": steps, "min_lr": _LEAST_RATE}
+    warmup = {"warmup_num_steps": min(math.ceil(_WARMUP * steps), steps - 1)}
+    return {"gradient_clipping": 1.0, "scheduler": {"type": "MegatronLR", "params": {**params, **warmup}}}
 
 
 def _text(config: dict[str, Any]) -> str:

@@ -128,9 +128,7 @@ class Transfers:
             return transfer.waited
         if not transfer.work.is_completed():
             return False
-        error = (
-            transfer.work.exception()
-        )  # NCCL counts a failed transfer as complete, and wait() does not raise
+        error = _error(transfer.work)  # NCCL counts a failed transfer as complete, and wait() does not raise
         if error is not None:
             raise self._failure(transfer.op, transfer.peer, transfer.tag, time.monotonic(), error)
         return True
@@ -140,6 +138,13 @@ class Transfers:
         failure = self._state.failure(f"{op} rank {peer} of {describe_tag(tag)}: {why}")
         failure.peer, failure.op, failure.tag = peer, op, tag
         return failure
+
+
+def _error(work: dist.Work) -> BaseException | None:
+    try:
+        return work.exception()
+    except TypeError:  # torch 2.9 and 2.10 cannot convert any result
+        return None if work.is_success() else RuntimeError("the transfer failed")
 
 
 def _work(work: dist.Work | None) -> dist.Work:

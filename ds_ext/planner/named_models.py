@@ -38,6 +38,7 @@ def _llama(
     vocab: int,
     seq: int,
     channels: int | None = None,
+    base: float = 1e4,
 ) -> TransformerConfig:
     return TransformerConfig(
         layers,
@@ -48,18 +49,19 @@ def _llama(
         ffn_hidden_size=ffn,
         num_query_groups=groups,
         kv_channels=channels,
+        rotary_base=base,
         untie_embeddings_and_output_weights=True,
         **LLAMA,
     )
 
 
 def _qwen25(layers: int, hidden: int, heads: int, ffn: int, groups: int) -> TransformerConfig:
-    return replace(_llama(layers, hidden, heads, ffn, groups, 152064, 8192), add_qkv_bias=True)
+    return replace(_llama(layers, hidden, heads, ffn, groups, 152064, 8192, base=1e6), add_qkv_bias=True)
 
 
 def _qwen3(layers: int, hidden: int, heads: int, ffn: int) -> TransformerConfig:
-    model = _llama(layers, hidden, heads, ffn, 8, 151936, 8192, channels=128)
-    return replace(model, qk_layernorm=True)
+    model = _llama(layers, hidden, heads, ffn, 8, 151936, 8192, channels=128, base=1e6)
+    return replace(model, qk_layernorm=True, layernorm_epsilon=1e-6)
 
 
 # GPT-2: Radford et al. 2019. GPT-3: arXiv 2005.14165, table 2.1, with the usual 16 heads for 1.3b and hidden size 5120
@@ -84,9 +86,9 @@ MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
         "llama-2-7b": _llama(32, 4096, 32, 11008, None, 32000, 4096),
         "llama-2-13b": _llama(40, 5120, 40, 13824, None, 32000, 4096),
         "llama-2-70b": _llama(80, 8192, 64, 28672, 8, 32000, 4096),
-        "llama-3-8b": _llama(32, 4096, 32, 14336, 8, 128256, 8192),
-        "llama-3-70b": _llama(80, 8192, 64, 28672, 8, 128256, 8192),
-        "llama-3.1-405b": _llama(126, 16384, 128, 53248, 8, 128256, 8192),
+        "llama-3-8b": _llama(32, 4096, 32, 14336, 8, 128256, 8192, base=5e5),
+        "llama-3-70b": _llama(80, 8192, 64, 28672, 8, 128256, 8192, base=5e5),
+        "llama-3.1-405b": _llama(126, 16384, 128, 53248, 8, 128256, 8192, base=5e5),
         "mistral-7b": _llama(32, 4096, 32, 14336, 8, 32000, 8192),
         "qwen2.5-7b": _qwen25(28, 3584, 28, 18944, 4),
         "qwen2.5-72b": _qwen25(80, 8192, 64, 29568, 8),

@@ -54,6 +54,7 @@ class Cluster:
         batch: samples per step, over all devices.
         flops: operations per second of a device in training, which is less than its peak.
         tensor_parallel: the only tensor-parallel size to consider; None: all up to 8.
+        pipeline_parallel: likewise the pipeline-parallel size; None: all.
         network: hosts and links; None: hosts of 8 devices with default links.
         micro_batch: the only micro-batch size to consider; None: all powers of two.
         interval: the only interval of full recomputation to consider; None: 1 to 4.
@@ -73,6 +74,7 @@ class Cluster:
     sequence_parallel: bool | None = None
     slices: tuple[int, ...] | None = None
     head_parts: bool = False
+    pipeline_parallel: int | None = None
 
     def __post_init__(self) -> None:
         for name in (
@@ -81,6 +83,7 @@ class Cluster:
             "batch",
             "flops",
             "tensor_parallel",
+            "pipeline_parallel",
             "micro_batch",
             "interval",
         ):
@@ -378,19 +381,26 @@ def _sort_key(sizes: ParallelSizes) -> tuple[float, ...]:
 
 
 class _Undivided(ScheduleError):
-    """The requested tensor-parallel size does not divide the devices."""
+    """The requested parallel sizes do not divide the devices."""
 
 
 def _factors(cluster: Cluster) -> Iterator[tuple[int, int, int]]:
     """Yield every (TP, PP, DP) whose product is the number of devices."""
-    only_size = cluster.tensor_parallel
+    only_size, only_pipeline = cluster.tensor_parallel, cluster.pipeline_parallel
+    sizes = 0
     for tensor in range(1, MOST_TENSOR_PARALLEL + 1) if only_size is None else [only_size]:
         groups, idle = divmod(cluster.devices, tensor)
         if idle and only_size is not None:
             raise _Undivided(f"tensor_parallel: must divide {cluster.devices} devices (got {only_size}).")
         for pipeline in range(1, groups + 1):
-            if not idle and groups % pipeline == 0:
+            if not idle and groups % pipeline == 0 and only_pipeline in (None, pipeline):
+                sizes += 1
                 yield tensor, pipeline, groups // pipeline
+    if not sizes:
+        tensor = "" if only_size is None else f" / TP {only_size}"
+        raise _Undivided(
+            f"pipeline_parallel: must divide {cluster.devices} devices{tensor} (got {only_pipeline})."
+        )
 
 
 def _refusal(cluster: Cluster, sizes: TrainingSizes, tensor: int, pipeline: int, data: int) -> str:
@@ -435,5 +445,7 @@ def _suggestions(cluster: Cluster, sizes: TrainingSizes) -> str:
     if cluster.tensor_parallel is not None:
         most = max(MOST_TENSOR_PARALLEL, cluster.tensor_parallel)
         values = {"--tensor-parallel": [n for n in range(1, most + 1) if fits(tensor_parallel=n)], **values}
+    if cluster.pipeline_parallel is not None:
+        values = {"--pipeline-parallel": near("pipeline_parallel"), **values}
     texts = [f"{flag} {join_words(numbers)}" for flag, numbers in values.items() if numbers]
     return f" Use {', or '.join(texts)}." if texts else ""

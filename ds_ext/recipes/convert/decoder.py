@@ -81,7 +81,7 @@ def write_decoder_folder(
             if path.is_file() and path.name not in written and not path.name.endswith(_WEIGHTS):
                 shutil.copyfile(path, folder / path.name)
     elements = sum(parameter.numel() for parameter in trained.parameters())
-    return (
-        f"wrote {output} from {checkpoint}: {type(trained).__name__}, {elements:,} parameters, {len(names)} weights of "
-        f"{len(parameters)} from the checkpoint{', with merged adapters' * bool(adapters)}"
-    )
+    origin = f"{len(names)} weights of {len(parameters)} from the checkpoint"
+    if adapters:
+        origin = f"with {len(adapters)} merged weights of adapters"
+    return f"wrote {output} from {checkpoint}: {type(trained).__name__}, {elements:,} parameters in {dtype}, {origin}"

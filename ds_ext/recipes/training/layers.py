@@ -39,7 +39,10 @@ class OwnLayers:
 
     Attributes:
         weights: description of the weights of ``--hf-model`` for the plan; "" without it.
+        has_experts: whether memory and FLOPs are unknown, because the sizes are those of a model without experts.
     """
+
+    has_experts = False
 
     def __init__(self, args: argparse.Namespace, plan: JobPlan, config: TransformerConfig) -> None:
         self._args, self._config = args, config
@@ -93,8 +96,8 @@ class DecoderLayers:
             "" if adapters is None else f", frozen, and adapters of rank {rank} with {adapters.elements:,}"
         )
         folder = ModelFolder(path)
-        experts = "; memory below: without experts" * has_experts(folder.config)
-        self.weights = f"{path}: {folder.describe()}{trained} (layers of transformers{experts})"
+        self.has_experts = has_experts(folder.config)
+        self.weights = f"{path}: {folder.describe()}{trained} (layers of transformers)"
 
     def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
         torch.manual_seed(self._config.seed)
@@ -109,7 +112,9 @@ class DecoderLayers:
         )
 
     def load(self, engine: PipelineEngine) -> None:
-        """Do nothing: the module has its weights."""
+        """Do nothing but name the folder: the module has its weights."""
+        if self._lora is not None or not self._args.load:
+            say(f"loaded {self._args.hf_model}")
 
     def finish(self, engine: PipelineEngine) -> None:
         """Write the adapters as a folder of peft."""

@@ -71,6 +71,7 @@ class Trainer:
         floor: name and value (in nats) of a baseline loss; a model with a lower loss uses context.
         tokenizer: fingerprint of the data's tokenizer, saved with a checkpoint.
         samples_per_epoch: training samples of one pass over the data; None: unknown.
+        has_experts: ``model`` lacks the experts, so that its FLOPs are unknown.
     """
 
     engine: PipelineEngine
@@ -82,6 +83,7 @@ class Trainer:
     floor: tuple[str, float] | None = None
     tokenizer: str | None = None
     samples_per_epoch: int | None = None
+    has_experts: bool = False
     validation_loss: float | None = None
     lowest: tuple[float, int] | None = None  # validation loss, and its step
     stopped: str = ""  # why the run ended before its last step
@@ -185,7 +187,7 @@ class Trainer:
             total_steps=self.args.train_iters,
             file=self.args.metrics_file,
             tokens_per_sample=self.model.seq_length,
-            flops_per_sample=self.model.flops_per_sample,
+            flops_per_sample=None if self.has_experts else self.model.flops_per_sample,
             peak_tflops=self.args.peak_tflops,
             log_interval=self.args.log_interval,
             model=asdict(self.model),
@@ -351,7 +353,9 @@ class Trainer:
         if self.args.save:
             lines += self._resume_lines(self.args.save, self.args.train_iters * (1 if self.stopped else 2))
             if getattr(self.args, "hf_model", None):
-                words = [self.args.save, "--to", "hf", f"{self.args.save.rstrip('/')}_hf"]
+                output = f"{self.args.save.rstrip('/')}_hf"
+                output += f"_step_{step}" * os.path.lexists(output)  # of an earlier export
+                words = [self.args.save, "--to", "hf", output]
                 if stored_dtype(read_config(Path(self.args.hf_model))) == "bfloat16":
                     words += ["--dtype", "bfloat16"]
                 if self.model.transformer_impl == "transformers":

@@ -353,6 +353,7 @@ def describe_plan(
     token_bytes: int = 0,
     hosts: Hosts | None = None,
     weights: str = "",
+    has_experts: bool = False,
 ) -> str:
     """Return the text of the plan.
 
@@ -362,23 +363,29 @@ def describe_plan(
         token_bytes: bytes per token that a message carries in addition to its activation.
         hosts: hosts of the job; None: unknown.
         weights: text on the folder with the initial weights, and on their number; empty: the number is estimated.
+        has_experts: ``model`` lacks the experts, so that parameters and memory of the ranks are unknown.
     """
     layer_names = [*before, *(f"layer {i}" for i in range(args.num_layers)), *after]
     message_bytes = _message_bytes(args, plan, token_bytes)
     sizes = _model_sizes(plan, boundaries, len(before), len(after), model, args.hosts)
     verbose = args.verbose or plan.job.ds_ext.print_plan == "all"
     host_lines = _host_lines(args, plan, hosts, sizes, message_bytes, verbose)
+    settings = [f"rate      {_rate(plan.job.deepspeed)}", *args.notes, *_cpu_notes(args, plan, sizes)]
+    if has_experts:
+        settings.append("note: memory is not estimated for models with experts; times are without them")
     text = describe(
         plan,
         boundaries=boundaries,
         layer_names=layer_names,
         message_bytes=_longest_slice(args, plan, message_bytes),
         model=weights or f"{round(model_parameters(sizes)):,} parameters (estimated)",
-        parameters=[round(count) for count in rank_parameters(sizes, plan.layout.placement)],
-        memory=memory(plan.timetable, sizes, plan.settings.slice_lengths),
+        parameters=()
+        if has_experts
+        else [round(count) for count in rank_parameters(sizes, plan.layout.placement)],
+        memory=() if has_experts else memory(plan.timetable, sizes, plan.settings.slice_lengths),
         defers=args.transformer_impl != "transformer_engine",
         hosts=None if hosts is None else list(map(hosts.host, range(hosts.world_size))),
-        settings=[f"rate      {_rate(plan.job.deepspeed)}", *args.notes, *_cpu_notes(args, plan, sizes)],
+        settings=settings,
         verbose=verbose,
         gpus=args.dry_run or _has_gpus(),
     )
@@ -464,7 +471,8 @@ def _rate(config: Mapping[str, Any]) -> str:
     text = f"{value_at(config, 'optimizer.params.lr') or 'the default of the optimizer'}, "
     if value_at(config, "scheduler.type") != "MegatronLR":
         return text + (value_at(config, "scheduler.type") or "constant")
-    text += f"{params.get('decay_style', 'linear')} to {params.get('min_lr', 0)}"
+    style = params.get("decay_style", "linear")
+    text += style if style == "constant" else f"{style} to {params.get('min_lr', 0)}"
     steps, warmup = params.get("total_num_steps", 0), params.get("warmup_num_steps", 0)
     return f"{text} in {steps:,.10g} steps, warm-up {warmup:,.10g}"
 

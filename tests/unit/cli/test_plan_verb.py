@@ -33,7 +33,9 @@ def test_the_printed_json_is_the_first_row(capsys: pytest.CaptureFixture[str]) -
     assert rows and all(row[:2] in (["1", "no"], ["1", "-"]) for row in rows)
     tensor, _, pipeline, data, _, micro_batches, schedule = rows[0][:7]
     assert best.startswith(f"best: TP {tensor} x PP {pipeline} x DP {data}")
-    assert "50,257" in best
+    assert best.split("`")[1].split()[2:-1] == [
+        *("--deepspeed_config", "plan.json", "--hosts", "1x8", "--vocab-size", "50257")
+    ]
     config = json.loads(text)
     job = load_config(config)
     assert (job.ds_ext.tensor_parallel_size, job.ds_ext.pipeline_parallel_size) == (
@@ -263,8 +265,21 @@ def test_a_deadline_finds_the_devices(capsys: pytest.CaptureFixture[str]) -> Non
     config = found["config"]
     tokens = config["train_batch_size"] * config["ds_ext"]["train"]["seq_length"]
     assert 0 <= config["ds_ext"]["train"]["train_iters"] * tokens - 1e9 < tokens
+    rate = config["scheduler"]["params"]
+    assert rate["total_num_steps"] == config["ds_ext"]["train"]["train_iters"] > rate["warmup_num_steps"] > 0
+    assert config["gradient_clipping"] == 1.0
     late = found_by(capsys, *SMALL, *run, "--devices", "4", status=1)
     assert late["fits"] and late["run"]["devices"] == 4 and late["run"]["days"] > 0.01
+
+
+def test_a_fixed_pipeline_parallel_size(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--gpu", "a100", "--pipeline-parallel"]
+    found = found_by(capsys, *SMALL, *flags, "2", "--devices", "8")
+    assert {sizes["pipeline_parallel_size"] for sizes in found["best"]} == {2}
+    days = ["--tokens", "1e9", "--days", "0.01"]
+    assert found_by(capsys, *SMALL, *flags, "4", *days)["best"][0]["pipeline_parallel_size"] == 4
+    assert main([*SMALL, *flags, "3", "--devices", "8"]) == 2
+    assert "--pipeline-parallel 2" in capsys.readouterr().err
 
 
 def test_sizes_that_are_not_planned_are_no_rows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -365,5 +380,5 @@ def test_the_example_of_the_page(
     printed = capsys.readouterr().out.strip()
     if shown.startswith("..."):
         shown = shown.removeprefix("...").strip()
-        printed = printed.partition("\n\n")[2].partition("\nJSON")[0]
+        printed = printed.partition("\n\n")[2].partition("\nplan.json")[0]
     assert printed == shown

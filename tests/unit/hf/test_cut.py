@@ -16,7 +16,10 @@ from torch import Tensor, nn
 import ds_ext
 from ds_ext.engine.module import head_parts
 from ds_ext.errors import ConfigError
+from ds_ext.hf.find import find_cut
 from ds_ext.hf.folder import ModelFolder
+from ds_ext.hf.lora import Adapters, lora_config
+from ds_ext.hf.weights import make_source
 from ds_ext.recipes.data.chat.dataset import pad_conversations
 from ds_ext.recipes.data.packing import IGNORE_INDEX
 from tests.decoder_models import GROUPED, SIZES, WORDS, micro_batch, random_decoder, save_decoder
@@ -247,6 +250,13 @@ def test_a_folder_with_a_separate_head_is_not_tied(tmp_path: Path) -> None:
     layers, loss_fn = ds_ext.from_transformers(tmp_path)
     expected = model(input_ids=inputs[0], attention_mask=inputs[1], labels=labels_BS).loss
     torch.testing.assert_close(mean(loss_fn(chain(layers)(inputs), labels_BS)), expected)
+
+
+def test_the_trained_elements_are_those_of_peft(tmp_path: Path) -> None:
+    random_decoder("Llama").save_pretrained(tmp_path)
+    source = make_source(tmp_path, None)
+    expected, _ = peft.get_peft_model(random_decoder("Llama"), lora_config(4)).get_nb_trainable_parameters()
+    assert Adapters(lora_config(4), source, find_cut(source)).elements == expected > 0
 
 
 def test_a_model_with_pefts_adapters() -> None:

@@ -375,3 +375,11 @@ def test_an_unknown_model() -> None:
     with pytest.raises(ScheduleError, match=r"llama-3.1-405b\?"):
         named_model("llama-3-405b")
     assert named_model("GPT-10B") == MODELS["gpt-10b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [("llama-2-7b", 1e4), ("llama-3-8b", 5e5), ("qwen2.5-7b", 1e6), ("qwen3-8b", 1e6)],
+)
+def test_named_models_have_the_rotary_base_of_their_family(name: str, base: float) -> None:
+    assert named_model(name).rotary_base == base

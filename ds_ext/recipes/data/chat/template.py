@@ -447,5 +447,5 @@ def _rejection(conversation: Conversation, error: Exception) -> ConfigError:
             return _no_text(conversation, index, f"; {problem}")
     return ConfigError(
         f"{conversation.position}: the chat template rejects the conversation (got {problem}). Change or remove this "
-        "line."
+        "line, or change the template."
     )
