@@ -1,4 +1,4 @@
-"""What the stages of a rank share in one step."""
+"""State of one step, which the stages of a rank share."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Compute = Callable[[Any, Labels], Loss]
 
 
 class Sequences(Protocol):
-    """How the sequences of micro-batches are cut. ``count`` is the number of slices."""
+    """Sequences of the micro-batches of a step, cut into ``count`` slices."""
 
     count: int
 

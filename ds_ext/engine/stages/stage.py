@@ -1,4 +1,4 @@
-"""What the executor asks of a stage. Kinds of stages: :mod:`.body`, :mod:`.head`."""
+"""Interface of a stage to the executor. Kinds of stages: :mod:`.body`, :mod:`.head`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Stage(Protocol):
     """Stage of a pipe on this rank: it computes on the buffers of live slices, which it is given.
 
     Messages name their two stages. ``outputs_for`` and ``accept`` are the two ends of a message of activations,
-    ``grads_for`` and ``accept_grads`` those of a message of gradients. A kind without such an op lacks the method.
+    ``grads_for`` and ``accept_grads`` those of a message of gradients. A kind without one of these ops or messages lacks the method.
     """
 
     def start_step(self) -> None:
