@@ -115,14 +115,15 @@ def costs_on(placement: Placement, costs: Costs) -> Costs:
 
 
 def timetable_for(
-    text: str, devices: int, micro_batches: int, costs: Costs, head_parts: bool = False
+    text: str, devices: int, micro_batches: int, costs: Costs, divides_head: bool = False
 ) -> Timetable:
     """Return a request's timetable; for a dynamic schedule the simulated one. Raises ScheduleError."""
     schedule, options = read_request(text)
-    costs = costs_on(schedule.placement(devices, options, head_parts), costs)
+    schedule = schedule.dividing_head(divides_head)
+    costs = costs_on(schedule.placement(devices, options), costs)
     simulated = None if schedule.dynamic is None else costs
     options = options_for(text, costs)
-    return schedule.timetable(devices, micro_batches, options, simulated, slices_of(text), head_parts)
+    return schedule.timetable(devices, micro_batches, options, simulated, slices_of(text))
 
 
 def check_at_least(flag: str, value: float, least: float) -> None:

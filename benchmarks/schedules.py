@@ -152,9 +152,9 @@ def _slices(text: str) -> list[int]:
     return [int(number) for number in numbers]
 
 
-def _check_sizes(request: str, devices: int, micro_batches: int, costs: Costs, head_parts: bool) -> None:
+def _check_sizes(request: str, devices: int, micro_batches: int, costs: Costs, divides_head: bool) -> None:
     """Reject sizes that the engine cannot run: DeepSpeed counts the same number of micro-batches on every replica."""
-    placement = timetable_for(request, devices, micro_batches, costs, head_parts).placement
+    placement = timetable_for(request, devices, micro_batches, costs, divides_head).placement
     if placement.forward_devices:
         raise ScheduleError(f"{request} needs extra devices. Use python -m ds_ext bench fbd.")
     if micro_batches % placement.replicas:

@@ -20,6 +20,7 @@ from ..pipe_schedules.definition import COSTS
 from ..pipe_schedules.files import is_timetable_file, read_timetable
 from ..pipe_schedules.inference import forward_timetable
 from ..pipe_schedules.simulation import Simulation, simulate
+from ..pipe_schedules.stage_kinds import HEAD_PART
 from ..planner.stage_costs import slice_costs, slice_tokens, split_layers, stage_costs
 from ..planner.training_sizes import TrainingSizes
 from .model_flags import model_of
@@ -201,26 +202,26 @@ def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespac
         costs = base_costs
         if model is not None:
             _check_measured(base_costs, model)
-            costs = stage_costs(base_costs, split_layers(model, placement, name), placement.head_parts)
+            parts = len(placement.stages_of_kind(HEAD_PART))
+            costs = stage_costs(base_costs, split_layers(model, placement, name), parts)
             costs = slice_costs(costs, model, slice_tokens(model, slices, EQUAL, shards=1))
         return costs.fit(placement)
 
     if is_file(name):
         timetable = _from_file(name, args)
         return timetable, costs_on(timetable.placement, timetable.slices)
-    schedule = get_schedule(name)
+    schedule = get_schedule(name).dividing_head(args.vocabulary_parallel_head)
     if args.num_devices is None or args.micro_batches is None:
         raise ScheduleError(f"{name}: sizes are missing. Add --num-devices D and --micro-batches N.")
     # Errors of the schedule come before errors of the costs.
-    head_parts = args.vocabulary_parallel_head
-    placement = schedule.placement(args.num_devices, options, head_parts)
+    placement = schedule.placement(args.num_devices, options)
     slices = 1 if args.sequence_slices is None else args.sequence_slices
     schedule.check_slices(slices)
     if getattr(args, "forward_only", False):
         timetable = forward_timetable(placement, args.micro_batches, schedule.name, slices)
         return timetable, costs_on(placement, slices)
     costs = costs_on(placement, slices)
-    made = schedule.timetable(args.num_devices, args.micro_batches, options, costs, slices, head_parts)
+    made = schedule.timetable(args.num_devices, args.micro_batches, options, costs, slices)
     return made, costs
 
 
@@ -256,7 +257,7 @@ def _from_file(name: str, args: argparse.Namespace) -> Timetable:
         "--micro-batches": (micro_batches, None if forward_only else args.micro_batches),
         "--sequence-slices": (timetable.slices, args.sequence_slices),
         "--vocabulary-parallel-head": (
-            bool(timetable.placement.head_parts),
+            HEAD_PART in timetable.placement.stage_kinds,
             args.vocabulary_parallel_head or None,
         ),
     }
@@ -309,7 +310,9 @@ def comparison_of(
     options = _flag_options(args)
     requests = {text: split_request(text) for text in args.schedules}
     known_options = {
-        text: {} if is_file(name) else get_schedule(name).known_options(args.vocabulary_parallel_head)
+        text: {}
+        if is_file(name)
+        else get_schedule(name).dividing_head(args.vocabulary_parallel_head).known_options
         for text, (name, _) in requests.items()
     }
     notes = _option_notes(options, known_options)

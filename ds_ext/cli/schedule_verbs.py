@@ -24,8 +24,10 @@ from ..pipe_schedules.checks.program import Report, check
 from ..pipe_schedules.costs import MEASURED_SIZES, Costs, factors_text, read_costs
 from ..pipe_schedules.draw.grid import time_grid
 from ..pipe_schedules.draw.svg import heading
-from ..pipe_schedules.lowering import dump, lower
+from ..pipe_schedules.files import dump
+from ..pipe_schedules.lowering import lower
 from ..pipe_schedules.simulation import Simulation
+from ..pipe_schedules.stage_kinds import HEAD_PART
 from ..planner.activations import stage_activations
 from ..planner.fbd import comparison_note
 from ..planner.memory import memory
@@ -391,7 +393,7 @@ def _simulation_lines(simulation: Simulation, model: TrainingSizes | None) -> It
 def _message_sizes(timetable: Timetable, model: TrainingSizes) -> str:
     """Return the size of every message, or of all messages if head parts have others."""
     size = message_bytes(model) // timetable.slices
-    if timetable.placement.head_parts:
+    if HEAD_PART in timetable.placement.stage_kinds:
         return f"{format_bytes(timetable.sent_tensors * size)} in all"
     return f"{format_bytes(size)} each"
 
@@ -402,8 +404,7 @@ def _device_memory(timetable: Timetable, model: TrainingSizes) -> list[dict[str,
 
 def _stage_bytes(model: TrainingSizes, placement: Placement) -> list[int]:
     """Return the bytes of a micro-batch's activations at every stage, parts of the head included."""
-    stages = stage_activations(model, placement.stages, head_parts=placement.head_parts)
-    return [math.ceil(stage.kept) for stage in stages]
+    return [math.ceil(stage.kept) for stage in stage_activations(model, placement)]
 
 
 def _stage_lines(model: TrainingSizes, costs: Costs) -> Iterator[str]:
@@ -429,10 +430,9 @@ def run_optimise(args: argparse.Namespace) -> int:
         raise ScheduleError(
             f"optimise: sequence_slices must be 1 (got {original.timetable.slices}). The search has no slices."
         )
-    if original.timetable.placement.head_parts:
-        parts = original.timetable.placement.head_parts
+    if parts := original.timetable.placement.stages_of_kind(HEAD_PART):
         raise ScheduleError(
-            f"optimise: vocabulary_parallel_head is not searched (got {parts} parts). Remove it."
+            f"optimise: vocabulary_parallel_head is not searched (got {len(parts)} parts). Remove it."
         )
     original_peak = max(original.peak_activations)
     limit = original_peak if args.max_activations is None else args.max_activations

@@ -403,7 +403,7 @@ class PipelineEngine(Measured, RunControl):
             RuntimeError: an earlier step or evaluation failed after it began.
         """
         evaluation = Evaluation.from_arguments(compute_loss, return_logits, reduce_output, bcast_loss)
-        if evaluation.outputs is not None and self.layout.placement.head_parts:
+        if evaluation.outputs is not None and self.plan.schedule.divides_head:
             name = "return_logits" if return_logits else "compute_loss"
             raise ConfigError(
                 f"{name}: no device has whole logits with vocabulary_parallel_head (got {name}={return_logits}). "

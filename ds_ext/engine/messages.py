@@ -40,7 +40,7 @@ class StageMessages:
         rank: int,
         count: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
-        assert layout.placement.loss_stage < MAX_STAGES
+        assert layout.placement.op_stages <= MAX_STAGES
         self.transport, self.layout, self.rank = transport, layout, rank
         self._count = count
         _, self._data, self._tensor = layout.coordinates(rank)

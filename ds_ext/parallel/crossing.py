@@ -15,7 +15,7 @@ from itertools import permutations
 from ..errors import ConfigError
 from ..pipe_schedules import Placement
 from ..pipe_schedules.dependencies import Dependencies
-from ..pipe_schedules.ops import Op
+from ..pipe_schedules.ops import BACKWARD, Op
 from .hosts import Hosts
 from .layout import ParallelLayout
 from .rank_order import DATA, DEEPSPEED_ORDER, MIRROR, PIPELINE, TENSOR, RankOrder
@@ -170,7 +170,8 @@ def messages_between(placement: Placement, micro_batches: int) -> Counter[tuple[
     counts: Counter[tuple[int, int]] = Counter()
     for pipe in range(placement.replicas):
         for stage in range(placement.op_stages):
-            gradients = (dependencies.gradient_kind(stage, pipe),) if stage < placement.stages else ()
+            passes_back = placement.table[stage].kind.gradient_kind == BACKWARD
+            gradients = (dependencies.gradient_kind(stage, pipe),) if passes_back else ()
             for kind in (*dependencies.forward_kinds(stage), *gradients):
                 op = Op(kind, pipe, stage)
                 sender = dependencies.device(op)

@@ -15,6 +15,7 @@ from typing import Any
 from ..errors import ScheduleError
 from .ops import ALL_KINDS, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from .placement import Placement
+from .stage_kinds import HEAD_PART
 
 # Key of a time in text and JSON -> field of Costs.
 _TIMES = {
@@ -198,18 +199,24 @@ class Costs:
             )
             for kind in placement.kinds
         }
-        if placement.head_parts:
-            # The forward of a part also computes its share of the input gradient. The loss only joins the parts.
-            forward, backward_input, weight = (
-                costs.time(kind, _three(costs.head)) / placement.head_parts / slices
-                for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-            )
-            # Bounds of orders with whole backwards count the weight gradient as one.
-            parts = {FORWARD: forward + backward_input, BACKWARD: weight, BACKWARD_WEIGHT: weight}
-            for kind, row in durations.items():
-                head = (parts.get(kind, 0.0) + costs.overhead,) * placement.head_parts
-                durations[kind] = (*row, *head, 0.0)
+        further = [row.kind for row in placement.table[placement.stages :]]
+        parts = costs._head_part_times(further.count(HEAD_PART), slices) if HEAD_PART in further else {}
+        for kind, row in durations.items() if further else ():
+            times = {HEAD_PART: parts.get(kind, 0.0) + costs.overhead}
+            even = costs.time(kind, _EVEN) * share + costs.overhead
+            durations[kind] = (*row, *(times.get(of, even) if of.has_weights else 0.0 for of in further))
         return durations
+
+    def _head_part_times(self, count: int, slices: int) -> dict[str, float]:
+        """Return the times of a slice of a head part, one of ``count``, whose forward computes an input gradient too.
+
+        Bounds of orders with whole backwards count the weight gradient as one.
+        """
+        forward, backward_input, weight = (
+            self.time(kind, _three(self.head)) / count / slices
+            for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+        )
+        return {FORWARD: forward + backward_input, BACKWARD: weight, BACKWARD_WEIGHT: weight}
 
     def fit(self, placement: Placement) -> Costs:
         """Return the costs for a placement, which differ from these if they are measured, or lack those of head parts.
@@ -220,19 +227,20 @@ class Costs:
         is a factor of the head without head parts, or measured times do not carry over, as those of a head on the last
         stage to parts of it.
         """
-        if self.measured and bool(self.head) != bool(placement.head_parts):
+        in_parts = HEAD_PART in placement.stage_kinds
+        if self.measured and bool(self.head) != in_parts:
             known = ("without", "with")
             raise ScheduleError(
-                f"costs: must be measured {known[bool(placement.head_parts)]} vocabulary_parallel_head (got a run "
+                f"costs: must be measured {known[in_parts]} vocabulary_parallel_head (got a run "
                 f"{known[bool(self.head)]} it on {self.measured['devices']} devices). Trace another run."
             )
-        if self.head and not placement.head_parts:
+        if self.head and not in_parts:
             raise ScheduleError(
                 f"costs: head needs vocabulary_parallel_head (got head={factors_text([self.head], 'g')} without it). "
                 f"Add it, or leave out head{self._last_stage_text(placement)}."
             )
         costs = self._carry_over(placement) if self.measured else self
-        if placement.head_parts and not costs.head:
+        if in_parts and not costs.head:
             costs = replace(costs, head=TYPICAL_HEAD)
         if costs.stages is not None and len(costs.stages) != placement.stages:
             raise ScheduleError(

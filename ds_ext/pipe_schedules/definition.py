@@ -19,6 +19,7 @@ from .list_scheduling.head_parts import insert_head_parts
 from .ops import Op
 from .placement import Placement
 from .simulation import peak_stages
+from .stage_kinds import HEAD_PART
 from .timetables import Timetable
 
 Orders = tuple[tuple[Op, ...], ...]
@@ -93,6 +94,7 @@ class Schedule:
     ``generate`` yields the ops of one device, or, if ``planned``, returns the orders of all devices for given costs.
     ``variants(D, N)`` lists the options that a planner should try. ``dynamic`` makes the runtime rules of a dynamic
     schedule; its timetable is then one possible run. ``file`` is the timetable file from which the schedule was read.
+    With ``divides_head``, every device has a part of the model's head (``vocabulary_parallel_head``).
     """
 
     name: str
@@ -105,6 +107,7 @@ class Schedule:
     variants: Variants = defaults_only
     dynamic: Dynamic | None = None
     file: str = ""
+    divides_head: bool = False
 
     @property
     def has_slices(self) -> bool:
@@ -115,13 +118,16 @@ class Schedule:
     def summary(self) -> str:
         return (self.generate.__doc__ or "").strip().splitlines()[0]
 
-    def known_options(self, head_parts: bool) -> Mapping[str, Option]:
-        return {LIMIT: _LIMIT, **self.options} if head_parts else self.options
+    def dividing_head(self, divides_head: bool = True) -> Schedule:
+        """Return the schedule with a part of the model's head on every device, or without."""
+        return replace(self, divides_head=divides_head)
 
-    def resolve_options(
-        self, options: Mapping[str, object] | None, head_parts: bool = False
-    ) -> dict[str, Any]:
-        known = self.known_options(head_parts)
+    @property
+    def known_options(self) -> Mapping[str, Option]:
+        return {LIMIT: _LIMIT, **self.options} if self.divides_head else self.options
+
+    def resolve_options(self, options: Mapping[str, object] | None) -> dict[str, Any]:
+        known = self.known_options
         requested = dict(options or {})
         self._check_names(requested, known)
         values = {name: option.convert(requested.get(name, option.default)) for name, option in known.items()}
@@ -146,10 +152,7 @@ class Schedule:
                 f"{self.name}: unknown option {unknown[0]!r}{did_you_mean(unknown[0], known)}. Options: {names}."
             )
 
-    def placement(
-        self, num_devices: int, options: Mapping[str, object] | None = None, head_parts: bool = False
-    ) -> Placement:
-        """Return the placement, with a part of the head on every device if ``head_parts``."""
+    def placement(self, num_devices: int, options: Mapping[str, object] | None = None) -> Placement:
         if not 1 <= num_devices <= _MAX_DEVICES:
             raise ScheduleError(
                 f"{self.name}: pipeline_parallel_size must be 1 to {_MAX_DEVICES} (got {num_devices})."
@@ -157,7 +160,7 @@ class Schedule:
         if self.even_devices and num_devices % 2:
             raise ScheduleError(needs_even_devices(self.name, num_devices))
         parameters = inspect.signature(self.place).parameters
-        values = self.resolve_options(options, head_parts)
+        values = self.resolve_options(options)
         values = {name: value for name, value in values.items() if name in parameters}
         self._check_num_stages(num_devices, values)
         with self._wrap_errors():
@@ -169,12 +172,12 @@ class Schedule:
                 f"on the number of devices."
             )
         placement.check_replicas(self.name)
-        if placement.head_parts and not head_parts:
-            raise ScheduleError(
-                f"{self.name}: its timetable has {placement.head_parts} parts of the head (got "
-                f"vocabulary_parallel_head false). Set it to true."
-            )
-        if not head_parts:
+        if not self.divides_head:
+            if parts := placement.stages_of_kind(HEAD_PART):
+                raise ScheduleError(
+                    f"{self.name}: its timetable has {len(parts)} parts of the head (got vocabulary_parallel_head "
+                    f"false). Set it to true."
+                )
             return placement
         if self.dynamic is not None:
             raise ScheduleError(
@@ -219,7 +222,6 @@ class Schedule:
         options: Mapping[str, object] | None = None,
         costs: Costs | None = None,
         slices: int = 1,
-        head_parts: bool = False,
     ) -> Timetable:
         """Return the timetable of one step of a pipeline group.
 
@@ -228,12 +230,12 @@ class Schedule:
             costs: costs that a planned schedule plans for; None: those of its option "costs".
             slices: parts of the sequence of every micro-batch.
         """
-        placement = self.placement(num_devices, options, head_parts)
+        placement = self.placement(num_devices, options)
         if self.micro_batches_multiple_of_devices:
             check_multiple(self.name, micro_batches, placement)
         self.check_slices(slices)
         check_size(self.name, placement, micro_batches, slices)
-        values: dict[str, Any] = self.resolve_options(options, head_parts)
+        values: dict[str, Any] = self.resolve_options(options)
         limit = values.get(LIMIT, 0)
         if LIMIT not in self.options:
             values.pop(LIMIT, None)
@@ -248,9 +250,10 @@ class Schedule:
             costs = costs.fit(placement)
             body = replace(costs, head=0.0) if costs.head else costs
             with self._wrap_errors():
-                orders = self.generate(replace(placement, head_parts=0), micro_batches, body, **values)
+                of_layers = placement.of_layers() if self.divides_head else placement
+                orders = self.generate(of_layers, micro_batches, body, **values)
         timetable = Timetable(self.name, placement, micro_batches, tuple(orders), slices)
-        if not head_parts:
+        if not self.divides_head:
             return timetable
         if limit:
             peak = max(peak_stages(order, stages=placement.stages) for order in timetable.orders)

@@ -39,9 +39,8 @@ class Dependencies:
         self.split = split
         self.trains = trains
         self.pipes = placement.pipes_of(micro_batches)
-        self._last = placement.stages - 1
-        self._parts = range(placement.stages, placement.stages + placement.head_parts)
-        self._loss = placement.loss_stage
+        self._table = placement.table
+        self._sources = [stage for stage, row in enumerate(self._table) if not row.sources]
         # Rules by (kind, stage, pipe, whether there is an earlier and a later slice), computed on first use.
         self._needs: dict[tuple[str, int, int, bool, bool], _Rule] = {}
         self._feeds: dict[tuple[str, int, int, bool, bool], _Rule] = {}
@@ -57,35 +56,24 @@ class Dependencies:
         """Return the kinds of forwards at ``stage``. In training, ``fbd`` only repeats that of the last stage."""
         if self.placement.graph_kind == FORWARD or not self.trains:
             return (FORWARD,)
-        return (RECOMPUTE,) if stage == self._last else (FORWARD, RECOMPUTE)
+        return (RECOMPUTE,) if not self._table[stage].gradients else (FORWARD, RECOMPUTE)
 
     def backward_kinds(self, stage: int) -> tuple[tuple[str, ...], ...]:
-        """Return the valid sets of kinds of backwards that every micro-batch has at ``stage``.
-
-        The forward of a head part also computes its share of the input gradient, so only its W remains.
-        """
-        if not self.trains or self._last < stage == self._loss:
-            return ((),)
-        if stage in self._parts:
-            return ((BACKWARD_WEIGHT,),)
-        return (BACKWARD,), (BACKWARD_INPUT, BACKWARD_WEIGHT)
+        """Return the valid sets of kinds of backwards that every micro-batch has at ``stage``."""
+        return self._table[stage].kind.backwards if self.trains else ((),)
 
     def entries(self, micro_batch: int) -> list[Op]:
         """Return the ops of a micro-batch that depend on no other op."""
-        return [Op(kind, micro_batch, 0) for kind in self.forward_kinds(0)]
+        return [Op(kind, micro_batch, stage) for stage in self._sources for kind in self.forward_kinds(stage)]
 
     def needs(self, op: Op) -> list[tuple[Op, int]]:
         """Return the ops that must end before ``op`` starts, each with its device."""
         return self._ops(self._input_rule(op), op)
 
     def tensors(self, op: Op) -> int:
-        """Return the number of tensors of hidden states in a message that ``op`` receives.
-
-        The loss gets two from each head part, which gets a few numbers per token back.
-        """
-        if op.stage <= self._last:
-            return 1
-        return (0 if op.kind == BACKWARD_WEIGHT else 1) if op.stage in self._parts else 2
+        """Return the number of tensors of hidden states in a message that ``op`` receives."""
+        kind = self._table[op.stage].kind
+        return kind.activations if op.kind in (FORWARD, RECOMPUTE) else kind.gradients
 
     def count(self, op: Op) -> int:
         """Return the number of ops that ``op`` depends on."""
@@ -119,27 +107,22 @@ class Dependencies:
 
     def _inputs(self, kind: str, stage: int) -> list[tuple[str, int]]:
         """Return the (kind, stage) pairs that an op depends on; BACKWARD also stands for BACKWARD_INPUT."""
-        loss = [(FORWARD, self._loss)] if self._parts else []
-        if stage > self._last:  # a head part, or the loss that joins all parts
-            if kind == BACKWARD_WEIGHT:
-                return [(FORWARD, stage), *loss]
-            return [(FORWARD, near) for near in ((self._last,) if stage in self._parts else self._parts)]
+        kinds, sources, gradients = self._table[stage]
         if kind in (FORWARD, RECOMPUTE):
-            return [(FORWARD, stage - 1)] if stage else []
-        if kind == BACKWARD_WEIGHT:
+            return [(FORWARD, source) for source in sources]
+        if kind == BACKWARD_WEIGHT and (BACKWARD,) in kinds.backwards:
             return [(BACKWARD_INPUT, stage)]
-        forward = (self.placement.graph_kind, stage)
-        return [forward, *loss] if stage == self._last else [forward, (BACKWARD, stage + 1)]
+        own = self.placement.graph_kind, stage
+        return [own, *((self._table[near].kind.gradient_kind, near) for near in gradients)]
 
     def _consumers(self, kind: str, stage: int) -> list[tuple[str, int]]:
         """Return the (kind, stage) pairs that depend on an op, its own stage first."""
         names = {(kind, stage), (BACKWARD, stage)} if kind == BACKWARD_INPUT else {(kind, stage)}
-        # With head parts, the last stage, all parts and the loss depend on each other.
-        head = range(self._last, self._loss + 1) if self._last <= stage else ()
+        last, readers = len(self._table) - 1, self.placement.readers[stage]
+        # After its own stage, the two next to it, on the way of most messages.
         return [
             (consumer, near)
-            for near in dict.fromkeys((stage, stage - 1, stage + 1, *head))
-            if 0 <= near <= self._loss
+            for near in dict.fromkeys((stage, max(stage - 1, 0), min(stage + 1, last), *readers))
             for consumer in (*self.forward_kinds(near), *self._backwards(near))
             if not names.isdisjoint(self._inputs(consumer, near))
         ]

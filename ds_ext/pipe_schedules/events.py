@@ -96,7 +96,7 @@ class Workload:
     def delay(self, op: Op, sender: int, receiver: int) -> float:
         """Return the time of a message that ``op`` receives."""
         delay = self.costs.delay(sender, receiver) / self.slices
-        if delay and self.placement.head_parts:
+        if delay and self.placement.rows:
             delay *= self.dependencies.tensors(op)
         return delay * self.costs.jitter_factor(op, message=True) if delay and self.jittered else delay
 

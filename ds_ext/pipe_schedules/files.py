@@ -11,11 +11,12 @@ from typing import Any
 from ..errors import ScheduleError
 from .costs import Costs
 from .definition import Orders, Schedule, check_size
-from .ops import COMPUTE, Op
+from .ops import COMPUTE, Instruction, Op
 from .placement import Placement
 from .text import loads
-from .timetables import Timetable
+from .timetables import Program, Timetable
 
+DUMP_VERSION = 2  # 1: only messages and copies of the head had an other_stage
 _ENDINGS = (".txt", ".csv", ".json")
 _MAX_MICRO_BATCHES = 1_000_000
 
@@ -67,6 +68,51 @@ def schedule_of_file(path: str | Path) -> Schedule:
     return Schedule(timetable.schedule, orders, place, planned=True, file=str(path))
 
 
+def dump(program: Program) -> dict[str, object]:
+    """Return the program as data for JSON, with the keys of "Timetable dump" in docs/reference.md."""
+    timetable, placement = program.timetable, program.timetable.placement
+    return {
+        "version": DUMP_VERSION,
+        "schedule": timetable.schedule,
+        "stages": placement.devices_per_pipe,
+        "devices": placement.num_devices,
+        "micro_batches": timetable.micro_batches,
+        "model_stages": placement.stages,
+        **({"slices": timetable.slices} if timetable.slices > 1 else {}),
+        **({"head_parts": placement.head_parts} if placement.head_parts else {}),
+        "chunks": [
+            {
+                "rank": device,
+                "device": device,
+                "chunk": index,
+                "stage": chunk.stage,
+                "pipe": chunk.pipe,
+                **_role(placement, device),
+            }
+            for device, chunks in enumerate(placement.chunks)
+            for index, chunk in enumerate(chunks)
+        ],
+        "ranks": [[_dump_instruction(i) for i in instructions] for instructions in program.instructions],
+    }
+
+
+def _role(placement: Placement, device: int) -> dict[str, str]:
+    if not placement.forward_devices:
+        return {}
+    return {"role": "forward" if device in placement.forward_devices else "backward"}
+
+
+def _dump_instruction(instruction: Instruction) -> dict[str, object]:
+    fields: dict[str, object] = {"op": instruction.name}
+    for key in ("micro_batch", "stage", "pipe", "chunk", "peer", "other_stage"):
+        value = getattr(instruction, key)
+        if value is not None:
+            fields[key] = value
+    if instruction.slice:
+        fields["slice"] = instruction.slice
+    return fields
+
+
 def read_dump(text: str, source: str) -> Timetable:
     """Return the unchecked timetable of a dump, without its messages and loads, which lowering inserts again."""
     try:
@@ -75,6 +121,8 @@ def read_dump(text: str, source: str) -> Timetable:
         valid = type(micro_batches) is int and 0 < micro_batches <= _MAX_MICRO_BATCHES
         if not isinstance(name, str) or not valid:
             raise ValueError(f"schedule {name!r}, micro_batches {micro_batches!r}")
+        if dump.get("version", 1) not in range(1, DUMP_VERSION + 1):
+            raise ValueError(f"version {dump['version']!r} instead of 1 to {DUMP_VERSION}")
         parts, chunks = dump.get("head_parts"), dump["chunks"]
         if parts:
             chunks = [chunk for chunk in chunks if chunk["stage"] < dump["model_stages"]]

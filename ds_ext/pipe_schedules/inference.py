@@ -22,7 +22,8 @@ def forward_timetable(
     """
     check_size(name, placement, micro_batches, slices)
     pipes = placement.pipes_of(micro_batches)
-    parts: Counter[tuple[int, int]] = Counter()  # head parts that are computed, by micro-batch and slice
+    entries = [stage for stage, row in enumerate(placement.table) if not row.sources]
+    arrived: Counter[tuple[int, int, int]] = Counter()  # inputs, by micro-batch, slice and stage
     orders: list[list[Op]] = [[] for _ in range(placement.num_devices)]
     waiting: list[list[tuple[int, int]]] = [[] for _ in placement.pipes]
     for m in reversed(range(micro_batches)):
@@ -35,7 +36,9 @@ def forward_timetable(
 
     def admit(pipe: int, now: int) -> None:
         if waiting[pipe]:
-            add_ready(now, *waiting[pipe].pop(), 0)
+            m, j = waiting[pipe].pop()
+            for stage in entries:
+                add_ready(now, m, j, stage)
 
     for pipe in range(placement.replicas):
         for _ in range(placement.devices_per_pipe):
@@ -46,15 +49,12 @@ def forward_timetable(
         now += 1
         for device, (_, m, j, stage) in step:
             orders[device].append(Op(FORWARD, m, stage, j))
-            if stage + 1 < placement.stages:
-                add_ready(now, m, j, stage + 1)
-            elif stage == placement.loss_stage:
+            if stage == placement.loss_stage:
                 admit(pipes[m], now)
-            elif stage < placement.stages:
-                for part in range(placement.stages, placement.loss_stage):
-                    add_ready(now, m, j, part)
-            else:
-                parts[m, j] += 1
-                if parts[m, j] == placement.head_parts:
-                    add_ready(now, m, j, placement.loss_stage)
+            for reader in placement.readers[stage]:
+                sources = placement.table[reader].sources
+                if stage in sources:
+                    arrived[m, j, reader] += 1
+                    if arrived[m, j, reader] == len(sources):
+                        add_ready(now, m, j, reader)
     return Timetable(name, placement, micro_batches, tuple(map(tuple, orders)), slices)

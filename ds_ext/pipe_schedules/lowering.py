@@ -18,7 +18,6 @@ from .ops import COMPUTE_NAME, FORWARD, RECOMPUTE, Instruction, Op
 from .placement import Placement
 from .timetables import Program, Timetable
 
-DUMP_VERSION = 2  # 1: only messages and copies of the head had an other_stage
 AFTER_BACKWARDS = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 
 
@@ -84,8 +83,7 @@ class Lowering:
         """Append ``op``: return its load or receives, computation, and sends or copies, and update the buffers."""
         instructions: list[Instruction] = []
         dependencies, placement = self.timetable.dependencies, self.timetable.placement
-        if op.kind in (FORWARD, RECOMPUTE) and op.stage in (0, placement.stages - 1):
-            # The first stage loads the inputs, the last one the labels.
+        if op.kind in (FORWARD, RECOMPUTE) and placement.loads(op.stage):
             instructions.append(self._instruction("LoadMicroBatch", op))
         for _, sender in dependencies.needs(op):
             if sender != self.device:
@@ -165,48 +163,3 @@ class _Buffers:
 
     def free(self, op: Op) -> None:
         heapq.heappush(self._free, self._live.pop((op.stage, op.micro_batch, op.slice)))
-
-
-def dump(program: Program) -> dict[str, object]:
-    """Return the program as data for JSON, with the keys of "Timetable dump" in docs/reference.md."""
-    timetable, placement = program.timetable, program.timetable.placement
-    return {
-        "version": DUMP_VERSION,
-        "schedule": timetable.schedule,
-        "stages": placement.devices_per_pipe,
-        "devices": placement.num_devices,
-        "micro_batches": timetable.micro_batches,
-        "model_stages": placement.stages,
-        **({"slices": timetable.slices} if timetable.slices > 1 else {}),
-        **({"head_parts": placement.head_parts} if placement.head_parts else {}),
-        "chunks": [
-            {
-                "rank": device,
-                "device": device,
-                "chunk": index,
-                "stage": chunk.stage,
-                "pipe": chunk.pipe,
-                **_role(placement, device),
-            }
-            for device, chunks in enumerate(placement.chunks)
-            for index, chunk in enumerate(chunks)
-        ],
-        "ranks": [[_dump_instruction(i) for i in instructions] for instructions in program.instructions],
-    }
-
-
-def _role(placement: Placement, device: int) -> dict[str, str]:
-    if not placement.forward_devices:
-        return {}
-    return {"role": "forward" if device in placement.forward_devices else "backward"}
-
-
-def _dump_instruction(instruction: Instruction) -> dict[str, object]:
-    fields: dict[str, object] = {"op": instruction.name}
-    for key in ("micro_batch", "stage", "pipe", "chunk", "peer", "other_stage"):
-        value = getattr(instruction, key)
-        if value is not None:
-            fields[key] = value
-    if instruction.slice:
-        fields["slice"] = instruction.slice
-    return fields

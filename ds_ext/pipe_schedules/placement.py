@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from ..errors import ScheduleError
 from .ops import ALL_KINDS, FORWARD, KINDS, RECOMPUTE
+from .stage_kinds import HEAD_PART, StageKind, StageRow, chain, chain_to_parts
 
 
 class Chunk(NamedTuple):
@@ -48,55 +49,93 @@ class Placement:
     With ``forward``, the devices of ``forward`` compute the forwards of all pipes. The devices of ``pipes`` repeat the
     forwards and compute the backwards.
 
-    With ``head_parts``, the number of devices of a pipe, the stages exclude the model's head, of which every device
-    holds a part of the rows: ops of stage S + i compute part i, ops of stage S + D join the parts to the loss
-    (vocabulary parallelism, arXiv 2411.05288, algorithm 2). Without them it is 0, and the last stage has the head.
+    ``rows`` is the table of stages, if they are more than those of ``pipes``, whose outputs pass from each to the next.
+    ``further_devices[p]`` are the devices of the stages after those of ``pipes[p]``.
+
+    A vocabulary-parallel head has a part of its rows on each of the D devices of a pipe: with S stages of layers, ops
+    of stage S + i compute part i, ops of stage S + D join the parts to the loss (arXiv 2411.05288, algorithm 2).
     """
 
     pipes: tuple[tuple[int, ...], ...]
     forward: ForwardPipe | None = None
-    head_parts: int = 0
+    rows: tuple[StageRow, ...] = ()
+    further_devices: tuple[tuple[int, ...], ...] = ()
 
     @property
     def stages(self) -> int:
-        """Number of stages of the model, without head parts."""
+        """Number of stages of layers, without those in ``further_devices``."""
         return len(self.pipes[0])
+
+    @cached_property
+    def table(self) -> tuple[StageRow, ...]:
+        """Kind, sources and gradients of every stage."""
+        return self.rows or chain(self.stages)
+
+    @cached_property
+    def stage_kinds(self) -> frozenset[StageKind]:
+        """Kinds of the stages."""
+        return frozenset(row.kind for row in self.table)
+
+    def stages_of_kind(self, kind: StageKind) -> tuple[int, ...]:
+        """Return the stages of a kind in ascending order."""
+        return tuple(stage for stage, row in enumerate(self.table) if row.kind == kind)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """Stages that read outputs or gradients of each stage, in ascending order."""
+        readers: list[list[int]] = [[] for _ in self.table]
+        for stage, row in enumerate(self.table):
+            for source in {*row.sources, *row.gradients}:
+                readers[source].append(stage)
+        return tuple(map(tuple, readers))
 
     @property
     def op_stages(self) -> int:
-        """Number of stages that ops have: those of the model, the head parts, and the loss that joins them."""
-        return self.stages + (self.head_parts + 1 if self.head_parts else 0)
+        """Number of stages that ops have."""
+        return len(self.table)
 
-    @property
+    @cached_property
     def loss_stage(self) -> int:
         """Stage whose forward computes the loss."""
-        return self.op_stages - 1
+        return next(stage for stage, row in enumerate(self.table) if not row.gradients)
+
+    @property
+    def head_parts(self) -> int:
+        """Number of parts of the head; 0: the last stage of layers has the head."""
+        return len(self.stages_of_kind(HEAD_PART))
 
     def is_head_part(self, stage: int) -> bool:
         """Return True if ops of ``stage`` compute a part of the head."""
-        return self.stages <= stage < self.stages + self.head_parts
+        return self.table[stage].kind == HEAD_PART
 
     def stage_text(self, stage: int) -> str:
-        """Return the number of a stage, ``head part 0``, or ``loss``."""
+        """Return the number of a stage, or the name of its kind, such as ``head part 0`` or ``loss``."""
+        kind = self.table[stage].kind
         if stage < self.stages:
             return str(stage)
-        return f"head part {stage - self.stages}" if self.is_head_part(stage) else "loss"
+        return f"{kind.name} {stage - self.stages_of_kind(kind)[0]}" if kind.has_weights else kind.name
 
     def has_weights(self, stage: int) -> bool:
-        """Return False for the stage that joins head parts to the loss."""
-        return not self.head_parts or stage < self.loss_stage
+        """Return False for a stage such as the one that joins head parts to the loss."""
+        return self.table[stage].kind.has_weights
+
+    def loads(self, stage: int) -> bool:
+        """Return True if the stage loads data: inputs without sources, labels as the last stage of layers."""
+        return not self.table[stage].sources or stage == self.stages - 1
 
     @cached_property
     def head_devices(self) -> tuple[tuple[int, ...], ...]:
-        """Device of every head part, by pipe: part i is where the stages are that device i holds of pipe 0.
-
-        Devices that hold the same stages thus hold the same parts.
-        """
-        mirrors = [dict(zip(self.pipes[0], devices, strict=True)) for devices in self.pipes]
-        return tuple(tuple(mirror[i] for i in range(self.head_parts)) for mirror in mirrors)
+        """Device of every head part, by pipe."""
+        parts = self.stages_of_kind(HEAD_PART)
+        return tuple(
+            tuple(self.device(FORWARD, stage, pipe) for stage in parts) for pipe in range(self.replicas)
+        )
 
     def with_head_parts(self, schedule: str) -> Placement:
-        """Return the placement with a part of the head on every device.
+        """Return the placement with a part of the head on every device, and the loss where the last stage is.
+
+        Part i is where the stages are that device i holds of pipe 0. Devices that hold the same stages thus hold the
+        same parts.
 
         Args:
             schedule: name of the schedule, for the error.
@@ -116,7 +155,19 @@ class Placement:
                 f"{schedule}: vocabulary_parallel_head needs a stage of every pipe on every device (got none of pipe "
                 f"{pipe} on device {min(missing[pipe])}). Remove it, or use another schedule."
             )
-        return replace(self, head_parts=self.num_devices)
+        mirrors = [dict(zip(self.pipes[0], devices, strict=True)) for devices in self.pipes]
+        return replace(
+            self,
+            rows=chain_to_parts(self.stages, self.num_devices),
+            further_devices=tuple(
+                (*(mirror[i] for i in range(self.num_devices)), devices[-1])
+                for mirror, devices in zip(mirrors, self.pipes, strict=True)
+            ),
+        )
+
+    def of_layers(self) -> Placement:
+        """Return the placement of the stages of layers alone."""
+        return replace(self, rows=(), further_devices=())
 
     @property
     def replicas(self) -> int:
@@ -171,11 +222,8 @@ class Placement:
         """Return the device that computes ops of ``kind`` at ``stage`` for the micro-batches of ``pipe``."""
         if kind == FORWARD and self.forward is not None:
             return self.forward.devices[stage]
-        if stage < self.stages:
-            return self.pipes[pipe][stage]
-        return (
-            self.pipes[pipe][-1] if stage == self.loss_stage else self.head_devices[pipe][stage - self.stages]
-        )
+        stages = len(self.pipes[pipe])
+        return self.pipes[pipe][stage] if stage < stages else self.further_devices[pipe][stage - stages]
 
     def pipes_of(self, micro_batches: int) -> tuple[int, ...]:
         """Return the pipe of every micro-batch. Pipe 0 has the first N/replicas ids, pipe 1 the next, and so on.
@@ -199,16 +247,18 @@ class Placement:
     def chunks(self) -> tuple[tuple[Chunk, ...], ...]:
         """Chunks of every device, by chunk index. First visits of all pipes come before second visits.
 
-        Device d of BitPipe: down stage d, up stage D-1-d, down stage 2D-1-d, up stage D+d. Head parts come last.
+        Device d of BitPipe: down stage d, up stage D-1-d, down stage 2D-1-d, up stage D+d. Stages after those of the
+        pipes come last.
         """
         by_device: list[list[tuple[int, int, int]]] = [[] for _ in range(self.num_devices)]
         for (stage, pipe), visit in self.visits.items():
             by_device[self.pipes[pipe][stage]].append((visit, pipe, stage))
         for stage, device in enumerate(self.forward_devices):
             by_device[device].append((0, 0, stage))
-        for pipe, devices in enumerate(self.head_devices):
-            for part, device in enumerate(devices):
-                by_device[device].append((self.stages, pipe, self.stages + part))
+        for pipe, devices in enumerate(self.further_devices):
+            for stage, device in enumerate(devices, self.stages):
+                if self.has_weights(stage):
+                    by_device[device].append((self.stages, pipe, stage))
         return tuple(tuple(Chunk(stage, pipe) for _, pipe, stage in sorted(chunks)) for chunks in by_device)
 
     @cached_property
@@ -240,7 +290,9 @@ class Placement:
 
         Devices with the same stages are replicas, which have one copy of both ends.
         """
-        heads = self.head_devices if self.head_parts else tuple(pipe[-1:] for pipe in self.pipes)
+        heads = (
+            self.head_devices if HEAD_PART in self.stage_kinds else tuple(pipe[-1:] for pipe in self.pipes)
+        )
         return tuple(
             (pipe[0], device)
             for pipe, devices in zip(self.pipes, heads, strict=True)

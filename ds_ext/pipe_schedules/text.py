@@ -27,6 +27,7 @@ from .events import Workload
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from .placement import ForwardPipe, Placement
 from .simulation import run_orders, simulate
+from .stage_kinds import HEAD_PART
 from .timetables import Timetable
 
 _HEADER = "# timetable"
@@ -56,7 +57,7 @@ def dumps(timetable: Timetable) -> str:
     forward = timetable.placement.forward
     if forward is not None:
         header += f" forward={','.join(map(str, forward.devices))}:{forward.merged}:{forward.slowdown!r}"
-    if timetable.placement.head_parts:
+    if HEAD_PART in timetable.placement.stage_kinds:
         header += " head=true"
     orders = (", ".join(map(str, order)) or _WAIT for order in timetable.orders)
     return "\n".join((header, *orders)) + "\n"
@@ -72,10 +73,10 @@ def torch_csv(timetable: Timetable) -> str:
             f"{timetable.schedule}: torch's CSV has no slices of sequences (got {timetable.slices}). Write a timetable "
             f"file instead (-o FILE.txt)."
         )
-    if timetable.placement.head_parts:
+    if parts := timetable.placement.stages_of_kind(HEAD_PART):
         raise ScheduleError(
-            f"{timetable.schedule}: torch's CSV has no parts of the head (got {timetable.placement.head_parts}). Write "
-            f"a timetable file instead (-o FILE.txt)."
+            f"{timetable.schedule}: torch's CSV has no parts of the head (got {len(parts)}). Write a timetable file "
+            f"instead (-o FILE.txt)."
         )
     if timetable.placement.replicas > 1 or timetable.placement.forward_devices:
         raise ScheduleError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .dependencies import Dependencies
-from .ops import BACKWARD_INPUT, FORWARD, Instruction, Op
+from .ops import BACKWARD, BACKWARD_INPUT, FORWARD, Instruction, Op
 from .placement import Placement
 
 
@@ -31,7 +31,10 @@ class Timetable:
     def dependencies(self) -> Dependencies:
         """Dependencies between the ops, and the device of each op."""
         split = self.split_backwards
-        if not split or len(split) == self.placement.stages * self.micro_batches:
+        backwards = (
+            sum(row.kind.gradient_kind == BACKWARD for row in self.placement.table) * self.micro_batches
+        )
+        if not split or len(split) == backwards:
             split = bool(split)  # the same for all backwards, which is faster to look up
         return Dependencies(
             self.placement, self.micro_batches, split=split, trains=self.trains, slices=self.slices

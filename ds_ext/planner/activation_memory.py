@@ -38,7 +38,6 @@ def within_activation_memory(plan: JobPlan, sizes: TrainingSizes) -> JobPlan:
     except ScheduleError as error:
         raise ConfigError(str(error)) from None
 
-    head_parts = plan.settings.vocabulary_parallel_head
     devices, micro_batches = plan.settings.pipeline_parallel_size, plan.sizes.micro_batches
 
     def need(timetable: Timetable) -> int:
@@ -59,9 +58,7 @@ def within_activation_memory(plan: JobPlan, sizes: TrainingSizes) -> JobPlan:
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            timetable = schedule.timetable(
-                devices, micro_batches, limited(middle), slices=slices, head_parts=head_parts
-            )
+            timetable = schedule.timetable(devices, micro_batches, limited(middle), slices=slices)
         except ScheduleError:  # too few for one micro-batch
             low = middle
             continue

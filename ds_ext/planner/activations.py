@@ -38,6 +38,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..pipe_schedules.placement import Placement
+from ..pipe_schedules.stage_kinds import HEAD_PART
 from .training_sizes import TrainingSizes
 
 CHUNKS, LEAST_CHUNK = 16, 1 << 20  # of the fp32 logits in tensor_parallel/loss.py: number, and bytes
@@ -69,16 +71,15 @@ class Activations:
 
 
 def stage_activations(
-    sizes: TrainingSizes, num_stages: int, earlier: int = 0, later: int = 0, head_parts: int = 0
+    sizes: TrainingSizes, placement: Placement, earlier: int = 0, later: int = 0
 ) -> tuple[Activations, ...]:
     """Return the activations of every stage, head parts and their loss included, as ops number them.
 
     Args:
         sizes: sizes of the model; ``seq_length`` is that of a slice.
         earlier, later: tokens of the other slices of a sample.
-        head_parts: parts of the head, one per device; 0: the last stage has the head.
     """
-    layers = sizes.stage_layer_counts(num_stages)
+    layers, head_parts = sizes.stage_layer_counts(placement.stages), len(placement.stages_of_kind(HEAD_PART))
     kinds = {kind: layer_activations(sizes, kind, earlier, later) for kind in {"none", sizes.recompute}}
     copied = sizes.tokens * _between(sizes) * sizes.token_bytes if _keeps_a_copy(sizes) else 0.0
     stages: dict[tuple[object, ...], Activations] = {}  # equal stages are computed once

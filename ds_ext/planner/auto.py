@@ -19,11 +19,10 @@ from ..config.deepspeed_json import (
     reduce_bucket_size,
     zero_stage,
 )
-from ..config.job import AUTO
+from ..config.job import AUTO, JobConfig
 from ..errors import ConfigError, ScheduleError
 from ..parallel.layout import data_parallel_size
 from ..parallel.partition import BALANCED
-from ..parallel.slices import EQUAL
 from ..pipe_schedules import Placement, Schedule, get_schedule
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.definition import Option, Orders
@@ -45,37 +44,25 @@ _OPTIONS = {
 }
 
 
-def choose_for_job(
-    config: Mapping[str, Any],
-    *,
-    devices: int,
-    tensor_parallel: int,
-    options: Mapping[str, Any],
-    train: Mapping[str, Any],
-    world_size: int | None = None,
-    layers: int | None = None,
-    slices: int = 1,
-    lengths: str | Sequence[int] = EQUAL,
-    head_parts: bool = False,
-) -> Candidates:
+def choose_for_job(job: JobConfig, world_size: int | None = None, layers: int | None = None) -> Candidates:
     """Rank the schedules for a job with ``"schedule": "auto"``.
 
+    With ``"recompute_granularity": "auto"`` in "train", the planner chooses it.
+
     Args:
-        config: the whole DeepSpeed JSON.
-        options: "schedule_options" of the section.
-        train: "train" of the section; ``"recompute_granularity": "auto"`` lets the planner choose it.
         world_size: number of processes; None: one pipeline group.
         layers: number of the model's pipeline layers; None: unknown.
-        lengths: tokens of every slice.
     """
+    settings = job.ds_ext
+    devices, tensor_parallel = settings.pipeline_parallel_size, settings.tensor_parallel_size
+    lengths = settings.slice_lengths
     data = 1 if world_size is None else data_parallel_size(world_size, linear(devices), tensor_parallel)
     try:
-        request = _make_request(config, devices, tensor_parallel, data, options, train, layers)
         request = replace(
-            request,
-            slices=slices,
+            _make_request(job, data, layers),
+            slices=settings.sequence_slices,
             lengths=lengths if isinstance(lengths, str) else tuple(lengths),
-            head_parts=head_parts,
+            head_parts=settings.vocabulary_parallel_head,
         )
         _require_layers(request)
         candidates = choose(request)
@@ -87,21 +74,14 @@ def choose_for_job(
     return candidates
 
 
-def _make_request(
-    config: Mapping[str, Any],
-    devices: int,
-    tensor_parallel: int,
-    data: int,
-    options: Mapping[str, Any],
-    train: Mapping[str, Any],
-    layers: int | None,
-) -> Request:
-    """Return the request for the arguments of :func:`choose_for_job`, with ``data`` pipeline groups."""
+def _make_request(job: JobConfig, data: int, layers: int | None) -> Request:
+    """Return the request for whole sequences and a whole head, with ``data`` pipeline groups."""
+    config, options, train = job.deepspeed, job.ds_ext.schedule_options, job.ds_ext.train
     micro_batch, micro_batches = _micro_batches(config, data)
     values = _AUTO.resolve_options(options)
     entries, _ = vocabulary(values["vocab_size"], train)
     model = model_of_train(train, entries)
-    sizes = model and training_sizes(config, model, micro_batch, tensor_parallel, data)
+    sizes = model and training_sizes(config, model, micro_batch, job.ds_ext.tensor_parallel_size, data)
     size = parse_bytes(values["memory"], "schedule_options.memory") if values["memory"] else None
     limit = None if size is None else usable_bytes(size, values["headroom"], "schedule_options.headroom")
     if limit is not None and sizes is None:
@@ -110,7 +90,7 @@ def _make_request(
             f'{", ".join(SIZES)} to "train", or remove "memory".'
         )
     return Request(
-        devices,
+        job.ds_ext.pipeline_parallel_size,
         micro_batches,
         read_costs(values["costs"]),
         sizes,
@@ -128,7 +108,7 @@ def _recomputations(sizes: TrainingSizes | None, train: Mapping[str, Any]) -> tu
     return ("none",) if sizes is None else (sizes.recompute,)
 
 
-def best_schedule(candidates: Candidates, head_parts: bool = False) -> Schedule:
+def best_schedule(candidates: Candidates, divides_head: bool = False) -> Schedule:
     """Return the best candidate as a schedule that accepts the options of "auto"."""
     best = candidates.best
     assert best is not None, "choose_for_job() raises without a best candidate"
@@ -138,11 +118,13 @@ def best_schedule(candidates: Candidates, head_parts: bool = False) -> Schedule:
         return schedule.placement(num_devices, best.options)
 
     def program(placement: Placement, micro_batches: int, costs: Costs, slices: int, **_: object) -> Orders:
-        return schedule.timetable(
-            placement.num_devices, micro_batches, best.options, best.costs, slices, head_parts
-        ).orders
+        return (
+            schedule.dividing_head(divides_head)
+            .timetable(placement.num_devices, micro_batches, best.options, best.costs, slices)
+            .orders
+        )
 
-    return Schedule(schedule.name, program, place, options=_OPTIONS, planned=True)
+    return Schedule(schedule.name, program, place, options=_OPTIONS, planned=True, divides_head=divides_head)
 
 
 def vocabulary(vocab_size: int, train: Mapping[str, Any]) -> tuple[int, str]:

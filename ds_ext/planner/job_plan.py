@@ -106,7 +106,6 @@ class StagePlan:
                 micro_batches,
                 self.options,
                 slices=self.settings.sequence_slices,
-                head_parts=self.settings.vocabulary_parallel_head,
             )
         except ScheduleError:
             return False
@@ -148,9 +147,8 @@ class JobPlan(StagePlan):
     def timetable_with_parts(self) -> Timetable:
         """Return the timetable with a part of the head on every device."""
         devices, slices = self.settings.pipeline_parallel_size, self.timetable.slices
-        return self.schedule.timetable(
-            devices, self.sizes.micro_batches, self.options, slices=slices, head_parts=True
-        )
+        schedule = self.schedule.dividing_head()
+        return schedule.timetable(devices, self.sizes.micro_batches, self.options, slices=slices)
 
     def complete(self, job: JobConfig) -> JobPlan:
         """Return the plan for the batch sizes of ``job``. The timetable is kept if they are those of this plan."""
@@ -200,10 +198,7 @@ def _complete_plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
     devices, schedule = plan.settings.pipeline_parallel_size, plan.schedule
     with _as_config_error(plan.batch_hint):
         slices = plan.settings.sequence_slices
-        head_parts = plan.settings.vocabulary_parallel_head
-        timetable = schedule.timetable(
-            devices, sizes.micro_batches, plan.options, slices=slices, head_parts=head_parts
-        )
+        timetable = schedule.timetable(devices, sizes.micro_batches, plan.options, slices=slices)
         rules = schedule.make_dynamic_rules(devices, sizes.micro_batches, plan.options)
     program = lower(timetable)
     report = check(program, link_credits=_link_credits(plan.layout.placement))
@@ -244,20 +239,9 @@ def resolve_schedule(
     import_own_schedules(job)
     settings = job.ds_ext
     if settings.schedule == AUTO:
-        candidates = choose_for_job(
-            job.deepspeed,
-            devices=settings.pipeline_parallel_size,
-            tensor_parallel=settings.tensor_parallel_size,
-            options=settings.schedule_options,
-            train=settings.train,
-            world_size=world_size,
-            layers=layers,
-            slices=settings.sequence_slices,
-            lengths=settings.slice_lengths,
-            head_parts=settings.vocabulary_parallel_head,
-        )
+        candidates = choose_for_job(job, world_size, layers)
         return best_schedule(candidates, settings.vocabulary_parallel_head), candidates
-    schedule = named_schedule(settings.schedule)
+    schedule = named_schedule(settings.schedule).dividing_head(settings.vocabulary_parallel_head)
     if schedule.dynamic is not None and settings.transport in UNPOLLED:
         raise ConfigError(
             f'transport: schedule "{schedule.name}" polls for messages, which this transport does not support '
@@ -282,9 +266,7 @@ def schedule_options(settings: DsExtConfig, schedule: Schedule) -> dict[str, Any
 
 def place(settings: DsExtConfig, schedule: Schedule, options: Mapping[str, Any]) -> Placement:
     with _as_config_error():
-        placement = schedule.placement(
-            settings.pipeline_parallel_size, options, settings.vocabulary_parallel_head
-        )
+        placement = schedule.placement(settings.pipeline_parallel_size, options)
     _require_supported(settings, schedule, placement)
     return placement
 

@@ -17,6 +17,7 @@ from ..parallel.partition import StageWork
 from ..pipe_schedules.costs import TYPICAL_HEAD, Costs
 from ..pipe_schedules.draw.grid import HEAD_LEGEND, LEGEND, REPEATED_LEGEND, SPLIT_LEGEND, time_grid
 from ..pipe_schedules.simulation import Simulation, simulate
+from ..pipe_schedules.stage_kinds import HEAD_PART
 from .auto import vocabulary
 from .job_plan import JobPlan
 from .memory import DeviceMemory
@@ -127,8 +128,8 @@ def _describe_partition(plan: JobPlan, boundaries: list[int], empty_stages: Sequ
     low, high = min(layers), max(layers)
     span = f"{low}" if low == high else f"{low} to {high}"
     text = f"stages    {plan.layout.placement.stages}, {span} pipeline layer{'s' * (high > 1)} each"
-    if parts := plan.layout.placement.head_parts:
-        text += f"; head in {counted(parts, 'part')}, one per device and pipe"
+    if parts := plan.layout.placement.stages_of_kind(HEAD_PART):
+        text += f"; head in {counted(len(parts), 'part')}, one per device and pipe"
     if not empty_stages:
         return text
     names = f"stage{'s' * (len(empty_stages) > 1)} {_ranges([f' {stage}' for stage in empty_stages])}"
@@ -155,7 +156,7 @@ def _describe_bubble(plan: JobPlan, boundaries: Sequence[int]) -> list[str]:
     work = plan.work or StageWork(None, None)
     stages, slices = work.stages, work.slices
     priced = "equal stages" if stages is None and not work.head else "layers and head"
-    priced += f", head {TYPICAL_HEAD:g}" if plan.timetable.placement.head_parts and not work.head else ""
+    priced += f", head {TYPICAL_HEAD:g}" if plan.schedule.divides_head and not work.head else ""
     priced += "" if slices is None else ", causal slices"
     costs = f"{priced}, forward : backward = 1 : 2, free messages"
     if plan.costs != Costs(stages=stages, slices=slices, head=work.head):
@@ -204,7 +205,7 @@ def _describe_costs(plan: JobPlan, simulation: Simulation, message_bytes: int | 
     losses = ", ".join(map(str, report.loss_devices))
     up_to = "" if isinstance(plan.settings.slice_lengths, str) else "up to "
     size = "" if message_bytes is None else f", {up_to}{message_bytes:,} bytes each"
-    if message_bytes is not None and placement.head_parts:
+    if message_bytes is not None and plan.schedule.divides_head:
         size = f", {plan.timetable.sent_tensors * message_bytes:,} bytes in all"
     return [
         f"peak      {peaks} live activations per device, in units of 1/{placement.devices_per_pipe} of the model for "
@@ -328,7 +329,7 @@ def _describe_candidates(plan: JobPlan) -> tuple[list[str], list[str]]:
 
 def _legend(plan: JobPlan) -> str:
     legend = f"{LEGEND}; {REPEATED_LEGEND}" if plan.layout.placement.forward_devices else LEGEND
-    legend = f"{legend}; {HEAD_LEGEND}" if plan.timetable.placement.head_parts else legend
+    legend = f"{legend}; {HEAD_LEGEND}" if plan.schedule.divides_head else legend
     return f"{legend}; {SPLIT_LEGEND}" if plan.timetable.split_backwards else legend
 
 

@@ -76,9 +76,7 @@ def memory(
             if slices > 1
             else sizes
         )
-        stages = stage_activations(
-            part, placement.stages, end - length, sum(tokens) - end, placement.head_parts
-        )
+        stages = stage_activations(part, placement, end - length, sum(tokens) - end)
         changes.append([_changes(stage) for stage in stages])
     rotary = sizes.position_embedding_type == "rope"  # a rank keeps cosines and sines of a whole sequence
     tables = 2 * sizes.seq_length * sizes.rotary_size * sizes.token_bytes if rotary else 0

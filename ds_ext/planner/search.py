@@ -463,32 +463,32 @@ class _Shared:
         name: str,
         options: _Options,
         devices: int,
-        head_parts: bool,
+        divides_head: bool,
         micro_batches: int,
         costs: Costs,
         slices: int,
     ) -> _Order:
-        schedule = SCHEDULES[name]
-        timetable = schedule.timetable(devices, micro_batches, dict(options), costs, slices, head_parts)
+        schedule = SCHEDULES[name].dividing_head(divides_head)
+        timetable = schedule.timetable(devices, micro_batches, dict(options), costs, slices)
         return _Order(timetable, costs)
 
     @staticmethod
-    def _placement(name: str, options: _Options, devices: int, head_parts: bool) -> Placement:
-        return SCHEDULES[name].placement(devices, dict(options), head_parts)
+    def _placement(name: str, options: _Options, devices: int, divides_head: bool) -> Placement:
+        return SCHEDULES[name].dividing_head(divides_head).placement(devices, dict(options))
 
     def _stages(
         self,
         name: str,
         options: _Options,
         devices: int,
-        head_parts: bool,
+        divides_head: bool,
         costs: Costs,
         sizes: TrainingSizes | None,
         layers: str | None,
         tokens: tuple[int, ...],
     ) -> tuple[Costs, tuple[int, ...] | None]:
         """Return the costs and the layers of every stage. Slices of other ``tokens`` than balanced ones have costs."""
-        placement = self.placement(name, options, devices, head_parts)
+        placement = self.placement(name, options, devices, divides_head)
         if sizes is not None:
             sizes = split_layers(sizes, placement, name, layers)
             costs = slice_costs(stage_costs(costs, sizes, placement.head_parts), sizes, tokens)
@@ -642,10 +642,7 @@ class _Variant:
         workload = self._workload(request.micro_batches, self.network_costs)
         kind, needs, sizes = workload.gradient_kind, [0], self.sizes
         averages = sizes is not None and time < math.inf and request.slices == 1
-        parts_of_head = placement.head_parts
-        kept = (
-            stage_activations(sizes, placement.stages, head_parts=parts_of_head) if sizes and averages else ()
-        )
+        kept = stage_activations(sizes, placement) if sizes and averages else ()
         for device, parts in enumerate(self._one_micro_batch):
             average = 0.0
             if kept:

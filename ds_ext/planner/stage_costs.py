@@ -16,6 +16,7 @@ from ..parallel.partition import layer_boundaries
 from ..parallel.slices import BALANCED, EQUAL, balanced_lengths, slice_bounds
 from ..pipe_schedules import Placement
 from ..pipe_schedules.costs import Costs, Factors
+from ..pipe_schedules.stage_kinds import HEAD_PART
 from ..recipes.models.config import TransformerConfig
 from .training_sizes import TrainingSizes
 
@@ -53,7 +54,7 @@ def split_layers(
         raise ScheduleError(
             f"{sizes.num_layers} layers are fewer than {placement.stages} stages. Use more layers or fewer stages."
         )
-    weights = 0.0, 0.0 if placement.head_parts else sizes.head_work(sizes.repeated_share)
+    weights = 0.0, 0.0 if HEAD_PART in placement.stage_kinds else sizes.head_work(sizes.repeated_share)
     try:
         # One layer before the first transformer layer and one after the last; their number does not matter.
         bounds = layer_boundaries(sizes.num_layers, 1, 1, placement, schedule, stage_layers, weights)
@@ -93,14 +94,14 @@ def slice_costs(costs: Costs, sizes: TransformerConfig, lengths: Sequence[float]
     return replace(costs, slices=tuple(round((end - start) / mean, _DIGITS) for start, end in pairwise(ends)))
 
 
-def stage_costs(costs: Costs, sizes: TrainingSizes, head_parts: int = 0) -> Costs:
+def stage_costs(costs: Costs, sizes: TrainingSizes, parts: int = 0) -> Costs:
     """Return ``costs`` with recomputation and the share of each stage in the model's work.
 
     One factor applies to forward and backward alike. Factors in ``costs`` are kept, because they may be measured.
 
     Args:
         sizes: model with the layers of each stage, from :func:`split_layers`.
-        head_parts: parts of the head, one per device; 0: the last stage has the head.
+        parts: parts of the head, one per device; 0: the last stage has the head.
     """
     assert sizes.stage_layers is not None, "split_layers() comes first"
     repeated, is_included = sizes.repeated_share, bool(costs.measured.get("recomputes"))
@@ -120,13 +121,13 @@ def stage_costs(costs: Costs, sizes: TrainingSizes, head_parts: int = 0) -> Cost
     for first, end in pairwise(accumulate(sizes.stage_layers, initial=0)):
         recomputing = -(-end // every) - -(-first // every)  # multiples of the interval
         stage_cost.append((end - first) * whole + recomputing * added)
-    if not head_parts:
+    if not parts:
         stage_cost[-1] += sizes.head_work() * whole
     # Cost of a stage if the model were divided evenly and the head recomputed too.
     even_share = (sizes.num_layers + head_layers) * layer_cost / len(stage_cost)
     factors = tuple(round(cost / even_share, _DIGITS) for cost in stage_cost)
-    if head_parts and not costs.head:
-        share = head_layers / (sizes.num_layers + head_layers) * head_parts  # of 1/D of the model
+    if parts and not costs.head:
+        share = head_layers / (sizes.num_layers + head_layers) * parts  # of 1/D of the model
         head = _head_factors(costs, recomputed, share)
         recomputed = replace(recomputed, head=tuple(round(factor, _DIGITS) for factor in head))
     return recomputed if set(factors) == {1.0} else replace(recomputed, stages=factors)

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from ..errors import ScheduleError
 from ..pipe_schedules.placement import Placement
+from ..pipe_schedules.stage_kinds import HEAD_PART
 from ..recipes.models.config import TransformerConfig
 from ..recipes.models.field_flags import NO_FLAG, flag
 from .parameter_bytes import BUCKET, PRECISIONS, ParameterBytes, parameter_bytes
@@ -151,8 +152,8 @@ class TrainingSizes(TransformerConfig):
         parameters[0] += self.position_parameters
         parameters[-1] += self._norm_parameters(self.hidden_size)
         parameters[0] += self.embedding_parameters - self.tied_parameters(placement, placement.pipes[0][0])
-        if placement.head_parts:
-            parameters += [untied * self.head_part_parameters(placement)] * placement.head_parts
+        if parts := placement.stages_of_kind(HEAD_PART):
+            parameters += [untied * self.head_part_parameters(placement)] * len(parts)
         else:
             parameters[-1] += self.embedding_parameters if untied else 0
         return tuple(parameters)
@@ -168,7 +169,7 @@ class TrainingSizes(TransformerConfig):
 
     def head_part_parameters(self, placement: Placement) -> float:
         """Return the parameters of a part of the head on a rank, or of the whole head."""
-        return self.embedding_parameters / (placement.head_parts or 1)
+        return self.embedding_parameters / (len(placement.stages_of_kind(HEAD_PART)) or 1)
 
     def device_parameters(self, placement: Placement, device: int) -> float:
         """Return the parameters on a rank of ``device``, without those that a head of BERT has beside its weight."""
@@ -177,7 +178,7 @@ class TrainingSizes(TransformerConfig):
         firsts, lasts = held.count(0), held.count(placement.stages - 1)
         total = sum(layers[stage] for stage in held) * self.layer_parameters
         total += firsts * self.position_parameters + lasts * self._norm_parameters(self.hidden_size)
-        if placement.head_parts:
+        if HEAD_PART in placement.stage_kinds:
             # The parts of a tied head are rows of the embedding, on a device with both.
             is_inside = firsts and not self.untie_embeddings_and_output_weights
             parts = 0 if is_inside else len(placement.chunks[device]) - len(held)

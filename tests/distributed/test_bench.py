@@ -98,13 +98,13 @@ def test_a_head(parts: bool, slices: int) -> None:
     found: list[dict[str, Any]] = json.loads(done.stdout)
     assert [item["name"].partition(" in ")[0] for item in found] == names
     for name, item in zip(names, found, strict=True):
-        params, method = item["params"], get_schedule(name)
+        params, method = item["params"], get_schedule(name).dividing_head(parts)
         assert (params["head"], params["vocabulary_parallel_head"], item["repeats"]) == (0.5, parts, 2)
         assert params["sequence_slices"] == slices
         stages = method.placement(2).stages
         head = Costs(head=0.5) if parts else Costs(stages=(*(1.0,) * (stages - 1), 1 + 0.5 * stages / 2))
         costs = replace(head, forward=5.0, backward_input=5.0, backward_weight=5.0)
-        timetable = method.timetable(2, 4, {}, costs, slices, head_parts=parts)
+        timetable = method.timetable(2, 4, {}, costs, slices)
         steps = [simulate(timetable, replace(costs, comm=2.0, jitter=0.3, seed=seed)) for seed in (1, 2)]
         assert params["simulated"] == pytest.approx(statistics.median(step.makespan for step in steps))
         assert params["ideal"] == pytest.approx(steps[-1].ideal)
@@ -448,11 +448,11 @@ def test_a_schedule_that_plans_is_told_the_costs() -> None:
 
 @pytest.mark.parametrize("parts", [True, False])
 def test_a_schedule_that_plans_gets_the_head(parts: bool) -> None:
-    costs, method = Costs(forward=2.0, head=0.5), get_schedule("zb_v")
-    costs = costs_on(method.placement(2, None, parts), costs)
+    costs, method = Costs(forward=2.0, head=0.5), get_schedule("zb_v").dividing_head(parts)
+    costs = costs_on(method.placement(2), costs)
     assert costs.stages == (None if parts else (1.0, 1.0, 1.0, 2.0))
-    planned = method.timetable(2, 4, options_for("zb_v", costs), head_parts=parts)
-    assert planned == method.timetable(2, 4, {}, costs, head_parts=parts)
+    planned = method.timetable(2, 4, options_for("zb_v", costs))
+    assert planned == method.timetable(2, 4, {}, costs)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1"])

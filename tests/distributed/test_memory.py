@@ -112,9 +112,8 @@ def estimates(job: Job) -> list[int]:
     """Return the bytes that the planner estimates for every rank."""
     sizes = training_sizes(job.config(), job.model, 2, job.tp, job.dp, on_cpu=True)
     sizes = replace(sizes, sequence_parallel=job.model.sequence_parallel)
-    planned = get_schedule(job.schedule).timetable(
-        job.pp, job.micro_batches, slices=job.num_slices, head_parts=job.head_parts
-    )
+    schedule = get_schedule(job.schedule).dividing_head(job.head_parts)
+    planned = schedule.timetable(job.pp, job.micro_batches, slices=job.num_slices)
     devices = memory(planned, sizes)
     return [devices[job.layout.coordinates(rank)[0]].total for rank in range(job.world_size)]
 

@@ -50,13 +50,14 @@ class Body:
 
     def __init__(self, stage: int, compute: Forward, losses: Losses, device: torch.device) -> None:
         self.stage, self.compute, self.losses, self._device = stage, compute, losses, device
+        self.reads_data = stage == 0
 
     def start_step(self) -> None:
         pass
 
     def load(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
         inputs, labels = step.data.take(micro_batch)
-        if self.stage == 0:
+        if self.reads_data:
             buffer.inputs = self._slice(step, inputs, index)
         if self.has_labels and labels is not None:
             labels = step.sequences.shift_before_cut(self.losses.shift_labels, labels)
@@ -93,7 +94,7 @@ class Body:
     def backward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
         with step.sequences.backward(self.stage, micro_batch, index) as (roots, leaves):
             buffer.backward(step.scale, step.parameters, roots, leaves)
-        if self.stage == 0:
+        if self.reads_data:
             buffer.inputs = None
 
     def outputs_for(self, target: int, step: Step, buffer: Buffer, item: int) -> tuple[Tensor, ...]:

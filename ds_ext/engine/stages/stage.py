@@ -14,7 +14,8 @@ class Stage(Protocol):
     """Stage of a pipe on this rank: it computes on the buffers of live slices, which it is given.
 
     Messages name their two stages. ``outputs_for`` and ``accept`` are the two ends of a message of activations,
-    ``grads_for`` and ``accept_grads`` those of a message of gradients. A kind without one of these ops or messages lacks the method.
+    ``grads_for`` and ``accept_grads`` those of a message of gradients. A kind without one of these ops or messages
+    lacks the method.
     """
 
     def start_step(self) -> None:

@@ -19,6 +19,7 @@ from ...errors import ConfigError
 from ...pipe_schedules import Op, Placement, Timetable
 from ...pipe_schedules.costs import MEASURED_SIZES, Costs
 from ...pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
+from ...pipe_schedules.stage_kinds import HEAD_PART
 from .causes import Row
 from .read import Traces
 
@@ -61,7 +62,11 @@ def measure_costs(traces: Traces) -> Costs:
         "unit": "ms",
         "spread": {
             "stages": stage_times(spreads, placement.stages),
-            **({"head_part": _means_of_parts(spreads, placement)} if placement.head_parts else {}),
+            **(
+                {"head_part": _means_of_parts(spreads, placement)}
+                if HEAD_PART in placement.stage_kinds
+                else {}
+            ),
             **{key[0]: spreads[key] for key in (OVERHEAD, INSIDE, BETWEEN) if key in spreads},
         },
     }
@@ -97,7 +102,7 @@ def costs_of_ops(values: Mapping[Quantity, float], placement: Placement, **other
             [round(time / mean, _DIGITS) if time and mean else float(time is None) for time in column]
         )
         means.append(_rounded(mean * placement.stages / placement.devices_per_pipe))
-    head = _head_factors(values, placement, *means) if placement.head_parts else 0.0
+    head = _head_factors(values, placement, *means) if HEAD_PART in placement.stage_kinds else 0.0
     return Costs(*means, stages=tuple(zip(*columns, strict=True)), head=head, **others)
 
 
@@ -110,15 +115,16 @@ def _head_factors(
 ) -> tuple[float, float, float]:
     """Return the factors of the head from the means over its parts, whose forwards compute input gradients too."""
     part, gradient = _means_of_parts(values, placement)
-    both = round(placement.head_parts * part / (forward + backward_input or 1.0), _DIGITS)
-    return both, both, round(placement.head_parts * gradient / (weight or 1.0), _DIGITS)
+    count = len(placement.stages_of_kind(HEAD_PART))
+    both = round(count * part / (forward + backward_input or 1.0), _DIGITS)
+    return both, both, round(count * gradient / (weight or 1.0), _DIGITS)
 
 
 def _means_of_parts(values: Mapping[Quantity, float], placement: Placement) -> tuple[float, float]:
     """Return the means over the head parts of their forwards and of their weight gradients."""
 
     def mean(kind: str) -> float:
-        stages = range(placement.stages, placement.stages + placement.head_parts)
+        stages = placement.stages_of_kind(HEAD_PART)
         known = [values[kind, stage] for stage in stages if (kind, stage) in values]
         return statistics.fmean(known) if known else 0.0
 

@@ -27,6 +27,7 @@ from ..ops import (
     Op,
     slice_text,
 )
+from ..stage_kinds import StageRow
 from ..timetables import Program
 from .timetable import error_at
 
@@ -137,10 +138,24 @@ class DeviceCheck:
             messages.error = error
         return messages
 
+    @property
+    def _table(self) -> tuple[StageRow, ...]:
+        return self.program.timetable.placement.table
+
+    @cached_property
+    def _joined(self) -> dict[tuple[int, int], int]:
+        """(stage, bit of a content) -> number of stages that it gets this from, if they are several."""
+        counts = {
+            (stage, int(content)): len(near)
+            for stage, row in enumerate(self._table)
+            for content, near in ((Content.ACTIVATION, row.sources), (Content.GRADIENT, row.gradients))
+        }
+        return {key: count for key, count in counts.items() if count > 1}
+
     @cached_property
     def _rules(self) -> dict[str, tuple[_Rule, ...]]:
         """Name of an instruction -> its rule at every stage. SyncWeights has no rule: it belongs to no micro-batch."""
-        stages = range(self.program.timetable.placement.op_stages)
+        stages = range(len(self._table))
         first, later = _Rule(0, int(Content.ACTIVATION)), _Rule(0, int(Content.LABELS))
         computations = {
             COMPUTE_NAME[kind]: tuple(
@@ -157,14 +172,14 @@ class DeviceCheck:
         for name, (content, direction) in TRANSFERS.items():
             needs = 0 if direction == RECEIVE else int(_SOURCE_OF[content])
             transfers[name] = (_Rule(needs, int(content), direction),) * len(stages)
-        loads = tuple(later if stage else first for stage in stages)
+        loads = tuple(later if row.sources else first for row in self._table)
         return {"LoadMicroBatch": loads, **computations, **transfers}
 
     def _needs(self, kind: str, stage: int) -> Content:
         """Return the inputs of a computation: loaded data, and the results of its dependencies."""
         needs = Content(0)
         if kind in (FORWARD, RECOMPUTE):
-            if stage == 0:
+            if not self._table[stage].sources:
                 needs |= Content.ACTIVATION
             elif stage == self.program.timetable.placement.stages - 1:
                 needs |= Content.LABELS
@@ -176,9 +191,8 @@ class DeviceCheck:
         return needs
 
     def _result(self, kind: str, stage: int) -> Content:
-        """Return the result of a computation. The forward that joins head parts to the loss has all gradients."""
-        has_weights = self.program.timetable.placement.has_weights(stage)
-        return _RESULT_OF[kind] if has_weights else Content.INPUT_GRADIENT
+        """Return the result of a computation. The forward of a stage without backwards has all gradients."""
+        return _RESULT_OF[kind] if any(self._table[stage].kind.backwards) else Content.INPUT_GRADIENT
 
     def _error(self, sentence: str, device: int, op: Op | None) -> ScheduleError:
         return error_at(self.program.timetable, f"device {device} {sentence}", device, op)
@@ -203,10 +217,10 @@ class DeviceCheck:
         """Check that inputs exist and that no result is produced twice. Yield the sends and receives."""
         timetable, placement = self.program.timetable, self.program.timetable.placement
         stages, micro_batches, slices = placement.op_stages, timetable.micro_batches, timetable.slices
-        # (micro-batch, slice) -> head parts whose results the loss has.
-        parts: dict[tuple[int, int], set[int | None]] = {}
+        # (stage, bit of a content, micro-batch, slice) -> stages that it was got from.
+        sources: dict[tuple[int, int, int, int], set[int | None]] = {}
         available: dict[tuple[int, int, int], int] = {}
-        rules = self._rules
+        rules, joined = self._rules, self._joined
         for instruction in self.program.instructions[device]:
             name, m, stage, _, _, peer, _, _, j, other = instruction
             if stage is None or m is None:
@@ -239,12 +253,12 @@ class DeviceCheck:
                 if moves:
                     item = moved_item(instruction)
                     target = item.stage
-                    if not placement.has_weights(target):
-                        joined = parts.setdefault((m, j), set())
-                        if item.source in joined:
+                    if (target, result) in joined:
+                        got = sources.setdefault((target, result, m, j), set())
+                        if item.source in got:
                             raise self._error(f"gets the {item} twice.", device, error_op(self.program, item))
-                        joined.add(item.source)
-                        if len(joined) < placement.head_parts:
+                        got.add(item.source)
+                        if len(got) < joined[target, result]:
                             continue
                     have = available.get((target, m, j), 0)
                 if have & result:
@@ -310,7 +324,8 @@ class DeviceCheck:
 
 def error_op(program: Program, item: Item) -> Op:
     content, stage, m, j, _ = item
-    if content == Content.GRADIENT and program.timetable.placement.is_head_part(stage):
+    kind = program.timetable.placement.table[stage].kind
+    if content == Content.GRADIENT and kind.gradient_kind == FORWARD:
         return Op(BACKWARD_WEIGHT, m, stage, j)
     if content in (Content.GRADIENT, Content.INPUT_GRADIENT):
         return Op(program.timetable.dependencies.gradient_kind(stage, m), m, stage, j)

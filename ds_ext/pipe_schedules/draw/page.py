@@ -13,6 +13,7 @@ from typing import NamedTuple, cast
 from ...errors import ScheduleError
 from ..ops import Op
 from ..simulation import Simulation
+from ..stage_kinds import HEAD_PART
 from .svg import (
     BELOW,
     DARK,
@@ -200,7 +201,7 @@ def _legend(simulations: Sequence[Simulation], marks: Sequence[Sequence[Sequence
         items.append('<span><i class="data"></i>loading data</span>')
     if any(s.timetable.placement.stages > s.timetable.placement.num_devices for s in simulations):
         items.append(f'<span><i class="later"></i>{LATER}</span>')
-    if any(s.timetable.placement.head_parts for s in simulations):
+    if any(HEAD_PART in s.timetable.placement.stage_kinds for s in simulations):
         items.append(f"<span>{HEAD}</span>")
     for slices in sorted({s.timetable.slices for s in simulations} - {1}):
         count = shades(slices)

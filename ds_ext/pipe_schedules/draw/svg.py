@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op, slice_text
 from ..simulation import Simulation
+from ..stage_kinds import HEAD_PART
 from ..timetables import Timetable
 
 WORDS = {
@@ -387,7 +388,7 @@ def _legend(timetable: Timetable, has_collectives: bool, width: float, y: float)
         items.append(('<rect class="muted" y="7" width="13" height="2"/>', 13, LATER))
     if has_collectives:
         items.append(('<rect class="text" y="4" width="13" height="3"/>', 13, BELOW))
-    if timetable.placement.head_parts:
+    if HEAD_PART in timetable.placement.stage_kinds:
         items.append(("", -5, HEAD))
     if timetable.slices > 1:
         count, kind = shades(timetable.slices), kinds_of(timetable)[0]

@@ -289,7 +289,7 @@ def _device_bound(workload: Workload, device: int, counts: list[int]) -> float:
     )
     stages = workload.placement.stages  # parts of the head start later
     start = min(workload.earliest_starts[pipe][FORWARD][stage] for pipe, stage in chunks if stage < stages)
-    if workload.split or workload.placement.head_parts:
+    if workload.split or workload.placement.rows:
         return start + busy
     return start + busy + min(_time_to_stage_0(workload, pipe, stage) for pipe, stage in chunks)
 

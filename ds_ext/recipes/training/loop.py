@@ -398,7 +398,7 @@ class Trainer:
         words = [timetable.schedule, "--num-devices", str(timetable.placement.devices_per_pipe)]
         words += ["--micro-batches", str(timetable.micro_batches)]
         words += ["--sequence-slices", str(timetable.slices)] if timetable.slices > 1 else []
-        words += ["--vocabulary-parallel-head"] if timetable.placement.head_parts else []
+        words += ["--vocabulary-parallel-head"] if self.plan.schedule.divides_head else []
         if schedule != AUTO:
             for key, value in self.plan.options.items():
                 words += ["--option", f"{key}={value}"]

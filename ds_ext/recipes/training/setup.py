@@ -439,7 +439,6 @@ def _fitting_slices(plan: JobPlan, sizes: TrainingSizes, device: int, free: int)
                 plan.sizes.micro_batches,
                 plan.options,
                 slices=slices,
-                head_parts=plan.settings.vocabulary_parallel_head,
             )
             if memory(timetable, sizes)[device].total <= free:
                 return slices

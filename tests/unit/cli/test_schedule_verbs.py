@@ -16,9 +16,9 @@ from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.grid import order_grid, time_grid
-from ds_ext.pipe_schedules.files import schedule_of_file
+from ds_ext.pipe_schedules.files import dump, schedule_of_file
 from ds_ext.pipe_schedules.inference import forward_timetable
-from ds_ext.pipe_schedules.lowering import dump, lower
+from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.memory import memory
 from ds_ext.planner.named_models import MODELS

@@ -82,7 +82,7 @@ def test_messages_of_head_parts_have_arrows_and_names(
 ) -> None:
     costs = Costs(1, 1.2, 0.8, 0.05, head=20.0)
     for name in ("1f1b", "bitpipe_zb"):
-        simulation = simulate(get_schedule(name).timetable(4, 8, costs=costs, head_parts=True), costs)
+        simulation = simulate(get_schedule(name).dividing_head().timetable(4, 8, costs=costs), costs)
         folder, stages = tmp_path / name, simulation.timetable.placement.stages
         write_traces(folder, simulation)
         merged = merge(read_traces(folder), tmp_path / "all.json")

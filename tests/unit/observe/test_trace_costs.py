@@ -90,7 +90,7 @@ def test_whole_backwards_give_each_half_half_the_time(
 
 def test_parts_of_a_head_have_factors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     costs = Costs(1, 1.2, 0.8, head=(2.0, 2.0, 5.0))
-    parts = get_schedule("zb_v").timetable(4, 8, costs=costs, head_parts=True)
+    parts = get_schedule("zb_v").dividing_head().timetable(4, 8, costs=costs)
     write_traces(tmp_path, simulate(parts, costs))
     measured = measure_costs(read_traces(tmp_path))
     for kind, times in costs.durations(parts.placement).items():

@@ -17,12 +17,12 @@ KEYS = {
     "BackwardPass": HERE | {"chunk"},
     "BackwardInput": HERE | {"chunk"},
     "BackwardWeight": HERE | {"chunk"},
-    "SendActivation": HERE | {"peer"},
-    "RecvActivation": HERE | {"peer"},
-    "SendGrad": HERE | {"peer"},
-    "RecvGrad": HERE | {"peer"},
-    "CopyActivation": HERE,
-    "CopyGrad": HERE,
+    "SendActivation": HERE | {"peer", "other_stage"},
+    "RecvActivation": HERE | {"peer", "other_stage"},
+    "SendGrad": HERE | {"peer", "other_stage"},
+    "RecvGrad": HERE | {"peer", "other_stage"},
+    "CopyActivation": HERE | {"other_stage"},
+    "CopyGrad": HERE | {"other_stage"},
     "ReduceTiedGrads": {"op"},
     "ReduceGrads": {"op"},
     "OptimizerStep": {"op"},
@@ -56,7 +56,8 @@ class DumpChecker:
 
     def check_shape(self) -> None:
         sizes = ("stages", "devices", "micro_batches", "model_stages", *["slices"] * (self.slices > 1))
-        assert tuple(self.dump) == ("schedule", *sizes, "chunks", "ranks")
+        assert tuple(self.dump) == ("version", "schedule", *sizes, "chunks", "ranks")
+        assert self.dump["version"] == 2
         assert len(self.dump["ranks"]) == self.dump["stages"] == self.dump["devices"]
         for chunk in self.dump["chunks"]:
             assert list(chunk) == ["rank", "device", "chunk", "stage", "pipe"]
@@ -98,7 +99,8 @@ class DumpChecker:
             step = {"SendGrad": -1, "RecvActivation": -1, "CopyGrad": -1}.get(x["op"], step)
             if step is not None:
                 assert self.home[x["stage"], x["pipe"]] == rank
-                other = self.home[x["stage"] + step, x["pipe"]]
+                assert x["other_stage"] == x["stage"] + step, x
+                other = self.home[x["other_stage"], x["pipe"]]
                 assert other == x.get("peer", rank), x
                 assert (other == rank) == x["op"].startswith("Copy")
 

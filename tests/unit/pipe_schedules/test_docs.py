@@ -91,7 +91,7 @@ def test_the_table_of_heads(row: tuple[str, ...]) -> None:
         simulation = simulate(method.timetable(devices, n, costs=stages), stages)
         assert cut == head_cell(simulation, even)
         costs = Costs(head=head / 4)
-        simulation = simulate(method.timetable(devices, n, costs=costs, head_parts=True), costs)
+        simulation = simulate(method.dividing_head().timetable(devices, n, costs=costs), costs)
         assert parts == head_cell(simulation, even * (1 + head / layers))
 
 

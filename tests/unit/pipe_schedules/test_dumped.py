@@ -11,8 +11,8 @@ import pytest
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Op, Placement, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.files import read_timetable, schedule_of_file
-from ds_ext.pipe_schedules.lowering import dump, lower
+from ds_ext.pipe_schedules.files import dump, read_timetable, schedule_of_file
+from ds_ext.pipe_schedules.lowering import lower
 
 PLACEMENTS = ["linear", "interleaved", "v", "bidirectional_v"]
 
@@ -26,6 +26,21 @@ def test_a_dump_is_a_timetable_file(placement: str, tmp_path: Path) -> None:
     assert schedule_of_file(path).make_dynamic_rules(4, 8) is None
     with pytest.raises(ScheduleError, match=r"options .*policy"):
         schedule_of_file(path).timetable(4, 8, {"policy": "depth"})
+
+
+@pytest.mark.parametrize("divides_head", [False, True])
+def test_a_dump_of_version_1_is_read(divides_head: bool, tmp_path: Path) -> None:
+    """It has no version, and ``other_stage`` only in messages and copies to and from parts of a head."""
+    made = get_schedule("zb_v").dividing_head(divides_head).timetable(2, 4)
+    old: Any = dump(lower(made))
+    assert old.pop("version") == 2
+    for instruction in (instruction for row in old["ranks"] for instruction in row):
+        ends = instruction.get("stage", 0), instruction.get("other_stage", 0)
+        if max(ends) < made.placement.stages:
+            instruction.pop("other_stage", None)
+    path = tmp_path / "order.json"
+    path.write_text(json.dumps(old))
+    assert read_timetable(path) == made
 
 
 def test_a_device_of_a_dump_may_have_no_chunk(tmp_path: Path) -> None:
@@ -49,6 +64,7 @@ def test_a_dump_numbers_its_devices() -> None:
         (lambda d: d.pop("chunks"), "'chunks'"),
         (lambda d: d.update(micro_batches="4"), "micro_batches '4'"),
         (lambda d: d["chunks"].pop(), r"chunks .* 0\.\.0, stages is 2"),
+        (lambda d: d.update(version=3), "version 3"),
         (lambda d: d["ranks"].pop(), "ranks .*2 .*got 1"),
         (lambda d: d["chunks"][0].update(rank=7), r"chunks .* 1\.\.7, stages is 2"),
         (lambda d: d["chunks"][0].update(rank=-1), r"chunks .* -1\.\.1, stages is 2"),

@@ -15,11 +15,11 @@ from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, get_schedule
 from ds_ext.pipe_schedules.checks.program import check
 from ds_ext.pipe_schedules.costs import TYPICAL_HEAD, Costs, dump_costs, load_costs, parse_costs
-from ds_ext.pipe_schedules.files import read_dump, schedule_of_file
+from ds_ext.pipe_schedules.files import dump, read_dump, schedule_of_file
 from ds_ext.pipe_schedules.gathers import with_waits
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.list_scheduling import head_parts
-from ds_ext.pipe_schedules.lowering import dump, lower
+from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.reductions import eager_reductions, with_reductions
 from ds_ext.pipe_schedules.simulation import peak_stages, simulate
 from ds_ext.pipe_schedules.text import dumps, loads, torch_csv
@@ -36,7 +36,8 @@ LAYERS = 4  # per device
 def made(name: str, devices: int, micro_batches: int, head: float = 0.5, slices: int = 1) -> Timetable:
     """Return a timetable with head parts, planned for a head of this cost factor."""
     options = {"mode": "greedy"} if name == "bitpipe" and slices > 1 else {}
-    return get_schedule(name).timetable(devices, micro_batches, options, Costs(head=head), slices, True)
+    schedule = get_schedule(name).dividing_head()
+    return schedule.timetable(devices, micro_batches, options, Costs(head=head), slices)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_a_missing_op_of_the_head_is_an_error(missing: Op) -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_forward_devices_and_orders_of_run_time_have_no_parts(name: str) -> None:
     with pytest.raises(ScheduleError, match=rf"{name}: vocabulary_parallel_head "):
-        get_schedule(name).timetable(4, 8, head_parts=True)
+        get_schedule(name).dividing_head().timetable(4, 8)
     section = {"schedule": name, "pipeline_parallel_size": 4, "vocabulary_parallel_head": True}
     with pytest.raises(ConfigError, match="vocabulary_parallel_head"):
         make_job_plan(load_config({"train_batch_size": 8, "ds_ext": section}))
@@ -147,7 +148,7 @@ def test_a_file_with_parts_needs_the_key(tmp_path: Path) -> None:
     path = tmp_path / "head.txt"
     path.write_text(dumps(timetable))
     schedule = schedule_of_file(path)
-    assert schedule.timetable(2, 4, head_parts=True) == timetable
+    assert schedule.dividing_head().timetable(2, 4) == timetable
     with pytest.raises(ScheduleError, match="vocabulary_parallel_head"):
         schedule.timetable(2, 4)
     with pytest.raises(ScheduleError, match="2"):
@@ -262,12 +263,12 @@ def test_a_head_has_a_time_without_costs() -> None:
 def test_a_limit_prevents_a_further_activation(name: str, peak: float) -> None:
     schedule, costs = get_schedule(name), Costs(head=0.5)
     free, limited = (
-        simulate(schedule.timetable(4, 8, options, costs, head_parts=True), costs)
+        simulate(schedule.dividing_head().timetable(4, 8, options, costs), costs)
         for options in ({}, {"max_activations": peak})
     )
     assert (max(free.peak_activations), max(limited.peak_activations)) == (peak + 1, peak)
     with pytest.raises(ScheduleError, match=rf"max_activations .*{peak:g} \(got 3\)"):
-        schedule.timetable(4, 8, {"max_activations": 3}, costs, head_parts=True)
+        schedule.dividing_head().timetable(4, 8, {"max_activations": 3}, costs)
     with pytest.raises(ScheduleError, match="max_activations"):
         schedule.timetable(4, 8, {"max_activations": peak})
     section = {"schedule": name, "pipeline_parallel_size": 4, "vocabulary_parallel_head": True}

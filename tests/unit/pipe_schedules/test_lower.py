@@ -13,8 +13,9 @@ import pytest
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Instruction, Op, Program, Timetable, timetable
 from ds_ext.pipe_schedules.checks.program import check
+from ds_ext.pipe_schedules.files import dump
 from ds_ext.pipe_schedules.inference import forward_timetable
-from ds_ext.pipe_schedules.lowering import dump, lower
+from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.placement import (
     Placement,
     bidirectional_linear,
@@ -89,6 +90,7 @@ def test_the_dump_of_two_ranks_in_full() -> None:
     there = {"micro_batch": 0, "stage": 1, "pipe": 0}
     tail = [{"op": "ReduceTiedGrads"}, {"op": "ReduceGrads"}, {"op": "OptimizerStep"}]
     assert dumped(lower(timetable("1f1b", 2, 1))) == {
+        "version": 2,
         "schedule": "1f1b",
         "stages": 2,
         "devices": 2,
@@ -102,17 +104,17 @@ def test_the_dump_of_two_ranks_in_full() -> None:
             [
                 {"op": "LoadMicroBatch", **where},
                 {"op": "ForwardPass", **where, "chunk": 0},
-                {"op": "SendActivation", **where, "peer": 1},
-                {"op": "RecvGrad", **where, "peer": 1},
+                {"op": "SendActivation", **where, "peer": 1, "other_stage": 1},
+                {"op": "RecvGrad", **where, "peer": 1, "other_stage": 1},
                 {"op": "BackwardPass", **where, "chunk": 0},
                 *tail,
             ],
             [
                 {"op": "LoadMicroBatch", **there},
-                {"op": "RecvActivation", **there, "peer": 0},
+                {"op": "RecvActivation", **there, "peer": 0, "other_stage": 0},
                 {"op": "ForwardPass", **there, "chunk": 0},
                 {"op": "BackwardPass", **there, "chunk": 0},
-                {"op": "SendGrad", **there, "peer": 0},
+                {"op": "SendGrad", **there, "peer": 0, "other_stage": 0},
                 *tail,
             ],
         ],

@@ -16,9 +16,9 @@ from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Op, Program, Schedule, Timetable, get_schedule
 from ds_ext.pipe_schedules.checks.program import check
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.files import read_dump
+from ds_ext.pipe_schedules.files import dump, read_dump
 from ds_ext.pipe_schedules.inference import forward_timetable
-from ds_ext.pipe_schedules.lowering import dump, lower
+from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.pipe_schedules.text import dumps, loads
 from ds_ext.planner.memory import memory
@@ -59,14 +59,13 @@ def options_of(schedule: Schedule) -> st.SearchStrategy[dict[str, object]]:
 
 @cache
 def made_for(
-    name: str, ranks: int, micro_batches: int, slices: int, head_parts: bool = False
+    name: str, ranks: int, micro_batches: int, slices: int, divides_head: bool = False
 ) -> Timetable | None:
     """Return a timetable, or None if the schedule does not support the sizes."""
     options = {"mode": "greedy"} if name == "bitpipe" and slices > 1 else {}
     try:
-        return get_schedule(name).timetable(
-            ranks, micro_batches, options, slices=slices, head_parts=head_parts
-        )
+        schedule = get_schedule(name).dividing_head(divides_head)
+        return schedule.timetable(ranks, micro_batches, options, slices=slices)
     except ScheduleError:
         return None
 
@@ -76,9 +75,9 @@ def timetables(
     ranks: range,
     micro_batches: range,
     slices: range,
-    head_parts: tuple[bool, ...] = (False,),
+    divides_head: tuple[bool, ...] = (False,),
 ) -> st.SearchStrategy[Timetable]:
-    sizes = (ranks, micro_batches, slices, head_parts)
+    sizes = (ranks, micro_batches, slices, divides_head)
     made = st.builds(made_for, st.sampled_from(names), *map(st.sampled_from, sizes))
     return made.filter(lambda made: made is not None)  # pyright: ignore[reportReturnType]
 
@@ -99,15 +98,15 @@ TIMETABLES = timetables(sorted(SCHEDULES), range(2, 5), range(2, 9), range(1, 2)
     n=st.integers(-1, 20),
     slices=st.sampled_from([1, 1, 2, 3, 4, 0]),
     costs=COSTS,
-    head_parts=st.booleans(),
+    divides_head=st.booleans(),
 )
 def test_a_request_is_a_sound_timetable_or_an_error_with_a_number(
-    data: st.DataObject, name: str, ranks: int, n: int, slices: int, costs: Costs, head_parts: bool
+    data: st.DataObject, name: str, ranks: int, n: int, slices: int, costs: Costs, divides_head: bool
 ) -> None:
-    schedule = get_schedule(name)
+    schedule = get_schedule(name).dividing_head(divides_head)
     options = data.draw(options_of(schedule))
     try:
-        made = schedule.timetable(ranks, n, options, costs, slices, head_parts)
+        made = schedule.timetable(ranks, n, options, costs, slices)
     except ScheduleError as error:
         assert any(c.isdigit() for c in str(error))
         return

@@ -61,10 +61,10 @@ TRAIN = {
 @cache
 def step(name: str, devices: int, micro_batches: int) -> tuple[Simulation, tuple[DeviceMemory, ...]]:
     """Return a simulated step of Llama 3 8B with head parts, and its memory."""
-    placement = get_schedule(name).placement(devices, {}, True)
+    placement = get_schedule(name).dividing_head().placement(devices)
     sizes = split_layers(LLAMA, placement, name)
     costs = stage_costs(Costs(), sizes, devices)
-    timetable = get_schedule(name).timetable(devices, micro_batches, costs=costs, head_parts=True)
+    timetable = get_schedule(name).dividing_head().timetable(devices, micro_batches, costs=costs)
     return simulate(timetable, costs), memory(timetable, sizes)
 
 
@@ -78,7 +78,7 @@ def test_a_head_of_llama_3_8b() -> None:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("text", ["f=1,b=1,w=1", "f=2,b=3,w=1"])
 def test_a_part_computes_three_products(recompute: str, text: str) -> None:
-    placement = get_schedule("zb_v").placement(8, {}, True)
+    placement = get_schedule("zb_v").dividing_head().placement(8)
     base = read_costs(text)
     sizes = split_layers(replace(LLAMA, recompute=recompute), placement, "zb_v")
     times = stage_costs(base, sizes, 8).durations(placement)
@@ -94,12 +94,13 @@ def test_a_chunked_loss_changes_nothing() -> None:
     sizes = replace(LLAMA, stage_layers=(2,) * 16)
     chunked = replace(sizes, chunked_loss=True)
     assert stage_costs(Costs(), sizes, 8) == stage_costs(Costs(), chunked, 8)
-    assert stage_activations(sizes, 16, head_parts=8) == stage_activations(chunked, 16, head_parts=8)
+    placement = get_schedule("zb_v").dividing_head().placement(8)
+    assert stage_activations(sizes, placement) == stage_activations(chunked, placement)
 
 
 @pytest.mark.parametrize(("name", "pipes"), [("1f1b", 1), ("bitpipe_zb", 2)])
 def test_every_device_holds_a_part_per_pipe(name: str, pipes: int) -> None:
-    placement = get_schedule(name).placement(8, {}, True)
+    placement = get_schedule(name).dividing_head().placement(8)
     sizes = split_layers(LLAMA, placement, name)
     found = rank_parameters(sizes, placement)
     assert sum(found) == pytest.approx(pipes * model_parameters(LLAMA))
@@ -111,7 +112,10 @@ def test_every_device_holds_a_part_per_pipe(name: str, pipes: int) -> None:
 
 def test_a_part_keeps_its_inputs_and_logits_until_its_weight_gradient() -> None:
     sizes = replace(LLAMA, stage_layers=(2,) * 16)
-    with_head, stages = stage_activations(sizes, 16), stage_activations(sizes, 16, head_parts=8)
+    schedule = get_schedule("zb_v")
+    with_head, stages = (
+        stage_activations(sizes, one.placement(8)) for one in (schedule, schedule.dividing_head())
+    )
     hidden, logits = 2 * 8192 * 4096, 2 * 8192 * 128256
     assert len(stages) == 16 + 8 + 1 and stages[:15] == with_head[:15]
     assert with_head[15].kept - stages[15].kept == logits + hidden  # the norm stays
@@ -123,7 +127,7 @@ def test_a_part_keeps_its_inputs_and_logits_until_its_weight_gradient() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_v", "bitpipe_zb", "interleaved"])
 def test_messages_are_those_of_the_program(name: str) -> None:
-    timetable = get_schedule(name).timetable(4, 8, head_parts=True)
+    timetable = get_schedule(name).dividing_head().timetable(4, 8)
     placement = timetable.placement
     sends: Counter[tuple[int, int]] = Counter()
     for device, instructions in enumerate(lower(timetable).instructions):
@@ -137,7 +141,7 @@ def test_messages_are_those_of_the_program(name: str) -> None:
 
 def test_the_loss_gets_two_tensors_of_a_part() -> None:
     costs = Costs(comm=0.25, head=2.0)
-    simulation = simulate(get_schedule("1f1b").timetable(2, 1, costs=costs, head_parts=True), costs)
+    simulation = simulate(get_schedule("1f1b").dividing_head().timetable(2, 1, costs=costs), costs)
     spans = {str(op): (start, end) for row in simulation.spans for op, start, end in row}
     assert spans["F0@2"] == (2.5, 4.5) and spans["F0@3"] == (2.25, 4.25)
     assert spans["F0@4"] == (5, 5) and spans["B0@1"] == (5, 7)
@@ -149,7 +153,7 @@ def test_the_loss_gets_two_tensors_of_a_part() -> None:
 @pytest.mark.parametrize("slices", [1, 3])
 def test_no_order_is_shorter_than_the_bound(name: str, costs: Costs, slices: int) -> None:
     options = {"mode": "greedy"} if name == "bitpipe" else {}
-    timetable = get_schedule(name).timetable(4, 8, options, costs, slices, head_parts=True)
+    timetable = get_schedule(name).dividing_head().timetable(4, 8, options, costs, slices)
     for split in (False, True):
         split = split and bool(timetable.split_backwards)
         workload = Workload(timetable.placement, 8, costs, split, slices=slices)
@@ -212,7 +216,7 @@ def test_a_tied_head_has_parts() -> None:
 @pytest.mark.parametrize(("name", "local"), [("1f1b", 1), ("zb_v", 1), ("bitpipe_zb", 2)])
 def test_the_parts_of_a_tied_head_are_rows_of_the_embedding(name: str, local: int) -> None:
     """``local`` parts are on the device of the embedding."""
-    placement = get_schedule(name).placement(8, {}, True)
+    placement = get_schedule(name).dividing_head().placement(8)
     sizes = split_layers(replace(LLAMA, untie_embeddings_and_output_weights=False), placement, name)
     layers = 4 * local * LLAMA.layer_parameters
     part = LLAMA.embedding_parameters / 8
@@ -225,7 +229,7 @@ def test_the_parts_of_a_tied_head_are_rows_of_the_embedding(name: str, local: in
     assert sum(reduced) == pytest.approx(model_parameters(sizes) - tied[0])
     assert reduced[-8:] == (0.0,) * 8
     lookup, untied = (
-        stage_activations(replace(one, stage_layers=sizes.stage_layers), placement.stages, head_parts=8)[0]
+        stage_activations(replace(one, stage_layers=sizes.stage_layers), placement)[0]
         for one in (sizes, LLAMA)
     )
     assert lookup.kept == untied.kept and lookup.deferred == untied.deferred
@@ -250,7 +254,7 @@ HEAD = [*SIZES, "--vocabulary-parallel-head"]
 
 def test_pictures_name_the_parts() -> None:
     costs = Costs(head=4.0)
-    simulation = simulate(get_schedule("1f1b").timetable(4, 4, costs=costs, head_parts=True), costs)
+    simulation = simulate(get_schedule("1f1b").dividing_head().timetable(4, 4, costs=costs), costs)
     rows = time_grid(simulation).splitlines()
     for row in rows:
         assert [row.split().count(text) for text in ("0h", '0h"', "3h", '3h"')] == [1, 1, 1, 1]
@@ -290,7 +294,7 @@ def test_messages_have_a_sum_of_bytes(capsys: pytest.CaptureFixture[str]) -> Non
     for more in ([], ["--forward-only"]):
         assert main(["simulate", "1f1b", *HEAD, "--model", "llama-3-8b", *more]) == 0
         size = re.search(r"messages +\d+, ([\d.]+) GB", capsys.readouterr().out)
-        placement = get_schedule("1f1b").placement(4, {}, True)
+        placement = get_schedule("1f1b").dividing_head().placement(4)
         tensors = messages_between(placement, 4).total()
         if more:  # 3 links, 3 parts with one tensor each, which return two
             tensors = 4 * (3 + 3 + 2 * 3)

@@ -219,7 +219,7 @@ BACKWARD, FIRST_HALF = 16 * 40 + WEIGHT, 16 * 72
 
 
 def test_passes_of_a_stage() -> None:
-    middle = stage_activations(replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2)), 3)[1]
+    middle = stage_activations(replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2)), linear(3))[1]
     assert (middle.kept, middle.deferred) == (2 * KEPT, 2 * DEFERRED)
     assert (middle.forward, middle.backward) == (2 * KEPT + 16 * 24, BACKWARD)
     assert (middle.backward_input, middle.backward_weight) == (FIRST_HALF, 2 * WEIGHT)
@@ -227,22 +227,22 @@ def test_passes_of_a_stage() -> None:
 
 def test_a_recomputed_stage_keeps_inputs_until_its_first_half_and_everything_until_the_second() -> None:
     sizes = replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2), recompute="full")
-    full = stage_activations(sizes, 3)[1]
+    full = stage_activations(sizes, linear(3))[1]
     assert (full.kept, full.deferred) == (2 * 16 * 8, 2 * DEFERRED)
     assert full.backward == KEPT - 16 * 8 + BACKWARD  # of the layer that it computes again
     assert full.backward_input == DEFERRED - 16 * 8 + KEPT - 16 * 8 + FIRST_HALF
     odd = replace(sizes, recompute_interval=4)
-    assert [stage.kept for stage in stage_activations(odd, 3)][:2] == [16 * 8 + KEPT, 2 * KEPT]
+    assert [stage.kept for stage in stage_activations(odd, linear(3))][:2] == [16 * 8 + KEPT, 2 * KEPT]
 
 
 def test_logits_and_their_gradient_count_together() -> None:
     """128 rows of the vocabulary, 16 tokens: 4096 bytes in 16 bits, and fp32 logits of one chunk."""
-    last = stage_activations(replace(PLAIN, num_layers=2, stage_layers=(1, 1)), 2)[1]
+    last = stage_activations(replace(PLAIN, num_layers=2, stage_layers=(1, 1)), linear(2))[1]
     assert last.kept == KEPT + 16 * 16 + 4096
     assert last.backward == 4096 + 2 * 4096
     large = replace(PLAIN, num_layers=2, stage_layers=(1, 1), seq_length=1 << 16, vocab_size=1280)
     logits = (1 << 17) * 2 * 1280
-    assert stage_activations(large, 2)[1].backward == logits + 2 * logits / 16
+    assert stage_activations(large, linear(2))[1].backward == logits + 2 * logits / 16
 
 
 def test_the_backward_of_the_last_norm_counts() -> None:
@@ -250,7 +250,7 @@ def test_the_backward_of_the_last_norm_counts() -> None:
     sizes = replace(
         PLAIN, num_layers=2, stage_layers=(1, 1), hidden_size=64, seq_length=1 << 16, normalization="RMSNorm"
     )
-    assert stage_activations(sizes, 2)[1].backward == (1 << 17) * 768
+    assert stage_activations(sizes, linear(2))[1].backward == (1 << 17) * 768
 
 
 def test_slices_add_gradients_of_keys_in_the_attention() -> None:
@@ -261,7 +261,7 @@ def test_slices_add_gradients_of_keys_in_the_attention() -> None:
     sizes = replace(PLAIN, num_layers=6, stage_layers=(2, 2, 2), recompute="full")
     tokens = sizes.seq_length
     third, ninth, tenth = (
-        stage_activations(sizes, 3, index * tokens, (9 - index) * tokens)[1] for index in (2, 8, 9)
+        stage_activations(sizes, linear(3), index * tokens, (9 - index) * tokens)[1] for index in (2, 8, 9)
     )
     assert third.kept == 2 * 16 * (8 + 16)
     assert third.backward == 16 * 168 + WEIGHT
