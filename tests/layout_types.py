@@ -837,8 +837,10 @@ def checked() -> Iterator[None]:
             current[-1].sent(kind, tensors, stage, item, targets)
         original(messages, kind, tensors, stage, item, device)
 
-    def receive(original: Any, messages: StageMessages, kind: int, stage: int, item: int, device: int) -> Any:
-        tensors = original(messages, kind, stage, item, device)
+    def receive(
+        original: Any, messages: StageMessages, kind: int, stage: int, item: int, device: int, source: int
+    ) -> Any:
+        tensors = original(messages, kind, stage, item, device, source)
         if current:
             current[-1].received(kind, tensors, stage, item, messages.global_rank(device))
         return tensors

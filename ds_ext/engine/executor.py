@@ -200,6 +200,7 @@ class Executor:
                     instruction.stage,
                     self._step.item(instruction.micro_batch, instruction.source.slice),
                     instruction.peer,
+                    instruction.other_stage,
                 )
                 yield _Call(post, instruction, (), ())
             waiting.append(self._bind(instruction, observers))
@@ -253,7 +254,7 @@ class Executor:
         self, buffer_id: int, stage: int, micro_batch: int, peer: int, other_stage: int, slice: int = 0
     ) -> None:
         item = self._step.item(micro_batch, slice)
-        tensors = self.messages.receive(MessageKind.ACTIVATION, stage, item, peer)
+        tensors = self.messages.receive(MessageKind.ACTIVATION, stage, item, peer, other_stage)
         self.stages[stage].accept(other_stage, self.buffers[buffer_id], tensors)
 
     def send_grads(
@@ -267,7 +268,7 @@ class Executor:
         self, buffer_id: int, stage: int, micro_batch: int, peer: int, other_stage: int, slice: int = 0
     ) -> None:
         item = self._step.item(micro_batch, slice)
-        grads = self.messages.receive(MessageKind.GRADIENT, stage, item, peer)
+        grads = self.messages.receive(MessageKind.GRADIENT, stage, item, peer, other_stage)
         self.stages[stage].accept_grads(other_stage, self.buffers[buffer_id], grads)
 
     def copy_activation(

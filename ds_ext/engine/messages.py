@@ -44,19 +44,21 @@ class StageMessages:
         self.transport, self.layout, self.rank = transport, layout, rank
         self._count = count
         _, self._data, self._tensor = layout.coordinates(rank)
-        self._tickets: dict[tuple[int, int], Ticket] = {}  # by device and tag
+        self._tickets: dict[tuple[int, int], Ticket] = {}  # by sending stage and tag
         # By device: the ranks that this rank sends to, and the one it receives from.
         self._peers: dict[int, tuple[int, ...]] = {}
         self._sources: dict[int, int] = {}
 
-    def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> None:
-        """Post the receive of a message early, so that its transfer overlaps with computation."""
+    def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int, source: int) -> None:
+        """Post the receive of a message from stage ``source`` early, so that its transfer overlaps with computation."""
         tag = _tag(kind, stage, micro_batch)
-        self._tickets[device, tag] = self.transport.recv(self.global_rank(device), tag)
+        self._tickets[source, tag] = self.transport.recv(self.global_rank(device), tag)
 
-    def receive(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> tuple[Tensor, ...]:
+    def receive(
+        self, kind: MessageKind, stage: int, micro_batch: int, device: int, source: int
+    ) -> tuple[Tensor, ...]:
         """Wait for a message whose receive was posted. Returns its tensors."""
-        tensors = self._tickets.pop((device, _tag(kind, stage, micro_batch))).wait()
+        tensors = self._tickets.pop((source, _tag(kind, stage, micro_batch))).wait()
         if self._count is not None:
             self._count(tensors)
         return tensors

@@ -119,7 +119,7 @@ class Dependencies:
         """Return the (kind, stage) pairs that depend on an op, its own stage first."""
         names = {(kind, stage), (BACKWARD, stage)} if kind == BACKWARD_INPUT else {(kind, stage)}
         last, readers = len(self._table) - 1, self.placement.readers[stage]
-        # After its own stage, the two next to it, on the way of most messages.
+        # The two stages next to it come before the others.
         return [
             (consumer, near)
             for near in dict.fromkeys((stage, max(stage - 1, 0), min(stage + 1, last), *readers))

@@ -18,6 +18,7 @@ from .ops import COMPUTE_NAME, FORWARD, RECOMPUTE, Instruction, Op
 from .placement import Placement
 from .timetables import Program, Timetable
 
+_Message = tuple[Op, int]  # op that receives it, stage that sends it
 AFTER_BACKWARDS = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 
 
@@ -38,17 +39,17 @@ def lower(timetable: Timetable) -> Program:
     return Program(timetable, tuple(instructions), tuple(num_buffers))
 
 
-def _messages_by_link(timetable: Timetable) -> list[dict[int, list[Op]]]:
+def _messages_by_link(timetable: Timetable) -> list[dict[int, list[_Message]]]:
     """Return the messages of each link in the order of the sends, by receiver and sender.
 
-    A message is represented by the op that receives it. Activations and gradients share a link.
+    Activations and gradients share a link.
     """
-    messages: list[dict[int, list[Op]]] = [{} for _ in timetable.orders]
+    messages: list[dict[int, list[_Message]]] = [{} for _ in timetable.orders]
     for device, order in enumerate(timetable.orders):
         for op in order:
             for consumer, to in timetable.dependencies.consumers(op):
                 if to != device:
-                    messages[to].setdefault(device, []).append(consumer)
+                    messages[to].setdefault(device, []).append((consumer, op.stage))
     return messages
 
 
@@ -71,13 +72,13 @@ class Lowering:
     """
 
     def __init__(
-        self, device: int, timetable: Timetable, messages: dict[int, list[Op]] | None = None
+        self, device: int, timetable: Timetable, messages: dict[int, list[_Message]] | None = None
     ) -> None:
         self.device = device
         self.timetable = timetable
         self.buffers = _Buffers()
         self._messages = None if messages is None else {peer: iter(ops) for peer, ops in messages.items()}
-        self._early: set[tuple[Op, int]] = set()  # (op, sender) of messages received before an earlier op
+        self._early: set[_Message] = set()  # received before an earlier op
 
     def add(self, op: Op) -> list[Instruction]:
         """Append ``op``: return its load or receives, computation, and sends or copies, and update the buffers."""
@@ -85,9 +86,9 @@ class Lowering:
         dependencies, placement = self.timetable.dependencies, self.timetable.placement
         if op.kind in (FORWARD, RECOMPUTE) and placement.loads(op.stage):
             instructions.append(self._instruction("LoadMicroBatch", op))
-        for _, sender in dependencies.needs(op):
+        for need, sender in dependencies.needs(op):
             if sender != self.device:
-                instructions += self._receive(op, sender)
+                instructions += self._receive((op, need.stage), sender)
         chunk = None
         if placement.has_weights(op.stage):
             chunk = placement.chunk_index(self.device, op.stage, self.timetable.pipe(op.micro_batch))
@@ -106,18 +107,17 @@ class Lowering:
             self.buffers.free(op)
         return instructions
 
-    def _receive(self, op: Op, sender: int) -> Iterator[Instruction]:
-        """Yield the receive of the message of ``op``, preceded by the earlier ones on its link."""
-        if (op, sender) in self._early:
-            self._early.remove((op, sender))
+    def _receive(self, message: _Message, sender: int) -> Iterator[Instruction]:
+        """Yield the receive of a message, preceded by the earlier ones on its link."""
+        if message in self._early:
+            self._early.remove(message)
             return
-        receivers = iter((op,)) if self._messages is None else self._messages[sender]
-        for receiver in receivers:
-            producer = next(need for need, at in self.timetable.dependencies.needs(receiver) if at == sender)
-            yield self._instruction(f"Recv{_message(receiver)}", receiver, peer=sender, other=producer.stage)
-            if receiver == op:
+        for received in iter((message,)) if self._messages is None else self._messages[sender]:
+            receiver, source = received
+            yield self._instruction(f"Recv{_message(receiver)}", receiver, peer=sender, other=source)
+            if received == message:
                 return
-            self._early.add((receiver, sender))
+            self._early.add(received)
 
     def _instruction(
         self,

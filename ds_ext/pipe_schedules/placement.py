@@ -177,7 +177,7 @@ class Placement:
     @cached_property
     def num_devices(self) -> int:
         """Number of devices of all pipes, forward devices included."""
-        return 1 + max(map(max, filter(None, (*self.pipes, self.forward_devices))))
+        return 1 + max(map(max, filter(None, (*self.pipes, *self.further_devices, self.forward_devices))))
 
     @cached_property
     def devices_per_pipe(self) -> int:

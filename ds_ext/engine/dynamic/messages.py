@@ -74,7 +74,7 @@ class DynamicMessages(StageMessages):
         self._next_tickets: dict[int, Ticket] = {}
         self._inbox: dict[Arrival, tuple[Tensor, ...]] = {}  # messages that have arrived and are unread
 
-    def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> None:
+    def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int, source: int) -> None:
         """Do nothing, because messages are received in the order of arrival."""
 
     def send(
@@ -106,7 +106,9 @@ class DynamicMessages(StageMessages):
         self._polled.wait_any(list(self._tickets_by_device().values()))
         return self.poll()
 
-    def receive(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> tuple[Tensor, ...]:
+    def receive(
+        self, kind: MessageKind, stage: int, micro_batch: int, device: int, source: int
+    ) -> tuple[Tensor, ...]:
         """Return the tensors of a message. It may not have arrived yet if another rank chose the op that needs it."""
         message = Arrival(kind, stage, micro_batch)
         while message not in self._inbox:

@@ -23,7 +23,7 @@ from .stage import Stage
 
 @dataclass(frozen=True)
 class RankStages:
-    """What the stages of a rank are made of. ``stages`` has those made before, in ascending order."""
+    """Origin of the stages of a rank. ``stages`` has those made before, in ascending order."""
 
     module: PipelineModule
     compute: Forward

@@ -37,10 +37,12 @@ class Loopback:
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         self.inputs, self.posted, self.sent = inputs, [], {}
 
-    def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> None:
+    def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int, source: int) -> None:
         self.posted.append((kind, micro_batch))
 
-    def receive(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> tuple[Tensor, ...]:
+    def receive(
+        self, kind: MessageKind, stage: int, micro_batch: int, device: int, source: int
+    ) -> tuple[Tensor, ...]:
         assert (kind, micro_batch) in self.posted
         return (LINEAR[0](self.inputs[micro_batch]).detach(),)
 
@@ -184,7 +186,7 @@ def test_a_failure_in_a_profile() -> None:
     )
 
     class Broken(Loopback):
-        def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int) -> None:
+        def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int, source: int) -> None:
             raise ZeroDivisionError
 
     executor.handlers = {**executor.handlers, **NOTHING}
