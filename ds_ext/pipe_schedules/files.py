@@ -13,7 +13,7 @@ from .costs import Costs
 from .definition import Orders, Schedule, check_size
 from .ops import COMPUTE, Instruction, Op
 from .placement import Placement
-from .text import loads
+from .text import loads, require_written_kinds
 from .timetables import Program, Timetable
 
 DUMP_VERSION = 2  # 1: only messages and copies of the head had an other_stage
@@ -71,6 +71,7 @@ def schedule_of_file(path: str | Path) -> Schedule:
 def dump(program: Program) -> dict[str, object]:
     """Return the program as data for JSON, with the keys of "Timetable dump" in docs/reference.md."""
     timetable, placement = program.timetable, program.timetable.placement
+    require_written_kinds(timetable)
     return {
         "version": DUMP_VERSION,
         "schedule": timetable.schedule,

@@ -27,7 +27,7 @@ from .events import Workload
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from .placement import ForwardPipe, Placement
 from .simulation import run_orders, simulate
-from .stage_kinds import HEAD_PART
+from .stage_kinds import BODY, HEAD_LOSS, HEAD_PART
 from .timetables import Timetable
 
 _HEADER = "# timetable"
@@ -46,6 +46,7 @@ _IGNORED = re.compile(r"\d{1,9}(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d{
 
 def dumps(timetable: Timetable) -> str:
     """Return the timetable as text, the inverse of :func:`loads`."""
+    require_written_kinds(timetable)
     name = timetable.schedule
     if not name.isprintable():
         raise ScheduleError(f"timetable: the name of the schedule must be printable (got {name!r}).")
@@ -61,6 +62,17 @@ def dumps(timetable: Timetable) -> str:
         header += " head=true"
     orders = (", ".join(map(str, order)) or _WAIT for order in timetable.orders)
     return "\n".join((header, *orders)) + "\n"
+
+
+def require_written_kinds(timetable: Timetable) -> None:
+    """Raise ScheduleError for stages of kinds that files do not contain."""
+    unknown = timetable.placement.stage_kinds - {BODY, HEAD_PART, HEAD_LOSS}
+    if unknown:
+        names = ", ".join(sorted(kind.name for kind in unknown))
+        raise ScheduleError(
+            f"{timetable.schedule}: files have stages of layers and parts of a head only (got {names}). Keep the "
+            f"timetable as a Python object."
+        )
 
 
 def torch_csv(timetable: Timetable) -> str:

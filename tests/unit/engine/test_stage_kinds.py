@@ -20,11 +20,14 @@ from ds_ext.engine.stages.body import Body, LastBody
 from ds_ext.engine.stages.buffer import Buffer
 from ds_ext.engine.stages.sequences import WholeSequences
 from ds_ext.engine.step import Step
+from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Op, Placement, Timetable, check, lower, simulate
 from ds_ext.pipe_schedules.bridge import TimetableSchedule
 from ds_ext.pipe_schedules.costs import Costs
+from ds_ext.pipe_schedules.files import dump
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.stage_kinds import BODY, StageKind, StageRow
+from ds_ext.pipe_schedules.text import dumps
 from ds_ext.tensor_parallel import let_defer
 from tests.unit.engine.test_executor import NOTHING, Losses
 
@@ -204,10 +207,13 @@ def test_an_evaluation_with_a_tower(tower: int) -> None:
     assert evaluation.outputs is not None and sorted(evaluation.outputs) == list(range(MICRO_BATCHES))
 
 
-def test_a_tower_is_simulated() -> None:
-    """The tower takes as long as a stage of layers: F and B of two micro-batches at a time on three devices."""
+def test_a_tower_is_simulated_but_not_written() -> None:
+    """It takes as long as a stage of layers. Files, which have no such stages, are refused."""
     placement = placement_with(2)
     assert [placement.stage_text(stage) for stage in range(3)] == ["0", "1", "tower 0"]
     simulation = simulate(training(placement, "B"), Costs())
     assert simulation.messages == 4 * MICRO_BATCHES
+    for write in (dumps, lambda timetable: dump(lower(timetable))):
+        with pytest.raises(ScheduleError, match="got join, tower"):
+            write(simulation.timetable)
     assert len({round(busy, 6) for busy in simulation.busy}) == 1
