@@ -16,6 +16,7 @@ from ..messages import join_outputs, pack, unpack
 from ..module import PipelineModule
 from ..step import Step
 from .buffer import Buffer
+from .stage import Stage
 
 # torch's errors for inputs with a wrong dtype.
 _DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same")
@@ -39,7 +40,7 @@ class Losses(Protocol):
     def add(self, loss: Loss, weight: float) -> None: ...
 
 
-class Body:
+class Body(Stage):
     """Stage of layers.
 
     Args:
@@ -51,9 +52,6 @@ class Body:
     def __init__(self, stage: int, compute: Forward, losses: Losses, device: torch.device) -> None:
         self.stage, self.compute, self.losses, self._device = stage, compute, losses, device
         self.reads_data = stage == 0
-
-    def start_step(self) -> None:
-        pass
 
     def load(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
         inputs, labels = step.data.take(micro_batch)

@@ -25,6 +25,7 @@ from ...tensor_parallel import HeadShare, JoinedLoss, backward, join_shares
 from ..step import Step
 from .body import Body, Losses, store_loss
 from .buffer import Buffer
+from .stage import Stage
 
 Labels = dict[int, Tensor]  # by the number of a slice in the step, until its loss is computed
 
@@ -56,14 +57,11 @@ class BodyBeforeHead(Body):
         return buffer.kept
 
 
-class HeadPart:
+class HeadPart(Stage):
     """Part of the head. Its weight gradient follows the loss."""
 
     def __init__(self, layer: HeadLayer) -> None:
         self.layer = layer
-
-    def start_step(self) -> None:
-        pass
 
     def forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
         assert buffer.inputs is not None
@@ -88,7 +86,7 @@ class HeadPart:
         buffer.weights = self.layer.weight_gradients(hidden, labels, kept, log_sum_exp, factor)
 
 
-class HeadLoss:
+class HeadLoss(Stage):
     """Loss of a head in parts, with the backward of the loss function.
 
     Args:
@@ -98,9 +96,6 @@ class HeadLoss:
 
     def __init__(self, before: BodyBeforeHead, layer: HeadLayer, losses: Losses) -> None:
         self._before, self._layer, self._losses = before, layer, losses
-
-    def start_step(self) -> None:
-        pass
 
     def forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
         joined, losses_BS = self._join(buffer, step.item(micro_batch, index))
