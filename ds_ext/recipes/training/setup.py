@@ -370,7 +370,7 @@ def describe_plan(
     sizes = _model_sizes(plan, boundaries, len(before), len(after), model, args.hosts)
     verbose = args.verbose or plan.job.ds_ext.print_plan == "all"
     host_lines = _host_lines(args, plan, hosts, sizes, message_bytes, verbose)
-    settings = [f"rate      {_rate(plan.job.deepspeed)}", *args.notes, *_cpu_notes(args, plan, sizes)]
+    settings = [f"rate      {_rate(plan.job.deepspeed)}", *args.notes, *_machine_notes(args, plan, sizes)]
     if has_experts:
         settings.append("note: memory is not estimated for models with experts; times are without them")
     text = describe(
@@ -446,9 +446,11 @@ def _fitting_slices(plan: JobPlan, sizes: TrainingSizes, device: int, free: int)
     return None
 
 
-def _cpu_notes(args: argparse.Namespace, plan: JobPlan, sizes: TrainingSizes) -> list[str]:
-    """Return notes on what differs on CPUs: memory of attention, and the speed of bf16."""
+def _machine_notes(args: argparse.Namespace, plan: JobPlan, sizes: TrainingSizes) -> list[str]:
+    """Return notes on what differs with the machine: ranks, and on CPUs memory of attention and the speed of bf16."""
     notes = []
+    if args.dry_run and args.hosts is None and world_size() == 1:
+        notes.append("note: without --hosts a dry run plans the fewest ranks: one pipeline group")
     if sizes.attention_scores:
         notes.append(
             "note: attention with dropout stores its scores on CPUs, not on GPUs (--dry-run --hosts)"
