@@ -22,6 +22,8 @@ from ...errors import ConfigError, Problems, ScheduleError
 from ...launch.job_facts import checksum, setting_facts
 from ...launch.launcher import require_restarts
 from ...launch.roll_call import Facts
+from ...model.config import TransformerConfig
+from ...model.field_flags import fields_of, flags_of
 from ...parallel.crossing import require_slots
 from ...parallel.hosts import Hosts
 from ...parallel.partition import BALANCED, StageWork, layer_boundaries, stage_weights
@@ -36,8 +38,6 @@ from ...planner.stage_costs import slice_costs, slice_tokens
 from ...planner.text import HEADROOM, format_bytes, usable_bytes
 from ...planner.traffic import traffic
 from ...planner.training_sizes import TrainingSizes
-from ..models.config import TransformerConfig
-from ..models.field_flags import fields_of, flags_of
 from .arguments import FLAGS_OF_THE_JSON, finished_json, read_job
 from .hosts import describe_hosts, hosts_of_flags, is_placed, layout_on
 from .preflight import check_forward_hosts, check_job, set_up_outputs

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ds_ext.errors import ConfigError
-from ds_ext.recipes.models.config import TransformerConfig
+from ds_ext.model.config import TransformerConfig
 from ds_ext.recipes.training.hosts import hosts_of_flags
 from ds_ext.recipes.training.setup import (
     describe_plan,
