@@ -18,11 +18,11 @@ from typing import Any
 from ds_ext.comm.spin import usable_cores
 from ds_ext.errors import ConfigError
 from ds_ext.gpus import peak_tflops
+from ds_ext.model.config import TransformerConfig
 from ds_ext.pipe_schedules import Timetable, get_schedule
 from ds_ext.planner.memory import memory
 from ds_ext.planner.text import format_bytes
 from ds_ext.planner.training_sizes import TrainingSizes
-from ds_ext.recipes.models.config import TransformerConfig
 
 from .command import (
     Report,

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_ext.model.config import RopeScaling
 from ds_ext.recipes.models.bert import BertConfig
-from ds_ext.recipes.models.config import RopeScaling
 from ds_ext.recipes.models.gpt import GPTConfig
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 from tests.bert_runs import BertChain, random_bert_batches

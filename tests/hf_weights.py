@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ds_ext.recipes.models.config import TransformerConfig
+from ds_ext.model.config import TransformerConfig
 
 Weights = Mapping[str, Tensor]
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ds_ext.config.job import JobConfig, load_config
+from ds_ext.model.config import TransformerConfig
 from ds_ext.pipe_schedules import Placement, Timetable, get_schedule
 from ds_ext.planner.candidates import Candidates
 from ds_ext.planner.job_plan import (
@@ -19,7 +20,6 @@ from ds_ext.planner.job_plan import (
     resolve_schedule,
     schedule_options,
 )
-from ds_ext.recipes.models.config import TransformerConfig
 from ds_ext.recipes.training import setup
 from ds_ext.recipes.training.script_flags import Model
 from ds_ext.recipes.training.setup import model_fields

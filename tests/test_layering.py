@@ -29,9 +29,9 @@ ALLOWED: dict[str, set[str]] = {
         *("errors", "config", "config/schedulers", "pydantic:", "torch:", "deepspeed:"),
     },
     "parallel": {"errors", "pipe_schedules"},
+    "model": {"errors", "parallel"},
     "planner": {
-        *("errors", "pipe_schedules", "config", "parallel", "comm/rounds", "recipes/data/layout"),
-        *("recipes/models/config", "recipes/models/field_flags"),
+        *("errors", "pipe_schedules", "config", "parallel", "comm/rounds", "model"),
     },
     "planner/solver": {"errors", "pipe_schedules", "planner", "ortools:"},
     "comm/host_watch": {"environment", "errors"},
@@ -40,30 +40,22 @@ ALLOWED: dict[str, set[str]] = {
     "comm": {"environment", "errors", "comm/host_watch", "comm/rounds", "torch:"},
     "launch": {"environment", "errors", "comm/host_watch", "torch:"},
     "tensor_parallel": {"errors", "comm/gloo_cuda", "torch:"},
-    "recipes/models/field_flags": set(),
-    "recipes/models/config": {"errors", "parallel", "recipes/models/field_flags"},
-    "recipes/models/hf_values": {"errors"},
-    "recipes/models/hf_llama": {"errors", "recipes/models/config", "recipes/models/hf_values"},
     "recipes/models": {
         *(
             "errors",
             "parallel",
-            "recipes/models/config",
-            "recipes/models/field_flags",
-            "recipes/models/hf_llama",
-            "recipes/models/hf_values",
+            "model",
             "tensor_parallel",
             "torch:",
         ),
         *("deepspeed.pipe:", "deepspeed.runtime.pipe.module:"),
     },
     "recipes": set(),
-    "recipes/data/layout": set(),
     "recipes/data": {
         "environment",
         "errors",
         "recipes/data/finetune",
-        "recipes/data/layout",
+        "model",
         "numpy:",
         "torch:",
         "megatron:",
@@ -93,7 +85,7 @@ ALLOWED: dict[str, set[str]] = {
         *("transformers:", "safetensors:", "peft:"),
     },
     "hf/folder": {
-        *("errors", "engine", "recipes/data/layout", "recipes/models/hf_values", "torch:", "safetensors:"),
+        *("errors", "engine", "model", "torch:", "safetensors:"),
     },
     "recipes/convert": {
         *(
@@ -102,7 +94,7 @@ ALLOWED: dict[str, set[str]] = {
             "engine/checkpoint/folder",
             "engine/wrappers",
             "recipes/models",
-            "recipes/models/config",
+            "model",
             "recipes/data",
         ),
         "hf/folder",
@@ -130,10 +122,10 @@ ALLOWED: dict[str, set[str]] = {
             "hf/folder",
             "engine/checkpoint/folder",
             "recipes/models",
-            "recipes/models/config",
+            "model",
             "tensor_parallel",
         ),
-        *("recipes/models/field_flags", "recipes/data", "environment", "observe", "torch:"),
+        *("model", "recipes/data", "environment", "observe", "torch:"),
     },
     "cli": {
         "environment",
@@ -142,10 +134,7 @@ ALLOWED: dict[str, set[str]] = {
         "pipe_schedules",
         "planner",
         "planner/solver",
-        "recipes/models/config",
-        "recipes/models/field_flags",
-        "recipes/models/hf_llama",
-        "recipes/models/hf_values",
+        "model",
         "parallel",
         "comm",
         "launch",
@@ -288,7 +277,7 @@ def loaded_after(statement: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "module", ["ds_ext", "ds_ext.config.job", "ds_ext.pipe_schedules", "ds_ext.recipes.models.config"]
+    "module", ["ds_ext", "ds_ext.config.job", "ds_ext.pipe_schedules", "ds_ext.model.config"]
 )
 def test_pure_imports_do_not_load_torch(module: str) -> None:
     roots = {name.split(".")[0] for name in loaded_after(f"import {module}")}

@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 
 from ..errors import ConfigError, ScheduleError
+from ..model.config import PLANNED, SIZES, TransformerConfig
+from ..model.field_flags import add_flags, fields_of, flag_name, flags_of
+from ..model.hf_decoder import decoder_fields
+from ..model.json_values import read_json
 from ..planner.named_models import LLAMA, MODELS, named_model
 from ..planner.training_sizes import TrainingSizes
-from ..recipes.models.config import PLANNED, SIZES, TransformerConfig
-from ..recipes.models.field_flags import add_flags, fields_of, flag_name, flags_of
-from ..recipes.models.hf_llama import decoder_fields
-from ..recipes.models.hf_values import read_json
 
 # Settings of the job that `plan` chooses itself, and all settings with a flag.
 _CHOSEN = ("tensor_parallel", "data_parallel", "attention_scores")

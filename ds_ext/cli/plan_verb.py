@@ -38,7 +38,7 @@ from ..planner.training_sizes import SCORES_ON_CPU, TrainingSizes
 from .model_flags import add_model_flags, model_label, model_of
 from .network_flags import RATE, add_network_flags, describe_network, flops_of, network_of
 from .schedule_flags import add_head_flag, add_import_flag
-from .schedule_verbs import EXIT_INVALID, EXIT_OK
+from .schedule_verbs import EXIT_INVALID, EXIT_OK, write_file
 
 _SHOWN, _BOUNDS = 10, 3  # rows of the table, and bounds of sizes that are not planned
 _LEAST_WITH, _LEAST_WITHOUT = 0.02, 5e-4  # saving of a head in parts, or without them, that is worth a line
@@ -90,6 +90,7 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
         "--forward-memory", metavar="24GB", help="memory of a forward device (default: --memory)"
     )
     verb.add_argument("--json", action="store_true", help="print JSON")
+    verb.add_argument("-o", "--output", metavar="FILE", help="write the JSON of the job to a file")
     tokens = "tokens to train on, for the days and the GPU-hours that it takes"
     verb.add_argument("--tokens", type=float, metavar="15e12", help=tokens)
     verb.add_argument("--days", type=float, metavar="D", help="deadline for --tokens")
@@ -138,8 +139,13 @@ def run_plan(args: argparse.Namespace) -> int:
         if fbd:
             print(fbd["reason"])
         if config is not None and plan.best.fits:
-            words = f"plan.json --hosts {cluster.links.hosts} --vocab-size {model.vocab_size} --dry-run"
-            print(f"plan.json for `python train_gpt.py --deepspeed_config {words}`:\n\n{_text(config)}")
+            words = f"--hosts {cluster.links.hosts} --vocab-size {model.vocab_size} --dry-run"
+            command = f"`python train_gpt.py --deepspeed_config {args.output or 'plan.json'} {words}`"
+            if args.output is None:
+                print(f"plan.json for {command} (-o plan.json writes it):\n\n{_text(config)}")
+            else:
+                write_file(args.output, f"{_text(config)}\n")
+                print(f"wrote {args.output} for {command}")
     is_late = args.days is not None and run is not None and run["days"] > args.days
     return EXIT_OK if plan.best.fits and not is_late else EXIT_INVALID
 

@@ -83,12 +83,12 @@ def _write(args: argparse.Namespace, form: str, text: str) -> int:
     if args.output is None:
         print(text)
         return EXIT_OK
-    _write_file(args.output, text + "\n")
+    write_file(args.output, text + "\n")
     print(f"wrote {args.output} ({form}, {os.path.getsize(args.output):,} bytes)")
     return EXIT_OK
 
 
-def _write_file(path: str, text: str) -> None:
+def write_file(path: str, text: str) -> None:
     try:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text)
@@ -451,7 +451,7 @@ def run_optimise(args: argparse.Namespace) -> int:
     if args.output is not None:
         from ..pipe_schedules.text import dumps
 
-        _write_file(args.output, dumps(optimum.timetable))
+        write_file(args.output, dumps(optimum.timetable))
         print(f"wrote {args.output}")
     return EXIT_OK
 

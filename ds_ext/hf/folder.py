@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..engine.checkpoint.file import TensorFile
 from ..errors import ConfigError
-from ..recipes.data.layout import sampled_checksum
-from ..recipes.models.hf_values import read_json
+from ..model.data_layout import sampled_checksum
+from ..model.json_values import read_json
 
 GENERATION = "generation_config.json"
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -41,7 +41,7 @@ _DS_EXT_CELL = re.compile(r"([FBIWR])(\d{1,9})(?:\.(\d{1,6}))?@(\d{1,9})")
 _TORCH_CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})")
 _OVERLAP = re.compile(r"\(([^)]*)\)OVERLAP_F_B")
 # Instructions that torch inserts between the ops; lowering inserts its own.
-_IGNORED = re.compile(r"\d{1,9}(UNSHARD|RESHARD|REDUCE_GRAD|(SEND|RECV)_[FB])\d{0,9}")
+_IGNORED = re.compile(r"\d{1,9}(UNSHARD|RESHARD|(WAIT_)?(REDUCE_GRAD|SEND_[FB])|RECV_[FB])\d{0,9}")
 
 
 def dumps(timetable: Timetable) -> str:

@@ -21,15 +21,15 @@ from ..config.deepspeed_json import (
 )
 from ..config.job import AUTO, JobConfig
 from ..errors import ConfigError, ScheduleError
+from ..model.config import PLANNED, SIZES, TransformerConfig
+from ..model.data_layout import DATA_NAME, META_NAME
+from ..model.field_flags import fields_of
 from ..parallel.layout import data_parallel_size
 from ..parallel.partition import BALANCED
 from ..pipe_schedules import Placement, Schedule, get_schedule
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.definition import Option, Orders
 from ..pipe_schedules.placement import linear
-from ..recipes.data.layout import DATA_NAME, META_NAME
-from ..recipes.models.config import PLANNED, SIZES, TransformerConfig
-from ..recipes.models.field_flags import fields_of
 from .candidates import Candidates
 from .search import Request, choose
 from .text import HEADROOM, join_words, parse_bytes, usable_bytes

@@ -144,11 +144,11 @@ class JobPlan(StagePlan):
         is_sharded = bool(zero_stage(half_through_zero(self.job.deepspeed)))
         return self.settings.overlap_across_steps and is_sharded and self.layout.copies > 1
 
-    def timetable_with_parts(self) -> Timetable:
+    def timetable_with_parts(self, costs: Costs) -> Timetable:
         """Return the timetable with a part of the head on every device."""
         devices, slices = self.settings.pipeline_parallel_size, self.timetable.slices
         schedule = self.schedule.dividing_head()
-        return schedule.timetable(devices, self.sizes.micro_batches, self.options, slices=slices)
+        return schedule.timetable(devices, self.sizes.micro_batches, self.options, costs, slices)
 
     def complete(self, job: JobConfig) -> JobPlan:
         """Return the plan for the batch sizes of ``job``. The timetable is kept if they are those of this plan."""
@@ -162,8 +162,13 @@ class JobPlan(StagePlan):
         return StagePlan(self.job, self.schedule, self.options, self.layout, self.candidates, work=self.work)
 
     def with_work(self, work: StageWork) -> JobPlan:
-        simulation = simulate(self.timetable, _costs(replace(self.stages, work=work)))
-        return _with_collectives(replace(self, work=work, simulation=simulation))
+        """Return the plan for the work of the stages; a planned order is planned again if that makes it faster."""
+        stages = replace(self.stages, work=work)
+        simulation = simulate(self.timetable, _costs(stages))
+        kept = _with_collectives(replace(self, work=work, simulation=simulation))
+        if not self.schedule.planned and not self.settings.vocabulary_parallel_head:
+            return kept
+        return min(kept, _complete_plan(stages, self.sizes), key=lambda plan: plan.simulation.makespan)
 
     def with_options(self, options: Mapping[str, Any]) -> JobPlan:
         return _complete_plan(replace(self.stages, options=options), self.sizes)
@@ -197,12 +202,13 @@ def make_stage_plan(job: JobConfig, world_size: int | None = None, layers: int |
 def _complete_plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
     devices, schedule = plan.settings.pipeline_parallel_size, plan.schedule
     with _as_config_error(plan.batch_hint):
+        costs = _costs(plan)
         slices = plan.settings.sequence_slices
-        timetable = schedule.timetable(devices, sizes.micro_batches, plan.options, slices=slices)
+        timetable = schedule.timetable(devices, sizes.micro_batches, plan.options, costs, slices)
         rules = schedule.make_dynamic_rules(devices, sizes.micro_batches, plan.options)
     program = lower(timetable)
     report = check(program, link_credits=_link_credits(plan.layout.placement))
-    simulation = simulate(timetable, _costs(plan))
+    simulation = simulate(timetable, costs)
     plan = JobPlan(
         plan.job,
         schedule,

@@ -170,13 +170,12 @@ def _describe_slowest_stage(plan: JobPlan) -> list[str]:
     stage, ratio = _slowest_stage(work.stages)
     if ratio < _SLOW_STAGE or plan.costs.stages != work.stages:
         return []
-    bubbles = {
-        "--stage-layers balanced": simulate(plan.timetable, replace(plan.costs, stages=work.balanced)).bubble
-    }
+    balanced = plan.with_work(replace(work, stages=work.balanced))
+    bubbles = {"--stage-layers balanced": balanced.simulation.bubble}
     if work.parts is not None:
         costs = replace(plan.costs, stages=work.parts.stages, head=work.parts.head)
         with contextlib.suppress(ScheduleError):
-            bubbles["--vocabulary-parallel-head"] = simulate(plan.timetable_with_parts(), costs).bubble
+            bubbles["--vocabulary-parallel-head"] = simulate(plan.timetable_with_parts(costs), costs).bubble
     remedies = [
         f"{flag} gives a bubble of {bubble:.1%}"
         for flag, bubble in sorted(bubbles.items(), key=lambda item: item[1])

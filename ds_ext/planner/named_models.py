@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ANSWERS, ScheduleError
-from ..recipes.models.config import TransformerConfig
+from ..model.config import TransformerConfig
 
 # Fields that the models of the Llama family have in common.
 LLAMA: Mapping[str, Any] = MappingProxyType(

@@ -23,11 +23,11 @@ from itertools import product
 from typing import Any
 
 from ..errors import ScheduleError
+from ..model.config import TransformerConfig
+from ..model.field_flags import keys_of
 from ..parallel.hosts import Hosts
 from ..parallel.network import Link, Network
 from ..pipe_schedules.costs import Costs
-from ..recipes.models.config import TransformerConfig
-from ..recipes.models.field_flags import keys_of
 from .candidates import Candidate, Candidates
 from .search import Request, choose_each, price
 from .stage_costs import slice_slowdown

@@ -11,13 +11,13 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from ..errors import ConfigError, ScheduleError
+from ..model.config import TransformerConfig
 from ..parallel.partition import BALANCED as BALANCED_LAYERS
 from ..parallel.partition import layer_boundaries
 from ..parallel.slices import BALANCED, EQUAL, balanced_lengths, slice_bounds
 from ..pipe_schedules import Placement
 from ..pipe_schedules.costs import Costs, Factors
 from ..pipe_schedules.stage_kinds import HEAD_PART
-from ..recipes.models.config import TransformerConfig
 from .training_sizes import TrainingSizes
 
 # A further slice takes as long as this many tokens in the matrix products of a layer: its kernels are shorter, and its

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from ..errors import ScheduleError
+from ..model.config import TransformerConfig
+from ..model.field_flags import NO_FLAG, flag
 from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.stage_kinds import HEAD_PART
-from ..recipes.models.config import TransformerConfig
-from ..recipes.models.field_flags import NO_FLAG, flag
 from .parameter_bytes import BUCKET, PRECISIONS, ParameterBytes, parameter_bytes
 
 # torch's attention with dropout on CPUs keeps fp32 scores before and after it, the mask, and copies of its inputs.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
-from ds_ext.recipes.models.config import TransformerConfig
+from ds_ext.model.config import TransformerConfig
 from ds_ext.recipes.models.layers import TransformerLayer
 from ds_ext.tensor_parallel import DropoutClock, earlier_slices, slice_start
 

@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 
-from ds_ext.recipes.models.config import TransformerConfig
+from ds_ext.model.config import TransformerConfig
 from ds_ext.recipes.models.layers import TransformerLayer
 from ds_ext.recipes.models.te import _NAMES, TransformerEngineLayer
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel

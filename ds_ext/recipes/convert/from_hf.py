@@ -19,10 +19,10 @@ from ...engine.checkpoint.lock import FolderLock
 from ...engine.checkpoint.save import STATE_FILE
 from ...engine.state import COUNTERS
 from ...errors import ConfigError
+from ...model.config import TransformerConfig
 from ..data.prepare import command_lines
 from ..data.tokenizer_base import Tokenizer
 from ..models.bert import BertConfig
-from ..models.config import TransformerConfig
 from ..models.hf import Counterpart, num_pipeline_layers
 from ..models.hf_config import is_gpt2, unseen_in_weights
 from .hf_model import HuggingFaceModel

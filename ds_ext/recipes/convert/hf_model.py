@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ...hf.folder import CONFIG, ModelFolder, read_config, shape_text
-from ..models.config import TransformerConfig
+from ...model.config import TransformerConfig
 from ..models.hf import Counterpart, counterparts, hf_name, tied_copies
 from ..models.hf_config import from_json
 

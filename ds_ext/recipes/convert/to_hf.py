@@ -15,8 +15,8 @@ from ...engine.checkpoint.folder import check_contents
 from ...engine.checkpoint.save import STATE_FILE
 from ...errors import ConfigError
 from ...hf.folder import CONFIG, GENERATION, safetensors, shape_text, write_weights
+from ...model.config import TransformerConfig
 from ..models.bert import BertConfig
-from ..models.config import TransformerConfig
 from ..models.gpt import GPTConfig
 from ..models.hf import Counterpart, counterparts
 from ..models.hf_config import saved_fields, to_json

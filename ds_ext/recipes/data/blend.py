@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import ConfigError
-from .layout import DATA_NAME
+from ...model.data_layout import DATA_NAME
 
 DEFAULT_SPLIT = "969,30,1"
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...model.data_layout import DATA_NAME, META_NAME, sampled_checksum
 from .blend import parse_data_path
 from .indexed import IndexedTokens, require_files
-from .layout import DATA_NAME, META_NAME, sampled_checksum
 from .tokenizer_base import Tokenizer
 
 PROBED_BLOCKS = 256

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...environment import package_version
 from ...errors import ConfigError
+from ...model.data_layout import DATA_NAME, LOSS_MASK_NAME, META_NAME, TOKENIZER_NAMES
 from .finetune import seq_length_of, write_jobs
-from .layout import DATA_NAME, LOSS_MASK_NAME, META_NAME, TOKENIZER_NAMES
 from .sources import Source, open_source, row_files, source_details
 from .tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
 from .tokenizer_base import Tokenizer

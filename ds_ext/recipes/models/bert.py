@@ -27,8 +27,8 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ds_ext.errors import ConfigError
+from ds_ext.model.config import GPT_FIELDS, TransformerConfig
 from ds_ext.recipes.models.bert_layers import BertHeads, BertLayer
-from ds_ext.recipes.models.config import GPT_FIELDS, TransformerConfig
 from ds_ext.recipes.models.gpt import GPTEmbedding, check_positions, output_logits
 from ds_ext.recipes.models.layers import BEFORE_THE_FIRST_LAYER, LayerNorm, embedding_table, hidden_dropout
 from ds_ext.tensor_parallel import (

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ds_ext.recipes.models.config import TransformerConfig
+from ds_ext.model.config import TransformerConfig
 from ds_ext.recipes.models.layers import MLP, LayerNorm, SelfAttention, hidden_dropout, recomputed
 from ds_ext.tensor_parallel import (
     DropoutClock,

@@ -27,7 +27,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from ds_ext.errors import ConfigError
-from ds_ext.recipes.models.config import TransformerConfig
+from ds_ext.model.config import TransformerConfig
 from ds_ext.recipes.models.layers import (
     BEFORE_THE_FIRST_LAYER,
     Packed,

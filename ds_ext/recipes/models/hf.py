@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ds_ext.model.config import TransformerConfig
 from ds_ext.recipes.models.bert import TOKEN_TYPES, BertConfig
-from ds_ext.recipes.models.config import TransformerConfig
 from ds_ext.recipes.models.hf_config import is_gpt2
 
 

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import Any, Literal
 
 from ds_ext.errors import ConfigError
+from ds_ext.model.config import TRAINED_FIELDS, WEIGHT_FIELDS, RopeScaling, TransformerConfig
+from ds_ext.model.hf_decoder import decoder_fields, llama_json
+from ds_ext.model.json_values import integer, number, require_supported
 from ds_ext.recipes.models.bert import TOKEN_TYPES, BertConfig
-from ds_ext.recipes.models.config import TRAINED_FIELDS, WEIGHT_FIELDS, RopeScaling, TransformerConfig
 from ds_ext.recipes.models.gpt import GPTConfig
-from ds_ext.recipes.models.hf_llama import decoder_fields, llama_json
-from ds_ext.recipes.models.hf_values import integer, number, require_supported
 
 # Key of config.json -> values that our models support: first transformers' default, then values with the same meaning.
 _BERT_SUPPORTED: dict[str, tuple[Any, ...]] = {

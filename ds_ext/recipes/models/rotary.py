@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from ds_ext.recipes.models.config import RopeScaling, TransformerConfig
+from ds_ext.model.config import RopeScaling, TransformerConfig
 from ds_ext.tensor_parallel import current_slice
 
 

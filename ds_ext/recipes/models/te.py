@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_ext.errors import ConfigError
-from ds_ext.recipes.models.config import TransformerConfig
+from ds_ext.model.config import TransformerConfig
 from ds_ext.recipes.models.layers import TransformerLayer, recomputed
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 

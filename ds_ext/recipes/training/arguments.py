@@ -16,9 +16,9 @@ from typing import Any
 
 from ...config.job import AUTO, JobConfig, import_own_schedules, load_config, named_schedule
 from ...errors import ConfigError, Problems, ScheduleError
+from ...model.config import SIZES, TransformerConfig
+from ...model.field_flags import flag_name, flags_of
 from ...pipe_schedules.registry import import_modules
-from ..models.config import SIZES, TransformerConfig
-from ..models.field_flags import flag_name, flags_of
 from .hf_model import take_sizes
 from .megatron_flags import JSON_KEYS, Harmless, Refused, TrainKeys, row_of
 from .script_flags import SCRIPTS, UNSET, Model, Parser, build_parser, choice

@@ -15,8 +15,8 @@ from ...engine.checkpoint.file import read_plain
 from ...engine.checkpoint.folder import open_checkpoint
 from ...engine.checkpoint.save import STATE_FILE
 from ...errors import ConfigError
+from ...model.config import TransformerConfig
 from ..data.meta import read_meta
-from ..models.config import TransformerConfig
 from ..models.hf import counterparts, num_pipeline_layers
 from ..models.hf_config import COMPUTED, unseen_in_weights
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ..models.config import TRAINED_FIELDS, WEIGHT_FIELDS, TransformerConfig
-from ..models.field_flags import keys_of
+from ...model.config import TRAINED_FIELDS, WEIGHT_FIELDS, TransformerConfig
+from ...model.field_flags import keys_of
 
 _POSITIONS = 1 << 20  # of a model without a limit
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")

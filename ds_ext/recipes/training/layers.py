@@ -17,11 +17,11 @@ from ...hf.layers import DecoderLayer
 from ...hf.lora import Adapters, lora_config
 from ...hf.specs import NextTokenLoss, decoder_layers
 from ...hf.weights import make_source
+from ...model.config import TransformerConfig
 from ...planner.job_plan import JobPlan
 from ...tensor_parallel import DropoutClock, TensorParallel, skip_initial_values
 from ..convert.hf_model import HuggingFaceModel
 from ..convert.into_ranks import load_into_ranks
-from ..models.config import TransformerConfig
 from ..models.gpt import gpt_layer_specs, gpt_loss
 from .loop import say
 

@@ -28,13 +28,13 @@ from ...errors import CheckpointError, ConfigError
 from ...hf.folder import read_config, stored_dtype
 from ...launch import failure, process, stop
 from ...launch.launcher import launch_again
+from ...model.config import TransformerConfig
 from ...observe.metrics import Metrics, print_line
 from ...pipe_schedules.files import is_timetable_file
 from ...planner.job_plan import JobPlan
 from ..convert.tokenizer_files import ORIGIN, origin_of
 from ..data.blend import parse_data_path, parse_split
 from ..models.bert import MASKED_WORDS
-from ..models.config import TransformerConfig
 from ..models.hf_config import unseen_in_weights
 from .section_flags import value_at
 

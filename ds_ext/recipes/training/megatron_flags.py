@@ -11,7 +11,7 @@ from typing import Any
 
 from ds_ext.errors import ANSWERS
 
-from ..models.field_flags import Flag
+from ...model.field_flags import Flag
 
 # --tokenizer-type -> kind of its file: GPT-2's two files, a tokenizer.json, or a sentencepiece model.
 TOKENIZER_TYPES: Mapping[str, str] = MappingProxyType(

@@ -13,11 +13,11 @@ from typing import Any
 from ...config.deepspeed_json import require_monitors
 from ...environment import local_world_size, rank
 from ...errors import CheckpointError, ConfigError, Problems
+from ...model.field_flags import flag_name
 from ...parallel.fbd import DisaggregatedLayout, place_by_hosts
 from ...parallel.layout import ParallelLayout
 from ..data.blend import parse_data_path
 from ..data.indexed import require_files
-from ..models.field_flags import flag_name
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 
 _LOWEST = {

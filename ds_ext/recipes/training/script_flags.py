@@ -10,9 +10,9 @@ from typing import Any, Literal, NoReturn
 from ... import __version__
 from ...environment import package_version
 from ...errors import ConfigError, Problems
+from ...model.config import GPT_FIELDS, TransformerConfig
+from ...model.field_flags import add_flags, flag_name, flags_of
 from ..data.blend import DEFAULT_SPLIT
-from ..models.config import GPT_FIELDS, TransformerConfig
-from ..models.field_flags import add_flags, flag_name, flags_of
 from .megatron_flags import JSON_KEYS, TOKENIZER_TYPES, TRAIN_KEYS, Harmless, row_of
 
 Model = Literal["gpt", "bert"]

@@ -22,6 +22,8 @@ from ...errors import ConfigError, Problems, ScheduleError
 from ...launch.job_facts import checksum, setting_facts
 from ...launch.launcher import require_restarts
 from ...launch.roll_call import Facts
+from ...model.config import TransformerConfig
+from ...model.field_flags import fields_of, flags_of
 from ...parallel.crossing import require_slots
 from ...parallel.hosts import Hosts
 from ...parallel.partition import BALANCED, StageWork, layer_boundaries, stage_weights
@@ -36,8 +38,6 @@ from ...planner.stage_costs import slice_costs, slice_tokens
 from ...planner.text import HEADROOM, format_bytes, usable_bytes
 from ...planner.traffic import traffic
 from ...planner.training_sizes import TrainingSizes
-from ..models.config import TransformerConfig
-from ..models.field_flags import fields_of, flags_of
 from .arguments import FLAGS_OF_THE_JSON, finished_json, read_job
 from .hosts import describe_hosts, hosts_of_flags, is_placed, layout_on
 from .preflight import check_forward_hosts, check_job, set_up_outputs
@@ -370,7 +370,7 @@ def describe_plan(
     sizes = _model_sizes(plan, boundaries, len(before), len(after), model, args.hosts)
     verbose = args.verbose or plan.job.ds_ext.print_plan == "all"
     host_lines = _host_lines(args, plan, hosts, sizes, message_bytes, verbose)
-    settings = [f"rate      {_rate(plan.job.deepspeed)}", *args.notes, *_cpu_notes(args, plan, sizes)]
+    settings = [f"rate      {_rate(plan.job.deepspeed)}", *args.notes, *_machine_notes(args, plan, sizes)]
     if has_experts:
         settings.append("note: memory is not estimated for models with experts; times are without them")
     text = describe(
@@ -445,9 +445,11 @@ def _fitting_slices(plan: JobPlan, sizes: TrainingSizes, device: int, free: int)
     return None
 
 
-def _cpu_notes(args: argparse.Namespace, plan: JobPlan, sizes: TrainingSizes) -> list[str]:
-    """Return notes on what differs on CPUs: memory of attention, and the speed of bf16."""
+def _machine_notes(args: argparse.Namespace, plan: JobPlan, sizes: TrainingSizes) -> list[str]:
+    """Return notes on what differs with the machine: ranks, and on CPUs memory of attention and the speed of bf16."""
     notes = []
+    if args.dry_run and args.hosts is None and world_size() == 1:
+        notes.append("note: without --hosts a dry run plans the fewest ranks: one pipeline group")
     if sizes.attention_scores:
         notes.append(
             "note: attention with dropout stores its scores on CPUs, not on GPUs (--dry-run --hosts)"

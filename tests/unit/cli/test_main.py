@@ -33,7 +33,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
         "one of group, breadth, depth)" in shown
         and "one of linear, interleaved, v, bidirectional_v)" in shown
     )
-    assert "--num-devices D, --stages D" in shown
+    assert re.search(r"--num-devices( D)?, --stages D", shown)  # without the first D from Python 3.13 on
 
 
 @pytest.mark.parametrize("words", ["auto", "simulate auto --num-devices 4 --micro-batches 8"])

@@ -47,6 +47,17 @@ def test_the_printed_json_is_the_first_row(capsys: pytest.CaptureFixture[str]) -
     assert (sizes.train_batch_size, sizes.micro_batches) == (16, int(micro_batches))
 
 
+def test_the_json_is_written_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main([*PLAN, "--tensor-parallel", "1"]) == 0
+    printed = capsys.readouterr().out.split("\n\n")[3]
+    file = tmp_path / "job.json"
+    assert main([*PLAN, "--tensor-parallel", "1", "-o", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert json.loads(file.read_text()) == json.loads(printed) and "train_batch_size" not in shown
+    assert f"--deepspeed_config {file} " in shown
+    assert main([*PLAN, "--tensor-parallel", "1", "-o", str(tmp_path)]) == 2
+
+
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN, "--json", "--costs", "b=1.5,w=0.5", "--tflops", "100", "--inside", "10GB,1us"]) == 0
     found = json.loads(capsys.readouterr().out)

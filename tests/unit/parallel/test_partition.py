@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.errors import ConfigError
+from ds_ext.model.config import TransformerConfig
 from ds_ext.parallel.partition import LayerWork, layer_boundaries, stage_weights
 from ds_ext.pipe_schedules.placement import Placement, bidirectional_v, linear, v
-from ds_ext.recipes.models.config import TransformerConfig
 from ds_ext.recipes.training.setup import model_fields, stage_boundaries
 from tests.plans import plan_job
 

@@ -72,7 +72,7 @@ def test_the_text() -> None:
         "F0@0 F1@0 . . B0@0 . B1@0\n. F0@1 B0@1 F1@1 B1@1\n",
         "\ufeff0F0,0F1,,,0B0,,0B1\r\n,1F0,1B0,1F1,1B1\r\n\r\n",
         '# by hand\n"0F0","F1@0",,"0B0","0B1"\n\n# and by torch, with communication\n'
-        "1RECV_F0,1F0,1B0,1SEND_B0,1F1,1B1,1REDUCE_GRAD\n",
+        "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1F1,1B1,1REDUCE_GRAD,1WAIT_REDUCE_GRAD\n",
         "0F0,0F1,0B0,0B1\n1UNSHARD,1F0,( 1B0; 1F1 )OVERLAP_F_B,1B1,1RESHARD\n",
         "# timetable micro_batches=2\nF0@0,F1@0,B0@0,B1@0\nF0@1,B0@1,F1@1,B1@1",
     ],

@@ -9,12 +9,12 @@ import pytest
 
 from ds_ext.config.job import load_config
 from ds_ext.errors import ConfigError
+from ds_ext.model.config import TransformerConfig
 from ds_ext.planner.activation_memory import within_activation_memory
 from ds_ext.planner.auto import training_sizes
 from ds_ext.planner.job_plan import JobPlan, make_job_plan
 from ds_ext.planner.memory import memory
 from ds_ext.planner.training_sizes import TrainingSizes
-from ds_ext.recipes.models.config import TransformerConfig
 from tests.plans import batch_of
 
 MODEL = TransformerConfig(

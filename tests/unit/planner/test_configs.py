@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from ds_ext.errors import DsExtError
+from ds_ext.model.config import TransformerConfig
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.planner.job_plan import StagePlan
 from ds_ext.planner.memory import memory
-from ds_ext.recipes.models.config import TransformerConfig
 from ds_ext.recipes.training import setup
 from ds_ext.recipes.training.setup import model_fields
 

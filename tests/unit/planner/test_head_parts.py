@@ -15,6 +15,7 @@ import pytest
 
 from ds_ext.__main__ import main
 from ds_ext.config.job import load_config
+from ds_ext.model.config import TransformerConfig
 from ds_ext.parallel.crossing import messages_between
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs, read_costs
@@ -36,7 +37,6 @@ from ds_ext.planner.search import Request, choose
 from ds_ext.planner.stage_costs import split_layers, stage_costs
 from ds_ext.planner.traffic import traffic
 from ds_ext.planner.training_sizes import TrainingSizes
-from ds_ext.recipes.models.config import TransformerConfig
 
 LLAMA = TrainingSizes.of_model(named_model("llama-3-8b"))
 MODEL = TransformerConfig(

@@ -305,6 +305,23 @@ def test_the_work_of_the_stages_is_in_the_simulation() -> None:
     assert planned.with_work(work).simulation == planned.simulation
 
 
+@pytest.mark.parametrize("head_parts", [False, True])
+@pytest.mark.parametrize("schedule", ["zb_v", "bitpipe_zb"])
+def test_a_planned_order_fits_the_work(schedule: str, head_parts: bool) -> None:
+    """The order of a run is at least as fast as the one that `compare` promises for these costs."""
+    work = StageWork((0.6, *[0.9] * 6, 2.0), None, head=0.7 if head_parts else 0.0)
+    equal = plan(schedule=schedule, vocabulary_parallel_head=head_parts)
+    weighed = equal.with_work(work)
+    options = {"costs": "stages=0.6/0.9x6/2" + ",head=0.7" * head_parts}
+    given = plan(schedule=schedule, vocabulary_parallel_head=head_parts, schedule_options=options)
+    kept = simulate(equal.timetable, weighed.costs).makespan
+    assert weighed.costs == given.costs
+    assert weighed.simulation.makespan == min(given.simulation.makespan, kept)
+    assert head_parts or given.simulation.makespan < kept
+    assert weighed.program.timetable is weighed.timetable
+    assert weighed.resized(16).timetable.orders != equal.resized(16).timetable.orders
+
+
 def test_text_lists_the_candidates_of_auto() -> None:
     planned = auto(schedule_options={"costs": "comm=0.2"})
     assert planned.candidates is not None and planned.candidates.best is not None

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ....errors import ConfigError
+from ....model.data_layout import DATA_NAME, LOSS_MASK_NAME
 from ..indexed import IndexedWriter
-from ..layout import DATA_NAME, LOSS_MASK_NAME
 from .template import ChatTemplate, Conversation, EncodedConversation
 
 BATCH_CONVERSATIONS = 1000

@@ -22,6 +22,7 @@ from ds_ext.engine.checkpoint.lock import FolderLock
 from ds_ext.engine.checkpoint.save import STATE_FILE
 from ds_ext.errors import ConfigError
 from ds_ext.hf.folder import ModelFolder
+from ds_ext.model.config import RopeScaling
 from ds_ext.recipes.convert.hf_model import HuggingFaceModel
 from ds_ext.recipes.convert.to_hf import _make_config
 from ds_ext.recipes.convert.tokenizer_files import find_generation, origin_of
@@ -29,7 +30,6 @@ from ds_ext.recipes.data.tokenizer import load_tokenizer, train_bpe
 from ds_ext.recipes.data.tokenizer_base import Tokenizer
 from ds_ext.recipes.data.wordpiece import train_wordpiece
 from ds_ext.recipes.models.bert import BertConfig
-from ds_ext.recipes.models.config import RopeScaling
 from ds_ext.recipes.models.gpt import GPTConfig
 from ds_ext.recipes.models.hf_config import from_json, to_json
 from ds_ext.recipes.training.checkpoint_fit import check_load

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_ext.errors import ConfigError
+from ds_ext.model.data_layout import TOKENIZER_NAMES
 from ds_ext.recipes.convert.tokenizer_files import save_tokenizer
-from ds_ext.recipes.data.layout import TOKENIZER_NAMES
 from ds_ext.recipes.data.tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
 from ds_ext.recipes.data.tokenizer_base import Tokenizer
 

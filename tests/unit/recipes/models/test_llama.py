@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_ext.errors import ConfigError
-from ds_ext.recipes.models.config import RopeScaling
+from ds_ext.model.config import RopeScaling
 from ds_ext.recipes.models.gpt import GPTConfig, gpt_loss
 from ds_ext.recipes.models.layers import causal_mask
 from ds_ext.recipes.models.rotary import frequencies

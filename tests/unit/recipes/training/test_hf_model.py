@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from ds_ext.errors import ConfigError
+from ds_ext.model.config import RopeScaling
 from ds_ext.planner.training_sizes import TrainingSizes
 from ds_ext.recipes.data.tokenizer import train_bpe
-from ds_ext.recipes.models.config import RopeScaling
 from ds_ext.recipes.models.gpt import GPTConfig
 from ds_ext.recipes.models.hf_config import to_json, unseen_in_weights
 from ds_ext.recipes.training.arguments import parse

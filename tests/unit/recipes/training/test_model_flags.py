@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ds_ext.errors import ConfigError
+from ds_ext.model.config import RopeScaling
 from ds_ext.recipes.models.bert import BertConfig
-from ds_ext.recipes.models.config import RopeScaling
 from ds_ext.recipes.models.gpt import GPTConfig
 from ds_ext.recipes.training.arguments import parse
 from ds_ext.recipes.training.script_flags import Model

@@ -18,11 +18,11 @@ import torch
 
 import ds_ext
 from ds_ext.errors import ConfigError
+from ds_ext.model.config import TransformerConfig
+from ds_ext.model.data_layout import DATA_NAME
 from ds_ext.planner.job_plan import JobPlan
 from ds_ext.planner.job_text import describe
 from ds_ext.recipes.data.indexed import IndexedWriter
-from ds_ext.recipes.data.layout import DATA_NAME
-from ds_ext.recipes.models.config import TransformerConfig
 from ds_ext.recipes.training.setup import describe_plan, model_fields
 from tests.launch.jobs import tiny_config, write_json
 from tests.plans import plan_job

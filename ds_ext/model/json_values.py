@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ds_ext.errors import ConfigError
+from ..errors import ConfigError
 
 _REQUIRED = object()
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from ds_ext.errors import ANSWERS, ConfigError
-from ds_ext.recipes.models.config import RopeScaling, TransformerConfig
-from ds_ext.recipes.models.hf_values import integer, number, refused, require_supported
+from ..errors import ANSWERS, ConfigError
+from .config import RopeScaling, TransformerConfig
+from .json_values import integer, number, refused, require_supported
 
 LLAMA_KINDS = ("llama", "mistral", "qwen2", "qwen3")
 _CLASSES = {

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import pytest
 
+from ds_ext.model.config import PLANNED, RopeScaling, TransformerConfig
+from ds_ext.model.field_flags import add_flags, fields_of, flag, flags_of, keys_of
 from ds_ext.planner.auto import model_of_train, training_sizes
 from ds_ext.planner.training_sizes import TrainingSizes
 from ds_ext.recipes.models.bert import BertConfig
-from ds_ext.recipes.models.config import PLANNED, RopeScaling, TransformerConfig
-from ds_ext.recipes.models.field_flags import add_flags, fields_of, flag, flags_of, keys_of
 from ds_ext.recipes.training.arguments import parse
 from ds_ext.recipes.training.script_flags import build_parser
 

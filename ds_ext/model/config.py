@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
-from ...errors import ConfigError, Problems
-from ...parallel.partition import LayerWork
+from ..errors import ConfigError, Problems
+from ..parallel.partition import LayerWork
 from .field_flags import NO_FLAG, flag, flags_of
 
 

@@ -1,0 +1,1 @@
+"""Description of a model: sizes, flags, config.json of transformers, and files of prepared data. Without torch."""
