@@ -34,9 +34,9 @@ def test_bitpipe_under_deepspeeds_constructor() -> None:
     first, second, *_ = schedule.steps()
     assert [type(i) for i in first] == [ds.LoadMicroBatch, ds.ForwardPass, ds.SendActivation]
     assert first[0].kwargs == {"buffer_id": 0, "stage": 0, "micro_batch": 0}
-    assert first[2].kwargs == {"buffer_id": 0, "stage": 0, "micro_batch": 0, "peer": 1}
+    assert first[2].kwargs == {"buffer_id": 0, "stage": 0, "micro_batch": 0, "peer": 1, "other_stage": 1}
     turn = next(i for i in flat(BitPipeSchedule(4, 4, 0)) if type(i) is CopyActivation)
-    assert turn.kwargs == {"buffer_id": 2, "to_buffer": 3, "stage": 3, "micro_batch": 2}
+    assert turn.kwargs == {"buffer_id": 2, "to_buffer": 3, "stage": 3, "micro_batch": 2, "other_stage": 4}
     assert [i.label for i in second] == ["LoadMicroBatch 1@0", "F1@0", "SendActivation 1@0 to device 1"]
 
 
