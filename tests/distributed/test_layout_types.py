@@ -15,8 +15,8 @@ import ds_ext
 from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.engine import grad_norm
 from ds_ext.engine.engine import PipelineEngine
-from ds_ext.engine.executor import Executor
 from ds_ext.engine.grad_sync import EagerReduction, Gradients
+from ds_ext.engine.stages.body import Body
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
 from tests.layout_flow import DIFFERS, PARTIAL, REPLICATED, SHARDED, Fault
 from tests.layout_types import LayoutError, call_checked, checked, replaced
@@ -350,7 +350,7 @@ WRONG = {
         )
     ),
     "messages of tensor ranks": Wrong(
-        *(RIGHT["tensor"], Executor, "_outputs", disturb_outputs, DIFFERS, "tensor", REPLICATED, MESSAGES),
+        *(RIGHT["tensor"], Body, "outputs_for", disturb_outputs, DIFFERS, "tensor", REPLICATED, MESSAGES),
         "messages.send",
     ),
     "messages between stages": Wrong(
