@@ -126,6 +126,7 @@ def test_every_decoder_trains_resumes_and_is_exported(
     model, saved, output = folder / "model", tmp_path / "saved", tmp_path / "output"
     lora = ["--lora-rank", str(rank)] if rank else []
     tolerance = 1e-5 if precision == "fp32" else 3e-3
+    (tmp_path / "saved_hf").mkdir()  # of an earlier export
     results, rows = train(precision, *lora, "--save", str(saved), "--train-iters", str(SAVED))
     assert [result.returncode for result in results] == [0, 0], results
     expected = [float(loss_of(load(model), folder, 1))] if rank else plain_losses(load(model), folder)
@@ -135,9 +136,8 @@ def test_every_decoder_trains_resumes_and_is_exported(
     lengths = [len(tokens_S) for step in range(1, SAVED + 1) for tokens_S, _ in conversations(folder, step)]
     (tokens,) = re.findall(r"samples, ([\d,]+) tokens", results[0].stdout)
     assert int(tokens.replace(",", "")) == pytest.approx(sum(lengths), rel=0.3)  # those of a mean sample
-    assert re.search(
-        r"convert .*--dtype bfloat16", results[0].stdout.replace("\\\n", "")
-    )  # that of the folder
+    command = re.search(r"convert .*--to hf +(\S+) .*--dtype bfloat16", results[0].stdout.replace("\\\n", ""))
+    assert command is not None and command[1] == f"{saved}_hf_step_{SAVED}"  # new, in the dtype of the folder
 
     assert main(["convert", str(saved), "--to", "hf", str(output), "--hf-model", str(model)]) == 0
     start, trained = load(model), load(output)

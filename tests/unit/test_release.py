@@ -100,7 +100,7 @@ def test_what_cannot_be_released_is_refused(
     assert status == 1 and error.startswith(f"error: {key}: ")
 
 
-@pytest.mark.parametrize(("end", "accepts"), [("oldest", "2.9.1"), ("newest", "2.14.1")])
+@pytest.mark.parametrize(("end", "accepts"), [("oldest", "2.9.1"), ("newest", "2.15.0")])
 def test_the_range_of_torch_is_that_of_setup_py(end: str, accepts: str) -> None:
     from packaging.requirements import Requirement
 

@@ -25,7 +25,7 @@ from ...environment import package_version
 from ...errors import ConfigError
 
 # Newest versions whose numbers were compared. Newer ones run if they have every name.
-TESTED = {"deepspeed": "0.19.8", "torch": "2.14.1", "transformers": "5.24.0"}
+TESTED = {"deepspeed": "0.19.8", "torch": "2.15.0", "transformers": "5.24.0"}
 ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
