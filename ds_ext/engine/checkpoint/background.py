@@ -68,6 +68,10 @@ class BackgroundSave:
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:
             json.dump(task._asdict(), stream)
         _running.append(self)
+        atexit.unregister(
+            _finish
+        )  # here, because a forked process of Python 3.13 has lost earlier registrations
+        atexit.register(_finish)
 
     def is_done(self) -> bool:
         """Return whether the files are on disk, or could not be written."""
@@ -132,7 +136,6 @@ def _finish(timeout_s: float | None = None) -> None:
                 print(f"error: the checkpoint {save.path.name!r} was not saved: {error}", file=sys.stderr)
 
 
-atexit.register(_finish)
 process.before_failed_exit.append(lambda: _finish(_FAILED_EXIT_S))
 
 
