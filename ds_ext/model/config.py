@@ -144,8 +144,8 @@ class TransformerConfig:
         num_attention_heads: number of heads over all tensor-parallel ranks.
         seq_length: tokens per sample.
         vocab_size: size of the tokenizer's vocabulary, without padding.
-        ffn_hidden_size: inner width of the MLP; None: 4 * hidden_size (in the training scripts two thirds of it with
-            swiglu).
+        ffn_hidden_size: inner width of the MLP; None: 4 * hidden_size, with swiglu two thirds of it, rounded down to a
+            multiple of 64.
         max_position_embeddings: largest number of tokens of a sample, rows of a learned position table; None:
             seq_length.
         hidden_dropout: probability of zeroing a hidden activation, in [0, 1).
@@ -290,7 +290,10 @@ class TransformerConfig:
 
     @property
     def ffn_size(self) -> int:
-        return self.ffn_hidden_size or 4 * self.hidden_size
+        """Inner width of the MLP. The default with SwiGLU, as in Megatron, has about as many weights as without."""
+        if self.ffn_hidden_size is not None:
+            return self.ffn_hidden_size
+        return max(64, 8 * self.hidden_size // 3 // 64 * 64) if self.swiglu else 4 * self.hidden_size
 
     @property
     def positions(self) -> int:

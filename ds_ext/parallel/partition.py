@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from ..errors import ConfigError
 from ..pipe_schedules import Placement
+from ..pipe_schedules.definition import REGISTERED
 
 # Default work, in transformer layers, of the layers before the first and after the last transformer layer. It is large
 # enough to keep surplus layers away from the ends.
@@ -123,8 +124,10 @@ def _too_few_layers(num_layers: int, placement: Placement, schedule: str) -> str
         limit = f"an even number up to {most}"
     if most:
         fix += f", or set pipeline_parallel_size to {limit} (now {devices})"
-    if stages > 2 * devices:
-        fix += ", or fewer chunks in schedule_options"
+    known = REGISTERED[schedule].options if schedule in REGISTERED else {}
+    options = [name for name in ("chunks", "waves") if name in known]
+    if stages > 2 * devices and options:
+        fix += f", or fewer {options[0]} in schedule_options"
     return (
         f"num_layers: {_describe_stages(placement, schedule)} needs at least 1 transformer layer per stage (got "
         f"{num_layers}). Use {fix}."

@@ -244,7 +244,8 @@ class Costs:
             costs = replace(costs, head=TYPICAL_HEAD)
         if costs.stages is not None and len(costs.stages) != placement.stages:
             raise ScheduleError(
-                f"costs: stages must have {placement.stages} factors, one per stage (got {len(costs.stages)})."
+                f"costs: stages must have {placement.stages} factors, one per stage (got {len(costs.stages)}). "
+                "Remove the costs, or use those of a plan with as many stages."
             )
         for sender, receiver in costs.links:
             in_range = all(0 <= device < placement.num_devices for device in (sender, receiver))

@@ -150,12 +150,14 @@ def run(args: argparse.Namespace) -> int:
     words += ["--data-path", str(output), "--save", f"checkpoints/{output.name}"]
     if not split_documents(meta["documents"], parse_split(DEFAULT_SPLIT))[1]:
         words += ["--eval-iters", "0"]
-    following = [command_lines(words)]
+    following, commands = [command_lines(words)], []
     if not is_bert and _has_model(args.tokenizer):
         commands, note = write_jobs(Path(args.tokenizer), output, meta)
         following = commands or following
         if note:
             print(note)
+    if commands:
+        print("the learning rates of the JSONs (lr, min_lr) suit pretrained weights")
     print("next: " + "\nor with LoRA: ".join(following))
     return 0
 

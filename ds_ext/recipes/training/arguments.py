@@ -307,9 +307,6 @@ def _merge_json_flags(
 
 def _resolve_model(args: argparse.Namespace) -> None:
     """Set the defaults that depend on other flags, as in Megatron."""
-    if args.swiglu and args.ffn_hidden_size is None:
-        # Three matrices then have about as many weights as the two of an MLP with 4 x hidden-size.
-        args.ffn_hidden_size = max(64, 8 * args.hidden_size // 3 // 64 * 64)
     if args.group_query_attention:
         args.num_query_groups = 1 if args.num_query_groups is None else args.num_query_groups
     elif args.num_query_groups is not None:

@@ -121,4 +121,4 @@ class DecoderLayers:
         if self._lora is not None and self._args.save:
             folder = Path(self._args.save, "adapter")
             save_adapter(engine, self._lora, folder)
-            say(f"adapter   {folder}")
+            say(f"adapter   {folder}, for peft")

@@ -360,7 +360,8 @@ class Trainer:
                     words += ["--dtype", "bfloat16"]
                 if self.model.transformer_impl == "transformers":
                     words += ["--hf-model", self.args.hf_model]
-                lines.append(f"for transformers    {_verb('convert', *words)}")
+                name = "merged model" if getattr(self.args, "lora_rank", None) else "for transformers"
+                lines.append(f"{name:<20}{_verb('convert', *words)}")
         lines.append(f"show the timetable  {_verb('show', *self._show_arguments())}")
         say("next: " + "\n      ".join(lines))
 
@@ -374,8 +375,9 @@ class Trainer:
     def _resume_lines(self, folder: str, total: int) -> list[str]:
         command, note = resume_command(sys.argv, folder, total)
         notes = [note] if note else []
-        if total > int(value_at(self.plan.job.deepspeed, "scheduler.params.total_num_steps") or total):
-            notes.append(f"its learning rate stays at {self.engine.get_lr()[0]:.2e}, where it ends here")
+        decay = int(value_at(self.plan.job.deepspeed, "scheduler.params.total_num_steps") or total)
+        if total > decay:
+            notes.append(f"its learning rate stays as it is after step {decay:,}, the end of the schedule")
         return [f"continue training   {command}", *[f"{'':20}({note})" for note in notes]]
 
     def exit_code(self, loss: float | None) -> int:

@@ -17,6 +17,8 @@ from ds_ext.errors import Problems
 from ds_ext.parallel.partition import layer_boundaries
 from ds_ext.pipe_schedules.list_scheduling import search
 from ds_ext.planner.job_plan import make_job_plan
+from ds_ext.planner.memory import model_parameters
+from ds_ext.planner.training_sizes import TrainingSizes
 from ds_ext.recipes.training.arguments import parse
 from ds_ext.recipes.training.preflight import check_job
 from ds_ext.recipes.training.setup import model_fields as script_sizes
@@ -124,6 +126,19 @@ def test_the_json_of_a_llama_has_its_layers(tmp_path: Path, capsys: pytest.Captu
         "untie_embeddings_and_output_weights": True,
     }
     assert {key: sizes[key] for key in expected} == expected
+
+
+def test_the_planned_model_is_the_one_that_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With SwiGLU and without a width of the MLP, which plan and scripts once chose differently."""
+    file = tmp_path / "plan.json"
+    sizes = "--num-layers 4 --hidden-size 1024 --num-attention-heads 8 --swiglu --seq-length 1024 --vocab-size 32000"
+    words = f"plan --gpu h100 --devices 1 --global-batch-size 8 {sizes} -o {file}"
+    assert main(words.split()) == 0
+    (planned,) = re.findall(r"([\d.]+) million parameters", capsys.readouterr().out)
+    args, job = parse("train_gpt.py", ["--deepspeed_config", str(file), "--vocab-size", "32000"])
+    plan: Any = SimpleNamespace(job=job)
+    trained = model_parameters(TrainingSizes(**script_sizes(args, plan)))
+    assert float(planned) == pytest.approx(trained / 1e6, abs=0.006)
 
 
 @pytest.mark.parametrize("memory", ["80GB", "15GB", "1GB"])

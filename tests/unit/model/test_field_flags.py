@@ -92,7 +92,6 @@ CHANGES: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
     },
     "normalization": {"normalization": "RMSNorm"},
-    "swiglu": {"swiglu": True, "ffn_hidden_size": 128},  # the scripts' default depends on swiglu
     "num_query_groups": {"num_query_groups": 2},
     "kv_channels": {"kv_channels": 8},
     "add_bias_linear": {"add_bias_linear": False},

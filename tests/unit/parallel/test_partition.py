@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ds_ext.errors import ConfigError
 from ds_ext.model.config import TransformerConfig
 from ds_ext.parallel.partition import LayerWork, layer_boundaries, stage_weights
+from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.placement import Placement, bidirectional_v, linear, v
 from ds_ext.recipes.training.setup import model_fields, stage_boundaries
 from tests.plans import plan_job
@@ -79,6 +80,13 @@ def test_devices_differ_by_little(layers: int, placement: Placement) -> None:
 def test_too_few_layers(layers: int, placement: Placement, numbers: str) -> None:
     with pytest.raises(ConfigError, match=f"^num_layers: any .*{numbers}"):
         counts(layers, placement)
+
+
+@pytest.mark.parametrize(("schedule", "option"), [("bitpipe_zb", "waves"), ("interleaved", "chunks")])
+def test_too_few_layers_name_an_option_of_the_schedule(schedule: str, option: str) -> None:
+    placement = get_schedule(schedule).placement(4, {option: 4 if option == "chunks" else 2})
+    with pytest.raises(ConfigError, match=f"or fewer {option} in schedule_options"):
+        layer_boundaries(8, 0, 0, placement, schedule)
 
 
 def weighed(layers: int, placement: Placement, head: float) -> list[int]:

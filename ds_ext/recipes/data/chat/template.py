@@ -197,14 +197,15 @@ class ChatTemplate:
                 raise ConfigError(
                     f"{conversation.position}: the chat template drops {dropped} of message {index} (got role "
                     f"{message['role']!r}, keys {', '.join(message)}). Change chat_template.jinja in a copy of the "
-                    f"folder (docs/data.md, Chat)."
+                    f"folder (docs/data.md#templates-without-tool-calls)."
                 )
             for key in _reasoning_keys(message):
                 self._require_reasoning(conversation, messages[: index + 1], key)
         if conversation.tools and text == self._text(replace(conversation, tools=None), messages):
             raise ConfigError(
                 f"{conversation.position}: the chat template drops the tools (got {len(conversation.tools)}). Remove "
-                "them, or change chat_template.jinja in a copy of the folder (docs/data.md, Chat)."
+                "them, or change chat_template.jinja in a copy of the folder "
+                "(docs/data.md#templates-without-tool-calls)."
             )
 
     def _require_reasoning(
@@ -446,6 +447,6 @@ def _rejection(conversation: Conversation, error: Exception) -> ConfigError:
         if is_of_types and not isinstance(message.get("content") or "", str):
             return _no_text(conversation, index, f"; {problem}")
     return ConfigError(
-        f"{conversation.position}: the chat template rejects the conversation (got {problem}). Change or remove this "
-        "line, or change the template."
+        f"{conversation.position}: the chat template rejects the conversation (got {problem}). Change the "
+        "template if it is at fault, or change or remove this line."
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from ds_ext.errors import ConfigError
-from ds_ext.model.config import RopeScaling
+from ds_ext.model.config import RopeScaling, TransformerConfig
 from ds_ext.recipes.models.bert import BertConfig
 from ds_ext.recipes.models.gpt import GPTConfig
 from ds_ext.recipes.training.arguments import parse
@@ -86,8 +86,6 @@ def test_flags_and_keys_of_a_llama(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "field", "value"),
     [
-        ("--hidden-size 768 --swiglu", "ffn_hidden_size", 2048),  # Megatron's rounding to 64
-        ("--hidden-size 4096 --swiglu", "ffn_hidden_size", 10880),
         ("--hidden-size 4096 --swiglu --ffn-hidden-size 11008", "ffn_hidden_size", 11008),
         ("--group-query-attention", "num_query_groups", 1),
         ("--window-size (7,0)", "sliding_window", 8),
@@ -95,6 +93,15 @@ def test_flags_and_keys_of_a_llama(tmp_path: Path) -> None:
 )
 def test_defaults_are_megatrons(tmp_path: Path, flags: str, field: str, value: int) -> None:
     assert fields(tmp_path, *flags.split())[field] == value
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(768, 2048), (4096, 10880), (16, 64)])
+def test_the_inner_width_with_swiglu_is_megatrons(tmp_path: Path, hidden: int, width: int) -> None:
+    """Rounded down to 64. The planner and a model built in Python have the same."""
+    flags = ("--hidden-size", str(hidden), "--swiglu")
+    sizes: dict[str, Any] = fields(tmp_path, *flags) | {"vocab_size": 50, "recompute": "none"}
+    assert TransformerConfig(**sizes).ffn_size == width
+    assert GPTConfig(2, hidden, 4, 8, 32, swiglu=True).ffn_size == width
 
 
 @pytest.mark.parametrize(
