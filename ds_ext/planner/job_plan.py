@@ -204,7 +204,9 @@ def _complete_plan(plan: StagePlan, sizes: BatchSizes) -> JobPlan:
     with _as_config_error(plan.batch_hint):
         costs = _costs(plan)
         slices = plan.settings.sequence_slices
-        timetable = schedule.timetable(devices, sizes.micro_batches, plan.options, costs, slices)
+        # Without known work, the order is the one that `plan` priced for these options.
+        known = None if plan.work is None else costs
+        timetable = schedule.timetable(devices, sizes.micro_batches, plan.options, known, slices)
         rules = schedule.make_dynamic_rules(devices, sizes.micro_batches, plan.options)
     program = lower(timetable)
     report = check(program, link_credits=_link_credits(plan.layout.placement))
