@@ -349,7 +349,7 @@ def _reason(plan: ClusterPlan) -> str:
     if not best.fits:
         verdict = f"smallest: {best}"
     elif second is None:
-        others = "no others fit or come near" if len(plan.shown) > 1 else "the only sizes that fit"
+        others = "no others are shorter by over 1%" if len(plan.shown) > 1 else "the only sizes that fit"
         verdict = f"best: {best}, {others}"
     else:
         excess = (second.step_s or 0.0) / (best.step_s or 1.0) - 1
@@ -376,18 +376,12 @@ def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, An
     mfu = " (divided by its peak rate: MFU)" if run["mfu"] is None else f": MFU {run['mfu']:.1%}"
     yield f"  {run['tokens_per_s']:,.0f} tokens/s, {rate} of the model per device{mfu}"
     if days is not None:
-        late = f", {days - args.days:,.1f} more than --days" if days > (args.days or math.inf) else ""
-        late = (
-            f" on {run['devices']} devices, the fewest for --days {args.days:g}" if not args.devices else late
-        )
+        late = f" ({days - args.days:,.1f} more than --days)" if days > (args.days or math.inf) else ""
+        late += f", up to {days * (1 + STEP_TIME_ERROR):,.1f} with steps {STEP_TIME_ERROR:.0%} longer than planned"
+        if not args.devices:
+            late += f", on {run['devices']} devices, the fewest for --days {args.days:g}"
         cost = "" if run["cost"] is None else f", cost {run['cost']:,.0f} at {args.price:g} per GPU-hour"
         yield f"  {args.tokens:g} tokens: {days:,.1f} days{late}, {run['gpu_hours']:,.0f} GPU-hours{cost}"
-        if args.days is not None and days <= args.days < days * (1 + STEP_TIME_ERROR):
-            longest, reserve = days * (1 + STEP_TIME_ERROR), args.days / (1 + STEP_TIME_ERROR)
-            yield (
-                f"  note: steps may take up to {STEP_TIME_ERROR:.0%} longer than planned, {longest:,.1f} days; --days "
-                f"{reserve:.2g} plans for that"
-            )
 
 
 def _other_head(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes, costs: Costs) -> Iterator[str]:

@@ -55,12 +55,12 @@ def plan_for_deadline(
     days: float,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[Cluster, ClusterPlan]:
-    """Return the fewest devices that train ``tokens`` in ``days``, and their plan.
+    """Return the fewest devices that train ``tokens`` in ``days`` with steps by STEP_TIME_ERROR longer, and their plan.
 
     ``cluster`` may have any number of devices, because those of :func:`_rentable` are tried. Sizes that miss the
     deadline are not evaluated.
     """
-    limit_s = cluster.batch * sizes.seq_length * days * _DAY_S / tokens
+    limit_s = cluster.batch * sizes.seq_length * days * _DAY_S / tokens / (1 + STEP_TIME_ERROR)
     passes = 1 + (ratios.backward_input + ratios.backward_weight) / (ratios.forward or 1.0)
     work_s = cluster.batch * sizes.forward_flops * passes * (1 - ratios.jitter) / cluster.flops
     least = work_s / limit_s
@@ -97,8 +97,9 @@ def plan_for_deadline(
 def _missed(tokens: float, days: float, devices: int, excess: float) -> ScheduleError:
     """Return the error for a deadline when up to ``devices`` take at least ``excess`` times as long."""
     return ScheduleError(
-        f"--days: must be at least {excess * days:.4g} for {tokens:g} tokens on up to {devices:,} devices (got "
-        f"{days:g}). Use more days, fewer tokens, a larger --global-batch-size, or faster devices."
+        f"--days: must be at least {excess * days:.4g} for {tokens:g} tokens on up to {devices:,} devices, with steps "
+        f"{STEP_TIME_ERROR:.0%} longer than planned (got {days:g}). Use more days, fewer tokens, a larger "
+        "--global-batch-size, or faster devices."
     )
 
 
