@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Self
 
 # Place that answers for what other software has and ds_ext lacks.
 ANSWERS = 'README.md, "Where is ...?"'
@@ -17,6 +18,11 @@ class DsExtError(Exception):
     """
 
     reported_by: int | None = None
+
+    def of_all_ranks(self) -> Self:
+        """Return this error, which all ranks raise, for rank 0 to print."""
+        self.reported_by = 0
+        return self
 
 
 class ConfigError(DsExtError, ValueError):

@@ -24,6 +24,7 @@ class Gpu:
         inside_gb: rate to the other GPUs of the host in one direction, half of the sum that data sheets give, in 10^9
             bytes per second.
         between_gb: rate of its network port, in 10^9 bytes per second.
+        is_compared: whether step times of published runs were compared with those of `plan`.
     """
 
     memory_gb: int
@@ -31,6 +32,7 @@ class Gpu:
     bandwidth_tb: float
     inside_gb: int
     between_gb: float
+    is_compared: bool = False
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -54,12 +56,12 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
         # "NVIDIA A100 Tensor Core GPU" data sheet, June 2021: SXM, 600 GB/s NVLink. Ports of 200 Gb/s: "DGX A100
         # System" user guide, May 2020.
-        "a100": Gpu(80, 312.0, 2.039, 300, 25),
+        "a100": Gpu(80, 312.0, 2.039, 300, 25, is_compared=True),
         # The same data sheets; 40 GB: May 2020.
-        "a100-40gb": Gpu(40, 312.0, 1.555, 300, 25),
+        "a100-40gb": Gpu(40, 312.0, 1.555, 300, 25, is_compared=True),
         # "NVIDIA H100 Tensor Core GPU" data sheet, 2023: SXM, 900 GB/s NVLink. Ports of 400 Gb/s: "DGX BasePOD"
         # reference architecture, core components, DGX H200 and H100, 2024.
-        "h100": Gpu(80, 989.0, 3.35, 450, 50),
+        "h100": Gpu(80, 989.0, 3.35, 450, 50, is_compared=True),
         # "NVIDIA H200 Tensor Core GPU" data sheet, November 2023: SXM, 900 GB/s NVLink. Ports as for h100.
         "h200": Gpu(141, 989.0, 4.8, 450, 50),
         # "NVIDIA DGX B200" data sheet, March 2024: 8 GPUs with 1,440 GB, 64 TB/s and 14.4 TB/s NVLink; "Blackwell

@@ -272,6 +272,12 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
     rates = f"{cluster.flops / 1e12:g} TFLOP/s each"
     if cluster.links.memory_bandwidth:
         rates += f" in matrices, {format_bytes(cluster.links.memory_bandwidth)}/s of memory"
+    rows = [f"devices     {cluster.devices} x {format_bytes(whole)}{name}, {rates}"]
+    if args.gpu and not GPUS[args.gpu].is_compared:
+        driver = " ds_ext has run on CUDA only." if args.gpu.startswith("mi") else ""
+        rows.append(
+            f"            assumed: published runs on {args.gpu} were not compared with these rates.{driver}"
+        )
     default = "" if args.hosts else " (default: 8 devices per host)"
     batch = "" if cluster.micro_batch is None else f", micro-batches of {cluster.micro_batch}"
     b, w = (time / costs.forward for time in (costs.backward_input, costs.backward_weight))
@@ -280,7 +286,7 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
     return [
         f"model       {model_label(args)}, {format_count(parameters)} parameters, {model.precision}, "
         f"ZeRO stage {zero}",
-        f"devices     {cluster.devices} x {format_bytes(whole)}{name}, {rates}",
+        *rows,
         f"memory      {format_bytes(cluster.memory_bytes)} planned, {format_bytes(whole - cluster.memory_bytes)} free: "
         "CUDA's context about 0.5 GB, NCCL 0.1 to 0.4 GB per group, fragmentation",
         f"hosts       {hosts}{default}",
@@ -376,12 +382,20 @@ def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, An
     mfu = " (divided by its peak rate: MFU)" if run["mfu"] is None else f": MFU {run['mfu']:.1%}"
     yield f"  {run['tokens_per_s']:,.0f} tokens/s, {rate} of the model per device{mfu}"
     if days is not None:
+        most = 1 + STEP_TIME_ERROR
         late = f" ({days - args.days:,.1f} more than --days)" if days > (args.days or math.inf) else ""
-        late += f", up to {days * (1 + STEP_TIME_ERROR):,.1f} with steps {STEP_TIME_ERROR:.0%} longer than planned"
-        if not args.devices:
-            late += f", on {run['devices']} devices, the fewest for --days {args.days:g}"
-        cost = "" if run["cost"] is None else f", cost {run['cost']:,.0f} at {args.price:g} per GPU-hour"
-        yield f"  {args.tokens:g} tokens: {days:,.1f} days{late}, {run['gpu_hours']:,.0f} GPU-hours{cost}"
+        reason = (
+            f", on {run['devices']} devices, the fewest for --days {args.days:g}" if not args.devices else ""
+        )
+        yield (
+            f"  {args.tokens:g} tokens: {days:,.1f} days{late}, up to {most * days:,.1f} with steps "
+            f"{STEP_TIME_ERROR:.0%} longer than planned{reason}"
+        )
+        hours, cost = run["gpu_hours"], run["cost"]
+        text = f"  {hours:,.0f} GPU-hours, up to {most * hours:,.0f}"
+        if cost is not None:
+            text += f", cost {cost:,.0f} at {args.price:g} per GPU-hour, up to {most * cost:,.0f}"
+        yield text
 
 
 def _other_head(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes, costs: Costs) -> Iterator[str]:

@@ -217,13 +217,11 @@ class MicroBatches:
         if available < needed and not (self.repeat or self._whole):
             step, smaller = ("training step", "batch") if trains else ("evaluation", "num_micro_batches")
             left = f" of {len(self.dataset)}, after {self.consumed_samples} consumed samples"
-            error = ConfigError(
+            raise ConfigError(
                 f"dataset: the next {step} needs {needed} samples, {micro_batches} micro-batches of "
                 f"{self.micro_batch_size} (got {available}{left if self.consumed_samples else ''}). Use more data, "
                 f"or a smaller {smaller}."
-            )
-            error.reported_by = 0
-            raise error
+            ).of_all_ranks()
 
     def get(self, micro_batch: int) -> Any:
         first = self.consumed_samples + micro_batch * self.micro_batch_size
@@ -412,9 +410,7 @@ def require_data(data: StepData, ends: Sequence[Sequence[float]]) -> None:
     """Raise ConfigError on all ranks if an iterator ended within the step. ``ends``: every rank's ``ended``."""
     ended = {rank: (int(got), int(count)) for rank, (got, count) in enumerate(ends) if got >= 0}
     if ended:
-        error = end_of_data(data, ended)
-        error.reported_by = 0
-        raise error
+        raise end_of_data(data, ended).of_all_ranks()
 
 
 def end_of_data(data: StepData, ended: Mapping[int, tuple[int, int]]) -> ConfigError:
@@ -438,14 +434,12 @@ def require_same_samples(checksums: Sequence[Sequence[float]]) -> None:
                     continue
                 peer, expected = first.setdefault((number, name), (rank, value))
                 if value != expected:
-                    error = ConfigError(
+                    raise ConfigError(
                         f"data: ranks {peer} and {rank} read different {name} for micro-batch {number:.0f} of this "
                         f"step (got the checksums {int(expected):08x} and {int(value):08x}), so inputs would meet the "
                         f"labels of other samples. Seed shuffles and random numbers of the dataset equally on all "
                         f"ranks of a data-parallel rank, or return None for a part that another rank reads."
-                    )
-                    error.reported_by = 0
-                    raise error
+                    ).of_all_ranks()
 
 
 def _sampled_checksum(value: Any) -> float:

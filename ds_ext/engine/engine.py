@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..comm.transport import Transport, create_transport
 from ..errors import ConfigError
-from ..launch.stop import StopRequests
+from ..launch.stop import CALL, StopRequests
 from ..pipe_schedules.bridge import TimetableSchedule
 from .activity import Activity
 from .batches import (
@@ -43,9 +43,10 @@ from .checkpoint.buffers import ReplicaBuffers
 from .checkpoint.events import CheckpointEvents
 from .checkpoint.load import choose, load_checkpoint
 from .checkpoint.run import this_run
-from .checkpoint.save import save_checkpoint
-from .checkpoint.trial import require_states
-from .deepspeed_api.base import without_memory_lines
+from .checkpoint.save import finish_save, save_checkpoint
+from .checkpoint.trial import require_states, try_folder
+from .deepspeed_api.base import AdaptedEngine, without_memory_lines
+from .deepspeed_api.device import peak_memory_bytes
 from .deepspeed_api.names import loss_scaler, require_built
 from .deferral import DeferralReport
 from .dynamic import messages as dynamic
@@ -57,15 +58,14 @@ from .grad_norm import let_parameters_differ, share_loss_scale
 from .losses.step import StepLosses
 from .messages import StageMessages
 from .module import PipelineModule
-from .recovery.audit import Audit
-from .recovery.recovery import Recovery
+from .recovery.audit import StepAudit
+from .recovery.recovery import Recovered, Recovery
 from .role import Role
-from .run_control import RunControl
 from .schedules import Schedules
 from .stages import stages_of
 from .stages.body import StageForward
 from .stages.sequences import sequences_of
-from .step_report import Gathered, Measured, StepReport, gather_step
+from .step_report import Gathered, RankNumbers, StepReport, gather_step, of_report
 from .together import collective_device, rows_of_ranks, together
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
@@ -74,7 +74,7 @@ from .weight_update import TrainedParameters, WeightUpdate
 logger = logging.getLogger(__name__)
 
 
-class PipelineEngine(Measured, RunControl):
+class PipelineEngine(AdaptedEngine):
     """Engine of a :class:`ds_ext.PipelineModule`, created by :func:`ds_ext.initialize`.
 
     Args:
@@ -179,8 +179,7 @@ class PipelineEngine(Measured, RunControl):
         require_states(self.optimizer, settings.recovery is not None)
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
         self._recovered_from: int | None = None  # before the first step after a recovery
-        self.audit = None if settings.audit_interval == 0 else Audit(self, settings.audit_interval)
-        self._auditing: Audit | None = None  # in an audited step
+        self.audit = None if settings.audit_interval == 0 else StepAudit(self, settings.audit_interval)
         with self.activity.during("setting up"):
             self.role.start(self)
 
@@ -207,6 +206,19 @@ class PipelineEngine(Measured, RunControl):
     def random_seed(self) -> int:
         """Seed of the keys from which layers draw; see :func:`ds_ext.tensor_parallel.layer_key`."""
         return self.module.random_seed
+
+    # --- measurements: of the last training step (None before the first one), and of its simulation ---
+
+    step_s = of_report(lambda report: report.seconds)
+    step_lr = of_report(lambda report: report.lr)
+    bubble_measured = of_report(lambda report: report.of_ranks.bubble)
+    peak_memory_of_ranks = of_report(lambda report: report.of_ranks.peak_memory_of_ranks, ())
+    peak_memory_bytes = of_report(lambda report: max(report.of_ranks.peak_memory_of_ranks))
+
+    @property
+    def bubble_simulated(self) -> float:
+        """Share of the simulated step in which an average device does not compute."""
+        return self.plan.simulation.bubble
 
     # --- changes between steps ---
 
@@ -337,10 +349,11 @@ class PipelineEngine(Measured, RunControl):
         with self.role.running(pipe_schedule):
             data = self._start_step(pipe_schedule, evaluation is None or evaluation.computes_loss)
             self.busy.start_step()
-            self._auditing = self.audit.start_step(self.global_steps + 1) if trains and self.audit else None
+            is_audited = trains and self.audit is not None and self.audit.start_step(self.global_steps + 1)
+            audit = self.audit if is_audited else None
             tracer = self.tracer if self.tracer and self.tracer.active else None
             deferral = self._deferral if trains else None
-            observers = [one for one in (self._auditing, tracer, deferral, self.busy) if one is not None]
+            observers = [one for one in (audit, tracer, deferral, self.busy) if one is not None]
             self.executor.run(pipe_schedule, data, self.global_steps, observers, evaluation)
         if self._deferral is not None and trains:
             self.deferred_share, self._deferral = self._deferral.finish(), None
@@ -354,15 +367,21 @@ class PipelineEngine(Measured, RunControl):
         if self._gathered is None:
             self.transport.settle()
             self.role.wait_for_step(self.running)
-            weights_set, self._weights_set = int(self._weights_set), 0
-            step = self.global_steps + 1
-            data, cause, trains = self.executor.data, self.stops.cause, self.running.program.timetable.trains
-            changed = len(self.trained.changed) if trains else 0
-            self._gathered = gather_step(
-                data, self.step_losses, self.busy, weights_set, changed, step, self.device, cause
+            trains = self.running.program.timetable.trains
+            own = RankNumbers(
+                *self.busy.read(),
+                peak_memory_bytes(self.device),
+                int(self._weights_set),
+                len(self.trained.changed) if trains else 0,
+                self.stops.cause,
+                *self.executor.data.ended,
             )
-            self.stops.agree(self._gathered.stop_causes)
-            if self._gathered.num_changed:
+            self._weights_set = 0
+            self._gathered = gather_step(
+                own, self.executor.data, self.step_losses, self.global_steps + 1, self.device
+            )
+            self.stops.agree([rank.stop_cause for rank in self._gathered.ranks])
+            if any(rank.num_changed for rank in self._gathered.ranks):
                 self.update.agree_on_trained()
             if trains:
                 losses = self._gathered.losses
@@ -438,6 +457,13 @@ class PipelineEngine(Measured, RunControl):
         if loss is not None and self.global_rank == 0 and self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/eval_loss", loss.item(), self.global_samples)])
         return (result, evaluation.outputs) if return_logits else result
+
+    def wait_for_weights(self) -> None:
+        """Wait until this rank has the weights of the last step, before the script reads or sets a parameter.
+
+        With ``overlap_across_steps``, they may still be gathered when :meth:`train_batch` returns.
+        """
+        self.update.wait_for_weights()
 
     def average_buffers(self) -> bool:
         """Set the buffers of all replicas to the same values, and return whether they differed on this rank's replicas.
@@ -537,3 +563,81 @@ class PipelineEngine(Measured, RunControl):
             self.role.weights_loaded()
             self.checkpoint_events.loaded(path, self.global_steps, begin)
         return str(path), client_state
+
+    def wait_for_save(self) -> None:
+        """Wait until the last save in the background is complete. All ranks must call this together.
+
+        The next save and the next load do so first, and the exit of a rank waits for its files.
+        """
+        save, self.saving = self.saving, None
+        if save is not None:
+            with (
+                self.checkpoint_events.finishing(save),
+                self.activity.during(f"saving the checkpoint {save.path.name}"),
+                self.activity.longer_limit(),
+            ):
+                finish_save(save)
+
+    def try_checkpoint_folder(
+        self, save_dir: str | os.PathLike[str], tags: Sequence[str] | None = None
+    ) -> None:
+        """Check that checkpoints can be saved to ``save_dir``. All ranks must call this together.
+
+        Every rank writes a small file. Rank 0 reads the files and compares the free space with a checkpoint's size.
+        From now on, no other job can save to the folder. A warning names checkpoints that another run has left there.
+
+        Args:
+            tags: names of this run's checkpoints, to warn only of those that it will replace; None: any name.
+        """
+        with self.activity.during(f"checking the folder {save_dir}"):
+            try_folder(self, Path(save_dir), tags)
+
+    def recover(
+        self, data_iter: Batches | None = None, save_dir: str | os.PathLike[str] | None = None
+    ) -> Recovered | None:
+        """Continue from the newest snapshots in host memory after the launcher has restarted the ranks.
+
+        Call it before the first step, on all ranks; then train from ``engine.global_steps``. Returns None without the
+        section "recovery", at the first start, if a snapshot of some rank was lost, and if the snapshots are older than
+        the loaded step or the last checkpoint of this run in ``save_dir``, which the script can load then.
+
+        Args:
+            data_iter: source of the micro-batches; None: ``training_data``.
+            save_dir: folder of this run's checkpoints; None: snapshots are compared with the loaded step only.
+        """
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        if self.recovery is None:
+            return None
+        self.wait_for_save()
+        with self.activity.during("loading snapshots"), self.activity.longer_limit():
+            self.update.masters.take_changes()
+            recovered = self.recovery.recover(None if save_dir is None else Path(save_dir))
+            if recovered is not None:
+                self._recovered_from = recovered.step
+                self.trained.take_changes()
+                self.trained.agree()
+                self.update.resize()
+                self.role.weights_loaded()
+                self.checkpoint_events.recovered(recovered)
+        return recovered
+
+    # --- end of the run ---
+
+    def should_stop(self) -> bool:
+        """Return whether the run should end now: the same answer on all ranks, after every step and evaluation.
+
+        True after a rank received SIGTERM or SIGUSR1, lost its launcher, or called :meth:`request_stop`. The first call
+        takes these signals, unless the script handles them. Save a checkpoint then, and exit with 0. Rank 0 logs step,
+        rank and cause at the first True.
+        """
+        self.stops.listen()
+        stop = self.stops.agreed
+        if stop is not None and self.global_rank == 0 and not self.stops.is_reported:
+            self.stops.is_reported = True
+            logger.warning("step %d: stopped, because %s.", self.global_steps, stop)
+        return stop is not None
+
+    def request_stop(self) -> None:
+        """Request the end of the run. After the next step or evaluation, :meth:`should_stop` is True on all ranks."""
+        self.stops.request(CALL)

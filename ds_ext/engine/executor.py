@@ -95,6 +95,7 @@ class Executor:
 
     messages: StageMessages
     schedule: TimetableSchedule
+    data: StepData
     _step: Step
 
     def __init__(
@@ -114,10 +115,6 @@ class Executor:
         self.parameters: Sequence[Tensor] = ()
         # Static schedule -> (messages, handlers, observers) and the calls that are bound to them.
         self._calls: WeakKeyDictionary[TimetableSchedule, tuple[Any, list[_Call]]] = WeakKeyDictionary()
-
-    @property
-    def data(self) -> StepData:
-        return self._step.data
 
     # --- the step loop ---
 
@@ -140,7 +137,7 @@ class Executor:
         """
         timetable = schedule.program.timetable
         sequences = self.sequences if timetable.slices > 1 else WholeSequences()
-        self.schedule = schedule
+        self.schedule, self.data = schedule, data
         self._step = Step(
             step,
             data,

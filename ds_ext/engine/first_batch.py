@@ -54,9 +54,7 @@ def check_first_batch(
         raise failure
     for problem, _ in answers:
         if problem is not None:
-            error = ConfigError(problem)
-            error.reported_by = 0
-            raise error
+            raise ConfigError(problem).of_all_ranks()
     _warn_of_equal_inputs([samples for _, samples in answers if samples is not None], trains)
 
 

@@ -47,11 +47,11 @@ class Role:
     def end_step(self) -> None:
         pass
 
-    def numbers(self) -> list[float]:
+    def optimizer_numbers(self) -> list[float]:
         """Return the numbers of this rank that other ranks need after a step. Every rank returns as many."""
         return []
 
-    def take_numbers(self, rows: Sequence[Sequence[float]]) -> None:
+    def set_optimizer_numbers(self, rows: Sequence[Sequence[float]]) -> None:
         """Store the numbers of all ranks, one row per rank."""
 
     def weights_loaded(self) -> None:

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from .batches import StepData
 from .evaluation import Evaluation
 from .losses.step import Loss
 from .stages.sequences import Sequences
+
+
+class Data(Protocol):
+    """Micro-batches of a step. ``first_id`` is the global number of the first one."""
+
+    first_id: int
+
+    def take(self, micro_batch: int) -> tuple[Any, Any]:
+        """Return the inputs and labels for one stage."""
+        ...
+
+    def weight(self, micro_batch: int) -> float:
+        """Return the weight of the loss in that of the step; 0: it does not count."""
+        ...
 
 
 def require_optimizer(loss: Loss) -> Tensor:
@@ -32,7 +46,7 @@ class Step:
     """
 
     number: int
-    data: StepData
+    data: Data
     sequences: Sequences
     evaluation: Evaluation
     splits: frozenset[tuple[int, int]]

@@ -1,9 +1,9 @@
 """Gathers of the weights after an optimizer step that still run when the next step starts.
 
 With ZeRO stage 1 and in half precision, every data-parallel rank updates its part of the weights, and gathers the parts
-of the others. DeepSpeed waits for this at the end of the step. Here the gathers of the stages start in the order of
-their first use. The next step waits for each before the first op of its stage; the timetable has these waits. Whatever
-else reads weights waits for all: evaluations, checkpoints, snapshots and audits.
+of the others. DeepSpeed waits for this at the end of the step. Here the program has an instruction that starts the
+gather of a stage, and one that waits for it before the stage's first op. Whatever else reads weights waits for all:
+evaluations, checkpoints, snapshots and audits.
 
 A gather needs parameter groups of single stages, so the groups of a script are split before DeepSpeed builds its
 optimizer. A group with several stages would be gathered before the first of them.
@@ -33,46 +33,54 @@ from .tracing.recorder import Tracer
 
 
 class WeightGathers:
-    """Gathers of one rank, in the order of the first uses of its stages."""
+    """Gathers of one rank, started by stage and waited for in the order of their starts."""
 
     def __init__(self, optimizer: ZeROOptimizer, module: PipelineModule, tracer: Tracer | None) -> None:
         self._tracer = tracer
         order, first = _order(module), _first_uses(module)
-        groups = enumerate(model_groups(optimizer))
-        stages = {i: min((first.get(id(p), 0) for p in group), default=0) for i, group in groups}
-        self._places = [(order[place], i) for i, place in sorted(stages.items(), key=lambda item: item[1])]
+        self._groups: dict[int, list[int]] = {stage: [] for stage in order}  # stage -> parameter groups
+        for i, group in enumerate(model_groups(optimizer)):
+            self._groups[order[min((first.get(id(p), 0) for p in group), default=0)]].append(i)
+        # By parameter group: vector of the weights, this rank's part, and the ranks with the other parts.
+        self._updated: dict[int, tuple[Tensor, Tensor, ProcessGroup]] = {}
         self._pending: deque[tuple[int, Work]] = deque()
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Context of an optimizer step, in which DeepSpeed starts these gathers and does not gather itself."""
+        """Context of an optimizer step, in which DeepSpeed does not gather the weights."""
         self.wait()  # a step may have used no weight of a stage
         modules = bf16_optimizer, stage_1_and_2
         originals = [module.all_gather_dp_groups for module in modules]
         for module in modules:
-            module.all_gather_dp_groups = self._start
+            module.all_gather_dp_groups = self._take
         try:
             yield
         finally:
             for module, original in zip(modules, originals, strict=True):
                 module.all_gather_dp_groups = original
 
-    def _start(
+    def _take(
         self,
         groups_flat: Sequence[Tensor],
         partitioned_param_groups: Sequence[Sequence[Tensor]],
         dp_process_group: Sequence[ProcessGroup],
         **_: Any,
     ) -> None:
-        """Start the gathers. The arguments are those of DeepSpeed's ``all_gather_dp_groups``, one per group."""
-        for stage, i in self._places:
-            group = dp_process_group[i]
-            if dist.get_world_size(group) == 1:
+        """Take the arguments of DeepSpeed's ``all_gather_dp_groups``, one per parameter group."""
+        for i, group in enumerate(dp_process_group):
+            if dist.get_world_size(group) > 1:
+                # Of one parameter, the vector is a view of it.
+                part = partitioned_param_groups[i][dist.get_rank(group)].detach()
+                self._updated[i] = groups_flat[i].detach(), part, group
+
+    def start(self, stage: int) -> None:
+        """Start to gather a stage, unless the optimizer has skipped the step."""
+        for i in self._groups[stage]:
+            if i not in self._updated:
                 continue
-            # Of one parameter, the vector is a view of it.
-            flat, mine = groups_flat[i].detach(), partitioned_param_groups[i][dist.get_rank(group)].detach()
+            flat, part, group = self._updated.pop(i)
             begin = 0.0 if self._tracer is None else self._tracer.now()
-            work = dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)
+            work = dist.all_gather_into_tensor(flat, part, group=group, async_op=True)
             assert work is not None
             if self._tracer is not None:
                 self._tracer.gathering(stage, flat, begin, work)

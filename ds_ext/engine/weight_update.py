@@ -88,12 +88,10 @@ class TrainedParameters:
             for name, flag in flags.items():
                 other, first = known.setdefault(name, (flag, rank))
                 if flag != other:
-                    error = ConfigError(
+                    raise ConfigError(
                         f"{name}: requires_grad must be the same on all ranks with this parameter (got {other} on rank "
                         f"{first}, {flag} on rank {rank}). Set it in the same step on all ranks."
-                    )
-                    error.reported_by = 0
-                    raise error
+                    ).of_all_ranks()
         unfrozen = [parameter for parameter in self.changed if parameter.requires_grad]
         self._flags, self.changed = self._read(), []
         return unfrozen
@@ -207,6 +205,11 @@ class WeightUpdate:
         if self.gathers is not None:
             self.gathers.wait(stage)
 
+    def gather_stage(self, stage: int) -> None:
+        """Start to gather the weights of a stage, unless DeepSpeed has gathered them."""
+        if self.gathers is not None:
+            self.gathers.start(stage)
+
     def agree_on_trained(self) -> None:
         """Compare the changes of all ranks. All ranks must call this together, after the reductions of the step."""
         self._unfrozen = self._engine.trained.agree()
@@ -228,7 +231,7 @@ class WeightUpdate:
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
-        """Context of an optimizer step that reads the ranks' parts of the gradients, and starts to gather the weights.
+        """Context of an optimizer step that reads the ranks' parts of the gradients, and leaves the weights in parts.
 
         It does nothing for a job without "overlap_across_steps".
         """

@@ -98,7 +98,8 @@ def _check_config(config: Any, name: str) -> None:
             )
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
-            "output_router_logits: a pipeline does not add the router's loss (got true). Set it to false in the config."
+            "output_router_logits: a pipeline does not add the router's loss (got true). Set it to false in "
+            "config.json, in a copy of the model's folder."
         )
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     # Models with several kinds of attention have an object for each of them.

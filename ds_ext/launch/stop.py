@@ -52,6 +52,7 @@ class StopRequests:
         deadline: reading of :func:`time.monotonic` from which on this rank requests the end; None: no deadline.
         signals: signals that are requests.
         agreed: request that all ranks have received; None: none yet.
+        is_reported: whether the log has ``agreed``.
         gathered: whether an engine gathers the requests. Until then, the end of the launcher ends this process.
     """
 
@@ -59,6 +60,7 @@ class StopRequests:
         self.deadline: float | None = None
         self.signals: frozenset[int] = frozenset()
         self.agreed: Stop | None = None
+        self.is_reported = False
         self.gathered = False
         self._cause = _NO_REQUEST
         self._followers: list[StopRequests] = []  # of other engines in this process

@@ -62,10 +62,24 @@ class ReduceStage(ds.PipeInstruction):
     """
 
 
-class WaitStage(ds.PipeInstruction):
-    """Wait until the weights of ``stage``, which the last optimizer step has updated, are gathered.
+class Audit(ds.PipeInstruction):
+    """In an audited step, compare the weights and a repeated computation with those of the replicas.
 
-    Effect: ``work.wait()`` for ``work = all_gather(stage.parameters(), async_op=True)``
+    It comes before the optimizer step, so that a fault of the step changes no weight.
+    """
+
+
+class GatherStage(ds.PipeInstruction):
+    """Start to gather the weights of ``stage``, which the optimizer step has updated (ZeRO stage 1).
+
+    Effect: ``work = all_gather(stage.parameters(), async_op=True)``
+    """
+
+
+class WaitStage(ds.PipeInstruction):
+    """Wait until the weights of ``stage`` are gathered, before its first op of the next step.
+
+    Effect: ``work.wait()`` for the ``work`` of ``GatherStage``
     """
 
 
@@ -74,6 +88,10 @@ class SyncWeights(ds.PipeInstruction):
 
     Effect: ``send(weights, peer)`` on one device, ``weights.copy_(recv(peer))`` on the other.
     """
+
+
+class EndOfStep(ds.PipeInstruction):
+    """End the step: advance the data, exchange the numbers of the optimizer, and take a snapshot if one is due."""
 
 
 # Name -> class of every instruction.
@@ -96,8 +114,11 @@ INSTRUCTIONS: dict[str, type[ds.PipeInstruction]] = {
         BackwardWeight,
         RecomputeForward,
         ReduceStage,
+        Audit,
+        GatherStage,
         WaitStage,
         SyncWeights,
+        EndOfStep,
     )
 }
 

@@ -1,16 +1,16 @@
 """Gathering of updated weights (ZeRO stage 1) beside the first ops of the next step.
 
-The optimizer step of a rank updates its part of every stage. The ranks then start to gather the stages, in the order of
-their first use, and the next step waits for each stage where it uses it first. Without these waits, a forward would
-read weights of the step before.
+The optimizer step of a rank updates its part of every stage. After it, the program starts to gather the stages, in the
+order of their first use, and waits for each stage before its first op. Without these waits, a forward would read
+weights of the step before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from .ops import WAIT_STAGE, Instruction, Op
+from .ops import GATHER_STAGE, OPTIMIZER_STEP, WAIT_STAGE, Instruction, Op
 from .simulation import Simulation
 from .timetables import Program
 
@@ -29,11 +29,18 @@ def order_of_first_use(simulation: Simulation, device: int) -> list[int]:
     return sorted(stages, key=lambda stage: (first.get(stage, simulation.end), stage))
 
 
-def with_waits(program: Program) -> Program:
+def with_gathers(program: Program, simulation: Simulation) -> Program:
+    """Return the program with gathers after the optimizer step, and waits before the first ops of the stages."""
     instructions = [
-        tuple(_insert(program, device)) for device in range(program.timetable.placement.num_devices)
+        tuple(_insert(program, device, order_of_first_use(simulation, device)))
+        for device in range(program.timetable.placement.num_devices)
     ]
     return replace(program, instructions=tuple(instructions))
+
+
+def order_of_gathers(program: Program, device: int) -> list[int]:
+    instructions = program.instructions[device]
+    return [i.stage for i in instructions if i.name == GATHER_STAGE and i.stage is not None]
 
 
 class StageWaits:
@@ -48,7 +55,7 @@ class StageWaits:
             yield Instruction(WAIT_STAGE, stage=op.stage)
 
 
-def _insert(program: Program, device: int) -> Iterator[Instruction]:
+def _insert(program: Program, device: int, gathers: Iterable[int]) -> Iterator[Instruction]:
     waited = set()
     for instruction in program.instructions[device]:
         op = instruction.op
@@ -56,5 +63,7 @@ def _insert(program: Program, device: int) -> Iterator[Instruction]:
         if op is not None and op.stage not in waited and program.timetable.placement.has_weights(op.stage):
             waited.add(op.stage)
             yield Instruction(WAIT_STAGE, stage=op.stage)
-        if instruction.name != WAIT_STAGE:
+        if instruction.name not in (WAIT_STAGE, GATHER_STAGE):
             yield instruction
+        if instruction.name == OPTIMIZER_STEP:
+            yield from (Instruction(GATHER_STAGE, stage=stage) for stage in gathers)

@@ -1,7 +1,7 @@
 """Lowering of a timetable to the instructions of every device.
 
 Lowering adds loads of inputs and labels, messages between devices, copies between stages of one device, buffers,
-reductions and the optimizer step.
+reductions, the optimizer step and the end of the step.
 
 **Receives.** A link delivers messages in the order of the sends, so a device receives them in that order. It receives a
 message right before the op that needs it, preceded by all earlier messages on the link. These occupy a buffer from then
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
+from dataclasses import replace
 
 from .checks.timetable import check_timetable
-from .ops import COMPUTE_NAME, FORWARD, RECOMPUTE, Instruction, Op
+from .ops import AUDIT, COMPUTE_NAME, FORWARD, OPTIMIZER_STEP, RECOMPUTE, REDUCE_STAGE, Instruction, Op
 from .placement import Placement
 from .timetables import Program, Timetable
 
 _Message = tuple[Op, int]  # op that receives it, stage that sends it
-AFTER_BACKWARDS = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 
 
 def lower(timetable: Timetable) -> Program:
@@ -55,11 +55,28 @@ def _messages_by_link(timetable: Timetable) -> list[dict[int, list[_Message]]]:
 
 def _end_of_step(placement: Placement, device: int) -> Iterator[Instruction]:
     if device not in placement.forward_devices:
-        yield from map(Instruction, AFTER_BACKWARDS)
+        yield from map(Instruction, ("ReduceTiedGrads", "ReduceGrads", OPTIMIZER_STEP))
     for stage, source, target in placement.weight_transfers:
         if device in (source, target):
             peer = target if device == source else source
             yield Instruction("SyncWeights", stage=stage, pipe=0, peer=peer)
+    yield Instruction("EndOfStep")
+
+
+def with_audit(program: Program) -> Program:
+    """Return the program with an audit before the optimizer step."""
+    instructions = [
+        tuple(each for i in order for each in ((Instruction(AUDIT), i) if i.name == OPTIMIZER_STEP else (i,)))
+        for order in program.instructions
+    ]
+    return replace(program, instructions=tuple(instructions))
+
+
+def after_the_ops(program: Program, device: int) -> list[Instruction]:
+    """Return the instructions of a device after its last op and the messages of that op."""
+    instructions = program.instructions[device]
+    last = max((i for i, each in enumerate(instructions) if each.micro_batch is not None), default=-1)
+    return [i for i in instructions[last + 1 :] if i.name != REDUCE_STAGE]
 
 
 class Lowering:

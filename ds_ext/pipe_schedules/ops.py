@@ -81,7 +81,10 @@ class Instruction(NamedTuple):
 
 
 REDUCE_STAGE = "ReduceStage"
+GATHER_STAGE = "GatherStage"
 WAIT_STAGE = "WaitStage"
+AUDIT = "Audit"
+OPTIMIZER_STEP = "OptimizerStep"
 COMPUTE = {
     "ForwardPass": FORWARD,
     "BackwardPass": BACKWARD,

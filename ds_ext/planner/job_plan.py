@@ -22,12 +22,12 @@ from ..parallel.layout import ParallelLayout, data_parallel_size
 from ..parallel.partition import StageWork
 from ..parallel.rank_order import parse_rank_order
 from ..pipe_schedules import Placement, Program, Schedule, Timetable
-from ..pipe_schedules.checks.collectives import check_reductions, check_waits
+from ..pipe_schedules.checks.collectives import check_gathers, check_reductions
 from ..pipe_schedules.checks.program import Report, check
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.dynamic import DynamicRules
-from ..pipe_schedules.gathers import with_waits
-from ..pipe_schedules.lowering import lower
+from ..pipe_schedules.gathers import with_gathers
+from ..pipe_schedules.lowering import lower, with_audit
 from ..pipe_schedules.methods.fbd import most_ahead
 from ..pipe_schedules.reductions import Reductions, eager_reductions, with_reductions
 from ..pipe_schedules.simulation import Simulation, simulate
@@ -235,8 +235,10 @@ def _with_collectives(plan: JobPlan) -> JobPlan:
         program = with_reductions(program, reductions)
         check_reductions(program)
     if plan.settings.overlap_across_steps:
-        program = with_waits(program)
-        check_waits(program)
+        program = with_gathers(program, plan.simulation)
+        check_gathers(program)
+    if plan.settings.audit_interval:
+        program = with_audit(program)
     return replace(plan, program=program, reductions=reductions)
 
 

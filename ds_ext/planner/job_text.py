@@ -171,20 +171,25 @@ def _describe_slowest_stage(plan: JobPlan) -> list[str]:
     if ratio < _SLOW_STAGE or plan.costs.stages != work.stages:
         return []
     balanced = plan.with_work(replace(work, stages=work.balanced))
-    bubbles = {"--stage-layers balanced": balanced.simulation.bubble}
+    simulations = {"--stage-layers balanced": balanced.simulation}
     if work.parts is not None:
         costs = replace(plan.costs, stages=work.parts.stages, head=work.parts.head)
         with contextlib.suppress(ScheduleError):
-            bubbles["--vocabulary-parallel-head"] = simulate(plan.timetable_with_parts(costs), costs).bubble
+            simulations["--vocabulary-parallel-head"] = simulate(plan.timetable_with_parts(costs), costs)
     remedies = [
-        f"{flag} gives a bubble of {bubble:.1%}"
-        for flag, bubble in sorted(bubbles.items(), key=lambda item: item[1])
-        if bubble < plan.simulation.bubble - _LEAST_GAIN
+        f"{flag} gives a bubble of {other.bubble:.1%}{_more_activations(plan.simulation, other)}"
+        for flag, other in sorted(simulations.items(), key=lambda item: item[1].bubble)
+        if other.bubble < plan.simulation.bubble - _LEAST_GAIN
     ]
     if _slowest_stage(work.balanced)[1] >= _SLOW_STAGE and plan.supports_fewer_devices():
         remedies.append("use fewer stages")
     advice = f"; {'; or '.join(remedies)}" if remedies else ""
     return [f"note: stage {stage} takes {ratio:.2g} times as long as the others{advice}"]
+
+
+def _more_activations(simulation: Simulation, other: Simulation) -> str:
+    before, after = (max(each.peak_activations) for each in (simulation, other))
+    return f" and keeps {after:.3g} activations instead of {before:.3g}" if after > before else ""
 
 
 def _slowest_stage(weights: tuple[float, ...] | None) -> tuple[int, float]:

@@ -330,6 +330,9 @@ def _requests(
 
     Only the smallest micro-batches are sliced, because smaller ones cost less than slices of larger ones.
     """
+    head_parts = cluster.head_parts and pipeline > 1
+    if head_parts:  # each works like a chunked loss, with and without the option
+        sizes = replace(sizes, chunked_loss=False)
     numbers = cluster.slice_numbers(sizes.seq_length, pipeline)
     smallest, *larger = cluster.micro_batches(data)
     batches = [*product(reversed(larger), {1} & {*numbers}), *product([smallest], numbers)]
@@ -360,7 +363,7 @@ def _requests(
             unit_s=forward_s * slice_slowdown(split, slices),
             unsharded_alone=True,
             slices=slices,
-            head_parts=cluster.head_parts and pipeline > 1,
+            head_parts=head_parts,
         )
 
 

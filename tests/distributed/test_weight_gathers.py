@@ -23,8 +23,8 @@ from ds_ext.config.job import load_config
 from ds_ext.engine import grad_sync, weight_gathers
 from ds_ext.engine.weight_gathers import WeightGathers
 from ds_ext.errors import ConfigError
-from ds_ext.pipe_schedules import Program
-from ds_ext.pipe_schedules.gathers import with_waits
+from ds_ext.pipe_schedules import Program, Simulation
+from ds_ext.pipe_schedules.gathers import with_gathers
 from ds_ext.pipe_schedules.ops import WAIT_STAGE
 from ds_ext.planner import job_plan
 from ds_ext.planner.job_plan import make_job_plan
@@ -84,7 +84,7 @@ def gather_and_wait(self: WeightGathers, *args: Any, **kwargs: Any) -> None:
     self.wait()
 
 
-START, SCATTER = WeightGathers._start, grad_sync._SCATTER
+START, SCATTER = WeightGathers.start, grad_sync._SCATTER
 
 
 def run(rank: int, job: Job, late: bool = True, waits: bool = True, evaluate: bool = False) -> dict[str, Any]:
@@ -98,14 +98,14 @@ def run(rank: int, job: Job, late: bool = True, waits: bool = True, evaluate: bo
     """
     with ExitStack() as patches:
         if not waits:
-            patches.enter_context(mock.patch.object(job_plan, "with_waits", without_stage_1))
-            patches.enter_context(mock.patch.object(job_plan, "check_waits"))
+            patches.enter_context(mock.patch.object(job_plan, "with_gathers", without_stage_1))
+            patches.enter_context(mock.patch.object(job_plan, "check_gathers"))
         engine, tp = build(job)
         if late:
             patches.enter_context(mock.patch.object(weight_gathers.dist, "all_gather_into_tensor", Late))
             patches.enter_context(mock.patch.object(grad_sync, "_reduce_scatter", Scattered))
         else:
-            patches.enter_context(mock.patch.object(WeightGathers, "_start", gather_and_wait))
+            patches.enter_context(mock.patch.object(WeightGathers, "start", gather_and_wait))
         gathers = engine.update.gathers
         assert gathers is not None
         batches, losses, evaluated, pending, norms = StepBatches(batches_of(job)), [], [], [], []
@@ -131,10 +131,10 @@ def run(rank: int, job: Job, late: bool = True, waits: bool = True, evaluate: bo
     return result
 
 
-def without_stage_1(program: Program) -> Program:
+def without_stage_1(program: Program, simulation: Simulation) -> Program:
     instructions = [
         tuple(i for i in of_device if i.name != WAIT_STAGE or i.stage != 1)
-        for of_device in with_waits(program).instructions
+        for of_device in with_gathers(program, simulation).instructions
     ]
     return replace(program, instructions=tuple(instructions))
 

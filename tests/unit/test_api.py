@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import pydoc
 import re
@@ -13,8 +14,8 @@ import deepspeed.pipe
 import pytest
 
 import ds_ext
+from ds_ext.engine.engine import PipelineEngine
 from ds_ext.engine.module import PipelineModule
-from ds_ext.engine.run_control import RunControl
 
 
 def test_dir_lists_the_api_and_imports_nothing() -> None:
@@ -37,10 +38,15 @@ def test_the_help_of_the_module_is_ours() -> None:
     assert "schedule_options" in text and "Initialize internal Module state" not in text
 
 
-def test_the_page_has_the_methods_of_both_parts_of_the_engine() -> None:
-    """mkdocstrings shows methods of a base class only if ``inherited_members`` has them, too."""
+def test_the_page_has_the_methods_of_the_engine() -> None:
+    """Its own ones: those that DeepSpeed's engine has too are documented there, unless they are on the page."""
     page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
     block = page.partition("PipelineEngine\n")[2].partition("\n:::")[0]
-    members, inherited = (set(re.findall(r"\w+", text)) for text in re.findall(r"members: \[(.*)\]", block))
-    own = {name for name, value in vars(RunControl).items() if callable(value) and not name.startswith("_")}
-    assert inherited == own and own < members
+    (members,) = (set(re.findall(r"\w+", text)) for text in re.findall(r"members: \[(.*)\]", block))
+    documented = {
+        name
+        for name, value in vars(PipelineEngine).items()
+        if inspect.isfunction(value) and not name.startswith("_") and value.__doc__
+    }
+    assert documented - members <= {"use_transport", "gather", "average_buffers"}
+    assert members <= documented

@@ -32,9 +32,7 @@ def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -
     try:
         _try(engine, folder.absolute(), tags)
     except (CheckpointError, ConfigError) as error:
-        reported = ConfigError(f"checkpoints cannot be saved: {error}")
-        reported.reported_by = 0
-        raise reported from None
+        raise ConfigError(f"checkpoints cannot be saved: {error}").of_all_ranks() from None
 
 
 def _try(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -> None:

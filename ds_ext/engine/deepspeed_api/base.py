@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
+import torch
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.pipe import schedule as ds
@@ -18,12 +19,12 @@ from torch import Tensor
 
 from ...comm.transport import Transport
 from ...errors import ConfigError
-from ...pipe_schedules.bridge import ReduceStage, TimetableSchedule, WaitStage
+from ...pipe_schedules.bridge import Audit, EndOfStep, GatherStage, ReduceStage, TimetableSchedule, WaitStage
 from ...planner.job_plan import JobPlan
 from ..batches import Batches, MicroBatches
 from ..executor import Executor
 from ..module import PipelineModule, Unpicklable
-from ..recovery.audit import Audit
+from ..recovery.audit import StepAudit
 from ..recovery.recovery import Recovery
 from ..role import Role
 from ..step_report import Gathered
@@ -57,10 +58,10 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     role: Role
     schedule: TimetableSchedule
     recovery: Recovery | None
+    audit: StepAudit | None
     batches: Batches | None = None  # the parent's constructor sets it
     # Every rank has all experts, see initialize.py: they are reduced as other layers.
     has_moe_layers = property(lambda self: False, lambda self, value: None)
-    _auditing: Audit | None
     _gathered: Gathered | None
     _weights_set: Tensor | int = 0  # number of elements that the script set before the current step
     _stages: Sequence[int] | None = None  # the parent's constructor reads it
@@ -151,21 +152,8 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
         return self.schedule
 
     def _aggregate_total_loss(self) -> Tensor:
-        """Return the mean loss of all micro-batches of all groups, on every rank, and end the step."""
-        is_late = self._gathered is None  # a script replaced the handler of the optimizer step
-        losses = self.gather().losses
-        if is_late and (losses.correction != 1 or self.gather().num_changed):
-            cause = "requires_grad: a change" if losses.correction == 1 else "loss_fn: a pair (sum, count)"
-            raise ConfigError(
-                f"{cause} needs this engine's handler of OptimizerStep (got a replaced one). Call that handler, "
-                "or add a method counts(labels) to the loss."
-            )
-        self._advance()
-        if numbers := self.role.numbers():
-            self.role.take_numbers(rows_of_ranks(numbers, self.device))
-        if self.recovery is not None:
-            self.recovery.end_step()
-        return losses.loss
+        """Return the mean loss of all micro-batches of all groups, on every rank."""
+        return self.gather().losses.loss
 
     def get_lr(self) -> list[float]:
         """Return the learning rates of the parameter groups; on a forward rank (FBD), those of the last step."""
@@ -202,13 +190,15 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
         gradients, expert_gradients = super()._get_gradients_for_reduction()
         return self.update.reduce_others(gradients), expert_gradients
 
+    def _exec_audit(self) -> None:
+        if self.audit is not None:
+            self.audit.finish()
+
     def _exec_optimizer_step(self) -> None:
         if self.optimizer is None:
             raise ConfigError(
                 "optimizer: missing (got None). Add it to the JSON, pass it to initialize(), or set engine.optimizer."
             )
-        if self._auditing is not None:
-            self._auditing.finish()
         correction = self.gather().losses.correction
         self.update.reduce_unfrozen()
         with (
@@ -218,6 +208,26 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
             if self.gradient_clipping() == 0 and not isinstance(self.optimizer, DeepSpeedOptimizer):
                 self.clip_fp32_gradients()  # without clipping, DeepSpeed does not measure the norm
             super()._exec_optimizer_step()
+
+    def _exec_gather_stage(self, stage: int) -> None:
+        self.update.gather_stage(stage)
+
+    @torch.no_grad()
+    def _exec_end_of_step(self) -> None:
+        is_late = self._gathered is None  # a script replaced the handler of the optimizer step
+        gathered = self.gather()
+        correction, has_changed = gathered.losses.correction, any(rank.num_changed for rank in gathered.ranks)
+        if is_late and (correction != 1 or has_changed):
+            cause = "requires_grad: a change" if correction == 1 else "loss_fn: a pair (sum, count)"
+            raise ConfigError(
+                f"{cause} needs this engine's handler of OptimizerStep (got a replaced one). Call that handler, "
+                "or add a method counts(labels) to the loss."
+            )
+        self._advance()
+        if numbers := self.role.optimizer_numbers():
+            self.role.set_optimizer_numbers(rows_of_ranks(numbers, self.device))
+        if self.recovery is not None:
+            self.recovery.end_step()
 
     def _take_model_step(self, lr_kwargs: Any) -> None:
         # DeepSpeed takes a TypeError of the scheduler for a missing argument, and steps again with the batch size.
@@ -236,7 +246,10 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
         WaitStage: _exec_wait_stage,
         ds.ReduceTiedGrads: _exec_reduce_tied_grads,
         ds.ReduceGrads: _exec_reduce_grads,
+        Audit: _exec_audit,
         ds.OptimizerStep: _exec_optimizer_step,
+        GatherStage: _exec_gather_stage,
+        EndOfStep: _exec_end_of_step,
     }
 
     def _take_handlers(self) -> None:

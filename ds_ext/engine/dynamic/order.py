@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from deepspeed.runtime.pipe import schedule as ds
 
-from ...pipe_schedules import Instruction, Op, Program
+from ...pipe_schedules import Op, Program
 from ...pipe_schedules.bridge import TimetableSchedule, to_pipe_instruction
 from ...pipe_schedules.dependencies import Inputs
 from ...pipe_schedules.dynamic import DynamicRules
 from ...pipe_schedules.gathers import StageWaits
-from ...pipe_schedules.lowering import AFTER_BACKWARDS, Lowering
+from ...pipe_schedules.lowering import Lowering, after_the_ops
 from ...pipe_schedules.ops import FORWARD
 from ...pipe_schedules.reductions import StageReductions
 from ..messages import MessageKind
@@ -68,7 +68,7 @@ def decided_steps(schedule: DynamicSchedule, messages: DynamicMessages) -> Itera
         error.add_note(f"while waiting for the next op:\n{schedule.picture(None)}")
         messages.transport.abort(f"{type(error).__name__}: {error}")
         raise
-    yield [to_pipe_instruction(Instruction(name)) for name in AFTER_BACKWARDS]
+    yield list(map(to_pipe_instruction, after_the_ops(schedule.program, schedule.stage_id)))
 
 
 def _chosen(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op]:

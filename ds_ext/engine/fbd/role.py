@@ -71,16 +71,16 @@ class DisaggregatedRole(Role):
 
     def weights_loaded(self) -> None:
         self.sync_weights()
-        self.take_numbers(rows_of_ranks(self.numbers(), self.engine.device))
+        self.set_optimizer_numbers(rows_of_ranks(self.optimizer_numbers(), self.engine.device))
 
-    def take_numbers(self, rows: Sequence[Sequence[float]]) -> None:
+    def set_optimizer_numbers(self, rows: Sequence[Sequence[float]]) -> None:
         """Store the optimizer's values of the first backward rank. All ranks call this together."""
         names = ("groups", "grad_norm", "skipped_steps", "loss_scale")
         row = rows[self.first_in_checkpoints]
         groups = int(row[0])
         if groups != len(self.group_rates):
             self.group_rates = [0.0] * groups
-            return self.take_numbers(rows_of_ranks(self.numbers(), self.engine.device))
+            return self.set_optimizer_numbers(rows_of_ranks(self.optimizer_numbers(), self.engine.device))
         self.optimizer_values = dict(zip(names, row, strict=False))
         self.group_rates = list(row[len(names) :])
 

@@ -325,20 +325,20 @@ class StepLosses:
             divisor = max(next(columns))
             returned, labels = sum(next(columns)), sum(next(columns))
             if functools.reduce(operator.or_, map(int, next(columns))) == 2**_WAYS - 1:
-                raise _error_on_all_ranks(
+                raise ConfigError(
                     f"loss_fn: the second value of a pair (sum, count) must be the number of counted labels (got "
                     f"{returned:g} in the step, whose micro-batches have {labels:g} labels other than -100). Report a "
                     f"metric by the attribute additional_losses, and return the loss alone; or add a method "
                     f"counts(labels) that returns the same count (docs/own_scripts.md)."
-                )
+                ).of_all_ranks()
             means[name] = total / (count or 1.0)
             if kind == "count":
                 counts[name] = count
                 correction = self._correction(name, count, divisor, correction)
         if not all(0 <= count < math.inf for count in counts.values()):
-            raise _error_on_all_ranks(
+            raise ConfigError(
                 f"loss_fn: counts must be finite and not negative (got {', '.join(map(str, counts.values()))})."
-            )
+            ).of_all_ranks()
         if self._trains and len(counts) > 1 and self._label_counter is None:
             raise _several_terms_error(counts)
         if counts and not any(counts.values()) and "mean" not in kinds.values():
@@ -357,10 +357,10 @@ class StepLosses:
             return correction
         if self._label_counter is not None:
             term = f" of the term {name!r}" if name else ""
-            raise _error_on_all_ranks(
+            raise ConfigError(
                 f"loss_fn.counts: must return the counts that the loss function returns (got {divisor:g} labels{term}, "
                 f"and {count:g} in the losses of the step)."
-            )
+            ).of_all_ranks()
         return divisor / (count or 1.0)
 
 
@@ -408,17 +408,10 @@ def _positive(count: Tensor) -> Tensor:
 
 
 def _several_terms_error(names: Iterable[str]) -> ConfigError:
-    return _error_on_all_ranks(
+    return ConfigError(
         f"loss_fn: a loss with several terms needs a method counts(labels) that returns name -> count (got the terms "
         f"{', '.join(names)}). Or return one pair (sum, count)."
-    )
-
-
-def _error_on_all_ranks(text: str) -> ConfigError:
-    """Return an error that all ranks raise, and rank 0 reports."""
-    error = ConfigError(text)
-    error.reported_by = 0
-    return error
+    ).of_all_ranks()
 
 
 def _by_term(value: Any) -> Mapping[str, Any]:

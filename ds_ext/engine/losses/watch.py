@@ -80,14 +80,12 @@ class LossWatch:
                 effect = "step skipped" if skipped else "weights updated"
                 logger.warning("step %d: loss %s, %s. %s", step, loss, effect, _describe(self._first_bad))
         if self.in_a_row == self.limit:
-            error = NonFiniteLoss(
+            raise NonFiniteLoss(
                 f"loss or gradients: not finite in {self.limit} consecutive steps, {step - self.limit + 1} to {step} "
                 f"(got loss {loss} in the last one). {_describe(self._first_bad)} Lower the learning rate, clip "
                 f'gradients or check the data. "ds_ext": {{"max_nonfinite_losses": N}} sets the limit; 0: no limit.',
                 self._first_bad,
-            )
-            error.reported_by = 0
-            raise error
+            ).of_all_ranks()
 
     def norm(self, step: int, loss: float, norm: float | None, counts_labels: bool) -> None:
         """Check the norm of the gradients of a step; None: not measured. All ranks must call this together.
@@ -105,19 +103,15 @@ class LossWatch:
         of_ranks = together(lambda: [name for _, name, p in self._parameters if p.requires_grad])
         names = [name for names in of_ranks for name in names]
         if not names:
-            error = ConfigError(
+            raise ConfigError(
                 f"requires_grad: no parameter is trained in step {step} (got False for all). Set it on some of them."
-            )
-            error.reported_by = 0
-            raise error
+            ).of_all_ranks()
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        error = ConfigError(
+        raise ConfigError(
             f"loss_fn: the gradients of all trained parameters are 0 in step {step} (got norm 0 and loss {loss:g} for "
             f"{', '.join(names[:3])}{more}). Compute the loss from outputs that depend on these parameters, or allow "
             f'such steps with "ds_ext": {{"allow_zero_norm": true}}.'
-        )
-        error.reported_by = 0
-        raise error
+        ).of_all_ranks()
 
     def _first_bad_gradient(self) -> tuple[int, int, str] | None:
         """Return (step, rank, parameter) for the last bad layer in the earliest bad step; its backward runs first.

@@ -28,14 +28,14 @@ from ...parallel.layout import ParallelLayout
 from ...pipe_schedules.bridge import BackwardInput
 from ...pipe_schedules.ops import FORWARD, Op
 from ...planner.job_plan import JobPlan
-from ...tensor_parallel import WeightGradients, deferrable, deferring
+from ...tensor_parallel import WeightGradients, deferring
 from ..deepspeed_api.recompute import Values, buffers_of, preserve_buffers
+from ..evaluation import Evaluation
 from ..executor import Executor, Observer
 from ..messages import pack
 from ..module import PipelineModule
-from ..stages.body import Body, LastBody
 from ..stages.buffer import Buffer, Root
-from ..stages.sequences import Sequences
+from ..step import Step
 from ..together import together
 
 logger = logging.getLogger(__name__)
@@ -147,8 +147,21 @@ class Finding:
     results: Results
 
 
-class Audit(Observer):
-    """Audits of this rank. Methods without a note are called in audited steps only.
+class _Repeated:
+    """Data of a repeated micro-batch, whose loss does not count. ``first_id`` is its global number."""
+
+    def __init__(self, first_id: int) -> None:
+        self.first_id = first_id
+
+    def take(self, micro_batch: int) -> tuple[Any, Any]:
+        raise AssertionError("a repeated forward has its inputs")
+
+    def weight(self, micro_batch: int) -> float:
+        return 0.0
+
+
+class StepAudit(Observer):
+    """Audits of this rank. It observes audited steps only.
 
     ``clean`` is the number of the last step whose audit found nothing; 0 before the first one.
     """
@@ -161,6 +174,7 @@ class Audit(Observer):
         self._members: list[int] = dist.get_process_group_ranks(self._group)
         self._place = f"host {socket.gethostname()}, {engine.device}"
         self.clean = self.done = 0
+        self._active = False  # whether the current step is audited
         self._watched: Op | None = None  # first forward to repeat, on its owner during an audited step
         self._passes: list[Pass] = []  # of the watched slices that have begun
         self._before: Weights = {}
@@ -171,18 +185,16 @@ class Audit(Observer):
         """Rank whose computation is repeated: the members of the group, one after the other."""
         return self._members[self.done % len(self._members)]
 
-    def start_step(self, step: int) -> Audit | None:
-        """Return this object as the observer of training step ``step``, from 1; None if the step is not audited.
-
-        Takes the checksums of the weights, and chooses the computation to repeat.
-        """
-        if step % self._interval != 0:
-            return None
+    def start_step(self, step: int) -> bool:
+        """Return whether training step ``step``, from 1, is audited, after taking the checksums of the weights."""
+        self._active = step % self._interval == 0
+        if not self._active:
+            return False
         self._engine.wait_for_weights()
         self._before = self._weight_checksums()
         self._passes = []
         self._watched = self._next_forward() if self._owner == self._engine.global_rank else None
-        return self
+        return True
 
     def _next_forward(self) -> Op:
         """Return the first forward of the slices to repeat: after each member has had its turn, the next ones."""
@@ -250,7 +262,9 @@ class Audit(Observer):
     # --- comparison ---
 
     def finish(self) -> None:
-        """Compare the ranks, before the optimizer step. All ranks must call this together."""
+        """Compare the ranks of an audited step, before the optimizer step. All ranks must call this together."""
+        if not self._active:
+            return
         step = self._engine.global_steps + 1
         after = self._weight_checksums()
         box: list[Any] = [self._evidence()]
@@ -315,13 +329,11 @@ class Audit(Observer):
             return names[0] if names else f"a layer of stage {evidence.op.stage}"
 
         names: list[str] = together(find)
-        error = ConfigError(
+        raise ConfigError(
             f"audit_interval: {names[ranks[0]]} does not repeat itself (got different results from the same inputs, "
             f"weights, buffers and random numbers on {_places(ranks, findings)}). Keep its state in buffers and use "
             f"torch's random numbers, or set audit_interval to 0. If it has no other state, the processor is faulty."
-        )
-        error.reported_by = 0
-        raise error
+        ).of_all_ranks()
 
     def _layer_results(self, evidence: Evidence) -> dict[int, int]:
         """Repeat the computation. Returns the checksum of every layer's outputs."""
@@ -351,10 +363,9 @@ class Audit(Observer):
             ranks,
             lasting,
         )
-        error.reported_by = 0
         if lasting and self._engine.recovery is not None:
             self._engine.recovery.stop(str(error))
-        raise error
+        raise error.of_all_ranks()
 
     def _weight_checksums(self) -> Weights:
         """Return the checksum of the weights of every stage of this rank, frozen ones included."""
@@ -374,8 +385,13 @@ class Audit(Observer):
         warning is logged once, and its original checksum is returned.
         """
         engine, stage = self._engine, evidence.op.stage
-        sequences = engine.executor.sequences.copy_empty()
-        buffers = [self._repeat_forward(evidence, index, sequences) for index in range(len(evidence.passes))]
+        sequences, splits = (
+            engine.executor.sequences.copy_empty(),
+            frozenset({(stage, 0)} if evidence.splits else ()),
+        )
+        data = _Repeated(evidence.number)
+        step = Step(engine.global_steps, data, sequences, Evaluation(), splits, engine.executor.scale, ())
+        buffers = [self._repeat_forward(evidence, index, step) for index in range(len(evidence.passes))]
         forwards = [checksum(_outputs(buffer)) for buffer in buffers]
         backwards: list[int] = []
         for index in reversed(range(len(buffers))):
@@ -394,7 +410,7 @@ class Audit(Observer):
                 backwards.append(one.result[1])
         return tuple(zip(forwards, reversed(backwards), strict=True))
 
-    def _repeat_forward(self, evidence: Evidence, index: int, sequences: Sequences) -> Buffer:
+    def _repeat_forward(self, evidence: Evidence, index: int, step: Step) -> Buffer:
         """Repeat the forward of a slice. Returns its outputs with their graph."""
         engine, stage, one = self._engine, evidence.op.stage, evidence.passes[index]
         inputs = tuple(
@@ -402,23 +418,13 @@ class Audit(Observer):
             for t, leaf in zip(one.inputs, one.leaves, strict=True)
         )
         buffer = Buffer(inputs, _copy_to(one.labels, engine.device))
-        layers, body = engine.module.stage_modules(stage).values(), engine.executor.stages[stage]
-        assert isinstance(body, Body)
+        layers = engine.module.stage_modules(stage).values()
         values = {
             (module, name): value.to(tensor.device)
             for (module, name, tensor), value in zip(buffers_of(layers), one.buffers, strict=True)
         }
-
-        def run() -> Any:
-            outputs = body.compute(stage, inputs, engine.global_steps, evidence.number)
-            if isinstance(body, LastBody):
-                buffer.loss = body.losses.compute(outputs, buffer.labels)
-            return outputs
-
-        splitting = deferrable() if evidence.splits else nullcontext()
-        with _start_state(layers, values, one.random, engine.device), splitting:
-            outputs = sequences.forward(run, stage, 0, index, inputs)
-        buffer.outputs = pack(outputs, f"stage {stage}")
+        with _start_state(layers, values, one.random, engine.device):
+            engine.executor.stages[stage].forward(step, buffer, 0, index)
         return buffer
 
     def _warn_of_reentrance(self, stage: int) -> None:

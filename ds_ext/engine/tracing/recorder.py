@@ -35,7 +35,7 @@ from ...observe.trace.event import EventText, collective_lanes
 from ...observe.trace.file import TraceFile, write_timetable
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules import Instruction, Timetable
-from ...pipe_schedules.ops import COMPUTE, REDUCE_STAGE
+from ...pipe_schedules.ops import COMPUTE, GATHER_STAGE, REDUCE_STAGE
 from ..executor import Observer
 from .clock import BusyClock, Clocks, Reading, Times, clock_event
 
@@ -155,7 +155,7 @@ class Tracer(Observer):
 
     def after(self, instruction: Any) -> None:
         source: Instruction = instruction.source
-        if source.name == REDUCE_STAGE:
+        if source.name in (REDUCE_STAGE, GATHER_STAGE):
             return  # recorded from its start to its end
         # Computations use the readings from which the bubble is measured.
         span = self.busy.spans[-1] if source.name in COMPUTE else (self._begin, self.now())

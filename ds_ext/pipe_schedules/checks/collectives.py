@@ -1,13 +1,15 @@
 """Check the collectives of a program.
 
-Eager reductions come after the last backward of their stage, in one order on all replicas. Waits for gathered weights
-come before the first op of their stage.
+Eager reductions come after the last backward of their stage, in one order on all replicas. So do gathers of weights
+after the optimizer step. Waits for gathered weights come before the first op of their stage.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
+from ..gathers import order_of_gathers
 from ..ops import BACKWARD, BACKWARD_WEIGHT, REDUCE_STAGE, WAIT_STAGE, Op
 from ..timetables import Program
 from .timetable import error_at
@@ -19,36 +21,41 @@ def check_reductions(program: Program) -> None:
     Collectives of one process group wait for each other, so ranks that start them in different orders never finish.
     Programs without reductions average all gradients at their end.
     """
-    orders = [_order(program, device) for device in range(len(program.instructions))]
-    if not any(orders):
-        return
-    for group in program.timetable.placement.replica_groups:
-        first = group[0]
-        for device in group[1:]:
-            if orders[device] != orders[first]:
-                raise error_at(
-                    program.timetable,
-                    f"device {device} reduces the stages {orders[device]}, its replica {first} reduces "
-                    f"{orders[first]}. Both must start the same reductions in the same order.",
-                    device,
-                    None,
-                )
+    _require_same_orders(program, "reduce", _order)
 
 
-def check_waits(program: Program) -> None:
+def check_gathers(program: Program) -> None:
+    """Check that replicas gather the same stages in the same order, and that no op uses a stage without a wait."""
+    _require_same_orders(program, "gather", order_of_gathers)
     placement = program.timetable.placement
     for device, instructions in enumerate(program.instructions):
-        waited: set[int | None] = set()
+        gathered, waited = order_of_gathers(program, device), set[int]()
         for instruction in instructions:
             op = instruction.op
-            if instruction.name == WAIT_STAGE:
+            if instruction.name == WAIT_STAGE and instruction.stage in gathered:
                 waited.add(instruction.stage)
             elif op is not None and op.stage not in waited and placement.has_weights(op.stage):
                 raise error_at(
                     program.timetable,
-                    f"device {device} uses the weights of stage {op.stage} without a wait for their gathering.",
+                    f"device {device} uses the weights of stage {op.stage} without gathering and a wait for it.",
                     device,
                     op,
+                )
+
+
+def _require_same_orders(program: Program, verb: str, order: Callable[[Program, int], list[int]]) -> None:
+    orders = [order(program, device) for device in range(len(program.instructions))]
+    if not any(orders):
+        return
+    for first, *others in program.timetable.placement.replica_groups:
+        for device in others:
+            if orders[device] != orders[first]:
+                raise error_at(
+                    program.timetable,
+                    f"device {device} {verb}s the stages {orders[device]}, its replica {first} {verb}s "
+                    f"{orders[first]}. Both must {verb} the same stages in the same order.",
+                    device,
+                    None,
                 )
 
 

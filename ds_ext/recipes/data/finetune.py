@@ -40,7 +40,7 @@ def seq_length_of(meta: Mapping[str, Any], model: Mapping[str, Any]) -> int:
 
 
 def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list[str], str]:
-    """Write the JSON of each job into the folder of the data, and return the command of each, and a note or "".
+    """Write the JSON of each job into the folder of the data, and return the command of each, and notes or "".
 
     ``finetune.json`` trains all weights. ``lora.json``, for chat data, trains adapters.
     """
@@ -75,8 +75,18 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list
         }
         path = _write(output / name, _job(section, length, schedule, devices, rate, steps, train))
         commands.append(f"deepspeed --num_gpus {devices} train_gpt.py --deepspeed_config {path}")
-    slow = f'note: fp32, because {stored} is slow without a GPU here. With GPUs, add "{stored}": {{"enabled": true}}'
-    return commands, "" if section == stored else slow
+    notes = []
+    if section != stored:
+        notes.append(f"fp32, because {stored} is slow without a GPU here. With GPUs, add {_enabled(stored)}")
+    if config.get("output_router_logits"):
+        notes.append(
+            f"output_router_logits is true in {model / 'config.json'}, which training refuses: set it to false"
+        )
+    return commands, "\n".join(f"note: {note}" for note in notes)
+
+
+def _enabled(section: str | None) -> str:
+    return json.dumps({section: {"enabled": True}})[1:-1]
 
 
 def _is_fast(section: str | None) -> bool:

@@ -21,13 +21,13 @@ from ds_ext.engine.messages import MessageKind
 from ds_ext.engine.stages.body import LastBody
 from ds_ext.engine.stages.sequences import WholeSequences
 from ds_ext.pipe_schedules import get_schedule
-from ds_ext.pipe_schedules.bridge import TimetableSchedule
+from ds_ext.pipe_schedules.bridge import EndOfStep, TimetableSchedule
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.lowering import lower
 
 MICRO_BATCHES, STAGES = 4, 2
 # Handlers of the instructions for the weights.
-NOTHING = dict.fromkeys((ds.ReduceTiedGrads, ds.ReduceGrads, ds.OptimizerStep), lambda: None)
+NOTHING = dict.fromkeys((ds.ReduceTiedGrads, ds.ReduceGrads, ds.OptimizerStep, EndOfStep), lambda: None)
 LINEAR = [nn.Linear(3, 3) for _ in range(STAGES)]
 
 

@@ -26,6 +26,7 @@ KEYS = {
     "ReduceTiedGrads": {"op"},
     "ReduceGrads": {"op"},
     "OptimizerStep": {"op"},
+    "EndOfStep": {"op"},
 }
 Step = tuple[int, int]  # rank, position
 Part = tuple[int, int]  # micro-batch, slice

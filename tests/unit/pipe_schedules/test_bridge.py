@@ -12,6 +12,7 @@ from ds_ext.pipe_schedules.bridge import (
     ChimeraSchedule,
     CopyActivation,
     CopyGrad,
+    EndOfStep,
     GPipeSchedule,
     InterleavedSchedule,
     NamedSchedule,
@@ -48,11 +49,16 @@ def test_every_instruction_is_deepspeeds_or_a_copy(name: str) -> None:
         made = flat(schedule)
         assert [i.source for i in made] == list(program.instructions[rank])
         for instruction in made:
-            own = type(instruction) in (CopyActivation, CopyGrad)
+            own = type(instruction) in (CopyActivation, CopyGrad, EndOfStep)
             assert own or getattr(ds, type(instruction).__name__) is type(instruction)
             assert instruction.kwargs.get("buffer_id", 0) < schedule.num_pipe_buffers()
         assert schedule.num_pipe_buffers() == program.num_buffers[rank]
-        assert [type(i) for i in made[-3:]] == [ds.ReduceTiedGrads, ds.ReduceGrads, ds.OptimizerStep]
+        assert [type(i) for i in made[-4:]] == [
+            ds.ReduceTiedGrads,
+            ds.ReduceGrads,
+            ds.OptimizerStep,
+            EndOfStep,
+        ]
 
 
 def test_a_schedule_can_be_run_again() -> None:

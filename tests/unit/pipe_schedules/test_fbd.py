@@ -103,9 +103,10 @@ def test_the_program_of_a_stage() -> None:
         "B0@1",
         "SendGrad 0@1 to device 1",
     ]
-    assert program.instructions[4] == (Instruction("SyncWeights", stage=2, pipe=0, peer=5),)
-    assert names[1][-4:-1] == ["ReduceTiedGrads", "ReduceGrads", "OptimizerStep"]
-    assert program.instructions[1][-1] == Instruction("SyncWeights", stage=0, pipe=0, peer=0)
+    sync, end = Instruction("SyncWeights", stage=2, pipe=0, peer=5), Instruction("EndOfStep")
+    assert program.instructions[4] == (sync, end)
+    assert names[1][-5:-2] == ["ReduceTiedGrads", "ReduceGrads", "OptimizerStep"]
+    assert program.instructions[1][-2:] == (Instruction("SyncWeights", stage=0, pipe=0, peer=0), end)
 
 
 def test_an_evaluation_is_the_forward_ranks_alone() -> None:

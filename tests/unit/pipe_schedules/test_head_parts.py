@@ -13,10 +13,11 @@ import pytest
 from ds_ext.config.job import load_config
 from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.pipe_schedules import SCHEDULES, Op, Timetable, get_schedule
+from ds_ext.pipe_schedules.checks.collectives import check_gathers
 from ds_ext.pipe_schedules.checks.program import check
 from ds_ext.pipe_schedules.costs import TYPICAL_HEAD, Costs, dump_costs, load_costs, parse_costs
 from ds_ext.pipe_schedules.files import dump, read_dump, schedule_of_file
-from ds_ext.pipe_schedules.gathers import with_waits
+from ds_ext.pipe_schedules.gathers import with_gathers
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.list_scheduling import head_parts
 from ds_ext.pipe_schedules.lowering import lower
@@ -67,7 +68,9 @@ def test_every_size_is_complete_and_runs(name: str, slices: int) -> None:
             items = micro_batches * slices
             assert counts == {"F": items * (devices + 1), "W": items * devices * trained.trains}
         simulation = simulate(timetable)
-        check(with_waits(with_reductions(lower(timetable), eager_reductions(simulation))))
+        reduced = with_reductions(lower(timetable), eager_reductions(simulation))
+        check_gathers(gathered := with_gathers(reduced, simulation))
+        check(gathered)
         assert set(report.loss_devices) == {pipe[-1] for pipe in placement.pipes}
     assert sizes
 

@@ -88,7 +88,7 @@ def test_the_dump_checker_rejects_broken_dumps() -> None:
 def test_the_dump_of_two_ranks_in_full() -> None:
     where = {"micro_batch": 0, "stage": 0, "pipe": 0}
     there = {"micro_batch": 0, "stage": 1, "pipe": 0}
-    tail = [{"op": "ReduceTiedGrads"}, {"op": "ReduceGrads"}, {"op": "OptimizerStep"}]
+    tail = [{"op": name} for name in ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep", "EndOfStep")]
     assert dumped(lower(timetable("1f1b", 2, 1))) == {
         "version": 2,
         "schedule": "1f1b",
@@ -255,6 +255,7 @@ def test_buffers_of_early_receives() -> None:
         "ReduceTiedGrads",
         "ReduceGrads",
         "OptimizerStep",
+        "EndOfStep",
     ]
     assert check(program).num_buffers == (3, 3)
 
