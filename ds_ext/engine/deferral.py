@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from ..pipe_schedules.bridge import BackwardWeight
 from ..tensor_parallel import Deferral, DeferralWatch, let_defer
+from .all_ranks import on_all_ranks
 from .executor import Observer
 from .module import PipelineModule
 from .stages.buffer import Buffer
-from .together import together
 from .wrappers import plain_name
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class DeferralReport(Observer):
             for index, layer in self._module.stage_modules(stage).items()
             for name, parameter in layer.named_parameters()
         )
-        deferrals = together(lambda: self._watch.deferral(named_parameters))
+        deferrals = on_all_ranks(lambda: self._watch.deferral(named_parameters))
         total: Deferral = functools.reduce(operator.add, deferrals)
         if dist.get_rank() == 0:
             self._log(total)

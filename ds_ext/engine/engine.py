@@ -28,6 +28,7 @@ from ..errors import ConfigError
 from ..launch.stop import CALL, StopRequests
 from ..pipe_schedules.bridge import TimetableSchedule
 from .activity import Activity
+from .all_ranks import collective_device, gather_rows, on_all_ranks
 from .batches import (
     Batches,
     IteratorBatches,
@@ -66,7 +67,6 @@ from .stages import stages_of
 from .stages.body import StageForward
 from .stages.sequences import sequences_of
 from .step_report import Gathered, RankNumbers, StepReport, gather_step, of_report
-from .together import collective_device, rows_of_ranks, together
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
 from .weight_update import TrainedParameters, WeightUpdate
@@ -161,7 +161,7 @@ class PipelineEngine(AdaptedEngine):
         let_parameters_differ(self.optimizer)
         share_loss_scale(self)
         self.trained = TrainedParameters(self)
-        together(self._use_optimizer)  # forward ranks (FBD) have no optimizer
+        on_all_ranks(self._use_optimizer)  # forward ranks (FBD) have no optimizer
         self.use_transport(transport)
         replicas = self.mpu.get_data_parallel_group()
         self._replica_buffers = ReplicaBuffers(self.module, replicas, collective_device(self.device))
@@ -449,7 +449,7 @@ class PipelineEngine(AdaptedEngine):
                     loss, self.eval_additional_losses = losses.loss, losses.parts
                 else:
                     self.transport.settle()
-                    require_data(self.executor.data, rows_of_ranks(self.executor.data.ended, self.device))
+                    require_data(self.executor.data, gather_rows(self.executor.data.ended, self.device))
                 result = evaluation.result(loss, self.mpu.get_data_parallel_group())
             self._advance()
         finally:

@@ -22,10 +22,10 @@ from ..launch.roll_call import Facts
 from ..planner.job_text import describe
 from ..planner.parameter_bytes import PRECISIONS
 from ..tensor_parallel import is_sharded
+from .all_ranks import on_all_ranks
 from .checkpoint.states import parameters_of
 from .module import PipelineModule
 from .ties import tied_weights
-from .together import together
 
 _PACKAGES = ("ds_ext", "torch", "deepspeed")
 
@@ -132,7 +132,7 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
     :func:`data_facts`.
     """
     ranks, rates, data_of_ranks, shares, empty, dtypes = zip(
-        *together(
+        *on_all_ranks(
             lambda: (
                 _rank_facts(model),
                 _dropout_rates(model),

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..errors import ConfigError
-from .together import together
+from .all_ranks import on_all_ranks
 
 
 def counts_here(parameter: Tensor, tensor_rank: int) -> bool:
@@ -50,7 +50,7 @@ def share_loss_scale(engine: Any) -> None:
     """
     optimizer = engine.optimizer
     dtype = optimizer.dtype if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
-    dtypes = together(lambda: dtype)
+    dtypes = on_all_ranks(lambda: dtype)
     if {torch.float16, torch.bfloat16} <= {*dtypes}:
         found = f"fp16 on rank {dtypes.index(torch.float16)}, bf16 on rank {dtypes.index(torch.bfloat16)}"
         raise ConfigError(

@@ -24,7 +24,7 @@ from ..comm.groups import job_hosts
 from ..parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout, place_by_hosts
 from ..parallel.hosts import Hosts, hosts_in_rank_order
 from ..parallel.layout import ParallelLayout
-from .together import together
+from .all_ranks import on_all_ranks
 
 
 class FoldedTopology(ProcessTopology):
@@ -115,7 +115,7 @@ def on_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> Par
     """
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout
-    hosts = together(lambda: (socket.gethostname(), host_watch.own_addresses()))
+    hosts = on_all_ranks(lambda: (socket.gethostname(), host_watch.own_addresses()))
     names, addresses = zip(*hosts, strict=True)
     return place_by_hosts(layout, names, forward_hosts, addresses)
 

@@ -52,6 +52,7 @@ from ..launch.roll_call import Facts, RollCall, compare, make_early_roll_call, o
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from ..parallel.slices import BALANCED, EQUAL
 from ..tensor_parallel import is_sharded
+from .all_ranks import from_rank_0, on_all_ranks
 from .batches import MicroBatches
 from .deepspeed_api.device import announce_locks, select_device
 from .deepspeed_api.muon import import_muon
@@ -63,7 +64,6 @@ from .fbd.backward import BackwardRole
 from .fbd.forward import ForwardRole
 from .module import PipelineModule, trains
 from .ties import tied_weights
-from .together import by_rank_0, together
 from .weight_gathers import repeat_lists, scheduler_of_parts, split_by_stage
 
 logger = logging.getLogger(__name__)
@@ -263,10 +263,10 @@ def initialize(
             **data,
         },
     )
-    together(lambda: _require_whole_experts(model))
+    on_all_ranks(lambda: _require_whole_experts(model))
     if optimizer is not None or "optimizer" in config_dict:
         _require_parameters(model, None if hasattr(optimizer, "param_groups") else groups)
-    model.random_seed = by_rank_0(torch.initial_seed)
+    model.random_seed = from_rank_0(torch.initial_seed)
     if zero_stage(half_through_zero(job.deepspeed)):
         all_groups = getattr(optimizer, "param_groups", groups)
         _require_weights_of_zero(model, all_groups, is_half=precision(job.deepspeed) != "fp32")
@@ -384,7 +384,7 @@ def _tag_for_muon(model: PipelineModule) -> None:
     gets the first and the last layer with a matrix, embeddings, the weights tied to any of them, vectors and shards.
     """
     parameters = list(model.layer_parameters())
-    if any(together(lambda: any(hasattr(parameter, "use_muon") for parameter in parameters))):
+    if any(on_all_ranks(lambda: any(hasattr(parameter, "use_muon") for parameter in parameters))):
         for parameter in parameters:
             parameter.use_muon = getattr(parameter, "use_muon", False)  # pyright: ignore[reportAttributeAccessIssue]
         return
@@ -394,7 +394,7 @@ def _tag_for_muon(model: PipelineModule) -> None:
         for index, layer in model.stage_modules(stage).items()
         for module in layer.modules()
     ]
-    with_matrix = together(
+    with_matrix = on_all_ranks(
         lambda: [i for i, module in modules if any(p.dim() > 1 for p in module.parameters(recurse=False))]
     )
     indices = sorted({index for of_rank in with_matrix for index in of_rank})
@@ -407,9 +407,9 @@ def _tag_for_muon(model: PipelineModule) -> None:
         for key, tie in model.tied_comms.items()
         for number, weight in enumerate(tied_weights(tie["module"], tie["weight_attr"]))
     }
-    of_ranks = together(lambda: [place for place, weight in tied.items() if id(weight) in adam])
+    of_ranks = on_all_ranks(lambda: [place for place, weight in tied.items() if id(weight) in adam])
     adam |= {id(tied[place]) for places in of_ranks for place in places if place in tied}
-    if not any(together(lambda: any(id(parameter) not in adam for parameter in parameters))):
+    if not any(on_all_ranks(lambda: any(id(parameter) not in adam for parameter in parameters))):
         shards = sum(p.dim() > 1 and is_sharded(p) for p in parameters)
         raise ConfigError(
             f"optimizer.type: Muon trains whole matrices of hidden layers (got none in {len(indices)} layers with "
@@ -429,7 +429,7 @@ def _fill_halves(model: PipelineModule, groups: list[Any]) -> None:
         ]
 
     all_groups = groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]
-    of_ranks = together(trained_halves)
+    of_ranks = on_all_ranks(trained_halves)
     for group, mine, *others in zip(all_groups, trained_halves(), *of_ranks, strict=False):
         for half, dim in ((0, 2), (1, 1)):
             if not mine[half] and any(halves[half] for halves in others):
@@ -465,7 +465,7 @@ def _require_parameters(model: PipelineModule, groups: list[Any] | None) -> None
         p for group in groups or () for p in (group["params"] if isinstance(group, Mapping) else [group])
     ]
     omitted = has_trained and groups is not None and not trains(entries)
-    trains_by_rank, omitted_by_rank = zip(*together(lambda: (has_trained, omitted)), strict=True)
+    trains_by_rank, omitted_by_rank = zip(*on_all_ranks(lambda: (has_trained, omitted)), strict=True)
     if not any(trains_by_rank):
         raise ConfigError(
             "layers: the model has no trainable parameter (got 0). Set requires_grad on some of them."
@@ -512,7 +512,7 @@ def _require_weights_of_zero(model: PipelineModule, groups: Sequence[Any], is_ha
                     f'precision first, cast the layers, use stage 0, or set "bf16": {{"enabled": true}}.'
                 )
 
-    together(check)
+    on_all_ranks(check)
 
 
 def _require_whole_experts(model: PipelineModule) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from .all_ranks import gather_rows
 from .batches import StepData, require_data, require_same_samples
 from .losses.step import StepLoss, StepLosses
-from .together import rows_of_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def gather_step(
     call it together. ``step`` is the number of the step, from 1, for this warning.
     """
     numbers, samples = astuple(own), data.checksums()
-    rows = rows_of_ranks([*numbers, *samples, *losses.numbers()], device)
+    rows = gather_rows([*numbers, *samples, *losses.numbers()], device)
     first_loss = len(numbers) + len(samples)
     ranks = tuple([RankNumbers(*row[: len(numbers)]) for row in rows])
     require_data(data, [(rank.batches_read, rank.batches_needed) for rank in ranks])

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_flatten
 
 from ..errors import ConfigError
 from ..parallel.layout import ParallelLayout
+from .all_ranks import on_all_ranks
 from .grid import FoldedTopology
-from .together import together
 from .wrappers import plain_name, plain_names
 
 
@@ -222,7 +222,7 @@ def require_whole_ties(module: LayeredModule) -> None:
     stores a tied layer only once. To be called when the layers are built, before ties are indexed.
     """
     if any(isinstance(spec, TiedLayerSpec) for spec in module._layer_specs):
-        together(lambda: check_ties(module))
+        on_all_ranks(lambda: check_ties(module))
 
 
 def check_ties(module: LayeredModule) -> None:
@@ -277,7 +277,7 @@ def join_kinds(module: LayeredModule) -> list[dict[int, str]]:
     def describe() -> dict[int, dict[str, str]]:
         return {i: _describe_tied(layers[i], keys[i], specs[i].tied_weight_attr) for i in keys if i in layers}
 
-    weights = {index: by_name for by_layer in together(describe) for index, by_name in by_layer.items()}
+    weights = {index: by_name for by_layer in on_all_ranks(describe) for index, by_name in by_layer.items()}
     joined: list[dict[int, str]] = []
     for key, places in module.tied_kinds.items():
         for index in places:
@@ -385,7 +385,7 @@ def join_tied_rows(module: LayeredModule) -> None:
                 setattr(layers[part], weight, rows)
 
     if module.tied_rows:
-        together(join)
+        on_all_ranks(join)
 
 
 def find_shared(module: LayeredModule) -> list[SharedParameter]:
@@ -405,7 +405,7 @@ def find_shared(module: LayeredModule) -> list[SharedParameter]:
     def find_places() -> list[dict[int, str]]:
         return _places_on_this_rank(module, candidates, entries)
 
-    places_of_ranks: list[list[dict[int, str]]] = together(find_places)
+    places_of_ranks: list[list[dict[int, str]]] = on_all_ranks(find_places)
     counts = [len(places) for places in places_of_ranks]
     if len(set(counts)) > 1:
         raise ConfigError(

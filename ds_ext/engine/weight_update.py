@@ -20,6 +20,7 @@ from ..config.schedulers import require_plain_step
 from ..errors import ConfigError
 from ..pipe_schedules.reductions import order_of_reductions
 from ..tensor_parallel import is_sharded
+from .all_ranks import on_all_ranks
 from .checkpoint.master_weights import MasterWeights
 from .checkpoint.states import LocalParameter, OptimizerStates, parameters_of
 from .deepspeed_api.handlers import is_patch
@@ -29,7 +30,6 @@ from .grad_sync import EagerReduction, Gradients, as_real, why_not_eager
 from .losses.step import Loss
 from .losses.watch import LossWatch
 from .ties import check_ties
-from .together import together
 from .weight_gathers import WeightGathers, require_equal_parts
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class TrainedParameters:
         All ranks must call this together.
         """
         known: dict[str, tuple[bool, int]] = {}
-        for rank, flags in enumerate(together(self._check)):
+        for rank, flags in enumerate(on_all_ranks(self._check)):
             for name, flag in flags.items():
                 other, first = known.setdefault(name, (flag, rank))
                 if flag != other:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..engine.together import by_rank_0, together
+from ..engine.all_ranks import from_rank_0, on_all_ranks
 from ..engine.wrappers import plain_name
 from ..errors import ConfigError
 from .layers import DecoderLayer
@@ -32,11 +32,11 @@ def save_adapter(engine: PipelineEngine, lora: Any, folder: str | Path) -> None:
     Raises:
         ConfigError: the layers have no adapters.
     """
-    weights_by_rank = together(lambda: _adapter_weights(engine))
+    weights_by_rank = on_all_ranks(lambda: _adapter_weights(engine))
     tensors = {name: tensor for weights in weights_by_rank for name, tensor in weights.items()}
-    names = together(lambda: [layer.base_model for layer in _decoder_layers(engine)])
+    names = on_all_ranks(lambda: [layer.base_model for layer in _decoder_layers(engine)])
     base_model = next((name for of_rank in names for name in of_rank if name), None)
-    by_rank_0(lambda: _write(tensors, lora, base_model, Path(folder)))
+    from_rank_0(lambda: _write(tensors, lora, base_model, Path(folder)))
 
 
 def _decoder_layers(engine: PipelineEngine) -> list[DecoderLayer]:

@@ -1,10 +1,10 @@
 """Places at which a decoder can be cut into pipeline layers, found by running the model's own forward.
 
 A backbone is the module that owns the list of decoder layers. Its forward embeds positions, builds masks and rotary
-embeddings, calls the decoder layers and applies the final norm. :func:`find_cut` runs this forward twice, on a skeleton
-whose weights take no memory and whose decoder layers only record their arguments: with a padding mask and without. The
-records show which arguments every decoder layer gets. They also show what a cut would lose, such as a state that the
-layers exchange; that model is refused.
+embeddings, calls the decoder layers and applies the final norm. :func:`find_split` runs this forward twice, with a
+padding mask and without, on a skeleton whose weights take no memory and whose decoder layers only record their
+arguments. The records show which arguments every decoder layer gets. They also show what a cut would lose, such as a
+state that the layers exchange; that model is refused.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
-from .cut import Calls, Cut, Uncuttable, leaves_of
+from .split import Calls, NotSplittable, Split, leaves_of
 from .trial import Trial, merge_records
 from .weights import Source
 
 
-def find_cut(source: Source) -> Cut:
+def find_split(source: Source) -> Split:
     config = source.config
     name = type(config).__name__
     _check_config(config, name)
@@ -43,7 +43,7 @@ def find_cut(source: Source) -> Cut:
         trial.tuple_size = tuple_size
         trial.check_tail(before)
         whole = merge_records(*records)
-    return Cut(
+    return Split(
         name=name,
         backbone=owner,
         width=model.get_submodule(embedding).weight.shape[1],
@@ -63,7 +63,7 @@ def find_cut(source: Source) -> Cut:
 def _refusing(name: str) -> Iterator[None]:
     try:
         yield
-    except Uncuttable as error:
+    except NotSplittable as error:
         raise ConfigError(f"{name}: cannot be cut, because {error}.") from None
 
 
@@ -80,7 +80,7 @@ def _sliced_calls(trial: Trial) -> Calls | str:
             if not any(isinstance(leaf, SliceCache) for leaf in leaves_of(record)[0]):
                 return f"decoder layer {index} does not get the cache of keys and values"
         calls = merge_records(padded, plain)
-    except Uncuttable as error:
+    except NotSplittable as error:
         return str(error)
     return calls if trial.tuple_size == tuple_size else "its layers return something else with a cache"
 

@@ -27,8 +27,8 @@ from ..tensor_parallel import (
     linear,
     slice_start,
 )
-from .cut import Cut, Recorder, Shared, Uncuttable
 from .lora import Adapters
+from .split import NotSplittable, Recorder, Shared, Split
 from .weights import Source
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 class Embedding(nn.Module):
     """Word embedding: ids_BS, or (ids_BS, mask_BS), to (embeds_BSD,) or (embeds_BSD, mask_BS)."""
 
-    def __init__(self, source: Source, cut: Cut, adapters: Adapters | None) -> None:
+    def __init__(self, source: Source, split: Split, adapters: Adapters | None) -> None:
         super().__init__()
-        self.module = source.submodule(cut.embedding)
+        self.module = source.submodule(split.embedding)
         if adapters is not None:
             self.requires_grad_(False)
 
@@ -56,9 +56,9 @@ def embed(layer: Embedding, inputs: Tensor | Sequence[Tensor]) -> tuple[Tensor, 
 class _Part(nn.Module):
     """Skeleton of the model with the weights of some modules, whose decoder layers are not used."""
 
-    def __init__(self, source: Source, cut: Cut, paths: Sequence[str], adapters: Adapters | None) -> None:
+    def __init__(self, source: Source, split: Split, paths: Sequence[str], adapters: Adapters | None) -> None:
         super().__init__()
-        self.cut = cut
+        self.split = split
         skeleton = source.skeleton()
         for path in paths:
             skeleton.set_submodule(path, source.submodule(path))
@@ -66,13 +66,13 @@ class _Part(nn.Module):
         if adapters is not None:
             skeleton.requires_grad_(False)
         self.skeleton = skeleton.train()  # models of from_pretrained are in evaluation mode
-        layers = skeleton.get_submodule(cut.layers)
+        layers = skeleton.get_submodule(split.layers)
         for module in layers.modules():
             module._buffers = dict.fromkeys(module._buffers)
 
     @property
     def backbone(self) -> Any:
-        return self.skeleton.get_submodule(self.cut.backbone)
+        return self.skeleton.get_submodule(self.split.backbone)
 
 
 class _AllRecorded(Exception):
@@ -82,12 +82,12 @@ class _AllRecorded(Exception):
 class Positions(_Part):
     """Everything between the word embedding and the first decoder layer: positions, masks, rotary embeddings.
 
-    Returns (hidden_BSD, *shared), where the shared tensors are the slots of the cut.
+    Returns (hidden_BSD, *shared), where the shared tensors are the shared arguments of the split.
     """
 
-    def __init__(self, source: Source, cut: Cut, adapters: Adapters | None) -> None:
-        super().__init__(source, cut, cut.before, adapters)
-        self._recorder = Recorder(self.skeleton.get_submodule(cut.layers), self._output)
+    def __init__(self, source: Source, split: Split, adapters: Adapters | None) -> None:
+        super().__init__(source, split, split.before, adapters)
+        self._recorder = Recorder(self.skeleton.get_submodule(split.layers), self._output)
         config = source.config.get_text_config()
         self._is_eager = getattr(config, "_attn_implementation", None) == "eager"
         for module in self.skeleton.modules():
@@ -98,7 +98,7 @@ class Positions(_Part):
         from .slices import cache_arguments
 
         embeds_BSD, *masks = inputs
-        calls = self.cut.calls()
+        calls = self.split.calls()
         mask = None
         if masks:  # with the tokens of earlier slices
             mask = torch.cat([*(m for (m,) in earlier_slices(self, masks[0])), masks[0]], 1)
@@ -109,7 +109,7 @@ class Positions(_Part):
         with contextlib.suppress(_AllRecorded):
             self.backbone(inputs_embeds=embeds_BSD, attention_mask=mask, **arguments)
         records = self._recorder.take()
-        hidden_BSD = self.cut.hidden_states(records[0])
+        hidden_BSD = self.split.hidden_states(records[0])
         shared = calls.shared_tensors(records)
         return hidden_BSD, *(hidden_BSD.new_empty(0, dtype=torch.bool) if t is None else t for t in shared)
 
@@ -118,47 +118,47 @@ class Positions(_Part):
         is_padding_BS = mask_BS == 0
         early_B = is_padding_BS[:, 0] | (is_padding_BS[:, :-1] & ~is_padding_BS[:, 1:]).any(1)
         if early_B.any():
-            raise self.cut.no_slices(
+            raise self.split.no_slices(
                 f"its eager attention of padding before tokens may read all slices (got {int(early_B.sum())} of "
                 f"{mask_BS.size(0)} samples). Pad at the end, or load the model with attn_implementation "
                 f'"sdpa" if it has that'
             )
 
     def _output(self, index: int, record: tuple[Any, ...]) -> Any:
-        if index == self.cut.num_layers - 1:
+        if index == self.split.num_layers - 1:
             raise _AllRecorded
-        return self.cut.layer_output(self.cut.hidden_states(record))
+        return self.split.layer_output(self.split.hidden_states(record))
 
 
 class DecoderLayer(nn.Module):
     """One decoder layer: (hidden_BSD, *shared) to the same with new hidden states."""
 
-    def __init__(self, source: Source, cut: Cut, index: int, adapters: Adapters | None) -> None:
+    def __init__(self, source: Source, split: Split, index: int, adapters: Adapters | None) -> None:
         super().__init__()
-        self.cut = cut
+        self.split = split
         self.index = index
-        self.path = f"{cut.layers}.{index}"
+        self.path = f"{split.layers}.{index}"
         self.base_model: str = source.config.name_or_path
         self.module = source.submodule(self.path).train()
         if adapters is not None:
-            adapters.insert(source, cut, index, self.module)
+            adapters.insert(source, split, index, self.module)
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         hidden_BSD, *shared = inputs
-        calls, cache = self.cut.calls(), _slice_cache(self)
+        calls, cache = self.split.calls(), _slice_cache(self)
         # Messages make every floating-point tensor a leaf with a gradient. Masks and angles need none.
         shared = [
-            t if slot.differentiable else t.detach() for t, slot in zip(shared, calls.shared, strict=True)
+            t if layout.differentiable else t.detach() for t, layout in zip(shared, calls.shared, strict=True)
         ]
         tensors = [t if t.numel() else None for t in shared]
         args, kwargs = calls.layers[self.index].arguments(hidden_BSD, tensors, cache)
         try:
             output = self.module(*args, **kwargs)
-        except Uncuttable as error:
-            raise self.cut.no_slices(error) from None
+        except NotSplittable as error:
+            raise self.split.no_slices(error) from None
         if cache is not None and not cache.updates:
-            raise self.cut.no_slices(self._reason_without_update())
-        return (output[0] if self.cut.tuple_size else output), *shared
+            raise self.split.no_slices(self._reason_without_update())
+        return (output[0] if self.split.tuple_size else output), *shared
 
     def _reason_without_update(self) -> str:
         if getattr(self.module, "gradient_checkpointing", False):
@@ -172,24 +172,24 @@ class DecoderLayer(nn.Module):
         """Return the inputs for tokens ``start`` to ``stop`` of a sequence, as Positions returns them for a slice."""
         hidden_BSD, *shared = inputs
         return hidden_BSD[:, start:stop], *(
-            _cut_shared(tensor, slot, start, stop)
-            for tensor, slot in zip(shared, self.cut.sliced_calls().shared, strict=True)
+            _cut_shared(tensor, layout, start, stop)
+            for tensor, layout in zip(shared, self.split.sliced_calls().shared, strict=True)
         )
 
 
 class FinalNorm(_Part):
     """Everything in the backbone after the last decoder layer: (hidden_BSD, *shared) to hidden_BSD."""
 
-    def __init__(self, source: Source, cut: Cut, adapters: Adapters | None) -> None:
-        super().__init__(source, cut, cut.after, adapters)
-        self._recorder = Recorder(self.skeleton.get_submodule(cut.layers), self._output)
+    def __init__(self, source: Source, split: Split, adapters: Adapters | None) -> None:
+        super().__init__(source, split, split.after, adapters)
+        self._recorder = Recorder(self.skeleton.get_submodule(split.layers), self._output)
         self._hidden: Tensor | None = None
         self._nan: Tensor | None = None
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
         hidden_BSD = inputs[0]
         # The parts before the decoder layers run too, on NaN: nothing of them can reach the result unnoticed.
-        embeds_BSD = self._nan_weights(hidden_BSD).expand(*hidden_BSD.shape[:2], self.cut.width)
+        embeds_BSD = self._nan_weights(hidden_BSD).expand(*hidden_BSD.shape[:2], self.split.width)
         self._hidden = hidden_BSD
         try:
             return self.backbone(inputs_embeds=embeds_BSD, use_cache=False).last_hidden_state
@@ -209,7 +209,7 @@ class FinalNorm(_Part):
 
     def _output(self, index: int, record: tuple[Any, ...]) -> Any:
         assert self._hidden is not None
-        return self.cut.layer_output(self._hidden)
+        return self.split.layer_output(self._hidden)
 
 
 class Head(_Part):
@@ -219,21 +219,21 @@ class Head(_Part):
     """
 
     def __init__(
-        self, source: Source, cut: Cut, adapters: Adapters | None, chunked: ChunkedHead | None = None
+        self, source: Source, split: Split, adapters: Adapters | None, chunked: ChunkedHead | None = None
     ) -> None:
-        super().__init__(source, cut, () if cut.tied else (cut.head,), adapters)
+        super().__init__(source, split, () if split.tied else (split.head,), adapters)
         self._chunked = chunked
         self._hidden: Tensor | None = None
         self.backbone.forward = lambda *args, **kwargs: Outputs(self._hidden)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
         if self._chunked is not None:
-            projection: Any = self.skeleton.get_submodule(self.cut.head)
+            projection: Any = self.skeleton.get_submodule(self.split.head)
             return self._chunked.enter(hidden_BSD, projection.weight)
         return self._run(hidden_BSD).logits
 
     def set_projection(self, weight: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
-        projection: Any = self.skeleton.get_submodule(self.cut.head)
+        projection: Any = self.skeleton.get_submodule(self.split.head)
         projection.__dict__["weight"] = weight  # not registered: the embedding trains it
         projection.forward = forward
 
@@ -251,8 +251,10 @@ class Head(_Part):
 class DecoderHeadPart(HeadPart):
     """Part of the rows of a :class:`Head`, copied from the model. The rows of all parts are padded with zeros."""
 
-    def __init__(self, source: Source, cut: Cut, adapters: Adapters | None, part: int, parts: int) -> None:
-        name = f"{cut.head}.weight"
+    def __init__(
+        self, source: Source, split: Split, adapters: Adapters | None, part: int, parts: int
+    ) -> None:
+        name = f"{split.head}.weight"
         whole = source.reference().get_parameter(name)
         size = -(-len(whole) // parts)
         rows_VD = source.rows(name, slice(part * size, (part + 1) * size))
@@ -265,15 +267,15 @@ class DecoderHeadPart(HeadPart):
 class TiedHead:
     """Head whose weight is that of the word embedding: ``forward_fn`` of a TiedLayerSpec."""
 
-    def __init__(self, source: Source, cut: Cut, chunked: ChunkedHead | None) -> None:
+    def __init__(self, source: Source, split: Split, chunked: ChunkedHead | None) -> None:
         self._source = source
-        self._cut = cut
+        self._split = split
         self._chunked = chunked
 
     @functools.cached_property
     def _head(self) -> Head:
         # Only the last stage needs it.
-        return Head(self._source, self._cut, None)
+        return Head(self._source, self._split, None)
 
     def __call__(self, embedding: Embedding, hidden_BSD: Tensor) -> Tensor:
         """Return the logits, or see :class:`Head`. The weight is looked up each time: the engine may replace it."""
@@ -317,15 +319,15 @@ def _slice_cache(owner: object) -> SliceCache | None:
     return None if current_slice() is None else SliceCache(slice_start(), owner)
 
 
-def _cut_shared(tensor: Tensor, slot: Shared, start: int, stop: int) -> Tensor:
+def _cut_shared(tensor: Tensor, layout: Shared, start: int, stop: int) -> Tensor:
     if not tensor.numel():
-        if start == 0 or not slot.queries or not slot.keys:
+        if start == 0 or not layout.queries or not layout.keys:
             return tensor
         # Attention without a mask is causal, from the first key on: later slices need a mask.
         return tensor.new_ones(1, 1, stop, stop).tril()[:, :, start:]
-    for dim in slot.queries:
+    for dim in layout.queries:
         tensor = tensor.narrow(dim, start, stop - start)
-    for dim in slot.keys:
+    for dim in layout.keys:
         tensor = tensor.narrow(dim, 0, stop)
     return tensor
 

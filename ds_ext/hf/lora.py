@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
-from .cut import Cut
+from .split import Split
 from .weights import Source
 
 # Fields of LoraConfig that have the effect that they have in peft, or are refused with the reason. Others may need more
@@ -41,7 +41,7 @@ class Adapters:
         elements: trained elements of all layers.
     """
 
-    def __init__(self, lora: Any, source: Source, cut: Cut) -> None:
+    def __init__(self, lora: Any, source: Source, split: Split) -> None:
         try:
             import peft
         except ImportError:
@@ -62,9 +62,9 @@ class Adapters:
                     f"model with its adapters, from peft.get_peft_model()."
                 )
         self.config = lora
-        self._layers, self.elements = self._adapted_layers(source, cut)
+        self._layers, self.elements = self._adapted_layers(source, split)
 
-    def _adapted_layers(self, source: Source, cut: Cut) -> tuple[set[int], int]:
+    def _adapted_layers(self, source: Source, split: Split) -> tuple[set[int], int]:
         """Return the indices of the decoder layers with adapters, and their trained elements.
 
         They are those of a model without weights.
@@ -77,16 +77,16 @@ class Adapters:
         except ValueError as error:
             raise ConfigError(f"lora: {error}") from None
         trained = {name: each.numel() for name, each in model.named_parameters() if each.requires_grad}
-        outside = [name for name in trained if not name.startswith(f"{cut.layers}.")]
+        outside = [name for name in trained if not name.startswith(f"{split.layers}.")]
         if outside:
             raise ConfigError(
                 f"lora: adapters must be in the decoder layers (got {outside[0]}). Change target_modules, and leave "
                 f"modules_to_save empty."
             )
-        layers = {int(name.removeprefix(f"{cut.layers}.").split(".")[0]) for name in trained}
+        layers = {int(name.removeprefix(f"{split.layers}.").split(".")[0]) for name in trained}
         return layers, sum(trained.values())
 
-    def insert(self, source: Source, cut: Cut, index: int, layer: nn.Module) -> None:
+    def insert(self, source: Source, split: Split, index: int, layer: nn.Module) -> None:
         """Freeze a decoder layer with weights, and insert its adapters in place.
 
         peft changes modules that it selects by their paths in the whole model. So the layer takes its place in a
@@ -99,7 +99,7 @@ class Adapters:
         if index not in self._layers:
             return
         skeleton = source.skeleton()
-        skeleton_layers: Any = skeleton.get_submodule(cut.layers)
+        skeleton_layers: Any = skeleton.get_submodule(split.layers)
         for position in range(len(skeleton_layers)):
             skeleton_layers[position] = nn.Identity()
         skeleton_layers[index] = layer

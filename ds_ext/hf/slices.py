@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from ..tensor_parallel import earlier_slices
-from .cut import Uncuttable
+from .split import NotSplittable
 
 
 class SliceCache(Cache):
@@ -66,8 +66,8 @@ class SliceCache(Cache):
 
     @property
     def layers(self) -> Any:
-        """Any other state that a model reads of a cache. Raises Uncuttable."""
-        raise Uncuttable(
+        """Any other state that a model reads of a cache. Raises NotSplittable."""
+        raise NotSplittable(
             "its layers keep more than keys and values of earlier tokens, such as a recurrent state"
         )
 
@@ -79,4 +79,4 @@ def cache_arguments(backbone: nn.Module, cache: SliceCache | None) -> dict[str, 
     for name in ("past_key_values", "cache"):  # until transformers 5.23, and from 5.24 on
         if name in parameters:
             return {"use_cache": True, name: cache}
-    raise Uncuttable("its backbone takes no cache of keys and values")
+    raise NotSplittable("its backbone takes no cache of keys and values")

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..tensor_parallel import ChunkedHead, TensorParallel, current_slice
-from .cut import Cut
-from .find import find_cut
+from .find import find_split
 from .layers import DecoderHeadPart, DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
 from .lora import Adapters
+from .split import Split
 from .weights import Source, make_source
 
 IGNORE_INDEX = -100  # label of tokens that do not count, in transformers
@@ -32,7 +32,7 @@ def from_transformers(
     dtype: torch.dtype | None = None,
     chunked_loss: bool = False,
 ) -> tuple[list[LayerSpec], CausalLoss]:
-    """Cut a causal language model of transformers into layers for :class:`ds_ext.PipelineModule`.
+    """Split a causal language model of transformers into layers for :class:`ds_ext.PipelineModule`.
 
     The list has the word embedding, the positions, every decoder layer, the final norm and the head. From a folder,
     a rank reads only the weights of its stages, when they are built. The layers of a model in memory are used as they
@@ -53,40 +53,40 @@ def from_transformers(
         divides the head with ``vocabulary_parallel_head``, unless it is tied or ``chunked_loss`` would be refused.
 
     Raises:
-        ConfigError: the model cannot be cut, the folder is incomplete, or a package is missing; or with
+        ConfigError: the model cannot be split, the folder is incomplete, or a package is missing; or with
             ``chunked_loss``, the model changes its logits or has another loss than the cross entropy.
     """
     source = make_source(model_or_folder, dtype)
-    cut = find_cut(source)
-    adapters = None if lora is None else Adapters(lora, source, cut)
-    return decoder_layers(source, cut, adapters, chunked_loss, CausalLoss)
+    split = find_split(source)
+    adapters = None if lora is None else Adapters(lora, source, split)
+    return decoder_layers(source, split, adapters, chunked_loss, CausalLoss)
 
 
 def decoder_layers(
-    source: Source, cut: Cut, adapters: Adapters | None, chunked_loss: bool, loss_class: type[_Loss]
+    source: Source, split: Split, adapters: Adapters | None, chunked_loss: bool, loss_class: type[_Loss]
 ) -> tuple[list[LayerSpec], _Loss]:
     """Return layers and loss function as :func:`from_transformers` does, with a loss function of another class."""
-    reason = _check_loss(source, cut, CausalLoss(source, None))
+    reason = _check_loss(source, split, CausalLoss(source, None))
     if chunked_loss and reason:
-        raise _needs_whole_logits("chunked_loss", cut, reason)
+        raise _needs_whole_logits("chunked_loss", split, reason)
     chunked = ChunkedHead(TensorParallel()) if chunked_loss else None
     loss_fn = loss_class(source, chunked)
-    layers = _layer_specs(source, cut, adapters, chunked)
-    layers[-1].in_parts = functools.partial(_head_parts, source, cut, adapters, reason)
-    for layer, num_parameters in zip(layers, _layer_sizes(source, cut), strict=True):
+    layers = _layer_specs(source, split, adapters, chunked)
+    layers[-1].in_parts = functools.partial(_head_parts, source, split, adapters, reason)
+    for layer, num_parameters in zip(layers, _layer_sizes(source, split), strict=True):
         # PipelineModule divides the layers by their parameters, and builds none of them for this.
         layer.num_parameters = num_parameters
     return layers, loss_fn
 
 
 def _layer_specs(
-    source: Source, cut: Cut, adapters: Adapters | None, chunked: ChunkedHead | None
+    source: Source, split: Split, adapters: Adapters | None, chunked: ChunkedHead | None
 ) -> list[LayerSpec]:
-    arguments = (source, cut, adapters)
-    if cut.tied:
+    arguments = (source, split, adapters)
+    if split.tied:
         tie = {"tied_weight_attr": ["module.weight"]}
         embedding = TiedLayerSpec(_TIE, Embedding, *arguments, forward_fn=embed, **tie)
-        tied_head = TiedHead(source, cut, chunked)
+        tied_head = TiedHead(source, split, chunked)
         head = TiedLayerSpec(_TIE, Embedding, *arguments, forward_fn=tied_head, **tie)
     else:
         embedding = LayerSpec(Embedding, *arguments)
@@ -94,30 +94,32 @@ def _layer_specs(
     return [
         embedding,
         LayerSpec(Positions, *arguments),
-        *(LayerSpec(DecoderLayer, source, cut, index, adapters) for index in range(cut.num_layers)),
+        *(LayerSpec(DecoderLayer, source, split, index, adapters) for index in range(split.num_layers)),
         LayerSpec(FinalNorm, *arguments),
         head,
     ]
 
 
 def _head_parts(
-    source: Source, cut: Cut, adapters: Adapters | None, reason: str, parts: int
+    source: Source, split: Split, adapters: Adapters | None, reason: str, parts: int
 ) -> list[LayerSpec]:
     key = "vocabulary_parallel_head"
-    if cut.tied:
-        raise ConfigError(f"{key}: the head of {cut.name} is tied to the embedding (got true). Remove {key}.")
+    if split.tied:
+        raise ConfigError(
+            f"{key}: the head of {split.name} is tied to the embedding (got true). Remove {key}."
+        )
     if reason:
-        raise _needs_whole_logits(key, cut, reason)
-    weight: Any = source.reference().get_parameter(f"{cut.head}.weight")
+        raise _needs_whole_logits(key, split, reason)
+    weight: Any = source.reference().get_parameter(f"{split.head}.weight")
     if weight._backward_hooks or weight._post_accumulate_grad_hooks:
         raise ConfigError(
             f"{key}: parts of a head do not call the hooks of its weight (got some). Remove {key}."
         )
-    return [LayerSpec(DecoderHeadPart, source, cut, adapters, part, parts) for part in range(parts)]
+    return [LayerSpec(DecoderHeadPart, source, split, adapters, part, parts) for part in range(parts)]
 
 
-def _needs_whole_logits(key: str, cut: Cut, reason: str) -> ConfigError:
-    return ConfigError(f"{key}: {cut.name} needs whole logits (got {reason}). Remove {key}.")
+def _needs_whole_logits(key: str, split: Split, reason: str) -> ConfigError:
+    return ConfigError(f"{key}: {split.name} needs whole logits (got {reason}). Remove {key}.")
 
 
 class NextTokenLoss:
@@ -168,13 +170,13 @@ class CausalLoss(NextTokenLoss):
         return (labels_BS[:, 1:] != IGNORE_INDEX).sum()
 
     def shift_labels(self, labels_BS: Tensor) -> Tensor:
-        """Return the next label of every token, from which the slices of a sample are cut."""
+        """Return the next label of every token, from which the slices of a sample are split."""
         return nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss) -> str:
+def _check_loss(source: Source, split: Split, loss_fn: CausalLoss) -> str:
     """Return why the loss needs whole logits, "" if it does not."""
-    head = Head(source, dataclasses.replace(cut, tied=True), None)
+    head = Head(source, dataclasses.replace(split, tied=True), None)
     vocab_size = source.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     logits_BSV = torch.randn(1, 6, vocab_size, generator=generator)
@@ -182,9 +184,9 @@ def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss) -> str:
     labels_BS[0, 2] = IGNORE_INDEX
     projected: list[Tensor] = []
     head.set_projection(
-        torch.ones(()).expand(vocab_size, cut.width), lambda x_BSD: projected.append(x_BSD) or logits_BSV
+        torch.ones(()).expand(vocab_size, split.width), lambda x_BSD: projected.append(x_BSD) or logits_BSV
     )
-    hidden_BSD = torch.randn(1, 6, cut.width, generator=generator)
+    hidden_BSD = torch.randn(1, 6, split.width, generator=generator)
     with torch.no_grad():
         model_loss = float(head.loss(hidden_BSD, labels_BS))
         outputs_BSV = head(hidden_BSD)
@@ -192,10 +194,10 @@ def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss) -> str:
         logits_loss = float(total / count)
     if not math.isclose(model_loss, logits_loss, rel_tol=1e-5):
         raise ConfigError(
-            f"{type(source.config).__name__}: cannot be cut, because its forward adds to the loss of the logits "
+            f"{type(source.config).__name__}: cannot be split, because its forward adds to the loss of the logits "
             f"(got {model_loss:.6g}, and {logits_loss:.6g} without). Set the extra loss to 0 in the config."
         )
-    reason = _reason_for_whole_logits(source, cut, (projected[-1], hidden_BSD), (outputs_BSV, logits_BSV))
+    reason = _reason_for_whole_logits(source, split, (projected[-1], hidden_BSD), (outputs_BSV, logits_BSV))
     targets_N = loss_fn.shift_labels(labels_BS).flatten()
     plain = float(nn.functional.cross_entropy(logits_BSV[0], targets_N, ignore_index=IGNORE_INDEX))
     if not reason and not math.isclose(logits_loss, plain, rel_tol=1e-5):
@@ -203,12 +205,12 @@ def _check_loss(source: Source, cut: Cut, loss_fn: CausalLoss) -> str:
     return reason
 
 
-def _reason_for_whole_logits(source: Source, cut: Cut, *pairs: tuple[Tensor, Tensor]) -> str:
+def _reason_for_whole_logits(source: Source, split: Split, *pairs: tuple[Tensor, Tensor]) -> str:
     """Return why logits are not the product of hidden states and the head's weight; "" if they are.
 
     ``pairs`` are (actual, expected) input and output of the head in a trial.
     """
-    projection: Any = source.reference().get_submodule(cut.head)
+    projection: Any = source.reference().get_submodule(split.head)
     head_class = type(projection)
     if head_class is not nn.Linear:
         return f"a head of class {head_class.__module__}.{head_class.__qualname__}"
@@ -226,7 +228,7 @@ def _reason_for_whole_logits(source: Source, cut: Cut, *pairs: tuple[Tensor, Ten
     return ""
 
 
-def _layer_sizes(source: Source, cut: Cut) -> list[int]:
+def _layer_sizes(source: Source, split: Split) -> list[int]:
     """Return the number of parameters of every pipeline layer, frozen ones included."""
     model = source.skeleton()
 
@@ -235,5 +237,5 @@ def _layer_sizes(source: Source, cut: Cut) -> list[int]:
             parameter.numel() for path in paths for parameter in model.get_submodule(path).parameters()
         )
 
-    layers = [size(f"{cut.layers}.{index}") for index in range(cut.num_layers)]
-    return [size(cut.embedding), size(*cut.before), *layers, size(*cut.after), size(cut.head)]
+    layers = [size(f"{split.layers}.{index}") for index in range(split.num_layers)]
+    return [size(split.embedding), size(*split.before), *layers, size(*split.after), size(split.head)]

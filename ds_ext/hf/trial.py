@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
-from .cut import (
+from .split import (
     Call,
     Calls,
     Hidden,
     Keys,
+    NotSplittable,
     Recorder,
     Shared,
-    Slot,
-    Uncuttable,
+    SharedArgument,
     leaves_of,
     place_of_hidden,
 )
@@ -85,7 +85,7 @@ class Trial:
             failures.append((len(self._recorder.records), reason))
         # The run with the form that the model expects gets further.
         _, reason = max(failures, key=lambda failure: failure[0])
-        raise Uncuttable(reason)
+        raise NotSplittable(reason)
 
     def _failure(self, arguments: dict[str, Any]) -> str | None:
         """Run the backbone and return why the model cannot be cut; None if the run shows no reason."""
@@ -93,7 +93,7 @@ class Trial:
         try:
             outputs = self.backbone(inputs_embeds=self._embeds(1.0), **arguments)
             self._check_result(getattr(outputs, "last_hidden_state", None))
-        except Uncuttable as error:
+        except NotSplittable as error:
             return str(error)
         except Exception as error:  # any forward, with layers that return the wrong form
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -105,7 +105,7 @@ class Trial:
         self._recorder.records = []
 
     def check_tail(self, before: Sequence[str]) -> None:
-        """Raise Uncuttable if the final hidden states depend on anything before the decoder layers.
+        """Raise NotSplittable if the final hidden states depend on anything before the decoder layers.
 
         This run has NaN in the word embeddings and in all weights of the modules ``before``. Call it last: the weights
         stay NaN.
@@ -127,9 +127,9 @@ class Trial:
         calls = len(self._recorder.records)
         layers = len(self.layers)
         if calls != layers:
-            raise Uncuttable(f"its forward calls {layers} decoder layers {calls} times")
+            raise NotSplittable(f"its forward calls {layers} decoder layers {calls} times")
         if final_BSD is None or final_BSD.shape[:2] != (_BATCH, _LENGTH) or not final_BSD.isfinite().all():
-            raise Uncuttable("its final hidden states depend on more than those of the last layer")
+            raise NotSplittable("its final hidden states depend on more than those of the last layer")
 
     def _layer_output(self, index: int, record: tuple[Any, ...]) -> Any:
         """Return the hidden states of layer ``index``: ones for the final layer, else NaN."""
@@ -144,21 +144,21 @@ class Trial:
         return (output, *[_State()] * (self.tuple_size - 1)) if self.tuple_size else output
 
     def _check_arguments(self, index: int, hidden: Tensor, leaves: Sequence[Any]) -> None:
-        """Raise Uncuttable if a layer gets more from earlier layers than the hidden states of the preceding one."""
+        """Raise NotSplittable if a layer gets more from earlier layers than the hidden states of the preceding one."""
         if index and hidden is not self._hidden[-1]:
-            raise Uncuttable("it changes the hidden states between decoder layers")
+            raise NotSplittable("it changes the hidden states between decoder layers")
         if any(isinstance(leaf, _State) for leaf in leaves):
-            raise Uncuttable("its decoder layers pass a state to each other")
+            raise NotSplittable("its decoder layers pass a state to each other")
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf is not hidden]
         depends = any(tensor.is_floating_point() and tensor.isnan().any() for tensor in tensors)
         if self._checks_arguments and depends:
-            raise Uncuttable(f"decoder layer {index} gets the results of several earlier layers")
+            raise NotSplittable(f"decoder layer {index} gets the results of several earlier layers")
 
     def _note_call(self, path: str, module: nn.Module, args: Any) -> None:
-        """Record on which side of the decoder layers a module runs. Raises Uncuttable if it is between them."""
+        """Record on which side of the decoder layers a module runs. Raises NotSplittable if it is between them."""
         layer_calls = len(self._recorder.records)
         if 0 < layer_calls < len(self.layers):
-            raise Uncuttable(f"it runs {path} between decoder layers")
+            raise NotSplittable(f"it runs {path} between decoder layers")
         calls = self._modules_after if layer_calls else self._modules_before
         calls.add(path.split(".")[0])
 
@@ -194,18 +194,18 @@ def _give_free_weights(modules: Iterable[nn.Module]) -> None:
 
 def merge_records(padded: Sequence[tuple[Any, ...]], plain: Sequence[tuple[Any, ...]]) -> Calls:
     """Return the calls of all layers from their arguments with and without a padding mask."""
-    slots = _Slots()
-    calls = [_merge_record(*pair, slots) for pair in zip(padded, plain, strict=True)]
-    return Calls(tuple(calls), tuple(slots.shared))
+    arguments = _SharedArguments()
+    calls = [_merge_record(*pair, arguments) for pair in zip(padded, plain, strict=True)]
+    return Calls(tuple(calls), tuple(arguments.shared))
 
 
-def _merge_record(padded: tuple[Any, ...], plain: tuple[Any, ...], slots: _Slots) -> Call:
+def _merge_record(padded: tuple[Any, ...], plain: tuple[Any, ...], arguments: _SharedArguments) -> Call:
     from .slices import SliceCache
 
     values, structure = leaves_of(padded)
     plain_values, plain_structure = leaves_of(plain)
     if structure != plain_structure:
-        raise Uncuttable("a padding mask changes the arguments of its layers")
+        raise NotSplittable("a padding mask changes the arguments of its layers")
     hidden = values[place_of_hidden(padded)]
     plain_hidden = plain_values[place_of_hidden(plain)]
     leaves: list[Any] = []
@@ -213,39 +213,41 @@ def _merge_record(padded: tuple[Any, ...], plain: tuple[Any, ...], slots: _Slots
         if value is hidden and plain_value is plain_hidden:
             leaves.append(Hidden.HERE)
         elif isinstance(value, Tensor) or isinstance(plain_value, Tensor):
-            leaves.append(slots.slot(value, plain_value))
+            leaves.append(arguments.argument(value, plain_value))
         elif isinstance(value, SliceCache):
             leaves.append(Keys.HERE)
         elif (value is None or isinstance(value, _CONSTANTS)) and value == plain_value:
             leaves.append(value)
         else:
-            raise Uncuttable(f"its decoder layers exchange a {type(value).__name__}")
+            raise NotSplittable(f"its decoder layers exchange a {type(value).__name__}")
     return Call(structure, tuple(leaves))
 
 
-class _Slots:
+class _SharedArguments:
     """Slots of the tensors that decoder layers get beside the hidden states."""
 
     def __init__(self) -> None:
         self.shared: list[Shared] = []
-        self._slots: dict[tuple[int, int], Slot] = {}  # identities of the tensor in both runs -> slot
+        self._arguments: dict[
+            tuple[int, int], SharedArgument
+        ] = {}  # by the identities of the tensor in both runs
 
-    def slot(self, value: Any, plain_value: Any) -> Slot:
-        """Return the slot of an argument, the same for all layers that get the same tensor.
+    def argument(self, value: Any, plain_value: Any) -> SharedArgument:
+        """Return the shared argument, the same for all layers that get the same tensor.
 
         One of the values may be None: without padding there may be no mask.
         """
         pair = (value, plain_value)
         key = (_identity(value), _identity(plain_value))
-        if key not in self._slots:
-            self._slots[key] = Slot(len(self._slots))
+        if key not in self._arguments:
+            self._arguments[key] = SharedArgument(len(self._arguments))
             tensors = [t for t in pair if isinstance(t, Tensor)]
             sizes = [*enumerate(tensors[0].shape)]
             queries, keys = (
                 tuple(dim for dim, size in sizes if size == n) for n in (_LENGTH, _EARLIER + _LENGTH)
             )
             self.shared.append(Shared(any(t.requires_grad for t in tensors), queries, keys))
-        return self._slots[key]
+        return self._arguments[key]
 
 
 def _identity(value: Any) -> int:

@@ -7,8 +7,8 @@ gradient is one product over all tokens, which no sum over chunks rounds again.
 
 The rows of the head may be divided into parts on several devices (arXiv 2411.05288, algorithm 2):
 
-    shares, kept = zip(*[part.share(hidden_BSD, labels_BS, True) for part in parts])
-    joined = join_shares(shares)                             # joined.loss: loss of every token
+    partials, kept = zip(*[part.partial_loss(hidden_BSD, labels_BS, True) for part in parts])
+    joined = combine_losses(partials)                        # joined.loss: loss of every token
     parts[0].input_gradient(joined, factor_N)                # for gradients of the losses
     parts[i].weight_gradients(hidden_BSD, labels_BS, kept[i], joined.log_sum_exp, factor_N).compute()
 
@@ -128,9 +128,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (weight_VD,) = parameters
         rows = _Rows.of(weight_VD, tp, vocab_size)
         labels_N = labels_BS.flatten()
-        share, _ = _share(hidden_BSD.flatten(0, -2), weight_VD, labels_N, tp, rows, keeps_gradient)
-        joined = join_shares([share])
-        log_sum_exp_N, grad_ND = joined.log_sum_exp, share.gradient
+        partial, _ = _partial_loss(hidden_BSD.flatten(0, -2), weight_VD, labels_N, tp, rows, keeps_gradient)
+        joined = combine_losses([partial])
+        log_sum_exp_N, grad_ND = joined.log_sum_exp, partial.gradient
         ctx.rows, ctx.parameters, ctx.deferred = rows, parameters, deferred
         ctx.shape = hidden_BSD.shape
         read = (hidden_BSD, weight_VD.detach(), labels_N, log_sum_exp_N) if ctx.needs_input_grad[1] else ()
@@ -170,7 +170,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 # --- parts of the rows ---
 
 
-class HeadShare(NamedTuple):
+class PartialLoss(NamedTuple):
     """Share of a part of the head in the losses of all tokens and in the gradients of their hidden states.
 
     Attributes:
@@ -201,7 +201,7 @@ class LogitGradients(NamedTuple):
 
 
 @dataclass(frozen=True)
-class JoinedLoss:
+class TokenLosses:
     """Losses of all tokens.
 
     Attributes:
@@ -213,7 +213,7 @@ class JoinedLoss:
     loss: Tensor
     log_sum_exp: Tensor
     is_counted: Tensor
-    _shares: Sequence[HeadShare]
+    _partials: Sequence[PartialLoss]
     _ratio_PN: Tensor
 
     def gradient(self, factor_N: Tensor) -> Tensor:
@@ -223,25 +223,27 @@ class JoinedLoss:
         """
         total: Tensor | None = None
         dtype = factor_N.dtype
-        for share, ratio_N in zip(self._shares, self._ratio_PN, strict=True):
-            gradient, label_rows = share.gradient, share.label_rows
+        for partial, ratio_N in zip(self._partials, self._ratio_PN, strict=True):
+            gradient, label_rows = partial.gradient, partial.label_rows
             assert gradient is not None and label_rows is not None
-            label_factor_N = ((ratio_N - 1) * factor_N).masked_fill(share.statistics[3] == 0, 0.0)
+            label_factor_N = ((ratio_N - 1) * factor_N).masked_fill(partial.statistics[3] == 0, 0.0)
             for x, x_factor_N in ((gradient, ratio_N * factor_N), (label_rows, label_factor_N)):
                 scaled = x.to(dtype) * x_factor_N.view(*x.shape[:-1], 1)
                 total = scaled if total is None else total.add_(scaled)
         assert total is not None
-        return total.to(cast(Tensor, self._shares[0].gradient).dtype)
+        return total.to(cast(Tensor, self._partials[0].gradient).dtype)
 
 
-def join_shares(shares: Sequence[HeadShare]) -> JoinedLoss:
-    max_PN, sum_PN, label_PN, has_label_PN = torch.stack([share.statistics for share in shares]).unbind(1)
+def combine_losses(partials: Sequence[PartialLoss]) -> TokenLosses:
+    max_PN, sum_PN, label_PN, has_label_PN = torch.stack([partial.statistics for partial in partials]).unbind(
+        1
+    )
     max_N, has_label_PN = max_PN.amax(0), has_label_PN > 0
     sum_PN = sum_PN * (max_PN - max_N).exp()
     sum_N, is_counted_N = sum_PN.sum(0), has_label_PN.any(0)
     label_N = torch.where(has_label_PN, label_PN + (max_PN - max_N), 0.0).sum(0)
     loss_N = (sum_N.log() - label_N).masked_fill(~is_counted_N, 0.0)
-    return JoinedLoss(loss_N, sum_N.log() + max_N, is_counted_N, shares, sum_PN / sum_N)
+    return TokenLosses(loss_N, sum_N.log() + max_N, is_counted_N, partials, sum_PN / sum_N)
 
 
 class HeadPart(nn.Module):
@@ -276,25 +278,25 @@ class HeadPart(nn.Module):
         self._sequence_parallel = sequence_parallel
 
     @torch.no_grad()
-    def share(
+    def partial_loss(
         self, hidden_BSD: Tensor, labels_BS: Tensor, with_gradient: bool
-    ) -> tuple[HeadShare, LogitGradients | None]:
-        """Return the share of this part, and the input of its weight gradient; None without a gradient."""
+    ) -> tuple[PartialLoss, LogitGradients | None]:
+        """Return the partial losses of this part, and the input of its weight gradient; None without a gradient."""
         check_labels(labels_BS, self._vocab_size)
         hidden_BSD = self._enter(hidden_BSD)
         hidden_ND, labels_N, rows = hidden_BSD.flatten(0, -2), labels_BS.flatten(), self._rows
         keeps = with_gradient and self._weight.requires_grad
-        share, kept = _share(hidden_ND, self._weight, labels_N, self._tp, rows, with_gradient, keeps)
-        if share.gradient is None:
-            return share, None
+        partial, kept = _partial_loss(hidden_ND, self._weight, labels_N, self._tp, rows, with_gradient, keeps)
+        if partial.gradient is None:
+            return partial, None
         local_N, is_local_N = local_labels(labels_N, rows.first, rows.real)
         label_rows = self._weight[local_N].masked_fill_(~is_local_N.unsqueeze(-1), 0.0)
-        gradients = (x.view_as(hidden_BSD) for x in (share.gradient, label_rows))
-        return HeadShare(share.statistics, *gradients), kept
+        gradients = (x.view_as(hidden_BSD) for x in (partial.gradient, label_rows))
+        return PartialLoss(partial.statistics, *gradients), kept
 
     @torch.no_grad()
-    def input_gradient(self, joined: JoinedLoss, factor_N: Tensor) -> Tensor:
-        """Return the gradient of the hidden states, for the gradients of the losses of :func:`join_shares`."""
+    def input_gradient(self, joined: TokenLosses, factor_N: Tensor) -> Tensor:
+        """Return the gradient of the hidden states, for the gradients of the losses of :func:`combine_losses`."""
         # Summed like the partial results of a layer: the backward of enter_tensor_parallel().
         return leave_tensor_parallel(joined.gradient(factor_N), self._tp, self._sequence_parallel)
 
@@ -308,7 +310,7 @@ class HeadPart(nn.Module):
     ) -> WeightGradients:
         """Return the gradient of the weight, not computed yet, for the gradients of the losses.
 
-        ``hidden_BSD``, ``labels_BS`` and ``kept`` are those of :meth:`share`.
+        ``hidden_BSD``, ``labels_BS`` and ``kept`` are those of :meth:`partial_loss`.
         """
         later = WeightGradients()
         if kept is None:
@@ -354,7 +356,7 @@ class _Rows(NamedTuple):
         return cls(first, max(0, min(len(weight_VD), vocab_size - first)), of_part)
 
 
-def _share(
+def _partial_loss(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     labels_N: Tensor,
@@ -362,7 +364,7 @@ def _share(
     rows: _Rows,
     with_gradient: bool,
     keeps_logits: bool = False,
-) -> tuple[HeadShare, LogitGradients | None]:
+) -> tuple[PartialLoss, LogitGradients | None]:
     """Return statistics and gradients of a part. Every chunk of tokens needs two all-reduces."""
     weight_RD, dtype = weight_VD[: rows.real], at_least_fp32(hidden_ND.dtype)
     counts_N = (labels_N != IGNORE_INDEX).to(dtype)
@@ -390,8 +392,8 @@ def _share(
             if kept_NR is not None:
                 kept_NR[chunk] = x_CR.mul_(_scale(kept_NR.dtype))
         del x_CR  # before the next chunk exists
-    share, (max_N, sum_N, *_) = HeadShare(statistics_4N, grad_ND), statistics_4N
-    return share, None if kept_NR is None else LogitGradients(kept_NR, max_N + sum_N.log())
+    partial, (max_N, sum_N, *_) = PartialLoss(statistics_4N, grad_ND), statistics_4N
+    return partial, None if kept_NR is None else LogitGradients(kept_NR, max_N + sum_N.log())
 
 
 def _scale(dtype: torch.dtype) -> float:

@@ -15,8 +15,8 @@ from ds_ext.tensor_parallel import (
     IGNORE_INDEX,
     HeadPart,
     TensorParallel,
+    combine_losses,
     enter_tensor_parallel,
-    join_shares,
     linear_cross_entropy,
     project_logits,
     vocab_parallel_cross_entropy,
@@ -82,8 +82,8 @@ def parts_equal_whole_logits(rank: int, vocab_size: int, padded: int, sequence_p
         HeadPart(nn.Parameter(tp.shard(rows, 0).clone()), part, tp, vocab_size, sequence_parallel)
         for part, rows in enumerate(weight.chunk(parts))
     ]
-    shares, kept = zip(*[head.share(x, labels, True) for head in heads], strict=True)
-    joined = join_shares(shares)
+    shares, kept = zip(*[head.partial_loss(x, labels, True) for head in heads], strict=True)
+    joined = combine_losses(shares)
     x_grad = heads[0].input_gradient(joined, factor)
     for head, logit_grads in zip(heads, kept, strict=True):
         head.weight_gradients(x, labels, logit_grads, joined.log_sum_exp, factor).compute()

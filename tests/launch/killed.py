@@ -31,7 +31,7 @@ def kill_at(rank: int, step: int, point: str) -> None:
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    run, crc32, load, gather = Executor.run, slots.zlib.crc32, RankState.load, WeightGathers._start
+    run, crc32, load, gather = Executor.run, slots.zlib.crc32, RankState.load, WeightGathers.start
     train, save = PipelineEngine.train_batch, PipelineEngine.save_checkpoint
     steps = [0]
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..all_ranks import on_all_ranks
 from ..module import PipelineModule
 from ..recovery.audit import checksum
-from ..together import together
 from ..wrappers import plain_name
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,9 @@ class ReplicaBuffers:
             for index, layer in self._module.stage_modules(stage).items()
             if index in changed
         }
-        all_lines = {index: line for by_index in together(lambda: lines) for index, line in by_index.items()}
+        all_lines = {
+            index: line for by_index in on_all_ranks(lambda: lines) for index, line in by_index.items()
+        }
         if all_lines and dist.get_rank() == 0:
             sorted_lines = [all_lines[index] for index in sorted(all_lines)]
             names = "; ".join([*sorted_lines[:_MAX_LAYERS], *["..."] * (len(sorted_lines) > _MAX_LAYERS)])

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...errors import CheckpointError
+from ..all_ranks import from_rank_0, on_all_ranks
 from ..state import SCHEDULER, VALUES, RankState, set_random_states
-from ..together import by_rank_0, together
 from .file import read_plain
 from .folder import check_contents, open_checkpoint
 from .reader import CheckpointReader
@@ -45,7 +45,7 @@ def choose(run: Run, folder: Path, tag: str | None) -> str | None:
     After a restart of its ranks, only what ``run`` has written or loaded counts. ``tag`` None: the current checkpoint.
     """
     name = None if tag is None else str(tag)
-    checkpoint: str | None = by_rank_0(lambda: run.choose(folder, name), CheckpointError)
+    checkpoint: str | None = from_rank_0(lambda: run.choose(folder, name), CheckpointError)
     if checkpoint is None and dist.get_rank() == 0:
         if run.continues:
             logger.warning("%s: no checkpoint that this run wrote or loaded before its restart", folder)
@@ -92,7 +92,7 @@ def load_checkpoint(
             _check_scheduler(engine, checkpoint, state)
         return [local.name for local in parameters.values()]
 
-    names_of_ranks: list[list[str]] = together(check, CheckpointError)
+    names_of_ranks: list[list[str]] = on_all_ranks(check, CheckpointError)
     if strict:
         _require_no_unknown_parameters(checkpoint, manifest, names_of_ranks)
     settings = _settings(engine, states)
@@ -266,7 +266,7 @@ def _share_settings(state: RankState) -> None:
     """Set other ranks' settings in groups without parameters of this rank. All ranks must call this together."""
     here, groups = {id(local.parameter) for local in state.parameters.values()}, state.optimizer.groups()
     mine = [numbers_of(group) if here & set(map(id, members)) else None for group, members in groups]
-    of_ranks = [settings for settings in together(lambda: mine) if len(settings) == len(mine)]
+    of_ranks = [settings for settings in on_all_ranks(lambda: mine) if len(settings) == len(mine)]
     for index, (group, _) in enumerate(groups):
         if mine[index] is None:
             set_numbers(group, next(filter(None, (settings[index] for settings in of_ranks)), {}))

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from ...environment import error_file, local_rank
 from ...errors import ConfigError
-from ..together import together
+from ..all_ranks import on_all_ranks
 from .folder import LATEST, complete_checkpoints, current_tag, has_checkpoint, open_checkpoint, read_manifest
 from .lock import FolderLock
 
@@ -43,7 +43,7 @@ class Run:
         self._began = False
         self._locks: dict[Path, FolderLock] = {}
         self._memory = _open_memory()
-        answers = together(lambda: (_read(self._memory), secrets.token_hex(6)))
+        answers = on_all_ranks(lambda: (_read(self._memory), secrets.token_hex(6)))
         memories = [memory for memory, _ in answers if memory is not None]
         self.continues = bool(memories)
         self.id: str = memories[0]["id"] if memories else answers[0][1]

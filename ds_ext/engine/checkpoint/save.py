@@ -36,10 +36,10 @@ from ...config.schedulers import MegatronLR
 from ...errors import CheckpointError, ConfigError
 from ...launch.job_facts import setting_facts
 from ...launch.roll_call import Facts
+from ..all_ranks import error_text, from_rank_0, on_all_ranks
 from ..batches import MicroBatches
 from ..module import PipelineModule
 from ..state import VALUES, RankState, random_states
-from ..together import by_rank_0, error_text, together
 from .background import BackgroundSave, memory_needs, memory_problem, warn_not_removed
 from .background_process import Task
 from .file import MemoryFile, NewFile, is_plain, layer_file, write_plain, write_tensors
@@ -109,11 +109,11 @@ def save_checkpoint(
             publish(written, tag, _manifest(engine, parts), make_current)
         warn_not_removed(remove_older(folder, keep))
 
-    written: Path = by_rank_0(start, CheckpointError)
+    written: Path = from_rank_0(start, CheckpointError)
     try:
-        parts = together(write_part, CheckpointError)
+        parts = on_all_ranks(write_part, CheckpointError)
         if new_file is CheckedFile:
-            by_rank_0(finish, CheckpointError)
+            from_rank_0(finish, CheckpointError)
             return None
         rank = dist.get_rank()
         task = Task(
@@ -129,7 +129,7 @@ def save_checkpoint(
             limit_s=first_step_limit_s(engine.plan.settings.transport_options.timeout_s),
         )
         saves: list[BackgroundSave] = []
-        together(lambda: saves.append(BackgroundSave(task, engine.global_steps, began)), CheckpointError)
+        on_all_ranks(lambda: saves.append(BackgroundSave(task, engine.global_steps, began)), CheckpointError)
         return saves[0]
     except Exception:
         for record in files.values():
@@ -149,8 +149,8 @@ def finish_save(save: BackgroundSave) -> None:
 
     try:
         # First the files of all ranks, because the process that publishes would wait for those of a lost rank.
-        together(lambda: require(save.wait_for_files()), CheckpointError)
-        together(lambda: require(save.wait()), CheckpointError)
+        on_all_ranks(lambda: require(save.wait_for_files()), CheckpointError)
+        on_all_ranks(lambda: require(save.wait()), CheckpointError)
     except CheckpointError:
         save.stop()
         raise
@@ -158,7 +158,7 @@ def finish_save(save: BackgroundSave) -> None:
 
 def _has_memory(engine: Checkpointed) -> bool:
     """Return whether the hosts have memory for a copy of their ranks' states, else warn. All ranks call it together."""
-    problem = memory_problem(together(lambda: memory_needs(checkpoint_bytes(engine))))
+    problem = memory_problem(on_all_ranks(lambda: memory_needs(checkpoint_bytes(engine))))
     if problem and dist.get_rank() == 0:
         logger.warning("background: %s. The checkpoint is written before training continues.", problem)
     return not problem

@@ -12,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ...errors import CheckpointError, ConfigError
+from ..all_ranks import from_rank_0, on_all_ranks
 from ..state import RankState
-from ..together import by_rank_0, together
 from .file import pickle_plain
 from .folder import require_tag, start_writing
 from .save import checkpoint_bytes, require_plain_extra_states, state_of
@@ -42,10 +42,10 @@ def _try(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -> None
             require_tag(folder, tag)
         return start_writing(folder, _TAG)
 
-    written = by_rank_0(start, CheckpointError)
+    written = from_rank_0(start, CheckpointError)
     try:
-        needed = sum(together(lambda: _write(written, engine), CheckpointError))
-        by_rank_0(lambda: _read(written, needed), CheckpointError)
+        needed = sum(on_all_ranks(lambda: _write(written, engine), CheckpointError))
+        from_rank_0(lambda: _read(written, needed), CheckpointError)
     finally:
         if dist.get_rank() == 0:
             shutil.rmtree(written, ignore_errors=True)
@@ -56,7 +56,7 @@ def require_states(optimizer: Any, recovers: bool) -> None:
 
     Otherwise rank 0 logs a warning, or all ranks raise ConfigError if the job ``recovers`` from snapshots of them.
     """
-    problems = together(OptimizerStates(optimizer).problem)
+    problems = on_all_ranks(OptimizerStates(optimizer).problem)
     if problem := next(filter(None, problems), ""):
         if recovers:
             raise ConfigError(problem)

@@ -21,6 +21,7 @@ from ...comm.transport import Transport
 from ...errors import ConfigError
 from ...pipe_schedules.bridge import Audit, EndOfStep, GatherStage, ReduceStage, TimetableSchedule, WaitStage
 from ...planner.job_plan import JobPlan
+from ..all_ranks import gather_rows
 from ..batches import Batches, MicroBatches
 from ..executor import Executor
 from ..module import PipelineModule, Unpicklable
@@ -28,7 +29,6 @@ from ..recovery.audit import StepAudit
 from ..recovery.recovery import Recovery
 from ..role import Role
 from ..step_report import Gathered
-from ..together import rows_of_ranks
 from ..weight_update import TrainedParameters, WeightUpdate
 from .handlers import ENGINE_HANDLERS, Handlers, bind_handlers, merge_patches
 
@@ -225,7 +225,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
             )
         self._advance()
         if numbers := self.role.optimizer_numbers():
-            self.role.set_optimizer_numbers(rows_of_ranks(numbers, self.device))
+            self.role.set_optimizer_numbers(gather_rows(numbers, self.device))
         if self.recovery is not None:
             self.recovery.end_step()
 

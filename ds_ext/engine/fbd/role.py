@@ -19,10 +19,10 @@ from torch.distributed import ProcessGroup
 from ...comm.groups import set_limit
 from ...parallel.fbd import BACKWARD_ROLE, FORWARD_ROLE, DisaggregatedLayout
 from ...pipe_schedules.bridge import TimetableSchedule
+from ..all_ranks import gather_rows
 from ..engine import PipelineEngine
 from ..messages import SPARE
 from ..role import Role
-from ..together import rows_of_ranks
 from .weights import WeightLink
 
 _MAX_SHOWN = 16  # ranks per role in an error
@@ -71,7 +71,7 @@ class DisaggregatedRole(Role):
 
     def weights_loaded(self) -> None:
         self.sync_weights()
-        self.set_optimizer_numbers(rows_of_ranks(self.optimizer_numbers(), self.engine.device))
+        self.set_optimizer_numbers(gather_rows(self.optimizer_numbers(), self.engine.device))
 
     def set_optimizer_numbers(self, rows: Sequence[Sequence[float]]) -> None:
         """Store the optimizer's values of the first backward rank. All ranks call this together."""
@@ -80,7 +80,7 @@ class DisaggregatedRole(Role):
         groups = int(row[0])
         if groups != len(self.group_rates):
             self.group_rates = [0.0] * groups
-            return self.set_optimizer_numbers(rows_of_ranks(self.optimizer_numbers(), self.engine.device))
+            return self.set_optimizer_numbers(gather_rows(self.optimizer_numbers(), self.engine.device))
         self.optimizer_values = dict(zip(names, row, strict=False))
         self.group_rates = list(row[len(names) :])
 

@@ -29,9 +29,9 @@ from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
 from ...errors import ConfigError
+from ..all_ranks import on_all_ranks
 from ..messages import unpack
 from ..module import PipelineModule
-from ..together import together
 
 _Number = Tensor | float
 _WAYS = 52  # to count labels: bits that a float64 has for them
@@ -153,7 +153,9 @@ class StepLosses:
             engine.mpu.get_data_parallel_group(),
             counts_here=engine.layout.coordinates(engine.global_rank)[2] == 0,
             by_micro_batch=engine.plan.settings.loss_weighting == "micro_batches",
-            in_fp16=any(together(lambda: any(p.dtype == torch.float16 for p in engine.module.parameters()))),
+            in_fp16=any(
+                on_all_ranks(lambda: any(p.dtype == torch.float16 for p in engine.module.parameters()))
+            ),
             device=engine.device,
         )
 
@@ -299,7 +301,7 @@ class StepLosses:
     def _agreed_kinds(self) -> dict[str, str]:
         """Return name -> kind in the same order on all ranks, which share theirs in the first step."""
         if not self._kinds.get(self._trains):
-            kinds_of_ranks = together(lambda: self._local_kinds)
+            kinds_of_ranks = on_all_ranks(lambda: self._local_kinds)
             self._kinds[self._trains] = {
                 name: kind for kinds in kinds_of_ranks for name, kind in kinds.items()
             }

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...errors import ConfigError, NonFiniteLoss
+from ..all_ranks import on_all_ranks
 from ..checkpoint.states import LocalParameter
 from ..grad_sync import Gradients
-from ..together import together
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class LossWatch:
             if dist.get_rank() == 0:
                 logger.warning("step %d: loss and gradients are 0. Later cases are not reported.", step)
             return
-        of_ranks = together(lambda: [name for _, name, p in self._parameters if p.requires_grad])
+        of_ranks = on_all_ranks(lambda: [name for _, name, p in self._parameters if p.requires_grad])
         names = [name for names in of_ranks for name in names]
         if not names:
             raise ConfigError(
@@ -124,7 +124,7 @@ class LossWatch:
             for (layer, name), value in largest.items()
             if not value.isfinite()
         ]
-        candidates = [candidate for candidate in together(lambda: max(bad, default=None)) if candidate]
+        candidates = [candidate for candidate in on_all_ranks(lambda: max(bad, default=None)) if candidate]
         if not candidates:
             return None
         negative_step, _, name, rank = max(candidates)

@@ -29,6 +29,7 @@ from ...pipe_schedules.bridge import BackwardInput
 from ...pipe_schedules.ops import FORWARD, Op
 from ...planner.job_plan import JobPlan
 from ...tensor_parallel import WeightGradients, deferring
+from ..all_ranks import on_all_ranks
 from ..deepspeed_api.recompute import Values, buffers_of, preserve_buffers
 from ..evaluation import Evaluation
 from ..executor import Executor, Observer
@@ -36,7 +37,6 @@ from ..messages import pack
 from ..module import PipelineModule
 from ..stages.buffer import Buffer, Root
 from ..step import Step
-from ..together import together
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class StepAudit(Observer):
             results = self._repeat(evidence) if repeats else original
             return Finding(self._place, self._before, after, self._owner, evidence.op, original, results)
 
-        findings: list[Finding] = together(find)
+        findings: list[Finding] = on_all_ranks(find)
         differing = differing_weights(findings)
         problem = changed_weights(findings) or differing
         if problem is None and any(finding.results != finding.original for finding in findings):
@@ -293,7 +293,7 @@ class StepAudit(Observer):
 
         A rank that does not get its first result again is at fault; if all do, two ranks with different results are.
         """
-        runs: list[tuple[Results, Results]] = together(
+        runs: list[tuple[Results, Results]] = on_all_ranks(
             lambda: (self._repeat(evidence), self._repeat(evidence))
         )
         faulty = []
@@ -328,7 +328,7 @@ class StepAudit(Observer):
             names = [f"layer {index} ({type(layers[index]).__name__})" for index in sorted(differing)]
             return names[0] if names else f"a layer of stage {evidence.op.stage}"
 
-        names: list[str] = together(find)
+        names: list[str] = on_all_ranks(find)
         raise ConfigError(
             f"audit_interval: {names[ranks[0]]} does not repeat itself (got different results from the same inputs, "
             f"weights, buffers and random numbers on {_places(ranks, findings)}). Keep its state in buffers and use "

@@ -30,11 +30,11 @@ from ...config.sections import RecoveryOptions
 from ...environment import find_launcher, restart_count, started_s
 from ...errors import CheckpointError, ConfigError
 from ...parallel.hosts import copy_hosts
+from ..all_ranks import from_rank_0, on_all_ranks
 from ..batches import IteratorBatches
 from ..checkpoint.save import describe_job
 from ..checkpoint.states import Checkpointed
 from ..state import RankState
-from ..together import by_rank_0, together
 from .audit import checksum
 from .keeper import Exits, Keeper, KeeperError, Snapshots
 from .keeper_process import RUNS
@@ -90,7 +90,7 @@ def restarts() -> int:
 
     The launcher of a new host has not restarted its ranks, so the largest number counts.
     """
-    return max(together(restart_count))
+    return max(on_all_ranks(restart_count))
 
 
 class Recovery:
@@ -152,7 +152,7 @@ class Recovery:
                 ) from None
             return result if share else None
 
-        results = together(call)
+        results = on_all_ranks(call)
         results[self._rank] = result
         return results
 
@@ -203,7 +203,7 @@ class Recovery:
                 ) from None
             return time.perf_counter() - begin, keeper_is_gone
 
-        reports = together(write)
+        reports = on_all_ranks(write)
         if any(is_gone for _, is_gone in reports) and self._addresses is not None:
             self._addresses = self._with_keepers(self._listen)
         return self._waited_s + reports[self._rank][0]
@@ -312,7 +312,7 @@ class Recovery:
         run = self._engine.run
         checkpoint = self._engine.global_steps
         if save_dir is not None and run.continues:
-            checkpoint = max(by_rank_0(lambda: run.saved_step(save_dir), CheckpointError), checkpoint)
+            checkpoint = max(from_rank_0(lambda: run.saved_step(save_dir), CheckpointError), checkpoint)
         memory = _HostMemory.from_answers(
             self._with_keepers(lambda: (self._keeper.snapshots(), self._keeper.exits(self.restart)))
         )
@@ -406,7 +406,7 @@ class Recovery:
                     )
 
         if senders:
-            together(move)
+            on_all_ranks(move)
         return len(senders)
 
     def _read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -421,7 +421,7 @@ class Recovery:
             RankState(self._engine).require_groups(snapshot[1])
 
         try:
-            together(read, CheckpointError)
+            on_all_ranks(read, CheckpointError)
         except CheckpointError as error:
             if self._rank == 0:
                 logger.warning("%s An older snapshot is used, if there is one.", error)

@@ -4,8 +4,8 @@ With S stages of other layers and D devices, part i is stage S + i, and stage S 
 
     stage    op                 reads                                      writes
     S - 1    forward            inputs of the stage, labels                hidden states
-    S + i    forward            hidden states, labels                      share of the losses and of their gradient
-    S + D    forward            shares of all parts, labels                loss; gradients of losses and hidden states
+    S + i    forward            hidden states, labels                      partial losses and their gradient
+    S + D    forward            partial losses of all parts, labels        loss; gradients of losses and hidden states
     S - 1    backward           gradient of the hidden states              gradient of the inputs
     S + i    backward_weight    log-sum-exps and gradients of the losses   gradient of the weight
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ...tensor_parallel import HeadPart as HeadLayer
-from ...tensor_parallel import HeadShare, JoinedLoss, backward, join_shares
+from ...tensor_parallel import PartialLoss, TokenLosses, backward, combine_losses
 from ..step import Step
 from .body import Body, Losses, store_loss
 from .buffer import Buffer
@@ -66,8 +66,8 @@ class HeadPart(Stage):
     def forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
         assert buffer.inputs is not None
         trains = torch.is_grad_enabled()
-        share, buffer.kept = self.layer.share(*buffer.inputs, with_gradient=trains)
-        buffer.outputs = tuple([tensor for tensor in share if tensor is not None])
+        partial, buffer.kept = self.layer.partial_loss(*buffer.inputs, with_gradient=trains)
+        buffer.outputs = tuple([tensor for tensor in partial if tensor is not None])
         if not trains:
             buffer.inputs = None
 
@@ -106,15 +106,15 @@ class HeadLoss(Stage):
             backward([step.scale(loss)], [None])
             self._set_gradients(buffer, joined, losses_BS)
 
-    def _join(self, buffer: Buffer, item: int) -> tuple[JoinedLoss, Tensor]:
-        """Return the joined shares of a slice, and the losses of its tokens, in training as a leaf of a graph."""
-        shares, buffer.kept = buffer.kept, None
-        joined = join_shares([share for _, share in sorted(shares.items())])
+    def _join(self, buffer: Buffer, item: int) -> tuple[TokenLosses, Tensor]:
+        """Return the combined losses of a slice, and the losses of its tokens, in training as a leaf of a graph."""
+        partials, buffer.kept = buffer.kept, None
+        joined = combine_losses([partial for _, partial in sorted(partials.items())])
         labels_BS = self._before.labels.pop(item)
         buffer.labels = (labels_BS,)
         return joined, joined.loss.view(labels_BS.shape).requires_grad_(torch.is_grad_enabled())
 
-    def _set_gradients(self, buffer: Buffer, joined: JoinedLoss, losses_BS: Tensor) -> None:
+    def _set_gradients(self, buffer: Buffer, joined: TokenLosses, losses_BS: Tensor) -> None:
         """Set the gradients of the hidden states and those that the parts need, after the backward of the loss."""
         grads_BS = torch.zeros_like(losses_BS) if losses_BS.grad is None else losses_BS.grad
         factor_N = grads_BS.flatten().masked_fill(~joined.is_counted, 0.0)
@@ -124,7 +124,7 @@ class HeadLoss(Stage):
     def accept(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
         if not isinstance(buffer.kept, dict):  # of an earlier slice
             buffer.kept = {}
-        buffer.kept[source] = HeadShare(*tensors)
+        buffer.kept[source] = PartialLoss(*tensors)
 
     def grads_for(self, target: int, buffer: Buffer) -> tuple[Tensor, ...]:
         return buffer.take_grads() if target == self._before.stage else buffer.kept

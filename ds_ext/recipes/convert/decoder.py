@@ -12,7 +12,7 @@ from ...engine.checkpoint.file import read_plain
 from ...engine.checkpoint.folder import check_contents
 from ...engine.checkpoint.save import STATE_FILE
 from ...errors import ConfigError
-from ...hf.find import find_cut
+from ...hf.find import find_split
 from ...hf.folder import shape_text
 from ...hf.lora import lora_config
 from ...hf.weights import make_source
@@ -39,7 +39,7 @@ def write_decoder_folder(
     """
     checkpoint, manifest = open_source(source)
     weights, state = CheckpointWeights(checkpoint, manifest), read_plain(checkpoint / STATE_FILE)
-    cut = find_cut(make_source(model, None))
+    cut = find_split(make_source(model, None))
     names: dict[str, str] = {}  # in the checkpoint -> in the model
     for name in weights.shapes:
         layer, _, key = name.partition(".")

@@ -11,7 +11,7 @@ import torch
 from ...config.deepspeed_json import precision
 from ...engine import PipelineEngine, PipelineModule
 from ...hf.export import save_adapter
-from ...hf.find import find_cut
+from ...hf.find import find_split
 from ...hf.folder import ModelFolder, has_experts
 from ...hf.layers import DecoderLayer
 from ...hf.lora import Adapters, lora_config
@@ -83,12 +83,12 @@ class DecoderLayers:
         rank, path = config.lora_rank, Path(args.hf_model)
         self._lora = None if rank is None else lora_config(rank)
         source = make_source(path, _DTYPES[precision(plan.job.deepspeed)])
-        cut = find_cut(source)
+        split = find_split(source)
         if settings.sequence_slices > 1:
-            cut.sliced_calls()  # raises ConfigError before the ranks meet
-        adapters = None if self._lora is None else Adapters(self._lora, source, cut)
+            split.sliced_calls()  # raises ConfigError before the ranks meet
+        adapters = None if self._lora is None else Adapters(self._lora, source, split)
         self._layers, self._loss_fn = decoder_layers(
-            source, cut, adapters, config.chunked_loss, NextTokenLoss
+            source, split, adapters, config.chunked_loss, NextTokenLoss
         )
         if settings.vocabulary_parallel_head:
             self._layers[-1].in_parts(settings.pipeline_parallel_size)  # likewise

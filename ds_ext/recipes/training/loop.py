@@ -20,9 +20,9 @@ import torch.distributed as dist
 
 from ...config.job import AUTO
 from ...engine import PipelineEngine
+from ...engine.all_ranks import on_all_ranks
 from ...engine.batches import MicroBatches
 from ...engine.checkpoint.folder import current_tag
-from ...engine.together import together
 from ...environment import process_age_s, rank
 from ...errors import CheckpointError, ConfigError
 from ...hf.folder import read_config, stored_dtype
@@ -169,7 +169,7 @@ class Trainer:
         """Gather requests to stop outside of a step, if there can be any. All ranks call this together."""
         stops = self.engine.stops
         if stops.signals or stops.deadline is not None:
-            stops.agree(together(lambda: stops.cause))
+            stops.agree(on_all_ranks(lambda: stops.cause))
             self.stopped = "" if stops.agreed is None else str(stops.agreed)
 
     def _stop_cause(self, step: int) -> str:

@@ -12,7 +12,7 @@ from ds_ext.tensor_parallel import (
     HeadPart,
     TensorParallel,
     chunked_loss,
-    join_shares,
+    combine_losses,
     linear_cross_entropy,
 )
 from tests.allocations import AllocatedBytes
@@ -39,8 +39,8 @@ def run_parts(
         HeadPart(nn.Parameter(rows.clone()), i, ONE, vocab_size)
         for i, rows in enumerate(weight_VD.chunk(parts))
     ]
-    shares, kept = zip(*[head.share(hidden_BSD, labels_BS, True) for head in heads], strict=True)
-    joined = join_shares(shares)
+    shares, kept = zip(*[head.partial_loss(hidden_BSD, labels_BS, True) for head in heads], strict=True)
+    joined = combine_losses(shares)
     for head, logit_grads in zip(heads, kept, strict=True):
         head.weight_gradients(hidden_BSD, labels_BS, logit_grads, joined.log_sum_exp, factor_N).compute()
     gradient = heads[0].input_gradient(joined, factor_N)
@@ -125,7 +125,7 @@ def test_a_loss_that_is_not_finite_is_seen(value: float) -> None:
 def test_an_evaluation_has_only_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "mm", _refuse)
     hidden_BSD, weight_VD, labels_BS = sample(16, 16)
-    share, kept = HeadPart(nn.Parameter(weight_VD[:8]), 0, ONE, 16).share(hidden_BSD, labels_BS, False)
+    share, kept = HeadPart(nn.Parameter(weight_VD[:8]), 0, ONE, 16).partial_loss(hidden_BSD, labels_BS, False)
     assert (
         kept is None
         and share.gradient is None
@@ -141,9 +141,9 @@ def _refuse(*_: object, **__: object) -> None:
 def test_a_frozen_part_has_no_weight_gradient() -> None:
     hidden_BSD, weight_VD, labels_BS = sample(16, 16)
     head = HeadPart(nn.Parameter(weight_VD, requires_grad=False), 0, ONE, 16)
-    share, kept = head.share(hidden_BSD, labels_BS, True)
+    share, kept = head.partial_loss(hidden_BSD, labels_BS, True)
     later = head.weight_gradients(
-        hidden_BSD, labels_BS, kept, join_shares([share]).log_sum_exp, torch.ones(12)
+        hidden_BSD, labels_BS, kept, combine_losses([share]).log_sum_exp, torch.ones(12)
     )
     later.compute()
     assert kept is None and not later.weights and head.weight.grad is None
@@ -156,11 +156,11 @@ def test_a_part_keeps_its_logits_in_half_precision_and_no_copy(step: str) -> Non
     logits = 4 * 256 * 2048 * 2
     if step == "share":
         with AllocatedBytes() as allocated:
-            share, kept = head.share(hidden_BSD, labels_BS, True)
+            share, kept = head.partial_loss(hidden_BSD, labels_BS, True)
         assert kept is not None and kept.values.nbytes == logits
     else:
-        share, kept = head.share(hidden_BSD, labels_BS, True)
-        joined = join_shares([share])
+        share, kept = head.partial_loss(hidden_BSD, labels_BS, True)
+        joined = combine_losses([share])
         with AllocatedBytes() as allocated:
             head.weight_gradients(hidden_BSD, labels_BS, kept, joined.log_sum_exp, torch.ones(1024)).compute()
         logits = 0

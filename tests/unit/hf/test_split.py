@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import ds_ext
 from ds_ext.engine.module import head_parts
 from ds_ext.errors import ConfigError
-from ds_ext.hf.find import find_cut
+from ds_ext.hf.find import find_split
 from ds_ext.hf.folder import ModelFolder
 from ds_ext.hf.lora import Adapters, lora_config
 from ds_ext.hf.weights import make_source
@@ -256,7 +256,7 @@ def test_the_trained_elements_are_those_of_peft(tmp_path: Path) -> None:
     random_decoder("Llama").save_pretrained(tmp_path)
     source = make_source(tmp_path, None)
     expected, _ = peft.get_peft_model(random_decoder("Llama"), lora_config(4)).get_nb_trainable_parameters()
-    assert Adapters(lora_config(4), source, find_cut(source)).elements == expected > 0
+    assert Adapters(lora_config(4), source, find_split(source)).elements == expected > 0
 
 
 def test_a_model_with_pefts_adapters() -> None:

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..tensor_parallel import current_slice
 
 
-class Uncuttable(Exception):
+class NotSplittable(Exception):
     """Reason why a model cannot be cut, or cannot train in slices."""
 
 
@@ -35,7 +35,7 @@ class Keys(Enum):
 
 
 @dataclass(frozen=True)
-class Slot:
+class SharedArgument:
     """Place of a shared tensor, such as a mask, among the arguments of a decoder layer."""
 
     number: int
@@ -59,7 +59,7 @@ class Call:
                 return hidden_BSD
             if leaf is Keys.HERE:
                 return cache
-            return shared[leaf.number] if isinstance(leaf, Slot) else leaf
+            return shared[leaf.number] if isinstance(leaf, SharedArgument) else leaf
 
         args, kwargs = tree_unflatten([value(leaf) for leaf in self.leaves], self.structure)
         return args, kwargs
@@ -82,17 +82,17 @@ class Shared:
 
 @dataclass(frozen=True)
 class Calls:
-    """Arguments of all decoder layers. ``shared`` has every slot."""
+    """Arguments of all decoder layers. ``shared`` has every shared argument."""
 
     layers: tuple[Call, ...]
     shared: tuple[Shared, ...]
 
     def shared_tensors(self, records: Sequence[tuple[Any, ...]]) -> list[Tensor | None]:
-        """Return the value of every slot from the recorded arguments of all decoder layers."""
+        """Return the value of every shared argument from the recorded arguments of all decoder layers."""
         shared: dict[int, Tensor | None] = {}
         for index, (record, call) in enumerate(zip(records, self.layers, strict=True)):
             for value, leaf in zip(leaves_of(record)[0], call.leaves, strict=True):
-                if isinstance(leaf, Slot):
+                if isinstance(leaf, SharedArgument):
                     if shared.setdefault(leaf.number, value) is not value:
                         raise ConfigError(
                             f"inputs: decoder layer {index} gets other masks or positions than in the trial of "
@@ -107,7 +107,7 @@ class Calls:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Split:
     """Parts of a causal language model. Paths are as in ``named_modules()``.
 
     Attributes:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ..errors import ConfigError, DsExtError
 
 
-def together(function: Callable[[], Any], error_type: type[DsExtError] = DsExtError) -> list[Any]:
+def on_all_ranks(function: Callable[[], Any], error_type: type[DsExtError] = DsExtError) -> list[Any]:
     """Return the results of ``function()`` on all ranks. If it fails on one rank, all ranks raise that error.
 
     An OSError becomes an ``error_type`` on all ranks. Any other exception, for example from a module's
@@ -37,16 +37,16 @@ def together(function: Callable[[], Any], error_type: type[DsExtError] = DsExtEr
     return [result for result, _ in outcomes]
 
 
-def by_rank_0(function: Callable[[], Any], error_type: type[DsExtError] = DsExtError) -> Any:
+def from_rank_0(function: Callable[[], Any], error_type: type[DsExtError] = DsExtError) -> Any:
     """Return the result of rank 0's ``function()`` on all ranks, or raise its error on all ranks."""
-    return together(function if dist.get_rank() == 0 else lambda: None, error_type)[0]
+    return on_all_ranks(function if dist.get_rank() == 0 else lambda: None, error_type)[0]
 
 
 def error_text(error: OSError) -> str:
     return f"rank {dist.get_rank()}: {error.strerror}: {error.filename}"
 
 
-def rows_of_ranks(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
+def gather_rows(numbers: Sequence[float], device: torch.device) -> list[list[float]]:
     """Return the numbers of all ranks, one row per rank. Every rank passes as many."""
     row = torch.tensor(numbers, dtype=torch.float64, device=collective_device(device))
     rows = row.new_empty(dist.get_world_size(), len(numbers))
