@@ -36,7 +36,6 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 
-from ds_ext.comm.channels import ACTIVATIONS
 from ds_ext.engine.checkpoint.load import load_checkpoint
 from ds_ext.engine.checkpoint.save import save_checkpoint
 from ds_ext.engine.checkpoint.states import LocalParameter, parameters_of
@@ -47,6 +46,7 @@ from ds_ext.engine.executor import Observer
 from ds_ext.engine.messages import StageMessages
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.pipe_schedules.bridge import ReduceStage
+from ds_ext.pipe_schedules.ops import MessageKind
 from ds_ext.tensor_parallel import is_sharded
 from tests.layout_flow import (
     DIFFERS,
@@ -757,7 +757,7 @@ class Comparison:
             for message in record.sent:
                 copies = received.get((message.key, message.source, message.target), [])
                 kind, stage, item = message.key
-                name = f"{'activation' if kind == ACTIVATIONS else 'gradient'} {item} to stage {stage}"
+                name = f"{'activation' if kind == MessageKind.ACTIVATION else 'gradient'} {item} to stage {stage}"
                 if len(copies) != 1:
                     detail = f"rank {message.target} receives it {len(copies)} times"
                     yield Fault(name, DIFFERS, "stages", REPLICATED, message.line, detail)
@@ -767,7 +767,9 @@ class Comparison:
                 place = message.key, device, data, self.records[message.target].coordinates[:2]
                 first = over_tensor.setdefault(place, message)
                 pairs = zip(first.values, message.values, strict=False)
-                is_sharded = self.tokens_are_sharded or (kind == ACTIVATIONS and stage == self.shares)
+                is_sharded = self.tokens_are_sharded or (
+                    kind == MessageKind.ACTIVATION and stage == self.shares
+                )
                 if not is_sharded and not all(a.is_close(b, _EXACT) for a, b in pairs):
                     detail = f"on ranks {first.source} and {rank}"
                     yield Fault(name, DIFFERS, "tensor", REPLICATED, message.line, detail)

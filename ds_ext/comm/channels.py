@@ -8,9 +8,9 @@ from __future__ import annotations
 MAX_STAGES = 1 << 12
 
 # Uses with one channel per stage.
-ACTIVATIONS, GRADIENTS = 0, 1  # messages between stages, by the receiving stage
-FBD_CREDITS = 2  # from a backward device that has received an activation of a stage
-FBD_WEIGHT_HEADERS, FBD_WEIGHT_PIECES = 3, 4
+MESSAGE_KINDS = 4  # 0 to 3: messages between stages by the number of their kind, and by the receiving stage
+FBD_CREDITS = 4  # from a backward device that has received an activation of a stage
+FBD_WEIGHT_HEADERS, FBD_WEIGHT_PIECES = 5, 6
 _WITHOUT_STAGE = 7
 
 

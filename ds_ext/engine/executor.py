@@ -24,6 +24,7 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from ..pipe_schedules.bridge import (
+    RECEIVES,
     BackwardInput,
     BackwardWeight,
     CopyActivation,
@@ -31,20 +32,20 @@ from ..pipe_schedules.bridge import (
     RecomputeForward,
     TimetableSchedule,
 )
+from ..pipe_schedules.ops import MessageKind
 from ..tensor_parallel import WeightGradients, deferring
 from .batches import StepData
 from .dynamic.messages import DynamicMessages
 from .dynamic.order import DynamicSchedule, decided_steps
 from .evaluation import Evaluation
 from .losses.step import Loss
-from .messages import MessageKind, StageMessages
+from .messages import StageMessages
 from .stages.buffer import Buffer
 from .stages.sequences import Sequences, WholeSequences
 from .stages.stage import Stage
 from .step import Step, require_optimizer
 
 Kinds = tuple[type[ds.PipeInstruction], ...]
-_RECEIVES = {ds.RecvActivation: MessageKind.ACTIVATION, ds.RecvGrad: MessageKind.GRADIENT}
 
 
 class Observer:
@@ -189,7 +190,7 @@ class Executor:
         """Yield the calls of a static schedule. Each receive is posted ``schedule.lookahead`` instructions ahead."""
         waiting: deque[_Call] = deque()
         for instruction in (instruction for step in schedule.steps() for instruction in step):
-            kind: Any = _RECEIVES.get(type(instruction))
+            kind: Any = RECEIVES.get(type(instruction))
             if kind is not None:
                 post = functools.partial(
                     self.messages.post,

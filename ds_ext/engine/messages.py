@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..comm.channels import ACTIVATIONS, GRADIENTS, MAX_STAGES, of_stage
+from ..comm.channels import MAX_STAGES, MESSAGE_KINDS, of_stage
 from ..comm.transport import Ticket, Transport, make_tag
 from ..errors import ConfigError
 from ..parallel.layout import ParallelLayout, links_of
 from ..pipe_schedules import Program
+from ..pipe_schedules.ops import MessageKind
 
 _MARKER = torch.Size([0] * 8)  # a shape that no layer returns
 SPARE = 1  # a message may arrive before the tensors of the previous one are freed
-
-
-class MessageKind(IntEnum):
-    """Kind of a message. Kind and receiving stage form the transport's channel."""
-
-    ACTIVATION = ACTIVATIONS
-    GRADIENT = GRADIENTS
 
 
 class StageMessages:
@@ -40,7 +33,7 @@ class StageMessages:
         rank: int,
         count: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
-        assert layout.placement.op_stages <= MAX_STAGES
+        assert layout.placement.op_stages <= MAX_STAGES and len(MessageKind) <= MESSAGE_KINDS
         self.transport, self.layout, self.rank = transport, layout, rank
         self._count = count
         _, self._data, self._tensor = layout.coordinates(rank)

@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe import schedule as ds
 from ..errors import ScheduleError
 from .draw.order import order_grid
 from .lowering import lower
-from .ops import COMPUTE, Instruction
+from .ops import COMPUTE, Instruction, MessageKind
 from .registry import get_schedule
 from .timetables import Program
 
@@ -237,11 +237,12 @@ def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
 
 
 COMPUTATIONS = tuple(INSTRUCTIONS[name] for name in COMPUTE)
+RECEIVES = {INSTRUCTIONS[f"Recv{kind.suffix}"]: kind for kind in MessageKind}
 
 
 def _split_steps(instructions: list[ds.PipeInstruction]) -> list[list[ds.PipeInstruction]]:
     steps: list[list[ds.PipeInstruction]] = [[]]
-    before = (ds.LoadMicroBatch, ds.RecvActivation, ds.RecvGrad, WaitStage)
+    before = (ds.LoadMicroBatch, *RECEIVES, WaitStage)
     for instruction in instructions:
         begins = isinstance(instruction, (*before, *COMPUTATIONS))
         if begins and steps[-1] and not isinstance(steps[-1][-1], before):

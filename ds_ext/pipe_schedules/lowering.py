@@ -15,7 +15,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from .checks.timetable import check_timetable
-from .ops import AUDIT, COMPUTE_NAME, FORWARD, OPTIMIZER_STEP, RECOMPUTE, REDUCE_STAGE, Instruction, Op
+from .ops import (
+    AUDIT,
+    COMPUTE_NAME,
+    FORWARD,
+    OPTIMIZER_STEP,
+    RECEIVED,
+    RECOMPUTE,
+    REDUCE_STAGE,
+    Instruction,
+    Op,
+)
 from .placement import Placement
 from .timetables import Program, Timetable
 
@@ -112,7 +122,7 @@ class Lowering:
         instructions.append(self._instruction(COMPUTE_NAME[op.kind], op, chunk=chunk))
         still_needed = False
         for consumer, device in dependencies.consumers(op):
-            other, kind = consumer.stage, _message(consumer)
+            other, kind = consumer.stage, RECEIVED[consumer.kind].suffix
             if device != self.device:
                 instructions.append(self._instruction(f"Send{kind}", op, peer=device, other=other))
             elif other != op.stage:
@@ -131,7 +141,9 @@ class Lowering:
             return
         for received in iter((message,)) if self._messages is None else self._messages[sender]:
             receiver, source = received
-            yield self._instruction(f"Recv{_message(receiver)}", receiver, peer=sender, other=source)
+            yield self._instruction(
+                f"Recv{RECEIVED[receiver.kind].suffix}", receiver, peer=sender, other=source
+            )
             if received == message:
                 return
             self._early.add(received)
@@ -151,11 +163,6 @@ class Lowering:
         return Instruction(
             name, op.micro_batch, op.stage, pipe, chunk, peer, buffer, to_buffer, op.slice, other
         )
-
-
-def _message(consumer: Op) -> str:
-    """Return the kind of message that ``consumer`` receives, as spelled in instruction names."""
-    return "Activation" if consumer.kind in (FORWARD, RECOMPUTE) else "Grad"
 
 
 class _Buffers:

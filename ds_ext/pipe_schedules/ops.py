@@ -2,12 +2,32 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
 KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 RECOMPUTE = "R"  # `fbd`: a backward device repeats the forward, this time with an autograd graph
 ALL_KINDS = (*KINDS, RECOMPUTE)
+
+
+class MessageKind(IntEnum):
+    """Kind of a message or copy between two stages. Its number is in the tags of messages."""
+
+    ACTIVATION = 0
+    GRADIENT = 1
+
+    @property
+    def suffix(self) -> str:
+        """End of the names of its instructions, which begin with ``Send``, ``Recv`` and ``Copy``."""
+        return _SUFFIXES[self]
+
+
+_SUFFIXES = {MessageKind.ACTIVATION: "Activation", MessageKind.GRADIENT: "Grad"}
+# Kind of an op -> kind of the messages that it receives.
+RECEIVED = dict.fromkeys((FORWARD, RECOMPUTE), MessageKind.ACTIVATION) | dict.fromkeys(
+    (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), MessageKind.GRADIENT
+)
 
 
 class Op(NamedTuple):
@@ -40,7 +60,7 @@ def slice_text(micro_batch: int, slice: int) -> str:
 class Instruction(NamedTuple):
     """Lowered instruction of one device; ``name`` is the name of its DeepSpeed class.
 
-    Messages between stages have names that begin with ``Send`` or ``Recv``, from which other code takes the direction.
+    Messages between stages have names of their direction and kind, such as ``SendGrad``; see :class:`MessageKind`.
 
     ``peer`` is the other device of a message. ``buffer`` holds the tensors of a slice of a micro-batch at a stage.
     ``to_buffer`` is the destination of a copy on the same device. ``other_stage`` is the stage at the other end of a

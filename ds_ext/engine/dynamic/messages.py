@@ -19,7 +19,8 @@ from ...errors import ConfigError
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules import Op
 from ...pipe_schedules.dynamic import DynamicRules
-from ..messages import SPARE, MessageKind, StageMessages
+from ...pipe_schedules.ops import MessageKind
+from ..messages import SPARE, StageMessages
 
 
 @runtime_checkable

@@ -12,9 +12,8 @@ from ...pipe_schedules.dependencies import Inputs
 from ...pipe_schedules.dynamic import DynamicRules
 from ...pipe_schedules.gathers import StageWaits
 from ...pipe_schedules.lowering import Lowering, after_the_ops
-from ...pipe_schedules.ops import FORWARD
+from ...pipe_schedules.ops import FORWARD, MessageKind
 from ...pipe_schedules.reductions import StageReductions
-from ..messages import MessageKind
 from .messages import Arrival, DynamicMessages
 
 _MAX_SHOWN = 12  # ops in an error

@@ -14,6 +14,7 @@ from ...pipe_schedules.ops import (
     FORWARD,
     RECOMPUTE,
     Instruction,
+    MessageKind,
 )
 
 CATEGORIES = {
@@ -69,8 +70,8 @@ class EventText:
         if name in COMPUTE:
             return "compute", CATEGORIES[COMPUTE[name]]
         if name.startswith(("Send", "Recv")):
-            kind = "gradient" if name.endswith("Grad") else "activation"
-            return ("recv" if name.startswith("Recv") else "send"), kind
+            kind = next(kind for kind in MessageKind if name.endswith(kind.suffix))
+            return ("recv" if name.startswith("Recv") else "send"), kind.name.lower()
         if name in REDUCTIONS:
             return ("step" if self._eager else "reduce"), "reduction"
         return "step", name

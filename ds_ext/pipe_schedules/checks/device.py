@@ -24,6 +24,7 @@ from ..ops import (
     FORWARD,
     RECOMPUTE,
     Instruction,
+    MessageKind,
     Op,
     slice_text,
 )
@@ -68,12 +69,9 @@ class Transfer(NamedTuple):
 
 
 TRANSFERS = {
-    "RecvActivation": Transfer(Content.ACTIVATION, RECEIVE),
-    "RecvGrad": Transfer(Content.GRADIENT, RECEIVE),
-    "SendActivation": Transfer(Content.ACTIVATION, SEND),
-    "SendGrad": Transfer(Content.GRADIENT, SEND),
-    "CopyActivation": Transfer(Content.ACTIVATION, LOCAL),
-    "CopyGrad": Transfer(Content.GRADIENT, LOCAL),
+    f"{verb}{kind.suffix}": Transfer(Content[kind.name], direction)
+    for verb, direction in (("Recv", RECEIVE), ("Send", SEND), ("Copy", LOCAL))
+    for kind in MessageKind
 }
 
 

@@ -8,7 +8,6 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 
-from ds_ext.comm import channels
 from ds_ext.comm.transport import TRANSPORTS, check_address, create_transport, describe_tag, make_tag
 from ds_ext.config.job import DsExtConfig
 from ds_ext.errors import TransportError
@@ -18,23 +17,6 @@ from ds_ext.errors import TransportError
 def test_invalid_addresses_are_refused(peer: int, tag: int) -> None:
     with pytest.raises(TransportError):
         check_address(0, 2, peer, tag)
-
-
-def test_no_two_uses_share_a_channel() -> None:
-    per_stage = [
-        value
-        for name, value in vars(channels).items()
-        if name.startswith(("ACTIVATIONS", "GRADIENTS", "FBD_"))
-    ]
-    single = [
-        value for name, value in vars(channels).items() if name.startswith(("DYNAMIC_", "GPU_", "SPLIT_"))
-    ]
-    numbers = [
-        channels.of_stage(use, stage) for use in per_stage for stage in range(channels.MAX_STAGES)
-    ] + single
-    assert len(per_stage) == 5 and len(single) == 4
-    assert len(set(numbers)) == len(numbers)
-    assert [make_tag(number, 0) >> 16 for number in (min(numbers), max(numbers))] == [0, max(numbers)]
 
 
 def test_tags() -> None:

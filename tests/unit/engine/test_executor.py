@@ -17,13 +17,13 @@ from ds_ext.engine.batches import StepData
 from ds_ext.engine.evaluation import Evaluation
 from ds_ext.engine.executor import Executor, Observer
 from ds_ext.engine.losses.step import Term, mean_of
-from ds_ext.engine.messages import MessageKind
 from ds_ext.engine.stages.body import LastBody
 from ds_ext.engine.stages.sequences import WholeSequences
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.bridge import EndOfStep, TimetableSchedule
 from ds_ext.pipe_schedules.inference import forward_timetable
 from ds_ext.pipe_schedules.lowering import lower
+from ds_ext.pipe_schedules.ops import MessageKind
 
 MICRO_BATCHES, STAGES = 4, 2
 # Handlers of the instructions for the weights.

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ds_ext.engine.batches import StepData
 from ds_ext.engine.evaluation import Evaluation
 from ds_ext.engine.executor import Executor
-from ds_ext.engine.messages import MessageKind
 from ds_ext.engine.stages import RankStages, register_stage, stages_of
 from ds_ext.engine.stages.body import Body, LastBody
 from ds_ext.engine.stages.buffer import Buffer
@@ -26,6 +25,7 @@ from ds_ext.pipe_schedules.bridge import TimetableSchedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.files import dump
 from ds_ext.pipe_schedules.inference import forward_timetable
+from ds_ext.pipe_schedules.ops import MessageKind
 from ds_ext.pipe_schedules.stage_kinds import BODY, StageKind, StageRow
 from ds_ext.pipe_schedules.text import dumps
 from ds_ext.tensor_parallel import let_defer
