@@ -372,7 +372,7 @@ class StepData:
                 self._last_of_mode[self.trains] = inputs, labels
         except EndOfData as end:
             self.ended = end.got, end.count
-            if self.trains not in self._last_of_mode:
+            if self._last_of_mode.get(self.trains) is None:
                 raise end_of_data(self, {torch.distributed.get_rank(): self.ended}) from None
             inputs, labels = self._last_of_mode[self.trains]
         return inputs, labels if self._uses_labels else None

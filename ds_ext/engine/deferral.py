@@ -29,12 +29,16 @@ class DeferralReport(Observer):
 
     Only deferred gradients make a split backward faster. All others are computed with the input gradient. The
     constructor enables the layers of ``module`` to defer.
+
+    Attributes:
+        share: share of deferred elements; None before :meth:`finish`.
     """
 
     kinds = (BackwardWeight,)
 
     def __init__(self, module: PipelineModule, schedule: str, buffers: Sequence[Buffer]) -> None:
         self._module, self._schedule, self._buffers = module, schedule, buffers
+        self.share: float | None = None
         let_defer(module)
         self._watch = DeferralWatch(module.parameters())
 
@@ -43,8 +47,8 @@ class DeferralReport(Observer):
         assert later is not None
         self._watch.add(later)
 
-    def finish(self) -> float:
-        """Return the share of deferred elements, and log it on rank 0. All ranks must call this together."""
+    def finish(self) -> None:
+        """Set the share of deferred elements, and log it on rank 0. All ranks must call this together."""
         self._watch.close()
         named_parameters = (
             (f"{plain_name(name)} of layer {index} ({type(layer).__name__})", parameter)
@@ -54,9 +58,9 @@ class DeferralReport(Observer):
         )
         deferrals = on_all_ranks(lambda: self._watch.deferral(named_parameters))
         total: Deferral = functools.reduce(operator.add, deferrals)
+        self.share = total.share
         if dist.get_rank() == 0:
             self._log(total)
-        return total.share
 
     def _log(self, total: Deferral) -> None:
         line = "%s: deferred weight gradients: %.1f%% of the elements; not deferred: %s"

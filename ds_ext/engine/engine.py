@@ -26,6 +26,7 @@ from torch import Tensor
 from ..comm.transport import Transport, create_transport
 from ..errors import ConfigError
 from ..launch.stop import CALL, StopRequests
+from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.bridge import TimetableSchedule
 from .activity import Activity
 from .all_ranks import collective_device, gather_rows, on_all_ranks
@@ -50,14 +51,11 @@ from .deepspeed_api.base import AdaptedEngine, without_memory_lines
 from .deepspeed_api.device import peak_memory_bytes
 from .deepspeed_api.names import loss_scaler, require_built
 from .deferral import DeferralReport
-from .dynamic import messages as dynamic
-from .dynamic.order import DynamicSchedule
 from .evaluation import Evaluation, evaluating, source_of, training
 from .executor import Executor
 from .first_batch import check_first_batch
 from .grad_norm import let_parameters_differ, share_loss_scale
 from .losses.step import StepLosses
-from .messages import StageMessages
 from .module import PipelineModule
 from .recovery.audit import StepAudit
 from .recovery.recovery import Recovered, Recovery
@@ -85,7 +83,6 @@ class PipelineEngine(AdaptedEngine):
         plan: job plan, with timetable, program, simulation, reductions and rules.
         schedule: schedule of a training step.
         executor: what runs the instructions.
-        pipe_buffers: storage of the live (stage, micro-batch) pairs, by buffer id.
         transport: transport of the messages between stages.
         batches: source of the training micro-batches; None without data.
         step_losses: losses of this rank in a step.
@@ -98,15 +95,12 @@ class PipelineEngine(AdaptedEngine):
         report: measurements of the last training step; None before the first one.
         agg_additional_losses, eval_additional_losses: means of the loss's terms and of the module's additional losses
             in the last training step and in the last evaluation, by name.
-        tokens: counted labels of the last training step; None if the loss function returns means.
         run_facts: what runs and where, from :func:`.facts.run_facts`.
         checkpoint_events: checkpoints saved, loaded and recovered so far.
         saving: last save in the background; None after :meth:`wait_for_save`.
         run: identity of this run, which its checkpoints and its record contain.
         recovery: snapshots in host memory; None without the section "recovery".
         audit: audits of the steps; None without ``audit_interval``.
-        deferred_share: share of the trained elements whose gradients the first step deferred; None before that step,
-            and for schedules with whole backwards.
     """
 
     module: PipelineModule
@@ -124,10 +118,9 @@ class PipelineEngine(AdaptedEngine):
         # Otherwise DeepSpeed would send only a slice of the activations from each tensor-parallel rank.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         self.role = role or Role()
-        self.plan, self.layout = self.module.plan, self.module.layout
+        self.plan = self.module.plan
         self._stages = self.module.stages
         self.num_stages = self.layout.placement.stages
-        self.last_stage = self.num_stages - 1
         self.is_pipe_parallel = self.layout.placement.num_devices > 1
         self.grid.stage_to_global = self._rank_of_stage
         # DeepSpeed counts the micro-batches of this rank's pipeline, all other code those of a pipeline that trains.
@@ -138,14 +131,13 @@ class PipelineEngine(AdaptedEngine):
         stages = stages_of(self.module, StageForward(self.module), self.step_losses, self.device)
         sequences = sequences_of(self.module, self.plan)
         self.executor = Executor(stages, sequences, self.activity.report_failure)
-        self.pipe_buffers = self.executor.buffers
+        self.pipe_buffers = self.executor.buffers  # of the live (stage, micro-batch) pairs, by buffer id
         self._schedules = Schedules(self.layout, self.module.device_index, settings.sequence_slices)
         self.schedule = self.executor.schedule = self._schedules.training(self.plan)
         self._take_handlers()
-        self._deferral: DeferralReport | None = None  # for the first step only
-        self.deferred_share: float | None = None
+        self._deferral: DeferralReport | None = None  # of the first step
         if self.plan.timetable.split_backwards:
-            self._deferral = DeferralReport(self.module, self.plan.timetable.schedule, self.pipe_buffers)
+            self._deferral = DeferralReport(self.module, self.plan.timetable.schedule, self.executor.buffers)
         self.busy = BusyClock(self.device)
         transport = create_transport(
             settings.transport,
@@ -168,17 +160,15 @@ class PipelineEngine(AdaptedEngine):
         self.stops = StopRequests()
         self.report: StepReport | None = None
         self._gathered: Gathered | None = None  # of the current step
-        self.tokens: int | None = None
         self.eval_additional_losses: dict[str, Tensor] | None = None
-        self._checked_modes: set[bool] = set()  # with checked batches: training (True), evaluation (False)
-        self._last_of_mode: dict[bool, Any] = {}  # last micro-batch of an iterator, by the same modes
+        # After the first batch of training (True) and of evaluations (False): last micro-batch of an iterator, or None.
+        self._last_of_mode: dict[bool, Any] = {}
         self.run = this_run()
         self.run_facts: dict[str, Any] = {}
         self.checkpoint_events = CheckpointEvents()
         self.saving: BackgroundSave | None = None
         require_states(self.optimizer, settings.recovery is not None)
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
-        self._recovered_from: int | None = None  # before the first step after a recovery
         self.audit = None if settings.audit_interval == 0 else StepAudit(self, settings.audit_interval)
         with self.activity.during("setting up"):
             self.role.start(self)
@@ -190,12 +180,11 @@ class PipelineEngine(AdaptedEngine):
         """
         count = None if self.tracer is None else self.tracer.count
         self.transport = self.activity.transport = transport
-        self._messages = StageMessages(transport, self.layout, self.global_rank, count)
-        if self.plan.rules is not None:
-            senders = dynamic.senders(self.plan.rules, self.module.device_index)
-            self._dynamic_messages = dynamic.DynamicMessages(
-                transport, self.layout, self.global_rank, senders, count
-            )
+        self._schedules.connect(transport, self.plan.rules, self.global_rank, count)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        return self.module.layout
 
     @property
     def running(self) -> TimetableSchedule:
@@ -214,6 +203,14 @@ class PipelineEngine(AdaptedEngine):
     bubble_measured = of_report(lambda report: report.of_ranks.bubble)
     peak_memory_of_ranks = of_report(lambda report: report.of_ranks.peak_memory_of_ranks, ())
     peak_memory_bytes = of_report(lambda report: max(report.of_ranks.peak_memory_of_ranks))
+    tokens = of_report(
+        lambda report: report.of_ranks.losses.tokens
+    )  # counted labels; None with a loss of means
+
+    @property
+    def deferred_share(self) -> float | None:
+        """Share of the trained elements whose gradients the first step deferred; None without split backwards."""
+        return None if self._deferral is None else self._deferral.share
 
     @property
     def bubble_simulated(self) -> float:
@@ -276,9 +273,9 @@ class PipelineEngine(AdaptedEngine):
             *(batches, first_id, schedule, self.global_steps, self.batch_fn, uses_labels, self._last_of_mode)
         )
         total = schedule.micro_batches * self.layout.data_parallel_size
-        if trains not in self._checked_modes:
+        if trains not in self._last_of_mode:
             check_first_batch(data, trains, total, self.activity.abort)
-            self._checked_modes.add(trains)
+            self._last_of_mode.setdefault(trains)
         elif isinstance(batches, MicroBatches):
             batches.require(total, trains)
         self._gathered = None
@@ -324,8 +321,8 @@ class PipelineEngine(AdaptedEngine):
                 self.tracer.end_step()
             self._check_step(step, float(loss), self.skipped_steps > skipped)
         seconds, rate = time.perf_counter() - begin, float(rates[0]) if rates else 0.0
-        self.report = StepReport(seconds, rate, self.gather(), snapshot_s, self._recovered_from)
-        self._recovered_from = None
+        recovered_from = None if self.recovery is None else self.recovery.take_recovered_step()
+        self.report = StepReport(seconds, rate, self.gather(), snapshot_s, recovered_from)
         if self.global_rank == 0 and self.monitor.enabled:
             norm, losses = self.get_global_grad_norm(), self.agg_additional_losses
             self.monitor.write_events(self.report.monitor_events(norm, losses, self.global_samples))
@@ -344,25 +341,24 @@ class PipelineEngine(AdaptedEngine):
                 f"train_batch() or eval_batch(), and write own schedules as in docs/add_a_schedule.md."
             )
         trains = pipe_schedule.program.timetable.trains
-        is_dynamic = isinstance(pipe_schedule, DynamicSchedule)
-        self.executor.messages = self._dynamic_messages if is_dynamic else self._messages
+        self.executor.messages = self._schedules.messages(pipe_schedule)
         with self.role.running(pipe_schedule):
             data = self._start_step(pipe_schedule, evaluation is None or evaluation.computes_loss)
             self.busy.start_step()
             is_audited = trains and self.audit is not None and self.audit.start_step(self.global_steps + 1)
             audit = self.audit if is_audited else None
             tracer = self.tracer if self.tracer and self.tracer.active else None
-            deferral = self._deferral if trains else None
+            deferral = self._deferral if trains and self.deferred_share is None else None
             observers = [one for one in (audit, tracer, deferral, self.busy) if one is not None]
             self.executor.run(pipe_schedule, data, self.global_steps, observers, evaluation)
-        if self._deferral is not None and trains:
-            self.deferred_share, self._deferral = self._deferral.finish(), None
+        if deferral is not None:
+            deferral.finish()
 
     def gather(self) -> Gathered:
         """Gather the losses and measurements of all ranks, once per step or evaluation. All ranks call it together.
 
         In training, this comes before the optimizer step; see :func:`.step_report.gather_step`. It also sets
-        ``agg_additional_losses``, ``tokens`` and DeepSpeed's ``total_loss``, a sum over micro-batches.
+        ``agg_additional_losses`` and DeepSpeed's ``total_loss``, a sum over micro-batches.
         """
         if self._gathered is None:
             self.transport.settle()
@@ -385,7 +381,7 @@ class PipelineEngine(AdaptedEngine):
                 self.update.agree_on_trained()
             if trains:
                 losses = self._gathered.losses
-                self.agg_additional_losses, self.tokens = losses.parts, losses.tokens
+                self.agg_additional_losses = losses.parts
                 if self.is_last_stage():
                     self.total_loss = losses.loss * self.gradient_accumulation_steps()
         return self._gathered
@@ -476,7 +472,7 @@ class PipelineEngine(AdaptedEngine):
 
     def _may_compile(self, trains: bool) -> bool:
         """Return whether a step may compile layers or load the kernels of a GPU, during which no rank answers."""
-        return trains not in self._checked_modes and (self.device.type != "cpu" or self.is_compiled)
+        return trains not in self._last_of_mode and (self.device.type != "cpu" or self.is_compiled)
 
     def _where(self, instruction: ds.PipeInstruction, verb: str) -> str:
         """Return the timetable with an arrow at the computation that ``instruction`` belongs to."""
@@ -614,7 +610,6 @@ class PipelineEngine(AdaptedEngine):
             self.update.masters.take_changes()
             recovered = self.recovery.recover(None if save_dir is None else Path(save_dir))
             if recovered is not None:
-                self._recovered_from = recovered.step
                 self.trained.take_changes()
                 self.trained.agree()
                 self.update.resize()

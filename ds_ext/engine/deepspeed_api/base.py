@@ -53,7 +53,6 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     handlers: Handlers
     update: WeightUpdate
     trained: TrainedParameters
-    last_stage: int
     plan: JobPlan
     role: Role
     schedule: TimetableSchedule
@@ -101,6 +100,10 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
         super()._configure_optimizer(client_optimizer, model_parameters)
 
     # --- position in the pipeline ---
+
+    @property
+    def last_stage(self) -> int:
+        return self.num_stages - 1
 
     def is_first_stage(self) -> bool:
         """Return whether this rank loads inputs: it holds the first stage of a pipe, maybe beside other stages."""

@@ -101,6 +101,7 @@ class Recovery:
         self._rank = dist.get_rank()
         self._timeout_s = engine.plan.settings.transport_options.timeout_s
         self._stepped = False  # since the last snapshot
+        self._recovered_step: int | None = None  # before the first step after a recovery
         self._waited_s = 0.0  # in this step, for the last copy of a rank
         self._copying: int | None = None  # step of the last copy that this process has started
         self._copy_failed = False
@@ -320,12 +321,18 @@ class Recovery:
             if step >= checkpoint and (recovered := self._recover_from(step, memory, begin)) is not None:
                 if self._rank == 0:
                     print(f"{recovered}\n", end="", flush=True)
+                self._recovered_step = recovered.step
                 return recovered
         self._begin(after=checkpoint)
         run.reached = max(run.reached, memory.complete)
         if self._rank == 0:
             self._report_loss(memory, checkpoint, run.reached)
         return None
+
+    def take_recovered_step(self) -> int | None:
+        """Return the step from which the job continued, in the first step after a recovery; else None."""
+        step, self._recovered_step = self._recovered_step, None
+        return step
 
     def _recover_from(self, step: int, memory: _HostMemory, begin: float) -> Recovered | None:
         """Load the snapshots of a step; None if one of them is damaged or of another job."""
