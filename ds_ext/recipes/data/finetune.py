@@ -53,7 +53,8 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list
     is_chat, is_own = "loss_mask" in meta, has_own_layers(model)
     length = seq_length_of(meta, config)
     stored = _SECTIONS.get(stored_dtype(config))
-    section = stored if _is_fast(stored) else None
+    is_fast = host_gpus() > 0 or (stored == "bf16" and has_bf16_instructions())
+    section = stored if is_fast else None
     devices, schedule = _pipeline(config, host_devices(), has_experts(config))
     save = f"checkpoints/{output.name}"
     common = {"hf_model": str(model), "data_path": str(output), "seq_length": length}
@@ -73,15 +74,12 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list
             "eval_iters": min(MAX_EVAL_ITERS, math.ceil(valid / BATCH)),
             **keys,
         }
-        path = _write(output / name, _job(section, length, schedule, devices, rate, steps, train))
+        path = output / name
+        job = _job(section, length, schedule, devices, rate, steps, train)
+        path.write_text(f"{json.dumps(job, indent=2)}\n", encoding="utf-8")
         commands.append(f"deepspeed --num_gpus {devices} train_gpt.py --deepspeed_config {path}")
     slow = f'note: fp32, because {stored} is slow without a GPU here. With GPUs, add "{stored}": {{"enabled": true}}'
     return commands, "" if section == stored else slow
-
-
-def _is_fast(section: str | None) -> bool:
-    """Return whether this host computes fast in the precision of a section of the JSON."""
-    return host_gpus() > 0 or (section == "bf16" and has_bf16_instructions())
 
 
 def _pipeline(config: Mapping[str, Any], available: int, has_experts: bool) -> tuple[int, str]:
@@ -142,8 +140,3 @@ def _job(
         },
         "ds_ext": {"schedule": schedule, "pipeline_parallel_size": devices, "train": dict(train)},
     }
-
-
-def _write(path: Path, job: Mapping[str, Any]) -> Path:
-    path.write_text(f"{json.dumps(job, indent=2)}\n", encoding="utf-8")
-    return path

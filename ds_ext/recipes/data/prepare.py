@@ -27,7 +27,7 @@ from ...errors import ConfigError
 from ...model.data_layout import DATA_NAME, LOSS_MASK_NAME, META_NAME, TOKENIZER_NAMES
 from .finetune import seq_length_of, write_jobs
 from .sources import Source, open_source, row_files, source_details
-from .tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
+from .tokenizer import flagged_tokenizer, train_bpe, train_sentencepiece
 from .tokenizer_base import Tokenizer
 from .wordpiece import VOCAB_NAME, WordPieceTokenizer, train_wordpiece
 
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
             f"--vocab-file and --merge-file: both are needed (got only {args.vocab_file or args.merge_file}). Pass "
             "both, or BERT's vocab.txt with --tokenizer."
         )
-    tokenizer = _load_tokenizer(args)
+    tokenizer = flagged_tokenizer(args)
     template = _load_template(args, tokenizer)
     is_bert = isinstance(tokenizer, WordPieceTokenizer) or (
         tokenizer is None and args.tokenizer_type == "wordpiece"
@@ -228,14 +228,6 @@ def _has_model(tokenizer: str | None) -> bool:
     return bool(tokenizer) and (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
 
 
-def _load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    if args.tokenizer:
-        return load_tokenizer(args.tokenizer)
-    if args.vocab_file:
-        return load_gpt2_files(args.vocab_file, args.merge_file)
-    return None
-
-
 def _load_template(args: argparse.Namespace, tokenizer: Tokenizer | None) -> ChatTemplate | None:
     if args.format != "chat":
         return None
@@ -311,7 +303,7 @@ def _prepare(
 ) -> dict[str, Any]:
     """Write all files to a temporary folder and move them to ``output`` when they are complete, meta.json last."""
     print(f"reading {args.source}", flush=True)
-    source = None if template is not None else open_source(args.source, args.json_key)
+    source = open_source(args.source, args.json_key) if template is None else None
     # Moving files is fast within one file system, and a failed run must not create `output`.
     nearest = next(path for path in (output, *output.parents) if path.exists())
     try:
@@ -326,7 +318,7 @@ def _prepare(
             tokenizer = tokenizer or _train_tokenizer(args, source)
             if args.parse_special_tokens:
                 tokenizer.parse_special_tokens()
-            counts = _write_tokens(source, tokenizer, partial / DATA_NAME)
+            counts = _write_texts(source, tokenizer, partial)
             source_meta = {"name": source.name, **source.details}
         else:
             assert tokenizer is not None and template is not None
@@ -382,40 +374,27 @@ def _train_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
     return tokenizer
 
 
-def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[str, Any]:
-    import numpy as np
+def _write_texts(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    from .writer import DocumentWriter
 
-    from .chat.files import unigram_entropy
-    from .indexed import IndexedWriter
-
-    # Megatron uses two bytes per token for vocabularies below this size.
-    dtype = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
-    writer = IndexedWriter(prefix, dtype)
-    frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    writer = DocumentWriter(folder, tokenizer.vocab_size)
     longest_first = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
     special_tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
     special_counts: Counter[str] = Counter()
-    documents = sequences = num_bytes = 0
+    sequences = num_bytes = 0
     with _progress(source.num_bytes) as advance:
         for batch in _batches(source.documents(), ENCODE_BATCH_CHARACTERS):
             for document in filter(None, tokenizer.encode_documents(batch)):
-                tokens = np.concatenate([np.array(sequence, dtype) for sequence in document])
-                writer.add_document(tokens, [len(sequence) for sequence in document])
-                frequencies += np.bincount(tokens, minlength=len(frequencies))
-                documents += 1
+                writer.add(document)
                 sequences += len(document)
             special_counts.update(token for text in batch for token in special_tokens.findall(text))
             batch_bytes = sum(len(text.encode()) for text in batch)
             num_bytes += batch_bytes
             advance(batch_bytes)
-    writer.close()
     return {
-        "documents": documents,
+        **writer.close(),
         **({"sentences": sequences} if isinstance(tokenizer, WordPieceTokenizer) else {}),
-        "tokens": int(frequencies.sum()),
         "bytes": num_bytes,
-        "max_token_id": int(np.flatnonzero(frequencies).max()),
-        "unigram_entropy_nats": unigram_entropy(frequencies),
         "special_tokens": dict(special_counts.most_common()),
     }
 
