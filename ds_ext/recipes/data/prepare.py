@@ -367,7 +367,7 @@ def _pair(name: str) -> tuple[str, str]:
 def _train_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
     vocab_size = args.vocab_size or VOCAB_SIZE
     print(f"training a {args.tokenizer_type} tokenizer with {vocab_size} tokens", flush=True)
-    texts = _first_texts(source.documents(), TOKENIZER_TRAINING_CHARACTERS)
+    texts = next(_batches(source.documents(), TOKENIZER_TRAINING_CHARACTERS))
     tokenizer = TRAINERS[args.tokenizer_type](texts, vocab_size)
     if tokenizer.vocab_size < vocab_size:
         print(f"the text is too small for {vocab_size} tokens; the vocabulary has {tokenizer.vocab_size}")
@@ -435,14 +435,6 @@ def _batches(texts: Iterable[str], batch_characters: int) -> Iterator[list[str]]
             num_characters = 0
     if batch:
         yield batch
-
-
-def _first_texts(texts: Iterable[str], max_characters: int) -> Iterator[str]:
-    for text in texts:
-        if max_characters <= 0:
-            return
-        max_characters -= len(text)
-        yield text
 
 
 def _versions() -> dict[str, str]:

@@ -37,6 +37,7 @@ BEGIN, END, MACRO = "\ue002", "\ue003", "ds_ext_generation"
 DEFINITION = f"{{% macro {MACRO}() %}}{BEGIN}{{{{ caller() }}}}{END}{{% endmacro %}}\n"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+Message = dict[str, Any]
 Span = tuple[int, int]
 
 
@@ -51,7 +52,7 @@ class Conversation:
         unused: keys of the row that this package does not use; "messages." and a key that only a template may use.
     """
 
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     tools: list[dict[str, Any]] | None
     position: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -241,8 +242,8 @@ class ChatTemplate:
         """Return start and end in ``text`` of message ``index``, found with markers in its place."""
         *earlier, previous, message = conversation.messages[: index + 1]
         later = conversation.messages[index + 1 :]
-        marked_previous, previous_markers = _replaced(previous, index - 1)
-        message, markers = _replaced(message, index)
+        marked_previous, previous_markers = _with_markers(previous, index - 1, replaces_all=True)
+        message, markers = _with_markers(message, index, replaces_all=True)
         prompt = self._text(conversation, [*earlier, marked_previous], add_generation_prompt=True)
         both = self._text(conversation, [*earlier, marked_previous, message, *later])
         short = self._text(conversation, [*earlier, previous, message])
@@ -289,7 +290,7 @@ class ChatTemplate:
     def _text(
         self,
         conversation: Conversation,
-        messages: list[dict[str, Any]] | None = None,
+        messages: list[Message] | None = None,
         add_generation_prompt: bool = False,
         **changes: Any,
     ) -> str:
@@ -308,13 +309,10 @@ class ChatTemplate:
     def _mark_tokens(
         self, text: str, spans: list[Span], ids: list[int], offsets: list[Span]
     ) -> EncodedConversation:
-        """Return the tokens of a rendered text, with the end-of-sequence token if it ends without a special token.
+        """Return the tokens of a text with the assistant's ``spans``. ``offsets`` are start and end of every token.
 
-        That token counts if the text ends with the assistant's.
-
-        Args:
-            spans: start and end in ``text`` of the assistant's parts.
-            offsets: start and end in ``text`` of every token.
+        A text that ends without a special token gets the end-of-sequence token, which counts if the assistant's text
+        is the last.
         """
         counted = counted_tokens(np.array(offsets, dtype=np.int64).reshape(-1, 2), spans)
         visible = text.rstrip()
@@ -330,9 +328,7 @@ def _keys_in(template: str) -> frozenset[str]:
     return frozenset(f"messages.{word}" for word in re.findall(r"\w+", template))
 
 
-def _with_functions(
-    message: dict[str, Any], change: Callable[[dict[str, Any]], dict[str, Any]]
-) -> dict[str, Any]:
+def _with_functions(message: Message, change: Callable[[Message], Message]) -> Message:
     """Return a message with ``change`` applied to the function of each call."""
     calls = [{**call, "function": change(call["function"])} for call in message.get("tool_calls") or ()]
     return {**message, "tool_calls": calls} if calls else message
@@ -341,7 +337,7 @@ def _with_functions(
 def _with_arguments(conversation: Conversation, as_text: bool) -> Conversation:
     """Return a conversation whose calls have their arguments as JSON strings, or as objects."""
 
-    def convert(function: dict[str, Any]) -> dict[str, Any]:
+    def convert(function: Message) -> Message:
         arguments = function.get("arguments", "")
         if isinstance(arguments, str) == as_text or arguments == "":
             return function
@@ -352,11 +348,14 @@ def _with_arguments(conversation: Conversation, as_text: bool) -> Conversation:
     return replace(conversation, messages=messages)
 
 
-def _with_markers(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list[str]]:
-    """Replace texts of a message, and names and arguments of its calls, by markers; also return the markers."""
+def _with_markers(message: Message, index: int, replaces_all: bool = False) -> tuple[Message, list[str]]:
+    """Replace texts of a message, and names and arguments of its calls, by markers; also return the markers.
+
+    ``replaces_all``: also the reasoning, and a content that is empty, because templates write no text before it.
+    """
     markers: list[str] = []
 
-    def mark(node: dict[str, Any], key: str) -> dict[str, Any]:
+    def mark(node: Message, key: str) -> Message:
         value = node.get(key)
         if not value or not isinstance(value, str | dict):
             return node
@@ -371,18 +370,11 @@ def _with_markers(message: dict[str, Any], index: int) -> tuple[dict[str, Any], 
         message = {**message, "content": parts}
     else:
         message = mark(message, "content")
+    if replaces_all:
+        for key in [*_reasoning_keys(message), *(() if message.get("content") else ("content",))]:
+            markers.append(f"{MARKER}{index}.{key}{MARKER}")
+            message = {**message, key: markers[-1]}
     return _with_functions(message, lambda function: mark(mark(function, "name"), "arguments")), markers
-
-
-def _replaced(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list[str]]:
-    """Replace also the reasoning of a message by markers, and its content if it has none; also return the markers.
-
-    The assistant's messages have the same text before a content.
-    """
-    message, markers = _with_markers(message, index)
-    keys = [*_reasoning_keys(message), *(() if message.get("content") else ("content",))]
-    others = {key: f"{MARKER}{index}.{key}{MARKER}" for key in keys}
-    return {**message, **others}, [*markers, *others.values()]
 
 
 def _around(text: str, markers: Sequence[str]) -> tuple[str, str]:
@@ -391,7 +383,7 @@ def _around(text: str, markers: Sequence[str]) -> tuple[str, str]:
     return parts[0], parts[-1]
 
 
-def _reasoning_keys(message: dict[str, Any]) -> list[str]:
+def _reasoning_keys(message: Message) -> list[str]:
     return [key for key in REASONING_KEYS if message.get(key)]
 
 
