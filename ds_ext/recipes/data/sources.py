@@ -77,8 +77,8 @@ def open_source(name: str, json_key: str = "text") -> Source:
 
     if next(documents(), None) is None:
         raise ConfigError(
-            f"--source: no UTF-8 text (got {path} with {len(files)} files). Use a text file, a file with one JSON "
-            "object per line, or a folder of these."
+            f"--source: no UTF-8 text (got {path}, {len(files)} files). Use a text file, a file with one JSON object "
+            "per line, or a folder of these."
         )
     details = source_details(name)
     return Source(str(path), documents, details["bytes"], details)

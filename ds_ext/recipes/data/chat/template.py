@@ -134,6 +134,9 @@ class ChatTemplate:
                 messages = enumerate(conversation.messages)
                 answers = [index for index, message in messages if message["role"] == ASSISTANT]
                 spans = [self._span(conversation, text, index) for index in answers]
+            for index, content in enumerate(message.get("content") for message in conversation.messages):
+                if isinstance(content, list | dict) and content and str(content) in text:
+                    raise _no_text(conversation, index)
         return text, [self._with_stop(text, span) for span in spans]
 
     def ignored_keys(self, conversation: Conversation) -> list[str]:
@@ -181,13 +184,11 @@ class ChatTemplate:
                 )
         text = self._text(conversation, messages)
         for index, (message, markers) in enumerate(marked):
-            content = message.get("content")
             # Python's way to write an object has single quotes.
-            is_dropped = any(marker not in text or f"'{marker}'" in text for marker in markers)
-            if isinstance(content, list | dict) and (is_dropped or (content and str(content) in text)):
-                raise _no_text(conversation, index)
-            if is_dropped:
-                dropped = "text or a function call" if content else "the function call"
+            if any(marker not in text or f"'{marker}'" in text for marker in markers):
+                if isinstance(message.get("content"), list | dict):
+                    raise _no_text(conversation, index)
+                dropped = "text or a function call" if message.get("content") else "the function call"
                 raise ConfigError(
                     f"the chat template drops {dropped} of message {index} (got role {message['role']!r}, keys "
                     f"{', '.join(message)}). Change {COPY}."
