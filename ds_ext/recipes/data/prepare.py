@@ -375,7 +375,7 @@ def _train_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
 
 
 def _write_texts(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
-    from .writer import DocumentWriter
+    from .indexed import DocumentWriter
 
     writer = DocumentWriter(folder, tokenizer.vocab_size)
     longest_first = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)

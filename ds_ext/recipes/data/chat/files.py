@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ....errors import ConfigError
+from ..indexed import DocumentWriter
 from ..sources import located
-from ..writer import DocumentWriter
 from .template import ChatTemplate, Conversation
 
 BATCH_CONVERSATIONS = 1000
