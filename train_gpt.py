@@ -123,7 +123,7 @@ def vocab_size(args: argparse.Namespace) -> int:
     A dry run without data assumes GPT-2's.
     """
     from ds_ext.recipes.data.meta import check_one_tokenizer, check_tokenizer, check_vocab_size, read_meta
-    from ds_ext.recipes.training.documents import flagged_tokenizer
+    from ds_ext.recipes.data.tokenizer import flagged_tokenizer
 
     meta = read_meta(args.data_path)
     if meta is not None and "sentences" in meta:

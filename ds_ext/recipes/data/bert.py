@@ -72,15 +72,9 @@ def build_bert_datasets(
     tokenizer: WordPieceTokenizer,
     options: BertOptions,
 ) -> tuple[BlendedDataset[Sample], BlendedDataset[Sample], BlendedDataset[Sample]]:
-    """Build train, valid and test datasets with ``num_samples`` samples each; 0 gives an empty dataset.
+    """Build train, valid and test datasets as :func:`.gpt.build_gpt_datasets` does.
 
-    Args:
-        data_path: folder from ``python -m ds_ext prepare``, prefix of ``.bin/.idx`` files with one sequence per
-            sentence, or a blend such as "0.3 a 0.7 b". A list of these words is accepted too.
-        split: shares of the documents in file order, e.g. "969,30,1"; missing shares are 0.
-        seq_length: tokens per sample.
-        seed: seed of the sample order, the segments and the masks.
-        tokenizer: result of :func:`bert_tokenizer`.
+    Files have one sequence per sentence. ``tokenizer`` is the result of :func:`bert_tokenizer`.
     """
     require_megatron()
     if options.mask_prob * (seq_length - FRAME_TOKENS) < 1:

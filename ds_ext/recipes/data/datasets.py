@@ -1,25 +1,26 @@
 """Train, valid and test datasets: splits of the documents, and blends of several files."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from ...errors import ConfigError
 from .blend import BlendTable, parse_data_path, parse_split, split_documents
 from .indexed import IndexedTokens
 
 SPLIT_NAMES = ("train", "valid", "test")
+EPOCHS_KEPT = 2
 
 Sample_co = TypeVar("Sample_co", covariant=True)
 
 
-class BlendedDataset(Dataset[Sample_co]):
-    """Samples of one split, interleaved from one or several files in the fixed order of ``BlendTable``."""
+class SizedDataset(Dataset[Sample_co]):
+    """Samples 0 to ``num_samples`` - 1."""
 
-    def __init__(self, parts: Sequence[Dataset[Sample_co]], table: BlendTable, num_samples: int) -> None:
-        """Combine one dataset per file; each has at least the samples in ``table.counts``."""
-        self.parts = parts
-        self._table = table
+    def __init__(self, num_samples: int) -> None:
         self._num_samples = num_samples
 
     def __len__(self) -> int:
@@ -28,8 +29,63 @@ class BlendedDataset(Dataset[Sample_co]):
     def __getitem__(self, index: int) -> Sample_co:
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
+        return self._sample(index)
+
+    def _sample(self, index: int) -> Sample_co:
+        raise NotImplementedError
+
+
+class BlendedDataset(SizedDataset[Sample_co]):
+    """Samples of one split, interleaved from one or several files in the fixed order of ``BlendTable``."""
+
+    def __init__(self, parts: Sequence[Dataset[Sample_co]], table: BlendTable, num_samples: int) -> None:
+        """Combine one dataset per file; each has at least the samples in ``table.counts``."""
+        super().__init__(num_samples)
+        self.parts = parts
+        self._table = table
+
+    def _sample(self, index: int) -> Sample_co:
         source, part_index = self._table.locate(index)
         return self.parts[source][part_index]
+
+
+class Epoch(NamedTuple):
+    """Order of one pass over the documents of a split.
+
+    Attributes:
+        documents: document numbers in the order of this epoch.
+        borders: offset of every document, in tokens, or of every packed sample in ``documents``; and their end.
+        samples: number of the sample that each index takes.
+    """
+
+    documents: NDArray[np.int64]
+    borders: NDArray[np.int64]
+    samples: NDArray[np.int64]
+
+
+class EpochDataset(SizedDataset[Sample_co]):
+    """Samples of one split of one file, in a new order in each epoch."""
+
+    def __init__(self, seq_length: int, num_samples: int, seed: int, name: str) -> None:
+        if seq_length < 1 or seed < 0:
+            raise ConfigError(
+                f"seq_length and seed: must be at least 1 and 0 (got {seq_length} and {seed}). Use for "
+                "example 128 and 1234."
+            )
+        super().__init__(num_samples)
+        self.seq_length = seq_length
+        self._entropy = (seed, *name.encode())
+        self._epochs: dict[int, Epoch] = {}
+
+    def _epoch(self, number: int) -> Epoch:
+        if number not in self._epochs:
+            self._epochs[number] = self._shuffled(np.random.default_rng((number, *self._entropy)))
+            if len(self._epochs) > EPOCHS_KEPT:
+                del self._epochs[next(iter(self._epochs))]
+        return self._epochs[number]
+
+    def _shuffled(self, generator: np.random.Generator) -> Epoch:
+        raise NotImplementedError
 
 
 def build_datasets(

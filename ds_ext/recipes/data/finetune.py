@@ -42,8 +42,11 @@ def seq_length_of(meta: Mapping[str, Any], model: Mapping[str, Any]) -> int:
 def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list[str], str]:
     """Write the JSON of each job into the folder of the data, and return the command of each, and notes or "".
 
-    ``finetune.json`` trains all weights. ``lora.json``, for chat data, trains adapters.
+    ``finetune.json`` trains all weights. ``lora.json``, for chat data, trains adapters. A folder without weights of a
+    decoder has no jobs.
     """
+    if not (model / "config.json").is_file() or not any(model.glob("*.safetensors")):
+        return [], ""
     from ...hf.folder import has_experts, read_config, stored_dtype
     from ..convert.hf_model import has_own_layers
 
@@ -53,7 +56,8 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list
     is_chat, is_own = "loss_mask" in meta, has_own_layers(model)
     length = seq_length_of(meta, config)
     stored = _SECTIONS.get(stored_dtype(config))
-    section = stored if _is_fast(stored) else None
+    is_fast = host_gpus() > 0 or (stored == "bf16" and has_bf16_instructions())
+    section = stored if is_fast else None
     devices, schedule = _pipeline(config, host_devices(), has_experts(config))
     save = f"checkpoints/{output.name}"
     common = {"hf_model": str(model), "data_path": str(output), "seq_length": length}
@@ -73,7 +77,9 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list
             "eval_iters": min(MAX_EVAL_ITERS, math.ceil(valid / BATCH)),
             **keys,
         }
-        path = _write(output / name, _job(section, length, schedule, devices, rate, steps, train))
+        path = output / name
+        job = _job(section, length, schedule, devices, rate, steps, train)
+        path.write_text(f"{json.dumps(job, indent=2)}\n", encoding="utf-8")
         commands.append(f"deepspeed --num_gpus {devices} train_gpt.py --deepspeed_config {path}")
     notes = []
     if section != stored:
@@ -87,11 +93,6 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list
 
 def _enabled(section: str | None) -> str:
     return json.dumps({section: {"enabled": True}})[1:-1]
-
-
-def _is_fast(section: str | None) -> bool:
-    """Return whether this host computes fast in the precision of a section of the JSON."""
-    return host_gpus() > 0 or (section == "bf16" and has_bf16_instructions())
 
 
 def _pipeline(config: Mapping[str, Any], available: int, has_experts: bool) -> tuple[int, str]:
@@ -152,8 +153,3 @@ def _job(
         },
         "ds_ext": {"schedule": schedule, "pipeline_parallel_size": devices, "train": dict(train)},
     }
-
-
-def _write(path: Path, job: Mapping[str, Any]) -> Path:
-    path.write_text(f"{json.dumps(job, indent=2)}\n", encoding="utf-8")
-    return path

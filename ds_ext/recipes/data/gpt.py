@@ -5,42 +5,24 @@ token's document it is ((tokens_S, starts_S), labels_S). Samples depend only on 
 ranks and all resumed runs get the same ones. Chat data has samples of whole conversations; see chat/dataset.py.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
 
 from ...errors import ConfigError
 from .chat.dataset import ChatDataset
-from .datasets import BlendedDataset, build_datasets
+from .datasets import BlendedDataset, Epoch, EpochDataset, build_datasets
 from .indexed import IndexedTokens
 from .meta import loss_mask_prefix
 from .packing import DocumentOptions, Sample
 
-EPOCHS_KEPT = 2
-
 WINDOWS_ONLY = DocumentOptions()
 
 
-class _Epoch(NamedTuple):
-    """Shuffled order of one pass over the documents of a split.
-
-    Attributes:
-        documents: document numbers in the order of this epoch.
-        starts: offset of every document in their concatenation, and the total number of tokens.
-        windows: number of the window that each sample takes.
-    """
-
-    documents: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    windows: NDArray[np.int64]
-
-
-class GPTDataset(Dataset[Sample]):
+class GPTDataset(EpochDataset[Sample]):
     """Samples of one split of one indexed file.
 
     Each epoch concatenates the documents of the split in a new order, cuts the result into windows that overlap by one
@@ -59,20 +41,13 @@ class GPTDataset(Dataset[Sample]):
         options: DocumentOptions = WINDOWS_ONLY,
     ) -> None:
         """Use consecutive ``documents`` of a file as the split ``name``; ``num_samples`` may exceed one epoch."""
-        if seq_length < 1 or seed < 0:
-            raise ConfigError(
-                f"seq_length and seed: must be at least 1 and 0 (got {seq_length} and {seed}). Use for "
-                "example 128 and 1234."
-            )
+        super().__init__(seq_length, num_samples, seed, name)
         options.check(indexed, documents)
         self._options = options
         self._indexed = indexed
         self._documents = np.arange(documents.start, documents.stop, dtype=np.int64)
         self._lengths = np.diff(indexed.document_starts[documents.start : documents.stop + 1])
-        self._entropy = (seed, *name.encode())
-        self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
-        self._num_samples = num_samples
-        self.seq_length = self.mean_tokens = seq_length
+        self.mean_tokens = seq_length
         self.num_tokens = int(self._lengths.sum())
         self.samples_per_epoch = max(0, self.num_tokens - 1) // seq_length
         if num_samples > 0 and self.samples_per_epoch == 0:
@@ -82,16 +57,11 @@ class GPTDataset(Dataset[Sample]):
                 f"prepare more text{', or set --eval-iters 0' * (name == 'valid')}."
             )
 
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, index: int) -> Sample:
+    def _sample(self, index: int) -> Sample:
         """Return (tokens_S, labels_S) or ((tokens_S, starts_S), labels_S), int64."""
-        if not 0 <= index < self._num_samples:
-            raise IndexError(f"sample {index} of {self._num_samples}")
         epoch_number, position = divmod(index, self.samples_per_epoch)
         epoch = self._epoch(epoch_number)
-        start = int(epoch.windows[position]) * self.seq_length
+        start = int(epoch.samples[position]) * self.seq_length
         window = torch.from_numpy(self._tokens(epoch, start, start + self.seq_length + 1))
         return self._options.sample(window[:-1], window[1:])
 
@@ -101,23 +71,17 @@ class GPTDataset(Dataset[Sample]):
             f"{self.seq_length}; {len(self) / self.samples_per_epoch:.2f} epochs in {len(self)} samples"
         )
 
-    def _epoch(self, number: int) -> _Epoch:
-        if number not in self._epochs:
-            generator = np.random.default_rng((number, *self._entropy))
-            order = generator.permutation(len(self._documents))
-            starts = np.concatenate(([0], np.cumsum(self._lengths[order])))
-            windows = generator.permutation(self.samples_per_epoch)
-            self._epochs[number] = _Epoch(self._documents[order], starts, windows)
-            if len(self._epochs) > EPOCHS_KEPT:
-                self._epochs.popitem(last=False)
-        return self._epochs[number]
+    def _shuffled(self, generator: np.random.Generator) -> Epoch:
+        order = generator.permutation(len(self._documents))
+        starts = np.concatenate(([0], np.cumsum(self._lengths[order])))
+        return Epoch(self._documents[order], starts, generator.permutation(self.samples_per_epoch))
 
-    def _tokens(self, epoch: _Epoch, start: int, stop: int) -> NDArray[np.int64]:
-        first = int(np.searchsorted(epoch.starts, start, side="right")) - 1
-        last = int(np.searchsorted(epoch.starts, stop, side="left"))
+    def _tokens(self, epoch: Epoch, start: int, stop: int) -> NDArray[np.int64]:
+        first = int(np.searchsorted(epoch.borders, start, side="right")) - 1
+        last = int(np.searchsorted(epoch.borders, stop, side="left"))
         pieces = []
         for position in range(first, last):
-            offset = int(epoch.starts[position])
+            offset = int(epoch.borders[position])
             document = self._indexed.document(int(epoch.documents[position]))
             pieces.append(document[max(0, start - offset) : stop - offset])
         return np.concatenate(pieces, dtype=np.int64)

@@ -27,7 +27,7 @@ def read_meta(data_path: str | Sequence[str]) -> dict[str, Any] | None:
     _, prefixes = parse_data_path(data_path)
     for prefix in prefixes:
         require_files(prefix)
-    metas = [meta for meta in map(_read_one, prefixes) if meta is not None]
+    metas = [meta for _, meta in _parts(data_path) if meta is not None]
     if not metas or len(metas) < len(prefixes):
         return None
     return {key: value for key, value in metas[0].items() if all(meta.get(key) == value for meta in metas)}
@@ -39,15 +39,12 @@ def loss_mask_prefix(prefix: Path) -> Path | None:
 
 
 def has_chat(data_path: str | Sequence[str]) -> bool:
-    _, prefixes = parse_data_path(data_path)
-    return any(loss_mask_prefix(prefix) is not None for prefix in prefixes)
+    return any(meta is not None and "loss_mask" in meta for _, meta in _parts(data_path))
 
 
 def check_tokenizer(data_path: str | Sequence[str], tokenizer: Tokenizer) -> None:
     """Raise ConfigError unless the data was made with ``tokenizer``. Without ``meta.json``, compare token ids only."""
-    _, prefixes = parse_data_path(data_path)
-    for prefix in prefixes:
-        meta = _read_one(prefix)
+    for prefix, meta in _parts(data_path):
         if meta is None:
             check_vocab_size([str(prefix)], tokenizer.vocab_size)
         elif meta["tokenizer_fingerprint"] != tokenizer.fingerprint:
@@ -60,8 +57,7 @@ def check_tokenizer(data_path: str | Sequence[str], tokenizer: Tokenizer) -> Non
 
 
 def check_one_tokenizer(data_path: str | Sequence[str]) -> None:
-    _, prefixes = parse_data_path(data_path)
-    metas = [(prefix, meta) for prefix in prefixes if (meta := _read_one(prefix)) is not None]
+    metas = [(prefix, meta) for prefix, meta in _parts(data_path) if meta is not None]
     for prefix, meta in metas[1:]:
         if meta["tokenizer_fingerprint"] != metas[0][1]["tokenizer_fingerprint"]:
             raise ConfigError(
@@ -72,9 +68,7 @@ def check_one_tokenizer(data_path: str | Sequence[str]) -> None:
 
 
 def check_vocab_size(data_path: str | Sequence[str], vocab_size: int) -> None:
-    _, prefixes = parse_data_path(data_path)
-    for prefix in prefixes:
-        meta = _read_one(prefix)
+    for prefix, meta in _parts(data_path):
         largest = _probe_max_token(prefix) if meta is None else meta["max_token_id"]
         if largest >= vocab_size:
             origin = "" if meta is None else f"; the tokenizer of the data has {meta['vocab_size']}"
@@ -94,6 +88,11 @@ def fingerprint(data_path: str | Sequence[str]) -> str:
     masks = [mask for mask in map(loss_mask_prefix, prefixes) if mask is not None]
     files = [Path(f"{prefix}{suffix}") for prefix in (*prefixes, *masks) for suffix in (".idx", ".bin")]
     return f"{sampled_checksum(files, zlib.crc32(' '.join(map(str, weights)).encode())):08x}"
+
+
+def _parts(data_path: str | Sequence[str]) -> list[tuple[Path, dict[str, Any] | None]]:
+    """Return the prefix and the ``meta.json`` of each part of a blend."""
+    return [(prefix, _read_one(prefix)) for prefix in parse_data_path(data_path)[1]]
 
 
 def _probe_max_token(prefix: Path) -> int:

@@ -27,7 +27,7 @@ from ...errors import ConfigError
 from ...model.data_layout import DATA_NAME, LOSS_MASK_NAME, META_NAME, TOKENIZER_NAMES
 from .finetune import seq_length_of, write_jobs
 from .sources import Source, open_source, row_files, source_details
-from .tokenizer import load_gpt2_files, load_tokenizer, train_bpe, train_sentencepiece
+from .tokenizer import flagged_tokenizer, train_bpe, train_sentencepiece
 from .tokenizer_base import Tokenizer
 from .wordpiece import VOCAB_NAME, WordPieceTokenizer, train_wordpiece
 
@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
             f"--vocab-file and --merge-file: both are needed (got only {args.vocab_file or args.merge_file}). Pass "
             "both, or BERT's vocab.txt with --tokenizer."
         )
-    tokenizer = _load_tokenizer(args)
+    tokenizer = flagged_tokenizer(args)
     template = _load_template(args, tokenizer)
     is_bert = isinstance(tokenizer, WordPieceTokenizer) or (
         tokenizer is None and args.tokenizer_type == "wordpiece"
@@ -150,15 +150,14 @@ def run(args: argparse.Namespace) -> int:
     words += ["--data-path", str(output), "--save", f"checkpoints/{output.name}"]
     if not split_documents(meta["documents"], parse_split(DEFAULT_SPLIT))[1]:
         words += ["--eval-iters", "0"]
-    following, commands = [command_lines(words)], []
-    if not is_bert and _has_model(args.tokenizer):
+    commands, note = [], ""
+    if args.tokenizer and not is_bert:
         commands, note = write_jobs(Path(args.tokenizer), output, meta)
-        following = commands or following
-        if note:
-            print(note)
+    if note:
+        print(note)
     if commands:
         print("the learning rates of the JSONs (lr, min_lr) suit pretrained weights")
-    print("next: " + "\nor with LoRA: ".join(following))
+    print("next: " + "\nor with LoRA: ".join(commands or [command_lines(words)]))
     return 0
 
 
@@ -223,19 +222,6 @@ def _take_megatrons_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--tokenizer-type: {args.tokenizer_type} needs {files} (got none). Add the files.")
 
 
-def _has_model(tokenizer: str | None) -> bool:
-    folder = Path(tokenizer or "")
-    return bool(tokenizer) and (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-
-
-def _load_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    if args.tokenizer:
-        return load_tokenizer(args.tokenizer)
-    if args.vocab_file:
-        return load_gpt2_files(args.vocab_file, args.merge_file)
-    return None
-
-
 def _load_template(args: argparse.Namespace, tokenizer: Tokenizer | None) -> ChatTemplate | None:
     if args.format != "chat":
         return None
@@ -279,14 +265,12 @@ def _recorded_arguments(
 
 def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | None:
     """Return meta.json of complete data with the same arguments; None without complete data."""
-    if not all((output / name).exists() for name in (META_NAME, *_pair(DATA_NAME))):
-        return None
     try:
         meta = json.loads((output / META_NAME).read_text(encoding="utf-8"))
-    except ValueError:
+    except (OSError, ValueError):
         return None
-    mask = meta.get("loss_mask")
-    if mask is not None and not all((output / name).exists() for name in _pair(mask)):
+    prefixes = [DATA_NAME, *([meta["loss_mask"]] if "loss_mask" in meta else [])]
+    if not all((output / name).exists() for prefix in prefixes for name in _pair(prefix)):
         return None
     old = meta.get("arguments", {})
     changes = [
@@ -311,7 +295,7 @@ def _prepare(
 ) -> dict[str, Any]:
     """Write all files to a temporary folder and move them to ``output`` when they are complete, meta.json last."""
     print(f"reading {args.source}", flush=True)
-    source = None if template is not None else open_source(args.source, args.json_key)
+    source = open_source(args.source, args.json_key) if template is None else None
     # Moving files is fast within one file system, and a failed run must not create `output`.
     nearest = next(path for path in (output, *output.parents) if path.exists())
     try:
@@ -326,7 +310,7 @@ def _prepare(
             tokenizer = tokenizer or _train_tokenizer(args, source)
             if args.parse_special_tokens:
                 tokenizer.parse_special_tokens()
-            counts = _write_tokens(source, tokenizer, partial / DATA_NAME)
+            counts = _write_texts(source, tokenizer, partial)
             source_meta = {"name": source.name, **source.details}
         else:
             assert tokenizer is not None and template is not None
@@ -346,7 +330,12 @@ def _prepare(
         }
         (partial / META_NAME).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         masks = _pair(LOSS_MASK_NAME) if template is not None else ()
-        _replace_files(partial, output, (*tokenizer_files, *_pair(DATA_NAME), *masks, META_NAME))
+        output.mkdir(parents=True, exist_ok=True)
+        # Without meta.json the folder counts as incomplete if this process is killed while it replaces files.
+        for name in (META_NAME, *TOKENIZER_NAMES, VOCAB_NAME, *_pair(LOSS_MASK_NAME)):
+            (output / name).unlink(missing_ok=True)
+        for name in (*tokenizer_files, *_pair(DATA_NAME), *masks, META_NAME):
+            os.replace(partial / name, output / name)
     return meta
 
 
@@ -358,16 +347,6 @@ def _write_chat(path: Path, template: ChatTemplate, vocab_size: int, folder: Pat
         return write_conversations(read_conversations(path), template, vocab_size, folder, advance)
 
 
-def _replace_files(folder: Path, output: Path, names: Sequence[str]) -> None:
-    """Move files from ``folder`` to ``output``, after removing the data in ``output``. The last name is META_NAME."""
-    output.mkdir(parents=True, exist_ok=True)
-    # Without meta.json the folder counts as incomplete if this process is killed while it replaces files.
-    for name in (META_NAME, *TOKENIZER_NAMES, VOCAB_NAME, *_pair(LOSS_MASK_NAME)):
-        (output / name).unlink(missing_ok=True)
-    for name in names:
-        os.replace(folder / name, output / name)
-
-
 def _pair(name: str) -> tuple[str, str]:
     return f"{name}.bin", f"{name}.idx"
 
@@ -375,47 +354,34 @@ def _pair(name: str) -> tuple[str, str]:
 def _train_tokenizer(args: argparse.Namespace, source: Source) -> Tokenizer:
     vocab_size = args.vocab_size or VOCAB_SIZE
     print(f"training a {args.tokenizer_type} tokenizer with {vocab_size} tokens", flush=True)
-    texts = _first_texts(source.documents(), TOKENIZER_TRAINING_CHARACTERS)
+    texts = next(_batches(source.documents(), TOKENIZER_TRAINING_CHARACTERS))
     tokenizer = TRAINERS[args.tokenizer_type](texts, vocab_size)
     if tokenizer.vocab_size < vocab_size:
         print(f"the text is too small for {vocab_size} tokens; the vocabulary has {tokenizer.vocab_size}")
     return tokenizer
 
 
-def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict[str, Any]:
-    import numpy as np
+def _write_texts(source: Source, tokenizer: Tokenizer, folder: Path) -> dict[str, Any]:
+    from .indexed import DocumentWriter
 
-    from .chat.files import unigram_entropy
-    from .indexed import IndexedWriter
-
-    # Megatron uses two bytes per token for vocabularies below this size.
-    dtype = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
-    writer = IndexedWriter(prefix, dtype)
-    frequencies = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    writer = DocumentWriter(folder, tokenizer.vocab_size)
     longest_first = sorted(filter(None, tokenizer.special_tokens), key=len, reverse=True)
     special_tokens = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
     special_counts: Counter[str] = Counter()
-    documents = sequences = num_bytes = 0
+    sequences = num_bytes = 0
     with _progress(source.num_bytes) as advance:
         for batch in _batches(source.documents(), ENCODE_BATCH_CHARACTERS):
             for document in filter(None, tokenizer.encode_documents(batch)):
-                tokens = np.concatenate([np.array(sequence, dtype) for sequence in document])
-                writer.add_document(tokens, [len(sequence) for sequence in document])
-                frequencies += np.bincount(tokens, minlength=len(frequencies))
-                documents += 1
+                writer.add(document)
                 sequences += len(document)
             special_counts.update(token for text in batch for token in special_tokens.findall(text))
             batch_bytes = sum(len(text.encode()) for text in batch)
             num_bytes += batch_bytes
             advance(batch_bytes)
-    writer.close()
     return {
-        "documents": documents,
+        **writer.close(),
         **({"sentences": sequences} if isinstance(tokenizer, WordPieceTokenizer) else {}),
-        "tokens": int(frequencies.sum()),
         "bytes": num_bytes,
-        "max_token_id": int(np.flatnonzero(frequencies).max()),
-        "unigram_entropy_nats": unigram_entropy(frequencies),
         "special_tokens": dict(special_counts.most_common()),
     }
 
@@ -456,14 +422,6 @@ def _batches(texts: Iterable[str], batch_characters: int) -> Iterator[list[str]]
             num_characters = 0
     if batch:
         yield batch
-
-
-def _first_texts(texts: Iterable[str], max_characters: int) -> Iterator[str]:
-    for text in texts:
-        if max_characters <= 0:
-            return
-        max_characters -= len(text)
-        yield text
 
 
 def _versions() -> dict[str, str]:

@@ -11,6 +11,7 @@ import os
 import platform
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -50,16 +51,37 @@ class Source:
 
 
 def open_source(name: str, json_key: str = "text") -> Source:
+    """Open a text file, a file with rows, a folder of these, or the standard library."""
     if name == STDLIB:
         return _standard_library()
     path = Path(name)
-    if path.is_dir():
-        return _folder(path, json_key)
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(
             f"--source: no such file or folder (got {name}). Use a text file, a .jsonl file, a folder or {STDLIB}."
         )
-    return _jsonl(path, json_key) if path.suffix in ROW_SUFFIXES else _text_file(path)
+    files = _files(path)
+    has_rows_only = all(file.suffix in ROW_SUFFIXES for file in files)
+    suffixes = ROW_SUFFIXES if has_rows_only else JSONL_SUFFIXES
+
+    def documents() -> Iterator[str]:
+        for file in files:
+            if file.suffix in suffixes:
+                for position, row in read_rows(file):
+                    with located(position):
+                        text = _row_text(row, json_key)
+                    yield text
+            elif (text := read_text(file)) is None:
+                logger.info("skipped, not UTF-8 text: %s", file)
+            elif text.strip():
+                yield from _divided(text) if path.is_file() else (text,)
+
+    if next(documents(), None) is None:
+        raise ConfigError(
+            f"--source: no UTF-8 text (got {path}, {len(files)} files). Use a text file, a file with one JSON object "
+            "per line, or a folder of these."
+        )
+    details = source_details(name)
+    return Source(str(path), documents, details["bytes"], details)
 
 
 def source_details(name: str) -> dict[str, Any]:
@@ -67,10 +89,9 @@ def source_details(name: str) -> dict[str, Any]:
     path = Path(name)
     if name == STDLIB or not path.exists():
         return {}
-    files = [path] if path.is_file() else list(_files_below(path))
-    stats = [file.stat() for file in files]
+    stats = [file.stat() for file in _files(path)]
     newest = max((stat.st_mtime_ns for stat in stats), default=0)
-    return {"files": len(files), "bytes": sum(stat.st_size for stat in stats), "newest_mtime_ns": newest}
+    return {"files": len(stats), "bytes": sum(stat.st_size for stat in stats), "newest_mtime_ns": newest}
 
 
 def hash_order(items: Iterable[T], name: Callable[[T], str]) -> list[T]:
@@ -110,17 +131,8 @@ def _standard_library() -> Source:
     return Source(STDLIB, lambda: texts, num_bytes, details)
 
 
-def _text_file(path: Path) -> Source:
-    """Return a text file, split at blank lines into documents of at least ``MIN_DOCUMENT_CHARACTERS`` characters."""
-    text = read_text(path)
-    if text is None or not text.strip():
-        problem = "the file is empty" if text is not None else "the file is not UTF-8 text"
-        raise ConfigError(f"--source: {problem} (got {path}). Use a file with UTF-8 text.")
-    documents = list(_divided(text))
-    return Source(str(path), lambda: documents, path.stat().st_size, source_details(str(path)))
-
-
 def _divided(text: str) -> Iterator[str]:
+    """Split a text file at blank lines into documents of at least ``MIN_DOCUMENT_CHARACTERS`` characters."""
     start = 0
     while start < len(text):
         border = text.find("\n\n", start + MIN_DOCUMENT_CHARACTERS)
@@ -129,59 +141,19 @@ def _divided(text: str) -> Iterator[str]:
         start = stop
 
 
-def _folder(folder: Path, key: str) -> Source:
-    """Return the text files under ``folder``, one document per file or row, excluding hidden and binary files."""
-    files = _ordered_files(folder)
-    has_rows_only = all(path.suffix in ROW_SUFFIXES for path in files)
-    suffixes = ROW_SUFFIXES if has_rows_only else JSONL_SUFFIXES
-
-    def documents() -> Iterator[str]:
-        for path in files:
-            if path.suffix in suffixes:
-                yield from _row_texts(path, key)
-                continue
-            text = read_text(path)
-            if text is None:
-                logger.info("skipped, not UTF-8 text: %s", path)
-            elif text.strip():
-                yield text
-
-    if next(documents(), None) is None:
-        raise ConfigError(
-            f"--source: the folder contains no UTF-8 text (got {folder} with {len(files)} files). Use a folder of "
-            "text files."
-        )
-    details = source_details(str(folder))
-    return Source(str(folder), documents, details["bytes"], details)
-
-
 def row_files(path: Path) -> list[Path]:
-    """Return the file ``path``, or the files with rows under a folder in the order of their hashes."""
-    files = [path] if path.is_file() else _ordered_files(path)
-    return [file for file in files if file.suffix in ROW_SUFFIXES]
+    return [file for file in _files(path) if file.suffix in ROW_SUFFIXES]
 
 
-def _ordered_files(folder: Path) -> list[Path]:
-    return hash_order(_files_below(folder), lambda path: path.relative_to(folder).as_posix())
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    for parent, folders, files in os.walk(folder):
+def _files(path: Path) -> list[Path]:
+    """Return the file ``path``, or the visible files under a folder in the order of their hashes."""
+    if path.is_file():
+        return [path]
+    files: list[Path] = []
+    for parent, folders, names in os.walk(path):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent) / name for name in files if not name.startswith("."))
-
-
-def _jsonl(path: Path, key: str) -> Source:
-    if next(_row_texts(path, key), None) is None:
-        raise ConfigError(
-            f"--source: the file is empty (got {path}). Use a file with one JSON object per line."
-        )
-    size_bytes = path.stat().st_size
-    return Source(str(path), lambda: _row_texts(path, key), size_bytes, source_details(str(path)))
-
-
-def _row_texts(path: Path, key: str) -> Iterator[str]:
-    return (_row_text(row, key, position) for position, row in read_rows(path))
+        files += [Path(parent) / name for name in names if not name.startswith(".")]
+    return hash_order(files, lambda file: file.relative_to(path).as_posix())
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -190,31 +162,39 @@ def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
         is_array = lines.read(CHECKED_BYTES).lstrip().startswith("[")
         lines.seek(0)
         if is_array:
-            try:
-                rows = json.load(lines)
-            except ValueError as error:
-                raise ConfigError(
-                    f"{path}: not a JSON array ({error}). Write one JSON object per line."
-                ) from None
+            with located(str(path)):
+                rows = _parsed_json(lines.read(), "a JSON array")
             yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
             return
         for number, line in enumerate(lines, 1):
             if line.strip():
                 position = f"{path}, line {number}"
-                try:
-                    value = json.loads(line)
-                except ValueError as error:
-                    problem = f"{position}: not JSON ({error}). Write one JSON object per line."
-                    raise ConfigError(problem) from error
+                with located(position):
+                    value = _parsed_json(line, "JSON")
                 yield position, value
 
 
-def _row_text(record: Any, key: str, position: str) -> str:
+@contextmanager
+def located(position: str) -> Iterator[None]:
+    """Put a file and line before the text of a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{position}: {error}") from error
+
+
+def _parsed_json(text: str, kind: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"not {kind} ({error}). Write one JSON object per line.") from error
+
+
+def _row_text(record: Any, key: str) -> str:
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         keys = f"the keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
         raise ConfigError(
-            f"{position}: no text under {key!r} (got {keys}). Set the key with --json-key, or add --format chat for "
-            "messages."
+            f"no text under {key!r} (got {keys}). Set the key with --json-key, or add --format chat for messages."
         )
     return text

@@ -5,66 +5,32 @@ sentencepiece unigram model (Kudo 2018). Both are lossless. BERT's WordPiece is 
 folders whose JSON files change what the vocabulary alone would give.
 """
 
+import argparse
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
 from .tokenizer_base import (
+    END_OF_DOCUMENT,
+    END_OF_DOCUMENT_NAMES,
+    GENERIC_CLASSES,
     REPLACED,
     TOKENIZER_CONFIG,
-    HuggingFaceTokenizer,
+    TOKENIZER_JSON,
     Tokenizer,
     fingerprint_of,
     splitting,
 )
-from .wordpiece import VOCAB_NAME, WordPieceTokenizer, is_word_piece, load_vocab_txt
+from .wordpiece import VOCAB_NAME, WordPieceTokenizer, load_vocab_txt
 
-END_OF_DOCUMENT = "<|endoftext|>"
-END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eod|>", "[EOD]")
 # Vocabularies in a folder, the first of which counts, and files of transformers that add to all but tokenizer.json.
-VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", VOCAB_NAME)
-DECLARATIONS = (TOKENIZER_CONFIG, "added_tokens.json", "special_tokens_map.json")
+VOCABULARIES = (TOKENIZER_JSON, "tokenizer.model", "vocab.json", VOCAB_NAME)
+ADDITIONS = ("added_tokens.json", "special_tokens_map.json")
 END_FILES = ("generation_config.json", "config.json")  # with eos_token_id
-GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # which use tokenizer.json as it is
 BYTE_VALUES = 256
-
-
-class BpeTokenizer(HuggingFaceTokenizer):
-    """Tokenizer with an end-of-document token; byte-level BPE if trained here."""
-
-    def __init__(
-        self, backend: Any, origin: str, end_of_document: str | None = None, is_replaced: bool = False
-    ) -> None:
-        """Wrap a ``tokenizers.Tokenizer``.
-
-        Args:
-            origin: name in errors.
-            end_of_document: declared end-of-document token; None: use a well-known name.
-            is_replaced: transformers splits texts differently than the file.
-        """
-        super().__init__(backend, is_replaced)
-        self._end_of_document = end_of_document
-        names = [name for name in (self._end_of_document, *END_OF_DOCUMENT_NAMES) if name in self.vocab]
-        if not names:
-            raise ConfigError(
-                f"{origin}: no end-of-document token (got {len(self.vocab)} tokens). Add one of "
-                f"{', '.join(END_OF_DOCUMENT_NAMES)} as a special token."
-            )
-        merges = json.loads(backend.to_str())["model"].get("merges", [])
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
-        self.eod_id = self.vocab[names[0]]
-        self.fingerprint = self._fingerprint_of([sorted(self.vocab.items()), pairs])
-
-    def save(self, folder: Path) -> list[str]:
-        self._backend.save(str(folder / "tokenizer.json"))
-        self._backend.model.save(str(folder))
-        values = {} if self._end_of_document is None else {"eos_token": self._end_of_document}
-        names = self._declare(folder, **({"tokenizer_class": GENERIC_CLASSES[0], **values} if values else {}))
-        others = [name for name in ("vocab.json", "merges.txt") if (folder / name).exists()]
-        return ["tokenizer.json", *names, *others]
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -84,12 +50,10 @@ class SentencePieceTokenizer(Tokenizer):
         self._model_proto = model_proto
         self.vocab_size = self._backend.vocab_size()
         self.pieces: list[str] = [self._backend.id_to_piece(i) for i in range(self.vocab_size)]
-        self.special_tokens = tuple(
-            piece
-            for i, piece in enumerate(self.pieces)
-            if self._backend.is_control(i) or self._backend.is_unknown(i)
-        )
-        self.fingerprint = fingerprint_of([[piece, i] for i, piece in enumerate(self.pieces)])
+        is_special = self._backend.is_control, self._backend.is_unknown
+        pieces = list(enumerate(self.pieces))
+        self.special_tokens = tuple(piece for i, piece in pieces if any(test(i) for test in is_special))
+        self.fingerprint = fingerprint_of([[piece, i] for i, piece in pieces])
 
     def parse_special_tokens(self) -> None:
         raise ConfigError(
@@ -108,7 +72,7 @@ class SentencePieceTokenizer(Tokenizer):
         return ["tokenizer.model"]
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
     """Train byte-level BPE with ``vocab_size`` tokens, including all 256 bytes and the end-of-document token.
 
     A text with too few distinct words gives a smaller vocabulary; see ``vocab_size`` of the result.
@@ -128,7 +92,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> BpeTokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return BpeTokenizer(backend, "trained tokenizer")
+    return Tokenizer(backend, "trained tokenizer")
 
 
 def train_sentencepiece(texts: Iterable[str], vocab_size: int = 4096) -> SentencePieceTokenizer:
@@ -137,7 +101,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int = 4096) -> Sentenc
     model = io.BytesIO()
     try:
         library.SentencePieceTrainer.train(
-            sentence_iterator=_lines(texts),
+            sentence_iterator=(line for text in texts for line in text.split("\n") if line),
             model_writer=model,
             vocab_size=vocab_size,
             byte_fallback=True,
@@ -156,14 +120,12 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int = 4096) -> Sentenc
     return SentencePieceTokenizer(model.getvalue(), "trained tokenizer")
 
 
-def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> BpeTokenizer:
+def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> Tokenizer:
     """Load GPT-2's vocabulary and merges (Megatron's ``--vocab-file`` and ``--merge-file``)."""
     import tokenizers
 
-    vocab_path, merge_path = (
-        _require_file(vocab_file, "--vocab-file"),
-        _require_file(merge_file, "--merge-file"),
-    )
+    vocab_path = _require_file(vocab_file, "--vocab-file")
+    merge_path = _require_file(merge_file, "--merge-file")
     try:
         backend = _byte_level(tokenizers.models.BPE.from_file(str(vocab_path), str(merge_path)))
     except Exception as error:  # the library raises bare Exception
@@ -174,24 +136,61 @@ def load_gpt2_files(vocab_file: str | Path, merge_file: str | Path) -> BpeTokeni
     # The library would give a token that is not in the vocabulary a new id.
     known = [name for name in END_OF_DOCUMENT_NAMES if backend.token_to_id(name) is not None]
     backend.add_special_tokens(known[:1])
-    return BpeTokenizer(backend, str(vocab_path))
+    return Tokenizer(backend, str(vocab_path))
+
+
+def flagged_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
+    if args.tokenizer:
+        return load_tokenizer(args.tokenizer)
+    return load_gpt2_files(args.vocab_file, args.merge_file) if args.vocab_file else None
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer from a file or folder.
 
     ``path`` is a ``tokenizer.json``, a sentencepiece ``.model``, BERT's ``vocab.txt``, or a folder that contains one of
-    these or GPT-2's pair of files. transformers loads a folder without ``tokenizer.json`` if other files of the folder,
-    such as ``tokenizer_config.json`` and ``added_tokens.json``, add to its vocabulary.
+    these or GPT-2's pair of files. transformers loads a folder whose other files, such as ``config.json`` and
+    ``tokenizer_config.json``, may change what the vocabulary alone gives.
     """
-    path = Path(path)
-    if path.is_dir():
-        return _load_from_folder(path)
-    path = _require_file(path, "tokenizer")
+    folder = Path(path)
+    if not folder.is_dir():
+        return _load_file(_require_file(path, "tokenizer"))
+    file = next((folder / name for name in VOCABULARIES if (folder / name).is_file()), None)
+    if file is None or (file.name == "vocab.json" and not (folder / "merges.txt").is_file()):
+        raise ConfigError(
+            f"tokenizer: no tokenizer in the folder (got {folder}). Use a folder with tokenizer.json, tokenizer.model, "
+            "vocab.json and merges.txt, or vocab.txt."
+        )
+    if not _may_change(file):
+        return _load_file(file)
+    try:
+        loaded = transformers_tokenizer(folder)
+    except ConfigError:
+        if file.name != TOKENIZER_JSON:
+            raise
+        return _load_file(file)  # texts do not need transformers
+    backend = loaded.backend_tokenizer
+    if file.name != TOKENIZER_JSON:
+        return _wrap(backend, file, loaded.eos_token)
+    import tokenizers
+
+    # Classes such as Qwen2's build a tokenizer from the vocabulary alone. Tokens that transformers adds are left out,
+    # because the model may lack them.
+    own, parts = (json.loads(b.to_str()) for b in (tokenizers.Tokenizer.from_file(str(file)), backend))
+    same_model = all(own["model"].get(key) == parts["model"].get(key) for key in ("vocab", "merges"))
+    if same_model and splitting(own) == splitting(parts):
+        return _load_file(file)
+    own |= {key: parts[key] for key in ("normalizer", "pre_tokenizer", "decoder", "model")}
+    return _wrap(tokenizers.Tokenizer.from_str(json.dumps(own)), file, is_replaced=True)
+
+
+def _load_file(path: Path) -> Tokenizer:
     if path.suffix == ".model":
         return SentencePieceTokenizer(path.read_bytes(), str(path))
     if path.suffix == Path(VOCAB_NAME).suffix:
         return load_vocab_txt(path)
+    if path.name == "vocab.json":
+        return load_gpt2_files(path, path.with_name("merges.txt"))
     import tokenizers
 
     try:
@@ -200,81 +199,40 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         raise ConfigError(
             f"tokenizer: the file cannot be read (got {path}: {error}). Use a tokenizer.json."
         ) from error
-    return _fast_tokenizer(backend, path, REPLACED in _read_object(path.parent / TOKENIZER_CONFIG))
+    return _wrap(backend, path, is_replaced=REPLACED in _read_object(path.parent / TOKENIZER_CONFIG))
 
 
-def _fast_tokenizer(backend: Any, path: Path, is_replaced: bool) -> HuggingFaceTokenizer:
-    if is_word_piece(backend):
+def _wrap(
+    backend: Any, path: Path, end_of_document: str | None = None, is_replaced: bool = False
+) -> Tokenizer:
+    if type(backend.model).__name__ == "WordPiece":
         return WordPieceTokenizer(backend, str(path), is_replaced)
-    end = declared_end_of_document(path.parent, _vocab(backend))
-    return BpeTokenizer(backend, str(path), end, is_replaced)
+    vocab = backend.get_vocab(with_added_tokens=True)
+    end_of_document = end_of_document or declared_end_of_document(path.parent, vocab)
+    return Tokenizer(backend, str(path), end_of_document, is_replaced)
 
 
-def _load_from_folder(folder: Path) -> Tokenizer:
-    path = next((folder / name for name in VOCABULARIES if (folder / name).is_file()), None)
-    if path is None or (path.name == "vocab.json" and not (folder / "merges.txt").is_file()):
-        raise ConfigError(
-            f"tokenizer: no tokenizer in the folder (got {folder}). Use a folder with tokenizer.json, tokenizer.model, "
-            "vocab.json and merges.txt, or vocab.txt."
-        )
-    needs_transformers = path.name != "tokenizer.json" and any(
-        (folder / name).is_file() for name in DECLARATIONS
-    )
-    if path.name == "tokenizer.model":
-        needs_transformers = needs_transformers and _has_other_tokens(folder, path)
-    elif path.name == "vocab.json":
-        # Other models with this pair of files, such as Qwen2 and RoBERTa, split words or end documents differently.
-        needs_transformers |= _read_object(folder / "config.json").get("model_type", "gpt2") != "gpt2"
-    if needs_transformers:
-        return _load_with_transformers(folder)
-    if path.name == "tokenizer.json" and (backend := _replaced_backend(path)) is not None:
-        return _fast_tokenizer(backend, path, is_replaced=True)
-    return load_gpt2_files(path, folder / "merges.txt") if path.name == "vocab.json" else load_tokenizer(path)
-
-
-def _replaced_backend(path: Path) -> Any:
-    """Return ``tokenizer.json`` with the parts that transformers replaces; None if it replaces nothing.
-
-    Classes such as Qwen2's build a tokenizer from the vocabulary alone. Tokens that transformers adds are not included,
-    because the model may lack them.
-    """
-    config = _read_object(path.parent / TOKENIZER_CONFIG)
-    is_prepared = set(config) <= {"tokenizer_class", "eos_token", REPLACED} and not any(
-        (path.parent / name).is_file() for name in ("config.json", *DECLARATIONS[1:])
-    )
-    if is_prepared and config.get("tokenizer_class", GENERIC_CLASSES[0]) in GENERIC_CLASSES:
-        return None
-    try:
-        loaded = json.loads(transformers_tokenizer(path.parent).backend_tokenizer.to_str())
-    except ConfigError:  # texts do not need transformers
-        return None
-    import tokenizers
-
-    own = json.loads(tokenizers.Tokenizer.from_file(str(path)).to_str())
-    same_model = all(own["model"].get(key) == loaded["model"].get(key) for key in ("vocab", "merges"))
-    if same_model and splitting(own) == splitting(loaded):
-        return None
-    parts = {key: loaded[key] for key in ("normalizer", "pre_tokenizer", "decoder", "model")}
-    return tokenizers.Tokenizer.from_str(json.dumps({**own, **parts}))
-
-
-def _has_other_tokens(folder: Path, path: Path) -> bool:
-    """Return whether a folder declares tokens that its sentencepiece model lacks, or another end-of-document token."""
-    model = SentencePieceTokenizer(path.read_bytes(), str(path))
+def _may_change(file: Path) -> bool:
+    """Return whether files beside a vocabulary may change how texts are split, the tokens or the end of documents."""
+    folder = file.parent
     config = _read_object(folder / TOKENIZER_CONFIG)
+    model_type = _read_object(folder / "config.json").get("model_type", "gpt2")
+    adds = any((folder / name).is_file() for name in ADDITIONS)
+    if file.name == TOKENIZER_JSON:
+        is_generic = config.get("tokenizer_class", GENERIC_CLASSES[0]) in GENERIC_CLASSES
+        is_generic = is_generic and config.keys() <= {"tokenizer_class", "eos_token"}
+        return REPLACED not in config and (adds or not is_generic or (folder / "config.json").is_file())
+    declares = adds or (folder / TOKENIZER_CONFIG).is_file()
+    if file.name != "tokenizer.model":
+        # Other models with GPT-2's pair of files, such as Qwen2 and RoBERTa, split words or end documents differently.
+        return declares or (file.name == "vocab.json" and model_type != "gpt2")
+    if not declares:
+        return False
+    model = SentencePieceTokenizer(file.read_bytes(), str(file))
     added_tokens = {token["content"] for token in config.get("added_tokens_decoder", {}).values()}
     added_tokens.update(_read_object(folder / "added_tokens.json"))
-    end = _token_name(config.get("eos_token"))
+    end = declared_token(folder, "eos_token")
     return not added_tokens.issubset(model.pieces) or end not in (None, model.pieces[model.eod_id])
-
-
-def _load_with_transformers(folder: Path) -> Tokenizer:
-    tokenizer = transformers_tokenizer(folder)
-    backend = tokenizer.backend_tokenizer
-    if is_word_piece(backend):
-        return WordPieceTokenizer(backend, str(folder))
-    end = tokenizer.eos_token or declared_end_of_document(folder, _vocab(backend))
-    return BpeTokenizer(backend, str(folder), end)
 
 
 def transformers_tokenizer(folder: str | Path) -> Any:
@@ -289,21 +247,14 @@ def transformers_tokenizer(folder: str | Path) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
+        if not tokenizer.is_fast:
+            raise TypeError(f"{type(tokenizer).__name__} is a Python tokenizer")
     except Exception as error:  # the library raises several types
         raise ConfigError(
             f"tokenizer: transformers cannot load the folder (got {folder}: {str(error).partition(chr(10))[0]}). Use a "
             "folder with tokenizer.json, which save_pretrained() writes, or a tokenizer_class in tokenizer_config.json."
         ) from error
-    if not tokenizer.is_fast:
-        raise ConfigError(
-            f"tokenizer: transformers has only a Python tokenizer for the folder (got {folder} with "
-            f"{type(tokenizer).__name__}). Use a folder with tokenizer.json."
-        )
     return tokenizer
-
-
-def _vocab(backend: Any) -> dict[str, int]:
-    return backend.get_vocab(with_added_tokens=True)
 
 
 def declared_end_of_document(folder: Path, vocab: Mapping[str, int]) -> str | None:
@@ -337,11 +288,8 @@ def _end_ids(path: Path) -> list[int]:
 
 def declared_token(folder: Path, key: str) -> str | None:
     """Return the text of a token, such as ``bos_token``, in the ``tokenizer_config.json`` of a folder."""
-    return _token_name(_read_object(folder / TOKENIZER_CONFIG).get(key))
-
-
-def _token_name(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, dict) else value
+    token = _read_object(folder / TOKENIZER_CONFIG).get(key)
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -361,11 +309,6 @@ def _byte_level(model: Any) -> Any:
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()
     return backend
-
-
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    for text in texts:
-        yield from (line for line in text.split("\n") if line)
 
 
 def _require_file(path: str | Path, key: str) -> Path:

@@ -3,7 +3,6 @@
 They encode a document as one sequence per sentence, without end-of-document tokens.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from .tokenizer_base import HuggingFaceTokenizer
+from .tokenizer_base import Tokenizer
 
 PAD, UNKNOWN, CLS, SEP, MASK = SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 PIECE_PREFIX = "##"
@@ -24,26 +23,27 @@ _PARAGRAPH_END = re.compile(r"\n\s*\n")
 _SENTENCE_END = re.compile(r"""(?<=[.!?])(?:["')\]}]*)(\s+)(?=["'(\[`*]*[^\W\d_a-zß-öø-ÿ])""")
 
 
-class WordPieceTokenizer(HuggingFaceTokenizer):
+class WordPieceTokenizer(Tokenizer):
     """Tokenizer with a WordPiece model. Decoding restores words, but not whitespace or case."""
+
+    end_names = (SEP,)
 
     def __init__(self, backend: Any, origin: str, is_replaced: bool = False) -> None:
         """Wrap a ``tokenizers.Tokenizer``. ``origin`` is its name in errors."""
-        super().__init__(backend, is_replaced)
-        missing = [name for name in SPECIAL_TOKENS if name not in self.vocab]
+        vocab = backend.get_vocab(with_added_tokens=True)
+        missing = [name for name in SPECIAL_TOKENS if name not in vocab]
         if missing:
             raise ConfigError(
-                f"{origin}: special tokens of BERT are missing (got {len(self.vocab)} tokens without "
+                f"{origin}: special tokens of BERT are missing (got {len(vocab)} tokens without "
                 f"{', '.join(missing)}). Add them to the vocabulary."
             )
-        self.special_ids = {name: self.vocab[name] for name in SPECIAL_TOKENS}
+        self.special_ids = {name: vocab[name] for name in SPECIAL_TOKENS}
         if self.special_ids[PAD] != 0:
             raise ConfigError(
                 f"{origin}: {PAD} must be token 0, because megatron-core pads with zeros (got token "
                 f"{self.special_ids[PAD]}). Move it to the start of the vocabulary."
             )
-        self.eod_id = self.special_ids[SEP]
-        self.fingerprint = self._fingerprint_of(sorted(self.vocab.items()))
+        super().__init__(backend, origin, is_replaced=is_replaced)
 
     def encode_documents(self, texts: Sequence[str]) -> list[list[list[int]]]:
         """Return the non-empty sentences of each text; those longer than ``MAX_SENTENCE_TOKENS`` tokens are split."""
@@ -60,10 +60,10 @@ class WordPieceTokenizer(HuggingFaceTokenizer):
         ]
 
     def save(self, folder: Path) -> list[str]:
-        self._backend.save(str(folder / "tokenizer.json"))
+        file, *others = super().save(folder)
         tokens = sorted(self.vocab, key=self.vocab.__getitem__)
         (folder / VOCAB_NAME).write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
-        return ["tokenizer.json", VOCAB_NAME, *self._declare(folder)]
+        return [file, VOCAB_NAME, *others]
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTokenizer:
@@ -103,10 +103,6 @@ def load_vocab_txt(path: Path) -> WordPieceTokenizer:
     backend = _word_piece(tokenizers.models.WordPiece(ids, unk_token=UNKNOWN), lowercase=not cased)
     backend.add_special_tokens([token for token in SPECIAL_TOKENS if token in ids])
     return WordPieceTokenizer(backend, str(path))
-
-
-def is_word_piece(backend: Any) -> bool:
-    return json.loads(backend.to_str())["model"]["type"] == "WordPiece"
 
 
 def split_sentences(text: str) -> list[str]:

@@ -6,14 +6,7 @@ import argparse
 
 from ..data.meta import has_chat, read_meta
 from ..data.packing import DocumentOptions
-from ..data.tokenizer import load_gpt2_files, load_tokenizer
-from ..data.tokenizer_base import Tokenizer
-
-
-def flagged_tokenizer(args: argparse.Namespace) -> Tokenizer | None:
-    if args.tokenizer:
-        return load_tokenizer(args.tokenizer)
-    return load_gpt2_files(args.vocab_file, args.merge_file) if args.vocab_file else None
+from ..data.tokenizer import flagged_tokenizer
 
 
 def document_options(args: argparse.Namespace) -> DocumentOptions:

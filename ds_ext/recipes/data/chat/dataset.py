@@ -7,41 +7,24 @@ Samples depend only on (seed, seq_length, split, files), so all ranks and all re
 """
 
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
-from torch.utils.data import Dataset
 
 from ....errors import ConfigError
+from ..datasets import Epoch, EpochDataset
 from ..indexed import IndexedTokens
 from ..packing import IGNORE_INDEX, Sample, pack_best_fit
 
-EPOCHS_KEPT = 2
 MOST_DROPPED = 0.01  # share of the conversations that may be too long for a label
 PADDING_TOKEN = 0  # any token of the vocabulary; the loss ignores padding
 
 
-class _Epoch(NamedTuple):
-    """Packing of one pass over the conversations of a split.
-
-    Attributes:
-        conversations: conversation numbers, sample after sample.
-        borders: offset of every sample in ``conversations``, and their number.
-        order: number of the sample that each index takes.
-    """
-
-    conversations: NDArray[np.int64]
-    borders: NDArray[np.int64]
-    order: NDArray[np.int64]
-
-
-class ChatDataset(Dataset[Sample]):
+class ChatDataset(EpochDataset[Sample]):
     """Samples of one split of prepared chat data.
 
     Each epoch shuffles the conversations, packs and pads them with :func:`pack_best_fit` unless a sample has only one,
@@ -73,11 +56,7 @@ class ChatDataset(Dataset[Sample]):
             mask: 1 for each token that counts as a label, else 0, in the same documents.
             packs: pack several conversations into a sample.
         """
-        if seq_length < 1 or seed < 0:
-            raise ConfigError(
-                f"seq_length and seed: must be at least 1 and 0 (got {seq_length} and {seed}). Use for "
-                "example 128 and 1234."
-            )
+        super().__init__(seq_length, num_samples, seed, name)
         if not np.array_equal(indexed.document_starts, mask.document_starts):
             raise ConfigError(
                 f"{mask.prefix}: the loss mask has other conversations than the tokens (got {mask.num_documents} with "
@@ -86,10 +65,7 @@ class ChatDataset(Dataset[Sample]):
             )
         self._indexed = indexed
         self._mask = mask
-        self._entropy = (seed, *name.encode())
-        self._num_samples = num_samples
         self._packs = packs
-        self.seq_length = seq_length
         # A conversation takes one position less than it has tokens.
         lengths = np.diff(indexed.document_starts[documents.start : documents.stop + 1]) - 1
         numbers = np.arange(documents.start, documents.stop, dtype=np.int64)
@@ -98,7 +74,6 @@ class ChatDataset(Dataset[Sample]):
         is_used[is_long] = [self._label_mask(number).any() for number in numbers[is_long]]
         self._conversations = numbers[is_used]
         self._lengths = np.minimum(lengths[is_used], seq_length)
-        self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
         self._ends: list[int] = []  # number of samples up to the end of every known epoch
         self.num_conversations = len(self._conversations)
         self.mean_tokens = seq_length if packs or not self.num_conversations else float(self._lengths.mean())
@@ -116,18 +91,13 @@ class ChatDataset(Dataset[Sample]):
     @property
     def samples_per_epoch(self) -> int:
         """Samples of the first epoch."""
-        return len(self._epoch(0).order) if self.num_conversations else 0
+        return len(self._epoch(0).samples) if self.num_conversations else 0
 
-    def __len__(self) -> int:
-        return self._num_samples
-
-    def __getitem__(self, index: int) -> Sample:
+    def _sample(self, index: int) -> Sample:
         """Return ((tokens_S, starts_S), labels_S), int64, of sample ``index``, or (tokens_S, labels_S) without packing.
 
         starts_S is the index of the first token of every token's conversation, or of the padding.
         """
-        if not 0 <= index < self._num_samples:
-            raise IndexError(f"sample {index} of {self._num_samples}")
         tokens_S = np.full(self.seq_length, PADDING_TOKEN, dtype=np.int64)
         labels_S = np.full(self.seq_length, IGNORE_INDEX, dtype=np.int64)
         starts_S = np.zeros(self.seq_length, dtype=np.int64)
@@ -158,28 +128,22 @@ class ChatDataset(Dataset[Sample]):
 
     def _conversations_of(self, index: int) -> list[int]:
         while not self._ends or self._ends[-1] <= index:
-            samples = len(self._epoch(len(self._ends)).order)
+            samples = len(self._epoch(len(self._ends)).samples)
             self._ends.append(samples + (self._ends[-1] if self._ends else 0))
         number = bisect_right(self._ends, index)
         epoch = self._epoch(number)
-        sample = epoch.order[index - (self._ends[number - 1] if number else 0)]
-        return epoch.conversations[epoch.borders[sample] : epoch.borders[sample + 1]].tolist()
+        sample = epoch.samples[index - (self._ends[number - 1] if number else 0)]
+        return epoch.documents[epoch.borders[sample] : epoch.borders[sample + 1]].tolist()
 
-    def _epoch(self, number: int) -> _Epoch:
-        if number not in self._epochs:
-            generator = np.random.default_rng((number, *self._entropy))
-            shuffled = generator.permutation(self.num_conversations)
-            samples = np.arange(self.num_conversations)
-            if self._packs:
-                samples = pack_best_fit(self._lengths[shuffled], self.seq_length)
-            by_sample = np.argsort(samples, kind="stable")
-            num_samples = int(samples.max()) + 1
-            borders = np.searchsorted(samples[by_sample], np.arange(num_samples + 1))
-            conversations = self._conversations[shuffled[by_sample]]
-            self._epochs[number] = _Epoch(conversations, borders, generator.permutation(num_samples))
-            if len(self._epochs) > EPOCHS_KEPT:
-                self._epochs.popitem(last=False)
-        return self._epochs[number]
+    def _shuffled(self, generator: np.random.Generator) -> Epoch:
+        shuffled = generator.permutation(self.num_conversations)
+        samples = np.arange(self.num_conversations)
+        if self._packs:
+            samples = pack_best_fit(self._lengths[shuffled], self.seq_length)
+        by_sample = np.argsort(samples, kind="stable")
+        num_samples = int(samples.max()) + 1
+        borders = np.searchsorted(samples[by_sample], np.arange(num_samples + 1))
+        return Epoch(self._conversations[shuffled[by_sample]], borders, generator.permutation(num_samples))
 
     def _label_mask(self, number: int) -> NDArray[np.bool_]:
         return self._mask.document(number)[1 : self.seq_length + 1] == 1

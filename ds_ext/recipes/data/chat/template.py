@@ -13,8 +13,7 @@ The rendered text is tokenized once. Offsets into the text map characters to tok
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -23,19 +22,22 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ....errors import ConfigError
+from ....errors import ConfigError, Problems
+from ..sources import located
 from ..tokenizer import stop_ids, transformers_tokenizer
 
 ASSISTANT = "assistant"
 # Roles of any template. A template that writes every role would also write a misspelled one.
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython", "observation")
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+COPY = "chat_template.jinja in a copy of the folder (docs/data.md#templates-without-tool-calls)"
 MARKER = "\ue000\ue001\ue000"  # private-use characters, which templates pass unchanged
 # Characters around the text of a generation block, written by a macro that replaces the block.
 BEGIN, END, MACRO = "\ue002", "\ue003", "ds_ext_generation"
 DEFINITION = f"{{% macro {MACRO}() %}}{BEGIN}{{{{ caller() }}}}{END}{{% endmacro %}}\n"
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+Message = dict[str, Any]
 Span = tuple[int, int]
 
 
@@ -50,7 +52,7 @@ class Conversation:
         unused: keys of the row that this package does not use; "messages." and a key that only a template may use.
     """
 
-    messages: list[dict[str, Any]]
+    messages: list[Message]
     tools: list[dict[str, Any]] | None
     position: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -101,8 +103,8 @@ class ChatTemplate:
         stops = [stop for stop in stop_ids(Path(folder)) if stop in added_tokens]
         self._stop_tokens = tuple(added_tokens[stop].content for stop in stops)
         end_id = self._backend.eos_token_id
-        end_ids = [*([eod_id] if end_id is None else [end_id]), *stops]
-        self._end_id = next((end_id for end_id in end_ids if end_id in stops), end_ids[0])
+        end_id = eod_id if end_id is None else end_id
+        self._end_id: int = end_id if end_id in stops or not stops else stops[0]
         self._end_token: str = self._backend.eos_token or ""
         definition = repr((self._backend.chat_template, self._end_id, *self._stop_tokens))
         self.fingerprint = hashlib.sha256(definition.encode()).hexdigest()[:16]
@@ -116,27 +118,25 @@ class ChatTemplate:
         """
         renderings = [self.render(conversation) for conversation in conversations]
         texts = [text for text, _ in renderings]
-        for conversation, text in zip(conversations, texts, strict=True):
-            _require_texts(conversation, text)
-        batch = self._backend(
-            texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False
-        )
-        examples = zip(renderings, batch["input_ids"], batch["offset_mapping"], strict=True)
-        return [self._mark_tokens(text, spans, ids, offsets) for (text, spans), ids, offsets in examples]
+        batch = self._backend(texts, add_special_tokens=False, return_offsets_mapping=True)
+        columns = zip(renderings, batch["input_ids"], batch["offset_mapping"], strict=True)
+        return [self._mark_tokens(*rendering, ids, offsets) for rendering, ids, offsets in columns]
 
     def render(self, conversation: Conversation) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the start and end of the assistant's parts of it."""
-        conversation = self._complete(conversation)
-        template = self._template(conversation)
-        if GENERATION.search(template):
-            text, spans = self._render_marked(conversation, template)
-        else:
-            text = self._text(conversation, conversation.messages)
-            spans = [
-                self._span(conversation, text, index)
-                for index, message in enumerate(conversation.messages)
-                if message["role"] == ASSISTANT
-            ]
+        with located(conversation.position):
+            conversation = self._complete(conversation)
+            template = self._template(conversation)
+            if GENERATION.search(template):
+                text, spans = self._render_marked(conversation, template)
+            else:
+                text = self._text(conversation)
+                messages = enumerate(conversation.messages)
+                answers = [index for index, message in messages if message["role"] == ASSISTANT]
+                spans = [self._span(conversation, text, index) for index in answers]
+            for index, content in enumerate(message.get("content") for message in conversation.messages):
+                if isinstance(content, list | dict) and content and str(content) in text:
+                    raise _no_text(conversation, index)
         return text, [self._with_stop(text, span) for span in spans]
 
     def ignored_keys(self, conversation: Conversation) -> list[str]:
@@ -152,10 +152,7 @@ class ChatTemplate:
         Roles, keys, their order and the types of contents decide what a template writes. Conversations that agree in
         these are tested once.
         """
-        forms = [
-            replace(conversation, messages=_with_arguments(conversation.messages, as_text))
-            for as_text in (False, True)
-        ]
+        forms = [_with_arguments(conversation, as_text) for as_text in (False, True)]
         marked = (_with_markers(message, index) for index, message in enumerate(forms[0].messages))
         shape = (
             bool(conversation.tools),
@@ -166,15 +163,14 @@ class ChatTemplate:
             ),
         )
         if shape not in self._takes_text:
-            try:
-                self._require_complete(forms[0])
-            except ConfigError:
-                with suppress(ConfigError):
-                    self._require_complete(forms[1])
-                    self._takes_text[shape] = True
-                if shape not in self._takes_text:
-                    raise
-        return forms[self._takes_text.setdefault(shape, False)]
+            problems = Problems()
+            for as_text in (True, False):  # objects are preferred
+                with problems.collect():
+                    self._require_complete(forms[as_text])
+                    self._takes_text[shape] = as_text
+            if shape not in self._takes_text:
+                raise problems.errors[-1]
+        return forms[self._takes_text[shape]]
 
     def _require_complete(self, conversation: Conversation) -> None:
         marked = [_with_markers(message, index) for index, message in enumerate(conversation.messages)]
@@ -183,64 +179,54 @@ class ChatTemplate:
         for index, role in enumerate(message["role"] for message in messages):
             if role not in ROLES and not any(quote + role + quote in template for quote in "'\""):
                 raise ConfigError(
-                    f"{conversation.position}: unknown role of message {index} (got {role!r}). Use one of "
-                    f"{', '.join(ROLES)}, or a role that the chat template names in quotes."
+                    f"unknown role of message {index} (got {role!r}). Use one of {', '.join(ROLES)}, or a role that "
+                    "the chat template names in quotes."
                 )
         text = self._text(conversation, messages)
         for index, (message, markers) in enumerate(marked):
             # Python's way to write an object has single quotes.
-            if not all(marker in text and f"'{marker}'" not in text for marker in markers):
-                if isinstance(message.get("content"), list):
+            if any(marker not in text or f"'{marker}'" in text for marker in markers):
+                if isinstance(message.get("content"), list | dict):
                     raise _no_text(conversation, index)
-                is_call = message.get("tool_calls") and not message.get("content")
-                dropped = "the function call" if is_call else "text or a function call"
+                dropped = "text or a function call" if message.get("content") else "the function call"
                 raise ConfigError(
-                    f"{conversation.position}: the chat template drops {dropped} of message {index} (got role "
-                    f"{message['role']!r}, keys {', '.join(message)}). Change chat_template.jinja in a copy of the "
-                    f"folder (docs/data.md#templates-without-tool-calls)."
+                    f"the chat template drops {dropped} of message {index} (got role {message['role']!r}, keys "
+                    f"{', '.join(message)}). Change {COPY}."
                 )
-            for key in _reasoning_keys(message):
-                self._require_reasoning(conversation, messages[: index + 1], key)
-        if conversation.tools and text == self._text(replace(conversation, tools=None), messages):
+            for key in _reasoning_keys(message):  # templates may drop that of earlier messages
+                marker = f"{MARKER}{key}"
+                if marker not in self._text(conversation, [*messages[:index], {**message, key: marker}]):
+                    raise ConfigError(
+                        f"the chat template drops the reasoning of message {index} (got the key {key}). Remove it, or "
+                        "use another template."
+                    )
+        if conversation.tools and text == self._text(conversation, messages, tools=None):
             raise ConfigError(
-                f"{conversation.position}: the chat template drops the tools (got {len(conversation.tools)}). Remove "
-                "them, or change chat_template.jinja in a copy of the folder "
-                "(docs/data.md#templates-without-tool-calls)."
-            )
-
-    def _require_reasoning(
-        self, conversation: Conversation, messages: list[dict[str, Any]], key: str
-    ) -> None:
-        """Raise ConfigError if the template drops the reasoning of the last message. It may drop it in earlier ones."""
-        marker = f"{MARKER}{key}"
-        if marker not in self._text(conversation, [*messages[:-1], {**messages[-1], key: marker}]):
-            raise ConfigError(
-                f"{conversation.position}: the chat template drops the reasoning of message {len(messages) - 1} (got "
-                f"the key {key}). Remove it, or use another template."
+                f"the chat template drops the tools (got {len(conversation.tools)}). Remove them, or change {COPY}."
             )
 
     def _render_marked(self, conversation: Conversation, template: str) -> tuple[str, list[Span]]:
         """Return text and spans of a template with ``{% generation %}``, whose blocks become calls of a macro."""
         for tag, call in (("generation", f"call {MACRO}()"), ("endgeneration", "endcall")):
             template = re.sub(rf"(\{{%-?\s*){tag}(\s*-?%\}})", rf"\g<1>{call}\g<2>", template)
-        marked = self._text(conversation, conversation.messages, chat_template=DEFINITION + template)
+        marked = self._text(conversation, chat_template=DEFINITION + template)
         spans, text = [], ""
         for number, part in enumerate(re.split(f"[{BEGIN}{END}]", marked)):
             if number % 2:
                 spans.append((len(text), len(text) + len(part)))
             text += part
-        if text != self._text(conversation, conversation.messages):
+        if text != self._text(conversation):
             raise ConfigError(
-                f"{conversation.position}: the generation blocks of the chat template change its text (got "
-                f"{len(spans)} blocks). Do not nest them, and do not use private-use characters in messages."
+                f"the generation blocks of the chat template change its text (got {len(spans)} blocks). Do not nest "
+                "them, and do not use private-use characters in messages."
             )
         return text, spans
 
     def _span(self, conversation: Conversation, text: str, index: int) -> Span:
         if index == 0:
             raise ConfigError(
-                f"{conversation.position}: the first message is the assistant's, without a prompt (got role "
-                f"{ASSISTANT!r}). Start the conversation with a system or user message."
+                f"the first message is the assistant's, without a prompt (got role {ASSISTANT!r}). Start the "
+                "conversation with a system or user message."
             )
         prompt = self._text(conversation, conversation.messages[:index], add_generation_prompt=True)
         prompt_and_answer = self._text(conversation, conversation.messages[: index + 1])
@@ -255,10 +241,10 @@ class ChatTemplate:
 
     def _span_by_markers(self, conversation: Conversation, text: str, index: int) -> Span:
         """Return start and end in ``text`` of message ``index``, found with markers in its place."""
-        earlier, later = conversation.messages[: index - 1], conversation.messages[index + 1 :]
-        previous = conversation.messages[index - 1]
-        marked_previous, previous_markers = _replaced(previous, index - 1)
-        message, markers = _replaced(conversation.messages[index], index)
+        *earlier, previous, message = conversation.messages[: index + 1]
+        later = conversation.messages[index + 1 :]
+        marked_previous, previous_markers = _with_markers(previous, index - 1, replaces_all=True)
+        message, markers = _with_markers(message, index, replaces_all=True)
         prompt = self._text(conversation, [*earlier, marked_previous], add_generation_prompt=True)
         both = self._text(conversation, [*earlier, marked_previous, message, *later])
         short = self._text(conversation, [*earlier, previous, message])
@@ -271,12 +257,13 @@ class ChatTemplate:
         # Between the text of the previous message and that of this one, in the prompt and in the conversation.
         _, prompt_header = _around(prompt, previous_markers)
         header, _ = _around(_around(both, previous_markers)[1], markers)
-        start = len(head) - len(header)
-        known = prompt_header
-        while not text.startswith(known, start) or not (known == prompt_header or header.startswith(known)):
-            known = known[:-1]
-        start += len(known)
-        stop = len(text) - len(next_turns)
+        start, stop = len(head) - len(header), len(text) - len(next_turns)
+        shared = prompt_header
+        while not text.startswith(shared, start) or not (
+            shared == prompt_header or header.startswith(shared)
+        ):
+            shared = shared[:-1]
+        start += len(shared)
         if (
             max(map(full.count, markers)) == 1
             and head.endswith(header)
@@ -287,10 +274,9 @@ class ChatTemplate:
         ):
             return start, stop
         raise ConfigError(
-            f"{conversation.position}: the tokens of the assistant's message {index} cannot be identified, because the "
-            f"chat template renders it differently among other messages (got {len(conversation.messages)} messages). "
-            "Split the conversation after this message, or mark the assistant's text in the template with "
-            "{% generation %}."
+            f"the tokens of the assistant's message {index} cannot be identified, because the chat template renders it "
+            f"differently among other messages (got {len(conversation.messages)} messages). Split the conversation "
+            "after this message, or mark the assistant's text in the template with {% generation %}."
         )
 
     def _with_stop(self, text: str, span: Span) -> Span:
@@ -305,16 +291,18 @@ class ChatTemplate:
     def _text(
         self,
         conversation: Conversation,
-        messages: list[dict[str, Any]],
+        messages: list[Message] | None = None,
         add_generation_prompt: bool = False,
-        chat_template: str | None = None,
+        **changes: Any,
     ) -> str:
-        options = {"tools": conversation.tools, **conversation.options}
-        if chat_template is not None:
-            options["chat_template"] = chat_template
+        """Return the text of messages (default: all). ``changes`` are options of apply_chat_template."""
+        options = {"tools": conversation.tools, **conversation.options, **changes}
         try:
             return self._backend.apply_chat_template(
-                messages, add_generation_prompt=add_generation_prompt, tokenize=False, **options
+                conversation.messages if messages is None else messages,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **options,
             )
         except Exception as error:  # a template is a program
             raise _rejection(conversation, error) from error
@@ -322,13 +310,10 @@ class ChatTemplate:
     def _mark_tokens(
         self, text: str, spans: list[Span], ids: list[int], offsets: list[Span]
     ) -> EncodedConversation:
-        """Return the tokens of a rendered text, with the end-of-sequence token if it ends without a special token.
+        """Return the tokens of a text with the assistant's ``spans``. ``offsets`` are start and end of every token.
 
-        That token counts if the text ends with the assistant's.
-
-        Args:
-            spans: start and end in ``text`` of the assistant's parts.
-            offsets: start and end in ``text`` of every token.
+        A text that ends without a special token gets the end-of-sequence token, which counts if the assistant's text
+        is the last.
         """
         counted = counted_tokens(np.array(offsets, dtype=np.int64).reshape(-1, 2), spans)
         visible = text.rstrip()
@@ -344,34 +329,39 @@ def _keys_in(template: str) -> frozenset[str]:
     return frozenset(f"messages.{word}" for word in re.findall(r"\w+", template))
 
 
-def _with_arguments(messages: list[dict[str, Any]], as_text: bool) -> list[dict[str, Any]]:
-    """Return messages whose calls have their arguments as JSON strings, or as objects."""
+def _with_functions(message: Message, change: Callable[[Message], Message]) -> Message:
+    """Return a message with ``change`` applied to the function of each call."""
+    calls = [{**call, "function": change(call["function"])} for call in message.get("tool_calls") or ()]
+    return {**message, "tool_calls": calls} if calls else message
 
-    def with_arguments(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = call["function"].get("arguments", "")
+
+def _with_arguments(conversation: Conversation, as_text: bool) -> Conversation:
+    """Return a conversation whose calls have their arguments as JSON strings, or as objects."""
+
+    def convert(function: Message) -> Message:
+        arguments = function.get("arguments", "")
         if isinstance(arguments, str) == as_text or arguments == "":
-            return call
+            return function
         arguments = json.dumps(arguments, ensure_ascii=False) if as_text else json.loads(arguments)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
+        return {**function, "arguments": arguments}
 
-    return [
-        {**message, "tool_calls": [with_arguments(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+    messages = [_with_functions(message, convert) for message in conversation.messages]
+    return replace(conversation, messages=messages)
 
 
-def _with_markers(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list[str]]:
-    """Replace texts of a message, and names and arguments of its calls, by markers; also return the markers."""
+def _with_markers(message: Message, index: int, replaces_all: bool = False) -> tuple[Message, list[str]]:
+    """Replace texts of a message, and names and arguments of its calls, by markers; also return the markers.
+
+    ``replaces_all``: also the reasoning, and a content that is empty, because templates write no text before it.
+    """
     markers: list[str] = []
 
-    def mark(node: dict[str, Any], key: str) -> dict[str, Any]:
+    def mark(node: Message, key: str) -> Message:
         value = node.get(key)
         if not value or not isinstance(value, str | dict):
             return node
         markers.append(f"{MARKER}{index}.{len(markers)}{MARKER}")
-        if key != "arguments":
+        if isinstance(value, str) and key != "arguments":
             return {**node, key: markers[-1]}
         marked: Any = {markers[-1]: 0}
         return {**node, key: json.dumps(marked, ensure_ascii=False) if isinstance(value, str) else marked}
@@ -381,24 +371,11 @@ def _with_markers(message: dict[str, Any], index: int) -> tuple[dict[str, Any], 
         message = {**message, "content": parts}
     else:
         message = mark(message, "content")
-    if message.get("tool_calls"):
-        calls = [
-            {**call, "function": mark(mark(call["function"], "name"), "arguments")}
-            for call in message["tool_calls"]
-        ]
-        message = {**message, "tool_calls": calls}
-    return message, markers
-
-
-def _replaced(message: dict[str, Any], index: int) -> tuple[dict[str, Any], list[str]]:
-    """Replace also the reasoning of a message by markers, and its content if it has none; also return the markers.
-
-    The assistant's messages have the same text before a content.
-    """
-    message, markers = _with_markers(message, index)
-    keys = [*_reasoning_keys(message), *(() if message.get("content") else ("content",))]
-    others = {key: f"{MARKER}{index}.{key}{MARKER}" for key in keys}
-    return {**message, **others}, [*markers, *others.values()]
+    if replaces_all:
+        for key in [*_reasoning_keys(message), *(() if message.get("content") else ("content",))]:
+            markers.append(f"{MARKER}{index}.{key}{MARKER}")
+            message = {**message, key: markers[-1]}
+    return _with_functions(message, lambda function: mark(mark(function, "name"), "arguments")), markers
 
 
 def _around(text: str, markers: Sequence[str]) -> tuple[str, str]:
@@ -407,7 +384,7 @@ def _around(text: str, markers: Sequence[str]) -> tuple[str, str]:
     return parts[0], parts[-1]
 
 
-def _reasoning_keys(message: dict[str, Any]) -> list[str]:
+def _reasoning_keys(message: Message) -> list[str]:
     return [key for key in REASONING_KEYS if message.get(key)]
 
 
@@ -424,29 +401,20 @@ def counted_tokens(offsets_N2: NDArray[np.int64], spans: Sequence[Span]) -> NDAr
     return counted
 
 
-def _require_texts(conversation: Conversation, text: str) -> None:
-    """Raise ConfigError if a template for strings has written a list or an object as Python does."""
-    for index, message in enumerate(conversation.messages):
-        content = message.get("content")
-        if isinstance(content, list | dict) and content and str(content) in text:
-            raise _no_text(conversation, index)
-
-
 def _no_text(conversation: Conversation, index: int, problem: str = "") -> ConfigError:
     kind = type(conversation.messages[index]["content"]).__name__
     return ConfigError(
-        f"{conversation.position}: the chat template needs a text as content of message {index} (got {kind}{problem}). "
-        "Write a string."
+        f"the chat template needs a text as content of message {index} (got {kind}{problem}). Write a string."
     )
 
 
 def _rejection(conversation: Conversation, error: Exception) -> ConfigError:
     problem = f"{type(error).__name__}: {error}"
-    for index, message in enumerate(conversation.messages):
-        is_of_types = type(error).__name__ in ("TypeError", "UndefinedError")
-        if is_of_types and not isinstance(message.get("content") or "", str):
-            return _no_text(conversation, index, f"; {problem}")
+    if type(error).__name__ in ("TypeError", "UndefinedError"):
+        for index, message in enumerate(conversation.messages):
+            if not isinstance(message.get("content") or "", str):
+                return _no_text(conversation, index, f"; {problem}")
     return ConfigError(
-        f"{conversation.position}: the chat template rejects the conversation (got {problem}). Change the "
-        "template if it is at fault, or change or remove this line."
+        f"the chat template rejects the conversation (got {problem}). Change the template if it is at fault, or change "
+        "or remove this line."
     )
