@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any
 
-from ds_ext.errors import ANSWERS
-
+from ...errors import ANSWERS, ConfigError
 from ...model.field_flags import Flag
 
 # --tokenizer-type -> kind of its file: GPT-2's two files, a tokenizer.json, or a sentencepiece model.
@@ -40,32 +40,36 @@ class JsonKey:
 
     Args:
         path: the key and the keys of its objects, with dots.
-        kind: type of the flag's value; None: the flag is a switch.
+        kind: type of the flag's value, bool for a switch.
+        metavar, choices: as in :class:`.Flag`.
         value: value that a switch sets.
         note: addition to the help, which is the path.
-        metavar, choices: as in :class:`.Flag`.
+        read: returns the key's value for that of the flag, None to leave it unset, or raises ConfigError.
+        also: other keys that the flag sets -> their values.
         computed: :mod:`.section_flags` computes the key's value, from this flag or several.
     """
 
     path: str
-    kind: type | None = None
-    value: Any = True
-    note: str = ""
+    kind: type = bool
     metavar: str = ""
+    note: str = ""
+    value: Any = True
     choices: tuple[Any, ...] = ()
+    read: Callable[[Any], Any] | None = None
+    also: Mapping[str, Any] = field(default_factory=dict)
     computed: bool = False
 
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of ``add_argument``."""
-        value = "" if self.kind or self.value is True else f": {json.dumps(self.value)}"
-        return Flag(
-            kind=self.kind or bool,
-            default=None if self.kind else False,
-            choices=self.choices,
-            metavar=self.metavar,
-            help=f"{self.path}{value}{self.note}",
-        ).arguments
+    def flag(self, key: str) -> Flag:
+        value = "" if self.value is True else f": {json.dumps(self.value)}"
+        return Flag(key, self.kind, self.metavar, f"{self.path}{value}{self.note}", choices=self.choices)
+
+    def keys(self, value: Any) -> dict[str, Any]:
+        """Return key of the JSON -> value; empty without the flag. Raises ConfigError."""
+        if value is True:
+            value = self.value
+        elif self.read is not None and value is not None:
+            value = self.read(value)
+        return {} if value is None or value is False else {self.path: value, **self.also}
 
 
 @dataclass(frozen=True)
@@ -74,18 +78,18 @@ class TrainKeys:
 
     Args:
         keys: key -> value; ``...`` is the value of the flag.
-        kind: type of the flag's value; None: the flag is a switch.
+        kind: type of the flag's value, bool for a switch.
     """
 
     keys: Mapping[str, Any]
-    kind: type | None = None
+    kind: type = bool
+
+    def flag(self, key: str) -> Flag:
+        text = ", ".join(k if v is ... else f"{k}: {json.dumps(v)}" for k, v in self.keys.items())
+        return Flag(key, self.kind, "N", text)
 
     def values(self, value: Any) -> dict[str, Any]:
         return {key: value if key_value is ... else key_value for key, key_value in self.keys.items()}
-
-    @property
-    def help(self) -> str:
-        return ", ".join(k if v is ... else f"{k}: {json.dumps(v)}" for k, v in self.keys.items())
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,15 @@ class Refused:
 Row = JsonKey | TrainKeys | Harmless | Refused
 
 
+def _power_of_two(scale: float) -> int:
+    power = math.log2(scale) if scale > 0 else math.nan
+    if not power.is_integer():
+        raise ConfigError(
+            f"--initial-loss-scale: must be a power of 2 (got {scale:g}). Use for example 65536."
+        )
+    return int(power)
+
+
 def _rows(row: Row, keys: str) -> dict[str, Row]:
     return dict.fromkeys(keys.split(), row)
 
@@ -141,7 +154,6 @@ _LAUNCHER = "the flag of the launcher, deepspeed or torchrun, for the number of 
 _OTHER = "A job without it trains another model"
 _STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 _CHUNKS = "ds_ext.schedule_options.chunks"
-_SAMPLES, _LINEAR = ", in samples", " (linear)"
 _TOTAL, _WARMUP = "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps"
 # Reason for flags without a replacement, and the remedy -> their keys.
 _REFUSED: Mapping[str, str] = MappingProxyType(
@@ -237,16 +249,14 @@ _REFUSED: Mapping[str, str] = MappingProxyType(
 MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
     {
         "schedule": JsonKey("ds_ext.schedule", str, note=": name, auto, or timetable file"),
-        "pipeline_model_parallel_size": JsonKey("ds_ext.pipeline_parallel_size", int, metavar="D"),
-        "tensor_model_parallel_size": JsonKey("ds_ext.tensor_parallel_size", int, metavar="T"),
+        "pipeline_model_parallel_size": JsonKey("ds_ext.pipeline_parallel_size", int, "D"),
+        "tensor_model_parallel_size": JsonKey("ds_ext.tensor_parallel_size", int, "T"),
         "num_layers_per_virtual_pipeline_stage": JsonKey(
-            _CHUNKS, int, metavar="K", note=": layers / (D x K), of interleaved", computed=True
+            _CHUNKS, int, "K", ": layers / (D x K), of interleaved", computed=True
         ),
-        "num_virtual_stages_per_pipeline_rank": JsonKey(
-            _CHUNKS, int, metavar="V", note=", of interleaved", computed=True
-        ),
+        "num_virtual_stages_per_pipeline_rank": JsonKey(_CHUNKS, int, "V", ", of interleaved", computed=True),
         "sequence_parallel": JsonKey("ds_ext.sequence_parallel"),
-        "sequence_slices": JsonKey("ds_ext.sequence_slices", int, metavar="K"),
+        "sequence_slices": JsonKey("ds_ext.sequence_slices", int, "K"),
         "vocabulary_parallel_head": JsonKey("ds_ext.vocabulary_parallel_head"),
         "use_tp_pp_dp_mapping": JsonKey("ds_ext.rank_order", value="tp-pp-dp"),
         "calculate_per_token_loss": JsonKey("ds_ext.loss_weighting", value="tokens", note=", the default"),
@@ -255,7 +265,7 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
         "enable_zbh1_pipeline": JsonKey("ds_ext.schedule", value="zb_h1"),
         "forward_backward_disaggregating": JsonKey("ds_ext.schedule", value="fbd"),
         "ignore_forward_tensor_parallel": JsonKey("ds_ext.fbd.merge_forward_tensor_parallel"),
-        "node_ips": JsonKey("ds_ext.transport_options.node_ips", str, metavar="IP,IP"),
+        "node_ips": JsonKey("ds_ext.transport_options.node_ips", str, "IP,IP"),
         "micro_batch_size": JsonKey("train_micro_batch_size_per_gpu", int),
         "global_batch_size": JsonKey("train_batch_size", int),
         "clip_grad": JsonKey("gradient_clipping", float, note=" (DeepSpeed's default: 1.0); 0: off"),
@@ -265,40 +275,44 @@ MEGATRON_FLAGS: Mapping[str, Row] = MappingProxyType(
         "adam_beta2": JsonKey("optimizer.params.betas", float, note=", its second element", computed=True),
         "adam_eps": JsonKey("optimizer.params.eps", float),
         "optimizer": JsonKey(
-            "optimizer.type", str, choices=("adam", "sgd"), note=": AdamW or SGD", computed=True
+            "optimizer.type", str, "", ": AdamW or SGD", choices=("adam", "sgd"), computed=True
         ),
         "use_distributed_optimizer": JsonKey("zero_optimization.stage", value=1),
         "lr_decay_style": JsonKey(
-            "scheduler.params.decay_style", str, choices=_STYLES, note=_LINEAR, computed=True
+            "scheduler.params.decay_style", str, "", " (linear)", choices=_STYLES, computed=True
         ),
         "min_lr": JsonKey("scheduler.params.min_lr", float, computed=True),
-        "lr_decay_iters": JsonKey(_TOTAL, int, metavar="STEPS", note=" (--train-iters)", computed=True),
-        "lr_decay_samples": JsonKey(_TOTAL, int, metavar="N", note=_SAMPLES, computed=True),
-        "lr_warmup_iters": JsonKey(_WARMUP, int, metavar="STEPS", note=" (0)", computed=True),
-        "lr_warmup_samples": JsonKey(_WARMUP, int, metavar="N", note=_SAMPLES, computed=True),
-        "lr_warmup_fraction": JsonKey(
-            _WARMUP, float, metavar="F", note=", as a share of the decay", computed=True
-        ),
+        "lr_decay_iters": JsonKey(_TOTAL, int, "STEPS", " (--train-iters)", computed=True),
+        "lr_decay_samples": JsonKey(_TOTAL, int, "N", ", in samples", computed=True),
+        "lr_warmup_iters": JsonKey(_WARMUP, int, "STEPS", " (0)", computed=True),
+        "lr_warmup_samples": JsonKey(_WARMUP, int, "N", ", in samples", computed=True),
+        "lr_warmup_fraction": JsonKey(_WARMUP, float, "F", ", as a share of the decay", computed=True),
         "lr_warmup_init": JsonKey("scheduler.params.warmup_init_lr", float, computed=True),
         "bf16": JsonKey("bf16.enabled"),
         "grad_reduce_in_bf16": JsonKey("communication_data_type", value="bf16", computed=True),
         "fp16": JsonKey("fp16.enabled"),
         "loss_scale": JsonKey("fp16.loss_scale", float, note="; 0: dynamic"),
         "initial_loss_scale": JsonKey(
-            "fp16.initial_scale_power", float, note=", 2 to the power of it", computed=True
+            "fp16.initial_scale_power", float, note=", 2 to the power of it", read=_power_of_two
         ),
         "min_loss_scale": JsonKey("fp16.min_loss_scale", float),
-        "loss_scale_window": JsonKey("fp16.loss_scale_window", int, metavar="STEPS"),
-        "hysteresis": JsonKey("fp16.hysteresis", int, metavar="N"),
+        "loss_scale_window": JsonKey("fp16.loss_scale_window", int, "STEPS"),
+        "hysteresis": JsonKey("fp16.hysteresis", int, "N"),
         "tensorboard_dir": JsonKey(
-            "tensorboard.output_path", str, metavar="DIR", note=", and enabled", computed=True
+            *("tensorboard.output_path", str, "DIR", ", and enabled"),
+            also={"tensorboard.enabled": True, "tensorboard.job_name": ""},
         ),
-        "wandb_project": JsonKey("wandb.project", str, note=", and enabled", computed=True),
+        "wandb_project": JsonKey(  # as in Megatron, "" is off
+            *("wandb.project", str, "", ", and enabled"),
+            read=lambda name: name or None,
+            also={"wandb.enabled": True},
+        ),
         "wandb_entity": JsonKey("wandb.team", str),
-        "zero_stage": JsonKey("zero_optimization.stage", int, choices=(0, 1), metavar="{0,1}"),
+        "zero_stage": JsonKey("zero_optimization.stage", int, choices=(0, 1)),
         "sgd_momentum": JsonKey("optimizer.params.momentum", float, note=" of sgd (0.9)", computed=True),
         "distributed_timeout_minutes": JsonKey(
-            "ds_ext.transport_options.timeout_s", float, note=", times 60", computed=True
+            *("ds_ext.transport_options.timeout_s", float, "", ", times 60"),
+            read=lambda minutes: 60 * minutes,
         ),
         "checkpoint_activations": TrainKeys({"recompute_granularity": "full"}),
         "recompute_activations": TrainKeys({"recompute_granularity": "selective"}),

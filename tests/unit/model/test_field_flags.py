@@ -43,7 +43,7 @@ class Wide(TransformerConfig):
 
 def parsed(config: type, *words: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
-    add_flags(parser, config, flags_of(config))
+    add_flags(parser, flags_of(config).values())
     return vars(parser.parse_args(words))
 
 
@@ -62,7 +62,7 @@ def test_a_new_field_has_a_flag_and_a_key() -> None:
     assert keys_of(Wide, Wide(**SIZES)).keys() == SIZES.keys()
     assert flags_of(Wide)["lanes"].help == "number of lanes, which the test adds"
     help_text = argparse.ArgumentParser()
-    add_flags(help_text, Wide, ["flat"])
+    add_flags(help_text, [flags_of(Wide)["flat"]])
     assert "50% of the lanes" in help_text.format_help()
     with pytest.raises(SystemExit):
         parsed(Wide, "--shape", "flat")

@@ -158,7 +158,7 @@ def test_all_problems_are_in_one_error(tmp_path: Path) -> None:
     # A wrong value is not missing too.
     assert problems("--lr", "0.1", "--micro-batch-size", "two") == ["--micro-batch-size"]
     assert problems("--seed", "x", "--bf16=1", "--num-layers", "2") == [
-        *("--bf16", "--seed", "--deepspeed_config")
+        *("--seed", "--bf16", "--deepspeed_config")
     ]
 
 
