@@ -102,6 +102,11 @@ class JobConfig:
     flags: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def section(self) -> dict[str, Any]:
+        """The "ds_ext" section as it is written, without "train"."""
+        return {key: value for key, value in self.deepspeed.get("ds_ext", {}).items() if key != "train"}
+
+    @property
     def notes(self) -> list[str]:
         """Notes on settings that are valid but have no effect, or a smaller one than they seem to have."""
         notes = notes_on_keys(self.deepspeed)

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...config.deepspeed_json import value_at
 from ...config.job import AUTO, JobConfig, import_own_schedules, load_config, named_schedule
 from ...errors import ConfigError, Problems, ScheduleError
 from ...model.config import SIZES, TransformerConfig
@@ -24,7 +25,7 @@ from ...pipe_schedules.registry import import_modules
 from .hf_model import take_sizes
 from .megatron_flags import JSON_KEYS, TRAIN_KEYS, Harmless, Refused, row_of
 from .script_flags import RUN_FLAGS, SCRIPTS, Model, build_parser, by_spelling, script_flags
-from .section_flags import SECTIONS, require_at_most_one, steps_of_samples, value_at
+from .section_flags import SECTIONS, require_at_most_one, steps_of_samples
 
 # Flags whose values are in the JSON after parsing.
 FLAGS_OF_THE_JSON = frozenset({*JSON_KEYS, "modules"})
@@ -114,8 +115,8 @@ def finished_json(
     if "train_samples" in keys:
         keys = keys - _STEPS | {"train_iters"}
     train = {key: value for key, value in vars(args).items() if key in keys - FLAGS_OF_THE_JSON - RUN_FLAGS}
-    section = {key: value for key, value in job.deepspeed.get("ds_ext", {}).items() if key != "train"}
-    return copy.deepcopy({**job.deepspeed, "ds_ext": {**section, **({"train": train} if train else {})}})
+    section = {**job.section, **({"train": train} if train else {})}
+    return copy.deepcopy({**job.deepspeed, "ds_ext": section})
 
 
 # --- flags of the command line and keys of "train" -------------------------------------------------------------------
@@ -213,16 +214,13 @@ def _report_unknown(
 
     These are then undecided, unless ``values`` has them. Words that are no flags are reported if there are no others.
     """
-    names = dict.fromkeys([word for word in words if word.startswith("--")] or words[:1])
-    for number, name in enumerate(names, start=1):
-        line, replacement = _unknown_flag(model, name)
-        if number == len(names) and all(row_of(other)[1] is None for other in names):
-            line += f" `python {prog} --help` lists the flags."
+    for name in dict.fromkeys([word for word in words if word.startswith("--")] or words[:1]):
+        error, replacement = _unknown_flag(prog, model, name)
         flags = (by_spelling(model).get(word) for word in re.findall(r"--[\w-]+", replacement))
-        problems.add(line, *(flag.key for flag in flags if flag is not None and flag.key not in values))
+        problems.add(error, *(flag.key for flag in flags if flag is not None and flag.key not in values))
 
 
-def _unknown_flag(model: Model, name: str) -> tuple[str, str]:
+def _unknown_flag(prog: str, model: Model, name: str) -> tuple[str, str]:
     """Return the error for a flag, and its replacement."""
     row = row_of(name)[1]
     if isinstance(row, Refused):
@@ -230,9 +228,10 @@ def _unknown_flag(model: Model, name: str) -> tuple[str, str]:
     for other, script in SCRIPTS.items():
         if name in by_spelling(other):
             because = "because its model has no such option"
-            return f"{name}: unknown flag of {SCRIPTS[model]}, {because}. Use {script}.", ""
-    similar = difflib.get_close_matches(name, [*by_spelling(model)], n=1)
-    return f"{name}: unknown flag." + (f" Did you mean {similar[0]}?" if similar else ""), "".join(similar)
+            return f"{name}: unknown flag of {prog}, {because}. Use {script}.", ""
+    if similar := difflib.get_close_matches(name, by_spelling(model), n=1):
+        return f"{name}: unknown flag. Did you mean {similar[0]}?", similar[0]
+    return f"{name}: unknown flag. `python {prog} --help` lists the flags.", ""
 
 
 def _read_train(
@@ -292,10 +291,7 @@ def _set_train_for_auto(config: dict[str, Any], args: argparse.Namespace) -> Non
 
 
 def _ignored_note(
-    flags: Sequence[Ignored],
-    config: Mapping[str, Any],
-    args: argparse.Namespace,
-    problems: Problems,
+    flags: Sequence[Ignored], config: Mapping[str, Any], args: argparse.Namespace, problems: Problems
 ) -> list[str]:
     """Return the line of the plan with Megatron's flags that have no effect here; empty without such flags.
 

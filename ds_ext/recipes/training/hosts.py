@@ -44,7 +44,7 @@ def is_placed(layout: ParallelLayout, forward_hosts: list[str] | None) -> bool:
 
 
 def layout_on(layout: ParallelLayout, hosts: Hosts, forward_hosts: list[str] | None) -> ParallelLayout:
-    """Return the layout with the forward ranks of `fbd` on their hosts."""
+    """Return the layout with the forward ranks of `fbd` on their hosts. Raises ConfigError if they do not fit."""
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout
     names = [hosts.names[hosts.host(rank)] for rank in range(hosts.world_size)]
@@ -52,14 +52,12 @@ def layout_on(layout: ParallelLayout, hosts: Hosts, forward_hosts: list[str] | N
 
 
 def describe_hosts(
-    layout: ParallelLayout, hosts: Hosts | None, traffic: Traffic, micro_batches: int, verbose: bool = True
+    layout: ParallelLayout, hosts: Hosts, traffic: Traffic, micro_batches: int, verbose: bool
 ) -> list[str]:
-    """Return the bytes between hosts, the groups that cross hosts, and a better rank order; empty for one host.
+    """Return the bytes between several hosts, the groups that cross hosts, and a better rank order.
 
     ``micro_batches`` is N per pipeline group. ``verbose`` adds the table of the groups.
     """
-    if hosts is None or len(hosts.slots) == 1:
-        return []
     here = traffic_between_hosts(layout, hosts, traffic, micro_batches)
     rows = [_row(kind, here) for kind in here.kinds]
     total = ("total", "", "", "", f"{format_bytes(here.bytes)} per step")

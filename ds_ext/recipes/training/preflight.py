@@ -5,18 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...config.deepspeed_json import require_monitors
-from ...environment import local_world_size, rank
+from ...config.deepspeed_json import require_monitors, value_at
+from ...environment import rank
 from ...errors import CheckpointError, ConfigError, Problems
 from ...model.field_flags import flag_name
-from ...parallel.fbd import DisaggregatedLayout, place_by_hosts
-from ...parallel.layout import ParallelLayout
-from ..data.blend import parse_data_path
+from ..data.blend import parse_data_path, parse_split
 from ..data.indexed import require_files
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
 
@@ -51,6 +48,8 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, proble
         value = getattr(args, dest)
         if value < lowest:
             problems.add(f"{flag_name(dest)}: must be at least {lowest} (got {value}).")
+    with problems.collect():
+        parse_split(args.split)
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
         problems.add(f"--peak-tflops: must be greater than 0 and finite (got {args.peak_tflops:g}).")
     if args.save_interval and not args.save:
@@ -111,21 +110,8 @@ def _output_folders(args: argparse.Namespace, config: Mapping[str, Any]) -> Iter
         yield "--save", Path(args.save)
     if args.metrics_file and rank() == 0:
         yield "--metrics-file", Path(args.metrics_file).parent
-    if traces := config.get("ds_ext", {}).get("trace", {}).get("dir"):
+    if traces := value_at(config, "ds_ext.trace.dir"):
         yield "trace.dir", Path(traces)
-
-
-def check_forward_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> None:
-    """Raise ConfigError for wrong ``fbd.forward_hosts`` if all ranks run on this host.
-
-    Ranks on several hosts check them in ``PipelineModule``, after the exchange of their names and addresses.
-    """
-    if (
-        forward_hosts is not None
-        and isinstance(layout, DisaggregatedLayout)
-        and local_world_size(1) == layout.world_size  # of an unknown launcher: not known
-    ):
-        place_by_hosts(layout, [socket.gethostname()] * layout.world_size, forward_hosts)
 
 
 def _check_tokenizer(args: argparse.Namespace) -> None:

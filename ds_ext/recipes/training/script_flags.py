@@ -21,6 +21,7 @@ SCRIPTS: Mapping[Model, str] = MappingProxyType({"gpt": "train_gpt.py", "bert": 
 _OF_GPT = ("vocab_size", "layernorm_epsilon", *GPT_FIELDS)
 # Flags of one run, which no JSON contains.
 RUN_FLAGS = frozenset({"deepspeed_config", "deepspeed", "local_rank", "dry_run", "write_config", "hosts"})
+_TITLE_OF_JSON = "keys of the JSON (an error if the JSON has a different value)"
 _OPTIONS = (
     Flag(
         *("deepspeed_config", str, "JSON"),
@@ -133,29 +134,20 @@ _IMPORT = Flag(
 )
 
 
-def _groups(model: Model) -> dict[str, Sequence[Flag]]:
+@cache
+def _groups(model: Model) -> Mapping[str, Sequence[Flag]]:
     """Return title -> flags for the groups of the help. Flags of Megatron are those whose keys the script has."""
     fields = flags_of(TransformerConfig)
-    of_gpt = {
-        "model, Llama family and packed samples": [
-            _HF_MODEL,
-            *(fields[name] for name in _OF_GPT if name in fields),
-            *_LLAMA,
-        ]
-    }
-    groups = {
-        "options": _OPTIONS,
-        "model": [_STAGE_LAYERS, *(flag for name, flag in fields.items() if name not in _OF_GPT)],
-        **(of_gpt if model == "gpt" else {}),
-        "data": [*_DATA, *(_GPT_DATA if model == "gpt" else _BERT_DATA)],
-        "training": _TRAINING,
-    }
+    common = [flag for name, flag in fields.items() if name not in _OF_GPT]
+    groups: dict[str, Sequence[Flag]] = {"options": _OPTIONS, "model": [_STAGE_LAYERS, *common]}
+    if model == "gpt":
+        own = [fields[name] for name in _OF_GPT if name in fields]
+        groups["model, Llama family and packed samples"] = [_HF_MODEL, *own, *_LLAMA]
+    groups |= {"data": [*_DATA, *(_GPT_DATA if model == "gpt" else _BERT_DATA)], "training": _TRAINING}
     keys = {flag.key for group in groups.values() for flag in group}
-    json_flags = [_IMPORT, *(row.flag(key) for key, row in JSON_KEYS.items())]
-    other_names = [row.flag(key) for key, row in TRAIN_KEYS.items() if row.keys.keys() <= keys]
     return groups | {
-        "keys of the JSON (an error if the JSON has a different value)": json_flags,
-        "other names": other_names,
+        _TITLE_OF_JSON: [_IMPORT, *(row.flag(key) for key, row in JSON_KEYS.items())],
+        "other names": [row.flag(key) for key, row in TRAIN_KEYS.items() if row.keys.keys() <= keys],
     }
 
 

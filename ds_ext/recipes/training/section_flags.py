@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...config.deepspeed_json import precision
+from ...config.deepspeed_json import precision, value_at
 from ...config.job import AUTO, named_schedule
 from ...errors import ConfigError
 from ...model.field_flags import flag_name
@@ -18,13 +18,6 @@ _BETAS = ("adam_beta1", "adam_beta2")  # elements of one key
 _DEFAULT_BETAS = (0.9, 0.999)  # of torch and DeepSpeed
 _SCHEDULE = {"lr_decay_style": "decay_style", "min_lr": "min_lr", "lr_warmup_init": "warmup_init_lr"}
 _STEPS = ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples", "lr_decay_iters", "lr_decay_samples")
-
-
-def value_at(config: Any, path: str) -> Any:
-    """Return the value of a key, given as a path with dots; None if it is missing."""
-    for key in path.split("."):
-        config = config.get(key) if isinstance(config, Mapping) else None
-    return config
 
 
 def _betas(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
