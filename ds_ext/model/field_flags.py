@@ -24,6 +24,7 @@ class Flag:
         help: "": description of the field.
         default: default of the flag; ``...``: that of the field, or None.
         choices: values of the flag; empty: those of a Literal, or any.
+        least: least value of a number that the training scripts accept; None: any.
         nargs: number of values, as in ``add_argument``; None: 0 for a switch, 1 for other flags.
         repeated: the flag may be repeated, and its value is the list of all.
         names: spellings of the flag; empty: that of the key.
@@ -38,6 +39,7 @@ class Flag:
     help: str = ""
     default: Any = None
     choices: tuple[Any, ...] = ()
+    least: int | None = None
     nargs: str | None = None
     repeated: bool = False
     names: tuple[str, ...] = ()

@@ -18,6 +18,7 @@ from ...launch.job_facts import checksum, setting_facts
 from ...launch.roll_call import Facts
 from ...model.config import TransformerConfig
 from ...model.field_flags import flag_name
+from ...parallel.fbd import DisaggregatedLayout
 from ...parallel.hosts import Hosts
 from ...parallel.partition import BALANCED, StageWork, layer_boundaries, stage_weights
 from ...parallel.slices import BALANCED as BALANCED_SLICES
@@ -32,7 +33,7 @@ from ...planner.text import HEADROOM, format_bytes, usable_bytes
 from ...planner.traffic import traffic
 from ...planner.training_sizes import TrainingSizes
 from .arguments import FLAGS_OF_THE_JSON
-from .hosts import describe_hosts, is_placed
+from .hosts import describe_hosts
 from .script_flags import RUN_FLAGS
 
 if TYPE_CHECKING:
@@ -222,18 +223,15 @@ class TrainingJob(Generic[Config]):
             verbose=verbose,
             gpus=args.dry_run or _has_gpus(),
         )
-        lines = [text]
-        if (
-            hosts is not None
-            and len(hosts.slots) > 1
-            and is_placed(plan.layout, plan.settings.fbd.forward_hosts)
-        ):
+        lines = []
+        has_places = not isinstance(plan.layout, DisaggregatedLayout) or plan.layout.order is not None
+        if has_places or plan.settings.fbd.forward_hosts is None:
             volumes = traffic(sizes, plan.layout.placement, plan.sizes.micro_batches)
             volumes = replace(volumes, message=message)
-            lines += describe_hosts(plan.layout, hosts, volumes, plan.sizes.micro_batches, verbose)
-            if args.dry_run and args.hosts is None:
-                lines.append("note: --hosts: every host is assumed to have as many ranks as the first")
-        return "\n".join(lines)
+            lines = describe_hosts(plan.layout, hosts, volumes, plan.sizes.micro_batches, verbose)
+        if lines and args.dry_run and args.hosts is None:
+            lines.append("note: --hosts: every host is assumed to have as many ranks as the first")
+        return "\n".join([text, *lines])
 
     def _machine_notes(self, sizes: TrainingSizes) -> list[str]:
         """Return notes on the number of ranks, and on CPUs on memory of attention and the speed of bf16."""

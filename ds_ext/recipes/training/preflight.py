@@ -16,16 +16,7 @@ from ...model.field_flags import flag_name
 from ..data.blend import parse_data_path, parse_split
 from ..data.indexed import require_files
 from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
-
-_LOWEST = {
-    "train_iters": 1,
-    "eval_iters": 0,
-    "log_interval": 1,
-    "eval_interval": 0,
-    "save_interval": 0,
-    "keep_checkpoints": 0,
-    "exit_interval": 0,
-}
+from .script_flags import script_flags
 
 
 def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, problems: Problems) -> None:
@@ -44,10 +35,9 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, proble
     with problems.collect("tokenizer", "vocab_file", "merge_file"):
         _check_tokenizer(args)
     _check_files(args, problems, missing)
-    for dest, lowest in _LOWEST.items():
-        value = getattr(args, dest)
-        if value < lowest:
-            problems.add(f"{flag_name(dest)}: must be at least {lowest} (got {value}).")
+    for flag in script_flags("gpt").values():
+        if flag.least is not None and (value := getattr(args, flag.key)) < flag.least:
+            problems.add(f"{flag_name(flag.key)}: must be at least {flag.least} (got {value}).")
     with problems.collect():
         parse_split(args.split)
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:

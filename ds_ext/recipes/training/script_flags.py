@@ -90,17 +90,17 @@ _BERT_DATA = (
     Flag("bert_no_binary_head", bool, "", "predict masked words only, not the order of sentences"),
 )
 _TRAINING = (
-    Flag("train_iters", int, "", "optimizer steps, including those before a resume", 100),
+    Flag("train_iters", int, "", "optimizer steps, including those before a resume", 100, least=1),
     Flag("train_samples", int, "N", "samples of all steps, instead of --train-iters"),
-    Flag("eval_interval", int, "STEPS", "0: at the end only", 0),
-    Flag("eval_iters", int, "", "steps per evaluation; 0: no evaluation", 2),
+    Flag("eval_interval", int, "STEPS", "0: at the end only", 0, least=0),
+    Flag("eval_iters", int, "", "steps per evaluation; 0: no evaluation", 2, least=0),
     Flag("save", str, "DIR", "folder for checkpoints"),
-    Flag("save_interval", int, "STEPS", "0: at the end only", 0),
+    Flag("save_interval", int, "STEPS", "0: at the end only", 0, least=0),
     Flag("async_save", bool, "", "copy the state to memory, and write checkpoints beside the next steps"),
     Flag(
         *("keep_checkpoints", int, "N"),
-        "after a save, remove the older complete checkpoints of --save except N in all; 0: keep all",
-        0,
+        *("after a save, remove the older complete checkpoints of --save except N in all; 0: keep all", 0),
+        least=0,
     ),
     Flag("stop_if_not_saved", bool, "", "end the job if a checkpoint cannot be written; else go on"),
     Flag(
@@ -119,13 +119,13 @@ _TRAINING = (
     ),
     Flag(
         *("exit_interval", int, "STEPS"),
-        "save and exit with 0 after a step that is divisible by it; 0: never",
-        0,
+        *("save and exit with 0 after a step that is divisible by it; 0: never", 0),
+        least=0,
     ),
     Flag("wandb_exp_name", str, "NAME", "name of the run in wandb"),
     Flag("load", str, "DIR", "folder of the checkpoint to resume from"),
     Flag("exit_on_missing_checkpoint", bool, "", "refuse a --load folder without checkpoints"),
-    Flag("log_interval", int, "STEPS", "print every STEPS steps, and the first and last step", 1),
+    Flag("log_interval", int, "STEPS", "print every STEPS steps, and the first and last step", 1, least=1),
 )
 _IMPORT = Flag(
     *("modules", str, "MODULE", "ds_ext.import: Python module with a custom schedule; repeatable"),

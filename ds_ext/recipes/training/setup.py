@@ -111,9 +111,7 @@ def _make_plan(args: argparse.Namespace, job: JobConfig, problems: Problems) -> 
         hosts = hosts_of_flags(args)
         plan = make_stage_plan(job, world_size() if launched else hosts and hosts.world_size)
         forward_hosts, ranks = job.ds_ext.fbd.forward_hosts, plan.layout.world_size
-        if (
-            local_world_size(1) == ranks
-        ):  # ranks on several hosts check them after the exchange of their names
+        if local_world_size(1) == ranks:  # else the ranks check this after an exchange of their names
             layout_on(plan.layout, Hosts((ranks,), (socket.gethostname(),)), forward_hosts)
         if args.hosts is not None and hosts is not None:
             require_slots(plan.layout, hosts)
