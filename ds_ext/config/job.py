@@ -69,10 +69,11 @@ def _section(outer: type[Section], key: str) -> type[Section]:
     )
 
 
-def import_own_schedules(job: JobConfig) -> None:
-    """Import the modules listed under the key "import"; the search path includes the JSON's folder."""
+def import_own_schedules(job: JobConfig, modules: Sequence[str] = ()) -> None:
+    """Import the modules under the key "import", also from the JSON's folder, and those of ``--import``."""
     try:
         import_modules(job.ds_ext.modules, '"ds_ext": import', Path(job.path or ".").parent)
+        import_modules(modules, "--import")
     except ScheduleError as error:
         raise ConfigError(str(error)) from error.__cause__
 

@@ -11,17 +11,15 @@ import copy
 import difflib
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...config.deepspeed_json import value_at
 from ...config.job import AUTO, JobConfig, import_own_schedules, load_config, named_schedule
-from ...errors import ConfigError, Problems, ScheduleError
+from ...errors import ConfigError, Problems
 from ...model.config import SIZES, TransformerConfig
 from ...model.field_flags import Flag, flag_name, flags_of
-from ...pipe_schedules.registry import import_modules
 from .hf_model import take_sizes
 from .megatron_flags import JSON_KEYS, TRAIN_KEYS, Harmless, Refused, row_of
 from .script_flags import RUN_FLAGS, SCRIPTS, Model, build_parser, by_spelling, script_flags
@@ -33,11 +31,6 @@ FLAGS_OF_THE_JSON = frozenset({*JSON_KEYS, "modules"})
 _WITHOUT_JSON: dict[str, Any] = {"steps_per_print": 10**9, "ds_ext": {}}
 # Flags for the number of steps, which exclude each other.
 _STEPS = frozenset({"train_iters", "train_samples"})
-# Number of a flag's values, as in add_argument() -> the least and the most.
-_COUNTS: Mapping[int | str, tuple[int, int]] = {
-    **{0: (0, 0), 1: (1, 1)},
-    **{"?": (0, 1), "*": (0, sys.maxsize), "+": (1, sys.maxsize)},
-}
 _TYPES: Mapping[type, tuple[str, Any]] = {
     **{int: ("an integer", int), float: ("a number", int | float), str: ("text", str)},
     bool: ("true or false", bool),
@@ -80,12 +73,7 @@ def read_job(
     with problems.collect():
         _resolve_model(args)
     with problems.collect("schedule"):
-        import_own_schedules(base)
-    try:
-        import_modules(args.modules, "--import")
-    except ScheduleError as error:
-        with problems.collect("schedule"):
-            raise ConfigError(str(error)) from error.__cause__
+        import_own_schedules(base, args.modules)
     steps = flags.keys() & _STEPS or train.keys() & _STEPS
     with problems.collect():
         if len(steps) > 1:
@@ -142,16 +130,15 @@ def _read_words(
         else:
             unknown.append(name)
             continue
-        least, most = _COUNTS[nargs]
-        if equals and most == 0:
+        if equals and nargs == 0:
             problems.add(f"{name}: takes no value (got {text}). Write {name}.")
         elif equals:
             texts = [text, *texts]
+        most = nargs if isinstance(nargs, int) else 1 if nargs == "?" else len(texts)
         texts, others = texts[:most], texts[most:]
         unknown += others
-        if len(texts) < least:
-            needed = "a value" if most == 1 else "values"
-            problems.add(f"{name}: needs {needed} (got none).", *([] if flag is None else [flag.key]))
+        if not texts and nargs in (1, "+"):
+            problems.add(f"{name}: needs a value (got none).", *([] if flag is None else [flag.key]))
         elif flag is None:
             ignored.append((name, texts))
         else:

@@ -90,9 +90,8 @@ class Trainer:
     stopped: str = ""  # why the run ended before its last step
     not_saved: list[int] = field(default_factory=list)
     metrics: Metrics = field(init=False)
-    _origin: dict[str, Any] = field(
-        default_factory=dict
-    )  # what a checkpoint keeps of the folder of --hf-model
+    # What a checkpoint keeps of the folder of --hf-model.
+    _origin: dict[str, Any] = field(default_factory=dict)
     _saving: int | None = None  # step of the last save, until all ranks know its result
     _announced: int | None = None  # step of the last save whose end rank 0 has printed early
 
@@ -259,13 +258,8 @@ class Trainer:
 
     def _announce_save(self) -> None:
         save, step = self.engine.saving, self._saving
-        if (
-            step not in (None, self._announced)
-            and rank() == 0
-            and save
-            and save.is_done()
-            and not save.wait()
-        ):
+        is_new = rank() == 0 and step != self._announced
+        if is_new and step is not None and save and save.is_done() and not save.wait():
             self._announced = step
             self._say_saved(step)
 

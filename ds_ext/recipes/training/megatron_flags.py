@@ -12,20 +12,18 @@ from typing import Any
 from ...errors import ANSWERS, ConfigError
 from ...model.field_flags import Flag
 
-# --tokenizer-type -> kind of its file: GPT-2's two files, a tokenizer.json, or a sentencepiece model.
+GPT2_FILES = "--vocab-file vocab.json and --merge-file merges.txt"
+JSON_FILE = "--tokenizer-model tokenizer.json (or BERT's vocab.txt)"
+MODEL_FILE = "--tokenizer-model with a sentencepiece .model file"
+# --tokenizer-type -> flags of its files.
 TOKENIZER_TYPES: Mapping[str, str] = {
-    "GPT2BPETokenizer": "gpt2",
-    "HuggingFaceTokenizer": "json",
-    "SentencePieceTokenizer": "model",
-    "GPTSentencePieceTokenizer": "model",
-    "Llama2Tokenizer": "model",
-    "BertWordPieceLowerCase": "json",
-    "BertWordPieceCase": "json",
-}
-TOKENIZER_FILES: Mapping[str, str] = {
-    "gpt2": "--vocab-file vocab.json and --merge-file merges.txt",
-    "json": "--tokenizer-model tokenizer.json (or BERT's vocab.txt)",
-    "model": "--tokenizer-model with a sentencepiece .model file",
+    "GPT2BPETokenizer": GPT2_FILES,
+    "HuggingFaceTokenizer": JSON_FILE,
+    "SentencePieceTokenizer": MODEL_FILE,
+    "GPTSentencePieceTokenizer": MODEL_FILE,
+    "Llama2Tokenizer": MODEL_FILE,
+    "BertWordPieceLowerCase": JSON_FILE,
+    "BertWordPieceCase": JSON_FILE,
 }
 
 

@@ -15,7 +15,7 @@ from ...errors import CheckpointError, ConfigError, Problems
 from ...model.field_flags import flag_name
 from ..data.blend import parse_data_path, parse_split
 from ..data.indexed import require_files
-from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
+from .megatron_flags import GPT2_FILES, JSON_FILE, MODEL_FILE, TOKENIZER_TYPES
 from .script_flags import script_flags
 
 
@@ -114,17 +114,16 @@ def _check_tokenizer(args: argparse.Namespace) -> None:
         )
     if args.tokenizer_type is None:
         return
-    kind = "none"
+    files = ""
     if args.vocab_file:
-        kind = "gpt2"
+        files = GPT2_FILES
     elif args.tokenizer:
-        kind = "model" if args.tokenizer.endswith(".model") else "json"
-    type_kind = TOKENIZER_TYPES[args.tokenizer_type]
-    if kind != type_kind:
+        files = MODEL_FILE if args.tokenizer.endswith(".model") else JSON_FILE
+    if files != (needed := TOKENIZER_TYPES[args.tokenizer_type]):
         file = args.vocab_file or args.tokenizer or "none"
         raise ConfigError(
-            f"--tokenizer-type: {args.tokenizer_type} needs {TOKENIZER_FILES[type_kind]} (got {file}). Add the file, "
-            f"or remove --tokenizer-type."
+            f"--tokenizer-type: {args.tokenizer_type} needs {needed} (got {file}). Add the file, or remove "
+            f"--tokenizer-type."
         )
 
 
