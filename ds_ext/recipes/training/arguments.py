@@ -9,13 +9,11 @@ from __future__ import annotations
 import argparse
 import copy
 import difflib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...config.deepspeed_json import value_at
 from ...config.job import AUTO, JobConfig, import_own_schedules, load_config, named_schedule
 from ...errors import ConfigError, Problems
 from ...model.config import SIZES, TransformerConfig
@@ -35,7 +33,7 @@ _TYPES: Mapping[type, tuple[str, Any]] = {
     **{int: ("an integer", int), float: ("a number", int | float), str: ("text", str)},
     bool: ("true or false", bool),
 }
-Ignored = tuple[str, list[str]]  # flag without effect, and its values
+Ignored = tuple[str, Harmless, list[str]]  # flag without effect, its row and its values
 
 
 def parse(prog: str, argv: Sequence[str], model: Model = "gpt") -> tuple[argparse.Namespace, JobConfig]:
@@ -122,14 +120,12 @@ def _read_words(
         name, equals, text = word.partition("=")
         if name in ("-h", "--help", "--version"):
             build_parser(prog, model).parse_args([name])  # exits
-        flag, row = flags.get(name), row_of(name)[1]
-        if flag is not None:
-            nargs = flag.nargs or (0 if flag.kind is bool else 1)
-        elif isinstance(row, Harmless) and name.startswith("--"):
-            nargs = row.nargs
-        else:
+        row = row_of(name)[1] if name.startswith("--") else None
+        flag = row.flag(name) if isinstance(row, Harmless) else flags.get(name)
+        if flag is None:
             unknown.append(name)
             continue
+        nargs = flag.nargs or (0 if flag.kind is bool else 1)
         if equals and nargs == 0:
             problems.add(f"{name}: takes no value (got {text}). Write {name}.")
         elif equals:
@@ -138,9 +134,9 @@ def _read_words(
         texts, others = texts[:most], texts[most:]
         unknown += others
         if not texts and nargs in (1, "+"):
-            problems.add(f"{name}: needs a value (got none).", *([] if flag is None else [flag.key]))
-        elif flag is None:
-            ignored.append((name, texts))
+            problems.add(f"{name}: needs a value (got none).", flag.key)
+        elif isinstance(row, Harmless):
+            ignored.append((name, row, texts))
         else:
             value = True if flag.kind is bool else texts if flag.nargs else _number(flag, texts[0])
             _set_value(values, flag, name, value, problems)
@@ -239,7 +235,7 @@ def _read_train(
         elif isinstance(row, Harmless):
             if value is not False:
                 words = [] if value is True else value if isinstance(value, list) else [value]
-                ignored.append((flag_name(key), [str(word) for word in words]))
+                ignored.append((flag_name(key), row, [str(word) for word in words]))
         elif isinstance(row, Refused):
             problems.add(f"train.{key}: {row.error(flag_name(key))}")
         else:
@@ -286,18 +282,10 @@ def _ignored_note(
     with all keys of other flags, ``args`` has the values of the keys of "train".
     """
     job = {**config, "ds_ext": {**config.get("ds_ext", {}), "train": vars(args)}}
-    for flag, words in flags:
-        row = row_of(flag)[1]
-        assert isinstance(row, Harmless)
-        errors = [row.error(flag, words)]
-        for path, values in row.needs.items():
-            value = value_at(job, path)
-            if value not in values:
-                allowed = " or ".join(json.dumps(value) for value in values if value is not None)
-                errors.append(f"{flag}: needs {path} {allowed} (got {value!r}).")
-        for error in filter(None, errors):
+    for flag, row, words in flags:
+        for error in row.errors(flag, words, job):
             problems.add(error)
-    texts = dict.fromkeys(" ".join([flag, *words]) for flag, words in flags)
+    texts = dict.fromkeys(" ".join([flag, *words]) for flag, _, words in flags)
     return [f"ignored   {', '.join(texts)} (without effect here)"] if texts else []
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ...config.deepspeed_json import value_at
 from ...errors import ANSWERS, ConfigError
 from ...model.field_flags import Flag
 
@@ -101,12 +102,19 @@ class Harmless:
     use: str = ""
     needs: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
-    def error(self, flag: str, words: Sequence[str]) -> str:
-        """Return the error; "" if the values are harmless."""
-        if not self.values or {*words} <= {*self.values}:
-            return ""
-        fix = f" Use {self.use}." if self.use else ""
-        return f"{flag}: must be {' or '.join(self.values)}, the only behavior (got {' '.join(words)}).{fix}"
+    def flag(self, key: str) -> Flag:
+        nargs = self.nargs if isinstance(self.nargs, str) else None
+        return Flag(key, str if self.nargs else bool, nargs=nargs)
+
+    def errors(self, flag: str, words: Sequence[str], job: Mapping[str, Any]) -> Iterator[str]:
+        """Yield errors if the flag is not harmless for a job: its JSON with the values of "train"."""
+        if self.values and not {*words} <= {*self.values}:
+            fix = f" Use {self.use}." if self.use else ""
+            yield f"{flag}: must be {' or '.join(self.values)}, the only behavior (got {' '.join(words)}).{fix}"
+        for path, values in self.needs.items():
+            if (value := value_at(job, path)) not in values:
+                allowed = " or ".join(json.dumps(value) for value in values if value is not None)
+                yield f"{flag}: needs {path} {allowed} (got {value!r})."
 
 
 @dataclass(frozen=True)
