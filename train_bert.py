@@ -15,18 +15,9 @@ from typing import TYPE_CHECKING
 
 from ds_ext.environment import restart_count
 from ds_ext.launch import process, stop
-from ds_ext.parallel.hosts import Hosts
-from ds_ext.planner.job_plan import JobPlan, StagePlan
+from ds_ext.planner.job_plan import StagePlan
 from ds_ext.recipes.training.hosts import hosts_of_flags
-from ds_ext.recipes.training.setup import (
-    check_memory,
-    describe_plan,
-    job_facts,
-    micro_batches,
-    model_fields,
-    plan_job,
-    with_stage_work,
-)
+from ds_ext.recipes.training.setup import model_fields, plan_job
 
 if TYPE_CHECKING:
     from ds_ext.engine.batches import MapDataset
@@ -39,9 +30,8 @@ PADDING_MASK_BYTES = 1  # per token, in every message of an activation
 
 def main() -> int:
     """Train, or print the plan of a dry run. Returns the exit code."""
-    args, plan, config, boundaries = plan_job(
-        "train_bert.py", sys.argv[1:], "bert", bert_config, BEFORE, AFTER
-    )
+    job = plan_job("train_bert.py", sys.argv[1:], "bert", bert_config, BEFORE, AFTER)
+    args, config = job.args, job.model
 
     from ds_ext.recipes.data.bert import bert_tokenizer, build_bert_datasets
     from ds_ext.recipes.training.loop import Trainer, say, show, shut_down
@@ -49,20 +39,16 @@ def main() -> int:
     process.set_up_logging()
     options = bert_options(args)
     tokenizer = bert_tokenizer(args.data_path, args.tokenizer) if args.data_path else None
-    plan = with_stage_work(plan, boundaries, BEFORE, AFTER, config)
+    job = job.with_stage_work()
 
     def datasets(samples: tuple[int, int, int]) -> Sequence[MapDataset]:
         assert tokenizer is not None
         sizes = args.seq_length, samples, args.seed
         return build_bert_datasets(args.data_path, args.split, *sizes, tokenizer, options)
 
-    train, valid = micro_batches(args, plan, datasets)
-
-    def describe(plan: JobPlan, hosts: Hosts | None) -> str:
-        return describe_plan(args, plan, boundaries, BEFORE, AFTER, config, PADDING_MASK_BYTES, hosts)
-
+    train, valid = job.micro_batches(datasets)
     if args.dry_run or tokenizer is None:
-        return show(describe(plan, hosts_of_flags(args)))
+        return show(job.describe(hosts_of_flags(args), PADDING_MASK_BYTES))
 
     import ds_ext
     from ds_ext.engine import (
@@ -76,13 +62,14 @@ def main() -> int:
     from ds_ext.recipes.models.bert import BertLoss, bert_layer_specs
     from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel
 
-    settings = plan.job.ds_ext
-    check_precision(plan.job)
-    init_distributed(settings.transport_options.timeout_s, job_facts(args, plan, config.vocab_size))
-    plan = replace(plan, layout=on_hosts(plan.layout, settings.fbd.forward_hosts))
-    check_memory(args, plan, boundaries, BEFORE, AFTER, config)
+    settings = job.plan.settings
+    check_precision(job.plan.job)
+    init_distributed(settings.transport_options.timeout_s, job.facts())
+    plan = replace(job.plan, layout=on_hosts(job.plan.layout, settings.fbd.forward_hosts))
+    job = replace(job, plan=plan)
+    job.check_memory()
     if settings.print_plan and restart_count() == 0:
-        say(describe(plan, hosts_of_job()))
+        say(job.describe(hosts_of_job(), PADDING_MASK_BYTES))
     tp = create_tensor_parallel(plan.layout.groups()["tensor"])
     clock = DropoutClock()
     model = ds_ext.PipelineModule(
@@ -90,7 +77,7 @@ def main() -> int:
         plan,
         loss_fn=BertLoss(config, tp),
         clock=clock,
-        partition_method=boundaries,
+        partition_method=job.boundaries,
     )
     engine, *_ = ds_ext.initialize(model=model, model_parameters=weight_decay_groups(model))
     meta = read_meta(args.data_path) or {}

@@ -17,18 +17,9 @@ from ds_ext.environment import restart_count
 from ds_ext.errors import ConfigError
 from ds_ext.launch import process, stop
 from ds_ext.parallel.hosts import Hosts
-from ds_ext.planner.job_plan import JobPlan, StagePlan
+from ds_ext.planner.job_plan import StagePlan
 from ds_ext.recipes.training.hosts import hosts_of_flags
-from ds_ext.recipes.training.setup import (
-    check_memory,
-    describe_plan,
-    job_facts,
-    layers_after,
-    micro_batches,
-    model_fields,
-    plan_job,
-    with_stage_work,
-)
+from ds_ext.recipes.training.setup import model_fields, plan_job
 
 if TYPE_CHECKING:
     from ds_ext.recipes.models.gpt import GPTConfig  # imports torch
@@ -39,7 +30,8 @@ START_BYTES = 8  # start of a token's document, int64
 
 def main() -> int:
     """Train, or print the plan of a dry run. Returns the exit code."""
-    args, plan, config, boundaries = plan_job("train_gpt.py", sys.argv[1:], "gpt", gpt_config, BEFORE, AFTER)
+    job = plan_job("train_gpt.py", sys.argv[1:], "gpt", gpt_config, BEFORE, AFTER)
+    args, config = job.args, job.model
 
     from ds_ext.recipes.data.chat.dataset import pad_conversations
     from ds_ext.recipes.data.gpt import build_gpt_datasets, describe_data, mean_tokens, samples_per_epoch
@@ -49,22 +41,21 @@ def main() -> int:
 
     process.set_up_logging()
     options = document_options(args)
-    builder = make_builder(args, plan, config)
-    after = layers_after(plan, AFTER)
-    plan = with_stage_work(plan, boundaries, BEFORE, after, config)
+    builder = make_builder(args, job.plan, config)
+    job = job.with_stage_work()
+    settings = job.plan.settings
     datasets = functools.partial(build_gpt_datasets, args.data_path, args.split, args.seq_length)
-    length = args.seq_length if plan.settings.sequence_slices > 1 else 0  # slices need samples of one length
+    length = args.seq_length if settings.sequence_slices > 1 else 0  # slices need samples of one length
     collate = None if options.packs else functools.partial(pad_conversations, length=length)
-    train, valid = micro_batches(args, plan, lambda samples: datasets(samples, args.seed, options), collate)
+    train, valid = job.micro_batches(lambda samples: datasets(samples, args.seed, options), collate)
     token_bytes = START_BYTES if config.packed else 0
     args.notes += describe_data(train.dataset)
 
-    def describe(plan: JobPlan, hosts: Hosts | None) -> str:
-        folder = builder.weights, builder.has_experts
-        return describe_plan(args, plan, boundaries, BEFORE, after, config, token_bytes, hosts, *folder)
+    def describe(hosts: Hosts | None) -> str:
+        return job.describe(hosts, token_bytes, builder.weights, builder.has_experts)
 
     if args.dry_run:
-        return show(describe(plan, hosts_of_flags(args)))
+        return show(describe(hosts_of_flags(args)))
 
     import ds_ext
     from ds_ext.engine import (
@@ -77,15 +68,15 @@ def main() -> int:
     from ds_ext.recipes.data.meta import read_meta
     from ds_ext.tensor_parallel import create_tensor_parallel
 
-    settings = plan.job.ds_ext
-    check_precision(plan.job)
-    init_distributed(settings.transport_options.timeout_s, job_facts(args, plan, config.vocab_size))
-    plan = replace(plan, layout=on_hosts(plan.layout, settings.fbd.forward_hosts))
-    check_memory(args, plan, boundaries, BEFORE, after, config)
+    check_precision(job.plan.job)
+    init_distributed(settings.transport_options.timeout_s, job.facts())
+    plan = replace(job.plan, layout=on_hosts(job.plan.layout, settings.fbd.forward_hosts))
+    job = replace(job, plan=plan)
+    job.check_memory()
     if settings.print_plan and restart_count() == 0:
-        say(describe(plan, hosts_of_job()))
+        say(describe(hosts_of_job()))
     tp = create_tensor_parallel(plan.layout.groups()["tensor"])
-    model = builder.module(plan, boundaries, tp)
+    model = builder.module(plan, job.boundaries, tp)
     engine, *_ = ds_ext.initialize(model=model, model_parameters=weight_decay_groups(model))
     builder.load(engine)
     meta = read_meta(args.data_path) or {}

@@ -37,7 +37,8 @@ def plan_job(
     make_config: Callable[[argparse.Namespace, StagePlan | None], TransformerConfig] = small_config,
 ) -> tuple[argparse.Namespace, JobPlan]:
     """Return the flags and the plan of a script's command line."""
-    return setup.plan_job(prog, argv, model, make_config, ["a", "b"], ["c", "d"])[:2]
+    job = setup.plan_job(prog, argv, model, make_config, ["a", "b"], ["c", "d"])
+    return job.args, job.plan
 
 
 def _job(config: JobConfig | Mapping[str, Any]) -> JobConfig:

@@ -13,9 +13,9 @@ from ..model.json_values import read_json
 from ..planner.named_models import LLAMA, MODELS, named_model
 from ..planner.training_sizes import TrainingSizes
 
-# Settings of the job that `plan` chooses itself, and all settings with a flag.
+# Settings of the job with a flag, and those of them that `plan` chooses itself.
+_SETTINGS = tuple(name for name in flags_of(TrainingSizes) if name not in flags_of(TransformerConfig))
 _CHOSEN = ("tensor_parallel", "data_parallel", "attention_scores")
-_SETTINGS = ("micro_batch", "precision", "zero_stage", "overlap_across_steps", *_CHOSEN)
 _MOST_TOKENS = 8192  # of a sample of a config.json without --seq-length, as in MODELS
 
 
@@ -24,7 +24,8 @@ def add_model_flags(verb: argparse.ArgumentParser, *, all_settings: bool = True)
     group = verb.add_argument_group("model, for memory and message sizes")
     names = f"one of {', '.join(MODELS)}; or a Hugging Face folder or its config.json"
     group.add_argument("--model", metavar="NAME|FOLDER", help=f"{names}; the flags override its sizes")
-    add_flags(group, TransformerConfig, PLANNED, default=None)
+    fields = flags_of(TrainingSizes)
+    add_flags(group, (fields[name] for name in PLANNED), default=None)
     group.add_argument(
         "--rope",
         dest="position_embedding_type",
@@ -32,13 +33,12 @@ def add_model_flags(verb: argparse.ArgumentParser, *, all_settings: bool = True)
         const="rope",
         help="--position-embedding-type rope",
     )
-    for name, flag in flags_of(TrainingSizes).items():
-        if name in _SETTINGS and (all_settings or name not in _CHOSEN):
-            default = flag.default
+    for name in _SETTINGS:
+        if all_settings or name not in _CHOSEN:
+            flag, default = fields[name], fields[name].default
             if name == "zero_stage" and not all_settings:
                 default = "1 with several copies of the weights"
-            changes = {"default": None, "help": f"{flag.help} ({default})"}
-            group.add_argument(flag_name(flag.key), **{**flag.arguments, **changes})
+            add_flags(group, [flag], default=None, help=f"{flag.help} ({default})")
     if all_settings:
         recompute = ["none", "selective", "full"]
         group.add_argument("--recompute", choices=recompute, help="recomputation in the backward (none)")

@@ -262,17 +262,12 @@ def comparison(
         )
         for s in simulations
     ]
+    is_shown = [any(column) for column in zip(*rows, strict=True)]
     for index, (name, reason) in sorted((refused or {}).items()):
         name = runs[name].name if name in runs else name
         rows.insert(index, (name, *["-"] * (len(header) - 2), reason))
-    empty_columns = set[str]()
-    if not refused:
-        empty_columns.add("")
-    if model is None:
-        empty_columns.add("memory")
-    if not runs:
-        empty_columns |= {"measured", "error"}
-    columns = [i for i, name in enumerate(header) if name not in empty_columns]
+        is_shown[-1] = True
+    columns = [i for i, shown in enumerate(is_shown) if shown]
     return [tuple(row[i] for i in columns) for row in (header, *rows)]
 
 

@@ -114,15 +114,15 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
         if key != "ds_ext" and difflib.get_close_matches(key.lower(), ["ds_ext"], cutoff=RESEMBLES):
             problems.add(f"{key}: unknown key (got {value!r}). Did you mean ds_ext?")
     for path in _OBJECTS:
-        value = _value(config, path, {})
+        value = value_at(config, path, {})
         old_form = isinstance(value, bool) and path == "zero_optimization"
         if not (isinstance(value, Mapping) or (value is None and path in _MAY_BE_NULL) or old_form):
             problems.add(f"{path}: must be an object (got {value!r}). Use {{...}} or omit it.")
     for path in [f"{name}.enabled" for name in _SWITCHED]:
-        value = _value(config, path, False)
+        value = value_at(config, path, False)
         if not isinstance(value, bool) and value != "auto":
             problems.add(f"{path}: must be true or false (got {value!r}).")
-    stage = _value(config, "zero_optimization.stage", 0)
+    stage = value_at(config, "zero_optimization.stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, "0", "1"):
         problems.add(
             f"zero_optimization.stage: pipelines support only 0 and 1, because the gradients of several micro-batches "
@@ -131,7 +131,7 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
     if _is_enabled(config, "bf16") and _is_enabled(config, "fp16"):
         problems.add("bf16.enabled, fp16.enabled: both are set (got true). Set only one.")
     for path, (accepted, instead) in UNAPPLIED.items():
-        if (value := _value(config, path, accepted[0])) not in accepted:
+        if (value := value_at(config, path, accepted[0])) not in accepted:
             shown = json.dumps(value, default=repr)
             problems.add(f"{path}: has no effect in this engine (got {shown}). Omit it. {instead}.")
     problems.raise_all()
@@ -140,11 +140,11 @@ def check_deepspeed_keys(config: Mapping[str, Any], ours: Collection[str]) -> No
 def notes_on_keys(config: Mapping[str, Any]) -> list[str]:
     """Return a note for each key of NOTED that the JSON sets, and for a precision "auto"."""
     precisions = [f"{name}.enabled" for name in ("bf16", "bfloat16", "fp16")]
-    automatic = [path for path in precisions if _value(config, path, False) == "auto"]
+    automatic = [path for path in precisions if value_at(config, path, False) == "auto"]
     notes = [f'{path}: "auto" is off, as in DeepSpeed. Write true or false' for path in automatic]
     for path, (silent, note) in NOTED.items():
         offloads = path.endswith("offload_optimizer.device") and zero_stage(half_through_zero(config)) > 0
-        if not offloads and _value(config, path, silent[0]) not in silent:
+        if not offloads and value_at(config, path, silent[0]) not in silent:
             notes.append(f"{path}: {note}")
     return notes
 
@@ -232,11 +232,11 @@ def fp32_sums_of_bf16(config: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("communication_data_type") is None:
         settings["communication_data_type"] = "fp32"
     is_set = not isinstance(types, Mapping) or types.get("grad_accum_dtype") is not None
-    device = _value(config, "zero_optimization.offload_optimizer.device", "none")
-    is_offloaded = device not in ("none", "auto") or _value(config, "zero_optimization.cpu_offload", False)
+    device = value_at(config, "zero_optimization.offload_optimizer.device", "none")
+    is_offloaded = device not in ("none", "auto") or value_at(config, "zero_optimization.cpu_offload", False)
     # DeepSpeed has no fp32 sums with an offloaded optimizer, without the gradient norm, or with bf16 master weights.
-    without_norm = _value(config, "zero_optimization.compute_grad_norm", True) is False
-    in_bf16 = _value(config, f"{precision_section(config)}.bf16_master_weights_and_grads", False)
+    without_norm = value_at(config, "zero_optimization.compute_grad_norm", True) is False
+    in_bf16 = value_at(config, f"{precision_section(config)}.bf16_master_weights_and_grads", False)
     is_refused = is_offloaded or without_norm or in_bf16
     if zero_stage(config) == 1 and not (is_set or is_refused):
         settings["data_types"] = {**types, "grad_accum_dtype": "fp32"}
@@ -252,7 +252,7 @@ def zero_stage(config: Mapping[str, Any]) -> int:
 
 def reduce_bucket_size(config: Mapping[str, Any]) -> int:
     """Return the elements of ZeRO's reduction bucket. The default is DeepSpeed's."""
-    size = _value(config, "zero_optimization.reduce_bucket_size", _BUCKET)
+    size = value_at(config, "zero_optimization.reduce_bucket_size", _BUCKET)
     return _BUCKET if size == "auto" else int(size)
 
 
@@ -262,10 +262,10 @@ def adam_implementation(config: Mapping[str, Any]) -> str:
     DeepSpeed's optimizers are fused. Without a setting, torch uses foreach on GPUs and for-loop on CPUs. The result is
     then for-loop, which needs more memory.
     """
-    params = _value(config, "optimizer.params", None) or {}
+    params = value_at(config, "optimizer.params") or {}
     if params.get("fused"):
         return "fused"
-    if str(_value(config, "optimizer.type", "")).lower() in _FUSED and not params.get("torch_adam"):
+    if str(value_at(config, "optimizer.type", "")).lower() in _FUSED and not params.get("torch_adam"):
         return "fused"
     return "foreach" if params.get("foreach") else "for-loop"
 
@@ -283,10 +283,10 @@ def precision_section(config: Mapping[str, Any]) -> str | None:
 
 
 def _is_enabled(config: Mapping[str, Any], name: str) -> bool:
-    return _value(config, f"{name}.enabled", False) is True
+    return value_at(config, f"{name}.enabled", False) is True
 
 
-def _value(config: Any, path: str, default: Any) -> Any:
+def value_at(config: Any, path: str, default: Any = None) -> Any:
     """Return the value at a dotted path; ``default`` if it is not set."""
     for key in path.split("."):
         if not isinstance(config, Mapping) or key not in config:

@@ -69,10 +69,11 @@ def _section(outer: type[Section], key: str) -> type[Section]:
     )
 
 
-def import_own_schedules(job: JobConfig) -> None:
-    """Import the modules listed under the key "import"; the search path includes the JSON's folder."""
+def import_own_schedules(job: JobConfig, modules: Sequence[str] = ()) -> None:
+    """Import the modules under the key "import", also from the JSON's folder, and those of ``--import``."""
     try:
         import_modules(job.ds_ext.modules, '"ds_ext": import', Path(job.path or ".").parent)
+        import_modules(modules, "--import")
     except ScheduleError as error:
         raise ConfigError(str(error)) from error.__cause__
 
@@ -100,6 +101,11 @@ class JobConfig:
     ds_ext: DsExtConfig
     path: str | None = None
     flags: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The "ds_ext" section as it is written, without "train"."""
+        return {key: value for key, value in self.deepspeed.get("ds_ext", {}).items() if key != "train"}
 
     @property
     def notes(self) -> list[str]:

@@ -1,9 +1,9 @@
-"""Flags and "train" keys of a model, generated from the fields of its config. Imports neither torch nor the models."""
+"""Flags of command lines, and those of a model, generated from the fields of its config. Imports no torch."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import cache
 from inspect import getdoc
@@ -12,42 +12,66 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 @dataclass(frozen=True)
 class Flag:
-    """Flag of a field of a dataclass, in its metadata; see :func:`flag`.
+    """Flag of a command line; that of a dataclass's field is in the field's metadata, see :func:`flag`.
 
     A field without metadata has a flag with its name, type and default. The help is the description of the field in the
     docstring of the class.
 
     Args:
         key: name of the flag with underscores, which is also its key in "train"; "": name of the field.
+        kind: type of the value, bool for a switch; None: that of the field.
+        metavar: name of the value in the help; "": that of the flag.
+        help: "": description of the field.
         default: default of the flag; ``...``: that of the field, or None.
-        kind: type of the flag; None: that of the field.
+        choices: values of the flag; empty: those of a Literal, or any.
+        least: least value of a number that the training scripts accept; None: any.
+        nargs: number of values, as in ``add_argument``; None: 0 for a switch, 1 for other flags.
+        repeated: the flag may be repeated, and its value is the list of all.
+        names: spellings of the flag; empty: that of the key.
         planned: the planner needs the field, so the verbs of ``python -m ds_ext`` have the flag too.
         read: returns the field for the value of the flag and all keys; None: they are equal.
         write: returns the keys for a field; None: the field is the value of the flag.
-        choices: values of the flag; empty: those of a Literal, or any.
-        help: "": description of the field.
-        metavar: name of the value in the help; "": that of the flag.
     """
 
     key: str = ""
-    default: Any = ...
     kind: Any = None
+    metavar: str = ""
+    help: str = ""
+    default: Any = None
+    choices: tuple[Any, ...] = ()
+    least: int | None = None
+    nargs: str | None = None
+    repeated: bool = False
+    names: tuple[str, ...] = ()
     planned: bool = False
     read: Callable[[Any, Mapping[str, Any]], Any] | None = None
     write: Callable[[Any], Mapping[str, Any]] | None = None
-    choices: tuple[Any, ...] = ()
-    help: str = ""
-    metavar: str = ""
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        return self.names or (flag_name(self.key),)
+
+    @property
+    def unset(self) -> Any:
+        """Value without the flag: its default, False for a switch, a new list for a flag with several values."""
+        if self.nargs or self.repeated:
+            return []
+        return False if self.kind is bool and self.default is None else self.default
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of ``add_argument``."""
-        common = {"default": self.default, "help": self.help}
+        common = {"dest": self.key, "default": self.unset, "help": self.help}
         if self.kind is bool:
             return {"action": "store_true", **common}
-        kind = {} if self.kind is str else {"type": self.kind}
-        choices = {"choices": list(self.choices)} if self.choices else {}
-        return {**kind, **choices, **common, **({"metavar": self.metavar} if self.metavar else {})}
+        optional = {
+            "type": None if self.kind is str else self.kind,
+            "choices": [*self.choices],
+            "metavar": self.metavar,
+            "nargs": self.nargs,
+            "action": "append" if self.repeated else None,
+        }
+        return common | {name: value for name, value in optional.items() if value}
 
 
 NO_FLAG: Mapping[str, Flag | None] = {"flag": None}  # metadata of a field without a flag
@@ -55,7 +79,7 @@ NO_FLAG: Mapping[str, Flag | None] = {"flag": None}  # metadata of a field witho
 
 def flag(key: str = "", **settings: Any) -> Mapping[str, Flag | None]:
     """Return the metadata of a field: ``field(metadata=flag("window_size"))``; see :class:`Flag`."""
-    return {"flag": Flag(key, **settings)}
+    return {"flag": Flag(key, **{"default": ..., **settings})}
 
 
 def flag_name(key: str) -> str:
@@ -69,7 +93,7 @@ def flags_of(config: type) -> Mapping[str, Flag]:
     hints = get_type_hints(config)
     flags: dict[str, Flag] = {}
     for field in fields(config):
-        partial = field.metadata.get("flag", Flag())
+        partial = field.metadata.get("flag", Flag(default=...))
         if partial is not None:
             hint = hints[field.name]
             flags[field.name] = replace(
@@ -125,11 +149,10 @@ def keys_of(config: type, values: Any, names: Collection[str] | None = None) -> 
     return keys
 
 
-def add_flags(group: Any, config: type, names: Collection[str], **changes: Any) -> None:
-    """Add the flags of some fields. ``changes`` are arguments of ``add_argument`` for all of them."""
-    for name, flag in flags_of(config).items():
-        if name in names:
-            group.add_argument(flag_name(flag.key), **{**flag.arguments, **changes})
+def add_flags(group: Any, flags: Iterable[Flag], **changes: Any) -> None:
+    """Add flags to a parser or a group. ``changes`` are arguments of ``add_argument`` for all of them."""
+    for flag in flags:
+        group.add_argument(*flag.spellings, **{**flag.arguments, **changes})
 
 
 def _descriptions(config: type) -> dict[str, str]:

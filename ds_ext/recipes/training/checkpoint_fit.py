@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +41,36 @@ def check_load(args: argparse.Namespace, model: TransformerConfig) -> None:
     checkpoint, manifest = open_checkpoint(Path(args.load))
     state = _state(checkpoint)
     name = f"--load {args.load}: {checkpoint.name}"
-    _check_tokenizer(name, state.get("tokenizer"), args.data_path)
+    saved_tokenizer = state.get("tokenizer")
+    tokenizer = (read_meta(args.data_path) or {}).get("tokenizer_fingerprint")
+    if None not in (saved_tokenizer, tokenizer) and saved_tokenizer != tokenizer:
+        raise ConfigError(
+            f"{name} has a different tokenizer (got fingerprint {saved_tokenizer}; that of the data is {tokenizer}). "
+            f"Use the --data-path of that run, or a different checkpoint."
+        )
     if model.transformer_impl == "transformers":
         return  # their weights have names that only a cut model shows
-    shapes = {f"{p['layer']}.{p['key']}": tuple(p["shape"]) for p in manifest["parameters"].values()}
-    different_sizes = list(_different_sizes(manifest["job"], shapes, state.get("model") or {}, model))
-    if different_sizes:
+    saved = {f"{p['layer']}.{p['key']}": tuple(p["shape"]) for p in manifest["parameters"].values()}
+    shapes = {weight.name: weight.shape for weight in counterparts(model)}
+    sizes = _different_sizes(manifest["job"]["layers"], saved, shapes, state.get("model") or {}, model)
+    if sizes:
         fix = "Set the sizes of that run"
-        if any("vocab" in size for size in different_sizes):
+        if "vocab_size" in sizes:
             fix += ", and --data-path to data prepared with its tokenizer, or --vocab-size"
-        raise ConfigError(f"{name} has a different model (got {', '.join(different_sizes)}). {fix}.")
-    different_weights = list(_different_weights(shapes, model))
-    if different_weights:
-        hidden = len(different_weights) - _SHOWN
-        more = f"; {hidden} more" if hidden > 0 else ""
+        got = ", ".join(f"{key} {size}, here {own_size}" for key, (size, own_size) in sizes.items())
+        raise ConfigError(f"{name} has a different model (got {got}). {fix}.")
+    # Layers of Transformer Engine are skipped, because their weights have other names.
+    skipped = range(2, 2 + model.num_layers) if model.transformer_impl != "local" else ()
+    weights = [
+        f"{weight} {_text(saved.get(weight))}, here {_text(shapes.get(weight))}"
+        for weight in dict.fromkeys([*shapes, *saved])
+        if saved.get(weight) != shapes.get(weight) and int(weight.partition(".")[0]) not in skipped
+    ]
+    if weights:
+        more = f"; {len(weights) - _SHOWN} more" if len(weights) > _SHOWN else ""
         raise ConfigError(
-            f"{name} has different weights (got {'; '.join(different_weights[:_SHOWN])}{more}). Set the sizes and "
-            f"layer type of that run."
-        )
-
-
-def _check_tokenizer(name: str, fingerprint: str | None, data_path: str | Sequence[str]) -> None:
-    data_fingerprint = (read_meta(data_path) or {}).get("tokenizer_fingerprint")
-    if None not in (fingerprint, data_fingerprint) and fingerprint != data_fingerprint:
-        raise ConfigError(
-            f"{name} has a different tokenizer (got fingerprint {fingerprint}; that of the data is "
-            f"{data_fingerprint}). Use the --data-path of that run, or a different checkpoint."
+            f"{name} has different weights (got {'; '.join(weights[:_SHOWN])}{more}). Set the sizes and layer type of "
+            f"that run."
         )
 
 
@@ -88,44 +92,30 @@ def _state(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def _different_sizes(
-    job: Mapping[str, Any],
+    layers: int,
+    saved: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
     saved_model: Mapping[str, Any],
     model: TransformerConfig,
-) -> Iterator[str]:
-    """Yield ``"num_layers 6, here 8"`` for every flag that differs; nothing for a different kind of model.
+) -> dict[str, tuple[Any, Any]]:
+    """Return flag -> its values in the checkpoint and here, if they differ; empty for a different kind of model.
 
     ``saved_model`` has fields that the weights do not show, as far as they were saved.
     """
-    model_shapes = {weight.name: weight.shape for weight in counterparts(model)}
-    if any(name in model_shapes and name not in shapes for name in _SIZES if name.startswith(("0.", "1."))):
-        return
+    if any(name in shapes and name not in saved for name in _SIZES if name.startswith(("0.", "1."))):
+        return {}
     other_layers = num_pipeline_layers(model) - model.num_layers
-    pairs = {"num_layers": (job["layers"] - other_layers, model.num_layers)}  # (checkpoint, model)
+    sizes = {"num_layers": (layers - other_layers, model.num_layers)}
     for name, keys in _SIZES.items():
-        if name in shapes and name in model_shapes:
-            pairs |= dict(zip(keys, zip(shapes[name], model_shapes[name], strict=False), strict=False))
+        if name in saved and name in shapes:
+            sizes |= dict(zip(keys, zip(saved[name], shapes[name], strict=False), strict=False))
     fields = unseen_in_weights(model)
-    pairs |= {key: (saved_model[key], fields[key]) for key in COMPUTED if key in saved_model}
-    differences = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+    sizes |= {key: (saved_model[key], fields[key]) for key in COMPUTED if key in saved_model}
+    differences = {key: pair for key, pair in sizes.items() if pair[0] != pair[1]}
     for derived, origins in _DERIVED.items():
         if differences.keys() & origins:
             differences.pop(derived, None)
-    for key, (saved_size, size) in differences.items():
-        yield f"{key} {saved_size}, here {size}"
-
-
-def _different_weights(shapes: Mapping[str, tuple[int, ...]], model: TransformerConfig) -> Iterator[str]:
-    """Yield every weight that is missing on one side or has a different shape.
-
-    Layers of Transformer Engine are skipped, because their weights have other names.
-    """
-    model_shapes = {weight.name: weight.shape for weight in counterparts(model)}
-    ignored_layers = range(2, 2 + model.num_layers) if model.transformer_impl != "local" else range(0)
-    for name in dict.fromkeys([*model_shapes, *shapes]):
-        shape, model_shape = shapes.get(name), model_shapes.get(name)
-        if shape != model_shape and int(name.partition(".")[0]) not in ignored_layers:
-            yield f"{name} {_text(shape)}, here {_text(model_shape)}"
+    return differences
 
 
 def _text(shape: tuple[int, ...] | None) -> str:

@@ -38,13 +38,8 @@ def hosts_of_flags(args: argparse.Namespace) -> Hosts | None:
     return Hosts((local,) * count) if count > 1 and local * count == world else None
 
 
-def is_placed(layout: ParallelLayout, forward_hosts: list[str] | None) -> bool:
-    """Return False before the forward ranks of `fbd` are placed on their hosts."""
-    return forward_hosts is None or not isinstance(layout, DisaggregatedLayout) or layout.order is not None
-
-
 def layout_on(layout: ParallelLayout, hosts: Hosts, forward_hosts: list[str] | None) -> ParallelLayout:
-    """Return the layout with the forward ranks of `fbd` on their hosts."""
+    """Return the layout with the forward ranks of `fbd` on their hosts. Raises ConfigError if they do not fit."""
     if forward_hosts is None or not isinstance(layout, DisaggregatedLayout):
         return layout
     names = [hosts.names[hosts.host(rank)] for rank in range(hosts.world_size)]
@@ -52,7 +47,7 @@ def layout_on(layout: ParallelLayout, hosts: Hosts, forward_hosts: list[str] | N
 
 
 def describe_hosts(
-    layout: ParallelLayout, hosts: Hosts | None, traffic: Traffic, micro_batches: int, verbose: bool = True
+    layout: ParallelLayout, hosts: Hosts | None, traffic: Traffic, micro_batches: int, verbose: bool
 ) -> list[str]:
     """Return the bytes between hosts, the groups that cross hosts, and a better rank order; empty for one host.
 

@@ -67,9 +67,8 @@ class OwnLayers:
 
     @property
     def _initial(self) -> HuggingFaceModel | None:
-        return (
-            None if self._args.load else self._folder
-        )  # the weights of a checkpoint replace those of the folder
+        # The weights of a checkpoint replace those of the folder.
+        return None if self._args.load else self._folder
 
 
 class DecoderLayers:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...config.deepspeed_json import value_at
 from ...config.job import AUTO
 from ...engine import PipelineEngine
 from ...engine.all_ranks import on_all_ranks
@@ -29,6 +30,7 @@ from ...hf.folder import read_config, stored_dtype
 from ...launch import failure, process, stop
 from ...launch.launcher import launch_again
 from ...model.config import TransformerConfig
+from ...model.field_flags import flag_name
 from ...observe.metrics import Metrics, print_line
 from ...pipe_schedules.files import is_timetable_file
 from ...planner.job_plan import JobPlan
@@ -36,7 +38,6 @@ from ..convert.tokenizer_files import ORIGIN, origin_of
 from ..data.blend import parse_data_path, parse_split
 from ..models.bert import MASKED_WORDS
 from ..models.hf_config import unseen_in_weights
-from .section_flags import value_at
 
 EXIT_NOT_SAVED = 3
 EXIT_PIPE = 141  # a shell's exit code for a program that SIGPIPE ended
@@ -89,9 +90,8 @@ class Trainer:
     stopped: str = ""  # why the run ended before its last step
     not_saved: list[int] = field(default_factory=list)
     metrics: Metrics = field(init=False)
-    _origin: dict[str, Any] = field(
-        default_factory=dict
-    )  # what a checkpoint keeps of the folder of --hf-model
+    # What a checkpoint keeps of the folder of --hf-model.
+    _origin: dict[str, Any] = field(default_factory=dict)
     _saving: int | None = None  # step of the last save, until all ranks know its result
     _announced: int | None = None  # step of the last save whose end rank 0 has printed early
 
@@ -258,13 +258,8 @@ class Trainer:
 
     def _announce_save(self) -> None:
         save, step = self.engine.saving, self._saving
-        if (
-            step not in (None, self._announced)
-            and rank() == 0
-            and save
-            and save.is_done()
-            and not save.wait()
-        ):
+        is_new = rank() == 0 and step != self._announced
+        if is_new and step is not None and save and save.is_done() and not save.wait():
             self._announced = step
             self._say_saved(step)
 
@@ -446,7 +441,7 @@ def changed_data(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
     Flags missing on one side are ignored.
     """
     return [
-        f"note: --{name.replace('_', '-')} was {saved[name]}, is {current[name]}: {effect}"
+        f"note: {flag_name(name)} was {saved[name]}, is {current[name]}: {effect}"
         for name, effect in _DATA_FLAGS.items()
         if name in saved and name in current and saved[name] != current[name]
     ]

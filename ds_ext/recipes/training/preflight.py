@@ -5,30 +5,18 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...config.deepspeed_json import require_monitors
-from ...environment import local_world_size, rank
+from ...config.deepspeed_json import require_monitors, value_at
+from ...environment import rank
 from ...errors import CheckpointError, ConfigError, Problems
 from ...model.field_flags import flag_name
-from ...parallel.fbd import DisaggregatedLayout, place_by_hosts
-from ...parallel.layout import ParallelLayout
-from ..data.blend import parse_data_path
+from ..data.blend import parse_data_path, parse_split
 from ..data.indexed import require_files
-from .megatron_flags import TOKENIZER_FILES, TOKENIZER_TYPES
-
-_LOWEST = {
-    "train_iters": 1,
-    "eval_iters": 0,
-    "log_interval": 1,
-    "eval_interval": 0,
-    "save_interval": 0,
-    "keep_checkpoints": 0,
-    "exit_interval": 0,
-}
+from .megatron_flags import GPT2_FILES, JSON_FILE, MODEL_FILE, TOKENIZER_TYPES
+from .script_flags import script_flags
 
 
 def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, problems: Problems) -> None:
@@ -47,10 +35,11 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, proble
     with problems.collect("tokenizer", "vocab_file", "merge_file"):
         _check_tokenizer(args)
     _check_files(args, problems, missing)
-    for dest, lowest in _LOWEST.items():
-        value = getattr(args, dest)
-        if value < lowest:
-            problems.add(f"{flag_name(dest)}: must be at least {lowest} (got {value}).")
+    for flag in script_flags("gpt").values():
+        if flag.least is not None and (value := getattr(args, flag.key)) < flag.least:
+            problems.add(f"{flag_name(flag.key)}: must be at least {flag.least} (got {value}).")
+    with problems.collect():
+        parse_split(args.split)
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
         problems.add(f"--peak-tflops: must be greater than 0 and finite (got {args.peak_tflops:g}).")
     if args.save_interval and not args.save:
@@ -111,21 +100,8 @@ def _output_folders(args: argparse.Namespace, config: Mapping[str, Any]) -> Iter
         yield "--save", Path(args.save)
     if args.metrics_file and rank() == 0:
         yield "--metrics-file", Path(args.metrics_file).parent
-    if traces := config.get("ds_ext", {}).get("trace", {}).get("dir"):
+    if traces := value_at(config, "ds_ext.trace.dir"):
         yield "trace.dir", Path(traces)
-
-
-def check_forward_hosts(layout: ParallelLayout, forward_hosts: Sequence[str] | None) -> None:
-    """Raise ConfigError for wrong ``fbd.forward_hosts`` if all ranks run on this host.
-
-    Ranks on several hosts check them in ``PipelineModule``, after the exchange of their names and addresses.
-    """
-    if (
-        forward_hosts is not None
-        and isinstance(layout, DisaggregatedLayout)
-        and local_world_size(1) == layout.world_size  # of an unknown launcher: not known
-    ):
-        place_by_hosts(layout, [socket.gethostname()] * layout.world_size, forward_hosts)
 
 
 def _check_tokenizer(args: argparse.Namespace) -> None:
@@ -138,17 +114,16 @@ def _check_tokenizer(args: argparse.Namespace) -> None:
         )
     if args.tokenizer_type is None:
         return
-    kind = "none"
+    files = ""
     if args.vocab_file:
-        kind = "gpt2"
+        files = GPT2_FILES
     elif args.tokenizer:
-        kind = "model" if args.tokenizer.endswith(".model") else "json"
-    type_kind = TOKENIZER_TYPES[args.tokenizer_type]
-    if kind != type_kind:
+        files = MODEL_FILE if args.tokenizer.endswith(".model") else JSON_FILE
+    if files != (needed := TOKENIZER_TYPES[args.tokenizer_type]):
         file = args.vocab_file or args.tokenizer or "none"
         raise ConfigError(
-            f"--tokenizer-type: {args.tokenizer_type} needs {TOKENIZER_FILES[type_kind]} (got {file}). Add the file, "
-            f"or remove --tokenizer-type."
+            f"--tokenizer-type: {args.tokenizer_type} needs {needed} (got {file}). Add the file, or remove "
+            f"--tokenizer-type."
         )
 
 

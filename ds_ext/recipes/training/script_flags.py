@@ -1,340 +1,182 @@
-"""Parser of the training scripts, with Megatron's flag names. Imports neither torch nor DeepSpeed."""
+"""Flags of the training scripts, with Megatron's names. Imports neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from functools import cache
 from types import MappingProxyType
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
 from ... import __version__
 from ...environment import package_version
-from ...errors import ConfigError, Problems
 from ...model.config import GPT_FIELDS, TransformerConfig
-from ...model.field_flags import add_flags, flag_name, flags_of
+from ...model.field_flags import Flag, add_flags, flags_of
 from ..data.blend import DEFAULT_SPLIT
-from .megatron_flags import JSON_KEYS, TOKENIZER_TYPES, TRAIN_KEYS, Harmless, row_of
+from .megatron_flags import JSON_KEYS, TOKENIZER_TYPES, TRAIN_KEYS
 
 Model = Literal["gpt", "bert"]
 SCRIPTS: Mapping[Model, str] = MappingProxyType({"gpt": "train_gpt.py", "bert": "train_bert.py"})
-UNSET = object()  # value of a flag that is missing or wrong
 # Fields whose flags only train_gpt.py has.
 _OF_GPT = ("vocab_size", "layernorm_epsilon", *GPT_FIELDS)
+# Flags of one run, which no JSON contains.
+RUN_FLAGS = frozenset({"deepspeed_config", "deepspeed", "local_rank", "dry_run", "write_config", "hosts"})
+_TITLE_OF_JSON = "keys of the JSON (an error if the JSON has a different value)"
+_OPTIONS = (
+    Flag(
+        *("deepspeed_config", str, "JSON"),
+        'DeepSpeed JSON with a "ds_ext" section (none: the flags need --lr and --micro-batch-size)',
+        names=("--deepspeed_config",),
+    ),
+    Flag("write_config", str, "FILE", "write the JSON of the job, with all flags, and exit"),
+    Flag("deepspeed", bool, "", "accepted for launch scripts, without effect: DeepSpeed is always used"),
+    Flag("local_rank", int, "", "set by DeepSpeed's launcher", names=("--local_rank", "--local-rank")),
+    Flag("dry_run", bool, "", "print the job plan and exit, without other ranks"),
+    Flag("verbose", bool, "", 'print the whole plan, as "print_plan": "all" does'),
+    Flag(
+        *("hosts", str, "HOSTS"),
+        "with --dry-run: hosts as 4x8 (4 hosts, 8 ranks each), 8,8,4 (ranks of each host) or a hostfile",
+    ),
+    Flag("metrics_file", str, "PATH", "file for one JSON object per step, written by rank 0"),
+    Flag(
+        *("peak_tflops", float, "T"),
+        "peak TFLOP/s of a device, for the MFU (default: from the GPU's name, if known)",
+    ),
+)
+_STAGE_LAYERS = Flag(
+    *("stage_layers", str, "A,B,.."),
+    "transformer layers of every stage; balanced: take the work of the head into account (evenly)",
+)
+_HF_MODEL = Flag(
+    *("hf_model", str, "FOLDER"),
+    "Hugging Face model: sizes, tokenizer and, without --load, initial weights",
+)
+_LLAMA = (
+    Flag("rope_scaling_factor", float, "", "factor of --use-rope-scaling", 8.0),
+    Flag("group_query_attention", bool, "", "share keys and values between heads"),
+)
+_DATA = (
+    Flag(
+        *("data_path", str, "PATH"),
+        "prepared folder, .bin/.idx prefix, or a blend: 0.3 a 0.7 b",
+        nargs="*",
+    ),
+    Flag("split", str, "", "shares of train, valid and test", DEFAULT_SPLIT),
+)
+_GPT_DATA = (
+    Flag(
+        *("tokenizer", str, "FILE", "tokenizer.json or sentencepiece model; checked against the data"),
+        names=("--tokenizer", "--tokenizer-model"),
+    ),
+    Flag(
+        *("tokenizer_type", str, "", "for launch scripts; must match the files"),
+        choices=tuple(kind for kind in TOKENIZER_TYPES if not kind.startswith("Bert")),
+    ),
+    Flag("vocab_file", str, "FILE", "GPT-2 vocab.json, with --merge-file"),
+    Flag("merge_file", str, "FILE", "GPT-2 merges.txt, with --vocab-file"),
+    Flag("eod_mask_loss", bool, "", "ignore the labels of end-of-document tokens in the loss"),
+)
+_BERT_DATA = (
+    Flag(
+        *("tokenizer", str, "FILE", "tokenizer.json or vocab.txt (WordPiece); checked against the data"),
+        names=("--tokenizer", "--tokenizer-model", "--vocab-file"),
+    ),
+    Flag(
+        *("tokenizer_type", str, "", "for launch scripts; must match the file"),
+        choices=tuple(kind for kind in TOKENIZER_TYPES if kind.startswith(("Bert", "HuggingFace"))),
+    ),
+    Flag("mask_prob", float, "", "share of predicted tokens", 0.15),
+    Flag("short_seq_prob", float, "", "share of shortened samples", 0.1),
+    Flag("bert_no_binary_head", bool, "", "predict masked words only, not the order of sentences"),
+)
+_TRAINING = (
+    Flag("train_iters", int, "", "optimizer steps, including those before a resume", 100, least=1),
+    Flag("train_samples", int, "N", "samples of all steps, instead of --train-iters"),
+    Flag("eval_interval", int, "STEPS", "0: at the end only", 0, least=0),
+    Flag("eval_iters", int, "", "steps per evaluation; 0: no evaluation", 2, least=0),
+    Flag("save", str, "DIR", "folder for checkpoints"),
+    Flag("save_interval", int, "STEPS", "0: at the end only", 0, least=0),
+    Flag("async_save", bool, "", "copy the state to memory, and write checkpoints beside the next steps"),
+    Flag(
+        *("keep_checkpoints", int, "N"),
+        *("after a save, remove the older complete checkpoints of --save except N in all; 0: keep all", 0),
+        least=0,
+    ),
+    Flag("stop_if_not_saved", bool, "", "end the job if a checkpoint cannot be written; else go on"),
+    Flag(
+        *("exit_signal_handler", bool, ""),
+        "after SIGTERM or SIGUSR1 to the launcher or a rank, end the step, save, and exit with 0; a launcher "
+        "that gets the signal may end with its own status (torchrun: 1, deepspeed: 143)",
+    ),
+    Flag(
+        *("exit_signal", str, ""),
+        "the only signal of --exit-signal-handler, which this flag includes",
+        choices=("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"),
+    ),
+    Flag(
+        *("exit_duration_in_mins", float, "M"),
+        "save and exit with 0 after the step in which the ranks have run for M minutes",
+    ),
+    Flag(
+        *("exit_interval", int, "STEPS"),
+        *("save and exit with 0 after a step that is divisible by it; 0: never", 0),
+        least=0,
+    ),
+    Flag("wandb_exp_name", str, "NAME", "name of the run in wandb"),
+    Flag("load", str, "DIR", "folder of the checkpoint to resume from"),
+    Flag("exit_on_missing_checkpoint", bool, "", "refuse a --load folder without checkpoints"),
+    Flag("log_interval", int, "STEPS", "print every STEPS steps, and the first and last step", 1, least=1),
+)
+_IMPORT = Flag(
+    *("modules", str, "MODULE", "ds_ext.import: Python module with a custom schedule; repeatable"),
+    repeated=True,
+    names=("--import",),
+)
 
 
-def choice(value: Any, choices: Iterable[Any]) -> Any:
-    """Return the choice that equals ``value`` except for case; without one, ``value`` itself."""
-    return next((c for c in choices if isinstance(c, str) and c.lower() == str(value).lower()), value)
+@cache
+def _groups(model: Model) -> Mapping[str, Sequence[Flag]]:
+    """Return title -> flags for the groups of the help. Flags of Megatron are those whose keys the script has."""
+    fields = flags_of(TransformerConfig)
+    common = [flag for name, flag in fields.items() if name not in _OF_GPT]
+    groups: dict[str, Sequence[Flag]] = {"options": _OPTIONS, "model": [_STAGE_LAYERS, *common]}
+    if model == "gpt":
+        own = [fields[name] for name in _OF_GPT if name in fields]
+        groups["model, Llama family and packed samples"] = [_HF_MODEL, *own, *_LLAMA]
+    groups |= {"data": [*_DATA, *(_GPT_DATA if model == "gpt" else _BERT_DATA)], "training": _TRAINING}
+    keys = {flag.key for group in groups.values() for flag in group}
+    return groups | {
+        _TITLE_OF_JSON: [_IMPORT, *(row.flag(key) for key, row in JSON_KEYS.items())],
+        "other names": [row.flag(key) for key, row in TRAIN_KEYS.items() if row.keys.keys() <= keys],
+    }
 
 
-class Parser(argparse.ArgumentParser):
-    """Parser that collects wrong values in ``problems`` and sets their flags to UNSET."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self.problems = Problems()
-
-    def error(self, message: str) -> NoReturn:
-        """Raise ConfigError instead of printing in every rank."""
-        raise ConfigError(f"{message}. `python {self.prog} --help` lists the flags.")
-
-    def add_harmless(self, words: Iterable[str]) -> None:
-        for flag in dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--")):
-            row = row_of(flag)[1]
-            if flag not in self._option_string_actions and isinstance(row, Harmless):
-                nargs = None if row.nargs == 1 else row.nargs
-                self.add_argument(flag, nargs=nargs, action=_Ignore, default=argparse.SUPPRESS)
-
-    def without_values(self, words: Iterable[str]) -> Iterator[str]:
-        """Yield the words of a command line; ``--switch=value``, which argparse stops at, is a problem."""
-        for word in words:
-            flag, sign, value = word.partition("=")
-            action = self._option_string_actions.get(flag)
-            if sign and action is not None and action.nargs == 0:
-                self.problems.add(f"{flag}: takes no value (got {value}). Write {flag}.")
-                word = flag
-            yield word
-
-    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
-        try:
-            return super()._match_argument(action, arg_strings_pattern)
-        except argparse.ArgumentError as error:
-            self._add_problem(action, error)
-            return 0
-
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        if not arg_strings and action.nargs is None:
-            return UNSET
-        try:
-            return super()._get_values(action, arg_strings)
-        except argparse.ArgumentError as error:
-            self._add_problem(action, error)
-            return UNSET
-
-    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
-        return choice(super()._get_value(action, arg_string), action.choices or ())
-
-    def _add_problem(self, action: argparse.Action, error: argparse.ArgumentError) -> None:
-        self.problems.add(f"{action.option_strings[0]}: {error.message}.", action.dest)
+@cache
+def script_flags(model: Model) -> Mapping[str, Flag]:
+    """Return key -> flag for all flags of a script."""
+    return {flag.key: flag for group in _groups(model).values() for flag in group}
 
 
-class _Ignore(argparse.Action):
-    """Flag without effect, added to ``ignored_flags`` as (flag, values)."""
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        words = values if isinstance(values, list) else [] if values in (None, UNSET) else [values]
-        namespace.ignored_flags = [*getattr(namespace, "ignored_flags", ()), (option_string, words)]
+@cache
+def by_spelling(model: Model) -> Mapping[str, Flag]:
+    """Return ``--flag`` -> flag for all flags of a script."""
+    return {name: flag for flag in script_flags(model).values() for name in flag.spellings}
 
 
-class _SetKeys(argparse.Action):
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        for key, value in TRAIN_KEYS[self.dest].values(values).items():
-            setattr(namespace, key, value)
-
-
-class _WithDefaults(argparse.HelpFormatter):
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        text, default = action.help, action.default
-        shown = text and "%(default)" not in text and default not in (None, False, [], argparse.SUPPRESS)
-        return f"{text} (%(default)s)" if shown else text
-
-
-def build_parser(prog: str, model: Model = "gpt") -> Parser:
-    parser = Parser(
+def build_parser(prog: str, model: Model = "gpt") -> argparse.ArgumentParser:
+    """Return the parser for the help; :mod:`.arguments` reads the flags, and collects their errors."""
+    parser = argparse.ArgumentParser(
         prog=prog,
         description=f"Pretrain a {model.upper()} with a pipeline schedule of ds_ext.",
         allow_abbrev=False,
-        formatter_class=_WithDefaults,
     )
-    parser.add_argument("--version", action="version", version=_versions())
+    versions = [f"{name} {package_version(name) or 'is not installed'}" for name in ("deepspeed", "torch")]
     parser.add_argument(
-        "--deepspeed_config",
-        metavar="JSON",
-        help='DeepSpeed JSON with a "ds_ext" section (none: the flags need --lr and --micro-batch-size)',
+        "--version", action="version", version=", ".join([f"ds_ext {__version__}", *versions])
     )
-    parser.add_argument(
-        "--write-config", metavar="FILE", help="write the JSON of the job, with all flags, and exit"
-    )
-    parser.add_argument(
-        "--deepspeed",
-        action="store_true",
-        help="accepted for launch scripts, without effect: DeepSpeed is always used",
-    )
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, default=None, help="set by DeepSpeed's launcher"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the job plan and exit, without other ranks"
-    )
-    parser.add_argument(
-        "--verbose", action="store_true", help='print the whole plan, as "print_plan": "all" does'
-    )
-    parser.add_argument(
-        "--hosts",
-        metavar="HOSTS",
-        help="with --dry-run: hosts as 4x8 (4 hosts, 8 ranks each), 8,8,4 (ranks of each host) or a hostfile",
-    )
-    parser.add_argument(
-        "--metrics-file", metavar="PATH", help="file for one JSON object per step, written by rank 0"
-    )
-    parser.add_argument(
-        "--peak-tflops",
-        type=float,
-        metavar="T",
-        help="peak TFLOP/s of a device, for the MFU (default: from the GPU's name, if known)",
-    )
-    _add_model(parser.add_argument_group("model"))
-    if model == "gpt":
-        _add_gpt_options(parser.add_argument_group("model, Llama family and packed samples"))
-    data = parser.add_argument_group("data")
-    _add_data(data)
-    if model == "gpt":
-        _add_gpt_tokenizer(data)
-    else:
-        _add_bert_data(data)
-    _add_training(parser.add_argument_group("training"))
-    _add_json_flags(
-        parser.add_argument_group("keys of the JSON (an error if the JSON has a different value)")
-    )
-    _add_other_names(parser.add_argument_group("other names"), {action.dest for action in parser._actions})
+    for title, flags in _groups(model).items():
+        group = parser if title == "options" else parser.add_argument_group(title)
+        for flag in flags:
+            default = "" if flag.unset in (None, False, []) else f" ({flag.unset})"
+            add_flags(group, [flag], help=flag.help + default)
     return parser
-
-
-def _versions() -> str:
-    words = [f"ds_ext {__version__}"]
-    for package in ("deepspeed", "torch"):
-        words.append(f"{package} {package_version(package) or 'is not installed'}")
-    return ", ".join(words)
-
-
-def _add_model(group: Any) -> None:
-    group.add_argument(
-        "--stage-layers",
-        metavar="A,B,..",
-        help="transformer layers of every stage; balanced: take the work of the head into account (evenly)",
-    )
-    common = [name for name in flags_of(TransformerConfig) if name not in _OF_GPT]
-    add_flags(group, TransformerConfig, common)
-
-
-def _add_gpt_options(group: Any) -> None:
-    group.add_argument(
-        "--hf-model",
-        metavar="FOLDER",
-        help="Hugging Face model: sizes, tokenizer and, without --load, initial weights",
-    )
-    add_flags(group, TransformerConfig, _OF_GPT)
-    group.add_argument(
-        "--rope-scaling-factor", type=float, default=8.0, help="factor of --use-rope-scaling (%(default)s)"
-    )
-    group.add_argument(
-        "--group-query-attention", action="store_true", help="share keys and values between heads"
-    )
-
-
-def _add_data(group: Any) -> None:
-    group.add_argument(
-        "--data-path",
-        nargs="*",
-        default=[],
-        metavar="PATH",
-        help="prepared folder, .bin/.idx prefix, or a blend: 0.3 a 0.7 b",
-    )
-    group.add_argument("--split", default=DEFAULT_SPLIT, help="shares of train, valid and test (%(default)s)")
-
-
-def _add_gpt_tokenizer(group: Any) -> None:
-    group.add_argument(
-        "--tokenizer",
-        "--tokenizer-model",
-        metavar="FILE",
-        help="tokenizer.json or sentencepiece model; checked against the data",
-    )
-    group.add_argument(
-        "--tokenizer-type",
-        choices=[kind for kind in TOKENIZER_TYPES if not kind.startswith("Bert")],
-        help="for launch scripts; must match the files",
-    )
-    group.add_argument("--vocab-file", metavar="FILE", help="GPT-2 vocab.json, with --merge-file")
-    group.add_argument("--merge-file", metavar="FILE", help="GPT-2 merges.txt, with --vocab-file")
-    group.add_argument(
-        "--eod-mask-loss", action="store_true", help="ignore the labels of end-of-document tokens in the loss"
-    )
-
-
-def _add_bert_data(group: Any) -> None:
-    group.add_argument(
-        "--tokenizer",
-        "--tokenizer-model",
-        "--vocab-file",
-        metavar="FILE",
-        help="tokenizer.json or vocab.txt (WordPiece); checked against the data",
-    )
-    group.add_argument(
-        "--tokenizer-type",
-        choices=[kind for kind in TOKENIZER_TYPES if kind.startswith(("Bert", "HuggingFace"))],
-        help="for launch scripts; must match the file",
-    )
-    group.add_argument(
-        "--mask-prob", type=float, default=0.15, help="share of predicted tokens (%(default)s)"
-    )
-    group.add_argument(
-        "--short-seq-prob", type=float, default=0.1, help="share of shortened samples (%(default)s)"
-    )
-    group.add_argument(
-        "--bert-no-binary-head",
-        action="store_true",
-        help="predict masked words only, not the order of sentences",
-    )
-
-
-def _add_training(group: Any) -> None:
-    group.add_argument(
-        "--train-iters", type=int, default=100, help="optimizer steps, including those before a resume"
-    )
-    group.add_argument(
-        "--train-samples", type=int, metavar="N", help="samples of all steps, instead of --train-iters"
-    )
-    group.add_argument("--eval-interval", type=int, default=0, metavar="STEPS", help="0: at the end only")
-    group.add_argument("--eval-iters", type=int, default=2, help="steps per evaluation; 0: no evaluation")
-    group.add_argument("--save", metavar="DIR", help="folder for checkpoints")
-    group.add_argument("--save-interval", type=int, default=0, metavar="STEPS", help="0: at the end only")
-    group.add_argument(
-        "--async-save",
-        action="store_true",
-        help="copy the state to memory, and write checkpoints beside the next steps",
-    )
-    group.add_argument(
-        "--keep-checkpoints",
-        type=int,
-        default=0,
-        metavar="N",
-        help="after a save, remove the older complete checkpoints of --save except N in all; 0: keep all",
-    )
-    group.add_argument(
-        "--stop-if-not-saved",
-        action="store_true",
-        help="end the job if a checkpoint cannot be written; else go on",
-    )
-    group.add_argument(
-        "--exit-signal-handler",
-        action="store_true",
-        help="after SIGTERM or SIGUSR1 to the launcher or a rank, end the step, save, and exit with 0; a launcher "
-        "that gets the signal may end with its own status (torchrun: 1, deepspeed: 143)",
-    )
-    group.add_argument(
-        "--exit-signal",
-        choices=["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT"],
-        help="the only signal of --exit-signal-handler, which this flag includes",
-    )
-    group.add_argument(
-        "--exit-duration-in-mins",
-        type=float,
-        metavar="M",
-        help="save and exit with 0 after the step in which the ranks have run for M minutes",
-    )
-    group.add_argument(
-        "--exit-interval",
-        type=int,
-        default=0,
-        metavar="STEPS",
-        help="save and exit with 0 after a step that is divisible by it; 0: never",
-    )
-    group.add_argument("--wandb-exp-name", metavar="NAME", help="name of the run in wandb")
-    group.add_argument("--load", metavar="DIR", help="folder of the checkpoint to resume from")
-    group.add_argument(
-        "--exit-on-missing-checkpoint", action="store_true", help="refuse a --load folder without checkpoints"
-    )
-    group.add_argument(
-        "--log-interval",
-        type=int,
-        default=1,
-        metavar="STEPS",
-        help="print every STEPS steps, and the first and last step (%(default)s)",
-    )
-
-
-def _add_json_flags(group: Any) -> None:
-    group.add_argument(
-        "--import",
-        dest="modules",
-        action="append",
-        default=[],
-        metavar="MODULE",
-        help="ds_ext.import: Python module with a custom schedule; repeatable",
-    )
-    for key, row in JSON_KEYS.items():
-        group.add_argument(flag_name(key), **row.arguments)
-
-
-def _add_other_names(group: Any, known: Collection[str]) -> None:
-    """Add Megatron's flags for keys of "train" with other names; ``known`` are the keys of this script."""
-    for key, row in TRAIN_KEYS.items():
-        if row.keys.keys() <= {*known}:
-            settings = {"nargs": 0} if row.kind is None else {"type": row.kind, "metavar": "N"}
-            settings |= {"action": _SetKeys, "default": argparse.SUPPRESS, "help": row.help}
-            group.add_argument(flag_name(key), **settings)

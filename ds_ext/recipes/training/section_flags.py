@@ -1,18 +1,18 @@
-"""Megatron's flags whose keys are computed: betas, learning-rate schedule, loss scale, tensorboard, optimizer."""
+"""Megatron's flags whose keys are computed from several flags: betas, learning-rate schedule, stages, optimizer."""
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...config.deepspeed_json import precision
+from ...config.deepspeed_json import precision, value_at
 from ...config.job import AUTO, named_schedule
 from ...errors import ConfigError
+from ...model.field_flags import flag_name
 
 # (path in the JSON, value, flag)
-Key = tuple[tuple[str, ...], Any, str]
+Key = tuple[str, Any, str]
 
 _BETAS = ("adam_beta1", "adam_beta2")  # elements of one key
 _DEFAULT_BETAS = (0.9, 0.999)  # of torch and DeepSpeed
@@ -20,24 +20,16 @@ _SCHEDULE = {"lr_decay_style": "decay_style", "min_lr": "min_lr", "lr_warmup_ini
 _STEPS = ("lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples", "lr_decay_iters", "lr_decay_samples")
 
 
-def value_at(config: Any, path: str) -> Any:
-    """Return the value of a key, given as a path with dots; None if it is missing."""
-    for key in path.split("."):
-        config = config.get(key) if isinstance(config, Mapping) else None
-    return config
-
-
 def _betas(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
     """Yield "betas"; a single flag keeps the other element."""
-    by_flag = {dest: getattr(args, dest) for dest in _BETAS if getattr(args, dest) is not None}
+    by_flag = _set_flags(args, *_BETAS)
     if not by_flag:
         return
     betas = value_at(config, "optimizer.params.betas")
     if not isinstance(betas, list) or len(betas) != len(_BETAS):
         betas = _DEFAULT_BETAS
     new = [by_flag.get(dest, beta) for dest, beta in zip(_BETAS, betas, strict=True)]
-    flags = " ".join(f"--{dest.replace('_', '-')} {beta}" for dest, beta in by_flag.items())
-    yield ("optimizer", "params", "betas"), new, flags
+    yield "optimizer.params.betas", new, _words(by_flag)
 
 
 def _scheduler(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
@@ -45,15 +37,11 @@ def _scheduler(args: argparse.Namespace, config: Mapping[str, Any], base: Mappin
 
     As in Megatron, ``--lr`` alone selects it, unless the JSON has a scheduler or its own learning rate.
     """
-    words = [
-        f"--{dest.replace('_', '-')} {getattr(args, dest)}"
-        for dest in (*_SCHEDULE, *_STEPS)
-        if getattr(args, dest) is not None
-    ]
-    if not words:
+    by_flag = _set_flags(args, *_SCHEDULE, *_STEPS)
+    if not by_flag:
         if args.lr is None or "scheduler" in base or value_at(base, "optimizer.params.lr") is not None:
             return
-        words = [f"--lr {args.lr}"]
+        by_flag = {"lr": args.lr}
     require_at_most_one(args, "lr_decay_iters", "lr_decay_samples")
     require_at_most_one(args, "lr_warmup_iters", "lr_warmup_fraction", "lr_warmup_samples")
     total = args.train_iters if args.lr_decay_iters is None else args.lr_decay_iters
@@ -66,10 +54,10 @@ def _scheduler(args: argparse.Namespace, config: Mapping[str, Any], base: Mappin
         warmup = args.lr_warmup_fraction * total
     if args.lr_warmup_samples is not None:
         warmup = steps_of_samples("--lr-warmup-samples", args.lr_warmup_samples, config)
-    params = {key: getattr(args, dest) for dest, key in _SCHEDULE.items() if getattr(args, dest) is not None}
+    params = {_SCHEDULE[dest]: value for dest, value in by_flag.items() if dest in _SCHEDULE}
     params |= {"total_num_steps": total, "warmup_num_steps": warmup}
-    yield ("scheduler", "type"), "MegatronLR", " ".join(words)
-    yield ("scheduler", "params"), params, " ".join(words)
+    yield "scheduler.type", "MegatronLR", _words(by_flag)
+    yield "scheduler.params", params, _words(by_flag)
 
 
 def _chunks(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
@@ -93,36 +81,17 @@ def _chunks(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[s
         raise ConfigError(f"{flag}: needs --pipeline-model-parallel-size of 2 or more (got {got}).")
     schedule = value_at(config, "ds_ext.schedule")
     if schedule == AUTO or schedule is None or "chunks" not in named_schedule(schedule).options:
-        yield ("ds_ext", "schedule"), "interleaved", f"{flag} {got}"
-    yield ("ds_ext", "schedule_options", "chunks"), chunks, f"{flag} {got}"
+        yield "ds_ext.schedule", "interleaved", f"{flag} {got}"
+    yield "ds_ext.schedule_options.chunks", chunks, f"{flag} {got}"
 
 
-def _others(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
-    if args.tensorboard_dir is not None:
-        flag = f"--tensorboard-dir {args.tensorboard_dir}"
-        yield ("tensorboard", "enabled"), True, flag
-        yield ("tensorboard", "output_path"), args.tensorboard_dir, flag
-        yield ("tensorboard", "job_name"), "", flag
-    if args.wandb_project:  # as in Megatron, "" is off
-        flag = f"--wandb-project {args.wandb_project}"
-        yield ("wandb", "enabled"), True, flag
-        yield ("wandb", "project"), args.wandb_project, flag
+def _reduction(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
     if args.grad_reduce_in_bf16:
         if precision(config) != "bf16":
             raise ConfigError(
                 f"--grad-reduce-in-bf16: needs --bf16 (got {precision(config)}). Remove it, or add --bf16."
             )
-        yield ("communication_data_type",), "bf16", "--grad-reduce-in-bf16"
-    if args.distributed_timeout_minutes is not None:
-        flag = f"--distributed-timeout-minutes {args.distributed_timeout_minutes:g}"
-        yield ("ds_ext", "transport_options", "timeout_s"), 60 * args.distributed_timeout_minutes, flag
-    if args.initial_loss_scale is not None:
-        power = math.log2(args.initial_loss_scale) if args.initial_loss_scale > 0 else math.nan
-        if not power.is_integer():
-            raise ConfigError(
-                f"--initial-loss-scale: must be a power of 2 (got {args.initial_loss_scale:g}). Use for example 65536."
-            )
-        yield ("fp16", "initial_scale_power"), int(power), f"--initial-loss-scale {args.initial_loss_scale:g}"
+        yield "communication_data_type", "bf16", "--grad-reduce-in-bf16"
 
 
 def _optimizer(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[Key]:
@@ -131,26 +100,34 @@ def _optimizer(args: argparse.Namespace, config: Mapping[str, Any], base: Mappin
     flag = f"--optimizer {args.optimizer}" if args.optimizer else f"--lr {args.lr}"
     if name is not None:
         # Megatron's adam decouples the weight decay.
-        yield ("optimizer", "type"), {"adam": "AdamW", "sgd": "SGD"}[name], flag
+        yield "optimizer.type", {"adam": "AdamW", "sgd": "SGD"}[name], flag
     is_sgd = value_at(config, "optimizer.type") == "SGD"
     if is_sgd and args.sgd_momentum is not None:
-        yield ("optimizer", "params", "momentum"), args.sgd_momentum, f"--sgd-momentum {args.sgd_momentum}"
+        yield "optimizer.params.momentum", args.sgd_momentum, f"--sgd-momentum {args.sgd_momentum}"
     if name is not None and "optimizer" not in base:
         # The other defaults of Megatron are those of torch.
         defaults = {"momentum": 0.9, "weight_decay": 0.01} if is_sgd else {"torch_adam": True}
         for key, value in defaults.items():
             if value_at(config, f"optimizer.params.{key}") is None:
-                yield ("optimizer", "params", key), value, flag
+                yield f"optimizer.params.{key}", value, flag
 
 
 # Functions that yield keys for the flags, the JSON with the keys of all other flags, and the JSON without flags.
-SECTIONS = (_betas, _scheduler, _chunks, _others, _optimizer)
+SECTIONS = (_betas, _scheduler, _chunks, _reduction, _optimizer)
+
+
+def _set_flags(args: argparse.Namespace, *dests: str) -> dict[str, Any]:
+    return {dest: getattr(args, dest) for dest in dests if getattr(args, dest) is not None}
+
+
+def _words(values: Mapping[str, Any]) -> str:
+    return " ".join(f"{flag_name(dest)} {value}" for dest, value in values.items())
 
 
 def require_at_most_one(args: argparse.Namespace, *dests: str) -> None:
-    values = {dest: getattr(args, dest) for dest in dests if getattr(args, dest) is not None}
+    values = _set_flags(args, *dests)
     if len(values) > 1:
-        names = ", ".join(f"--{dest.replace('_', '-')}" for dest in values)
+        names = ", ".join(map(flag_name, values))
         raise ConfigError(f"{names}: exclude each other (got {[*values.values()]}). Use one of them.")
 
 

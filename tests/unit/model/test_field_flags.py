@@ -14,7 +14,7 @@ from ds_ext.planner.auto import model_of_train, training_sizes
 from ds_ext.planner.training_sizes import TrainingSizes
 from ds_ext.recipes.models.bert import BertConfig
 from ds_ext.recipes.training.arguments import parse
-from ds_ext.recipes.training.script_flags import build_parser
+from ds_ext.recipes.training.script_flags import by_spelling
 
 SIZES: dict[str, Any] = {
     "num_layers": 4,
@@ -43,7 +43,7 @@ class Wide(TransformerConfig):
 
 def parsed(config: type, *words: str) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
-    add_flags(parser, config, flags_of(config))
+    add_flags(parser, flags_of(config).values())
     return vars(parser.parse_args(words))
 
 
@@ -62,7 +62,7 @@ def test_a_new_field_has_a_flag_and_a_key() -> None:
     assert keys_of(Wide, Wide(**SIZES)).keys() == SIZES.keys()
     assert flags_of(Wide)["lanes"].help == "number of lanes, which the test adds"
     help_text = argparse.ArgumentParser()
-    add_flags(help_text, Wide, ["flat"])
+    add_flags(help_text, [flags_of(Wide)["flat"]])
     assert "50% of the lanes" in help_text.format_help()
     with pytest.raises(SystemExit):
         parsed(Wide, "--shape", "flat")
@@ -70,7 +70,7 @@ def test_a_new_field_has_a_flag_and_a_key() -> None:
 
 @pytest.mark.parametrize("model", ["gpt", "bert"])
 def test_the_scripts_have_the_flag_of_every_field(model: Any) -> None:
-    flags = build_parser("x", model)._option_string_actions
+    flags = by_spelling(model)
     names = {f"--{one.key.replace('_', '-')}" for one in flags_of(TransformerConfig).values()}
     assert names <= flags.keys() if model == "gpt" else names & flags.keys() > {"--num-layers", "--seed"}
     assert model == "gpt" or not flags.keys() & {"--norm-epsilon", "--vocab-size", "--swiglu"}

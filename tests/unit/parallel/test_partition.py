@@ -16,7 +16,8 @@ from ds_ext.model.config import TransformerConfig
 from ds_ext.parallel.partition import LayerWork, layer_boundaries, stage_weights
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.placement import Placement, bidirectional_v, linear, v
-from ds_ext.recipes.training.setup import model_fields, stage_boundaries
+from ds_ext.recipes.training.job import stage_boundaries
+from ds_ext.recipes.training.setup import model_fields
 from tests.plans import plan_job
 
 

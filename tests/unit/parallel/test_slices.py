@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from argparse import Namespace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -16,7 +17,7 @@ from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.stage_costs import slice_costs
 from ds_ext.recipes.models.gpt import GPTConfig
-from ds_ext.recipes.training.setup import with_stage_work
+from ds_ext.recipes.training.job import TrainingJob
 
 LLAMA = GPTConfig(
     num_layers=32,
@@ -90,7 +91,9 @@ def test_the_plan_of_a_script_has_the_balanced_lengths() -> None:
         "slice_lengths": "balanced",
     }
     job = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "ds_ext": section}
-    plan = with_stage_work(make_job_plan(load_config(job)), [0, 17, 34], ["embedding"], ["head"], LLAMA)
+    plan = make_job_plan(load_config(job))
+    ends = ["embedding"], ["head"]
+    plan = TrainingJob(Namespace(), plan, LLAMA, *ends, [0, 17, 34]).with_stage_work().plan
     lengths = plan.settings.slice_lengths
     assert lengths == balanced_lengths(LLAMA.work_until, 131072, 4, 128)
     assert plan.costs.slices == pytest.approx([1] * 4, rel=0.02) and plan.simulation.costs == plan.costs

@@ -38,13 +38,9 @@ def time_and_memory(path: Path, is_bert: bool) -> tuple[float, float]:
     """Return the simulated time, relative to a step without a bubble, and the bytes of the fullest device."""
     before, after = ["embedding", "positions"], ["final norm", "head"]
     words = ["--deepspeed_config", str(path), "--dry-run"]
-    _, plan, config, boundaries = setup.plan_job(
-        "", words, "bert" if is_bert else "gpt", config_of, before, after
-    )
-    after = setup.layers_after(plan, after)
-    plan = setup.with_stage_work(plan, boundaries, before, after, config)
-    sizes = setup._model_sizes(plan, boundaries, len(before), len(after), config)
-    return 1 / (1 - plan.simulation.bubble), max(device.total for device in memory(plan.timetable, sizes))
+    job = setup.plan_job("", words, "bert" if is_bert else "gpt", config_of, before, after).with_stage_work()
+    devices = memory(job.plan.timetable, job.sizes)
+    return 1 / (1 - job.plan.simulation.bubble), max(device.total for device in devices)
 
 
 def variants(job: dict[str, Any]) -> Iterator[dict[str, Any]]:

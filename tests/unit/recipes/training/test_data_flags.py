@@ -12,8 +12,9 @@ import pytest
 from ds_ext.engine.checkpoint.file import write_plain
 from ds_ext.engine.checkpoint.folder import publish, start_writing
 from ds_ext.engine.checkpoint.save import STATE_FILE
+from ds_ext.model.config import TransformerConfig
+from ds_ext.recipes.training.job import TrainingJob
 from ds_ext.recipes.training.loop import changed_data, data_flags
-from ds_ext.recipes.training.setup import micro_batches
 
 GPT: dict[str, Any] = {"data_path": ["a"], "split": "969,30,1", "seq_length": 128, "seed": 1234}
 
@@ -65,11 +66,10 @@ def test_the_data_begin_with_the_samples_of_the_checkpoint(batch: int, steps: in
     publish(written, "step_3", {"files": files, "job": {}})
     plan: Any = SimpleNamespace(sizes=SimpleNamespace(train_batch_size=batch, micro_batch_size=2))
     args = argparse.Namespace(train_iters=steps, eval_iters=2, load="saved", data_path=["x"])
-    train, valid = micro_batches(args, plan, lambda sizes: [range(size) for size in sizes])
+    job = TrainingJob(args, plan, TransformerConfig(1, 8, 1, 8, 8), [], [], [0, 1])
+    train, valid = job.micro_batches(lambda sizes: [range(size) for size in sizes])
     assert valid is not None
     assert [len(one.dataset) for one in (train, valid)] == [samples, 2 * batch]
     args.load = None
-    assert (
-        len(micro_batches(args, plan, lambda sizes: [range(size) for size in sizes])[0].dataset)
-        == batch * steps
-    )
+    train, _ = job.micro_batches(lambda sizes: [range(size) for size in sizes])
+    assert len(train.dataset) == batch * steps

@@ -12,12 +12,8 @@ import pytest
 from ds_ext.errors import ConfigError
 from ds_ext.model.config import TransformerConfig
 from ds_ext.recipes.training.hosts import hosts_of_flags
-from ds_ext.recipes.training.setup import (
-    describe_plan,
-    model_fields,
-    stage_boundaries,
-    with_stage_work,
-)
+from ds_ext.recipes.training.job import TrainingJob, stage_boundaries
+from ds_ext.recipes.training.setup import model_fields
 from tests.plans import plan_job
 
 ROOT = Path(__file__).parents[4]
@@ -40,8 +36,8 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         args, plan = plan_job("train_gpt.py", words, "gpt")
         model = TransformerConfig(**model_fields(args, plan), vocab_size=1000)
         boundaries = stage_boundaries(args, plan, BEFORE, AFTER, model)
-        plan = with_stage_work(plan, boundaries, BEFORE, AFTER, model)
-        return describe_plan(args, plan, boundaries, BEFORE, AFTER, model, hosts=hosts_of_flags(args))
+        job_of_script = TrainingJob(args, plan, model, BEFORE, AFTER, boundaries).with_stage_work()
+        return job_of_script.describe(hosts_of_flags(args))
 
     return run
 

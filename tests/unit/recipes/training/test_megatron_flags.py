@@ -17,7 +17,7 @@ from ds_ext.parallel.partition import layer_boundaries
 from ds_ext.planner.job_plan import JobPlan
 from ds_ext.recipes.training.arguments import finished_json, parse
 from ds_ext.recipes.training.megatron_flags import MEGATRON_FLAGS, Harmless, Refused, row_of
-from ds_ext.recipes.training.script_flags import SCRIPTS, Model, build_parser
+from ds_ext.recipes.training.script_flags import SCRIPTS, Model, by_spelling
 from ds_ext.recipes.training.setup import model_fields
 from tests.plans import plan_job
 
@@ -34,7 +34,7 @@ ENOUGH = ["--lr", "6e-4", "--micro-batch-size", "4", "--global-batch-size", "32"
 
 
 def own_flags() -> set[str]:
-    return {flag for model in SCRIPTS for flag in build_parser("x", model)._option_string_actions}
+    return {flag for model in SCRIPTS for flag in by_spelling(model)}
 
 
 def test_every_flag_has_a_row() -> None:
@@ -158,7 +158,7 @@ def test_all_problems_are_in_one_error(tmp_path: Path) -> None:
     # A wrong value is not missing too.
     assert problems("--lr", "0.1", "--micro-batch-size", "two") == ["--micro-batch-size"]
     assert problems("--seed", "x", "--bf16=1", "--num-layers", "2") == [
-        *("--bf16", "--seed", "--deepspeed_config")
+        *("--seed", "--bf16", "--deepspeed_config")
     ]
 
 

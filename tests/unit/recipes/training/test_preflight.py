@@ -23,7 +23,8 @@ from ds_ext.model.data_layout import DATA_NAME
 from ds_ext.planner.job_plan import JobPlan
 from ds_ext.planner.job_text import describe
 from ds_ext.recipes.data.indexed import IndexedWriter
-from ds_ext.recipes.training.setup import describe_plan, model_fields
+from ds_ext.recipes.training.job import TrainingJob
+from ds_ext.recipes.training.setup import model_fields
 from tests.launch.jobs import tiny_config, write_json
 from tests.plans import plan_job
 
@@ -196,7 +197,7 @@ def test_sequence_parallelism_slices_only_the_activation_of_a_message(
     file = write_json(tmp_path / "job.json", tiny_config(tmp_path, **section))
     args, plan = plan_job("train_gpt.py", ["--deepspeed_config", str(file), "--dry-run", "--verbose"], "gpt")
     model = TransformerConfig(**model_fields(args, plan), vocab_size=100)
-    text = describe_plan(args, plan, [0, 2, 4, 6, 8], ["a", "b"], ["c", "d"], model, token_bytes=8)
+    text = TrainingJob(args, plan, model, ["a", "b"], ["c", "d"], [0, 2, 4, 6, 8]).describe(token_bytes=8)
     # Two samples of 16 tokens: fp32 activations of size 16, and 8 bytes per token that every rank sends.
     assert f" {2 * 16 * 16 * 4 // slices + 2 * 16 * 8:,} bytes" in text
 
@@ -205,8 +206,8 @@ def test_the_plan_of_a_model_with_experts_has_no_memory(tmp_path: Path) -> None:
     file = write_json(tmp_path / "job.json", tiny_config(tmp_path))
     args, plan = plan_job("train_gpt.py", ["--deepspeed_config", str(file), "--dry-run"], "gpt")
     model = TransformerConfig(**model_fields(args, plan), vocab_size=100)
-    layers = [0, 2, 4, 6, 8], ["a", "b"], ["c", "d"]
-    texts = [describe_plan(args, plan, *layers, model, has_experts=has) for has in (False, True)]
+    job = TrainingJob(args, plan, model, ["a", "b"], ["c", "d"], [0, 2, 4, 6, 8])
+    texts = [job.describe(has_experts=has) for has in (False, True)]
     assert [bool(re.search(r"^memory ", text, re.M)) for text in texts] == [True, False]
 
 
@@ -276,7 +277,7 @@ def test_the_plan_has_the_learning_rate(tmp_path: Path) -> None:
     def rate(*flags: str) -> str:
         args, plan = plan_job("train_gpt.py", flags, "gpt")
         config = TransformerConfig(**model_fields(args, plan), vocab_size=64)
-        text = describe_plan(args, plan, [0, args.num_layers + 4], ["a", "b"], ["c", "d"], config)
+        text = TrainingJob(args, plan, config, ["a", "b"], ["c", "d"], [0, args.num_layers + 4]).describe()
         return next(line for line in text.splitlines() if line.startswith("rate "))
 
     assert {"0.0006", "linear", "50"} <= {word.strip(",") for word in rate(*words).split()}
