@@ -13,7 +13,7 @@ arithmetic, and collectives of single numbers (loss, norm, overflow).
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,13 +25,15 @@ from ..parallel.layout import ParallelLayout
 from ..parallel.network import HOST_PORTS, Network
 from ..pipe_schedules import Timetable
 from ..pipe_schedules.costs import Costs
-from ..pipe_schedules.events import Ports
+from ..pipe_schedules.events import ProcessGroups
 from ..pipe_schedules.gathers import order_of_first_use
+from ..pipe_schedules.ports import Collective, Ports
 from ..pipe_schedules.reductions import Reductions
-from ..pipe_schedules.simulation import Collective, Simulation, simulate
+from ..pipe_schedules.simulation import Simulation, simulate
 from .activations import layer_activations
 from .training_sizes import TrainingSizes
 
+_Span = tuple[Collective, float, float]  # its start and end
 _Busy = tuple[tuple[tuple[float, float], ...], ...]  # (start, end) of the collectives of every device
 _LEAST_SHARE = 0.005  # of the ops of a micro-batch on a device; shorter messages do not wait for each other
 
@@ -307,273 +309,190 @@ def _ports(
     return crossing, tuple(map(hosts.index, hosts))
 
 
-@dataclass(frozen=True)
+class _ProcessGroup:
+    """Replicas of a device in all pipeline groups, with their collectives.
+
+    Attributes:
+        tied: pairs of devices that sum the gradient of a tied weight, with a device of this group.
+        lanes: number of collectives that run at the same time.
+        tie: sum of the gradients of tied weights.
+    """
+
+    def __init__(
+        self, devices: Sequence[int], layout: ParallelLayout, network: Network, volumes: Traffic
+    ) -> None:
+        self.devices, self._layout, self._volumes = tuple(devices), layout, volumes
+        # The groups of all tensor-parallel ranks communicate at the same time; the slowest one counts.
+        self._network = network.shared(layout.tensor_parallel_size)
+        self._ranks = self._ranks_of(devices)
+        self.crosses_hosts = network.hosts.cross(self._ranks[0])
+        self.needs_processors = network.needs_processors(self._ranks[0])
+        self.lanes = 1 if self.needs_processors else network.lanes
+        pairs = layout.placement.tied_pairs if volumes.tied else ()
+        self.tied = [pair for pair in pairs if {*pair} & {*devices}]
+        self.tied_bytes = len(self.tied) // layout.placement.replicas * volumes.tied
+        # The device of the first stage sums the gradients of several head parts one after the other.
+        seconds = (
+            sum(self._tie_s(network, pair) for pair in pairs if first in pair)
+            for first in {first for first, _ in self.tied}
+        )
+        self.tie = Collective("tie", None, self.devices, max(seconds, default=0.0))
+
+    def _ranks_of(self, devices: Sequence[int]) -> list[list[int]]:
+        """Return the ranks of devices in all pipeline groups, by tensor-parallel rank."""
+        tensor, groups = range(self._layout.tensor_parallel_size), range(self._layout.data_parallel_size)
+        return [[self._layout.rank(device, data, t) for data in groups for device in devices] for t in tensor]
+
+    def _tie_s(self, network: Network, pair: tuple[int, int]) -> float:
+        """Return the seconds in which two devices sum the gradient of a weight; every pipeline group has its own sum."""
+        ends = zip(*(chain.from_iterable(self._ranks_of([device])) for device in pair), strict=True)
+        return max(network.all_reduce_time(self._volumes.tied, ranks) for ranks in ends)
+
+    def reduction(self, stage: int | None) -> Collective:
+        """Return the reduction of the gradients of a stage; None: of tied weights."""
+        size = self.tied_bytes if stage is None else self._volumes.stages[stage]
+        if self._volumes.overlaps and self._network.scatters:
+            return self._collective("reduce", stage, size, size, self._network.all_gather_time)
+        return self._collective("reduce", stage, size, 2 * size, self._network.all_reduce_time)
+
+    def gather(self, stage: int | None, size: float) -> Collective:
+        """Return the all-gather of ``size`` bytes of weights; stage None: of all stages."""
+        return self._collective("gather", stage, size, size, self._network.all_gather_time)
+
+    def _collective(
+        self,
+        kind: str,
+        stage: int | None,
+        size: float,
+        passed: float,
+        time: Callable[[float, Sequence[int]], float],
+    ) -> Collective:
+        """Return a collective that passes ``passed`` bytes through a ring."""
+        name = kind if stage is None else f"{kind}@{stage}"
+        seconds = max(time(size, ranks) for ranks in self._ranks)
+        if self._network.ports != HOST_PORTS:
+            return Collective(name, stage, self.devices, seconds)
+        transfer_s = min(seconds, self._network.port_time(passed, self._ranks[0]))
+        hosts = frozenset(map(self._network.hosts.host, self._ranks[0]))
+        return Collective(name, stage, self.devices, seconds - transfer_s, transfer_s, hosts)
+
+
 class _Collectives:
     """Collectives of the replicas of every device: reductions of gradients, and all-gathers of weights."""
 
-    layout: ParallelLayout
-    network: Network
-    volumes: Traffic
-    unit_s: float
-    reductions: Reductions
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        network: Network,
+        volumes: Traffic,
+        unit_s: float,
+        reductions: Reductions,
+    ) -> None:
+        self._placement, self._volumes = layout.placement, volumes
+        self._unit_s, self._reductions = unit_s, reductions
+        self._groups = [
+            _ProcessGroup(devices, layout, network, volumes) for devices in self._placement.replica_groups
+        ]
 
     def period(
         self,
         groups: Sequence[_Group],
         simulated: Callable[[_Group, Mapping[tuple[int, int], float], _Busy], Simulation],
-        gathers: Sequence[_Collective] = (),
+        gathers: Sequence[_Span] = (),
     ) -> StepTime:
         """Return a step after steps like it, whose ``gathers`` run beside its first ops.
 
         Messages are simulated without collectives first, and then beside them.
         """
         gathered = {
-            (device, gather.stage): gather.end_s / self.unit_s
-            for gather in gathers
+            (device, gather.stage): end_s / self._unit_s
+            for gather, _, end_s in gathers
             for device in gather.devices
             if gather.stage is not None
         }
-        step = self.step([simulated(group, gathered, ()) for group in groups], gathers)
+        step = self._after([simulated(group, gathered, ()) for group in groups], gathers)
         busy = self._busy(step.drawn) if any(group.crossing for group in groups) else ()
         if any(busy):
-            step = self.step([simulated(group, gathered, busy) for group in groups], gathers)
+            step = self._after([simulated(group, gathered, busy) for group in groups], gathers)
         return step
+
+    def gathers(self, simulation: Simulation) -> list[_Span]:
+        """Return the gathers of all stages. Those of a device start with the step, one after the other."""
+        queues = []
+        for group in self._groups:
+            order, stages = order_of_first_use(simulation, group.devices[0]), self._volumes.stages
+            share = self._volumes.weights[group.devices[0]] / (sum(stages[stage] for stage in order) or 1.0)
+            queues.append({group.gather(stage, share * stages[stage]): 0.0 for stage in order})
+        return self._run(queues)
+
+    def _run(self, queues: Sequence[Mapping[Collective, float]]) -> list[_Span]:
+        return ProcessGroups(queues).run([group.lanes for group in self._groups])
 
     def _busy(self, drawn: Simulation) -> _Busy:
         """Return the times at which collectives between hosts use the port of every device."""
-        busy: list[tuple[tuple[float, float], ...]] = [()] * len(drawn.collectives)
-        for devices in self.layout.placement.replica_groups:
-            if self.network.hosts.cross(self._ranks(devices)):
-                for device in devices:
-                    busy[device] = tuple((c.start, c.end) for c in drawn.collectives[device])
-        return tuple(busy)
+        crossing = {device for group in self._groups if group.crosses_hosts for device in group.devices}
+        return tuple(
+            tuple((start, end) for _, start, end in row) if device in crossing else ()
+            for device, row in enumerate(drawn.collectives)
+        )
 
-    def step(self, simulations: Sequence[Simulation], gathers: Sequence[_Collective] = ()) -> StepTime:
-        """Return the step of pipeline groups, with the reductions and, unless they overlap, the gathers after it.
+    def _after(self, simulations: Sequence[Simulation], gathers: Sequence[_Span]) -> StepTime:
+        """Return the step with the reductions after the ops and, unless they overlap, the gathers after these.
 
         ``gathers`` run since the start of the step; they come from :meth:`gathers`.
         """
-        groups = self.layout.placement.replica_groups
         slowest = max(simulations, key=lambda simulation: simulation.makespan)
-        makespan_s = slowest.makespan * self.unit_s
-        ties = [self._tie(devices, simulations) for devices in groups]
-        queues = [
-            self._reductions(devices, simulations, makespan_s, tie)
-            for devices, tie in zip(groups, ties, strict=True)
-        ]
-        reduced_s = max(makespan_s, self._run(queues, 0.0))
-        last_s = reduced_s
-        if self.volumes.zero_stage and not self.volumes.overlaps:
-            queues += [[self._gather(None, self.volumes.weights[devices[0]], devices)] for devices in groups]
-            last_s = self._run(queues[len(groups) :], reduced_s)
-        drawn = replace(slowest, collectives=self._spans([*gathers, *ties, *chain.from_iterable(queues)]))
+        makespan_s = slowest.makespan * self._unit_s
+        ties = [self._tie(group, simulations) for group in self._groups]
+        reductions = self._run(
+            [
+                self._starts(group, simulations, makespan_s, tie_s)
+                for group, (_, _, tie_s) in zip(self._groups, ties, strict=True)
+            ]
+        )
+        reduced_s = max([makespan_s, *(end_s for _, _, end_s in reductions)])
+        later: list[_Span] = []
+        if self._volumes.zero_stage and not self._volumes.overlaps:
+            weights = self._volumes.weights
+            later = self._run(
+                [{group.gather(None, weights[group.devices[0]]): reduced_s} for group in self._groups]
+            )
+        last_s = max([reduced_s, *(end_s for _, _, end_s in later)])
+        drawn = replace(slowest, collectives=self._rows([*gathers, *ties, *reductions, *later]))
         return StepTime(slowest, drawn, makespan_s, reduced_s - makespan_s, last_s - reduced_s)
 
-    def gathers(self, simulation: Simulation) -> list[_Collective]:
-        """Return the gathers of all stages. Those of a device start with the step, one after the other."""
-        groups, volumes = self.layout.placement.replica_groups, self.volumes
-        queues = []
-        for devices in groups:
-            order = order_of_first_use(simulation, devices[0])
-            share = volumes.weights[devices[0]] / (sum(volumes.stages[stage] for stage in order) or 1.0)
-            queues.append([self._gather(stage, share * volumes.stages[stage], devices) for stage in order])
-        self._run(queues, 0.0)
-        return [*chain.from_iterable(queues)]
+    def _tie(self, group: _ProcessGroup, simulations: Sequence[Simulation]) -> _Span:
+        """Return the sum of the gradients of tied weights, after the last op of all devices that have them."""
+        devices = {*chain.from_iterable(group.tied)}
+        ends = [s.spans[device][-1][2] for s in simulations for device in devices if s.spans[device]]
+        begin_s = max(ends, default=0.0) * self._unit_s
+        return group.tie, begin_s, begin_s + group.tie.latency
 
-    def _run(self, queues: Sequence[Sequence[_Collective]], start_s: float) -> float:
-        """Run the collectives of every group, not before ``start_s``. Return the second at which the last one ends."""
-        groups = self.layout.placement.replica_groups
-        lanes = [1 if self._needs_processors(devices) else self.network.lanes for devices in groups]
-        return _run([*zip(queues, lanes, strict=True)], start_s)
-
-    def _spans(self, collectives: Iterable[_Collective]) -> tuple[tuple[Collective, ...], ...]:
-        """Return the collectives of every device in the unit of the costs, without those that take no time."""
-        rows: list[list[Collective]] = [[] for _ in range(self.layout.placement.num_devices)]
-        for c in collectives:
-            if c.end_s > c.begin_s:
-                name = c.kind if c.stage is None else f"{c.kind}@{c.stage}"
-                span = Collective(name, c.begin_s / self.unit_s, c.end_s / self.unit_s)
-                for device in c.devices:
-                    rows[device].append(span)
-        return tuple(map(tuple, rows))
-
-    def _ranks(self, devices: Sequence[int], tensor_rank: int = 0) -> list[int]:
-        """Return the ranks of a collective: all replicas, in all pipeline groups."""
-        groups = range(self.layout.data_parallel_size)
-        return [self.layout.rank(device, data, tensor_rank) for data in groups for device in devices]
-
-    def _ring_pass(self, devices: Sequence[int], size: float) -> float:
-        """Return the seconds of an all-gather or a reduce-scatter, for the slowest tensor-parallel rank.
-
-        The groups of all tensor-parallel ranks run at the same time.
-        """
-        tensor = self.layout.tensor_parallel_size
-        network = self.network.shared(tensor)
-        return max(network.all_gather_time(size, self._ranks(devices, t)) for t in range(tensor))
-
-    def _all_reduce(self, devices: Sequence[int], size: float) -> float:
-        """Return the seconds of an all-reduce, as :meth:`_ring_pass`."""
-        tensor = self.layout.tensor_parallel_size
-        network = self.network.shared(tensor)
-        return max(network.all_reduce_time(size, self._ranks(devices, t)) for t in range(tensor))
-
-    def _reductions(
-        self,
-        devices: Sequence[int],
-        simulations: Sequence[Simulation],
-        makespan_s: float,
-        tie: _Collective,
-    ) -> list[_Collective]:
-        """Return the reductions of replicas in their common order. That of tied weights follows their sum ``tie``.
+    def _starts(
+        self, group: _ProcessGroup, simulations: Sequence[Simulation], makespan_s: float, tie_s: float
+    ) -> dict[Collective, float]:
+        """Return the start of each reduction of a process group, in their order. That of tied weights follows their sum.
 
         On the processors that compute, they do not overlap with ops.
         """
         starts: dict[int, float] = {}  # by stage
         for simulation in simulations:
-            for device in devices:
+            for device in group.devices:
+                reductions = self._reductions[device]
                 for op, _, end in simulation.spans[device]:
-                    for stage in self.reductions[device].get(op, ()):
-                        starts[stage] = max(starts.get(stage, 0.0), end * self.unit_s)
-        earliest_s = makespan_s if self._needs_processors(devices) else 0.0
-        queue = [
-            self._reduction(stage, max(earliest_s, start_s), self.volumes.stages[stage], devices)
-            for stage, start_s in starts.items()
-        ]
-        if ties := len(self._tied_pairs(devices)) // self.layout.placement.replicas:
-            start_s = max(earliest_s, tie.end_s)
-            queue.append(self._reduction(None, start_s, ties * self.volumes.tied, devices))
+                    for stage in reductions.get(op, ()):
+                        starts[stage] = max(starts.get(stage, 0.0), end * self._unit_s)
+        earliest_s = makespan_s if group.needs_processors else 0.0
+        queue = {group.reduction(stage): max(earliest_s, start_s) for stage, start_s in starts.items()}
+        if group.tied_bytes:
+            queue[group.reduction(None)] = max(earliest_s, tie_s)
         return queue
 
-    def _needs_processors(self, devices: Sequence[int]) -> bool:
-        return self.network.needs_processors(self._ranks(devices))
-
-    def _reduction(
-        self, stage: int | None, start_s: float, size: float, devices: Sequence[int]
-    ) -> _Collective:
-        """Return the reduction of ``size`` bytes; stage None: of tied weights."""
-        if self.volumes.overlaps and self.network.scatters:
-            seconds, passed = self._ring_pass(devices, size), size
-        else:
-            seconds, passed = self._all_reduce(devices, size), 2 * size
-        return self._collective("reduce", stage, start_s, seconds, passed, devices)
-
-    def _gather(self, stage: int | None, size: float, devices: Sequence[int]) -> _Collective:
-        """Return the all-gather of ``size`` bytes; stage None: of all stages."""
-        return self._collective("gather", stage, 0.0, self._ring_pass(devices, size), size, devices)
-
-    def _collective(
-        self,
-        kind: str,
-        stage: int | None,
-        start_s: float,
-        seconds: float,
-        size: float,
-        devices: Sequence[int],
-    ) -> _Collective:
-        """Return a collective that takes ``seconds`` alone, and passes ``size`` bytes through a ring."""
-        what = kind, stage, tuple(devices)
-        if self.network.ports != HOST_PORTS:
-            return _Collective(*what, start_s, seconds, 0.0, frozenset())
-        ranks = self._ranks(devices)
-        port_s = self.network.shared(self.layout.tensor_parallel_size).port_time(size, ranks)
-        transfer_s = min(seconds, port_s)
-        hosts = frozenset(map(self.network.hosts.host, ranks))
-        return _Collective(*what, start_s, seconds - transfer_s, transfer_s, hosts)
-
-    def _tied_pairs(self, devices: Sequence[int]) -> list[tuple[int, int]]:
-        pairs = self.layout.placement.tied_pairs if self.volumes.tied else ()
-        return [pair for pair in pairs if {*pair} & {*devices}]
-
-    def _tie(self, devices: Sequence[int], simulations: Sequence[Simulation]) -> _Collective:
-        """Return the sum of the gradients that ``devices`` share with others, after the last op of all of them.
-
-        The device of the first stage sums those of several head parts one after the other.
-        """
-        layout, seconds = self.layout, defaultdict[int, float](float)
-        groups, tensor = range(layout.data_parallel_size), range(layout.tensor_parallel_size)
-        held = self._tied_pairs(devices)
-        for first in {first for first, _ in held}:
-            for pair in self._tied_pairs([first]):
-                ranks = ([layout.rank(device, data, t) for device in pair] for data in groups for t in tensor)
-                seconds[first] += max(self.network.all_reduce_time(self.volumes.tied, pair) for pair in ranks)
-        ends = [
-            s.spans[device][-1][2]
-            for s in simulations
-            for device in chain.from_iterable(held)
-            if s.spans[device]
-        ]
-        begin_s = max(ends, default=0.0) * self.unit_s
-        tie = _Collective("tie", None, tuple(devices), begin_s, 0.0, 0.0, frozenset())
-        tie.begin_s, tie.end_s = begin_s, begin_s + max(seconds.values(), default=0.0)
-        return tie
-
-
-@dataclass
-class _Collective:
-    """Collective that waits or runs: first the transfer over the ports, then the latency.
-
-    Attributes:
-        kind: ``"reduce"``, ``"gather"`` or ``"tie"``.
-        stage: None for tied weights, or a gather of all stages.
-        devices: replicas that take part.
-        latency_s, transfer_s: remaining time.
-        hosts: hosts whose ports it uses; empty: it shares no port.
-        begin_s, end_s: its start and its end, as soon as it has ended.
-    """
-
-    kind: str
-    stage: int | None
-    devices: tuple[int, ...]
-    start_s: float
-    latency_s: float
-    transfer_s: float
-    hosts: frozenset[int]
-    begin_s: float = 0.0
-    end_s: float = 0.0
-
-    def slowdown(self, users: Counter[int]) -> int:
-        """Return the number of users of its busiest port; ``users`` counts them for every host."""
-        return max((users[host] for host in self.hosts), default=1)
-
-    def phase_s(self, users: Counter[int]) -> float:
-        """Return the time until the transfer or, after it, the latency ends."""
-        return self.transfer_s * self.slowdown(users) if self.transfer_s > 0 else self.latency_s
-
-    def advance(self, passed_s: float, users: Counter[int]) -> None:
-        """Subtract the progress in ``passed_s`` seconds, at most :meth:`phase_s`."""
-        ends = self.phase_s(users) <= passed_s
-        if self.transfer_s > 0:
-            self.transfer_s = 0.0 if ends else self.transfer_s - passed_s / self.slowdown(users)
-        else:
-            self.latency_s = 0.0 if ends else self.latency_s - passed_s
-
-
-def _run(queues: Sequence[tuple[Sequence[_Collective], int]], now: float) -> float:
-    """Run collectives from the second ``now``, and return the second at which the last one ends.
-
-    Collectives share ports equally, as fluids. Those of one process group begin in order. ``queues`` are the
-    collectives of every process group, which are modified, and how many run at the same time.
-    """
-    groups: list[tuple[deque[_Collective], list[_Collective], int]] = [
-        (deque(queue), [], lanes) for queue, lanes in queues
-    ]
-    while any(waiting or running for waiting, running, _ in groups):
-        for waiting, running, lanes in groups:
-            while waiting and len(running) < lanes and waiting[0].start_s <= now:
-                waiting[0].begin_s = now
-                running.append(waiting.popleft())
-        active = [collective for _, running, _ in groups for collective in running]
-        users = Counter(
-            host for collective in active if collective.transfer_s > 0 for host in collective.hosts
-        )
-        starts = [
-            waiting[0].start_s - now for waiting, _, _ in groups if waiting and waiting[0].start_s > now
-        ]
-        passed_s = min([*(collective.phase_s(users) for collective in active), *starts])
-        now += passed_s
-        for _, running, _ in groups:
-            for collective in running:
-                collective.advance(passed_s, users)
-                collective.end_s = now
-            running[:] = [c for c in running if c.transfer_s > 0 or c.latency_s > 0]
-    return now
+    def _rows(self, collectives: Iterable[_Span]) -> tuple[tuple[_Span, ...], ...]:
+        """Return the collectives of every device in the unit of the costs, without those that take no time."""
+        rows: list[list[_Span]] = [[] for _ in range(self._placement.num_devices)]
+        for collective, begin_s, end_s in collectives:
+            if end_s > begin_s:
+                for device in collective.devices:
+                    rows[device].append((collective, begin_s / self._unit_s, end_s / self._unit_s))
+        return tuple(map(tuple, rows))

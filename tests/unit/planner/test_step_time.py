@@ -17,8 +17,8 @@ from ds_ext.parallel.network import GLOO, HOST_PORTS, NCCL, RANK_PORTS, Link, Ne
 from ds_ext.parallel.rank_order import parse_rank_order
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.events import Ports
 from ds_ext.pipe_schedules.list_scheduling import search
+from ds_ext.pipe_schedules.ports import Ports
 from ds_ext.pipe_schedules.reductions import eager_reductions
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.activations import layer_activations
@@ -57,7 +57,7 @@ def test_messages_take_the_time_of_their_link() -> None:
 def test_a_tie_starts_after_the_last_op_of_both_devices() -> None:
     between, gradient = Link(1.0, 0.0), 0.0
     step = on_hosts(Hosts((2,) * 4), between, gradient, "tp-dp-pp", tied=4.0)
-    ties = [{c.name: (c.start, c.end) for c in row} for row in step.drawn.collectives]
+    ties = [{op.name: (start, end) for op, start, end in row} for row in step.drawn.collectives]
     last_op = max(step.drawn.spans[device][-1][2] for device in (0, 3))
     assert ties[0]["tie"] == ties[3]["tie"] == pytest.approx((last_op, last_op + 4.0))
     assert ties[0]["reduce"][0] == ties[0]["tie"][1] and "tie" not in ties[1]
@@ -112,18 +112,20 @@ def test_collectives_are_drawn_where_they_run(schedule: str, network: str, overl
     for device, row in enumerate(drawn.collectives):
         stages = sorted({chunk.stage for chunk in placement.chunks[device]})
         gathers = [f"gather@{stage}" for stage in stages] if overlaps else ["gather"]
-        assert sorted(c.name for c in row) == sorted([*gathers, *(f"reduce@{stage}" for stage in stages)])
-        ends = {c.name: c.end for c in row}
+        assert sorted(op.name for op, _, _ in row) == sorted(
+            [*gathers, *(f"reduce@{stage}" for stage in stages)]
+        )
+        times = {op.name: (start, end) for op, start, end in row}
         starts: dict[int, float] = {}
         for op, start, _ in drawn.spans[device]:
             starts.setdefault(op.stage, start)
         if overlaps:
-            assert all(starts[stage] >= ends[f"gather@{stage}"] - 1e-9 for stage in stages)
+            assert all(starts[stage] >= times[f"gather@{stage}"][1] - 1e-9 for stage in stages)
         for stage in stages:
             last = max(end for op, _, end in drawn.spans[device] if op.stage == stage)
-            (reduction,) = (c for c in row if c.name == f"reduce@{stage}")
-            assert reduction.start >= last - 1e-9
-            assert network != GLOO or reduction.start >= step.makespan_s
+            reduction, _ = times[f"reduce@{stage}"]
+            assert reduction >= last - 1e-9
+            assert network != GLOO or reduction >= step.makespan_s
 
 
 @pytest.mark.parametrize(
