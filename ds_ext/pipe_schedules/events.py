@@ -22,29 +22,23 @@ from .ports import Collective, Ports, Transfers
 T = TypeVar("T")
 
 
-class Work(Generic[T]):
-    """Ops of a run. Without other definitions, no op depends on another one."""
+class Work(Protocol[T]):
+    """Ops of a run. By default, no op depends on another one."""
+
+    def device(self, op: T) -> int: ...
+
+    def time(self, op: T) -> float: ...
 
     def entries(self) -> Iterable[T]:
-        """Return the ops that may start at the beginning."""
         return ()
-
-    def device(self, op: T) -> int:
-        raise NotImplementedError
 
     def count(self, op: T) -> int:
-        """Return the number of ops that ``op`` depends on."""
         return 0
 
-    def consumers(self, op: T) -> Sequence[tuple[T, int]]:
-        """Return the ops that depend on ``op``, each with its device."""
+    def consumers(self, op: T) -> Iterable[tuple[T, int]]:
         return ()
 
-    def time(self, op: T) -> float:
-        raise NotImplementedError
-
     def delay(self, op: T, sender: int, receiver: int) -> float:
-        """Return the time of a message that ``op`` receives."""
         return 0.0
 
 
@@ -125,7 +119,7 @@ class Workload(Work[Op]):
     def count(self, op: Op) -> int:
         return self.dependencies.count(op)
 
-    def consumers(self, op: Op) -> Sequence[tuple[Op, int]]:
+    def consumers(self, op: Op) -> list[tuple[Op, int]]:
         return self.dependencies.consumers(op)
 
     def time(self, op: Op) -> float:
@@ -135,6 +129,7 @@ class Workload(Work[Op]):
         return time * self.costs.jitter_factor(op) if self.jittered else time
 
     def delay(self, op: Op, sender: int, receiver: int) -> float:
+        """Return the time of a message that ``op`` receives."""
         delay = self.costs.delay(sender, receiver) / self.slices
         if delay and self.placement.rows:
             delay *= self.dependencies.tensors(op)

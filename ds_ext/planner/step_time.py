@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -132,32 +132,6 @@ def least_collectives_s(
     return (2 * reduced_bytes + gathered_bytes) * (copies - 1) / copies / rate
 
 
-def message_links(
-    layout: ParallelLayout, network: Network, pairs: Iterable[tuple[int, int]], message: float
-) -> list[dict[tuple[int, int], tuple[float, int]]]:
-    """Return (sending device, receiving device) -> seconds of a message and users of its port, for pipeline groups.
-
-    The slowest tensor-parallel rank counts. Those of a device send at the same time; the pipeline groups that use a
-    port take turns. ``pairs`` are the links between devices; ``message`` is in bytes.
-    """
-    hosts, tensor = network.hosts, range(layout.tensor_parallel_size)
-    links: list[dict[tuple[int, int], tuple[float, int]]] = [{} for _ in range(layout.data_parallel_size)]
-    for pair in pairs:
-        ranks = [
-            [(layout.rank(pair[0], data, t), layout.rank(pair[1], data, t)) for t in tensor]
-            for data in range(len(links))
-        ]
-        senders = [Counter(hosts.host(a) for a, b in group if hosts.cross((a, b))) for group in ranks]
-        users = Counter(chain.from_iterable(senders))
-        for of_group, group, sending in zip(links, ranks, senders, strict=True):
-            seconds = max(
-                network.shared(sending[hosts.host(a)]).message_time(message, a, b) for a, b in group
-            )
-            shares = network.ports == HOST_PORTS and sending
-            of_group[pair] = seconds, max(map(users.__getitem__, sending)) if shares else 1
-    return links
-
-
 def step_time(
     timetable: Timetable,
     costs: Costs,
@@ -191,98 +165,122 @@ def best_step(
         unit_s: unit of the costs in seconds.
         reductions: op -> stages to reduce after it, by device, from the simulation in the job plan.
     """
-    pairs = list(messages_between(timetable.placement, timetable.micro_batches))
-    least_s = _LEAST_SHARE * (costs.forward + costs.backward_input + costs.backward_weight) * unit_s
-    results: dict[tuple[Any, ...], Simulation] = {}
-
-    def simulated(group: _Group, gathered: Mapping[tuple[int, int], float], busy: _Busy) -> Simulation:
-        key = group, tuple(gathered.values()), busy
-        if key not in results:
-            messages = replace(costs, comm=0.0, links=dict(zip(pairs, group.messages, strict=True)))
-            latency = network.between.latency / unit_s
-            first = simulate(timetable, messages, gathered, group.ports(latency, busy))
-            results[key] = _delayed(first, group.lag(pairs, latency))
-        return results[key]
-
-    def step_of(layout: ParallelLayout, groups: Iterable[_Group]) -> StepTime:
-        distinct = sorted(set(groups))
-        collectives = _Collectives(layout, network, volumes, unit_s, reductions)
-        step = collectives.period(distinct, simulated)
-        if volumes.overlaps:
-            later = collectives.period(distinct, simulated, collectives.gathers(step.simulation))
-            step = replace(step, gather_s=max(0.0, later.step_s - step.step_s), drawn=later.drawn)
-        return step
-
-    groups_of: list[set[_Group]] = []
-    for layout in layouts:
-        require_slots(layout, network.hosts)
-        groups: set[_Group] = set()
-        for data, links in enumerate(
-            message_links(layout, network, pairs, volumes.message / timetable.slices)
-        ):
-            # Of whole micro-batches: a message of a slice takes its share.
-            messages = tuple(links[pair][0] * timetable.slices / unit_s for pair in pairs)
-            long = {
-                pair for pair, (seconds, _) in links.items() if seconds - network.between.latency > least_s
-            }
-            crossing, port_of = _ports(layout, network, data, long)
-            users = tuple(links[pair][1] for pair in crossing)
-            groups.add(_Group(messages, crossing, users, port_of))
-        groups_of.append(groups)
+    job = _Job(timetable, costs, network, volumes, unit_s, reductions)
+    groups = [job.pipeline_groups(layout) for layout in layouts]
     if len(layouts) == 1:
-        return 0, step_of(layouts[0], groups_of[0])
-    bounds = [
-        step_of(layout, (group._replace(crossing=(), users=(), port_of=()) for group in groups))
-        for layout, groups in zip(layouts, groups_of, strict=True)
-    ]
+        return 0, _Step(job, layouts[0], groups[0]).time()
 
     def key(index: int, step: StepTime) -> tuple[float, int]:
         # Sums of the same times in a different order differ by rounding.
         return float(f"{step.step_s:.7g}"), index
 
+    bounds = [
+        (index, _Step(job, layout, {_Group(group.messages) for group in groups[index]}).time())
+        for index, layout in enumerate(layouts)
+    ]
     best: tuple[int, StepTime] | None = None
-    for index, bound in sorted(enumerate(bounds), key=lambda pair: key(*pair)):
+    for index, bound in sorted(bounds, key=lambda pair: key(*pair)):
         if best is not None and key(*best) <= key(index, bound):
             break
-        shares = any(group.crossing for group in groups_of[index])
-        found = index, step_of(layouts[index], groups_of[index]) if shares else bound
-        best = found if best is None else min(best, found, key=lambda pair: key(*pair))
+        shares = any(group.shared for group in groups[index])
+        step = _Step(job, layouts[index], groups[index]).time() if shares else bound
+        best = min(best or (index, step), (index, step), key=lambda pair: key(*pair))
     assert best is not None, "there is a layout"
     return best
 
 
 class _Group(NamedTuple):
-    """Messages of a pipeline group.
+    """Messages of a pipeline group, in the unit of the costs.
 
     Attributes:
-        messages: time on every link, in the unit of the costs.
-        crossing: links between hosts with long messages, which share ports.
-        users: pipeline groups that use each of these links' ports.
+        messages: time on every link.
+        shared: long messages between hosts: link -> latency, ports and pipeline groups that use them.
         port_of: port of every device; empty without such links.
     """
 
     messages: tuple[float, ...]
-    crossing: tuple[tuple[int, int], ...]
-    users: tuple[int, ...]
-    port_of: tuple[int, ...]
+    shared: tuple[tuple[tuple[int, int], tuple[float, tuple[int, int], int]], ...] = ()
+    port_of: tuple[int, ...] = ()
 
-    def lag(self, pairs: Sequence[tuple[int, int]], latency: float) -> float:
-        """Return by how much the last of the pipeline groups that take turns is behind the first one."""
-        messages = dict(zip(pairs, self.messages, strict=True))
-        turns = zip(self.crossing, self.users, strict=True)
-        return max(((users - 1) * (messages[link] - latency) for link, users in turns), default=0.0)
 
-    def ports(self, latency: float, busy: _Busy) -> Ports | None:
-        """Return the ports for the messages; a port receives as its complement."""
-        links = {
-            (a, b): (latency, (self.port_of[a], ~self.port_of[b]), users)
-            for (a, b), users in zip(self.crossing, self.users, strict=True)
-        }
-        collectives: dict[int, list[tuple[float, float]]] = {}
-        for port, spans in zip(self.port_of, busy, strict=False):
-            for end in (port, ~port):
-                collectives.setdefault(end, []).extend(spans)
-        return Ports(links, collectives) if links else None
+@dataclass(frozen=True)
+class _Job:
+    """Arguments of :func:`best_step`, and the simulations of the pipeline groups of its layouts."""
+
+    timetable: Timetable
+    costs: Costs
+    network: Network
+    volumes: Traffic
+    unit_s: float
+    reductions: Reductions
+    simulations: dict[tuple[Any, ...], Simulation] = field(default_factory=dict)
+
+    @cached_property
+    def links(self) -> list[tuple[int, int]]:
+        """(Sending device, receiving device) of the messages."""
+        return list(messages_between(self.timetable.placement, self.timetable.micro_batches))
+
+    def pipeline_groups(self, layout: ParallelLayout) -> set[_Group]:
+        """Return the messages of the pipeline groups of a layout.
+
+        The slowest tensor-parallel rank counts. Those of a device send at the same time; the pipeline groups that use a
+        port take turns.
+        """
+        network, hosts = self.network, self.network.hosts
+        require_slots(layout, hosts)
+        message = self.volumes.message / self.timetable.slices
+        tensor, data = range(layout.tensor_parallel_size), range(layout.data_parallel_size)
+        times: list[dict[tuple[int, int], tuple[float, int]]] = [
+            {} for _ in data
+        ]  # seconds, users of the port
+        for a, b in self.links:
+            ranks = [[(layout.rank(a, d, t), layout.rank(b, d, t)) for t in tensor] for d in data]
+            senders = [Counter(hosts.host(a) for a, b in pairs if hosts.cross((a, b))) for pairs in ranks]
+            users = Counter(chain.from_iterable(senders))
+            for of_group, pairs, sending in zip(times, ranks, senders, strict=True):
+                seconds = max(
+                    network.shared(sending[hosts.host(a)]).message_time(message, a, b) for a, b in pairs
+                )
+                shares = network.ports == HOST_PORTS and sending
+                of_group[a, b] = seconds, max(map(users.__getitem__, sending)) if shares else 1
+        return {self._group(layout, d, of_group) for d, of_group in zip(data, times, strict=True)}
+
+    def _group(
+        self, layout: ParallelLayout, data: int, times: Mapping[tuple[int, int], tuple[float, int]]
+    ) -> _Group:
+        """Return a pipeline group. A message between hosts is long if other messages may wait for it.
+
+        A port is the number of the first device that has it; it receives as its complement.
+        """
+        hosts, latency, costs = self.network.hosts, self.network.between.latency, self.costs
+        least_s = _LEAST_SHARE * (costs.forward + costs.backward_input + costs.backward_weight) * self.unit_s
+        ranks = [layout.rank(device, data, 0) for device in range(layout.placement.num_devices)]
+        places = [hosts.host(rank) for rank in ranks] if self.network.ports == HOST_PORTS else ranks
+        port_of = tuple(map(places.index, places))
+        shared = tuple(
+            ((a, b), (latency / self.unit_s, (port_of[a], ~port_of[b]), users))
+            for (a, b), (seconds, users) in sorted(times.items())
+            if seconds - latency > least_s and hosts.cross((ranks[a], ranks[b]))
+        )
+        # Of whole micro-batches: a message of a slice takes its share.
+        messages = tuple(times[link][0] * self.timetable.slices / self.unit_s for link in self.links)
+        return _Group(messages, shared, port_of if shared else ())
+
+    def simulate(self, group: _Group, gathered: Mapping[tuple[int, int], float], busy: _Busy) -> Simulation:
+        """Return the simulation of the last of the pipeline groups that take turns."""
+        key = group, tuple(gathered.values()), busy
+        if key not in self.simulations:
+            messages = dict(zip(self.links, group.messages, strict=True))
+            collectives: dict[int, list[tuple[float, float]]] = {}
+            for port, spans in zip(group.port_of, busy, strict=False):
+                for end in (port, ~port):
+                    collectives.setdefault(end, []).extend(spans)
+            ports = Ports(dict(group.shared), collectives) if group.shared else None
+            costs = replace(self.costs, comm=0.0, links=messages)
+            turns = ((users - 1) * (messages[link] - latency) for link, (latency, _, users) in group.shared)
+            lag = max(turns, default=0.0)
+            self.simulations[key] = _delayed(simulate(self.timetable, costs, gathered, ports), lag)
+        return self.simulations[key]
 
 
 def _delayed(simulation: Simulation, lag: float) -> Simulation:
@@ -292,40 +290,24 @@ def _delayed(simulation: Simulation, lag: float) -> Simulation:
     return replace(simulation, spans=spans, makespan=simulation.makespan + lag)
 
 
-def _ports(
-    layout: ParallelLayout, network: Network, data: int, long: Collection[tuple[int, int]]
-) -> tuple[tuple[tuple[int, int], ...], tuple[int, ...]]:
-    """Return the links of a pipeline group between hosts that share ports, and the port of every device.
-
-    A port is the number of the first device that has it.
-    """
-    ranks = [layout.rank(device, data, 0) for device in range(layout.placement.num_devices)]
-    crossing = tuple(sorted((a, b) for a, b in long if network.hosts.cross((ranks[a], ranks[b]))))
-    if not crossing:
-        return (), ()
-    if network.ports != HOST_PORTS:
-        return crossing, tuple(range(len(ranks)))
-    hosts = [network.hosts.host(rank) for rank in ranks]
-    return crossing, tuple(map(hosts.index, hosts))
-
-
 class _ProcessGroup:
-    """Replicas of a device in all pipeline groups, with their collectives.
+    """Replicas of a device in all pipeline groups, and their collectives.
+
+    The groups of all tensor-parallel ranks communicate at the same time; the slowest one counts.
 
     Attributes:
-        tied: pairs of devices that sum the gradient of a tied weight, with a device of this group.
-        lanes: number of collectives that run at the same time.
-        tie: sum of the gradients of tied weights.
+        tied: pairs of devices, one of them in the group, that sum the gradients of tied weights.
+        tied_bytes: size of these gradients.
     """
 
     def __init__(
         self, devices: Sequence[int], layout: ParallelLayout, network: Network, volumes: Traffic
     ) -> None:
         self.devices, self._layout, self._volumes = tuple(devices), layout, volumes
-        # The groups of all tensor-parallel ranks communicate at the same time; the slowest one counts.
         self._network = network.shared(layout.tensor_parallel_size)
         self._ranks = self._ranks_of(devices)
         self.crosses_hosts = network.hosts.cross(self._ranks[0])
+        # On the processors that compute, collectives do not overlap with ops.
         self.needs_processors = network.needs_processors(self._ranks[0])
         self.lanes = 1 if self.needs_processors else network.lanes
         pairs = layout.placement.tied_pairs if volumes.tied else ()
@@ -344,7 +326,7 @@ class _ProcessGroup:
         return [[self._layout.rank(device, data, t) for data in groups for device in devices] for t in tensor]
 
     def _tie_s(self, network: Network, pair: tuple[int, int]) -> float:
-        """Return the seconds in which two devices sum the gradient of a weight; every pipeline group has its own sum."""
+        """Return the seconds in which the two ends of a tied weight sum its gradient, in the slowest pipeline group."""
         ends = zip(*(chain.from_iterable(self._ranks_of([device])) for device in pair), strict=True)
         return max(network.all_reduce_time(self._volumes.tied, ranks) for ranks in ends)
 
@@ -360,12 +342,7 @@ class _ProcessGroup:
         return self._collective("gather", stage, size, size, self._network.all_gather_time)
 
     def _collective(
-        self,
-        kind: str,
-        stage: int | None,
-        size: float,
-        passed: float,
-        time: Callable[[float, Sequence[int]], float],
+        self, kind: str, stage: int | None, size: float, passed: float, time: Callable[[float, Any], float]
     ) -> Collective:
         """Return a collective that passes ``passed`` bytes through a ring."""
         name = kind if stage is None else f"{kind}@{stage}"
@@ -377,86 +354,81 @@ class _ProcessGroup:
         return Collective(name, stage, self.devices, seconds - transfer_s, transfer_s, hosts)
 
 
-class _Collectives:
-    """Collectives of the replicas of every device: reductions of gradients, and all-gathers of weights."""
+class _Step:
+    """Step of a layout whose pipeline groups have the messages of ``groups``, with its collectives."""
 
-    def __init__(
-        self,
-        layout: ParallelLayout,
-        network: Network,
-        volumes: Traffic,
-        unit_s: float,
-        reductions: Reductions,
-    ) -> None:
-        self._placement, self._volumes = layout.placement, volumes
-        self._unit_s, self._reductions = unit_s, reductions
-        self._groups = [
-            _ProcessGroup(devices, layout, network, volumes) for devices in self._placement.replica_groups
+    def __init__(self, job: _Job, layout: ParallelLayout, groups: Collection[_Group]) -> None:
+        self._job, self._groups = job, sorted(groups)
+        self._process_groups = [
+            _ProcessGroup(devices, layout, job.network, job.volumes)
+            for devices in layout.placement.replica_groups
         ]
 
-    def period(
-        self,
-        groups: Sequence[_Group],
-        simulated: Callable[[_Group, Mapping[tuple[int, int], float], _Busy], Simulation],
-        gathers: Sequence[_Span] = (),
-    ) -> StepTime:
+    def time(self) -> StepTime:
+        step = self._period()
+        if not self._job.volumes.overlaps:
+            return step
+        later = self._period(self._gathers(step.simulation))
+        return replace(step, gather_s=max(0.0, later.step_s - step.step_s), drawn=later.drawn)
+
+    def _period(self, gathers: Sequence[_Span] = ()) -> StepTime:
         """Return a step after steps like it, whose ``gathers`` run beside its first ops.
 
         Messages are simulated without collectives first, and then beside them.
         """
         gathered = {
-            (device, gather.stage): end_s / self._unit_s
+            (device, gather.stage): end_s / self._job.unit_s
             for gather, _, end_s in gathers
             for device in gather.devices
             if gather.stage is not None
         }
-        step = self._after([simulated(group, gathered, ()) for group in groups], gathers)
-        busy = self._busy(step.drawn) if any(group.crossing for group in groups) else ()
+        step = self._after([self._job.simulate(group, gathered, ()) for group in self._groups], gathers)
+        busy = self._busy(step.drawn) if any(group.shared for group in self._groups) else ()
         if any(busy):
-            step = self._after([simulated(group, gathered, busy) for group in groups], gathers)
+            step = self._after([self._job.simulate(group, gathered, busy) for group in self._groups], gathers)
         return step
-
-    def gathers(self, simulation: Simulation) -> list[_Span]:
-        """Return the gathers of all stages. Those of a device start with the step, one after the other."""
-        queues = []
-        for group in self._groups:
-            order, stages = order_of_first_use(simulation, group.devices[0]), self._volumes.stages
-            share = self._volumes.weights[group.devices[0]] / (sum(stages[stage] for stage in order) or 1.0)
-            queues.append({group.gather(stage, share * stages[stage]): 0.0 for stage in order})
-        return self._run(queues)
-
-    def _run(self, queues: Sequence[Mapping[Collective, float]]) -> list[_Span]:
-        return ProcessGroups(queues).run([group.lanes for group in self._groups])
 
     def _busy(self, drawn: Simulation) -> _Busy:
         """Return the times at which collectives between hosts use the port of every device."""
-        crossing = {device for group in self._groups if group.crosses_hosts for device in group.devices}
+        crossing = {d for group in self._process_groups if group.crosses_hosts for d in group.devices}
         return tuple(
             tuple((start, end) for _, start, end in row) if device in crossing else ()
             for device, row in enumerate(drawn.collectives)
         )
 
+    def _gathers(self, simulation: Simulation) -> list[_Span]:
+        """Return the gathers of all stages. Those of a device start with the step, one after the other."""
+        weights, stages, queues = self._job.volumes.weights, self._job.volumes.stages, []
+        for group in self._process_groups:
+            order = order_of_first_use(simulation, group.devices[0])
+            share = weights[group.devices[0]] / (sum(stages[stage] for stage in order) or 1.0)
+            queues.append({group.gather(stage, share * stages[stage]): 0.0 for stage in order})
+        return self._run(queues)
+
+    def _run(self, queues: Sequence[Mapping[Collective, float]]) -> list[_Span]:
+        """Run the collectives of every process group, each not before its time."""
+        return ProcessGroups(queues).run([group.lanes for group in self._process_groups])
+
     def _after(self, simulations: Sequence[Simulation], gathers: Sequence[_Span]) -> StepTime:
         """Return the step with the reductions after the ops and, unless they overlap, the gathers after these.
 
-        ``gathers`` run since the start of the step; they come from :meth:`gathers`.
+        ``gathers`` run since the start of the step.
         """
+        volumes, groups = self._job.volumes, self._process_groups
         slowest = max(simulations, key=lambda simulation: simulation.makespan)
-        makespan_s = slowest.makespan * self._unit_s
-        ties = [self._tie(group, simulations) for group in self._groups]
-        reductions = self._run(
-            [
-                self._starts(group, simulations, makespan_s, tie_s)
-                for group, (_, _, tie_s) in zip(self._groups, ties, strict=True)
-            ]
-        )
+        makespan_s = slowest.makespan * self._job.unit_s
+        ties = [self._tie(group, simulations) for group in groups]
+        starts = [self._starts(group, simulations) for group in groups]
+        for group, start_s, (_, _, tie_s) in zip(groups, starts, ties, strict=True):
+            if group.tied_bytes:
+                start_s[group.reduction(None)] = tie_s
+            if group.needs_processors:
+                start_s |= {reduction: max(makespan_s, time_s) for reduction, time_s in start_s.items()}
+        reductions, later = self._run(starts), list[_Span]()
         reduced_s = max([makespan_s, *(end_s for _, _, end_s in reductions)])
-        later: list[_Span] = []
-        if self._volumes.zero_stage and not self._volumes.overlaps:
-            weights = self._volumes.weights
-            later = self._run(
-                [{group.gather(None, weights[group.devices[0]]): reduced_s} for group in self._groups]
-            )
+        if volumes.zero_stage and not volumes.overlaps:
+            gather = (group.gather(None, volumes.weights[group.devices[0]]) for group in groups)
+            later = self._run([{collective: reduced_s} for collective in gather])
         last_s = max([reduced_s, *(end_s for _, _, end_s in later)])
         drawn = replace(slowest, collectives=self._rows([*gathers, *ties, *reductions, *later]))
         return StepTime(slowest, drawn, makespan_s, reduced_s - makespan_s, last_s - reduced_s)
@@ -465,34 +437,24 @@ class _Collectives:
         """Return the sum of the gradients of tied weights, after the last op of all devices that have them."""
         devices = {*chain.from_iterable(group.tied)}
         ends = [s.spans[device][-1][2] for s in simulations for device in devices if s.spans[device]]
-        begin_s = max(ends, default=0.0) * self._unit_s
+        begin_s = max(ends, default=0.0) * self._job.unit_s
         return group.tie, begin_s, begin_s + group.tie.latency
 
-    def _starts(
-        self, group: _ProcessGroup, simulations: Sequence[Simulation], makespan_s: float, tie_s: float
-    ) -> dict[Collective, float]:
-        """Return the start of each reduction of a process group, in their order. That of tied weights follows their sum.
-
-        On the processors that compute, they do not overlap with ops.
-        """
-        starts: dict[int, float] = {}  # by stage
+    def _starts(self, group: _ProcessGroup, simulations: Sequence[Simulation]) -> dict[Collective, float]:
+        """Return the second at which all members of a process group start each reduction, in their common order."""
+        ends: dict[int, float] = {}  # by stage
         for simulation in simulations:
             for device in group.devices:
-                reductions = self._reductions[device]
+                reductions = self._job.reductions[device]
                 for op, _, end in simulation.spans[device]:
                     for stage in reductions.get(op, ()):
-                        starts[stage] = max(starts.get(stage, 0.0), end * self._unit_s)
-        earliest_s = makespan_s if group.needs_processors else 0.0
-        queue = {group.reduction(stage): max(earliest_s, start_s) for stage, start_s in starts.items()}
-        if group.tied_bytes:
-            queue[group.reduction(None)] = max(earliest_s, tie_s)
-        return queue
+                        ends[stage] = max(ends.get(stage, 0.0), end)
+        return {group.reduction(stage): end * self._job.unit_s for stage, end in ends.items()}
 
     def _rows(self, collectives: Iterable[_Span]) -> tuple[tuple[_Span, ...], ...]:
         """Return the collectives of every device in the unit of the costs, without those that take no time."""
-        rows: list[list[_Span]] = [[] for _ in range(self._placement.num_devices)]
+        unit_s, rows = self._job.unit_s, [list[_Span]() for _ in self._job.timetable.orders]
         for collective, begin_s, end_s in collectives:
-            if end_s > begin_s:
-                for device in collective.devices:
-                    rows[device].append((collective, begin_s / self._unit_s, end_s / self._unit_s))
+            for device in collective.devices if end_s > begin_s else ():
+                rows[device].append((collective, begin_s / unit_s, end_s / unit_s))
         return tuple(map(tuple, rows))
