@@ -218,7 +218,8 @@ class ProcessGroups(Work[Collective]):
         """Return all collectives with start and end. ``lanes`` are the numbers that run in a group at the same time."""
         releases = {op: time for queue in self.queues for op, time in queue.items()}
         policies = [FixedOrder(queue) for queue in self.queues]
-        result = run(self, policies, releases=releases, lanes=lanes, transfers=Transfers())
+        transfers = Transfers({op: (op.transfer, op.ports) for op in releases if op.transfer})
+        result = run(self, policies, releases=releases, lanes=lanes, transfers=transfers)
         spans = {op: (start, end) for row in result.spans for op, start, end in row}
         return [(op, *spans[op]) for op in releases]
 
@@ -232,7 +233,7 @@ def run(
     releases: Mapping[T, float] | None = None,
     ports: Ports | None = None,
     lanes: Sequence[int] | None = None,
-    transfers: Transfers | None = None,
+    transfers: Transfers[T] | None = None,
 ) -> Run[T]:
     """Run until no device can continue. A free device computes the op that its policy chooses.
 
@@ -244,7 +245,7 @@ def run(
         releases: op -> time of a further input, such as gathered weights.
         ports: None: messages do not wait for each other.
         lanes: number of ops that each device computes at the same time; None: 1.
-        transfers: of collectives that share ports.
+        transfers: those with which ops begin.
     """
     releases = releases or {}
     inputs = Inputs(work, releases)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,40 +68,42 @@ class Collective(NamedTuple):
     ports: frozenset[int] = frozenset()
 
 
-class Transfers:
-    """Transfers of collectives in progress, which share the rate of their ports equally, as fluids."""
+class Transfers(Generic[T]):
+    """Transfers in progress, which share the rate of their ports equally, as fluids.
 
-    def __init__(self) -> None:
+    ``uses`` has the time alone and the ports of each op with a transfer.
+    """
+
+    def __init__(self, uses: Mapping[T, tuple[float, Collection[int]]]) -> None:
         self.now = 0.0
-        self._remaining: dict[
-            tuple[int, Collective, float], float
-        ] = {}  # process group, collective, start -> time
+        self._uses = uses
+        self._remaining: dict[tuple[int, T, float], float] = {}  # device, op, start of the op -> time alone
         self._users = Counter[int]()
 
     def __bool__(self) -> bool:
         return bool(self._remaining)
 
-    def begin(self, now: float, group: int, collective: Collective) -> bool:
-        """Begin the transfer of a collective, and return whether it has one."""
-        if not collective.transfer:
+    def begin(self, now: float, device: int, op: T) -> bool:
+        """Begin the transfer of an op, and return whether it has one."""
+        if op not in self._uses:
             return False
         self.now = now
-        self._remaining[group, collective, now] = collective.transfer
-        self._users.update(collective.ports)
+        self._remaining[device, op, now], ports = self._uses[op]
+        self._users.update(ports)
         return True
 
-    def advance(self, until: float) -> list[tuple[int, Collective, float]]:
-        """Advance to the next end of a transfer, at most to ``until``. Return what ends: group, collective, start."""
-        slowdowns = {key: max(self._users[port] for port in key[1].ports) for key in self._remaining}
+    def advance(self, until: float) -> list[tuple[int, T, float]]:
+        """Advance to the next end of a transfer, at most to ``until``. Return (device, op, start of the op) of each."""
+        slowdowns = {key: max(self._users[port] for port in self._uses[key[1]][1]) for key in self._remaining}
         times = {key: time * slowdowns[key] for key, time in self._remaining.items()}
         passed = min(until - self.now, *times.values())
         self.now += passed
         ends = [key for key, time in times.items() if time <= passed]
+        for _, op, _ in ends:
+            self._users.subtract(self._uses[op][1])
         self._remaining = {
             key: time - passed / slowdowns[key]
             for key, time in self._remaining.items()
             if times[key] > passed
         }
-        for _, collective, _ in ends:
-            self._users.subtract(collective.ports)
         return ends

@@ -382,7 +382,7 @@ def test_previews_exclude_no_winner(
         return str(best), c.label, c.recompute_text, c.time, c.memory_bytes
 
     with_previews = choice()
-    monkeypatch.setattr("ds_ext.planner.search._FEW", 10**6)
+    monkeypatch.setattr("ds_ext.planner.search._PREVIEWED", 10**6)
     assert with_previews == choice()
 
 

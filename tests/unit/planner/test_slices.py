@@ -21,7 +21,7 @@ from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.memory import memory
 from ds_ext.planner.parallel_sizes import Cluster, ClusterPlan, plan_cluster, unit_costs
-from ds_ext.planner.search import Request, _Kind, _Shared, choose
+from ds_ext.planner.search import Request, _Shared, _variants, choose
 from ds_ext.planner.stage_costs import slice_slowdown
 from ds_ext.planner.step_time import on_devices, step_time
 from ds_ext.planner.traffic import traffic
@@ -119,14 +119,14 @@ def test_the_flag(flags: str, status: int, capsys: pytest.CaptureFixture[str]) -
 def test_bounds_of_slices_hold() -> None:
     request = Request(4, 4, Costs(comm=0.3), replace(MODEL, attention_scores=True), slices=4)
     shared, count = _Shared(), 0
-    for variant in _Kind(request, "full", 1).variants(shared):
+    for variant in _variants(request.with_recomputation("full", 1), shared):
         assert variant.schedule.has_slices
         if dict(variant.options).get("mode") == "unit":
             continue
         row = variant.price(simulate_large=True)
         count += 1
         assert (row.time or 0.0) >= variant.least_time
-        tight = replace(variant, kind=replace(variant.kind, request=replace(request, memory_bytes=1)))
+        tight = replace(variant, request=replace(variant.request, memory_bytes=1))
         assert tight.bound[0] == 1 and (row.memory_bytes or 0) >= tight.bound[1]
     assert count >= 6
 
