@@ -40,7 +40,7 @@ from .candidates import (
 )
 from .memory import DeviceMemory, memory
 from .stage_costs import slice_costs, slice_tokens, split_layers, stage_costs
-from .step_time import best_step, least_collectives_s, on_devices
+from .step_time import NetworkStep, least_collectives_s, on_devices
 from .text import format_bytes
 from .traffic import traffic
 from .training_sizes import RECOMPUTATIONS, TrainingSizes
@@ -715,8 +715,8 @@ class _Variant:
         volumes = traffic(sizes, timetable.placement, timetable.micro_batches)
         orders = rank_orders(layout)
         layouts = [replace(layout, rank_order=rank_order) for rank_order in orders]
-        costs = self.network_costs
-        best, step = best_step(timetable, costs, layouts, network, volumes, unit_s, order.reductions)
+        job = NetworkStep(timetable, self.network_costs, network, volumes, unit_s, order.reductions)
+        best, step = job.best(layouts)
         return {
             "time": step.step_s,
             "bubble": step.simulation.bubble,

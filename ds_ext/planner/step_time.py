@@ -132,63 +132,6 @@ def least_collectives_s(
     return (2 * reduced_bytes + gathered_bytes) * (copies - 1) / copies / rate
 
 
-def step_time(
-    timetable: Timetable,
-    costs: Costs,
-    layout: ParallelLayout,
-    network: Network,
-    volumes: Traffic,
-    unit_s: float,
-    reductions: Reductions,
-) -> StepTime:
-    """Simulate a step on a network; arguments as for :func:`best_step`."""
-    return best_step(timetable, costs, [layout], network, volumes, unit_s, reductions)[1]
-
-
-def best_step(
-    timetable: Timetable,
-    costs: Costs,
-    layouts: Sequence[ParallelLayout],
-    network: Network,
-    volumes: Traffic,
-    unit_s: float,
-    reductions: Reductions,
-) -> tuple[int, StepTime]:
-    """Return the index of the layout with the shortest step on a network, and this step.
-
-    Without shared ports a step is shorter. Only layouts that could be best so are simulated with them.
-
-    Args:
-        costs: times of the ops; their message times are replaced.
-        layouts: layouts with the timetable's placement, such as one for each rank order; without forward ranks.
-        volumes: bytes of messages, of the gradients of every stage, and of weights.
-        unit_s: unit of the costs in seconds.
-        reductions: op -> stages to reduce after it, by device, from the simulation in the job plan.
-    """
-    job = _Job(timetable, costs, network, volumes, unit_s, reductions)
-    groups = [job.pipeline_groups(layout) for layout in layouts]
-    if len(layouts) == 1:
-        return 0, _Step(job, layouts[0], groups[0]).time()
-
-    def key(index: int, step: StepTime) -> tuple[float, int]:
-        # Sums of the same times in a different order differ by rounding.
-        return float(f"{step.step_s:.7g}"), index
-
-    bounds = [
-        (index, _Step(job, layout, {_Group(group.messages) for group in groups[index]}).time())
-        for index, layout in enumerate(layouts)
-    ]
-    best: tuple[int, StepTime] | None = None
-    for index, bound in sorted(bounds, key=lambda pair: key(*pair)):
-        if best is not None and key(*best) <= key(index, bound):
-            break
-        shares = any(group.shared for group in groups[index])
-        step = _Step(job, layouts[index], groups[index]).time() if shares else bound
-        best = min(best or (index, step), (index, step), key=lambda pair: key(*pair))
-    assert best is not None, "there is a layout"
-    return best
-
-
 class _Group(NamedTuple):
     """Messages of a pipeline group, in the unit of the costs.
 
@@ -204,8 +147,15 @@ class _Group(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Job:
-    """Arguments of :func:`best_step`, and the simulations of the pipeline groups of its layouts."""
+class NetworkStep:
+    """Step of a timetable on a network, for any layout with the timetable's placement, without forward ranks.
+
+    Args:
+        costs: times of the ops; their message times are replaced.
+        volumes: bytes of messages, of the gradients of every stage, and of weights.
+        unit_s: unit of the costs in seconds.
+        reductions: op -> stages to reduce after it, by device, from the simulation in the job plan.
+    """
 
     timetable: Timetable
     costs: Costs
@@ -213,7 +163,37 @@ class _Job:
     volumes: Traffic
     unit_s: float
     reductions: Reductions
-    simulations: dict[tuple[Any, ...], Simulation] = field(default_factory=dict)
+    _simulations: dict[tuple[Any, ...], Simulation] = field(default_factory=dict, init=False)
+
+    def time(self, layout: ParallelLayout) -> StepTime:
+        return _LayoutStep(self, layout, self.pipeline_groups(layout)).time()
+
+    def best(self, layouts: Sequence[ParallelLayout]) -> tuple[int, StepTime]:
+        """Return the index of the layout with the shortest step, and this step.
+
+        Without shared ports a step is shorter. Only layouts that could be best so are simulated with them.
+        """
+        if len(layouts) == 1:
+            return 0, self.time(layouts[0])
+        groups = [self.pipeline_groups(layout) for layout in layouts]
+
+        def key(index: int, step: StepTime) -> tuple[float, int]:
+            # Sums of the same times in a different order differ by rounding.
+            return float(f"{step.step_s:.7g}"), index
+
+        bounds = [
+            (index, _LayoutStep(self, layout, {_Group(group.messages) for group in groups[index]}).time())
+            for index, layout in enumerate(layouts)
+        ]
+        best: tuple[int, StepTime] | None = None
+        for index, bound in sorted(bounds, key=lambda pair: key(*pair)):
+            if best is not None and key(*best) <= key(index, bound):
+                break
+            shares = any(group.shared for group in groups[index])
+            step = _LayoutStep(self, layouts[index], groups[index]).time() if shares else bound
+            best = min(best or (index, step), (index, step), key=lambda pair: key(*pair))
+        assert best is not None, "there is a layout"
+        return best
 
     @cached_property
     def links(self) -> list[tuple[int, int]]:
@@ -269,7 +249,7 @@ class _Job:
     def simulate(self, group: _Group, gathered: Mapping[tuple[int, int], float], busy: _Busy) -> Simulation:
         """Return the simulation of the last of the pipeline groups that take turns."""
         key = group, tuple(gathered.values()), busy
-        if key not in self.simulations:
+        if key not in self._simulations:
             messages = dict(zip(self.links, group.messages, strict=True))
             collectives: dict[int, list[tuple[float, float]]] = {}
             for port, spans in zip(group.port_of, busy, strict=False):
@@ -279,8 +259,8 @@ class _Job:
             costs = replace(self.costs, comm=0.0, links=messages)
             turns = ((users - 1) * (messages[link] - latency) for link, (latency, _, users) in group.shared)
             lag = max(turns, default=0.0)
-            self.simulations[key] = _delayed(simulate(self.timetable, costs, gathered, ports), lag)
-        return self.simulations[key]
+            self._simulations[key] = _delayed(simulate(self.timetable, costs, gathered, ports), lag)
+        return self._simulations[key]
 
 
 def _delayed(simulation: Simulation, lag: float) -> Simulation:
@@ -354,10 +334,10 @@ class _ProcessGroup:
         return Collective(name, stage, self.devices, seconds - transfer_s, transfer_s, hosts)
 
 
-class _Step:
+class _LayoutStep:
     """Step of a layout whose pipeline groups have the messages of ``groups``, with its collectives."""
 
-    def __init__(self, job: _Job, layout: ParallelLayout, groups: Collection[_Group]) -> None:
+    def __init__(self, job: NetworkStep, layout: ParallelLayout, groups: Collection[_Group]) -> None:
         self._job, self._groups = job, sorted(groups)
         self._process_groups = [
             _ProcessGroup(devices, layout, job.network, job.volumes)

@@ -23,7 +23,7 @@ from ds_ext.planner.memory import memory
 from ds_ext.planner.parallel_sizes import Cluster, ClusterPlan, plan_cluster, unit_costs
 from ds_ext.planner.search import Request, _Shared, _variants, choose
 from ds_ext.planner.stage_costs import slice_slowdown
-from ds_ext.planner.step_time import on_devices, step_time
+from ds_ext.planner.step_time import NetworkStep, on_devices
 from ds_ext.planner.traffic import traffic
 from ds_ext.planner.training_sizes import TrainingSizes
 
@@ -52,15 +52,14 @@ def test_few_long_samples_are_sliced_and_train_as_planned() -> None:
     assert timetable.slices == row.slices
     _, unit_s = unit_costs(CLUSTER, row.sizes, Costs(), best.pipeline)
     unit_s *= slice_slowdown(row.sizes, row.slices)
-    step = step_time(
+    step = NetworkStep(
         timetable,
         on_devices(row.costs, row.sizes, network, best.pipeline, unit_s, row.slices),
-        order.layout,
         network,
         traffic(row.sizes, timetable.placement, timetable.micro_batches),
         unit_s,
         eager_reductions(simulate(timetable, row.costs)),
-    )
+    ).time(order.layout)
     assert step.step_s == best.step_s
     lengths = section["slice_lengths"]
     assert sum(lengths) == 32768 and lengths == sorted(lengths, reverse=True)

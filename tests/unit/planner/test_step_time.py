@@ -22,7 +22,7 @@ from ds_ext.pipe_schedules.ports import Ports
 from ds_ext.pipe_schedules.reductions import eager_reductions
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.activations import layer_activations
-from ds_ext.planner.step_time import StepTime, on_devices, step_time
+from ds_ext.planner.step_time import NetworkStep, StepTime, on_devices
 from ds_ext.planner.training_sizes import TrainingSizes
 from tests.selection import select
 
@@ -35,15 +35,14 @@ def on_hosts(
     timetable = get_schedule("1f1b").timetable(4, 8)
     layout = ParallelLayout(timetable.placement, 1, 2, parse_rank_order(order))
     volumes = Traffic(1.0, (), (0.0,) * 4, tied=tied, stages=(gradient,) * 4)
-    return step_time(
+    return NetworkStep(
         timetable,
         Costs(),
-        layout,
         Network(hosts, FREE, between, ports),
         volumes,
         1.0,
         eager_reductions(simulate(timetable)),
-    )
+    ).time(layout)
 
 
 def test_messages_take_the_time_of_their_link() -> None:
@@ -74,7 +73,7 @@ def test_long_messages_share_ports_with_each_other_and_with_collectives(ports: s
     reductions = eager_reductions(simulate(timetable))
     network = Network(hosts, FREE, links, ports)
     alone, beside = (
-        step_time(timetable, Costs(), layout, network, sizes, 1.0, reductions)
+        NetworkStep(timetable, Costs(), network, sizes, 1.0, reductions).time(layout)
         for sizes in (replace(volumes, stages=(0.0,) * 8), volumes)
     )
     pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
@@ -106,7 +105,9 @@ def test_collectives_are_drawn_where_they_run(schedule: str, network: str, overl
     backend, ports = (GLOO, HOST_PORTS) if network == "host" else (network, RANK_PORTS)
     hosts = (8,) if network == GLOO else (4, 4)
     links = Network(Hosts(hosts), Link(1.0, 0.0), Link(1.0, 0.0), ports, backend)
-    step = step_time(timetable, Costs(), layout, links, volumes, 1.0, eager_reductions(simulate(timetable)))
+    step = NetworkStep(timetable, Costs(), links, volumes, 1.0, eager_reductions(simulate(timetable))).time(
+        layout
+    )
     drawn = step.drawn
     assert drawn.end == pytest.approx(step.step_s)
     for device, row in enumerate(drawn.collectives):
@@ -143,7 +144,9 @@ def test_only_the_gather_of_the_first_stage_delays_the_next_step(
     network = Network(Hosts((4, 4)), FREE, Link(1.0, 0.0), RANK_PORTS)
     reductions = eager_reductions(simulate(timetable))
     alone, beside = (
-        step_time(timetable, Costs(), layout, network, replace(volumes, overlaps=overlaps), 1.0, reductions)
+        NetworkStep(timetable, Costs(), network, replace(volumes, overlaps=overlaps), 1.0, reductions).time(
+            layout
+        )
         for overlaps in (False, True)
     )
     assert (alone.gather_s, beside.gather_s) == (pytest.approx(1.0), pytest.approx(gathered))
@@ -167,7 +170,7 @@ def test_reductions_need_the_processors_of_a_host(slots: tuple[int, ...], expose
     network = Network(Hosts(slots), Link(1.0, 0.0), Link(1.0, 0.0), RANK_PORTS, GLOO)
     volumes = Traffic(0.0, (), (0.0,) * 2, stages=(1.0,) * 4)
     reductions = eager_reductions(simulate(timetable))
-    step = step_time(timetable, Costs(2.0, 2.0, 2.0), layout, network, volumes, 1.0, reductions)
+    step = NetworkStep(timetable, Costs(2.0, 2.0, 2.0), network, volumes, 1.0, reductions).time(layout)
     assert step.reductions_s == pytest.approx(exposed)
 
 
