@@ -18,7 +18,7 @@ from ..pipe_schedules.placement import Placement
 from ..pipe_schedules.reductions import eager_reductions
 from ..pipe_schedules.simulation import Simulation
 from ..planner.stage_costs import split_layers
-from ..planner.step_time import StepTime, on_devices, step_time
+from ..planner.step_time import NetworkStep, StepTime, on_devices
 from ..planner.text import format_bytes
 from ..planner.traffic import traffic
 from ..planner.training_sizes import TrainingSizes
@@ -78,15 +78,8 @@ def step_on_hosts(
     device_flops = sizes.micro_batch * sizes.forward_flops / devices
     unit_s = device_flops / (model.tensor_parallel * flops_of(args)) / costs.forward
     volumes = traffic(sizes, placement, timetable.micro_batches)
-    step = step_time(
-        timetable,
-        on_devices(costs, sizes, network, devices, unit_s),
-        layout,
-        network,
-        volumes,
-        unit_s,
-        eager_reductions(simulation),
-    )
+    costs = on_devices(costs, sizes, network, devices, unit_s)
+    step = NetworkStep(timetable, costs, network, volumes, unit_s, eager_reductions(simulation)).time(layout)
     between = traffic_between_hosts(layout, network.hosts, volumes, timetable.micro_batches).bytes
     return HostStep(network, layout, step, between)
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from typing import Generic, Protocol, TypeVar
 
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from .placement import Placement
 
+T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
 _Rule = tuple[
     tuple[str, int, int, int], ...
 ]  # (kind, stage, device, later slices) of ops of the same micro-batch
@@ -154,18 +157,22 @@ class Dependencies:
         ]
 
 
-class Inputs:
+class Counts(Protocol[T_contra]):
+    def count(self, op: T_contra) -> int: ...
+
+
+class Inputs(Generic[T]):
     """Counter of the inputs that each op still waits for. Ops in ``one_more`` have an input besides other ops."""
 
-    def __init__(self, dependencies: Dependencies, one_more: Container[Op] = ()) -> None:
-        self._dependencies, self._one_more = dependencies, one_more
-        self._missing: dict[Op, int] = {}  # only ops that have some, but not all, of their inputs
+    def __init__(self, dependencies: Counts[T], one_more: Container[T] = ()) -> None:
+        self._count, self._one_more = dependencies.count, one_more
+        self._missing: dict[T, int] = {}  # only ops that have some, but not all, of their inputs
 
-    def deliver(self, op: Op) -> bool:
+    def deliver(self, op: T) -> bool:
         """Count one more input of ``op``. Return True if it was the last one."""
         missing = self._missing.pop(op, 0)
         if not missing:
-            missing = self._dependencies.count(op) + (op in self._one_more if self._one_more else 0)
+            missing = self._count(op) + (op in self._one_more if self._one_more else 0)
         if missing > 1:
             self._missing[op] = missing - 1
         return missing == 1

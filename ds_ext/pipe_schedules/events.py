@@ -1,7 +1,7 @@
 """Event loop: devices compute the ops that their policies choose; results arrive after a message delay.
 
 Simulation (:mod:`.simulation`), list scheduling (:mod:`.list_scheduling`) and dynamic schedules (:mod:`.methods.dpp`)
-share this loop and differ in their policies.
+share this loop and differ in their policies. Collectives are the ops of process groups, in the same loop.
 """
 
 from __future__ import annotations
@@ -10,18 +10,40 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from typing import Protocol, TypeVar
+from math import inf
+from typing import Generic, Protocol, TypeVar
 
 from .costs import Costs
 from .dependencies import Dependencies, Inputs
 from .ops import BACKWARD, BACKWARD_INPUT, FORWARD, Op
 from .placement import Placement
+from .ports import Collective, Ports, Transfers
 
 T = TypeVar("T")
 
 
+class Work(Protocol[T]):
+    """Ops of a run. By default, no op depends on another one."""
+
+    def device(self, op: T) -> int: ...
+
+    def time(self, op: T) -> float: ...
+
+    def entries(self) -> Iterable[T]:
+        return ()
+
+    def count(self, op: T) -> int:
+        return 0
+
+    def consumers(self, op: T) -> Iterable[tuple[T, int]]:
+        return ()
+
+    def delay(self, op: T, sender: int, receiver: int) -> float:
+        return 0.0
+
+
 @dataclass(frozen=True)
-class Workload:
+class Workload(Work[Op]):
     """Ops of a step, with the times of ops and messages.
 
     Args:
@@ -87,6 +109,19 @@ class Workload:
                 previous = stage
         return {kind: tuple(row[stage] for stage in sorted(row)) for kind, row in starts.items()}
 
+    def entries(self) -> Iterator[Op]:
+        for m in range(self.micro_batches):
+            yield from self.dependencies.entries(m)
+
+    def device(self, op: Op) -> int:
+        return self.dependencies.device(op)
+
+    def count(self, op: Op) -> int:
+        return self.dependencies.count(op)
+
+    def consumers(self, op: Op) -> list[tuple[Op, int]]:
+        return self.dependencies.consumers(op)
+
     def time(self, op: Op) -> float:
         time = self.times[op.kind][op.stage]
         if self.costs.slices is not None:
@@ -101,70 +136,34 @@ class Workload:
         return delay * self.costs.jitter_factor(op, message=True) if delay and self.jittered else delay
 
 
-@dataclass(frozen=True)
-class Ports:
-    """Network ports of the devices. A message waits for earlier ones, and shares the rate equally with a collective.
-
-    Args:
-        links: (sender, receiver) -> latency, the ports that the message uses until then, and the number of pipelines
-            that use these ports alike, one after the other; without links that share no port.
-        collectives: port -> (start, end) of its collectives.
-    """
-
-    links: Mapping[tuple[int, int], tuple[float, tuple[int, ...], int]]
-    collectives: Mapping[int, Sequence[tuple[float, float]]]
-
-    def arrival(self, now: float, link: tuple[int, int], delay: float, free: dict[int, float]) -> float:
-        """Return the time at which a message arrives that would take ``delay`` alone.
-
-        ``free`` has the end of the last message of every port, and is updated.
-        """
-        if link not in self.links:
-            return now + delay
-        latency, ports, users = self.links[link]
-        end = max(now, *(free.get(port, 0.0) for port in ports))
-        left = transfer = max(0.0, delay - latency)
-        for start, stop in sorted(span for port in ports for span in self.collectives.get(port, ())):
-            if start >= end + left:
-                break
-            if stop > end:
-                alone = max(0.0, start - end)
-                beside = min(stop - max(start, end), 2 * (left - alone))
-                end, left = end + alone + beside, left - alone - beside / 2
-        end += left
-        for port in ports:
-            free[port] = end + (users - 1) * transfer
-        return end + latency
-
-
-class Policy(Protocol):
+class Policy(Protocol[T]):
     """Scheduling policy of one device."""
 
-    def add_ready(self, op: Op) -> None:
+    def add_ready(self, op: T) -> None:
         """Record that all inputs of ``op`` have arrived."""
         ...
 
-    def choose(self) -> Op | None:
+    def choose(self) -> T | None:
         """Return the op to compute now, or None to wait for an input."""
         ...
 
-    def mark_done(self, op: Op) -> None:
+    def mark_done(self, op: T) -> None:
         """Record that ``op`` has ended."""
         ...
 
 
-class FixedOrder:
+class FixedOrder(Generic[T]):
     """Policy that computes a given order, each op as soon as its inputs have arrived."""
 
-    def __init__(self, order: Iterable[Op]) -> None:
+    def __init__(self, order: Iterable[T]) -> None:
         self._order = iter(order)
         self._next = next(self._order, None)
-        self._ready: set[Op] = set()
+        self._ready: set[T] = set()
 
-    def add_ready(self, op: Op) -> None:
+    def add_ready(self, op: T) -> None:
         self._ready.add(op)
 
-    def choose(self) -> Op | None:
+    def choose(self) -> T | None:
         op = self._next
         if op not in self._ready:
             return None
@@ -172,125 +171,138 @@ class FixedOrder:
         self._next = next(self._order, None)
         return op
 
-    def mark_done(self, op: Op) -> None:
+    def mark_done(self, op: T) -> None:
         """Do nothing: the order is fixed."""
 
 
-class Admission(Protocol):
+class Admission(Protocol[T]):
     """Rule for the entry of micro-batches into the pipeline."""
 
-    def admit(self) -> Iterator[Op]:
-        """Yield the first ops of the micro-batches that may enter at the start."""
+    def admit(self) -> Iterable[T]:
+        """Return the first ops of the micro-batches that may enter at the start."""
         ...
 
-    def mark_done(self, device: int, op: Op) -> Iterator[Op]:
-        """Yield the first ops of the micro-batches that may enter after ``device`` has computed ``op``."""
+    def mark_done(self, device: int, op: T) -> Iterable[T]:
+        """Return the first ops of the micro-batches that may enter after ``device`` has computed ``op``."""
         ...
-
-
-class NoAdmission:
-    """All micro-batches enter at the start; only the policies delay them."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-
-    def admit(self) -> Iterator[Op]:
-        for m in range(self._workload.micro_batches):
-            yield from self._workload.dependencies.entries(m)
-
-    def mark_done(self, device: int, op: Op) -> Iterator[Op]:
-        return iter(())
 
 
 @dataclass(frozen=True)
-class Run:
-    """Ops of every device in order, with their starts and ends; ``messages`` counts those between devices."""
+class Run(Generic[T]):
+    """Ops of every device with start and end; ``messages`` counts those between devices."""
 
-    orders: tuple[tuple[Op, ...], ...]
-    starts: tuple[tuple[float, ...], ...]
-    ends: tuple[tuple[float, ...], ...]
+    orders: tuple[tuple[T, ...], ...]
+    spans: tuple[tuple[tuple[T, float, float], ...], ...]
     makespan: float
     messages: int
 
 
+class ProcessGroups(Work[Collective]):
+    """Collectives of process groups. To the event loop, a process group is a device.
+
+    Args:
+        queues: collective -> earliest start, in the order in which each group begins them.
+    """
+
+    def __init__(self, queues: Sequence[Mapping[Collective, float]]) -> None:
+        self.queues = queues
+        self._groups = {op: group for group, queue in enumerate(queues) for op in queue}
+
+    def device(self, op: Collective) -> int:
+        return self._groups[op]
+
+    def time(self, op: Collective) -> float:
+        return op.latency
+
+    def run(self, lanes: Sequence[int]) -> list[tuple[Collective, float, float]]:
+        """Return all collectives with start and end. ``lanes`` are the numbers that run in a group at the same time."""
+        releases = {op: time for queue in self.queues for op, time in queue.items()}
+        policies = [FixedOrder(queue) for queue in self.queues]
+        transfers = Transfers({op: (op.transfer, op.ports) for op in releases if op.transfer})
+        result = run(self, policies, releases=releases, lanes=lanes, transfers=transfers)
+        spans = {op: (start, end) for row in result.spans for op, start, end in row}
+        return [(op, *spans[op]) for op in releases]
+
+
 def run(
-    workload: Workload,
-    policies: Sequence[Policy],
-    admission: Admission,
+    work: Work[T],
+    policies: Sequence[Policy[T]],
+    admission: Admission[T] | None = None,
     *,
     tolerance: float = 0.0,
-    weights: Mapping[Op, float] | None = None,
+    releases: Mapping[T, float] | None = None,
     ports: Ports | None = None,
-) -> Run:
+    lanes: Sequence[int] | None = None,
+    transfers: Transfers[T] | None = None,
+) -> Run[T]:
     """Run until no device can continue. A free device computes the op that its policy chooses.
 
     After a deadlock, the orders are incomplete; callers check this.
 
     Args:
+        admission: None: all micro-batches may enter at the start; only the policies delay them.
         tolerance: relative difference up to which times count as equal. Rounding must not change what a policy sees.
-        weights: op -> time at which its device has the weights, a further input of these ops.
+        releases: op -> time of a further input, such as gathered weights.
         ports: None: messages do not wait for each other.
+        lanes: number of ops that each device computes at the same time; None: 1.
+        transfers: those with which ops begin.
     """
-    dependencies, weights = workload.dependencies, weights or {}
-    inputs = Inputs(dependencies, weights)
-    orders: list[list[Op]] = [[] for _ in policies]
-    starts: list[list[float]] = [[] for _ in policies]
-    ends: list[list[float]] = [[] for _ in policies]
-    busy = [False] * len(policies)
-    # Time, True for an arrival, device, op.
-    events = [(time, True, dependencies.device(op), op) for op, time in weights.items()]
+    releases = releases or {}
+    inputs = Inputs(work, releases)
+    spans: list[list[tuple[T, float, float]]] = [[] for _ in policies]
+    idle = list(lanes or [1] * len(policies))
+    # Time, True for an arrival, device, op, start of the op.
+    events = [(time, True, work.device(op), op, 0.0) for op, time in releases.items()]
     heapify(events)
     awake: set[int] = set()
     now = 0.0
     messages = 0
     free: dict[int, float] = {}
 
-    def add_ready(device: int, op: Op) -> None:
+    def add_ready(device: int, op: T) -> None:
         policies[device].add_ready(op)
         awake.add(device)
 
-    def enter(op: Op) -> None:
-        if op not in weights:
-            add_ready(dependencies.device(op), op)
+    def enter(op: T) -> None:
+        if op not in releases:
+            add_ready(work.device(op), op)
 
-    for op in admission.admit():
+    for op in work.entries() if admission is None else admission.admit():
         enter(op)
     while True:
         for device in sorted(awake):
-            op = None if busy[device] else policies[device].choose()
-            if op is not None:
-                busy[device] = True
-                end = now + workload.time(op)
-                orders[device].append(op)
-                starts[device].append(now)
-                ends[device].append(end)
-                heappush(events, (end, False, device, op))
+            while idle[device] and (op := policies[device].choose()) is not None:
+                idle[device] -= 1
+                if transfers is None or not transfers.begin(now, device, op):
+                    heappush(events, (now + work.time(op), False, device, op, now))
         awake.clear()
+        while transfers and (ends := transfers.advance(events[0][0] if events else inf)):
+            for device, op, start in ends:
+                heappush(events, (transfers.now + work.time(op), False, device, op, start))
         if not events:
-            return Run(_frozen(orders), _frozen(starts), _frozen(ends), now, messages)
+            orders = tuple(tuple(op for op, _, _ in row) for row in spans)
+            return Run(orders, tuple(map(tuple, spans)), now, messages)
         now = events[0][0]
         while events and events[0][0] <= now + tolerance * now:
-            _, arrives, device, op = heappop(events)
+            time, arrives, device, op, start = heappop(events)
             if arrives:
                 if inputs.deliver(op):
                     add_ready(device, op)
                 continue
-            busy[device] = False
+            spans[device].append((op, start, time))
+            idle[device] += 1
             awake.add(device)
             policies[device].mark_done(op)
-            for consumer, receiver in dependencies.consumers(op):
+            for consumer, receiver in work.consumers(op):
                 messages += receiver != device
-                delay = workload.delay(consumer, device, receiver)
+                delay = work.delay(consumer, device, receiver)
                 if delay:
                     arrival = (
                         now + delay if ports is None else ports.arrival(now, (device, receiver), delay, free)
                     )
-                    heappush(events, (arrival, True, receiver, consumer))
+                    heappush(events, (arrival, True, receiver, consumer, 0.0))
                 elif inputs.deliver(consumer):
                     add_ready(receiver, consumer)
-            for entry in admission.mark_done(device, op):
-                enter(entry)
-
-
-def _frozen(rows: list[list[T]]) -> tuple[tuple[T, ...], ...]:
-    return tuple(map(tuple, rows))
+            if admission is not None:
+                for entry in admission.mark_done(device, op):
+                    enter(entry)

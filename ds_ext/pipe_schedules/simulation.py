@@ -7,27 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from .checks.timetable import check_timetable, deadlock_at
 from .costs import Costs
-from .events import FixedOrder, NoAdmission, Ports, Run, Workload, run
+from .events import FixedOrder, Run, Workload, run
 from .ops import BACKWARD_INPUT, FORWARD, RECOMPUTE, Op
+from .ports import Collective, Ports
 from .timetables import Timetable
-
-
-class Collective(NamedTuple):
-    """Collective of the replicas of a device, which runs beside its ops.
-
-    Attributes:
-        name: ``reduce@3`` for the gradients of stage 3, ``gather@3`` for its weights; ``tie`` for the sum of the
-            gradients of tied weights over devices, ``reduce`` for their reduction after it, and ``gather`` for all
-            stages of the device. In a measured step the name in the trace.
-    """
-
-    name: str
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -41,7 +27,7 @@ class Simulation:
             micro-batch.
         messages: number of tensors sent between devices.
         busy: share of the makespan in which each device computes.
-        collectives: reductions and gathers of every device, in a simulation with a network. They may end later.
+        collectives: the same of reductions and gathers, in a simulation with a network. They may end later.
     """
 
     timetable: Timetable
@@ -52,7 +38,7 @@ class Simulation:
     messages: int
     costs: Costs
     busy: tuple[float, ...]
-    collectives: tuple[tuple[Collective, ...], ...] = ()
+    collectives: tuple[tuple[tuple[Collective, float, float], ...], ...] = ()
 
     @property
     def bubble(self) -> float:
@@ -65,7 +51,7 @@ class Simulation:
 
         In a measured step the last op may follow the makespan, because ranks start at different times.
         """
-        ends = [c.end for row in self.collectives for c in row]
+        ends = [end for row in self.collectives for _, _, end in row]
         return max([self.makespan, *(row[-1][2] for row in self.spans if row), *ends])
 
     def as_dict(self) -> dict[str, object]:
@@ -106,22 +92,19 @@ def simulate(
         dependencies.trains,
         timetable.slices,
     )
-    weights: dict[Op, float] = {}
+    releases: dict[Op, float] = {}
     for (device, stage), time in (gathered or {}).items():
         first = next((op for op in timetable.orders[device] if op.stage == stage), None)
         if first is not None and time:
-            weights[first] = time
-    result = run_orders(workload, timetable.orders, weights, ports)
+            releases[first] = time
+    result = run_orders(workload, timetable.orders, releases, ports)
     _check_complete(timetable, result)
     busy = [sum(map(workload.time, order)) for order in timetable.orders]
     stages = timetable.placement.stages
     share = timetable.placement.devices_per_pipe / stages / timetable.slices
     return Simulation(
         timetable,
-        tuple(
-            tuple(zip(*rows, strict=True))
-            for rows in zip(result.orders, result.starts, result.ends, strict=True)
-        ),
+        result.spans,
         result.makespan,
         ideal=sum(busy) / max(len(busy), 1),
         peak_activations=tuple(
@@ -136,11 +119,11 @@ def simulate(
 def run_orders(
     workload: Workload,
     orders: Sequence[Sequence[Op]],
-    weights: Mapping[Op, float] | None = None,
+    releases: Mapping[Op, float] | None = None,
     ports: Ports | None = None,
 ) -> Run:
     policies = [FixedOrder(order) for order in orders]
-    return run(workload, policies, NoAdmission(workload), weights=weights, ports=ports)
+    return run(workload, policies, releases=releases, ports=ports)
 
 
 def _check_complete(timetable: Timetable, result: Run) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError, ScheduleError
 from ..parallel.crossing import rank_orders
@@ -40,7 +40,7 @@ from .candidates import (
 )
 from .memory import DeviceMemory, memory
 from .stage_costs import slice_costs, slice_tokens, split_layers, stage_costs
-from .step_time import best_step, least_collectives_s, on_devices
+from .step_time import NetworkStep, least_collectives_s, on_devices
 from .text import format_bytes
 from .traffic import traffic
 from .training_sizes import RECOMPUTATIONS, TrainingSizes
@@ -50,12 +50,14 @@ _SEARCHED_OPS = 60_000  # minimum over all orders of a search that does not reac
 _NEAR = 0.25  # groups that take this much longer than the best one are not evaluated
 _NEAR_SLICES = 0.1  # the same for planned orders with slices, by their closed forms
 _ORDERS_KEPT = 64
-_FEW = 2  # micro-batches per device of an order that predicts those for many
+_PREVIEWED = 2  # micro-batches per device of an order that predicts those for many
 _MOST_OPS = 500_000  # maximum per candidate; planning takes about 5 microseconds per op, for up to a million
 _BRIEF_EXCESS = 1.2  # memory of an order that is searched briefly, relative to one that is not; rarely more
-_UNKNOWN = (math.inf,)  # sort key
+_UNKNOWN = (math.inf, 0.0)  # sort key
 
-_Options = tuple[tuple[str, Any], ...]
+_SortKey = tuple[
+    float, float
+]  # 0 and the time of a candidate that fits, 1 and the bytes of one that is too large
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Request:
         devices: D, devices of a pipeline group.
         micro_batches: N, micro-batches per pipeline group and step, over all pipes.
         costs: costs of 1/D of the model without recomputation.
-        sizes: the model; its ``recompute`` is ignored. None: layers and memory are not considered.
+        sizes: the model; :meth:`kinds` sets its ``recompute``. None: layers and memory are not considered.
         memory_bytes: memory limit of a device; None: no limit.
         cheap_ops: number of ops that a schedule may plan even if its bound rules it out.
         margin: relative saving below which a candidate is not evaluated.
@@ -80,6 +82,7 @@ class Request:
         slices: with several, only schedules that have slices are evaluated.
         lengths: tokens of every slice.
         head_parts: every device computes a part of the head. Schedules without support are refused.
+        plans_orders: schedules that plan their order are evaluated.
     """
 
     devices: int
@@ -99,6 +102,7 @@ class Request:
     slices: int = 1
     lengths: str | tuple[int, ...] = BALANCED
     head_parts: bool = False
+    plans_orders: bool = True
 
     def __post_init__(self) -> None:
         for name in ("devices", "micro_batches", "memory_bytes", "slices"):
@@ -113,16 +117,34 @@ class Request:
             kinds = ", ".join(self.recompute)
             raise ScheduleError(f"recompute: unknown kind (got {kinds}). Use {', '.join(RECOMPUTATIONS)}.")
 
+    def kinds(self) -> Iterator[Request]:
+        """Yield a request for every kind and interval of recomputation that differs for this model."""
+        sizes, kinds = self.sizes, self.recompute
+        if sizes is None:
+            kinds = RECOMPUTATIONS[:1]
+        elif not sizes.attention_scores:
+            kinds = tuple(kind for kind in kinds if kind != "selective") or kinds
+        for kind in kinds:
+            for interval in self.intervals if kind == "full" else (1,):
+                yield self.with_recomputation(kind, interval)
+
+    def with_recomputation(self, kind: str, interval: int) -> Request:
+        sizes = self.sizes and replace(self.sizes, recompute=kind, recompute_interval=interval)
+        return replace(self, sizes=sizes, recompute=(kind,), intervals=(interval,))
+
     @property
-    def kinds(self) -> tuple[tuple[str, int], ...]:
-        """Kinds and intervals of recomputation that differ for this model."""
-        if self.sizes is None:
-            return ((RECOMPUTATIONS[0], 1),)
-        differ = tuple(k for k in self.recompute if k != "selective" or self.sizes.attention_scores)
-        kinds = differ or self.recompute
-        return tuple(
-            (kind, every) for kind in kinds for every in (self.intervals if kind == "full" else (1,))
-        )
+    def bound(self) -> _SortKey:
+        """Lower bound on the sort key of every schedule; the average device counts. 0 without a network."""
+        sizes = self.sizes
+        if self.network is None or sizes is None:
+            return (0.0, 0.0)
+        parameters = sizes.num_layers * sizes.layer_parameters
+        kept = sizes.bytes.weights + sizes.bytes.gradients
+        plain = sizes.num_layers - -(-sizes.num_layers // sizes.recompute_interval)
+        activations = plain * layer_activations(sizes, "none").kept
+        activations += (sizes.num_layers - plain) * layer_activations(sizes, sizes.recompute).kept
+        need = (parameters * kept + activations) / self.devices
+        return _sort_key(is_too_large(int(need), self.memory_bytes), self._least_time(sizes), int(need))
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
@@ -136,11 +158,11 @@ class Request:
         except ConfigError as error:
             raise ScheduleError(str(error)) from None
 
-    def on_network(self, costs: Costs, sizes: TrainingSizes | None) -> Costs:
+    def on_network(self, costs: Costs) -> Costs:
         """Return the costs with the tensor-parallel all-reduces of the network."""
-        if self.network is None or sizes is None:
+        if self.network is None or self.sizes is None:
             return costs
-        return on_devices(costs, sizes, self.network, self.devices, self.unit_s, self.slices)
+        return on_devices(costs, self.sizes, self.network, self.devices, self.unit_s, self.slices)
 
     def collectives(self, replicas: int, reduced: float, gathered: float) -> float:
         """Return a lower bound on the time of the collectives after the last op, in the unit of candidates' times.
@@ -158,9 +180,9 @@ class Request:
             self.network, sizes.tensor_parallel, replicas * sizes.data_parallel, *volumes
         )
 
-    def least_time(self, sizes: TrainingSizes) -> float:
+    def _least_time(self, sizes: TrainingSizes) -> float:
         """Return a lower bound on the time of every schedule: the average work of a device."""
-        costs = self.on_network(self.costs, sizes)
+        costs = self.on_network(self.costs)
         repeated = sizes.repeated_share * sizes.num_layers / (sizes.num_layers + sizes.head_work())
         layers = sizes.num_layers / self.devices * sizes.layer_parameters
         work = costs.forward + costs.backward_input + costs.backward_weight + repeated * self.costs.forward
@@ -201,97 +223,131 @@ def choose_each(
 def price(request: Request, candidate: Candidate) -> Candidate:
     """Evaluate the schedule, options and recomputation of a candidate for a request."""
     interval = 1 if candidate.sizes is None else candidate.sizes.recompute_interval
-    kind = _Kind(request, candidate.recompute, interval)
-    variant = _Variant(kind, SCHEDULES[candidate.schedule], candidate.options, _Shared())
+    request = request.with_recomputation(candidate.recompute, interval)
+    variant = _Variant(request, SCHEDULES[candidate.schedule], candidate.options, _Shared())
     return variant.price(simulate_large=False)
+
+
+@dataclass
+class _Group:
+    """What is known of a group of requests.
+
+    Attributes:
+        least: lower bound on what is excluded.
+        best: sort key of the best candidate.
+        closed_form: the same of the best one that is not slow to plan, and its request.
+        smallest: row and variant of the smallest candidate that is too large.
+    """
+
+    margin: float
+    rows: list[Candidate] = field(default_factory=list)
+    least: _SortKey = _UNKNOWN
+    best: _SortKey | None = None
+    closed_form: tuple[_SortKey, Request | None] = _UNKNOWN, None
+    smallest: tuple[int, _Variant] | None = None
+
+    @property
+    def complexity(self) -> tuple[object, ...]:
+        """Complexity of the simplest candidate within the margin of the best one."""
+        if self.best is None or self.best[0] or not self.margin:
+            return ()
+        limit = self.best[1] * (1 + self.margin)
+        return min(row.complexity for row in self.rows if not row.refusal and (row.time or 0.0) <= limit)
+
+    def add(self, row: Candidate, variant: _Variant) -> None:
+        """Add a row with a price."""
+        if row.refusal and (self.smallest is None or row.tie_order < self.rows[self.smallest[0]].tie_order):
+            self.smallest = len(self.rows), variant
+        self.rows.append(row)
+        key = _sort_key(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
+        self.best = min(self.best or key, key)
+        if not variant.slow_to_plan and key < self.closed_form[0]:
+            self.closed_form = key, variant.request
 
 
 class _Search:
     """Best-first search over requests, then over their variants, by lower bounds on the time."""
 
     def __init__(self, groups: Sequence[Sequence[Request]], most: float = math.inf) -> None:
-        self._groups = groups
+        self._request = groups[0][0]
         self._limit = _UNKNOWN if math.isinf(most) else (0.0, most)
-        self._rows: list[list[Candidate]] = [[] for _ in groups]
-        self._least: list[tuple[float, ...]] = [_UNKNOWN] * len(groups)  # bound of what is excluded
-        self._best: list[tuple[float, ...] | None] = [None] * len(groups)  # sort key of the best candidate
-        # Group -> the best that is not slow to plan.
-        self._closed_form: dict[int, tuple[tuple[float, ...], _Kind]] = {}
-        self._smallest: dict[int, tuple[int, _Variant]] = {}  # group -> row of the smallest that is too large
+        self._groups = [_Group(self._request.margin) for _ in groups]
         self._shared = _Shared()
         self._counter = count()
-        self._queue: list[tuple[bool, tuple[float, ...], int, int, int, _Kind | _Variant]] = []
-        for group, requests in enumerate(groups):
+        self._queue: list[tuple[bool, _SortKey, int, int, _Group, Request | _Variant]] = []
+        for group, requests in zip(self._groups, groups, strict=True):
             for request in requests:
-                for recompute, interval in request.kinds:
-                    plans_orders = request.micro_batches == requests[-1].micro_batches
-                    kind = _Kind(request, recompute, interval, plans_orders)
+                plans_orders = request.micro_batches == requests[-1].micro_batches
+                for kind in replace(request, plans_orders=plans_orders).kinds():
                     self._push(group, kind, kind.bound)
 
     def run(self, progress: Callable[[int, int], None]) -> None:
         while self._queue:
             _, bound, _, _, group, item = heappop(self._queue)
-            progress(sum(best is not None for best in self._best), len(self._groups))
-            if isinstance(item, _Kind):
+            progress(sum(group.best is not None for group in self._groups), len(self._groups))
+            if isinstance(item, Request):
                 self._expand(group, item, bound)
             else:
                 self._evaluate(group, item, bound)
         if not self._times():
-            for group, (row, variant) in self._smallest.items():
-                self._rows[group][row] = variant.price(simulate_large=True)
+            for group in self._groups:
+                if group.smallest is not None:
+                    row, variant = group.smallest
+                    group.rows[row] = variant.price(simulate_large=True)
 
     def candidates(self) -> list[Candidates]:
-        request = self._groups[0][0]
-        limit, margin = request.memory_bytes, request.margin
+        limit, margin = self._request.memory_bytes, self._request.margin
         shortest = min(self._times(), default=math.inf)
         return [
             Candidates(
-                rank_candidates(refuse_duplicates(rows), limit, margin, shortest),
+                rank_candidates(refuse_duplicates(group.rows), limit, margin, shortest),
                 limit,
                 margin,
-                bound[1] if bound[0] == 0 else math.inf,
-                bound[1] if bound[0] == 1 else math.inf,
+                *(group.least[1] if group.least[0] == large else math.inf for large in (0, 1)),
             )
-            for rows, bound in zip(self._rows, self._least, strict=True)
+            for group in self._groups
         ]
 
-    def _push(self, group: int, item: _Kind | _Variant, bound: tuple[float, ...]) -> None:
-        slow, stages = (False, 0) if isinstance(item, _Kind) else (item.slow_to_plan, item.placement.stages)
+    def _push(self, group: _Group, item: Request | _Variant, bound: _SortKey) -> None:
+        slow, stages = (False, 0) if isinstance(item, Request) else (item.slow_to_plan, item.placement.stages)
         # Among ties, the fewest stages come first, because a margin may skip all later candidates.
         heappush(self._queue, (slow or bound[0] > 0, bound, stages, next(self._counter), group, item))
 
     def _times(self) -> list[float]:
-        return [best[1] for best in self._best if best is not None and not best[0]]
+        return [group.best[1] for group in self._groups if group.best is not None and not group.best[0]]
 
-    def _most(self) -> tuple[float, ...]:
+    def _most(self) -> _SortKey:
         """Return the largest sort key of a candidate that can be the choice or in the best two groups."""
         if len(self._groups) == 1:
             return self._limit
-        smallest, *others = [*sorted(best for best in self._best if best is not None), _UNKNOWN, _UNKNOWN]
+        smallest, second, *_ = [
+            *sorted(g.best for g in self._groups if g.best is not None),
+            _UNKNOWN,
+            _UNKNOWN,
+        ]
         if smallest[0]:
-            return min(others[0], self._limit)
-        shortest, margin = smallest[1], self._groups[0][0].margin
-        largest = max((0.0, shortest * (1 + margin)), min(others[0], (0.0, shortest * (1 + _NEAR))))
+            return min(second, self._limit)
+        shortest = smallest[1]
+        largest = max(
+            (0.0, shortest * (1 + self._request.margin)), min(second, (0.0, shortest * (1 + _NEAR)))
+        )
         return min(largest, self._limit)
 
-    def _exclude(self, group: int, bound: tuple[float, ...]) -> None:
-        self._least[group] = min(self._least[group], bound)
-
-    def _expand(self, group: int, kind: _Kind, bound: tuple[float, ...]) -> None:
+    def _expand(self, group: _Group, request: Request, bound: _SortKey) -> None:
         if bound > self._most():
-            self._exclude(group, bound)
+            group.least = min(group.least, bound)
             return
-        for variant in kind.variants(self._shared):
+        for variant in _variants(request, self._shared):
             try:
                 self._push(group, variant, (0.0, variant.least_time))
             except ScheduleError as error:
-                self._rows[group].append(variant.candidate(refusal=_first_sentence(error)))
+                group.rows.append(variant.candidate(refusal=_first_sentence(error)))
 
-    def _evaluate(self, group: int, variant: _Variant, bound: tuple[float, ...]) -> None:
-        margin, best, slow = variant.request.margin, self._best[group], variant.slow_to_plan
-        if slow and variant.request.slices > 1 and not self._refines(group, variant.kind):
+    def _evaluate(self, group: _Group, variant: _Variant, bound: _SortKey) -> None:
+        margin, slow = variant.request.margin, variant.slow_to_plan
+        if slow and variant.request.slices > 1 and not self._refines(group, variant.request):
             return
-        simpler = not slow and variant.complexity < self._complexity(group)
+        simpler = not slow and variant.complexity < group.complexity
         most = self._most()
         tighter = bound
         for tighter in self._tighter(variant, bound, most):
@@ -301,49 +357,25 @@ class _Search:
         if tighter > bound and not excluded:
             self._push(group, variant, tighter)
             return
-        if excluded or (best is not None and _cannot_win(tighter, best, slow, margin, simpler)):
-            if excluded:
-                self._exclude(group, tighter)
+        if excluded:
+            group.least = min(group.least, tighter)
+        if excluded or (group.best is not None and _cannot_win(tighter, group.best, slow, margin, simpler)):
             need = math.ceil(tighter[1]) if tighter[0] else None
             refusal = _bound_refusal(tighter, margin)
-            self._rows[group].append(variant.candidate(refusal=refusal, unpriced=True, memory_bytes=need))
+            group.rows.append(variant.candidate(refusal=refusal, unpriced=True, memory_bytes=need))
             return
         try:
-            row = variant.price(simulate_large=len(self._groups) == 1)
+            group.add(variant.price(simulate_large=len(self._groups) == 1), variant)
         except ScheduleError as error:
-            self._rows[group].append(variant.candidate(refusal=_first_sentence(error)))
-            return
-        if row.refusal:
-            smallest = self._smallest.get(group)
-            if smallest is None or row.tie_order < self._rows[group][smallest[0]].tie_order:
-                self._smallest[group] = len(self._rows[group]), variant
-        self._rows[group].append(row)
-        reached = _sort_key(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
-        self._best[group] = reached if best is None else min(best, reached)
-        if not slow and (group not in self._closed_form or reached < self._closed_form[group][0]):
-            self._closed_form[group] = reached, variant.kind
+            group.rows.append(variant.candidate(refusal=_first_sentence(error)))
 
-    def _refines(self, group: int, kind: _Kind) -> bool:
+    def _refines(self, group: _Group, request: Request) -> bool:
         """Return whether to plan orders with slices, which takes long: for the kind of a good order of closed form."""
-        reached, best = self._closed_form.get(group, (_UNKNOWN, None))
-        shortest = min((time for (large, time), _ in self._closed_form.values() if not large), default=0.0)
-        return kind is best and reached <= (0.0, shortest * (1 + _NEAR_SLICES))
+        reached, best = group.closed_form
+        times = (time for (large, time), _ in (group.closed_form for group in self._groups) if not large)
+        return request is best and reached <= (0.0, min(times, default=0.0) * (1 + _NEAR_SLICES))
 
-    def _complexity(self, group: int) -> tuple[object, ...]:
-        """Return the complexity of the simplest candidate within the margin of the best one of the group."""
-        best, margin = self._best[group], self._groups[0][0].margin
-        if best is None or best[0] or not margin:
-            return ()
-        near = (
-            row
-            for row in self._rows[group]
-            if not row.refusal and (row.time or 0.0) <= best[1] * (1 + margin)
-        )
-        return min(row.complexity for row in near)
-
-    def _tighter(
-        self, variant: _Variant, bound: tuple[float, ...], most: tuple[float, ...]
-    ) -> Iterator[tuple[float, ...]]:
+    def _tighter(self, variant: _Variant, bound: _SortKey, most: _SortKey) -> Iterator[_SortKey]:
         """Yield lower bounds on the sort key that take longer and longer to compute."""
         if bound > most:
             return
@@ -352,21 +384,19 @@ class _Search:
             if variant.slow_to_plan:
                 if not most[0]:
                     yield variant.bound_within(most[1])
-                yield variant.brief_run
+                yield variant.brief_preview
             if not (variant.slow_to_plan and bound[0]):
-                yield variant.short_run
+                yield variant.preview
 
 
-def _cannot_win(
-    bound: tuple[float, ...], best: tuple[float, ...], slow: bool, margin: float, simpler: bool
-) -> bool:
+def _cannot_win(bound: _SortKey, best: _SortKey, slow: bool, margin: float, simpler: bool) -> bool:
     """Return whether a candidate with this lower bound cannot be chosen: it saves too little, and is not simpler."""
     if margin and bound[0] == best[0] == 0:
         return bound[1] > best[1] * (1 + margin if simpler else 1 - margin)
     return (slow or margin > 0) and bound > best
 
 
-def _sort_key(too_large: bool, time: float, size: float) -> tuple[float, ...]:
+def _sort_key(too_large: bool, time: float, size: float) -> _SortKey:
     """Return a key that sorts fitting candidates by time, then too large ones by bytes."""
     return (1, size) if too_large else (0, time)
 
@@ -376,7 +406,7 @@ def _rounded(time: float) -> float:
     return float(f"{time:.6g}")
 
 
-def _bound_refusal(bound: tuple[float, ...], margin: float) -> str:
+def _bound_refusal(bound: _SortKey, margin: float) -> str:
     large, least = bound
     if large:
         return f"Not planned: memory of at least {format_bytes(math.ceil(least))}, above the limit."
@@ -384,64 +414,28 @@ def _bound_refusal(bound: tuple[float, ...], margin: float) -> str:
     return f"Not planned: time of at least {least:.4g}, {problem}."
 
 
+def _variants(request: Request, shared: _Shared) -> Iterator[_Variant]:
+    for _, schedule in sorted(SCHEDULES.items()):
+        for options in schedule.variants(request.devices, request.micro_batches):
+            # Slices keep so little that limits on activations change nothing.
+            if request.slices > 1 and (not schedule.has_slices or "max_activations" in options):
+                continue
+            # Orders are planned for the smallest micro-batch only: it has the shortest bubble and needs the least.
+            if request.plans_orders or not schedule.planned:
+                yield _Variant(request, schedule, options, shared)
+
+
 @dataclass(frozen=True)
-class _Kind:
-    """Kind of recomputation of a request, before its schedules are evaluated."""
-
-    request: Request
-    recompute: str
-    interval: int
-    plans_orders: bool = True
-
-    def variants(self, shared: _Shared) -> Iterator[_Variant]:
-        for _, schedule in sorted(SCHEDULES.items()):
-            for options in schedule.variants(self.request.devices, self.request.micro_batches):
-                # Slices keep so little that limits on activations change nothing.
-                if self.request.slices > 1 and (not schedule.has_slices or "max_activations" in options):
-                    continue
-                # Orders are planned for the smallest micro-batch only: it has the shortest bubble and needs the least.
-                if self.plans_orders or not schedule.planned:
-                    yield _Variant(self, schedule, options, shared)
-
-    @property
-    def bound(self) -> tuple[float, ...]:
-        """Lower bound on the sort key of every schedule; the average device counts. 0 without a network."""
-        request, sizes = self.request, self.sizes
-        if request.network is None or sizes is None:
-            return (0.0, 0.0)
-        parameters = sizes.num_layers * sizes.layer_parameters
-        kept = sizes.bytes.weights + sizes.bytes.gradients
-        plain = sizes.num_layers - -(-sizes.num_layers // sizes.recompute_interval)
-        activations = plain * layer_activations(sizes, "none").kept
-        activations += (sizes.num_layers - plain) * layer_activations(sizes, sizes.recompute).kept
-        need = (parameters * kept + activations) / request.devices
-        return _sort_key(is_too_large(int(need), request.memory_bytes), request.least_time(sizes), int(need))
-
-    @cached_property
-    def sizes(self) -> TrainingSizes | None:
-        """Model without the layers of each stage; None without a model."""
-        sizes = self.request.sizes
-        return sizes and replace(sizes, recompute=self.recompute, recompute_interval=self.interval)
-
-    @cached_property
-    def whole(self) -> TrainingSizes | None:
-        """Model without parallel sizes, on which the layers and costs of the stages do not depend."""
-        sizes = self.sizes
-        settings = {"tensor_parallel": 1, "data_parallel": 1, "micro_batch": 1, "sequence_parallel": False}
-        return sizes and replace(sizes, **settings)
-
-
 class _Order:
     """Timetable of a candidate, and its simulation with the costs for which it is planned."""
 
-    def __init__(self, timetable: Timetable, costs: Costs) -> None:
-        self.timetable = timetable
-        self._costs = costs
+    timetable: Timetable
+    costs: Costs
 
     @cached_property
     def simulation(self) -> Simulation:
         """Step without a network."""
-        return simulate(self.timetable, self._costs)
+        return simulate(self.timetable, self.costs)
 
     @cached_property
     def reductions(self) -> Reductions:
@@ -449,73 +443,62 @@ class _Order:
         return eager_reductions(self.simulation)
 
 
+class _Method(NamedTuple):
+    """Schedule with options for a number of devices."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    devices: int
+    divides_head: bool
+
+    @property
+    def schedule(self) -> Schedule:
+        return SCHEDULES[self.name].dividing_head(self.divides_head)
+
+    def placement(self) -> Placement:
+        return self.schedule.placement(self.devices, dict(self.options))
+
+    def order(self, micro_batches: int, costs: Costs, slices: int) -> _Order:
+        options = dict(self.options)
+        return _Order(self.schedule.timetable(self.devices, micro_batches, options, costs, slices), costs)
+
+    def stages(
+        self, costs: Costs, sizes: TrainingSizes | None, layers: str | None, tokens: tuple[int, ...]
+    ) -> tuple[Costs, tuple[int, ...] | None]:
+        """Return the costs and the layers of every stage. Slices of other ``tokens`` than balanced ones have costs."""
+        placement = self.placement()
+        if sizes is not None:
+            sizes = split_layers(sizes, placement, self.name, layers)
+            costs = slice_costs(stage_costs(costs, sizes, placement.head_parts), sizes, tokens)
+        return costs.fit(placement), sizes and sizes.stage_layers
+
+
 class _Shared:
     """Stages and orders that several candidates have in common, such as those of different tensor-parallel sizes."""
 
     def __init__(self) -> None:
-        self.order = lru_cache(_ORDERS_KEPT)(self._order)
-        self.brief_order = lru_cache(_ORDERS_KEPT)(brief_search()(self._order))
-        self.placement = cache(self._placement)
-        self.stages = cache(self._stages)
-
-    @staticmethod
-    def _order(
-        name: str,
-        options: _Options,
-        devices: int,
-        divides_head: bool,
-        micro_batches: int,
-        costs: Costs,
-        slices: int,
-    ) -> _Order:
-        schedule = SCHEDULES[name].dividing_head(divides_head)
-        timetable = schedule.timetable(devices, micro_batches, dict(options), costs, slices)
-        return _Order(timetable, costs)
-
-    @staticmethod
-    def _placement(name: str, options: _Options, devices: int, divides_head: bool) -> Placement:
-        return SCHEDULES[name].dividing_head(divides_head).placement(devices, dict(options))
-
-    def _stages(
-        self,
-        name: str,
-        options: _Options,
-        devices: int,
-        divides_head: bool,
-        costs: Costs,
-        sizes: TrainingSizes | None,
-        layers: str | None,
-        tokens: tuple[int, ...],
-    ) -> tuple[Costs, tuple[int, ...] | None]:
-        """Return the costs and the layers of every stage. Slices of other ``tokens`` than balanced ones have costs."""
-        placement = self.placement(name, options, devices, divides_head)
-        if sizes is not None:
-            sizes = split_layers(sizes, placement, name, layers)
-            costs = slice_costs(stage_costs(costs, sizes, placement.head_parts), sizes, tokens)
-        return costs.fit(placement), sizes and sizes.stage_layers
+        self.placement, self.stages = cache(_Method.placement), cache(_Method.stages)
+        self.order = lru_cache(_ORDERS_KEPT)(_Method.order)
+        self.brief_order = lru_cache(_ORDERS_KEPT)(brief_search()(_Method.order))
 
 
 @dataclass(frozen=True)
 class _Variant:
     """Schedule with options and recomputation, before it is evaluated."""
 
-    kind: _Kind
+    request: Request
     schedule: Schedule
     options: Mapping[str, Any]
     shared: _Shared
 
-    @property
-    def request(self) -> Request:
-        return self.kind.request
-
     @cached_property
-    def _key(self) -> tuple[str, _Options, int, bool]:
-        request = self.request
-        return self.schedule.name, tuple(self.options.items()), request.devices, request.head_parts
+    def _method(self) -> _Method:
+        options = tuple(self.options.items())
+        return _Method(self.schedule.name, options, self.request.devices, self.request.head_parts)
 
     @cached_property
     def placement(self) -> Placement:
-        request, placement = self.request, self.shared.placement(*self._key)
+        request, placement = self.request, self.shared.placement(self._method)
         name, n, most = self.schedule.name, request.micro_batches, request.max_stages
         if most is not None and placement.stages > most:
             raise ScheduleError(
@@ -544,12 +527,14 @@ class _Variant:
     def _stages(self) -> tuple[Costs, tuple[int, ...] | None]:
         request = self.request
         tokens = () if request.lengths == BALANCED else request.tokens
-        return self.shared.stages(*self._key, request.costs, self.kind.whole, request.stage_layers, tokens)
+        whole = {"tensor_parallel": 1, "data_parallel": 1, "micro_batch": 1, "sequence_parallel": False}
+        sizes = request.sizes and replace(request.sizes, **whole)
+        return self.shared.stages(self._method, request.costs, sizes, request.stage_layers, tokens)
 
     @cached_property
     def sizes(self) -> TrainingSizes | None:
         """Model with the layers of each stage; None without a model."""
-        sizes = self.kind.sizes and replace(self.kind.sizes, stage_layers=self._stages[1])
+        sizes = self.request.sizes and replace(self.request.sizes, stage_layers=self._stages[1])
         if sizes and self.request.unsharded_alone and sizes.data_parallel * self.placement.replicas == 1:
             return replace(sizes, zero_stage=0)
         return sizes
@@ -560,7 +545,7 @@ class _Variant:
         return self.candidate(
             replicas=placement.replicas,
             stages=placement.stages,
-            sizes=self.kind.sizes,
+            sizes=self.request.sizes,
             micro_batches=self.request.micro_batches,
         ).complexity
 
@@ -571,18 +556,15 @@ class _Variant:
     @cached_property
     def slow_to_plan(self) -> bool:
         """True for a planned order of many ops; with equal costs and free messages the search ends early."""
-        ops, f = self._ops(self.placement) * _ORDERS, self.costs.forward
-        ends_early = (
-            replace(self.costs, head=0.0) == Costs(f, f, f)
-            and self.request.micro_batches % self.request.devices == 0
-        )
-        ends_early = ends_early and self.request.slices == 1
-        ops = ops if ends_early else max(ops, _SEARCHED_OPS)
-        return self.schedule.planned and ops > self.request.cheap_ops
+        request, f = self.request, self.costs.forward
+        is_even = request.micro_batches % request.devices == 0 and request.slices == 1
+        ends_early = is_even and replace(self.costs, head=0.0) == Costs(f, f, f)
+        ops = max(self._ops(self.placement) * _ORDERS, 0 if ends_early else _SEARCHED_OPS)
+        return self.schedule.planned and ops > request.cheap_ops
 
     @cached_property
     def network_costs(self) -> Costs:
-        return self.request.on_network(self.costs, self.kind.sizes)
+        return self.request.on_network(self.costs)
 
     def _workload(self, micro_batches: int, costs: Costs) -> Workload:
         return Workload(self.placement, micro_batches, costs, split=True, slices=self.request.slices)
@@ -602,19 +584,14 @@ class _Variant:
         return _rounded(least) if request.margin else least
 
     @cached_property
-    def bound(self) -> tuple[float, ...]:
+    def bound(self) -> _SortKey:
         """Lower bound on the sort key of any order."""
         return self.bound_within(math.inf)
 
     @cached_property
     def _one_micro_batch(self) -> tuple[DeviceMemory, ...]:
         """Memory of every device for one micro-batch at a time, at least; empty without a model."""
-        placement, sizes, n, slices = (
-            self.placement,
-            self.sizes,
-            self.request.micro_batches,
-            self.request.slices,
-        )
+        placement, sizes, slices = self.placement, self.sizes, self.request.slices
         if sizes is None:
             return ()
 
@@ -625,14 +602,14 @@ class _Variant:
                 tuple(Op(kind, 0, stage, j) for stage in placement.stages_of(d) for kind, j in passes)
                 for d in range(placement.num_devices)
             )
-            return self._memory(Timetable("", placement, n, orders, slices), sizes)
+            return self._memory(Timetable("", placement, self.request.micro_batches, orders, slices), sizes)
 
         whole, split = devices(BACKWARD), devices(BACKWARD_INPUT, BACKWARD_WEIGHT)
         return tuple(
             min(parts, key=lambda device: device.activations) for parts in zip(whole, split, strict=True)
         )
 
-    def bound_within(self, time: float) -> tuple[float, ...]:
+    def bound_within(self, time: float) -> _SortKey:
         """Return a lower bound on the sort key of the orders that take at most ``time``.
 
         The average of the live activations is the sum of their lifetimes, divided by the time (Little's law). Those of
@@ -662,20 +639,20 @@ class _Variant:
         return (1.0, need) if time == math.inf else max(self.bound, (0.0, time * (1 + SAME)))
 
     @property
-    def brief_run(self) -> tuple[float, ...]:
-        """Sort key from the memory of :meth:`short_run`, whose order is only searched for briefly."""
-        n, excess = min(self.request.micro_batches, self._few), 1.0 if self.bound[0] else _BRIEF_EXCESS
-        return self._preview(self.shared.brief_order, n, excess)[0]
+    def brief_preview(self) -> _SortKey:
+        """Sort key from the memory of :meth:`preview`, whose order is only searched for briefly."""
+        n, excess = min(self.request.micro_batches, self._previewed), 1.0 if self.bound[0] else _BRIEF_EXCESS
+        return self._order_key(self.shared.brief_order, n, excess)[0]
 
     @cached_property
-    def short_run(self) -> tuple[float, ...]:
+    def preview(self) -> _SortKey:
         """Sort key that the order for a few micro-batches predicts; (0, 0) if there are not many more of them.
 
         In the steady state, more micro-batches need no more memory, and no fewer waits than fill and drain.
         """
-        if self.request.micro_batches < 2 * self._few:
+        if self.request.micro_batches < 2 * self._previewed:
             return 0.0, 0.0
-        key, order = self._preview(self.shared.order, self._few)
+        key, order = self._order_key(self.shared.order, self._previewed)
         if order is None or key[0]:
             return key
         least = lower_bound(self._workload(order.timetable.micro_batches, self.costs))
@@ -686,18 +663,18 @@ class _Variant:
         return memory(timetable, sizes, self.request.tokens or EQUAL)
 
     @property
-    def _few(self) -> int:
-        return _FEW * self.request.devices
+    def _previewed(self) -> int:
+        return _PREVIEWED * self.request.devices
 
-    def _preview(
+    def _order_key(
         self, build: Callable[..., _Order], micro_batches: int, excess: float = 1.0
-    ) -> tuple[tuple[float, ...], _Order | None]:
+    ) -> tuple[_SortKey, _Order | None]:
         """Return the sort key from the memory of an order, divided by ``excess``, and the order."""
         request, sizes = self.request, self.sizes
         if sizes is None:
             return (0.0, 0.0), None
         try:
-            order = build(*self._key, micro_batches, self.costs, request.slices)
+            order = build(self._method, micro_batches, self.costs, request.slices)
             need = int(max(device.total for device in self._memory(order.timetable, sizes)) / excess)
         except ScheduleError:  # price() has the reason
             return (0.0, 0.0), None
@@ -706,7 +683,7 @@ class _Variant:
     def price(self, simulate_large: bool) -> Candidate:
         """Build and simulate the timetable. One that is too large is simulated only if ``simulate_large``."""
         request, sizes = self.request, self.sizes
-        order = self.shared.order(*self._key, request.micro_batches, self.costs, request.slices)
+        order = self.shared.order(self._method, request.micro_batches, self.costs, request.slices)
         timetable = order.timetable
         need = None if sizes is None else max(device.total for device in self._memory(timetable, sizes))
         too_large = is_too_large(need, request.memory_bytes)
@@ -738,8 +715,8 @@ class _Variant:
         volumes = traffic(sizes, timetable.placement, timetable.micro_batches)
         orders = rank_orders(layout)
         layouts = [replace(layout, rank_order=rank_order) for rank_order in orders]
-        costs = self.network_costs
-        best, step = best_step(timetable, costs, layouts, network, volumes, unit_s, order.reductions)
+        job = NetworkStep(timetable, self.network_costs, network, volumes, unit_s, order.reductions)
+        best, step = job.best(layouts)
         return {
             "time": step.step_s,
             "bubble": step.simulation.bubble,
@@ -750,8 +727,8 @@ class _Variant:
 
     def candidate(self, **values: Any) -> Candidate:
         values = {"costs": self.request.costs, "slices": self.request.slices, **values}
-        name, recompute = self.schedule.name, self.kind.recompute
-        return Candidate(name, self.options, recompute, planned=self.schedule.planned, **values)
+        schedule, (recompute,) = self.schedule, self.request.recompute
+        return Candidate(schedule.name, self.options, recompute, planned=schedule.planned, **values)
 
 
 def _first_sentence(error: ScheduleError) -> str:

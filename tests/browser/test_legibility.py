@@ -16,7 +16,8 @@ from ds_ext.pipe_schedules import get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.page import document, html
 from ds_ext.pipe_schedules.draw.svg import svg
-from ds_ext.pipe_schedules.simulation import Collective, Simulation, simulate
+from ds_ext.pipe_schedules.ports import Collective
+from ds_ext.pipe_schedules.simulation import Simulation, simulate
 from tests.colors import contrast, luminance
 
 from .test_trace_page import settle
@@ -249,7 +250,7 @@ def test_forwards_and_waiting_differ_in_dark(
 
 
 def pictures() -> list[Any]:
-    collectives = (Collective("gather@0", 0.0, 3.0),), (Collective("reduce", 9.0, 11.0),)
+    collectives = ((Collective("gather@0"), 0.0, 3.0),), ((Collective("reduce"), 9.0, 11.0),)
     gathered = replace(simulate(timetable("1f1b", 2, 2)), collectives=collectives)
     return [
         *(pytest.param([simulation], id=name) for name, simulation in SIXTEEN.items()),

@@ -30,7 +30,7 @@ from ds_ext.pipe_schedules import Timetable, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.reductions import eager_reductions
 from ds_ext.pipe_schedules.simulation import simulate
-from ds_ext.planner.step_time import step_time
+from ds_ext.planner.step_time import NetworkStep
 
 RANKS = 8
 _WIDTH_BYTES = 4 * 32 * 32  # weight of an emulated layer
@@ -101,7 +101,9 @@ class Case:
             stages=stages,
         )
         reductions = eager_reductions(simulate(timetable))
-        return 1000 * step_time(timetable, self.costs, layout, network, volumes, 1e-3, reductions).step_s
+        return (
+            1000 * NetworkStep(timetable, self.costs, network, volumes, 1e-3, reductions).time(layout).step_s
+        )
 
 
 SCHEDULES = ("1f1b", "bitpipe", "bitpipe_zb")

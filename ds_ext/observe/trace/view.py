@@ -22,7 +22,8 @@ from ...pipe_schedules import Op, Timetable
 from ...pipe_schedules.costs import Costs
 from ...pipe_schedules.draw.page import Mark, html
 from ...pipe_schedules.draw.svg import svg
-from ...pipe_schedules.simulation import Collective, Simulation, peak_stages, simulate
+from ...pipe_schedules.ports import Collective
+from ...pipe_schedules.simulation import Simulation, peak_stages, simulate
 from .costs import Quantity, Spans, costs_of_ops
 from .event import ASYNCHRONOUS, LOAD
 from .read import Event, Traces
@@ -182,7 +183,7 @@ class _Row:
 
     spans: Spans = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
-    collectives: list[Collective] = field(default_factory=list)
+    collectives: list[tuple[Collective, float, float]] = field(default_factory=list)
 
     def add(self, event: Event, start_us: float) -> None:
         """Add an event; the span of a whole step is not drawn. ``start_us`` is the start of the step."""
@@ -197,7 +198,7 @@ class _Row:
         elif event["cat"] == LOAD:
             self.marks.append(Mark(begin, end, f"loads data: {event['name']}", data=True))
         elif thread.startswith(tuple(ASYNCHRONOUS)):
-            self.collectives.append(Collective(event["name"], begin, end))
+            self.collectives.append((Collective(event["name"]), begin, end))
         elif event["cat"] != "step":
             self.marks.append(Mark(begin, end, event["name"]))
 

@@ -77,8 +77,8 @@ def time_grid(simulation: Simulation, *, labels: str = "micro-batch", color: boo
 def _collective_lines(simulation: Simulation, device: int, scale: float) -> list[str]:
     """Return the collectives of a device as text with ``scale`` characters per unit of time, on as few lines as fit."""
     spans = []
-    for name, start, end in simulation.collectives[device] if simulation.collectives else ():
-        kind, _, stage = name.partition("@")
+    for op, start, end in simulation.collectives[device] if simulation.collectives else ():
+        kind, _, stage = op.name.partition("@")
         first = round(start * scale)
         text = f"{kind[0]}{stage}".ljust(round(end * scale) - first, "-")
         spans.append((first, first + len(text), text))

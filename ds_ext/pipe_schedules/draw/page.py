@@ -156,7 +156,7 @@ def _intervals(simulation: Simulation, marks: Sequence[Sequence[Mark]]) -> list[
     for row, of_row in zip(rows, marks, strict=False):
         row += [(_number(m.start), _number(m.end), False, m.text, *([1] if m.data else [])) for m in of_row]
     for row, collectives in zip(rows, simulation.collectives, strict=False):
-        row += [(_number(c.start), _number(c.end), True, c.name) for c in collectives]
+        row += [(_number(start), _number(end), True, op.name) for op, start, end in collectives]
     return rows
 
 

@@ -305,10 +305,10 @@ def _rows(simulation: Simulation, scale: float) -> Iterator[str]:
             f'<rect x="{_LEFT}" y="{y + 2}" width="{_n(simulation.end * scale)}" height="{_ROW - 4}" '
             f'fill="url(#wait)"/>'
         )
-        for name, start, end in simulation.collectives[device] if simulation.collectives else ():
+        for collective, start, end in simulation.collectives[device] if simulation.collectives else ():
             place = f'x="{_n(_LEFT + start * scale)}" y="{y + _ROW - 1.5}" height="3"'
             width = _n(max((end - start) * scale - 1, 0.5))
-            tip = f"{name}: {start:g} to {end:g}"
+            tip = f"{collective.name}: {start:g} to {end:g}"
             yield f'<rect class="text" {place} width="{width}"><title>{tip}</title></rect>'
         for op, start, end in spans:
             pipe = timetable.pipe(op.micro_batch)

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 
-from ..events import Admission, NoAdmission, Policy, Run, Workload, run
+from ..events import Admission, Policy, Run, Workload, run
 from ..ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Op
 
 _Priority = tuple[float, str, int, int]  # due date, then kind, stage and micro-batch to break ties
@@ -190,7 +190,7 @@ class CapacityAdmission:
                 yield from self.admit()
 
 
-def dispatch(workload: Workload, devices: Sequence[Policy], admission: Admission) -> Run | None:
+def dispatch(workload: Workload, devices: Sequence[Policy], admission: Admission | None = None) -> Run | None:
     """Run the step; return None if the devices deadlock."""
     result = run(workload, devices, admission, tolerance=_TOLERANCE)
     is_complete = sum(map(len, result.orders)) == workload.num_ops
@@ -212,7 +212,7 @@ def by_due_date(workload: Workload, entries: Sequence[float], capacity: int, adm
 def backwards_first(workload: Workload, in_flight: int, capacity: int) -> Run:
     """Run the step with slices; arguments as for :class:`BackwardsFirst`."""
     devices = [BackwardsFirst(workload, in_flight, capacity) for _ in range(workload.placement.num_devices)]
-    result = dispatch(workload, devices, NoAdmission(workload))
+    result = dispatch(workload, devices)
     assert result is not None, "all slices of a micro-batch may be in flight"
     return result
 

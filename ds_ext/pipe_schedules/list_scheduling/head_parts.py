@@ -17,7 +17,7 @@ from dataclasses import replace
 from itertools import islice, product
 
 from ..costs import Costs
-from ..events import NoAdmission, Policy, Workload, run
+from ..events import Policy, Workload, run
 from ..ops import BACKWARD_WEIGHT, FORWARD, Op
 from ..timetables import Timetable
 
@@ -83,7 +83,7 @@ def insert_head_parts(timetable: Timetable, costs: Costs, max_ahead: int = 1) ->
             HeadFirst(_forwards_earlier(order, ahead), placement.stages, max_weights)
             for order in timetable.orders
         ]
-        result = run(workload, policies, NoAdmission(workload))
+        result = run(workload, policies)
         if sum(map(len, result.orders)) < num_ops:
             continue  # deadlock
         if best is None or result.makespan < best.makespan * (1 - (_WORTH if ahead > best_ahead else _SLACK)):

@@ -24,7 +24,7 @@ from ...errors import ScheduleError
 from ..costs import Costs
 from ..definition import Option, Orders, needs_even_devices
 from ..dynamic import POLICIES, DynamicRules
-from ..events import NoAdmission, Policy, Workload
+from ..events import Policy, Workload
 from ..list_scheduling.dispatch import dispatch
 from ..placement import Placement, bidirectional_v, linear, looped, v
 from ..registry import planned_schedule
@@ -109,7 +109,7 @@ def run(rules: DynamicRules, costs: Costs) -> Orders:
     """Return the order of every device under ``costs``, with jitter."""
     workload = Workload(rules.placement, rules.micro_batches, costs, rules.split, jittered=True)
     devices: list[Policy] = [rules.device(device) for device in range(rules.placement.num_devices)]
-    result = dispatch(workload, devices, NoAdmission(workload))
+    result = dispatch(workload, devices)
     assert result is not None, "the rules prevent deadlocks"
     return result.orders
 

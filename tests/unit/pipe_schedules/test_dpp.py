@@ -12,7 +12,7 @@ from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.checks.program import check
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.dynamic import DynamicRules
-from ds_ext.pipe_schedules.events import NoAdmission, Workload
+from ds_ext.pipe_schedules.events import Workload
 from ds_ext.pipe_schedules.list_scheduling.dispatch import dispatch
 from ds_ext.pipe_schedules.lowering import lower
 from ds_ext.pipe_schedules.methods.dpp import run
@@ -80,7 +80,7 @@ def random_run(rules: DynamicRules, random: Random) -> list[list[Op]]:
     """Messages and ends of ops occur in random order."""
     work = Workload(rules.placement, rules.micro_batches, Costs(), rules.split)
     devices = [rules.device(device) for device in range(rules.placement.num_devices)]
-    for op in NoAdmission(work).admit():
+    for op in work.entries():
         devices[work.dependencies.device(op)].add_ready(op)
     orders: list[list[Op]] = [[] for _ in devices]
     under_way: list[Op] = []
@@ -135,7 +135,7 @@ def test_the_simulation_is_the_run_of_the_policies(placement: str) -> None:
     made = DPP.timetable(4, 8, options, costs)
     rules = rules_of(4, 8, options)
     work = Workload(rules.placement, 8, costs, rules.split, jittered=True)
-    live = dispatch(work, [rules.device(d) for d in range(4)], NoAdmission(work))
+    live = dispatch(work, [rules.device(d) for d in range(4)])
     assert live is not None and live.orders == made.orders
     assert simulate(made, costs).makespan == pytest.approx(live.makespan)
     spans = {op: (start, end) for row in simulate(made, costs).spans for op, start, end in row}

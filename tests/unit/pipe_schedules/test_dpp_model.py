@@ -16,7 +16,7 @@ import pytest
 from ds_ext.pipe_schedules import Op, Placement, get_schedule
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.dynamic import DynamicRules, Greedy
-from ds_ext.pipe_schedules.events import NoAdmission, Workload
+from ds_ext.pipe_schedules.events import Workload
 from ds_ext.pipe_schedules.placement import bidirectional_v, linear, looped, v
 from tests.timetables import followers
 
@@ -87,7 +87,7 @@ def explore(
 ) -> tuple[int, bool]:
     """Return the number of states, and whether every state without a successor is the end of the step."""
     first = State(work, devices)
-    for op in NoAdmission(work).admit():
+    for op in work.entries():
         devices[work.dependencies.device(op)].add_ready(op)
     first.choose()
     seen, stack, ends = {first.key()}, [first], True

@@ -11,7 +11,8 @@ from ds_ext.pipe_schedules import Op, Timetable, get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.grid import order_grid, time_grid
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulation import Collective, simulate
+from ds_ext.pipe_schedules.ports import Collective
+from ds_ext.pipe_schedules.simulation import simulate
 
 
 def test_labels_in_full() -> None:
@@ -32,8 +33,8 @@ def test_labels_of_slices() -> None:
 
 def test_collectives_are_below_their_device() -> None:
     """The second gather starts at the end of the first one. A reduction at the same time is on another line."""
-    gathers = Collective("gather@0", 0.0, 3.0), Collective("gather@11", 3.0, 3.1)
-    rows = (*gathers, Collective("reduce@0", 1.0, 4.0)), (Collective("reduce", 9.0, 11.0),)
+    gathers = (Collective("gather@0"), 0.0, 3.0), (Collective("gather@11"), 3.0, 3.1)
+    rows = (*gathers, (Collective("reduce@0"), 1.0, 4.0)), ((Collective("reduce"), 9.0, 11.0),)
     simulation = replace(simulate(timetable("1f1b", 2, 2)), collectives=rows)
     assert time_grid(simulation).splitlines() == [
         "device 0  0 1 . . 0'- . 1'-",

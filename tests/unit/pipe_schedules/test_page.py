@@ -31,7 +31,8 @@ from ds_ext.pipe_schedules.draw.svg import (
     paints,
 )
 from ds_ext.pipe_schedules.placement import linear
-from ds_ext.pipe_schedules.simulation import Collective, Simulation, simulate
+from ds_ext.pipe_schedules.ports import Collective
+from ds_ext.pipe_schedules.simulation import Simulation, simulate
 from tests.colors import contrast, luminance
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -247,7 +248,7 @@ def test_the_picture_is_to_scale(name: str) -> None:
 def test_pictures_have_collectives() -> None:
     """Below their row, to scale, after the makespan too."""
     plain = simulate(timetable("1f1b", 2, 2))
-    rows = (Collective("gather@0", 0.0, 3.0),), (Collective("reduce", 9.0, 11.0),)
+    rows = ((Collective("gather@0"), 0.0, 3.0),), ((Collective("reduce"), 9.0, 11.0),)
     simulation = replace(plain, collectives=rows)
     (plot,) = data_of(html([simulation], marks=[[[], [Mark(1.0, 2.0, "waits", data=True)]]]))
     assert plot["marks"] == [

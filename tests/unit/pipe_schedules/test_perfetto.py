@@ -11,7 +11,8 @@ import pytest
 from ds_ext.pipe_schedules import get_schedule, timetable
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.draw.perfetto import chrome_trace
-from ds_ext.pipe_schedules.simulation import Collective, simulate
+from ds_ext.pipe_schedules.ports import Collective
+from ds_ext.pipe_schedules.simulation import simulate
 
 
 def events(trace: dict[str, Any], phase: str) -> list[dict[str, Any]]:
@@ -55,8 +56,8 @@ def test_devices_and_threads_have_names() -> None:
 
 def test_collectives_do_not_overlap_on_a_thread() -> None:
     rows = (
-        (Collective("gather@0", 0.0, 3.0), Collective("reduce@0", 2.0, 4.0)),
-        (Collective("reduce", 9.0, 11.0),),
+        ((Collective("gather@0"), 0.0, 3.0), (Collective("reduce@0"), 2.0, 4.0)),
+        ((Collective("reduce"), 9.0, 11.0),),
     )
     trace: dict[str, Any] = chrome_trace(replace(simulate(timetable("1f1b", 2, 2)), collectives=rows))
     found = [e for e in events(trace, "X") if e["tid"]]

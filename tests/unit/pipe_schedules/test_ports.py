@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.events import Ports
+from ds_ext.pipe_schedules.ports import Ports
 from ds_ext.pipe_schedules.simulation import simulate
 
 LATENCY = 1.0

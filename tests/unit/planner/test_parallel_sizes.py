@@ -32,7 +32,7 @@ from ds_ext.planner.parallel_sizes import (
 )
 from ds_ext.planner.search import _Variant
 from ds_ext.planner.stage_costs import message_bytes
-from ds_ext.planner.step_time import on_devices, step_time
+from ds_ext.planner.step_time import NetworkStep, on_devices
 from ds_ext.planner.text import join_reasons
 from ds_ext.planner.traffic import traffic
 from ds_ext.planner.training_sizes import TrainingSizes
@@ -95,15 +95,14 @@ def test_the_section_trains_as_planned(planned: ClusterPlan) -> None:
         order = make_job_plan(job, sizes.tensor * sizes.pipeline * sizes.data)
         timetable, network = order.timetable, CLUSTER.links
         _, forward_s = unit_costs(CLUSTER, row.sizes, Costs(), sizes.pipeline)
-        step = step_time(
+        step = NetworkStep(
             timetable,
             on_devices(row.costs, row.sizes, network, sizes.pipeline, forward_s),
-            order.layout,
             network,
             traffic(row.sizes, timetable.placement, timetable.micro_batches),
             forward_s,
             eager_reductions(simulate(timetable, row.costs)),
-        )
+        ).time(order.layout)
         assert step.step_s == sizes.step_s
         assert max(device.total for device in memory(timetable, row.sizes)) == row.memory_bytes
 
@@ -382,7 +381,7 @@ def test_previews_exclude_no_winner(
         return str(best), c.label, c.recompute_text, c.time, c.memory_bytes
 
     with_previews = choice()
-    monkeypatch.setattr("ds_ext.planner.search._FEW", 10**6)
+    monkeypatch.setattr("ds_ext.planner.search._PREVIEWED", 10**6)
     assert with_previews == choice()
 
 

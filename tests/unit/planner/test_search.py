@@ -17,7 +17,7 @@ from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.candidates import SAME, Candidates
 from ds_ext.planner.memory import memory
-from ds_ext.planner.search import _FEW, Request, choose
+from ds_ext.planner.search import _PREVIEWED, Request, choose
 from ds_ext.planner.stage_costs import stage_costs
 from ds_ext.planner.training_sizes import TrainingSizes
 from tests.selection import select
@@ -215,7 +215,7 @@ def test_few_micro_batches_wait_no_longer_than_many(name: str, costs: Costs, sli
     if slices > 1 and not schedule.has_slices:
         pytest.skip("no slices")
     for devices in (2, 4):
-        few, many = _FEW * devices, 4 * _FEW * devices
+        few, many = _PREVIEWED * devices, 4 * _PREVIEWED * devices
         for options in schedule.variants(devices, many):
             waits, peaks = [], []
             for count in (few, many):

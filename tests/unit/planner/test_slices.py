@@ -21,9 +21,9 @@ from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.memory import memory
 from ds_ext.planner.parallel_sizes import Cluster, ClusterPlan, plan_cluster, unit_costs
-from ds_ext.planner.search import Request, _Kind, _Shared, choose
+from ds_ext.planner.search import Request, _Shared, _variants, choose
 from ds_ext.planner.stage_costs import slice_slowdown
-from ds_ext.planner.step_time import on_devices, step_time
+from ds_ext.planner.step_time import NetworkStep, on_devices
 from ds_ext.planner.traffic import traffic
 from ds_ext.planner.training_sizes import TrainingSizes
 
@@ -52,15 +52,14 @@ def test_few_long_samples_are_sliced_and_train_as_planned() -> None:
     assert timetable.slices == row.slices
     _, unit_s = unit_costs(CLUSTER, row.sizes, Costs(), best.pipeline)
     unit_s *= slice_slowdown(row.sizes, row.slices)
-    step = step_time(
+    step = NetworkStep(
         timetable,
         on_devices(row.costs, row.sizes, network, best.pipeline, unit_s, row.slices),
-        order.layout,
         network,
         traffic(row.sizes, timetable.placement, timetable.micro_batches),
         unit_s,
         eager_reductions(simulate(timetable, row.costs)),
-    )
+    ).time(order.layout)
     assert step.step_s == best.step_s
     lengths = section["slice_lengths"]
     assert sum(lengths) == 32768 and lengths == sorted(lengths, reverse=True)
@@ -119,14 +118,14 @@ def test_the_flag(flags: str, status: int, capsys: pytest.CaptureFixture[str]) -
 def test_bounds_of_slices_hold() -> None:
     request = Request(4, 4, Costs(comm=0.3), replace(MODEL, attention_scores=True), slices=4)
     shared, count = _Shared(), 0
-    for variant in _Kind(request, "full", 1).variants(shared):
+    for variant in _variants(request.with_recomputation("full", 1), shared):
         assert variant.schedule.has_slices
         if dict(variant.options).get("mode") == "unit":
             continue
         row = variant.price(simulate_large=True)
         count += 1
         assert (row.time or 0.0) >= variant.least_time
-        tight = replace(variant, kind=replace(variant.kind, request=replace(request, memory_bytes=1)))
+        tight = replace(variant, request=replace(variant.request, memory_bytes=1))
         assert tight.bound[0] == 1 and (row.memory_bytes or 0) >= tight.bound[1]
     assert count >= 6
 

@@ -17,12 +17,12 @@ from ds_ext.parallel.network import GLOO, HOST_PORTS, NCCL, RANK_PORTS, Link, Ne
 from ds_ext.parallel.rank_order import parse_rank_order
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs
-from ds_ext.pipe_schedules.events import Ports
 from ds_ext.pipe_schedules.list_scheduling import search
+from ds_ext.pipe_schedules.ports import Ports
 from ds_ext.pipe_schedules.reductions import eager_reductions
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.activations import layer_activations
-from ds_ext.planner.step_time import StepTime, on_devices, step_time
+from ds_ext.planner.step_time import NetworkStep, StepTime, on_devices
 from ds_ext.planner.training_sizes import TrainingSizes
 from tests.selection import select
 
@@ -35,15 +35,14 @@ def on_hosts(
     timetable = get_schedule("1f1b").timetable(4, 8)
     layout = ParallelLayout(timetable.placement, 1, 2, parse_rank_order(order))
     volumes = Traffic(1.0, (), (0.0,) * 4, tied=tied, stages=(gradient,) * 4)
-    return step_time(
+    return NetworkStep(
         timetable,
         Costs(),
-        layout,
         Network(hosts, FREE, between, ports),
         volumes,
         1.0,
         eager_reductions(simulate(timetable)),
-    )
+    ).time(layout)
 
 
 def test_messages_take_the_time_of_their_link() -> None:
@@ -57,7 +56,7 @@ def test_messages_take_the_time_of_their_link() -> None:
 def test_a_tie_starts_after_the_last_op_of_both_devices() -> None:
     between, gradient = Link(1.0, 0.0), 0.0
     step = on_hosts(Hosts((2,) * 4), between, gradient, "tp-dp-pp", tied=4.0)
-    ties = [{c.name: (c.start, c.end) for c in row} for row in step.drawn.collectives]
+    ties = [{op.name: (start, end) for op, start, end in row} for row in step.drawn.collectives]
     last_op = max(step.drawn.spans[device][-1][2] for device in (0, 3))
     assert ties[0]["tie"] == ties[3]["tie"] == pytest.approx((last_op, last_op + 4.0))
     assert ties[0]["reduce"][0] == ties[0]["tie"][1] and "tie" not in ties[1]
@@ -74,7 +73,7 @@ def test_long_messages_share_ports_with_each_other_and_with_collectives(ports: s
     reductions = eager_reductions(simulate(timetable))
     network = Network(hosts, FREE, links, ports)
     alone, beside = (
-        step_time(timetable, Costs(), layout, network, sizes, 1.0, reductions)
+        NetworkStep(timetable, Costs(), network, sizes, 1.0, reductions).time(layout)
         for sizes in (replace(volumes, stages=(0.0,) * 8), volumes)
     )
     pairs = [(a, b) for a in range(4) for b in range(4) if a != b]
@@ -106,24 +105,28 @@ def test_collectives_are_drawn_where_they_run(schedule: str, network: str, overl
     backend, ports = (GLOO, HOST_PORTS) if network == "host" else (network, RANK_PORTS)
     hosts = (8,) if network == GLOO else (4, 4)
     links = Network(Hosts(hosts), Link(1.0, 0.0), Link(1.0, 0.0), ports, backend)
-    step = step_time(timetable, Costs(), layout, links, volumes, 1.0, eager_reductions(simulate(timetable)))
+    step = NetworkStep(timetable, Costs(), links, volumes, 1.0, eager_reductions(simulate(timetable))).time(
+        layout
+    )
     drawn = step.drawn
     assert drawn.end == pytest.approx(step.step_s)
     for device, row in enumerate(drawn.collectives):
         stages = sorted({chunk.stage for chunk in placement.chunks[device]})
         gathers = [f"gather@{stage}" for stage in stages] if overlaps else ["gather"]
-        assert sorted(c.name for c in row) == sorted([*gathers, *(f"reduce@{stage}" for stage in stages)])
-        ends = {c.name: c.end for c in row}
+        assert sorted(op.name for op, _, _ in row) == sorted(
+            [*gathers, *(f"reduce@{stage}" for stage in stages)]
+        )
+        times = {op.name: (start, end) for op, start, end in row}
         starts: dict[int, float] = {}
         for op, start, _ in drawn.spans[device]:
             starts.setdefault(op.stage, start)
         if overlaps:
-            assert all(starts[stage] >= ends[f"gather@{stage}"] - 1e-9 for stage in stages)
+            assert all(starts[stage] >= times[f"gather@{stage}"][1] - 1e-9 for stage in stages)
         for stage in stages:
             last = max(end for op, _, end in drawn.spans[device] if op.stage == stage)
-            (reduction,) = (c for c in row if c.name == f"reduce@{stage}")
-            assert reduction.start >= last - 1e-9
-            assert network != GLOO or reduction.start >= step.makespan_s
+            reduction, _ = times[f"reduce@{stage}"]
+            assert reduction >= last - 1e-9
+            assert network != GLOO or reduction >= step.makespan_s
 
 
 @pytest.mark.parametrize(
@@ -141,7 +144,9 @@ def test_only_the_gather_of_the_first_stage_delays_the_next_step(
     network = Network(Hosts((4, 4)), FREE, Link(1.0, 0.0), RANK_PORTS)
     reductions = eager_reductions(simulate(timetable))
     alone, beside = (
-        step_time(timetable, Costs(), layout, network, replace(volumes, overlaps=overlaps), 1.0, reductions)
+        NetworkStep(timetable, Costs(), network, replace(volumes, overlaps=overlaps), 1.0, reductions).time(
+            layout
+        )
         for overlaps in (False, True)
     )
     assert (alone.gather_s, beside.gather_s) == (pytest.approx(1.0), pytest.approx(gathered))
@@ -165,7 +170,7 @@ def test_reductions_need_the_processors_of_a_host(slots: tuple[int, ...], expose
     network = Network(Hosts(slots), Link(1.0, 0.0), Link(1.0, 0.0), RANK_PORTS, GLOO)
     volumes = Traffic(0.0, (), (0.0,) * 2, stages=(1.0,) * 4)
     reductions = eager_reductions(simulate(timetable))
-    step = step_time(timetable, Costs(2.0, 2.0, 2.0), layout, network, volumes, 1.0, reductions)
+    step = NetworkStep(timetable, Costs(2.0, 2.0, 2.0), network, volumes, 1.0, reductions).time(layout)
     assert step.reductions_s == pytest.approx(exposed)
 
 
