@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import compileall
 import os
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,12 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import tests.reduced_host.sitecustomize as reduced_host
 from tests.ranks import RankPool, Ranks
 from tests.selection import covering
+
+# Even if PYTHONDONTWRITEBYTECODE is set. Otherwise each process that a test starts compiles 200 modules, and each run
+# compiles all tests.
+for folder in ("ds_ext", "benchmarks", "tests"):
+    compileall.compile_dir(Path(__file__).parents[1] / folder, quiet=2)
+writes_bytecode, sys.dont_write_bytecode = not sys.dont_write_bytecode, False
 
 if reduced_host.WITHOUT:  # also in the processes that the tests start
     search = [str(Path(reduced_host.__file__).parent), os.environ.get("PYTHONPATH", "")]
@@ -48,6 +56,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     dropped = {item for group in cases.values() for item in group} - selected
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
+
+
+def pytest_collection_finish() -> None:
+    """Write no bytecode of what tests import, unless the environment allows it."""
+    sys.dont_write_bytecode = not writes_bytecode
 
 
 def _values(item: pytest.Function) -> tuple[Any, ...]:
