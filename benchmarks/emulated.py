@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from ds_ext.pipe_schedules.placement import Placement
-from ds_ext.tensor_parallel import HeadPart, HeadShare, LogitGradients, TensorParallel, current_slice
+from ds_ext.tensor_parallel import HeadPart, PartialLoss, LogitGradients, TensorParallel, current_slice
 
 WIDTH = 32
 HEAD_ROWS = 8  # rows of a part of the head; few, so that their arithmetic takes no time
@@ -259,7 +259,7 @@ class EmulatedLayer(nn.Module):
 
 
 class EmulatedHeadPart(HeadPart):
-    """Part of a head with HEAD_ROWS rows: a share and a weight gradient wait for the time of their op.
+    """Part of a head with HEAD_ROWS rows: a partial loss and a weight gradient wait for the time of their op.
 
     Args:
         part: number of the part.
@@ -273,14 +273,14 @@ class EmulatedHeadPart(HeadPart):
         self.device = device
         weight.register_hook(self._weight_gradient)
 
-    def share(
+    def partial_loss(
         self, hidden_BSD: Tensor, labels_BS: Tensor, with_gradient: bool
-    ) -> tuple[HeadShare, LogitGradients | None]:
+    ) -> tuple[PartialLoss, LogitGradients | None]:
         """Wait for the time of a forward, then return what a part does."""
         start = time.perf_counter()
-        share = super().share(hidden_BSD, labels_BS, with_gradient)
+        partial_loss = super().partial_loss(hidden_BSD, labels_BS, with_gradient)
         self.device.head_part(start)
-        return share
+        return partial_loss
 
     def _weight_gradient(self, grad: Tensor) -> None:
         self.device.head_part(time.perf_counter())

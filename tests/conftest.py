@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import compileall
 import os
-from collections import Counter
+import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,13 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import tests.reduced_host.sitecustomize as reduced_host
 from tests.ranks import RankPool, Ranks
+from tests.selection import covering
+
+# Even if PYTHONDONTWRITEBYTECODE is set. Otherwise each process that a test starts compiles 200 modules, and each run
+# compiles all tests.
+for folder in ("ds_ext", "benchmarks", "tests"):
+    compileall.compile_dir(Path(__file__).parents[1] / folder, quiet=2)
+writes_bytecode, sys.dont_write_bytecode = not sys.dont_write_bytecode, False
 
 if reduced_host.WITHOUT:  # also in the processes that the tests start
     search = [str(Path(reduced_host.__file__).parent), os.environ.get("PYTHONPATH", "")]
@@ -33,12 +42,33 @@ hypothesis.settings.load_profile("patient")
 SLOW_FOLDERS = ("adopters", "browser", "distributed", "fuzz", "gpu", "launch")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests as slow by their folder."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark tests as slow by their folder, and reduce the products of their parameters."""
+    cases = defaultdict[Any, list[pytest.Function]](list)
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
-        if folder in SLOW_FOLDERS and item.get_closest_marker("quick") is None:
-            item.add_marker(pytest.mark.slow)
+        if folder in SLOW_FOLDERS:
+            if item.get_closest_marker("quick") is None:
+                item.add_marker(pytest.mark.slow)
+            if isinstance(item, pytest.Function):
+                cases[item.parent, item.originalname].append(item)
+    selected = {item for group in cases.values() for item in covering(group, 1, _values)}
+    dropped = {item for group in cases.values() for item in group} - selected
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
+
+
+def pytest_collection_finish() -> None:
+    """Write no bytecode of what tests import, unless the environment allows it."""
+    sys.dont_write_bytecode = not writes_bytecode
+
+
+def _values(item: pytest.Function) -> tuple[Any, ...]:
+    """Return the identities of the values of each ``parametrize`` of a test."""
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    lists = [name.replace(" ", "").split(",") if isinstance(name, str) else name for name in names]
+    values = item.callspec.params if names else {}
+    return tuple(tuple(id(values[name]) for name in each) for each in lists) or (0,)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

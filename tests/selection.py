@@ -40,9 +40,10 @@ def cover(cases: Sequence[T], strength: int, traits: Callable[[T], Any] = lambda
     def combined(case: T) -> set[Any]:
         return set(combinations(enumerate(traits(case)), strength))
 
-    missing, chosen = set[Any]().union(*map(combined, cases)), []
+    combinations_of = [combined(case) for case in cases]
+    missing, chosen = set[Any]().union(*combinations_of), []
     while missing:
-        best = max(cases, key=lambda case: len(combined(case) & missing))
-        chosen.append(best)
-        missing -= combined(best)
+        best = max(range(len(cases)), key=lambda number: len(combinations_of[number] & missing))
+        chosen.append(cases[best])
+        missing -= combinations_of[best]
     return chosen

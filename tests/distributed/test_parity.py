@@ -21,6 +21,7 @@ from ds_ext.engine import PipelineEngine
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.parallel.partition import layer_boundaries
 from ds_ext.pipe_schedules import get_schedule
+from ds_ext.recipes.models.gpt import GPTConfig
 from ds_ext.tensor_parallel import TensorParallel, create_tensor_parallel
 from tests.engine_runs import MODEL, SCHEDULES, SPLIT, WHOLE, Job, reference, train
 from tests.precisions import needs
@@ -62,6 +63,11 @@ def named(runs: list[Run], *marks: pytest.MarkDecorator) -> list[Any]:
     ]
 
 
+def sized(model: GPTConfig, devices: int) -> GPTConfig:
+    """Return a model with two layers a device, so that a device with two stages has one layer in each."""
+    return dataclasses.replace(model, num_layers=2 * devices)
+
+
 @pytest.mark.parametrize(
     ("schedule", "layout"),
     [
@@ -71,7 +77,7 @@ def named(runs: list[Run], *marks: pytest.MarkDecorator) -> list[Any]:
 )
 def test_trains_as_one_process(ranks: Ranks, schedule: str, layout: Layout) -> None:
     pp, tp, dp = layout
-    job = Job(schedule, pp, tp, dp, micro_batches=8, model=MODEL)
+    job = Job(schedule, pp, tp, dp, micro_batches=2 * pp, model=sized(MODEL, pp))
     results = ranks(job.world_size).run(train, job, timeout_s=120)
     assert_equal(results, reference(job))
 
@@ -102,7 +108,7 @@ def test_planned_orders_train_as_one_process(
 def test_trains_as_one_process_with_dropout(ranks: Ranks, schedule: str, layout: Layout) -> None:
     """Masks depend on (seed, step, micro-batch, layer), never on the order of the schedule."""
     pp, tp, dp = layout
-    job = Job(schedule, pp, tp, dp, micro_batches=4, model=WITH_DROPOUT)
+    job = Job(schedule, pp, tp, dp, micro_batches=4, model=sized(WITH_DROPOUT, pp))
     results = ranks(job.world_size).run(train, job, timeout_s=120)
     assert_equal(results, reference(job))
 
@@ -118,13 +124,13 @@ def test_layers_that_do_not_divide_and_samples_of_any_length(ranks: Ranks, sched
 
 @pytest.mark.parametrize("schedule", ["1f1b", *select(["interleaved", "bitpipe"], []), "bitpipe_zb"])
 def test_sequence_parallel_with_selective_recomputation(ranks: Ranks, schedule: str) -> None:
-    model = dataclasses.replace(MODEL, sequence_parallel=True, recompute="selective")
+    model = dataclasses.replace(sized(MODEL, 2), sequence_parallel=True, recompute="selective")
     job = Job(schedule, 2, 2, 1, micro_batches=4, model=model)
     assert_equal(ranks(4).run(train, job, timeout_s=120), reference(job))
 
 
 def test_sequence_parallel_with_dropout_and_full_recomputation(ranks: Ranks) -> None:
-    model = dataclasses.replace(WITH_DROPOUT, sequence_parallel=True, recompute="full")
+    model = dataclasses.replace(sized(WITH_DROPOUT, 2), sequence_parallel=True, recompute="full")
     job = Job("bitpipe_zb", 2, 2, 1, micro_batches=4, model=model)
     expected = ranks(2).run(tensor_parallel_reference, job, timeout_s=120)[0]
     assert_equal(ranks(4).run(train, job, timeout_s=120), expected)
@@ -141,7 +147,7 @@ def test_dropout_at_tensor_parallel_size_2_equals_two_plain_ranks(
     ranks: Ranks, schedule: str, dp: int
 ) -> None:
     """Attention masks are drawn per tensor-parallel shard, so the yardstick is a plain loop at the same size."""
-    job = Job(schedule, 2, 2, dp, micro_batches=4, model=WITH_DROPOUT)
+    job = Job(schedule, 2, 2, dp, micro_batches=4, model=sized(WITH_DROPOUT, 2))
     expected = ranks(2).run(tensor_parallel_reference, job, timeout_s=120)[0]
     assert_equal(ranks(job.world_size).run(train, job, timeout_s=120), expected)
 
@@ -159,7 +165,8 @@ def test_mirror_replicas_are_bitwise_equal_after_every_step(
     ranks: Ranks, schedule: str, layout: Layout, zero: int
 ) -> None:
     pp, tp, dp = layout
-    job = Job(schedule, pp, tp, dp, micro_batches=8, model=WITH_DROPOUT, steps=3, deepspeed=zero_json(zero))
+    model = sized(WITH_DROPOUT, pp)
+    job = Job(schedule, pp, tp, dp, 2 * pp, model, steps=3, deepspeed=zero_json(zero))
     results = ranks(job.world_size).run(train, job, timeout_s=120)
     mesh = ParallelLayout(get_schedule(schedule).placement(pp), tp, dp)
     for mirror in mesh.groups()["mirror"]:
@@ -195,8 +202,8 @@ def test_adamw_with_zero_1(ranks: Ranks, schedule: str, layout: Layout) -> None:
         pp,
         tp,
         dp,
-        micro_batches=8,
-        model=WITH_DROPOUT,
+        micro_batches=2 * pp,
+        model=sized(WITH_DROPOUT, pp),
         deepspeed={"optimizer": adam, **zero_json(1)},
         decay_groups=True,
     )
@@ -232,7 +239,8 @@ def test_eager_gradient_sync_changes_nothing(ranks: Ranks, schedule: str, layout
     """
     results = []
     for eager in (True, False):
-        job = Job(schedule, *layout, 8, model=WITH_DROPOUT, steps=3, deepspeed=zero_json(zero), eager=eager)
+        model, options = sized(WITH_DROPOUT, layout[0]), {"deepspeed": zero_json(zero), "eager": eager}
+        job = Job(schedule, *layout, 2 * layout[0], model, steps=3, **options)
         results.append(ranks(job.world_size).run(train, job, timeout_s=120))
     for on, off in zip(*results, strict=True):
         assert on["eager"] and not off["eager"]
@@ -281,7 +289,7 @@ def test_a_gradient_is_left_alone_while_it_is_reduced(ranks: Ranks, precision: s
     """The backwards of other stages go on meanwhile. What they write to it would replace the average."""
     sections = zero_json(1) if precision == "fp32" else {"bf16": {"enabled": True}}
     for schedule, pp, dp in (("bitpipe_zb", 2, 1), ("interleaved", 1, 2)):
-        job = Job(schedule, pp, 1, dp, 4, model=MODEL, steps=2, deepspeed=sections, overlap=overlap)
+        job = Job(schedule, pp, 1, dp, 4, sized(MODEL, 2), steps=2, deepspeed=sections, overlap=overlap)
         for result in ranks(2).run(train, job, False, watched, timeout_s=120):
             assert result["eager"] and not result["watched"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.losses import learned
 from tests.precisions import needs
 from tests.ranks import RankPool, Ranks
 from tests.reference import random_batches
+from tests.selection import covering
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
 # Losses of about 4.6 after a few steps: bf16 has 8 bits, and gradients of micro-batches are summed in other orders.
@@ -304,9 +306,17 @@ def plain_halves(weights: str, zero: int) -> tuple[list[float], list[float], dic
     return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "1f1b"])
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize("weights", [name for name in WEIGHTS if "fp16" not in name])
+@pytest.mark.parametrize(
+    ("weights", "zero", "layout"),
+    covering(
+        product(
+            [name for name in WEIGHTS if "fp16" not in name],
+            [0, 1],
+            [name for name in LAYOUTS if name != "1f1b"],
+        ),
+        2,
+    ),
+)
 def test_weights_train_in_their_own_dtype(ranks: Ranks, weights: str, zero: int, layout: str) -> None:
     """With ZeRO, a group of the optimizer has one dtype."""
     by_dtype = zero > 0 and weights != "bf16"

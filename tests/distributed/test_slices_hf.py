@@ -35,7 +35,7 @@ from tests.distributed.test_own_layers import Batches
 from tests.losses import learned
 from tests.ranks import Ranks
 from tests.selection import covering, select
-from tests.unit.hf.test_cut import chain
+from tests.unit.hf.test_split import chain
 
 transformers: Any = pytest.importorskip("transformers")
 

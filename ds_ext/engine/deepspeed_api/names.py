@@ -7,6 +7,7 @@ Names that a file imports at its top are not listed, because their import fails.
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import inspect
 import pkgutil
@@ -91,12 +92,15 @@ class PrivateName:
     def _fits(self, function: Any) -> bool:
         if self.parameters is None:
             return True
-        found = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+        found = [p for p in _signature(function).parameters.values() if p.name != "self"]
         first, others = found[: len(self.parameters)], found[len(self.parameters) :]
         optional = all(
             p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in others
         )
         return tuple(p.name for p in first) == self.parameters and optional
+
+
+_signature = functools.cache(inspect.signature)
 
 
 def _parse(table: str) -> tuple[PrivateName, ...]:
