@@ -368,7 +368,7 @@ class Deferral:
         return Deferral(self.deferred + other.deferred, self.at_once + other.at_once)
 
     @property
-    def partial_loss(self) -> float:
+    def share(self) -> float:
         """Ratio of deferred elements to all elements with a gradient; 1 if there are none."""
         total = self.deferred + self.at_once.total()
         return self.deferred / total if total else 1.0
