@@ -106,7 +106,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
             installed DeepSpeed or torch lacks a name of :mod:`.deepspeed_api.names`.
         TransportError: a rank did not join in time.
     """
-    require_names("deepspeed", "torch")
+    require_names("deepspeed", "torch", "python")
     announce_locks()
     slurm.set_rank()
     set_single_rank()

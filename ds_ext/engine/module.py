@@ -152,7 +152,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         **kwargs: Any,
     ) -> None:
         """Build the stages of this rank; see the class for the arguments."""
-        require_names("deepspeed", "torch")
+        require_names("deepspeed", "torch", "python")
         select_device()
         arguments: list[tuple[str, str, Any]] = [
             ("num_stages", "pipeline_parallel_size", num_stages),
