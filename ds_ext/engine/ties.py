@@ -237,7 +237,7 @@ def check_ties(module: LayeredModule) -> None:
     for key, specs in places.items():
         if len(specs) < 2 or key not in module.tied_modules:
             continue
-        layer: Any = module.tied_modules[key]
+        layer = module.tied_modules[key]
         _require_parameters(layer, key, sorted({name for spec in specs for name in spec.tied_weight_attr}))
         # Only weights that every spec names are tied.
         tied = set.intersection(
