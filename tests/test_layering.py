@@ -71,13 +71,14 @@ ALLOWED: dict[str, set[str]] = {
     "observe/run_record": {"environment"},
     "observe/report": {"errors", "pipe_schedules", "observe/trace", "observe/run_record"},
     "observe": {"errors", "gpus", "parallel", "observe/run_record", "torch:"},
-    "engine/wrappers": set(),
-    "engine/checkpoint/folder": {"errors", "engine/wrappers"},
+    "engine/types": set(),
+    "engine/wrappers": {"engine/types"},
+    "engine/checkpoint/folder": {"errors", "engine/types", "engine/wrappers"},
     "engine": {
         *("errors", "pipe_schedules", "pipe_schedules/bridge", "config", "parallel", "planner", "comm"),
         *("environment", "config/deepspeed_check", "config/schedulers"),
         *("comm/host_watch", "launch", "tensor_parallel", "observe/trace", "engine/checkpoint/folder"),
-        "engine/wrappers",
+        *("engine/types", "engine/wrappers"),
         *("numpy:", "packaging.version:", "torch:", "deepspeed:"),
     },
     "hf": {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+
+from deepspeed.runtime.pipe import schedule as ds
 
 from ..comm.groups import first_step_limit_s, limit_waits
 from ..comm.host_watch import require_hosts
@@ -31,7 +32,7 @@ class Activity:
         self,
         limit_s: float,
         describe_ranks: Callable[[str], str],
-        where: Callable[[Any, str], str],
+        where: Callable[[ds.PipeInstruction, str], str],
     ) -> None:
         self.name = "setting up"
         self.began = False
@@ -103,7 +104,7 @@ class Activity:
             self.abort(error)
             raise
 
-    def report_failure(self, instruction: Any, error: Exception) -> None:
+    def report_failure(self, instruction: ds.PipeInstruction, error: Exception) -> None:
         self.name = f"{instruction.label}, {self.name}"
         error.add_note(self._where(instruction, "stopped" if lost_peer(error) else "failed"))
         self.abort(error)

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ..errors import ConfigError, DsExtError
 
+_T = TypeVar("_T")
 
-def on_all_ranks(function: Callable[[], Any], error_type: type[DsExtError] = DsExtError) -> list[Any]:
+
+def on_all_ranks(function: Callable[[], _T], error_type: type[DsExtError] = DsExtError) -> list[_T]:
     """Return the results of ``function()`` on all ranks. If it fails on one rank, all ranks raise that error.
 
     An OSError becomes an ``error_type`` on all ranks. Any other exception, for example from a module's
     ``state_dict()``, becomes an ``error_type`` on the other ranks; its own rank raises it unchanged, with traceback.
     """
-    outcome: tuple[Any, DsExtError | None]
+    outcome: tuple[_T | None, DsExtError | None]
     unexpected: Exception | None = None
     try:
         outcome = function(), None
@@ -37,9 +39,10 @@ def on_all_ranks(function: Callable[[], Any], error_type: type[DsExtError] = DsE
     return [result for result, _ in outcomes]
 
 
-def from_rank_0(function: Callable[[], Any], error_type: type[DsExtError] = DsExtError) -> Any:
+def from_rank_0(function: Callable[[], _T], error_type: type[DsExtError] = DsExtError) -> _T:
     """Return the result of rank 0's ``function()`` on all ranks, or raise its error on all ranks."""
-    return on_all_ranks(function if dist.get_rank() == 0 else lambda: None, error_type)[0]
+    results: list[Any] = on_all_ranks(function if dist.get_rank() == 0 else lambda: None, error_type)
+    return results[0]
 
 
 def error_text(error: OSError) -> str:

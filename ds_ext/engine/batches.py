@@ -12,7 +12,7 @@ import functools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from ..errors import ConfigError
 from ..pipe_schedules.bridge import TimetableSchedule
 from ..tensor_parallel import mix_key
+from .types import Batch, Pair, Record, Sample, Saved, Source
 
 _MAX_SHOWN = 6  # keys or types in an error
 _NOT_READ = -1.0  # instead of a checksum, if a rank does not read this part of a micro-batch
@@ -40,7 +41,7 @@ _MAX_COMPARED = 1 << 16  # elements of a tensor in a checksum
 class Batches(Protocol):
     """Micro-batches of a step, addressed by global id (0..N*DP-1 over all pipeline groups)."""
 
-    def get(self, micro_batch: int) -> Any:
+    def get(self, micro_batch: int) -> Batch:
         """Return (inputs, labels) of a micro-batch of the current step."""
         ...
 
@@ -57,9 +58,9 @@ class Resumable(Protocol):
     lists and dictionaries.
     """
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> Record: ...
 
-    def load_state_dict(self, state: Any, /) -> None:
+    def load_state_dict(self, state: Saved, /) -> None:
         """Continue at a saved position. The job that saved it may have used a different batch size."""
         ...
 
@@ -85,11 +86,11 @@ class IteratorBatches:
         count: micro-batches of this data-parallel rank per step.
     """
 
-    def __init__(self, iterator: Iterator[Any], data_parallel_rank: int, count: int) -> None:
+    def __init__(self, iterator: Iterator[Batch], data_parallel_rank: int, count: int) -> None:
         self.iterator, self.rank, self.count = iterator, data_parallel_rank, count
-        self._micro_batches: list[Any] = []  # of the current step, so far
+        self._micro_batches: list[Batch] = []  # of the current step, so far
 
-    def get(self, micro_batch: int) -> Any:
+    def get(self, micro_batch: int) -> Batch:
         owner, index = divmod(micro_batch, self.count)
         if owner != self.rank:
             raise ConfigError(
@@ -141,10 +142,10 @@ def _clone_pageable(tensor: Tensor) -> Tensor:
 class MapDataset(Protocol):
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int, /) -> Any: ...
+    def __getitem__(self, index: int, /) -> Sample: ...
 
 
-def stack_samples(samples: Sequence[Any]) -> Any:
+def stack_samples(samples: Sequence[Sample]) -> Batch:
     """Stack tensors, including those in tuples, lists and dictionaries, along a new first dimension.
 
     Numbers become tensors, and other values lists.
@@ -194,7 +195,7 @@ class MicroBatches:
         dataset: MapDataset,
         micro_batch_size: int,
         consumed_samples: int = 0,
-        collate: Callable[[Sequence[Any]], Any] | None = None,
+        collate: Callable[[Sequence[Sample]], Batch] | None = None,
         repeat: bool = False,
         whole: bool = False,
     ) -> None:
@@ -223,7 +224,7 @@ class MicroBatches:
                 f"or a smaller {smaller}."
             ).of_all_ranks()
 
-    def get(self, micro_batch: int) -> Any:
+    def get(self, micro_batch: int) -> Batch:
         first = self.consumed_samples + micro_batch * self.micro_batch_size
         indices = range(first, first + self.micro_batch_size)
         length = len(self.dataset)
@@ -253,7 +254,7 @@ class MicroBatches:
             return index
         return int(_shuffled(self.shuffle_seed(), epoch, len(self.dataset))[index])
 
-    def _read_seeded(self, indices: range, seed: int) -> Any:
+    def _read_seeded(self, indices: range, seed: int) -> Batch:
         samples = []
         generator = torch.default_generator
         state = generator.get_state()
@@ -289,7 +290,7 @@ def _shuffled(seed: int, epoch: int, length: int) -> Tensor:
 # --- format: a pair (inputs, labels), each a tensor or a tuple of tensors; labels may be None ---
 
 
-def require_pair(batch: Any, source: Batches) -> tuple[Any, Any]:
+def require_pair(batch: Batch, source: Batches) -> Pair:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     raise ConfigError(
@@ -297,7 +298,7 @@ def require_pair(batch: Any, source: Batches) -> tuple[Any, Any]:
     )
 
 
-def require_tensors(value: Any, part: str, source: Batches) -> None:
+def require_tensors(value: object, part: str, source: Batches) -> None:
     parts = value if isinstance(value, tuple | list) else (value,)
     if not parts or not all(map(torch.is_tensor, parts)):
         raise ConfigError(
@@ -306,7 +307,7 @@ def require_tensors(value: Any, part: str, source: Batches) -> None:
         )
 
 
-def as_batches(source: Iterator[Any] | Batches | None, data_parallel_rank: int, count: int) -> Batches | None:
+def as_batches(source: Source, data_parallel_rank: int, count: int) -> Batches | None:
     if source is None or isinstance(source, Batches):
         return source
     if not isinstance(source, Iterator):
@@ -339,9 +340,9 @@ class StepData:
         first_id: int,
         schedule: TimetableSchedule,
         step: int,
-        batch_fn: Callable[[Any], Any] | None = None,
+        batch_fn: Callable[[Batch], Batch] | None = None,
         uses_labels: bool = True,
-        last_of_mode: dict[bool, tuple[Any, Any]] | None = None,
+        last_of_mode: dict[bool, Pair | None] | None = None,
     ) -> None:
         self.source, self.first_id, self._batch_fn = source, first_id, batch_fn
         self.step, self.trains = step, schedule.program.timetable.trains
@@ -351,18 +352,18 @@ class StepData:
         self.loads, timetable = schedule.loads, schedule.program.timetable
         self.last_stage = timetable.placement.stages - 1
         self._uses = Counter(micro_batch for _, micro_batch in self.loads)
-        self._batches: dict[int, tuple[Any, Any]] = {}  # fetched, and still needed by a stage
+        self._batches: dict[int, Pair] = {}  # fetched, and still needed by a stage
         compared = (ids[step % len(ids)] for ids in timetable.micro_batches_by_pipe)
         self._checksums: dict[int, tuple[float, float]] = dict.fromkeys(compared, (_NOT_READ, _NOT_READ))
 
-    def get(self, micro_batch: int) -> tuple[Any, Any]:
+    def get(self, micro_batch: int) -> Pair:
         if micro_batch not in self._batches:
             inputs, labels = self._batches[micro_batch] = self._read(micro_batch)
             if micro_batch in self._checksums:  # now: layers may change the inputs in place
                 self._checksums[micro_batch] = _sampled_checksum(inputs), _sampled_checksum(labels)
         return self._batches[micro_batch]
 
-    def _read(self, micro_batch: int) -> tuple[Any, Any]:
+    def _read(self, micro_batch: int) -> Pair:
         try:
             batch = self.source.get(self.first_id + micro_batch)
             if self._batch_fn is not None:
@@ -372,12 +373,13 @@ class StepData:
                 self._last_of_mode[self.trains] = inputs, labels
         except EndOfData as end:
             self.ended = end.got, end.count
-            if self._last_of_mode.get(self.trains) is None:
+            last = self._last_of_mode.get(self.trains)
+            if last is None:
                 raise end_of_data(self, {torch.distributed.get_rank(): self.ended}) from None
-            inputs, labels = self._last_of_mode[self.trains]
+            inputs, labels = last
         return inputs, labels if self._uses_labels else None
 
-    def take(self, micro_batch: int) -> tuple[Any, Any]:
+    def take(self, micro_batch: int) -> Pair:
         """Return (inputs, labels) for one stage. The last call drops the micro-batch."""
         batch = self.get(micro_batch)
         self._uses[micro_batch] -= 1
@@ -390,7 +392,7 @@ class StepData:
             return self.source.weight(self.first_id + micro_batch)
         return 1.0
 
-    def labels(self) -> Iterator[Any]:
+    def labels(self) -> Iterator[Batch]:
         """Yield the labels of all micro-batches whose loss this rank computes, as the loss function gets them."""
         for stage, micro_batch in dict.fromkeys(self.loads):  # slices load it several times
             if stage == self.last_stage:
@@ -442,7 +444,7 @@ def require_same_samples(checksums: Sequence[Sequence[float]]) -> None:
                     ).of_all_ranks()
 
 
-def _sampled_checksum(value: Any) -> float:
+def _sampled_checksum(value: Batch) -> float:
     """Return a checksum of at most ``_MAX_COMPARED`` elements of every dense tensor; ``_NOT_READ`` without any."""
     parts = dense_parts(value, _MAX_COMPARED)
     if not parts:
@@ -453,7 +455,7 @@ def _sampled_checksum(value: Any) -> float:
     return float(crc)
 
 
-def dense_parts(value: Any, limit: int | None = None) -> list[Tensor]:
+def dense_parts(value: Batch, limit: int | None = None) -> list[Tensor]:
     """Return the dense tensors of inputs or labels, flattened and in CPU memory, with at most ``limit`` elements."""
     parts = value if isinstance(value, tuple | list) else (value,)
     dense = [
@@ -465,7 +467,7 @@ def dense_parts(value: Any, limit: int | None = None) -> list[Tensor]:
     return [part[::step].cpu().contiguous() for part, step in zip(dense, steps, strict=True)]
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     if isinstance(value, Tensor):
         return f"one tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
@@ -480,7 +482,7 @@ def _join_names(names: Sequence[str]) -> str:
     return ", ".join([*names[:_MAX_SHOWN], *(["..."] if len(names) > _MAX_SHOWN else [])])
 
 
-def _stack(keys: Sequence[Any]) -> str:
+def _stack(keys: Sequence[object]) -> str:
     stacks = _join_names([f"stack of s[{key!r}]" for key in keys])
     return f"({stacks})" if len(keys) > 1 else stacks
 
@@ -491,7 +493,7 @@ def _name(source: Batches) -> str:
     return "data_iter" if isinstance(source, IteratorBatches) else f"{type(source).__name__}.get()"
 
 
-def _fix(source: Batches, batch: Any = None) -> str:
+def _fix(source: Batches, batch: object = None) -> str:
     keys = list(batch) if isinstance(batch, Mapping) else []
     labels = [key for key in keys if str(key).lower() in _LABELS]
     inputs = [key for key in keys if key not in labels]

@@ -6,9 +6,9 @@ import functools
 import logging
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule as ds
 
 from ..pipe_schedules.bridge import BackwardWeight
 from ..tensor_parallel import Deferral, DeferralWatch, let_defer
@@ -42,7 +42,7 @@ class DeferralReport(Observer):
         let_defer(module)
         self._watch = DeferralWatch(module.parameters())
 
-    def before(self, instruction: Any) -> None:
+    def before(self, instruction: ds.PipeInstruction) -> None:
         later = self._buffers[instruction.buffer_id].weights
         assert later is not None
         self._watch.add(later)

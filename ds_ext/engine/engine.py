@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from deepspeed.runtime.pipe import schedule as ds
@@ -51,7 +51,7 @@ from .deepspeed_api.base import AdaptedEngine, without_memory_lines
 from .deepspeed_api.device import peak_memory_bytes
 from .deepspeed_api.names import loss_scaler, require_built
 from .deferral import DeferralReport
-from .evaluation import Evaluation, evaluating, source_of, training
+from .evaluation import Evaluation, evaluating, training
 from .executor import Executor
 from .first_batch import check_first_batch
 from .grad_norm import let_parameters_differ, share_loss_scale
@@ -67,6 +67,7 @@ from .stages.sequences import sequences_of
 from .step_report import Gathered, RankNumbers, StepReport, gather_step, of_report
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
+from .types import Batch, Json, Pair, Record, Source
 from .weight_update import TrainedParameters, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class PipelineEngine(AdaptedEngine):
 
     # --- construction ---
 
-    def __init__(self, *, role: Role | None = None, **kwargs: Any) -> None:
+    def __init__(self, *, role: Role | None = None, **kwargs: object) -> None:
         # Keywords only: the parent's first positional argument is has_bool_tensors.
         with without_memory_lines():
             super().__init__(**kwargs)
@@ -127,7 +128,7 @@ class PipelineEngine(AdaptedEngine):
         self.micro_batches //= self.role.pipelines
         settings, options = self.plan.settings, self.plan.settings.transport_options
         self.activity = Activity(options.timeout_s, self.role.describe_ranks, self._where)
-        self.step_losses = StepLosses.from_engine(self)
+        self.step_losses = StepLosses(self.module, self.device)
         stages = stages_of(self.module, StageForward(self.module), self.step_losses, self.device)
         sequences = sequences_of(self.module, self.plan)
         self.executor = Executor(stages, sequences, self.activity.report_failure)
@@ -149,7 +150,8 @@ class PipelineEngine(AdaptedEngine):
         )
         self.tracer: Tracer | None = None
         if settings.trace.dir is not None:
-            self.tracer = Tracer.from_engine(self, transport.name, WeightUpdate.is_eager(self))
+            eager = WeightUpdate.is_eager(self)
+            self.tracer = Tracer.from_module(self.module, self.busy, transport.name, eager)
         let_parameters_differ(self.optimizer)
         share_loss_scale(self)
         self.trained = TrainedParameters(self)
@@ -162,14 +164,15 @@ class PipelineEngine(AdaptedEngine):
         self._gathered: Gathered | None = None  # of the current step
         self.eval_additional_losses: dict[str, Tensor] | None = None
         # After the first batch of training (True) and of evaluations (False): last micro-batch of an iterator, or None.
-        self._last_of_mode: dict[bool, Any] = {}
+        self._last_of_mode: dict[bool, Pair | None] = {}
         self.run = this_run()
-        self.run_facts: dict[str, Any] = {}
+        self.run_facts: Record = {}
         self.checkpoint_events = CheckpointEvents()
         self.saving: BackgroundSave | None = None
         require_states(self.optimizer, settings.recovery is not None)
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
-        self.audit = None if settings.audit_interval == 0 else StepAudit(self, settings.audit_interval)
+        stop = None if self.recovery is None else self.recovery.stop
+        self.audit = None if settings.audit_interval == 0 else StepAudit(self, settings.audit_interval, stop)
         with self.activity.during("setting up"):
             self.role.start(self)
 
@@ -243,12 +246,12 @@ class PipelineEngine(AdaptedEngine):
 
     # --- data ---
 
-    def set_dataloader(self, loader: Iterable[Any]) -> None:
+    def set_dataloader(self, loader: Iterable[Batch]) -> None:
         """Take micro-batches from a loader; see :meth:`set_dataiterator`. Other ranks than its readers ignore it."""
         if self.is_first_stage() or self.is_last_stage():
             self.set_dataiterator(iter(loader))
 
-    def set_dataiterator(self, iterator: Iterator[Any] | Batches | None) -> None:
+    def set_dataiterator(self, iterator: Iterator[Batch] | Batches | None) -> None:
         """Take micro-batches by id from Batches, or in order from an iterator.
 
         An iterator yields the (inputs, labels) of this data-parallel rank, ``engine.mpu.get_data_parallel_rank()``:
@@ -258,7 +261,7 @@ class PipelineEngine(AdaptedEngine):
         if iterator is None or iterator is not getattr(self.batches, "iterator", None):
             self.batches = self._as_batches(iterator, self.micro_batches)
 
-    def _as_batches(self, source: Iterator[Any] | Batches | None, micro_batches: int) -> Batches | None:
+    def _as_batches(self, source: Source, micro_batches: int) -> Batches | None:
         return as_batches(source, self.mpu.get_data_parallel_rank(), micro_batches * self.role.pipelines)
 
     def _start_step(self, schedule: TimetableSchedule, computes_loss: bool) -> StepData:
@@ -286,7 +289,7 @@ class PipelineEngine(AdaptedEngine):
 
     # --- train_batch and eval_batch ---
 
-    def train_batch(self, data_iter: Iterator[Any] | Batches | None = None) -> Tensor:
+    def train_batch(self, data_iter: Iterator[Batch] | Batches | None = None) -> Tensor:
         """Take one optimizer step over N micro-batches per pipeline group.
 
         Args:
@@ -391,13 +394,13 @@ class PipelineEngine(AdaptedEngine):
 
     def eval_batch(
         self,
-        data_iter: Iterator[Any] | Batches | MapDataset,
+        data_iter: Iterator[Batch] | Batches | MapDataset,
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
         bcast_loss: bool = True,
         num_micro_batches: int | Literal["all"] | None = None,
-    ) -> Any:
+    ) -> Batch:
         """Run forwards only, without dropout, and average the buffers of replicas first. All ranks call it together.
 
         Args:
@@ -424,7 +427,7 @@ class PipelineEngine(AdaptedEngine):
                 f"{name}: no device has whole logits with vocabulary_parallel_head (got {name}={return_logits}). "
                 f"Load the checkpoint in a job without vocabulary_parallel_head."
             )
-        source, count = source_of(data_iter, num_micro_batches, self)
+        source, count = self._source_of(data_iter, num_micro_batches)
         self._take_handlers()
         train_batches, self.batches = self.batches, self._as_batches(source, count)
         try:
@@ -453,6 +456,20 @@ class PipelineEngine(AdaptedEngine):
         if loss is not None and self.global_rank == 0 and self.monitor.enabled:
             self.monitor.write_events([("Train/Samples/eval_loss", loss.item(), self.global_samples)])
         return (result, evaluation.outputs) if return_logits else result
+
+    def _source_of(self, data: Source, num_micro_batches: int | Literal["all"] | None) -> tuple[Source, int]:
+        whole = num_micro_batches == "all"
+        if all(hasattr(type(data), name) for name in ("__len__", "__getitem__")):
+            data = MicroBatches(data, self.micro_batch_size, collate=self.collate_fn, whole=whole)
+        elif whole:
+            raise ConfigError(
+                f'num_micro_batches: "all" needs a dataset with __len__ and __getitem__ (got {type(data).__name__}). '
+                f"Pass the dataset, or a number."
+            )
+        if num_micro_batches == "all":
+            per_row = self.micro_batch_size * self.dp_world_size * self.role.pipelines
+            return data, -(-len(data.dataset) // per_row)
+        return data, self.micro_batches if num_micro_batches is None else num_micro_batches
 
     def wait_for_weights(self) -> None:
         """Wait until this rank has the weights of the last step, before the script reads or sets a parameter.
@@ -487,7 +504,7 @@ class PipelineEngine(AdaptedEngine):
         self,
         save_dir: str | os.PathLike[str],
         tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
+        client_state: Json | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
         *,
@@ -529,8 +546,8 @@ class PipelineEngine(AdaptedEngine):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
+        custom_load_fn: object = None,
+    ) -> tuple[str | None, Record | None]:
         """Load ``load_dir/tag`` (None: the current checkpoint), written with any schedule and parallel sizes.
 
         Arguments and result are the same as DeepSpeed's: (path, client state). The result is (None, None) if ``tag`` is

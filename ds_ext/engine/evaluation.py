@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ..errors import ConfigError
-from .batches import MicroBatches
-from .losses.step import mean_of
+from .losses.step import Loss, mean_of
 from .module import PipelineModule
+from .types import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +31,8 @@ class Evaluation:
     """
 
     computes_loss: bool = True
-    outputs: dict[int, Any] | None = None
-    losses: dict[int, Any] | None = None
+    outputs: dict[int, Batch] | None = None
+    losses: dict[int, Loss] | None = None
     averages: bool = True
 
     @classmethod
@@ -50,11 +49,11 @@ class Evaluation:
                 "bcast_loss: the losses of individual micro-batches are not broadcast (got True with reduce_output "
                 "None). Pass bcast_loss=False."
             )
-        outputs: dict[int, Any] | None = {} if return_logits or not compute_loss else None
-        losses: dict[int, Any] | None = {} if reduce_output is None else None
+        outputs: dict[int, Batch] | None = {} if return_logits or not compute_loss else None
+        losses: dict[int, Loss] | None = {} if reduce_output is None else None
         return cls(compute_loss, outputs, losses, reduce_output == "avg")
 
-    def result(self, loss: Tensor | None, group: ProcessGroup | None) -> Any:
+    def result(self, loss: Tensor | None, group: ProcessGroup | None) -> Batch:
         """Return the result of the evaluation on this rank; None if it has no last stage and ``loss`` is None.
 
         ``loss`` is the mean over all ranks; None if no loss was computed. Data-parallel ranks must call this together.
@@ -68,23 +67,7 @@ class Evaluation:
         return mean_over_ranks(values, group) if values and self.averages else values
 
 
-def source_of(data: Any, num_micro_batches: int | Literal["all"] | None, engine: Any) -> tuple[Any, int]:
-    """Return the source of micro-batches and their number per data-parallel rank, for arguments of ``eval_batch``."""
-    whole = num_micro_batches == "all"
-    if all(hasattr(type(data), name) for name in ("__len__", "__getitem__")):
-        data = MicroBatches(data, engine.micro_batch_size, collate=engine.collate_fn, whole=whole)
-    elif whole:
-        raise ConfigError(
-            f'num_micro_batches: "all" needs a dataset with __len__ and __getitem__ (got {type(data).__name__}). Pass '
-            f"the dataset, or a number."
-        )
-    if num_micro_batches == "all":
-        per_row = engine.micro_batch_size * engine.dp_world_size * engine.role.pipelines
-        return data, -(-len(data.dataset) // per_row)
-    return data, engine.micro_batches if num_micro_batches is None else num_micro_batches
-
-
-def mean_over_ranks(outputs: Sequence[Any], group: ProcessGroup | None) -> Any:
+def mean_over_ranks(outputs: Sequence[Batch], group: ProcessGroup | None) -> Batch:
     """Return the mean of the outputs of several micro-batches, over all ranks of a group. They call this together.
 
     ``outputs`` has a tensor or a tuple of tensors for each micro-batch of this rank, of equal shapes.

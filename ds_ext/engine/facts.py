@@ -6,8 +6,7 @@ import contextlib
 import os
 import platform
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -26,11 +25,12 @@ from .all_ranks import on_all_ranks
 from .checkpoint.states import parameters_of
 from .module import PipelineModule
 from .ties import tied_weights
+from .types import Groups, Json, Optimizer, Record, Source
 
 _PACKAGES = ("ds_ext", "torch", "deepspeed")
 
 
-def optimizer_facts(optimizer: Any) -> Facts:
+def optimizer_facts(optimizer: Optimizer) -> Facts:
     """Return the class and the defaults of the caller's optimizer. Its groups may differ by stage."""
     if optimizer is None:
         return {}
@@ -38,7 +38,7 @@ def optimizer_facts(optimizer: Any) -> Facts:
     return {"optimizer": type(optimizer).__name__, **setting_facts(defaults, "optimizer.defaults.")}
 
 
-def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
+def stage_facts(model: PipelineModule, groups: Groups) -> Facts:
     """Return a text -> checksum of the parameters' shapes, dtypes and optimizer options, for every stage of this rank.
 
     Tied weights have a further text, because all ranks that hold them must train them alike. ``groups`` are parameters,
@@ -73,7 +73,7 @@ def stage_facts(model: PipelineModule, groups: Iterable[Any]) -> Facts:
     return facts
 
 
-def data_facts(model: PipelineModule, data: Any) -> Facts:
+def data_facts(model: PipelineModule, data: Source) -> Facts:
     """Return the type and length of ``training_data`` and a checksum of its first sample; empty if it is not read here.
 
     Ranks with the first or the last stage read it. The checksum is omitted if reading the sample fails, which the first
@@ -102,7 +102,7 @@ def _preserve_generators() -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def _seeded_bytes(read: Callable[[], Any]) -> bytes:
+def _seeded_bytes(read: Callable[[], object]) -> bytes:
     """Return the numbers in the result of ``read()``, as bytes.
 
     Seeds the global generators of the CPU; the caller restores them. Strings and objects are ignored, because they may
@@ -124,7 +124,7 @@ def _seeded_bytes(read: Callable[[], Any]) -> bytes:
     return b";".join(parts)
 
 
-def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
+def run_facts(model: PipelineModule, data: Facts) -> Record:
     """Return the facts of a run. All ranks must call this together.
 
     ``ranks`` has an object for every rank: ``host``, ``name`` of its accelerator or "cpu", ``device`` of the pipeline
@@ -173,7 +173,7 @@ def run_facts(model: PipelineModule, data: Facts) -> dict[str, Any]:
     return {**facts, "plan": plan_text(model, facts) if model.global_rank == 0 else ""}
 
 
-def _rank_facts(model: PipelineModule) -> dict[str, Any]:
+def _rank_facts(model: PipelineModule) -> Record:
     parameters = sum(parameter.numel() for parameter in model.layer_parameters())
     name = torch.cuda.get_device_name() if get_accelerator().device_name() == "cuda" else "cpu"
     return {"host": platform.node(), "name": name, "device": model.device_index, "parameters": parameters}
@@ -211,7 +211,7 @@ def _dropout_rates(model: PipelineModule) -> set[float]:
     return {float(p) for layer in layers if isinstance(p := getattr(layer, "p", None), int | float)}
 
 
-def plan_text(model: PipelineModule, facts: Mapping[str, Any], *, verbose: bool = True) -> str:
+def plan_text(model: PipelineModule, facts: Json, *, verbose: bool = True) -> str:
     """Return the text of the plan, with the largest number of parameters on a rank of every device."""
     max_parameters: dict[int, int] = {}  # by device
     for rank in facts["ranks"]:
@@ -231,7 +231,7 @@ def plan_text(model: PipelineModule, facts: Mapping[str, Any], *, verbose: bool 
     )
 
 
-def _precision_text(config: Mapping[str, Any], dtypes: Collection[torch.dtype]) -> str:
+def _precision_text(config: Json, dtypes: Collection[torch.dtype]) -> str:
     """Return the precision that the JSON sets; without one, that of trained weights if some are in half precision."""
     halves = [name for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)) if dtype in dtypes]
     if precision(config) != "fp32" or not halves:

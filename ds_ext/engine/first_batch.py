@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from ..errors import ConfigError
 from ..launch.job_facts import checksum
 from .batches import Batches, IteratorBatches, MicroBatches, StepData, dense_parts, require_tensors
+from .types import Batch
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def check_first_batch(
     _warn_of_equal_inputs([samples for _, samples in answers if samples is not None], trains)
 
 
-def _first_samples(source: Batches, inputs: Any, labels: Any) -> tuple[int, str] | None:
+def _first_samples(source: Batches, inputs: Batch, labels: Batch) -> tuple[int, str] | None:
     """Return the data-parallel rank of an iterator and a checksum of its first samples.
 
     None for other sources, and for inputs whose elements are all equal, such as zeros for a benchmark.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.constants import PIPE_REPLICATED
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..errors import ConfigError
 from .all_ranks import on_all_ranks
+from .types import Optimizer
 
 
 def counts_here(parameter: Tensor, tensor_rank: int) -> bool:
@@ -31,7 +32,7 @@ def counts_here(parameter: Tensor, tensor_rank: int) -> bool:
     return tensor_rank == 0 or getattr(parameter, "model_parallel", False)
 
 
-def let_parameters_differ(optimizer: Any) -> None:
+def let_parameters_differ(optimizer: Optimizer) -> None:
     """Allow the ranks of a model copy to have different parameter groups.
 
     ZeRO reduces one norm per group over these ranks, one after the other; here it is one norm. The bf16 optimizer fails
@@ -43,7 +44,7 @@ def let_parameters_differ(optimizer: Any) -> None:
         _pad_bf16_norm(optimizer)
 
 
-def share_loss_scale(engine: Any) -> None:
+def share_loss_scale(engine: DeepSpeedEngine) -> None:
     """Set the loss scale of fp16 weights on ranks with fp32 weights too. All ranks must call this together.
 
     ZeRO scales the loss, and divides the gradients, on the ranks where the first parameter of its optimizer is fp16.
@@ -84,7 +85,7 @@ def _join_zero_norms(optimizer: DeepSpeedZeroOptimizer) -> None:
 def _pad_bf16_norm(optimizer: BF16_Optimizer) -> None:
     get_gradients = optimizer.get_grads_for_norm
 
-    def padded_gradients(for_clipping: bool = False) -> Any:
+    def padded_gradients(for_clipping: bool = False) -> object:
         if for_clipping:
             return get_gradients(for_clipping)
         gradients, expert_gradients = get_gradients()

@@ -15,7 +15,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +33,7 @@ from .deepspeed_api.names import model_groups
 from .grad_norm import counts_here
 from .module import PipelineModule
 from .tracing.recorder import Tracer
+from .types import Optimizer
 
 logger = logging.getLogger(__name__)
 # The older name, before torch 2.13, is deprecated.
@@ -48,7 +48,9 @@ class Gradients:
         names: parameter -> name in the warning about a missing gradient.
     """
 
-    def __init__(self, optimizer: Any, group: ProcessGroup | None, names: Mapping[nn.Parameter, str]) -> None:
+    def __init__(
+        self, optimizer: Optimizer, group: ProcessGroup | None, names: Mapping[nn.Parameter, str]
+    ) -> None:
         self.optimizer, self.group = optimizer, group
         self._names, self._has_warned = names, False
         self.replicas = dist.get_world_size(group)
@@ -210,7 +212,7 @@ class Gradients:
         optimizer = self.optimizer
         get_gradients = optimizer.get_grads_for_norm
 
-        def norm(for_clipping: bool = False) -> Any:
+        def norm(for_clipping: bool = False) -> object:
             if for_clipping:
                 return get_gradients(for_clipping)
             tensor_rank = bwc_tensor_model_parallel_rank(mpu=optimizer.mpu)
@@ -283,11 +285,11 @@ def _zero_correction(optimizer: DeepSpeedZeroOptimizer, factor: float) -> Iterat
     """Context in which a step of ZeRO multiplies its fp32 gradients and their norm by ``factor``."""
     scaled_norm, unscale = optimizer.scaled_global_norm, optimizer.unscale_and_clip_grads
 
-    def norm(*args: Any, **kwargs: Any) -> Tensor:
+    def norm(*args: object, **kwargs: object) -> Tensor:
         value = scaled_norm(*args, **kwargs)
         return torch.where(value >= 0, value * factor, value)  # -1: not finite
 
-    def clip(partitions: list[Tensor], total_norm: Any) -> None:
+    def clip(partitions: list[Tensor], total_norm: object) -> None:
         _multiply(partitions, factor)
         unscale(partitions, total_norm)
 
@@ -299,7 +301,7 @@ def _zero_correction(optimizer: DeepSpeedZeroOptimizer, factor: float) -> Iterat
 
 
 @contextmanager
-def _set_attribute(target: Any, name: str, value: Any) -> Iterator[None]:
+def _set_attribute(target: object, name: str, value: object) -> Iterator[None]:
     """Context in which ``target.name`` is ``value``; a class attribute is hidden, not changed."""
     is_own, original = name in vars(target), getattr(target, name)
     setattr(target, name, value)
@@ -317,7 +319,7 @@ def _multiply(tensors: Iterable[Tensor], factor: float) -> None:
         tensor.mul_(factor)
 
 
-def _no_step(*args: Any, **kwargs: Any) -> None:
+def _no_step(*args: object, **kwargs: object) -> None:
     pass
 
 
@@ -524,7 +526,7 @@ def parameters_by_reduction(
 
 
 @contextmanager
-def _without_averaging(optimizer: Any) -> Iterator[None]:
+def _without_averaging(optimizer: Optimizer) -> Iterator[None]:
     """Context in which ZeRO moves gradients to its partitions without communication."""
 
     # Sums in another dtype than the weights have a buffer for each partition.

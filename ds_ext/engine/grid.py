@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import deepspeed.runtime.pipe.module as deepspeed_module
 from deepspeed import comm as dist
@@ -72,7 +71,7 @@ class RoleGrid(PipelineParallelGrid):
     is ignored.
     """
 
-    def __init__(self, topology: FoldedTopology, process_group: Any = None) -> None:
+    def __init__(self, topology: FoldedTopology, process_group: object = None) -> None:
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._topo = topology
         self.data_parallel_size = topology.get_dim("data")

@@ -7,7 +7,8 @@ import copy
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -53,7 +54,7 @@ from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from ..parallel.slices import BALANCED, EQUAL
 from ..tensor_parallel import is_sharded
 from .all_ranks import from_rank_0, on_all_ranks
-from .batches import MicroBatches
+from .batches import MapDataset, MicroBatches
 from .deepspeed_api.device import announce_locks, select_device
 from .deepspeed_api.muon import import_muon
 from .deepspeed_api.names import require_names, untested_versions
@@ -64,6 +65,7 @@ from .fbd.backward import BackwardRole
 from .fbd.forward import ForwardRole
 from .module import PipelineModule, trains
 from .ties import tied_weights
+from .types import Function, Groups, Json, Optimizer, ParameterGroup, Parameters, Scheduler, Source
 from .weight_gathers import repeat_lists, scheduler_of_parts, split_by_stage
 
 logger = logging.getLogger(__name__)
@@ -106,7 +108,7 @@ def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> No
             installed DeepSpeed or torch lacks a name of :mod:`.deepspeed_api.names`.
         TransportError: a rank did not join in time.
     """
-    require_names("deepspeed", "torch")
+    require_names("deepspeed", "torch", "python")
     announce_locks()
     slurm.set_rank()
     set_single_rank()
@@ -172,23 +174,23 @@ def threads_of_rank() -> int:
 
 
 def initialize(
-    args: Any = None,
+    args: Namespace | None = None,
     model: PipelineModule | None = None,
-    optimizer: Any = None,
-    model_parameters: Iterable[Any] | None = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
+    optimizer: Optimizer = None,
+    model_parameters: Iterable[Parameters] | None = None,
+    training_data: MapDataset | None = None,
+    lr_scheduler: Scheduler = None,
     distributed_port: int = 29500,
-    mpu: Any = None,
+    mpu: object = None,
     dist_init_required: bool | None = None,
-    collate_fn: Callable[..., Any] | None = None,
-    config: str | Mapping[str, Any] | None = None,
-    mesh_param: Any = None,
-    config_params: str | Mapping[str, Any] | None = None,
+    collate_fn: Function | None = None,
+    config: str | Json | None = None,
+    mesh_param: object = None,
+    config_params: str | Json | None = None,
     *,
     shuffle: bool = False,
     repeat: bool = True,
-) -> tuple[PipelineEngine, Any, Any, Any]:
+) -> tuple[PipelineEngine, Optimizer, object, Scheduler]:
     """Build the engine for a :class:`ds_ext.PipelineModule`.
 
     Returns ``(engine, optimizer, training_dataloader, lr_scheduler)`` as ``deepspeed.initialize`` does, but
@@ -339,10 +341,10 @@ def _require_resolved(settings: DsExtConfig) -> None:
         )
 
 
-def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any) -> PipelineEngine:
+def _make_engine(model: PipelineModule, config: Json, **kwargs: Any) -> PipelineEngine:
     """Return the engine for this rank's role. ``config`` is DeepSpeed's JSON with all batch sizes."""
 
-    def make_config(role_config: Mapping[str, Any]) -> DeepSpeedConfig:
+    def make_config(role_config: Json) -> DeepSpeedConfig:
         return DeepSpeedConfig(dict(role_config), model.mpu())
 
     import_muon()  # before DeepSpeed does
@@ -369,7 +371,7 @@ def _make_engine(model: PipelineModule, config: Mapping[str, Any], **kwargs: Any
     )
 
 
-def _list_parameters(group: Any) -> Any:
+def _list_parameters(group: Parameters) -> Parameters:
     """Return a parameter, or a parameter group whose iterator of parameters is replaced by a list."""
     if not isinstance(group, Mapping):
         return group
@@ -419,7 +421,7 @@ def _tag_for_muon(model: PipelineModule) -> None:
         parameter.use_muon = id(parameter) not in adam  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _fill_halves(model: PipelineModule, groups: list[Any]) -> None:
+def _fill_halves(model: PipelineModule, groups: Groups) -> None:
     """Add placeholders to groups of Muon, which DeepSpeed divides, so that all ranks have the same halves."""
 
     def trained_halves() -> list[list[bool]]:
@@ -436,7 +438,7 @@ def _fill_halves(model: PipelineModule, groups: list[Any]) -> None:
                 group["params"].append(model.add_placeholder(dim)[1])
 
 
-def _require_samples_by_index(training_data: Any) -> None:
+def _require_samples_by_index(training_data: Source) -> None:
     if training_data is None:
         return
     has_both = all(hasattr(type(training_data), name) for name in ("__len__", "__getitem__"))
@@ -450,7 +452,7 @@ def _require_samples_by_index(training_data: Any) -> None:
         raise ConfigError("training_data: must have at least one sample (got a length of 0).")
 
 
-def _require_optimizer_for_zero(config: Mapping[str, Any]) -> None:
+def _require_optimizer_for_zero(config: Json) -> None:
     if config.get("optimizer") is None and zero_stage(half_through_zero(config)):
         raise ConfigError(
             "optimizer: ZeRO and half precision need it when the engine is built (got none in the JSON and in "
@@ -458,7 +460,7 @@ def _require_optimizer_for_zero(config: Mapping[str, Any]) -> None:
         )
 
 
-def _require_parameters(model: PipelineModule, groups: list[Any] | None) -> None:
+def _require_parameters(model: PipelineModule, groups: Groups | None) -> None:
     """Raise ConfigError on all ranks if the model trains nothing, or the groups nothing of a rank that trains some."""
     has_trained = any(p.numel() for stage in model.stages for p in model.stage_parameters(stage))
     entries = [
@@ -478,7 +480,7 @@ def _require_parameters(model: PipelineModule, groups: list[Any] | None) -> None
         )
 
 
-def _require_weights_of_zero(model: PipelineModule, groups: Sequence[Any], is_half: bool) -> None:
+def _require_weights_of_zero(model: PipelineModule, groups: Groups, is_half: bool) -> None:
     """Raise ConfigError on all ranks if one of them has weights that ZeRO does not support.
 
     They are complex or, without half precision, fp64 weights and groups of several dtypes. ZeRO would convert complex
@@ -544,16 +546,16 @@ def _create_no_groups(use_data_before_expert_parallel_: bool = False) -> None:
     """Replace :meth:`MoE.set_deepspeed_parallelism`: experts on one rank need no groups."""
 
 
-def _remove_config(args: Any) -> Any:
+def _remove_config(args: Namespace | None) -> Namespace | None:
     """Return the caller's arguments without the path to the JSON, because the engine gets its content."""
-    if getattr(args, "deepspeed_config", None) is None:
+    if args is None or getattr(args, "deepspeed_config", None) is None:
         return args
     args = copy.copy(args)
     args.deepspeed_config = None
     return args
 
 
-def weight_decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
+def weight_decay_groups(model: torch.nn.Module) -> list[ParameterGroup]:
     """Return parameter groups for an optimizer: matrices with weight decay, vectors (biases, norms) without it.
 
     This is the convention of GPT-2, BERT and Megatron. All ranks get both groups, in this order.

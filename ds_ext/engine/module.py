@@ -14,14 +14,16 @@ import io
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, Self, SupportsIndex
 
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from ..config.job import JobConfig, load_config, require_section
@@ -34,6 +36,7 @@ from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan, StagePlan, make_stage_plan
 from ..tensor_parallel import KeyedLayers, is_sharded
+from .contracts import AdaptedLayer, AdaptedLoss, additional_losses
 from .deepspeed_api.device import select_device
 from .deepspeed_api.names import require_built, require_names
 from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, run_with_recompute
@@ -52,6 +55,7 @@ from .ties import (
     stage_of,
     tied_weights,
 )
+from .types import Batch, Function, Groups, Json, Layer, Record
 from .wrappers import let_names_be_plain, plain_name
 
 logger = logging.getLogger(__name__)
@@ -70,18 +74,18 @@ _SHARED = ("_plan", "_topo", "_grid", "_layer_specs", "_head_specs", "clock", "l
 class Unpicklable:
     """Base class of the module and the engine, whose process groups exist in this process only."""
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise ConfigError(
             f"{type(self).__name__}: has process groups, which cannot be pickled (got a call of torch.save, pickle or "
             f"copy). Save engine.module.state_dict() or use engine.save_checkpoint(), and copy engine.module instead "
             f"of the engine."
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, object]) -> object:
         """Raise ConfigError. Otherwise DeepSpeed's engine would return a copy of its module."""
         self.__reduce_ex__(2)
 
-    def __copy__(self) -> Any:
+    def __copy__(self) -> Self:
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         return copied
@@ -136,25 +140,25 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
 
     def __init__(
         self,
-        layers: Iterable[Any],
-        config: str | Mapping[str, Any] | JobPlan | None = None,
+        layers: Iterable[Layer],
+        config: str | Json | JobPlan | None = None,
         *,
         num_stages: int | None = None,
         topology: ProcessTopology | None = None,
         schedule: str | None = None,
-        schedule_options: Mapping[str, Any] | None = None,
-        loss_fn: Callable[..., Any] | None = None,
+        schedule_options: Json | None = None,
+        loss_fn: Function | None = None,
         clock: Clock | None = None,
         partition_method: str | Sequence[int] = "parameters",
         seed_layers: bool = True,
-        seed_fn: Callable[[int], Any] | None = None,
+        seed_fn: Callable[[int], object] | None = None,
         activation_checkpoint_func: CheckpointFunction | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> None:
         """Build the stages of this rank; see the class for the arguments."""
-        require_names("deepspeed", "torch")
+        require_names("deepspeed", "torch", "python")
         select_device()
-        arguments: list[tuple[str, str, Any]] = [
+        arguments: list[tuple[str, str, object]] = [
             ("num_stages", "pipeline_parallel_size", num_stages),
             *topology_sizes(topology),
             ("schedule", "schedule", schedule),
@@ -223,7 +227,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         if not trains(self.parameters()):
             self.add_placeholder()  # for an optimizer that the script makes of the trained parameters
 
-    def fill_groups(self, groups: list[Any]) -> None:
+    def fill_groups(self, groups: Groups) -> None:
         """Add a placeholder to each group without a trained parameter of this rank.
 
         DeepSpeed removes empty groups, so that positions would differ between ranks, and fails on groups of frozen
@@ -332,7 +336,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
 
     def _count_layer_params(self) -> list[int]:
         """Return the parameters of each layer. DeepSpeed would build every LayerSpec on every rank to count them."""
-        counts = [getattr(spec, "num_parameters", None) for spec in self._layer_specs]
+        counts = [AdaptedLayer(spec).num_parameters for spec in self._layer_specs]
         known = [count for count in counts if count is not None]
         return known if len(known) == len(counts) else super()._count_layer_params()
 
@@ -343,7 +347,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         self._num_layers = len(self._layer_specs)
         self.parts += range(self.parts[-1] + 1, self._num_layers + 1)
         self.stages = self.layout.placement.stages_of(self.device_index)
-        self.stage_funcs: dict[int, list[Callable[..., Any]]] = {}
+        self.stage_funcs: dict[int, list[Function]] = {}
         for stage in self.stages:
             self._set_bounds(self.parts[stage], self.parts[stage + 1])
             super()._build()
@@ -364,7 +368,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         kind = FORWARD if self.role_name == FORWARD_ROLE else BACKWARD
         return self.topology().folded_stage(self.layout.placement.device(kind, stage, 0))
 
-    def _index_tied_modules(self) -> dict[str, Any]:
+    def _index_tied_modules(self) -> dict[str, Record]:
         """Return the ties that need communication. In a V placement, both ends of a tie are on the same rank."""
         require_whole_ties(self)
         join_tied_rows(self)
@@ -387,12 +391,12 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
                     if not tensor.is_contiguous() and not torch.equal(tensor, sent):
                         tensor.copy_(sent)
 
-    def _tied_weights(self) -> Iterator[tuple[torch.nn.Parameter, dict[str, Any]]]:
+    def _tied_weights(self) -> Iterator[tuple[torch.nn.Parameter, Record]]:
         for tie in self.tied_comms.values():
             for weight in tied_weights(tie["module"], tie["weight_attr"]):
                 yield weight, tie
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> PipelineModule:
+    def __deepcopy__(self, memo: dict[int, object]) -> PipelineModule:
         """Return a module with copies of the layers, for averages of weights.
 
         It shares process groups, plan, layout, clock, and loss function with this one. Ties hold in it.
@@ -400,7 +404,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         shared = [vars(self).get(name) for name in _SHARED] + [
             *torch.distributed.distributed_c10d._world.pg_map
         ]
-        copied: Any = copy.copy(self)
+        copied = copy.copy(self)
         memo |= {id(self): copied} | {id(value): value for value in shared}
         copied.__dict__.update(copy.deepcopy(vars(self), memo))
         return copied
@@ -433,7 +437,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
             for module in self._before_eval:
                 module.training = True
 
-    def forward_stage(self, stage: int, inputs: Any, step: int, micro_batch: int) -> Any:
+    def forward_stage(self, stage: int, inputs: Batch, step: int, micro_batch: int) -> Batch:
         """Return the output of the layers of one stage.
 
         Args:
@@ -463,12 +467,12 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
     def _run(
         self,
         keyed: KeyedLayers | None,
-        layers: list[Callable[..., Any]],
+        layers: list[Function],
         first: int,
         step: int,
         micro_batch: int,
-        x: Any,
-    ) -> Any:
+        x: Batch,
+    ) -> Batch:
         """Return the output of consecutive layers; ``first`` is the index of the first one in the whole model."""
         # Recomputation calls this in the backward, when the clock is set to a different micro-batch.
         if self.clock is not None:
@@ -487,7 +491,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
             return None
         return _keyed_layers()
 
-    def forward(self, forward_input: Any) -> NoReturn:
+    def forward(self, forward_input: Batch) -> NoReturn:
         """Disabled: the engine runs one stage at a time. Raises ConfigError."""
         raise ConfigError(
             "PipelineModule: cannot be called, because a rank may hold several stages (got a direct call, or an engine "
@@ -499,9 +503,9 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
 
         The default is the attribute ``additional_losses`` of ``loss_fn``. All ranks must use the same names.
         """
-        return getattr(self.loss_fn, "additional_losses", None)
+        return additional_losses(self.loss_fn)
 
-    def layers_of(self, instruction: Any) -> str:
+    def layers_of(self, instruction: ds.PipeInstruction) -> str:
         """Return the layers of an instruction's stage for an error, such as " (Block 3 to Block 5)"; "" without one."""
         stage = getattr(instruction, "stage", None)
         bounds = (
@@ -535,7 +539,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         self.forward_funcs = self.stage_funcs[stage]
         self._set_bounds(self.parts[stage], self.parts[stage + 1])
 
-    def _call_for_stages(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def _call_for_stages(self, method: Callable[..., None], *args: object, **kwargs: object) -> None:
         """Call a method of the parent for each stage of this rank; afterwards, the first one is active again."""
         try:
             for stage in self.stages:
@@ -544,11 +548,11 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         finally:
             self._activate(self.stages[0])
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
+    def compile(self, *args: object, **kwargs: object) -> None:
         """Compile every layer of this rank with torch.compile."""
         self._call_for_stages(super().compile, *args, **kwargs)
 
-    def save_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def save_state_dict(self, *args: object, **kwargs: object) -> None:
         """Write the layer files of this rank's stages. Arguments are the same as DeepSpeed's.
 
         Forward ranks write nothing, because backward ranks have the same weights.
@@ -556,7 +560,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         if self.role_name != FORWARD_ROLE:
             self._call_for_stages(super().save_state_dict, *args, **kwargs)
 
-    def load_state_dir(self, *args: Any, **kwargs: Any) -> None:
+    def load_state_dir(self, *args: object, **kwargs: object) -> None:
         """Read the layer files of this rank's stages. Arguments are the same as DeepSpeed's."""
         ties, self.tied_comms = self.tied_comms, {}  # synchronized once, after all stages
         try:
@@ -566,14 +570,13 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         self._synchronize_tied_weights()
 
 
-def trains(parameters: Iterable[Any]) -> bool:
-    """Return whether one of the parameters, or pairs (name, parameter), is trained and has elements."""
+def trains(parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]]) -> bool:
     plain = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
     return any(parameter.requires_grad and parameter.numel() for parameter in plain)
 
 
 def _plan(
-    config: str | Mapping[str, Any] | JobPlan | None, arguments: list[tuple[str, str, Any]], layers: int
+    config: str | Json | JobPlan | None, arguments: list[tuple[str, str, object]], layers: int
 ) -> StagePlan:
     """Return the plan of a module with ``layers`` layers, its JSON and arguments: a JobPlan if it has a batch size."""
     if isinstance(config, JobPlan):
@@ -604,7 +607,7 @@ def _plan(
     return plan.complete(job) if has_batch_size(job) else plan
 
 
-def head_parts(layers: Sequence[Any], loss_fn: Any, parts: int) -> list[LayerSpec]:
+def head_parts(layers: Sequence[Layer], loss_fn: Function | None, parts: int) -> list[LayerSpec]:
     """Return the specs of the parts of the head, which is the last layer; empty for 0 parts.
 
     Its spec has an attribute ``in_parts``: function of the number of parts; returns a LayerSpec of a
@@ -614,14 +617,14 @@ def head_parts(layers: Sequence[Any], loss_fn: Any, parts: int) -> list[LayerSpe
     """
     if not parts:
         return []
-    divide = getattr(layers[-1], "in_parts", None) if layers else None
+    divide = AdaptedLayer(layers[-1]).in_parts if layers else None
     if divide is None:
         name = _name(layers[-1], len(layers) - 1) if layers else "no layers"
         raise ConfigError(
             f"vocabulary_parallel_head: the last layer must be a head that can be divided: that of from_transformers() "
             f"or of gpt_layer_specs() (got {name}). Remove vocabulary_parallel_head."
         )
-    if not getattr(loss_fn, "takes_token_losses", False):
+    if not AdaptedLoss(loss_fn).takes_token_losses:
         raise ConfigError(
             f"vocabulary_parallel_head: loss_fn must take losses of tokens, (B, S) like the labels, instead of logits "
             f"(got {getattr(loss_fn, '__name__', type(loss_fn).__name__)}). Use gpt_loss() or the loss_fn of "
@@ -630,14 +633,14 @@ def head_parts(layers: Sequence[Any], loss_fn: Any, parts: int) -> list[LayerSpe
     return divide(parts)
 
 
-def _name(layer: Any, index: int) -> str:
+def _name(layer: Layer, index: int) -> str:
     if isinstance(layer, TiedLayerSpec):
         return f"{layer.key} (tied)"
     kind = getattr(layer, "typename", layer if hasattr(layer, "__name__") else type(layer))
     return f"{getattr(kind, '__name__', type(kind).__name__)} {index}"
 
 
-def _description(layer: Any) -> str:
+def _description(layer: Layer) -> str:
     """Return the class of a layer and the sizes that are available before it is built."""
     layer_class = getattr(layer, "typename", type(layer))
     name = f"{getattr(layer_class, '__module__', '')}.{getattr(layer_class, '__qualname__', layer_class)}"

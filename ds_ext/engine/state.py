@@ -17,7 +17,6 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,6 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 from .batches import Resumable
 from .checkpoint.states import (
-    Checkpointed,
     Fragment,
     LocalParameter,
     OptimizerStates,
@@ -39,6 +37,8 @@ from .checkpoint.states import (
     settings_of,
 )
 from .deepspeed_api.names import loss_scaler
+from .engine_state import EngineState
+from .types import Json, Record, Saved
 from .wrappers import plain_name
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -53,42 +53,42 @@ class Value:
     """Value that is the same on all ranks. Its key is DeepSpeed's if DeepSpeed saves it."""
 
     key: str
-    read: Callable[[Checkpointed], Any]
-    write: Callable[[Checkpointed, Any], None]
+    read: Callable[[EngineState], Saved]
+    write: Callable[[EngineState, Saved], None]
 
 
 def _counter(key: str) -> Value:
     return Value(key, lambda engine: getattr(engine, key), lambda engine, value: setattr(engine, key, value))
 
 
-def _scheduler(engine: Checkpointed) -> Any:
+def _scheduler(engine: EngineState) -> Record | None:
     return None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict()
 
 
-def _set_scheduler(engine: Checkpointed, state: Any) -> None:
+def _set_scheduler(engine: EngineState, state: Record | None) -> None:
     if engine.lr_scheduler is not None and state is not None:
         engine.lr_scheduler.load_state_dict(state)
 
 
-def _loss_scale(engine: Checkpointed) -> dict[str, Any]:
+def _loss_scale(engine: EngineState) -> Record:
     scaler = loss_scaler(engine.optimizer)
     keys = _DYNAMIC_SCALE if isinstance(scaler, DynamicLossScaler) else _STATIC_SCALE
     return {} if scaler is None else {key: getattr(scaler, key) for key in keys}
 
 
-def _set_loss_scale(engine: Checkpointed, state: Mapping[str, Any]) -> None:
+def _set_loss_scale(engine: EngineState, state: Json) -> None:
     scaler = loss_scaler(engine.optimizer)
     if isinstance(scaler, DynamicLossScaler):  # the JSON sets the window, the minimum and a static scale
         for key, value in state.items():
             setattr(scaler, key, value)
 
 
-def _position(engine: Checkpointed) -> tuple[str, Any] | None:
+def _position(engine: EngineState) -> tuple[str, Saved] | None:
     batches = engine.batches
     return (type(batches).__name__, batches.state_dict()) if isinstance(batches, Resumable) else None
 
 
-def _set_position(engine: Checkpointed, saved: tuple[str, Any] | None) -> None:
+def _set_position(engine: EngineState, saved: tuple[str, Saved] | None) -> None:
     kind, position = saved or (None, None)
     # A different class of batches may define its position differently.
     if isinstance(engine.batches, Resumable) and kind == type(engine.batches).__name__:
@@ -116,7 +116,7 @@ class RankState:
             another one keeps.
     """
 
-    def __init__(self, engine: Checkpointed) -> None:
+    def __init__(self, engine: EngineState) -> None:
         engine.wait_for_weights()
         self._engine = engine
         self.optimizer = OptimizerStates(engine.optimizer)
@@ -188,7 +188,7 @@ class RankState:
             sorted(names[id(p)] for p in members if id(p) in names) for _, members in self.optimizer.groups()
         ]
 
-    def require_groups(self, values: Mapping[str, Any]) -> None:
+    def require_groups(self, values: Json) -> None:
         """Raise ConfigError if :meth:`load` cannot make the groups of the optimizer those of a snapshot."""
         now, saved = self._members(), values["members"]
         added, held = saved[len(now) :], {name for group in now for name in group}
@@ -210,8 +210,7 @@ class RankState:
         transient = {key: buffers[name] for key, buffers, name in self.transient()}
         return tensors | {key: buffer for key, buffer in transient.items() if buffer is not None}
 
-    def values(self) -> dict[str, Any]:
-        """Return the other values."""
+    def values(self) -> Record:
         return {
             **{value.key: value.read(self._engine) for value in VALUES},
             "values": {
@@ -225,7 +224,7 @@ class RankState:
         }
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    def load(self, tensors: Mapping[str, Tensor], values: Json) -> None:
         """Load :meth:`tensors` and :meth:`values` of this rank, of the same job. All ranks must call this together.
 
         Non-persistent buffers without a tensor keep their values. See :meth:`require_groups`.
@@ -268,7 +267,7 @@ class RankState:
         set_random_states(values[RANDOM])
 
 
-def random_states() -> dict[str, Any]:
+def random_states() -> Record:
     kind, keys, *position = np.random.get_state(legacy=True)
     version, internal, gauss = random.getstate()
     states = {
@@ -281,7 +280,7 @@ def random_states() -> dict[str, Any]:
     return states
 
 
-def set_random_states(states: Mapping[str, Any]) -> None:
+def set_random_states(states: Json) -> None:
     """Set the states that :func:`random_states` returned. A GPU keeps its state if they were read without one."""
     torch.set_rng_state(states["torch"])
     version, internal, gauss = states["python"]

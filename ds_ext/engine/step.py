@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from .evaluation import Evaluation
 from .losses.step import Loss
 from .stages.sequences import Sequences
+from .types import Batch
 
 
 class Data(Protocol):
@@ -18,7 +19,7 @@ class Data(Protocol):
 
     first_id: int
 
-    def take(self, micro_batch: int) -> tuple[Any, Any]:
+    def take(self, micro_batch: int) -> tuple[Batch, Batch]:
         """Return the inputs and labels for one stage."""
         ...
 

@@ -76,7 +76,7 @@ class StepReport:
     recovered_from: int | None
 
     def monitor_events(
-        self, grad_norm: Any, additional_losses: Mapping[str, torch.Tensor] | None, samples: int
+        self, grad_norm: float | None, additional_losses: Mapping[str, torch.Tensor] | None, samples: int
     ) -> list[tuple[str, float, int]]:
         """Return (name, value, samples) of what DeepSpeed does not write to its monitors.
 

@@ -25,7 +25,9 @@ from torch.utils._pytree import tree_flatten
 from ..errors import ConfigError
 from ..parallel.layout import ParallelLayout
 from .all_ranks import on_all_ranks
+from .contracts import AdaptedLayer
 from .grid import FoldedTopology
+from .types import Function, Layer, Record
 from .wrappers import plain_name, plain_names
 
 
@@ -45,7 +47,7 @@ class LayeredModule(Protocol):
     joined: list[dict[int, str]]  # layer -> parameter, of every weight that different kinds of layers tie
     tied_modules: Mapping[str, nn.Module]
     tied_weight_attrs: Mapping[str, list[str]]
-    _layer_specs: Sequence[Any]
+    _layer_specs: Sequence[Layer]
 
     @property
     def stages(self) -> Sequence[int]: ...
@@ -85,13 +87,13 @@ class SharedParameter:
 # --- before the layers are built ---
 
 
-def require_visible_parameters(layers: Sequence[Any], loss_fn: Any) -> None:
+def require_visible_parameters(layers: Sequence[Layer], loss_fn: Function | None) -> None:
     """Raise ConfigError for a function with trainable parameters, which no optimizer would train.
 
     This includes a module's method used as a layer. A module's method is accepted as a loss function, because it may
     not use the parameters.
     """
-    functions: list[tuple[str, Any]] = []
+    functions: list[tuple[str, object]] = []
     for index, layer in enumerate(layers):
         if isinstance(layer, TiedLayerSpec):
             functions.append(
@@ -113,11 +115,11 @@ def require_visible_parameters(layers: Sequence[Any], loss_fn: Any) -> None:
                 )
 
 
-def _name(function: Any) -> str:
+def _name(function: object) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-def _references(function: Any) -> Iterator[nn.Module | nn.Parameter]:
+def _references(function: object) -> Iterator[nn.Module | nn.Parameter]:
     """Yield the modules and parameters that a function, method, partial or callable object refers to."""
     if isinstance(function, nn.Module | nn.Parameter):
         yield function
@@ -137,7 +139,7 @@ def _references(function: Any) -> Iterator[nn.Module | nn.Parameter]:
                 yield value
 
 
-def divide_tied_embedding(layers: Sequence[Any], parts: int) -> tuple[list[Any], list[dict[int, str]]]:
+def divide_tied_embedding(layers: Sequence[Layer], parts: int) -> tuple[list[Layer], list[dict[int, str]]]:
     """Return the layers without the head, and the places of the parameters that its parts share with an embedding.
 
     If the last layer is a TiedLayerSpec, its part i has as ``weight`` the parameter i of the ``nn.ParameterList`` that
@@ -150,18 +152,19 @@ def divide_tied_embedding(layers: Sequence[Any], parts: int) -> tuple[list[Any],
     places = [
         index for index, spec in enumerate(body) if isinstance(spec, TiedLayerSpec) and spec.key == head.key
     ]
-    if len(places) != 1 or len(head.tied_weight_attr) != 1 or not hasattr(body[places[0]], "in_parts"):
+    divide = AdaptedLayer(body[places[0]]).in_parts if len(places) == 1 else None
+    if len(head.tied_weight_attr) != 1 or divide is None:
         raise ConfigError(
             f"vocabulary_parallel_head: the head must be tied by one weight to one layer, whose spec has in_parts (got "
             f"{len(places)} layers with the key {head.key!r}, tied_weight_attr={head.tied_weight_attr}). Use those of "
             f"gpt_layer_specs(), untie the head, or remove vocabulary_parallel_head."
         )
     (index,), (name,) = places, head.tied_weight_attr
-    body[index] = body[index].in_parts(parts)
+    body[index] = divide(parts)
     return body, [{index: f"{name}.{part}", len(body) + part: "weight"} for part in range(parts)]
 
 
-def separate_kinds(layers: Sequence[Any]) -> tuple[list[Any], dict[str, list[int]]]:
+def separate_kinds(layers: Sequence[Layer]) -> tuple[list[Layer], dict[str, list[int]]]:
     """Return the layers, and the places of every key whose TiedLayerSpecs differ in class or arguments.
 
     DeepSpeed builds one layer for a key on each rank. So the specs of a further class, or with further arguments, get a
@@ -319,7 +322,7 @@ def _join(layer: nn.Module, copies: Sequence[nn.Parameter]) -> None:
                 parameter.data = parameter.new_empty(0)
 
 
-def index_tied_modules(module: LayeredModule) -> dict[str, Any]:
+def index_tied_modules(module: LayeredModule) -> dict[str, Record]:
     """Return DeepSpeed's table of the tied modules, whose gradients are summed over the ranks that hold them.
 
     The ranks of a tie begin with that of its first layer, which broadcasts the initial weights. With ``fbd``, a tie has
@@ -329,7 +332,7 @@ def index_tied_modules(module: LayeredModule) -> dict[str, Any]:
     for index, layer in enumerate(module._layer_specs):
         if isinstance(layer, TiedLayerSpec):
             layers.setdefault(layer.key, []).append(index)
-    ties: dict[str, Any] = {}
+    ties: dict[str, Record] = {}
     for key in sorted(layers):
         if any(layers[key][0] in places for places in module.tied_kinds.values()):
             continue  # index_shared ties the weights
@@ -348,7 +351,7 @@ def _tie_ranks(layout: ParallelLayout, stages: Sequence[int]) -> Iterator[list[i
                 yield [layout.rank(pipe[stage], data, tensor) for stage in stages]
 
 
-def _tie(module: LayeredModule, key: str, ranks: list[int], group: Any) -> dict[str, Any]:
+def _tie(module: LayeredModule, key: str, ranks: list[int], group: object) -> Record:
     layer: Any = module.tied_modules[key]
     if module.global_rank != ranks[0]:
         for parameter in layer.parameters():
@@ -472,7 +475,7 @@ def _unregistered(
                     yield {index: f"{type(submodule).__name__}.{key}", min(other_layers): "a parameter"}
 
 
-def index_shared(module: LayeredModule) -> dict[str, Any]:
+def index_shared(module: LayeredModule) -> dict[str, Record]:
     """Return entries of DeepSpeed's table for the parameters shared between ranks, and create their process groups.
 
     Parameters on the same ranks share one entry. The ranks of a group sum the gradients. The first rank broadcasts the
@@ -481,7 +484,7 @@ def index_shared(module: LayeredModule) -> dict[str, Any]:
     by_ranks: dict[tuple[tuple[int, ...], ...], list[SharedParameter]] = {}
     for shared in module.shared:
         by_ranks.setdefault(_rank_groups(module, shared.places), []).append(shared)
-    ties: dict[str, Any] = {}
+    ties: dict[str, Record] = {}
     for groups, members in by_ranks.items():
         for ranks in groups:
             group = dist.new_group(ranks=ranks)
@@ -522,7 +525,7 @@ def stage_of(module: LayeredModule, index: int) -> int:
     return bisect.bisect_right(module.parts, index) - 1
 
 
-def _entry_tensors(value: Any) -> Iterator[Tensor]:
+def _entry_tensors(value: Layer) -> Iterator[Tensor]:
     """Yield the parameters and the saved floating-point buffers in an entry of the layer list, before it is built."""
     if isinstance(value, LayerSpec):
         for argument in (*value.module_args, *value.module_kwargs.values()):

@@ -12,9 +12,8 @@ optimizer. A group with several stages would be gathered before the first of the
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer
@@ -30,6 +29,7 @@ from .deepspeed_api.names import model_groups
 from .grad_sync import parameters_by_reduction
 from .module import PipelineModule
 from .tracing.recorder import Tracer
+from .types import Function, Groups, Optimizer, ParameterGroup, Scheduler
 
 
 class WeightGathers:
@@ -64,7 +64,7 @@ class WeightGathers:
         groups_flat: Sequence[Tensor],
         partitioned_param_groups: Sequence[Sequence[Tensor]],
         dp_process_group: Sequence[ProcessGroup],
-        **_: Any,
+        **_: object,
     ) -> None:
         """Take the arguments of DeepSpeed's ``all_gather_dp_groups``, one per parameter group."""
         for i, group in enumerate(dp_process_group):
@@ -93,7 +93,7 @@ class WeightGathers:
             self._pending.popleft()
 
 
-def split_by_stage(groups: Sequence[Any], module: PipelineModule) -> tuple[list[dict[str, Any]], list[int]]:
+def split_by_stage(groups: Groups, module: PipelineModule) -> tuple[list[ParameterGroup], list[int]]:
     """Return parameter groups of single stages, and for each the index of the group that it is a part of.
 
     A parameter of several stages, such as a tied embedding, belongs to the first that this rank uses. Parameters whose
@@ -107,10 +107,10 @@ def split_by_stage(groups: Sequence[Any], module: PipelineModule) -> tuple[list[
     reduced = {id(p): place for place, parameters in enumerate(reductions.values()) for p in parameters}
     if not all(isinstance(group, Mapping) for group in groups):
         groups = [{"params": list(groups)}]
-    parts: list[dict[str, Any]] = []
+    parts: list[ParameterGroup] = []
     sources: list[int] = []
     for source, group in enumerate(groups):
-        by_place: dict[tuple[int, int], list[Any]] = {}
+        by_place: dict[tuple[int, int], Groups] = {}
         empty = []
         for entry in group["params"]:
             parameter = entry[1] if isinstance(entry, tuple) else entry
@@ -124,7 +124,7 @@ def split_by_stage(groups: Sequence[Any], module: PipelineModule) -> tuple[list[
     return parts, sources
 
 
-def scheduler_of_parts(make: Callable[[Any], Any], sources: Sequence[int], optimizer: Any) -> Any:
+def scheduler_of_parts(make: Function, sources: Sequence[int], optimizer: Optimizer) -> Scheduler:
     """Return the scheduler of a script's function, which fails if it needs the number of the script's groups."""
     try:
         return make(optimizer)
@@ -136,7 +136,7 @@ def scheduler_of_parts(make: Callable[[Any], Any], sources: Sequence[int], optim
         ) from error
 
 
-def require_equal_parts(param_groups: Sequence[Mapping[str, Any]], sources: Sequence[int]) -> None:
+def require_equal_parts(param_groups: Sequence[ParameterGroup], sources: Sequence[int]) -> None:
     """Raise ConfigError if a script has set parts of one group to different values."""
     first: dict[int, int] = {}
     for index, (group, source) in enumerate(zip(param_groups, sources, strict=False)):
@@ -150,7 +150,7 @@ def require_equal_parts(param_groups: Sequence[Mapping[str, Any]], sources: Sequ
                 )
 
 
-def repeat_lists(values: Mapping[str, Any], sources: Sequence[int]) -> dict[str, Any]:
+def repeat_lists(values: Mapping[str, object], sources: Sequence[int]) -> dict[str, object]:
     """Return the arguments of a scheduler, with lists of a value per parameter group expanded to the split groups."""
     count = max(sources, default=-1) + 1
     return {

@@ -9,7 +9,6 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
@@ -25,11 +24,14 @@ from .checkpoint.master_weights import MasterWeights
 from .checkpoint.states import LocalParameter, OptimizerStates, parameters_of
 from .deepspeed_api.handlers import is_patch
 from .deepspeed_api.names import loss_scaler
+from .engine_state import EngineState
 from .grad_norm import clip_grad_norm
 from .grad_sync import EagerReduction, Gradients, as_real, why_not_eager
 from .losses.step import Loss
 from .losses.watch import LossWatch
+from .module import PipelineModule
 from .ties import check_ties
+from .types import Optimizer
 from .weight_gathers import WeightGathers, require_equal_parts
 
 logger = logging.getLogger(__name__)
@@ -45,7 +47,7 @@ class TrainedParameters:
         changed: parameters whose ``requires_grad`` differs from that of the last step.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: EngineState) -> None:
         self._engine = engine
         parameters = parameters_of(engine.module, engine.layout.tensor_parallel_size).values()
         self._parameters = [*parameters] if engine.role.has_gradients else []
@@ -123,8 +125,8 @@ class WeightUpdate:
         gathers: gathers that overlap with the next step; None: DeepSpeed gathers at the end of the step.
     """
 
-    def __init__(self, engine: Any) -> None:
-        self._engine, self._optimizer = engine, engine.optimizer
+    def __init__(self, engine: EngineState, trained: TrainedParameters) -> None:
+        self._engine, self._trained, self._optimizer = engine, trained, engine.optimizer
         _require_no_closure(engine.optimizer)
         if engine.lr_scheduler is not None:
             scheduler = type(engine.lr_scheduler).__name__
@@ -152,7 +154,7 @@ class WeightUpdate:
         self._unfrozen: list[nn.Parameter] = []  # in this step, not reduced with the others
 
     @staticmethod
-    def is_eager(engine: Any) -> bool:
+    def is_eager(engine: EngineState) -> bool:
         """Return whether the JSON enables eager reductions and the engine supports them; log why it does not."""
         if not engine.plan.settings.eager_gradient_sync or not engine.role.has_gradients:
             return False
@@ -192,10 +194,9 @@ class WeightUpdate:
 
     def resize(self) -> None:
         """Use the plan's timetable, which has got another number of micro-batches, and the agreed parameters."""
-        trained = self._engine.trained
-        trained.take_changes()
+        self._trained.take_changes()
         if self.reduction is not None:
-            with trained.before_changes():
+            with self._trained.before_changes():
                 self.reduction = self._make_reduction()
 
     # --- in a step ---
@@ -212,7 +213,7 @@ class WeightUpdate:
 
     def agree_on_trained(self) -> None:
         """Compare the changes of all ranks. All ranks must call this together, after the reductions of the step."""
-        self._unfrozen = self._engine.trained.agree()
+        self._unfrozen = self._trained.agree()
         self.resize()
 
     def reduce_unfrozen(self) -> None:
@@ -248,7 +249,7 @@ class WeightUpdate:
         is_deepspeed = isinstance(self._optimizer, DeepSpeedOptimizer)
         return self._optimizer.scale_if_loss(root) if is_deepspeed else root
 
-    def begin_reduction(self, step: int, module: Any) -> None:
+    def begin_reduction(self, step: int, module: PipelineModule) -> None:
         """Check the gradients of a step before their reduction; with eager reductions, the remaining ones."""
         remaining = module.parameters() if self.reduction is None else self.reduction.parameters[None]
         self.loss_watch.record_gradients(step, remaining)
@@ -286,7 +287,7 @@ class WeightUpdate:
         )
 
 
-def _require_no_closure(optimizer: Any, *wrappers: Any) -> None:
+def _require_no_closure(optimizer: Optimizer, *wrappers: object) -> None:
     """Raise ConfigError for an optimizer whose step needs a closure, or that wraps one."""
     if hasattr(optimizer, "param_groups") and hasattr(type(optimizer), "step"):
         step = functools.partial(type(optimizer).step, optimizer)  # that of the object may be a scheduler's
@@ -296,7 +297,9 @@ def _require_no_closure(optimizer: Any, *wrappers: Any) -> None:
                 _require_no_closure(value, optimizer, *wrappers)
 
 
-def _require_whole_matrices(optimizer: Any, parameters: Iterable[LocalParameter], tensor_ranks: int) -> None:
+def _require_whole_matrices(
+    optimizer: Optimizer, parameters: Iterable[LocalParameter], tensor_ranks: int
+) -> None:
     """Raise ConfigError if Muon would orthogonalize the shards of a matrix instead of the matrix."""
     states = OptimizerStates(optimizer)
     if "muon" not in (states.name or "").lower():
@@ -313,6 +316,6 @@ def _require_whole_matrices(optimizer: Any, parameters: Iterable[LocalParameter]
             )
 
 
-def _dependencies(engine: Any) -> list[Any]:
+def _dependencies(engine: EngineState) -> list[object]:
     """Return what a script may change between steps, and an update depends on."""
     return [engine.optimizer, engine.lr_scheduler, engine.handlers, engine.communication_data_type]

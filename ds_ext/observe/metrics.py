@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,33 +25,15 @@ from ..errors import ConfigError
 from ..gpus import peak_tflops as peak_of_name
 from .run_record import RunRecord
 
+if TYPE_CHECKING:
+    from ..engine.engine import PipelineEngine
+
 logger = logging.getLogger(__name__)
 
 _ERASE = "\x1b[2K"  # erase the line that the terminal's cursor is on
 _COLUMNS = 100  # most columns of a progress line
 _BETWEEN = 0.1  # least time between steps that a line has, relative to that of a step
 _MIB = 1 << 20
-
-
-class MeasuredEngine(Protocol):
-    """Measurements of a :class:`ds_ext.engine.PipelineEngine` that :class:`Metrics` reads."""
-
-    plan: Any
-    transport: Any
-    device: torch.device
-    global_rank: int
-    global_steps: int
-    global_samples: int
-    report: Any
-    run_facts: dict[str, Any]
-    checkpoint_events: Any
-    agg_additional_losses: Mapping[str, torch.Tensor] | None
-
-    def train_batch_size(self) -> int: ...
-
-    def get_global_grad_norm(self) -> Any:
-        """Return the gradient norm of the last step; None if unknown."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -158,7 +140,7 @@ class Metrics:
 
     def __init__(
         self,
-        engine: MeasuredEngine,
+        engine: PipelineEngine,
         *,
         total_steps: int | None = None,
         file: str | os.PathLike[str] | None = None,
@@ -211,7 +193,7 @@ class Metrics:
         metrics = self._measure(float(loss), validation_loss, validation_losses)
         if self._file is not None:
             self._file.write(metrics)
-        if self._record is not None:
+        if self._record is not None and self._engine.report is not None:
             self._record.note_memory(self._engine.report.of_ranks.peak_memory_of_ranks)
         is_first, total = self._steps == 0, self._total_steps
         left_s = self._count(metrics)
@@ -252,9 +234,9 @@ class Metrics:
 
     def print_summary(self) -> None:
         """Print steps, time, rates, memory and the last checkpoint of this start, on rank 0. Call it on every rank."""
-        if self._engine.global_rank != 0 or self._log_interval <= 0 or not self._steps:
-            return
         report, tokens = self._engine.report, self._tokens_per_sample
+        if self._engine.global_rank != 0 or self._log_interval <= 0 or report is None or not self._steps:
+            return
         peaks = report.of_ranks.peak_memory_of_ranks
         amounts = [f"{self._samples:,} samples"]
         rate, unit = self._samples / self._seconds, "samples/s"

@@ -99,9 +99,9 @@ def test_the_engine_is_not_built_without_a_name_of_a_module_or_class(ranks: Rank
     pytest.importorskip("transformers")
     (errors,) = ranks(1).run(key_of_every_refusal)
     assert set(errors) == {name.key for name in STATIC}
-    for key, error in errors.items():
-        assert key in error
-        assert f"=={TESTED[key.split('.')[0]]}" in error
+    for name in STATIC:
+        assert name.key in errors[name.key]
+        assert f"=={TESTED[name.package]}" in errors[name.key]
 
 
 def renamed_parameters_refused(rank: int) -> set[str]:
@@ -240,7 +240,7 @@ def test_the_constraints_are_tested_versions() -> None:
     pinned = dict(
         line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line
     )
-    assert all(Version(pinned[package]) <= Version(TESTED[package]) for package in TESTED)
+    assert all(Version(pinned[package]) <= Version(TESTED[package]) for package in TESTED.keys() - {"python"})
 
 
 @pytest.mark.quick

@@ -21,9 +21,10 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ...errors import CheckpointError
+from ..types import Record
 from .folder import CheckedFile, publish, remove_older
 
 _CHUNK = 16 << 20
@@ -51,7 +52,7 @@ class Task(NamedTuple):
     files: dict[str, int]
     ranks: int
     tag: str
-    manifest: dict[str, Any]
+    manifest: Record
     make_current: bool
     keep: int
     limit_s: float
@@ -93,7 +94,7 @@ def _write(task: Task) -> str:
     return leave_note(folder, task.rank, records, error)
 
 
-def leave_note(folder: Path, rank: int, records: Mapping[str, Any], error: str) -> str:
+def leave_note(folder: Path, rank: int, records: Mapping[str, object], error: str) -> str:
     """Return ``error``, or else the error of writing the note."""
     scratch = folder / f".note_{rank}.tmp"
     try:
@@ -126,7 +127,7 @@ def _publish(task: Task) -> str:
     return ""
 
 
-def _wait_for_note(folder: Path, rank: int, limit_s: float) -> dict[str, Any]:
+def _wait_for_note(folder: Path, rank: int, limit_s: float) -> Record:
     """Return the note of a rank, and remove it. Raises CheckpointError if no rank has written for ``limit_s``."""
     path, deadline, written = _note(folder, rank), time.monotonic() + limit_s, -1
     while not path.exists():

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ..all_ranks import on_all_ranks
 from ..module import PipelineModule
@@ -28,7 +28,7 @@ _MAX_LAYERS = 4  # in a log line
 class ReplicaBuffers:
     """Buffers of this rank's layers. ``group`` has the ranks that hold the same stages."""
 
-    def __init__(self, module: PipelineModule, group: Any, device: torch.device) -> None:
+    def __init__(self, module: PipelineModule, group: ProcessGroup, device: torch.device) -> None:
         self._module, self._group, self._device = module, group, device
         layout = module.layout
         self._reports_next = layout.data_parallel_size * layout.placement.replicas > 1

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from ..recovery.recovery import Recovered
+from ..types import Record
 from .background import BackgroundSave
 
 
@@ -24,7 +24,7 @@ class CheckpointEvents:
     """
 
     def __init__(self) -> None:
-        self.all: list[dict[str, Any]] = []
+        self.all: list[Record] = []
         self.on_event: Callable[[], None] | None = None
 
     @contextmanager
@@ -68,7 +68,7 @@ class CheckpointEvents:
         place = str(path.absolute())
         self._append({"event": event, "path": place, "step": step, "seconds": seconds, "at": time.time()})
 
-    def _append(self, event: dict[str, Any]) -> None:
+    def _append(self, event: Record) -> None:
         self.all.append(event)
         if self.on_event is not None:
             self.on_event()

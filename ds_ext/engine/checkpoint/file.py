@@ -18,13 +18,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...errors import CheckpointError, ConfigError
+from ..types import Record, Saved
 from .folder import CheckedFile
 
 _DTYPE_NAMES = {
@@ -119,7 +119,7 @@ class TensorFile:
             length = int.from_bytes(file.read(8), "little")
             if length > size - 8:
                 raise ValueError(f"a header of {length} bytes in a file of {size} bytes")
-            self._header: dict[str, Any] = json.loads(file.read(length))
+            self._header: Record = json.loads(file.read(length))
         self._header.pop("__metadata__", None)
         self._data = 8 + length
         end = 0
@@ -159,7 +159,7 @@ class TensorFile:
         return elements
 
 
-def write_plain(path: Path, value: Mapping[str, Any], new_file: NewFile = CheckedFile) -> dict[str, int]:
+def write_plain(path: Path, value: Mapping[str, object], new_file: NewFile = CheckedFile) -> dict[str, int]:
     """Write a file for ``torch.load(weights_only=True)``. Returns the file's record."""
     plain = _as_plain(value)
     # torch's writer crashes on a full disk.
@@ -172,16 +172,16 @@ def write_plain(path: Path, value: Mapping[str, Any], new_file: NewFile = Checke
     return file.record
 
 
-def read_plain(path: Path) -> dict[str, Any]:
+def read_plain(path: Path) -> Record:
     """Read a file written by :func:`write_plain`. Its tensors are memory-mapped."""
     return from_plain(torch.load(path, weights_only=True, map_location="cpu", mmap=True))
 
 
-def pickle_plain(value: Mapping[str, Any]) -> bytes:
+def pickle_plain(value: Mapping[str, object]) -> bytes:
     return _saved(_as_plain(value))
 
 
-def _as_plain(value: Mapping[str, Any]) -> Any:
+def _as_plain(value: Mapping[str, object]) -> object:
     """Return the result of :func:`to_plain` after checking that ``torch.load`` can read it."""
     try:
         plain = to_plain(value)
@@ -193,7 +193,7 @@ def _as_plain(value: Mapping[str, Any]) -> Any:
         raise
 
 
-def to_plain(value: Any, level: int = 0) -> Any:
+def to_plain(value: Saved, level: int = 0) -> Saved:
     """Return a value with types that ``torch.load(weights_only=True)`` can read; other types are unchanged.
 
     NumPy scalars become numbers. NumPy arrays and Namespaces become dictionaries for :func:`from_plain`. Views of
@@ -219,7 +219,7 @@ def to_plain(value: Any, level: int = 0) -> Any:
     return _map_entries(functools.partial(to_plain, level=level + 1), value)
 
 
-def from_plain(value: Any) -> Any:
+def from_plain(value: Saved) -> Saved:
     """Invert :func:`to_plain`."""
     kind = value.get(_TYPE) if isinstance(value, dict) else None
     if kind == "ndarray":
@@ -229,7 +229,7 @@ def from_plain(value: Any) -> Any:
     return _map_entries(from_plain, value)
 
 
-def _map_entries(function: Callable[[Any], Any], value: Any) -> Any:
+def _map_entries(function: Callable[[Saved], Saved], value: Saved) -> Saved:
     """Return a dictionary, list or tuple with the results of a function for its entries; other values unchanged.
 
     Keys that are NumPy scalars become numbers.
@@ -248,7 +248,7 @@ def layer_file(layer: int, shard: int, tensor_ranks: int) -> str:
     return f"layer_{layer:02d}{f'-model_{shard:02d}' if tensor_ranks > 1 else ''}-model_states.pt"
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Return whether a value consists of numbers, strings, tensors, and lists and dictionaries of them."""
     try:
         _try(value)
@@ -257,7 +257,7 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-def _require_plain(path: str, value: Any, containers: tuple[Any, ...]) -> None:
+def _require_plain(path: str, value: object, containers: tuple[object, ...]) -> None:
     """Raise ConfigError with the path of the first part of a value that cannot be saved; ``containers`` contain it."""
     kind = type(value).__name__
     shown = path if len(path) <= 100 else f"{path[:60]}...{path[-30:]}"
@@ -286,7 +286,7 @@ def _require_plain(path: str, value: Any, containers: tuple[Any, ...]) -> None:
     )
 
 
-def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+def _entries(value: object) -> Iterable[tuple[object, object]]:
     if isinstance(value, Namespace):
         return vars(value).items()
     if isinstance(value, Mapping):
@@ -294,18 +294,18 @@ def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
-def _try(value: Any) -> None:
+def _try(value: object) -> None:
     """Save a value without the data of its tensors, and load it. Raises an exception of torch if it is not plain."""
     torch.load(io.BytesIO(_saved(_without_data(value))), weights_only=True, map_location="meta")
 
 
-def _without_data(value: Any) -> Any:
+def _without_data(value: object) -> object:
     if type(value) is Tensor and value.layout == torch.strided and not value.is_quantized:
         return torch.empty(0, dtype=value.dtype)
     return _map_entries(_without_data, value)
 
 
-def _saved(value: Any) -> bytes:
+def _saved(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     # Not getbuffer(): in Python 3.12, a view may outlive the buffer if both are collected after an exception.

@@ -19,12 +19,12 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from ...errors import CheckpointError, ConfigError, DsExtError
+from ..types import Json, Record
 from ..wrappers import plain_manifest
 
 MANIFEST = "ds_ext.json"
@@ -75,7 +75,7 @@ class CheckedFile:
 # --- reading ---
 
 
-def open_checkpoint(folder: Path, tag: str | None = None) -> tuple[Path, dict[str, Any]]:
+def open_checkpoint(folder: Path, tag: str | None = None) -> tuple[Path, Record]:
     """Return the folder and the manifest of the checkpoint ``tag``, or of the current one without ``tag``.
 
     Checks that every file exists and has the recorded size, without reading the contents.
@@ -143,7 +143,7 @@ def _newest_tag(folder: Path) -> str:
     )
 
 
-def check_contents(checkpoint: Path, manifest: Mapping[str, Any], share: int = 0, shares: int = 1) -> None:
+def check_contents(checkpoint: Path, manifest: Json, share: int = 0, shares: int = 1) -> None:
     """Compare checksums with the manifest, of every ``shares``-th file from ``share``: ranks divide the files."""
     for name in sorted(manifest["files"])[share::shares]:
         checksum, problem = 0, _WRONG_CHECKSUM
@@ -189,7 +189,7 @@ def _locate(folder: Path, tag: str) -> Path | None:
     return next((path for path in (folder / tag, *replaced) if path.is_dir()), None)
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
+def read_manifest(checkpoint: Path) -> Record:
     path = checkpoint / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -208,7 +208,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check_sizes(checkpoint: Path, manifest: Mapping[str, Any]) -> None:
+def _check_sizes(checkpoint: Path, manifest: Json) -> None:
     for name, record in manifest["files"].items():
         try:
             size = (checkpoint / name).stat().st_size
@@ -272,7 +272,7 @@ def require_keep(keep: int) -> None:
         )
 
 
-def publish(written: Path, tag: str, manifest: Mapping[str, Any], make_current: bool = True) -> Path:
+def publish(written: Path, tag: str, manifest: Json, make_current: bool = True) -> Path:
     """Write the manifest, rename the folder ``written``, and make it the current checkpoint.
 
     All its files must be on disk. Returns the folder of the checkpoint.
@@ -364,7 +364,7 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _checksum(manifest: Mapping[str, Any]) -> int:
+def _checksum(manifest: Json) -> int:
     content = {key: value for key, value in manifest.items() if key != "crc32"}
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 

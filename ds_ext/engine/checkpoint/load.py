@@ -8,7 +8,6 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ...errors import CheckpointError
 from ..all_ranks import from_rank_0, on_all_ranks
+from ..engine_state import EngineState
 from ..state import SCHEDULER, VALUES, RankState, set_random_states
+from ..types import Json, Record, Scheduler
 from .file import read_plain
 from .folder import check_contents, open_checkpoint
 from .reader import CheckpointReader
@@ -29,7 +30,6 @@ from .save import (
     settings_of,
 )
 from .states import (
-    Checkpointed,
     LocalParameter,
     OptimizerStates,
     numbers_of,
@@ -55,7 +55,7 @@ def choose(run: Run, folder: Path, tag: str | None) -> str | None:
 
 
 def load_checkpoint(
-    engine: Checkpointed,
+    engine: EngineState,
     folder: Path,
     tag: str,
     *,
@@ -63,7 +63,7 @@ def load_checkpoint(
     with_optimizer: bool = True,
     with_scheduler: bool = True,
     with_counters: bool = True,
-) -> tuple[Path, dict[str, Any]]:
+) -> tuple[Path, Record]:
     """Load a checkpoint, and return its folder and the client state. All ranks must call this together.
 
     Args:
@@ -77,8 +77,8 @@ def load_checkpoint(
     parameters, states = rank_state.parameters, rank_state.optimizer
 
     checkpoint = folder
-    manifest: dict[str, Any] = {}
-    state: dict[str, Any] = {}
+    manifest: Record = {}
+    state: Record = {}
 
     def check() -> list[str]:
         nonlocal checkpoint, manifest, state
@@ -120,7 +120,7 @@ def load_checkpoint(
 
 
 def _require_no_unknown_parameters(
-    checkpoint: Path, manifest: Mapping[str, Any], names_of_ranks: Sequence[Sequence[str]]
+    checkpoint: Path, manifest: Json, names_of_ranks: Sequence[Sequence[str]]
 ) -> None:
     unknown = sorted(set(manifest["parameters"]).difference(*names_of_ranks))
     if unknown:
@@ -131,8 +131,8 @@ def _require_no_unknown_parameters(
 
 
 def _load_values(
-    engine: Checkpointed,
-    state: Mapping[str, Any],
+    engine: EngineState,
+    state: Json,
     with_optimizer: bool,
     with_scheduler: bool,
     with_counters: bool,
@@ -160,11 +160,11 @@ def _load_values(
 
 
 def _check_fit(
-    engine: Checkpointed,
+    engine: EngineState,
     parameters: Mapping[str, LocalParameter],
     states: OptimizerStates,
     checkpoint: Path,
-    manifest: Mapping[str, Any],
+    manifest: Json,
     strict: bool,
     with_optimizer: bool,
 ) -> None:
@@ -199,7 +199,7 @@ def _check_fit(
         )
 
 
-def _check_joined(state: RankState, checkpoint: Path, saved: Mapping[str, Any]) -> None:
+def _check_joined(state: RankState, checkpoint: Path, saved: Json) -> None:
     """Raise CheckpointError if parameters that ZeRO joins on this rank differ in states with a single value."""
     partitions: dict[int, dict[str, list[str]]] = {}  # names of the parameters by values, for each partition
     for _, local, fragment in state.fragments(state.parameters) if state.optimizer.partitioned else ():
@@ -217,7 +217,7 @@ def _check_joined(state: RankState, checkpoint: Path, saved: Mapping[str, Any]) 
             )
 
 
-def _check_scheduler(engine: Checkpointed, checkpoint: Path, state: Mapping[str, Any]) -> None:
+def _check_scheduler(engine: EngineState, checkpoint: Path, state: Json) -> None:
     expected = None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
     got = state["lr_scheduler_class"]
     if None not in (expected, got) and expected != got:
@@ -227,9 +227,7 @@ def _check_scheduler(engine: Checkpointed, checkpoint: Path, state: Mapping[str,
         )
 
 
-def _load_weights(
-    engine: Checkpointed, state: RankState, reader: CheckpointReader, manifest: Mapping[str, Any]
-) -> None:
+def _load_weights(engine: EngineState, state: RankState, reader: CheckpointReader, manifest: Json) -> None:
     known = {key: local for key, local in state.parameters.items() if local.name in manifest["parameters"]}
     for local, start, target in state.weights(known):
         target.copy_(reader.weight(local, start, target.numel()).view_as(target))
@@ -246,7 +244,7 @@ def _load_weights(
             owner.set_extra_state(copy.deepcopy(saved))
 
 
-def _load_states(state: RankState, reader: CheckpointReader, manifest: Mapping[str, Any]) -> None:
+def _load_states(state: RankState, reader: CheckpointReader, manifest: Json) -> None:
     saved = manifest["parameters"]
     state.optimizer.clear()
     for _, local, fragment in state.fragments(state.parameters):
@@ -272,7 +270,7 @@ def _share_settings(state: RankState) -> None:
             set_numbers(group, next(filter(None, (settings[index] for settings in of_ranks)), {}))
 
 
-def _load_random_states(engine: Checkpointed, checkpoint: Path, files: Mapping[str, Any]) -> None:
+def _load_random_states(engine: EngineState, checkpoint: Path, files: Json) -> None:
     """Load this rank's random states from a checkpoint of as many ranks; otherwise rank 0 logs that they are new."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if random_file(world - 1) in files and random_file(world) not in files:
@@ -286,7 +284,7 @@ def _load_random_states(engine: Checkpointed, checkpoint: Path, files: Mapping[s
         )
 
 
-def _apply_rates(scheduler: Any) -> None:
+def _apply_rates(scheduler: Scheduler) -> None:
     """Set the learning rates of the scheduler's current step in its optimizer.
 
     A loaded optimizer has those of the checkpoint, which may be of a job with other arguments.
@@ -298,7 +296,7 @@ def _apply_rates(scheduler: Any) -> None:
             group["lr"] = lr
 
 
-def _catch_up(scheduler: Any, steps: int) -> None:
+def _catch_up(scheduler: Scheduler, steps: int) -> None:
     """Bring a scheduler that the checkpoint does not have to the engine's step."""
     if isinstance(scheduler, DEEPSPEED_SCHEDULERS):
         scheduler.step(steps - 1)
@@ -309,7 +307,7 @@ def _catch_up(scheduler: Any, steps: int) -> None:
             scheduler.step()
 
 
-def _settings(engine: Checkpointed, states: OptimizerStates) -> dict[tuple[str, int], Any]:
+def _settings(engine: EngineState, states: OptimizerStates) -> dict[tuple[str, int], object]:
     """Return the settings of the optimizer and the scheduler that a checkpoint may replace, by (key, group)."""
     scheduler = engine.lr_scheduler
     set_by_scheduler = () if scheduler is None else ("lr", "initial_lr", "betas", "momentum")
@@ -330,7 +328,7 @@ def _settings(engine: Checkpointed, states: OptimizerStates) -> dict[tuple[str, 
     return settings
 
 
-def _log_settings(before: Mapping[tuple[str, int], Any], after: Mapping[tuple[str, int], Any]) -> None:
+def _log_settings(before: Mapping[tuple[str, int], object], after: Mapping[tuple[str, int], object]) -> None:
     lines = {
         f"{key} = {after[key, group]!r} (this job: {value!r})": None
         for (key, group), value in before.items()

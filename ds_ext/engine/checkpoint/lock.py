@@ -17,9 +17,9 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 from ...errors import CheckpointError
+from ..types import Record
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,7 @@ class FolderLock:
         self.release()
 
 
-def _read_owner(file: int) -> dict[str, Any] | None:
-    """Return the content of a lock's file; None if the owner does not write it."""
+def _read_owner(file: int) -> Record | None:
     deadline = time.monotonic() + _OWNER_S
     while time.monotonic() < deadline:
         with contextlib.suppress(ValueError):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from ..deepspeed_api.names import model_groups
+from ..types import Optimizer
 
 _CHUNK = 1 << 22  # elements that are compared at a time, to bound the memory
 
@@ -25,7 +25,7 @@ _CHUNK = 1 << 22  # elements that are compared at a time, to bound the memory
 class MasterWeights:
     """Master weights of this rank's partition; empty without ZeRO and half precision."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []  # the model's weights and the master weights, flat
         self._views: list[
             tuple[torch.nn.Parameter, Tensor]

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..types import Json, Saved
 from ..wrappers import plain_names
 from .file import TensorFile, layer_file, read_plain
 from .states import MASTER, LocalParameter, Shape, unique_name
@@ -25,9 +25,7 @@ class CheckpointReader:
     ``target_ranks`` is the tensor-parallel size of this job, on which only parts of a head depend.
     """
 
-    def __init__(
-        self, folder: Path, manifest: Mapping[str, Any], tensor_rank: int, target_ranks: int = 1
-    ) -> None:
+    def __init__(self, folder: Path, manifest: Json, tensor_rank: int, target_ranks: int = 1) -> None:
         self.tensor_ranks = manifest["job"]["tensor_parallel_size"]
         self._parameters, self._files = manifest["parameters"], manifest["files"]
         self._tensor_rank, self._target_ranks = tensor_rank, target_ranks
@@ -70,7 +68,7 @@ class CheckpointReader:
 
         return self._part(local, read, start, numel)
 
-    def other(self, layer: int, key: str, same_size: bool) -> Any:
+    def other(self, layer: int, key: str, same_size: bool) -> Saved:
         """Return a buffer or an extra state of a layer; None if the checkpoint does not contain it.
 
         ``layer`` is a global index, and ``key`` that in the layer's ``state_dict()``. With another tensor-parallel size
@@ -80,7 +78,7 @@ class CheckpointReader:
         exists = layer_file(layer, shard, self.tensor_ranks) in self._files
         return self._layer(layer, shard, self.tensor_ranks).get(key) if exists else None
 
-    def _shards(self, record: Mapping[str, Any]) -> int:
+    def _shards(self, record: Json) -> int:
         return self.tensor_ranks * record.get("parts", 1)
 
     def _part(self, local: LocalParameter, read: _ReadShard, start: int, numel: int) -> Tensor:

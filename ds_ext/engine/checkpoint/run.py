@@ -15,15 +15,15 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from ...environment import error_file, local_rank
 from ...errors import ConfigError
 from ..all_ranks import on_all_ranks
+from ..types import Json, Record
 from .folder import LATEST, complete_checkpoints, current_tag, has_checkpoint, open_checkpoint, read_manifest
 from .lock import FolderLock
 
@@ -93,7 +93,7 @@ class Run:
                 *(folder, ", ".join(replaced)),
             )
 
-    def record_load(self, manifest: Mapping[str, Any]) -> None:
+    def record_load(self, manifest: Json) -> None:
         self._loaded.add(manifest["crc32"])
 
     def choose(self, folder: Path, tag: str | None) -> str | None:
@@ -145,7 +145,7 @@ def _open_memory() -> int | None:
     return os.open(path.parents[2] / "ds_ext_run.json", os.O_RDWR | os.O_CREAT, 0o600)
 
 
-def _read(file: int | None) -> dict[str, Any] | None:
+def _read(file: int | None) -> Record | None:
     """Return what the last start of the ranks has stored; None if it had not begun."""
     text = b"" if file is None else os.pread(file, 1 << 20, 0)
     with contextlib.suppress(ValueError):

@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,15 +37,16 @@ from ...launch.job_facts import setting_facts
 from ...launch.roll_call import Facts
 from ..all_ranks import error_text, from_rank_0, on_all_ranks
 from ..batches import MicroBatches
+from ..engine_state import EngineState
 from ..module import PipelineModule
 from ..state import VALUES, RankState, random_states
+from ..types import Json, ParameterGroup, Record
 from .background import BackgroundSave, memory_needs, memory_problem, warn_not_removed
 from .background_process import Task
 from .file import MemoryFile, NewFile, is_plain, layer_file, write_plain, write_tensors
 from .folder import CheckedFile, complete_checkpoints, publish, remove_older, require_keep, start_writing
 from .states import (
     MASTER,
-    Checkpointed,
     LocalParameter,
     OptimizerStates,
     layers_of,
@@ -68,10 +68,10 @@ DEEPSPEED_SCHEDULERS = tuple(getattr(lr_schedules, name) for name in lr_schedule
 
 
 def save_checkpoint(
-    engine: Checkpointed,
+    engine: EngineState,
     folder: Path,
     tag: str,
-    client_state: Mapping[str, Any],
+    client_state: Json,
     make_current: bool,
     with_frozen: bool,
     keep: int = 0,
@@ -100,7 +100,7 @@ def save_checkpoint(
             engine.run.lock(folder)
             return start_writing(folder, tag)
 
-    def write_part() -> dict[str, Any]:
+    def write_part() -> Record:
         with _describe_failure(folder, tag):
             return _write_part(engine, written, client_state, with_frozen, new_file, files)
 
@@ -156,7 +156,7 @@ def finish_save(save: BackgroundSave) -> None:
         raise
 
 
-def _has_memory(engine: Checkpointed) -> bool:
+def _has_memory(engine: EngineState) -> bool:
     """Return whether the hosts have memory for a copy of their ranks' states, else warn. All ranks call it together."""
     problem = memory_problem(on_all_ranks(lambda: memory_needs(checkpoint_bytes(engine))))
     if problem and dist.get_rank() == 0:
@@ -184,13 +184,13 @@ def _not_saved(folder: Path, tag: str, error: str) -> str:
 
 
 def _write_part(
-    engine: Checkpointed,
+    engine: EngineState,
     written: Path,
-    client_state: Mapping[str, Any],
+    client_state: Json,
     with_frozen: bool,
     new_file: NewFile,
     files: dict[str, dict[str, int]],
-) -> dict[str, Any]:
+) -> Record:
     """Write the files of this rank, and add their records to ``files``. Returns its part of the manifest."""
     if not written.is_dir():
         raise CheckpointError(
@@ -233,8 +233,8 @@ def _write_part(
 
 def _describe_parameters(
     optimizer: OptimizerStates, parameters: Mapping[str, LocalParameter]
-) -> dict[str, dict[str, Any]]:
-    settings: dict[int, dict[str, Any]] = {}
+) -> dict[str, Record]:
+    settings: dict[int, Record] = {}
     for group, members in optimizer.groups():
         settings |= dict.fromkeys(map(id, members), numbers_of(group))
     return {
@@ -252,7 +252,7 @@ def _describe_parameters(
 
 
 def _write_layers(
-    engine: Checkpointed,
+    engine: EngineState,
     written: Path,
     parameters: Mapping[str, LocalParameter],
     new_file: NewFile,
@@ -313,11 +313,11 @@ def _holds_first_place(module: PipelineModule, index: int) -> bool:
 
 
 def _optimizer_part(
-    engine: Checkpointed, state: RankState, parameters: Mapping[str, LocalParameter], file: str
-) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    engine: EngineState, state: RankState, parameters: Mapping[str, LocalParameter], file: str
+) -> tuple[dict[str, Tensor], dict[str, Record]]:
     """Return tensors of the optimizer for ``file``, by "unique name/state", and the fragments by unique name."""
     tensors: dict[str, Tensor] = {}
-    fragments: dict[str, dict[str, Any]] = {}
+    fragments: dict[str, Record] = {}
     if not state.optimizer.partitioned and engine.mpu.get_data_parallel_rank() != 0:
         return tensors, fragments
     tensor_rank = engine.mpu.get_slice_parallel_rank()
@@ -340,7 +340,7 @@ def _optimizer_part(
     return tensors, fragments
 
 
-def checkpoint_bytes(engine: Checkpointed) -> int:
+def checkpoint_bytes(engine: EngineState) -> int:
     """Return the bytes of the weights and optimizer states that this rank counts toward a checkpoint.
 
     Replicas count once. The number of states follows from the optimizer: two for Adam, one for Lion and for momentum.
@@ -369,15 +369,15 @@ def checkpoint_bytes(engine: Checkpointed) -> int:
     return total
 
 
-def _num_states(optimizer: str, group: Mapping[str, Any]) -> int:
+def _num_states(optimizer: str, group: ParameterGroup) -> int:
     """Return the minimum number of states of an optimizer per element of a parameter group."""
     if any(name in optimizer.lower() for name in ("lion", "adagrad", "rmsprop")):
         return 1
     return 2 if "betas" in group else int(bool(group.get("momentum")))
 
 
-def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, Any]:
-    parameters: dict[str, dict[str, Any]] = {}
+def _manifest(engine: EngineState, parts: list[Record]) -> Record:
+    parameters: dict[str, Record] = {}
     for part in parts:
         for name, description in part["parameters"].items():
             shards = engine.layout.tensor_parallel_size * description["parts"]
@@ -396,7 +396,7 @@ def _manifest(engine: Checkpointed, parts: list[dict[str, Any]]) -> dict[str, An
     return {"job": job, "files": files, "parameters": parameters, "aliases": aliases}
 
 
-def describe_job(engine: Checkpointed) -> dict[str, Any]:
+def describe_job(engine: EngineState) -> Record:
     layout = engine.layout
     return {
         "schedule": engine.plan.timetable.schedule,
@@ -410,7 +410,7 @@ def describe_job(engine: Checkpointed) -> dict[str, Any]:
     }
 
 
-def settings_of(engine: Checkpointed) -> Facts:
+def settings_of(engine: EngineState) -> Facts:
     """Return settings that a resumed job may change, except those that it takes from the checkpoint."""
     scheduler, job, facts = engine.lr_scheduler, engine.plan.job.deepspeed, engine.run_facts
     settings = {key: facts[key] for key in ("train_batch_size", "precision", "dropout") if key in facts}
@@ -426,7 +426,7 @@ def settings_of(engine: Checkpointed) -> Facts:
     return {**facts.get("data", {}), **setting_facts(settings)}
 
 
-def state_of(engine: Checkpointed, client_state: Mapping[str, Any]) -> dict[str, Any]:
+def state_of(engine: EngineState, client_state: Json) -> Record:
     """Return the values that are the same on all ranks, under DeepSpeed's keys if it has them."""
     if not isinstance(client_state, Mapping):
         raise ConfigError(

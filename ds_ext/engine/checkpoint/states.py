@@ -12,7 +12,6 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Protocol
 
 import torch
 from deepspeed.pipe import TiedLayerSpec
@@ -21,45 +20,14 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ...parallel.layout import ParallelLayout
-from ...planner.job_plan import JobPlan
 from ...tensor_parallel import shard_dim, unpadded_size
-from ..batches import Batches
 from ..deepspeed_api.names import model_groups
 from ..module import PipelineModule
-from ..role import Role
+from ..types import Json, Optimizer, ParameterGroup, Record, Saved
 from ..wrappers import plain_name, plain_names
-from .run import Run
 
 MASTER = "fp32"  # DeepSpeed's name for master weights in universal checkpoints
 _EXTRA = "_extra_state"  # torch's key in a state_dict()
-
-
-class Checkpointed(Protocol):
-    """Attributes of the engine that checkpoints read and change. Objects of DeepSpeed and torch are Any."""
-
-    plan: JobPlan
-    module: PipelineModule
-    layout: ParallelLayout
-    batches: Batches | None
-    optimizer: Any
-    lr_scheduler: Any
-    mpu: Any
-    config: Any
-    dp_world_size: int
-    device: torch.device
-    global_steps: int
-    global_samples: int
-    skipped_steps: int
-    role: Role
-    run: Run
-    run_facts: dict[str, Any]
-
-    def gradient_clipping(self) -> float:
-        """Return the largest gradient norm of a step; 0: no limit."""
-        ...
-
-    def wait_for_weights(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -198,10 +166,10 @@ class Fragment:
 class OptimizerStates:
     """States of the engine's optimizer, by parameter; none if ``optimizer`` is None."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         # DeepSpeed's ZeRO and bf16 optimizers wrap the user's optimizer.
-        self.wrapper: Any = optimizer if isinstance(optimizer, ZeROOptimizer) else None
-        self.base: Any = optimizer if self.wrapper is None else self.wrapper.optimizer
+        self.wrapper: Optimizer = optimizer if isinstance(optimizer, ZeROOptimizer) else None
+        self.base: Optimizer = optimizer if self.wrapper is None else self.wrapper.optimizer
 
     @property
     def name(self) -> str | None:
@@ -213,8 +181,7 @@ class OptimizerStates:
         """True if each data-parallel rank holds a part of the states."""
         return self.wrapper is not None
 
-    def groups(self) -> list[tuple[dict[str, Any], list[nn.Parameter]]]:
-        """Return (settings, model parameters) of each parameter group of this rank."""
+    def groups(self) -> list[tuple[ParameterGroup, list[nn.Parameter]]]:
         if self.base is None:
             return []
         if self.wrapper is None:
@@ -254,10 +221,10 @@ class OptimizerStates:
         ends = accumulate((parameter.numel() for parameter in members), initial=0)
         return dict(zip([*map(id, members), None], ends, strict=True))
 
-    def read(self, fragment: Fragment) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def read(self, fragment: Fragment) -> tuple[dict[str, Tensor], Record]:
         """Return the states of a fragment: those with a value per element as flat views, and those with one value."""
         tensors: dict[str, Tensor] = {}
-        values: dict[str, Any] = {}
+        values: Record = {}
         for key, state in self.base.state.get(fragment.owner, {}).items():
             if isinstance(state, Tensor) and key != "step" and state.shape == fragment.shape:
                 tensors[key] = fragment.part(state)
@@ -296,7 +263,7 @@ class OptimizerStates:
     def _inner(self) -> dict[str, torch.optim.Optimizer]:
         return {key: one for key, one in vars(self.base).items() if isinstance(one, torch.optim.Optimizer)}
 
-    def _make_probe(self) -> Any:
+    def _make_probe(self) -> Optimizer:
         """Return a copy of the optimizer, and of those that it contains, without states and hooks.
 
         Its groups have a small parameter, with gradient, for each number of dimensions of the original ones. All sizes
@@ -318,7 +285,7 @@ class OptimizerStates:
         if self.wrapper is not None:
             self.wrapper._hp_optimizer_states_linked = False
 
-    def write(self, fragment: Fragment, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    def write(self, fragment: Fragment, tensors: Mapping[str, Tensor], values: Json) -> None:
         """Set the states of a fragment. Other elements of a new state are zero."""
         if not tensors and not values:
             return
@@ -330,7 +297,7 @@ class OptimizerStates:
         for key, value in values.items():
             state[key] = self._value(fragment, value)
 
-    def _value(self, fragment: Fragment, value: Any) -> Any:
+    def _value(self, fragment: Fragment, value: Saved) -> Saved:
         """Return a state with one value from its description in :meth:`read`."""
         if not isinstance(value, dict):
             return value
@@ -346,17 +313,17 @@ class OptimizerStates:
             self.wrapper.update_lp_params()
 
 
-def _copy_empty(optimizer: Any) -> Any:
+def _copy_empty(optimizer: Optimizer) -> Optimizer:
     empty = object.__new__(type(optimizer))
     hooks = {key: OrderedDict() for key in vars(optimizer) if key.endswith("_hooks")}
     empty.__dict__ |= {**vars(optimizer), **hooks, "state": defaultdict(dict), "param_groups": []}
     return empty
 
 
-def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def numbers_of(group: Json) -> Record:
     """Return the numeric settings of a parameter group (lr, betas, ...)."""
 
-    def number(value: Any) -> bool:
+    def number(value: object) -> bool:
         return isinstance(value, int | float) and not isinstance(value, bool)
 
     numbers = {}
@@ -372,13 +339,13 @@ def numbers_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return numbers
 
 
-def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(group: Json) -> Record:
     """Return the plain settings of a parameter group: numbers, switches (True, False, None) and texts."""
     plain = {key: value for key, value in group.items() if value is None or isinstance(value, bool | str)}
     return plain | numbers_of(group)
 
 
-def set_numbers(group: dict[str, Any], numbers: Mapping[str, Any]) -> None:
+def set_numbers(group: ParameterGroup, numbers: Json) -> None:
     """Set the settings of a parameter group, as returned by :func:`numbers_of` or :func:`settings_of`."""
     for key, value in numbers.items():
         present = group.get(key)
@@ -399,7 +366,6 @@ def buffers_of(layer: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def extra_states_of(layer: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with a ``get_extra_state()``, by key in ``state_dict()``."""
     return {
         plain_name(f"{name}.{_EXTRA}" if name else _EXTRA): module
         for name, module in layer.named_modules()

@@ -7,24 +7,25 @@ import shutil
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from ...errors import CheckpointError, ConfigError
 from ..all_ranks import from_rank_0, on_all_ranks
+from ..engine_state import EngineState
 from ..state import RankState
+from ..types import Optimizer
 from .file import pickle_plain
 from .folder import require_tag, start_writing
 from .save import checkpoint_bytes, require_plain_extra_states, state_of
-from .states import Checkpointed, OptimizerStates
+from .states import OptimizerStates
 
 logger = logging.getLogger(__name__)
 
 _TAG = "trial"
 
 
-def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -> None:
+def try_folder(engine: EngineState, folder: Path, tags: Sequence[str] | None) -> None:
     """Write a small file on every rank and read it on rank 0. All ranks must call this together.
 
     A warning names the checkpoints of other runs in the folder; with ``tags``, only those of these names.
@@ -35,7 +36,7 @@ def try_folder(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -
         raise ConfigError(f"checkpoints cannot be saved: {error}").of_all_ranks() from None
 
 
-def _try(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -> None:
+def _try(engine: EngineState, folder: Path, tags: Sequence[str] | None) -> None:
     def start() -> Path:
         engine.run.lock(folder, tags)
         for tag in tags or ():
@@ -51,7 +52,7 @@ def _try(engine: Checkpointed, folder: Path, tags: Sequence[str] | None) -> None
             shutil.rmtree(written, ignore_errors=True)
 
 
-def require_states(optimizer: Any, recovers: bool) -> None:
+def require_states(optimizer: Optimizer, recovers: bool) -> None:
     """Check that the optimizer's states can be saved. All ranks must call this together.
 
     Otherwise rank 0 logs a warning, or all ranks raise ConfigError if the job ``recovers`` from snapshots of them.
@@ -64,7 +65,7 @@ def require_states(optimizer: Any, recovers: bool) -> None:
             logger.warning("no checkpoint can be saved: %s", problem)
 
 
-def _write(written: Path, engine: Checkpointed) -> int:
+def _write(written: Path, engine: EngineState) -> int:
     """Check this rank's states and write its small file. Returns the bytes of its part of a checkpoint."""
     rank = dist.get_rank()
     if not written.is_dir():

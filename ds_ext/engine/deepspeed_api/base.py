@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from deepspeed.runtime import bf16_optimizer
@@ -22,13 +22,14 @@ from ...errors import ConfigError
 from ...pipe_schedules.bridge import Audit, EndOfStep, GatherStage, ReduceStage, TimetableSchedule, WaitStage
 from ...planner.job_plan import JobPlan
 from ..all_ranks import gather_rows
-from ..batches import Batches, MicroBatches
+from ..batches import Batches, MapDataset, MicroBatches
 from ..executor import Executor
 from ..module import PipelineModule, Unpicklable
 from ..recovery.audit import StepAudit
 from ..recovery.recovery import Recovery
 from ..role import Role
 from ..step_report import Gathered
+from ..types import Groups, Optimizer, Record
 from ..weight_update import TrainedParameters, WeightUpdate
 from .handlers import ENGINE_HANDLERS, Handlers, bind_handlers, merge_patches
 
@@ -64,7 +65,8 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     _gathered: Gathered | None
     _weights_set: Tensor | int = 0  # number of elements that the script set before the current step
     _stages: Sequence[int] | None = None  # the parent's constructor reads it
-    _instruction_maps: Any = None  # of this class and its bases, as they were when the handlers were taken
+    # Of this class and its bases, as they were when the handlers were taken.
+    _instruction_maps: Sequence[Handlers] = ()
 
     @abstractmethod
     def gather(self) -> Gathered: ...
@@ -82,17 +84,17 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
         for parameter in scalars:
             parameter.data = parameter.data.view(())
 
-    def _build_data_iter(self, dataset: Any) -> None:
+    def _build_data_iter(self, dataset: MapDataset) -> None:
         # The parent's constructor calls this if initialize() got training_data.
         self.batches = MicroBatches(dataset, self.micro_batch_size, collate=self.collate_fn, repeat=True)
 
-    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+    def _configure_optimizer(self, client_optimizer: Optimizer, model_parameters: Groups) -> None:
         if callable(client_optimizer):  # its groups are not known before
-            optimizer: Any = client_optimizer(model_parameters)
+            optimizer: Optimizer = client_optimizer(model_parameters)
             self.module.fill_groups(optimizer.param_groups)
             self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
 
-            def return_optimizer(_: Any) -> Any:
+            def return_optimizer(_: object) -> Optimizer:
                 return optimizer
 
             client_optimizer = return_optimizer
@@ -143,7 +145,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
 
     def _use_optimizer(self) -> None:
         with self.trained.before_changes():
-            self.update = WeightUpdate(self)
+            self.update = WeightUpdate(self, self.trained)
         self._weights_set = 0
         self.executor.scale = self.update.scale
         self.executor.accumulating = self.update.gradients.accumulating or nullcontext
@@ -232,7 +234,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
         if self.recovery is not None:
             self.recovery.end_step()
 
-    def _take_model_step(self, lr_kwargs: Any) -> None:
+    def _take_model_step(self, lr_kwargs: Record | None) -> None:
         # DeepSpeed takes a TypeError of the scheduler for a missing argument, and steps again with the batch size.
         scheduler, self.lr_scheduler = self.lr_scheduler, None
         try:

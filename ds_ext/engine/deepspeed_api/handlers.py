@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import PipelineEngine as DeepSpeedPipelineEngine
 
 from ...errors import ConfigError
 from ...pipe_schedules.bridge import INSTRUCTIONS
+from ..engine_state import EngineState
 from ..executor import OWN_HANDLERS
 
 Handler = Callable[..., None]
@@ -40,12 +40,12 @@ _ARGUMENTS: dict[type[ds.PipeInstruction], tuple[str, ...]] = {
 }
 
 
-def _builtin_handler(engine: Any, kind: type[ds.PipeInstruction]) -> Handler:
+def _builtin_handler(engine: EngineState, kind: type[ds.PipeInstruction]) -> Handler:
     return engine.role.handlers.get(kind) or getattr(engine.executor, OWN_HANDLERS[kind])
 
 
 def _make_engine_handler(kind: type[ds.PipeInstruction]) -> Handler:
-    def handler(engine: Any, *arguments: Any, **keyword_arguments: Any) -> None:
+    def handler(engine: EngineState, *arguments: object, **keyword_arguments: object) -> None:
         _builtin_handler(engine, kind)(*arguments, **keyword_arguments)
 
     return handler
@@ -56,7 +56,7 @@ def _make_engine_handler(kind: type[ds.PipeInstruction]) -> Handler:
 ENGINE_HANDLERS = {kind: _make_engine_handler(kind) for kind in INSTRUCTIONS.values()}
 
 
-def bind_handlers(engine: Any, handlers: Handlers) -> dict[type[ds.PipeInstruction], Handler]:
+def bind_handlers(engine: EngineState, handlers: Handlers) -> dict[type[ds.PipeInstruction], Handler]:
     """Return the handlers as functions of the arguments of their instructions.
 
     Handlers of the engine's role and executor are called directly, others with the engine as the first argument.
@@ -87,7 +87,7 @@ def merge_patches(handlers: Handlers, *bases: Handlers) -> dict[type[ds.PipeInst
     return merged
 
 
-def is_patch(handler: Any) -> bool:
+def is_patch(handler: Handler) -> bool:
     """Return whether a script, and not this package, defines a handler."""
     return getattr(handler, "__module__", "").partition(".")[0] != _PACKAGE
 

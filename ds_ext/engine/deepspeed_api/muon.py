@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from deepspeed.runtime import compiler
+
+from ..types import Function
 
 
 def import_muon() -> None:
@@ -24,13 +24,13 @@ def import_muon() -> None:
         compiler.compile = compile_now
 
 
-def _compile_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile_when_called(function: Function) -> Function:
     @functools.cache
-    def compiled() -> Callable[..., Any]:
+    def compiled() -> Function:
         return torch.compile(function)
 
     @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         return compiled()(*args, **kwargs)
 
     return call

@@ -8,12 +8,13 @@ Names that a file imports at its top are not listed, because their import fails.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import inspect
 import pkgutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, cast
+import platform
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, cast
 
 import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -21,12 +22,14 @@ from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from packaging.version import Version
 from torch import nn
+from torch._ops import OpOverloadPacket
 
 from ...environment import package_version
 from ...errors import ConfigError
+from ..types import Optimizer
 
 # Newest versions whose numbers were compared. Newer ones run if they have every name.
-TESTED = {"deepspeed": "0.19.8", "torch": "2.15.0", "transformers": "5.24.0"}
+TESTED = {"deepspeed": "0.19.8", "torch": "2.15.0", "transformers": "5.24.0", "python": "3.13"}
 ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 MODULE = "deepspeed.runtime.pipe.module:PipelineModule"
 ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -38,6 +41,10 @@ GATHER = (
     "all_gather_dp_groups(groups_flat,partitioned_param_groups,dp_process_group,start_alignment_factor,"
     "allgather_bucket_size)"
 )
+SDPA, QKV, SEEN = "_scaled_dot_product", "query,key,value", "out,logsumexp"  # of slice_attention.py
+RANDOM = "philox_seed,philox_offset"
+LENGTHS = "cum_seq_q,cum_seq_k,max_q,max_k,dropout_p,is_causal"
+EFFICIENT_BACKWARD = f"grad_out_,{QKV},attn_bias,{SEEN},{RANDOM},dropout_p,grad_input_mask,is_causal"
 # "own": function of the class itself, because that of its base does nothing. "of objects": set by the owner's
 # constructor. "of parameters": set by it on every parameter of the owner.
 Kind = Literal["callable", "own", "class", "value", "field", "of objects", "of parameters"]
@@ -64,7 +71,8 @@ class PrivateName:
 
     @property
     def package(self) -> str:
-        return self.owner.partition(".")[0].partition(":")[0]
+        root = self.owner.partition(".")[0].partition(":")[0]
+        return "python" if root in sys.stdlib_module_names else root
 
     def is_missing(self) -> bool:
         """Return whether the module or class lacks the name, or has something else under it."""
@@ -89,18 +97,23 @@ class PrivateName:
             return not isinstance(value, type)
         return value is None
 
-    def _fits(self, function: Any) -> bool:
+    def _fits(self, function: Callable[..., object]) -> bool:
         if self.parameters is None:
             return True
-        found = [p for p in _signature(function).parameters.values() if p.name != "self"]
+        found = [(name, optional) for name, optional in _signature(function) if name != "self"]
         first, others = found[: len(self.parameters)], found[len(self.parameters) :]
-        optional = all(
-            p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in others
-        )
-        return tuple(p.name for p in first) == self.parameters and optional
+        return tuple(name for name, _ in first) == self.parameters and all(optional for _, optional in others)
 
 
-_signature = functools.cache(inspect.signature)
+@functools.cache
+def _signature(function: Callable[..., object]) -> list[tuple[str, bool]]:
+    """Return the parameters of a function or of an operator of torch, and whether a call may omit them."""
+    if isinstance(function, OpOverloadPacket):
+        return [(a.name, a.has_default_value()) for a in function.default._schema.arguments]
+    parameters = inspect.signature(function).parameters.values()
+    return [
+        (p.name, p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)) for p in parameters
+    ]
 
 
 def _parse(table: str) -> tuple[PrivateName, ...]:
@@ -178,11 +191,20 @@ NAMES = OVERRIDDEN + _parse(f"""
     torch.autograd.profiler value: _is_profiler_enabled
     torch.autograd.forward_ad value: _current_level
     torch._C callable: _are_functorch_transforms_active
-    torch:Tensor value: _version _backward_hooks
+    torch:Tensor value: _version _backward_hooks _post_accumulate_grad_hooks
     torch:UntypedStorage callable: _share_cuda_ _new_shared_cuda
-    torch:ops.aten callable: _assert_async
+    torch:ops.aten callable: _assert_async _unsafe_view(size) _fused_sdp_choice({QKV},attn_mask,dropout_p,is_causal)
+    torch:ops.aten callable: {SDPA}_flash_attention_for_cpu({QKV},dropout_p,is_causal)
+    torch:ops.aten callable: {SDPA}_flash_attention({QKV},dropout_p,is_causal)
+    torch:ops.aten callable: {SDPA}_efficient_attention({QKV},attn_bias,compute_log_sumexp,dropout_p,is_causal)
+    torch:ops.aten callable: {SDPA}_cudnn_attention({QKV},attn_bias,compute_log_sumexp,dropout_p,is_causal)
+    torch:ops.aten callable: {SDPA}_flash_attention_for_cpu_backward(grad_out,{QKV},{SEEN},dropout_p,is_causal)
+    torch:ops.aten callable: {SDPA}_flash_attention_backward(grad_out,{QKV},{SEEN},{LENGTHS},{RANDOM})
+    torch:ops.aten callable: {SDPA}_efficient_attention_backward({EFFICIENT_BACKWARD})
+    torch:ops.aten callable: {SDPA}_cudnn_attention_backward(grad_out,{QKV},{SEEN},{RANDOM},attn_bias,{LENGTHS})
     torch.utils.file_baton:FileBaton callable: wait()
-    torch.nn:Module of objects: _parameters _buffers _non_persistent_buffers_set
+    torch.nn:Module of objects: _parameters _buffers _non_persistent_buffers_set _forward_hooks _forward_pre_hooks
+    atexit callable: _run_exitfuncs
     transformers:AutoModelForCausalLM value: _model_mapping
     transformers:PreTrainedModel callable: _from_config(config) tie_weights
     transformers.core_model_loading callable: convert_and_load_state_dict_in_model(model,state_dict,load_config)
@@ -193,6 +215,15 @@ NAMES = OVERRIDDEN + _parse(f"""
 """)
 if not hasattr(torch.distributed, "set_timeout"):  # public since torch 2.14
     NAMES += _parse(f"{C10D} callable: _set_pg_timeout(timeout,group)")
+# tensor_parallel does without these, but not with others of the same name.
+NAMES += tuple(
+    name
+    for name in _parse("""
+        torch.autograd.graph callable: _engine_run_backward(t_outputs)
+        torch._C._autograd callable: _top_saved_tensors_default_hooks
+    """)
+    if not replace(name, parameters=None).is_missing()
+)
 
 
 def untested_versions() -> list[str]:
@@ -209,7 +240,7 @@ def require_names(*packages: str) -> None:
     _require(name for name in NAMES if name.package in packages and name.is_missing())
 
 
-def require_built(*owners: Any) -> None:
+def require_built(*owners: object) -> None:
     """Check engine, module, optimizers and loss scalers, of any class, after their construction. None is skipped."""
     names = [
         (name, owner)
@@ -231,24 +262,25 @@ def _require(missing: Iterable[PrivateName]) -> None:
     if not names:
         return
     packages = dict.fromkeys(name.package for name in names)
-    installed = [f"{package} {importlib.metadata.version(package)}" for package in packages]
+    installed = [f"{package} {package_version(package) or platform.python_version()}" for package in packages]
     tested = [f"{package}=={TESTED[package]}" for package in packages]
     raise ConfigError(
         f"{', '.join(name.key for name in names)}: missing or changed in the installed version, and ds_ext needs it "
-        f"(got {', '.join(installed)}). Use the tested version: pip install {' '.join(tested)}"
+        f"(got {', '.join(installed)}). Use the tested version: "
+        f"{'pip install ' * ('python' not in packages)}{' '.join(tested)}"
     )
 
 
-def _parameters(owner: Any) -> Iterable[nn.Parameter]:
+def _parameters(owner: object) -> Iterable[nn.Parameter]:
     if isinstance(owner, nn.Module):
         return owner.parameters()
     return [parameter for group in model_groups(owner) for parameter in group]
 
 
-def model_groups(optimizer: Any) -> Sequence[list[nn.Parameter]]:
+def model_groups(optimizer: Optimizer) -> Sequence[list[nn.Parameter]]:
     """Return the model's parameters in each group of a ZeRO or bf16 optimizer of DeepSpeed."""
     return optimizer.bf16_groups if isinstance(optimizer, BF16_Optimizer) else optimizer.bit16_groups
 
 
-def loss_scaler(optimizer: Any) -> LossScalerBase | None:
+def loss_scaler(optimizer: Optimizer) -> LossScalerBase | None:
     return optimizer.loss_scaler if isinstance(optimizer, DeepSpeedZeroOptimizer) else None

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ...errors import ConfigError
+from ..types import Batch, Function
 
-CheckpointFunction = Callable[..., Any]
+CheckpointFunction = Function
 Values = dict[tuple[nn.Module, str], Tensor]
 _NON_REENTRANT: CheckpointFunction = partial(checkpoint, use_reentrant=False)
 
@@ -25,10 +25,10 @@ def checkpoint_function(function: CheckpointFunction | None) -> CheckpointFuncti
 def run_with_recompute(
     function: CheckpointFunction,
     modules: Sequence[nn.Module],
-    run: Callable[[Any], Any],
-    inputs: Any,
+    run: Callable[[Batch], Batch],
+    inputs: Batch,
     keep_random: bool,
-) -> Any:
+) -> Batch:
     """Return ``run(inputs)``, which ``function`` runs again in the backward.
 
     Args:
@@ -38,13 +38,13 @@ def run_with_recompute(
     if function is non_reentrant_checkpoint:  # set by "pipeline": {"use_reentrant": false}, or by the caller
         function = _NON_REENTRANT
     is_tuple = isinstance(inputs, tuple)
-    tensors: tuple[Any, ...] = inputs if is_tuple else (inputs,)
+    tensors: tuple[Batch, ...] = inputs if is_tuple else (inputs,)
     if function is not _NON_REENTRANT and not any(map(_has_gradient, tensors)):
         tensors = tuple(map(_with_gradient, tensors))
 
     replayable = _Replayable(modules, run)
 
-    def forward(*tensors: Any) -> Any:
+    def forward(*tensors: Batch) -> Batch:
         return replayable(tensors if is_tuple else tensors[0])
 
     if function is _NON_REENTRANT:
@@ -68,11 +68,11 @@ class _Replayable:
     buffers as they are.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], run: Callable[[Any], Any]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], run: Callable[[Batch], Batch]) -> None:
         self._modules, self._run = modules, run
         self._initial: Values | None = None  # None before the first call
 
-    def __call__(self, inputs: Any) -> Any:
+    def __call__(self, inputs: Batch) -> Batch:
         if self._initial is not None:
             with preserve_buffers(self._modules, self._initial):
                 return self._run(inputs)
@@ -117,11 +117,11 @@ def _is_trained(module: nn.Module) -> bool:
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _has_gradient(value: Any) -> bool:
+def _has_gradient(value: object) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _with_gradient(value: Any) -> Any:
+def _with_gradient(value: Batch) -> Batch:
     """Return a leaf that requires grad, on the memory of a floating-point tensor; other values unchanged."""
     differentiable = isinstance(value, Tensor) and value.is_floating_point()
     return value.detach().requires_grad_() if differentiable else value

@@ -55,7 +55,6 @@ class ForwardRole(DisaggregatedRole):
         self.link.settle()
 
     def buffers_averaged(self, differed: bool) -> None:
-        """Receive the buffers of the backward ranks, if they differed."""
         self._receive_weights()
 
     def end_step(self) -> None:

@@ -18,9 +18,8 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,10 @@ from torch.utils._pytree import tree_map
 
 from ...errors import ConfigError
 from ..all_ranks import on_all_ranks
+from ..contracts import AdaptedLoss
 from ..messages import unpack
 from ..module import PipelineModule
+from ..types import Batch
 
 _Number = Tensor | float
 _WAYS = 52  # to count labels: bits that a float64 has for them
@@ -81,7 +82,7 @@ def join_losses(losses: Sequence[Loss]) -> Loss:
     }
 
 
-def terms_of(value: Any) -> Loss:
+def terms_of(value: Batch) -> Loss:
     return {name: _make_term(term) for name, term in _by_term(value).items()}
 
 
@@ -113,27 +114,16 @@ class StepLoss:
 
 
 class StepLosses:
-    """Losses of this rank in a step.
+    """Losses of this rank in a step. All ranks must construct it together."""
 
-    Args:
-        group: process group of the data-parallel ranks, replicas included.
-        counts_here: whether this rank reports the losses that it computes; one rank of a tensor-parallel group does.
-        by_micro_batch: weigh every micro-batch equally, also if the loss function returns counts.
-        in_fp16: gradients are fp16, so a pair needs a method ``counts``.
-    """
-
-    def __init__(
-        self,
-        module: PipelineModule,
-        group: ProcessGroup | None,
-        counts_here: bool,
-        by_micro_batch: bool,
-        in_fp16: bool,
-        device: torch.device,
-    ) -> None:
-        self._module, self._group, self._device = module, group, device
-        self._replicas = dist.get_world_size(group)
-        self._counts_here, self._by_micro_batch, self._in_fp16 = counts_here, by_micro_batch, in_fp16
+    def __init__(self, module: PipelineModule, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._group = module.mpu().get_data_parallel_group()
+        self._replicas = dist.get_world_size(self._group)
+        # One rank of a tensor-parallel group reports the losses.
+        self._counts_here = module.layout.coordinates(dist.get_rank())[2] == 0
+        self._by_micro_batch = module.plan.settings.loss_weighting == "micro_batches"
+        self._in_fp16 = any(on_all_ranks(lambda: any(p.dtype == torch.float16 for p in module.parameters())))
         self._trains = True
         # Name of a term -> (sum, count) of every micro-batch, and total count that its gradients were divided by.
         self._terms: dict[str, list[tuple[_Number, _Number]]] = {}
@@ -145,21 +135,9 @@ class StepLosses:
         self._local_kinds: dict[str, str] = {}
         self._kinds: dict[bool, dict[str, str]] = {}
         self._declared_counts: _Reduced | None = None  # from the method ``counts``
+        self._loss = AdaptedLoss(module.loss_fn)  # read again in every step: a script may replace it
 
-    @classmethod
-    def from_engine(cls, engine: Any) -> StepLosses:
-        return cls(
-            engine.module,
-            engine.mpu.get_data_parallel_group(),
-            counts_here=engine.layout.coordinates(engine.global_rank)[2] == 0,
-            by_micro_batch=engine.plan.settings.loss_weighting == "micro_batches",
-            in_fp16=any(
-                on_all_ranks(lambda: any(p.dtype == torch.float16 for p in engine.module.parameters()))
-            ),
-            device=engine.device,
-        )
-
-    def start_step(self, trains: bool, labels: Iterable[Any] = ()) -> None:
+    def start_step(self, trains: bool, labels: Iterable[Batch] = ()) -> None:
         """Start a step or an evaluation, and count the labels of a step if the loss function can.
 
         ``labels`` are those of this rank's micro-batches, as the loss function gets them. In a training step, all
@@ -172,7 +150,8 @@ class StepLosses:
         self._divisors.clear()
         self._checks.clear()
         self._local_kinds.clear()
-        count_labels = self._label_counter
+        self._loss = AdaptedLoss(self._module.loss_fn)
+        count_labels = self._loss.counts
         if self._by_micro_batch or count_labels is None:
             return
         counts = [_by_term(count_labels(micro_batch_labels)) for micro_batch_labels in labels]
@@ -181,29 +160,22 @@ class StepLosses:
             group = self._group if self._replicas > 1 else None
             self._declared_counts = _Reduced(totals, group, self._device)
 
-    @property
-    def _label_counter(self) -> Callable[[Any], Any] | None:
-        method = getattr(self._module.loss_fn, "counts", None)  # a module may have a tensor of this name
-        return method if callable(method) else None
-
-    def shift_labels(self, labels: Any) -> Any:
-        method = getattr(self._module.loss_fn, "shift_labels", None)
-        if not callable(method):
+    def shift_labels(self, labels: Batch) -> Batch:
+        if self._loss.shift_labels is None:
             return labels
         # Copies, because every slice is cut from the labels, and the method may change them in place.
         labels = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, labels)
-        return method(tuple(labels) if isinstance(labels, list) else labels)
+        return self._loss.shift_labels(tuple(labels) if isinstance(labels, list) else labels)
 
-    def return_logits(self, outputs: Any) -> Any:
-        method = getattr(self._module.loss_fn, "return_logits", None)
-        return method(outputs) if callable(method) else outputs
+    def return_logits(self, outputs: Batch) -> Batch:
+        return outputs if self._loss.return_logits is None else self._loss.return_logits(outputs)
 
-    def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss:
+    def compute(self, outputs: Batch, labels: tuple[Tensor, ...] | None) -> Loss:
         """Return the loss of a micro-batch. Without a loss function the outputs are the loss, as in DeepSpeed."""
-        loss_fn = self._module.loss_fn
+        loss_fn = self._loss.function
         value = outputs if loss_fn is None else loss_fn(outputs, None if labels is None else unpack(labels))
         loss = terms_of(value)
-        if self._label_counter is None:
+        if self._loss.counts is None:
             masks = outputs[1:] if isinstance(outputs, tuple | list) else ()
             loss = {name: _checked(term, (*labels, *masks) if labels else ()) for name, term in loss.items()}
         if self._by_micro_batch:
@@ -212,7 +184,7 @@ class StepLosses:
         return loss
 
     def _require_counts(self, loss: Loss) -> None:
-        if self._label_counter is not None:
+        if self._loss.counts is not None:
             return
         names_of_pairs = [name for name, term in loss.items() if term.count is not None]
         if len(names_of_pairs) > 1:
@@ -341,7 +313,7 @@ class StepLosses:
             raise ConfigError(
                 f"loss_fn: counts must be finite and not negative (got {', '.join(map(str, counts.values()))})."
             ).of_all_ranks()
-        if self._trains and len(counts) > 1 and self._label_counter is None:
+        if self._trains and len(counts) > 1 and self._loss.counts is None:
             raise _several_terms_error(counts)
         if counts and not any(counts.values()) and "mean" not in kinds.values():
             correction = 0.0
@@ -357,7 +329,7 @@ class StepLosses:
         """Return the factor for the gradients after one more term: ``correction`` if its divisor was its count."""
         if divisor == 0 or math.isclose(divisor, count or 1.0, rel_tol=1e-6):  # 0: an evaluation
             return correction
-        if self._label_counter is not None:
+        if self._loss.counts is not None:
             term = f" of the term {name!r}" if name else ""
             raise ConfigError(
                 f"loss_fn.counts: must return the counts that the loss function returns (got {divisor:g} labels{term}, "
@@ -416,12 +388,12 @@ def _several_terms_error(names: Iterable[str]) -> ConfigError:
     ).of_all_ranks()
 
 
-def _by_term(value: Any) -> Mapping[str, Any]:
+def _by_term(value: Batch) -> Mapping[str, Batch]:
     """Return name -> value of a term, from a result of the loss function or of ``counts``."""
     return value if isinstance(value, Mapping) else {_ONLY: value}
 
 
-def _make_term(value: Any) -> Term:
+def _make_term(value: Batch) -> Term:
     count = None
     if isinstance(value, tuple | list) and len(value) == 2:
         value, count = value
@@ -449,7 +421,7 @@ def _make_term(value: Any) -> Term:
     return Term(value.reshape(()), count)
 
 
-def _make_count(count: Any, device: torch.device | None) -> Tensor:
+def _make_count(count: object, device: torch.device | None) -> Tensor:
     is_number = isinstance(count, int | float) or (isinstance(count, Tensor) and count.numel() == 1)
     if not is_number or getattr(count, "requires_grad", False):  # (loss, other loss) is no pair
         raise ConfigError(
@@ -465,7 +437,7 @@ def _make_count(count: Any, device: torch.device | None) -> Tensor:
     return torch.as_tensor(count, dtype=torch.float64, device=device).reshape(())
 
 
-def _checked(term: Term, tensors: Sequence[Any]) -> Term:
+def _checked(term: Term, tensors: Sequence[object]) -> Term:
     """Return a term with the check of its count by labels, and masks beside them; without any, it must be whole."""
     if term.count is None:
         return term
@@ -484,7 +456,7 @@ def _join_checks(checks: Sequence[Tensor]) -> Tensor:
     return torch.cat((total[:2], (bits * (total[2:] > 0)).sum()[None]))
 
 
-def _numbers_of_labels(tensors: Sequence[Any]) -> list[_Number]:
+def _numbers_of_labels(tensors: Sequence[object]) -> list[_Number]:
     """Return the number of labels by every way to count them, in each tensor.
 
     Ways are: labels other than -100, all, other than 0 (a mask), neither negative nor nan; the same ones without the
@@ -507,5 +479,5 @@ def _numbers_of_labels(tensors: Sequence[Any]) -> list[_Number]:
     return numbers
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     return f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

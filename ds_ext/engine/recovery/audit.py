@@ -12,31 +12,31 @@ from __future__ import annotations
 import logging
 import socket
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from ...errors import ConfigError, CorruptionError
-from ...parallel.layout import ParallelLayout
 from ...pipe_schedules.bridge import BackwardInput
 from ...pipe_schedules.ops import FORWARD, Op
-from ...planner.job_plan import JobPlan
 from ...tensor_parallel import WeightGradients, deferring
 from ..all_ranks import on_all_ranks
 from ..deepspeed_api.recompute import Values, buffers_of, preserve_buffers
+from ..engine_state import EngineState
 from ..evaluation import Evaluation
-from ..executor import Executor, Observer
+from ..executor import Observer
 from ..messages import pack
-from ..module import PipelineModule
 from ..stages.buffer import Buffer, Root
 from ..step import Step
+from ..types import Batch, Pair
 
 logger = logging.getLogger(__name__)
 
@@ -48,22 +48,6 @@ Weights = dict[tuple[int, int], int]  # (stage, tensor-parallel rank) -> checksu
 Problem = tuple[list[int], str]  # ranks, and what is wrong with them
 Result = tuple[int, int]  # checksums of the outputs and of the gradients of the inputs
 Results = tuple[Result, ...]  # of every slice
-
-
-class Audited(Protocol):
-    """Attributes of the engine that audits read. Objects of DeepSpeed are Any."""
-
-    plan: JobPlan
-    module: PipelineModule
-    layout: ParallelLayout
-    executor: Executor
-    recovery: Any
-    mpu: Any
-    device: Any
-    global_rank: int
-    global_steps: int
-
-    def wait_for_weights(self) -> None: ...
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:
@@ -153,7 +137,7 @@ class _Repeated:
     def __init__(self, first_id: int) -> None:
         self.first_id = first_id
 
-    def take(self, micro_batch: int) -> tuple[Any, Any]:
+    def take(self, micro_batch: int) -> Pair:
         raise AssertionError("a repeated forward has its inputs")
 
     def weight(self, micro_batch: int) -> float:
@@ -168,9 +152,9 @@ class StepAudit(Observer):
 
     kinds = (ds.ForwardPass, ds.BackwardPass, BackwardInput)
 
-    def __init__(self, engine: Audited, interval: int) -> None:
-        self._engine, self._interval = engine, interval
-        self._group: Any = engine.mpu.get_data_parallel_group()
+    def __init__(self, engine: EngineState, interval: int, stop: Callable[[str], None] | None) -> None:
+        self._engine, self._interval, self._stop = engine, interval, stop
+        self._group: ProcessGroup = engine.mpu.get_data_parallel_group()
         self._members: list[int] = dist.get_process_group_ranks(self._group)
         self._place = f"host {socket.gethostname()}, {engine.device}"
         self.clean = self.done = 0
@@ -209,7 +193,7 @@ class StepAudit(Observer):
 
     # --- recording, around the instructions ---
 
-    def before(self, instruction: Any) -> None:
+    def before(self, instruction: ds.PipeInstruction) -> None:
         """Keep the inputs of a watched forward, and the gradients that its backward starts from."""
         if not self._watches(instruction):
             return
@@ -219,7 +203,7 @@ class StepAudit(Observer):
         else:
             self._change(instruction, grads=_copy_to_host(buffer.grads))
 
-    def after(self, instruction: Any) -> None:
+    def after(self, instruction: ds.PipeInstruction) -> None:
         """Take the checksums of what a watched forward or backward has computed."""
         if not self._watches(instruction):
             return
@@ -232,10 +216,10 @@ class StepAudit(Observer):
             backward = checksum(t.grad for t in buffer.inputs or () if t.is_leaf and t.grad is not None)
         self._change(instruction, result=(forward, backward))
 
-    def _change(self, instruction: Any, **changes: Any) -> None:
+    def _change(self, instruction: ds.PipeInstruction, **changes: object) -> None:
         self._passes[_slice(instruction)] = replace(self._passes[_slice(instruction)], **changes)
 
-    def _watches(self, instruction: Any) -> bool:
+    def _watches(self, instruction: ds.PipeInstruction) -> bool:
         op = self._watched
         return op is not None and instruction.stage == op.stage and instruction.micro_batch == op.micro_batch
 
@@ -267,9 +251,10 @@ class StepAudit(Observer):
             return
         step = self._engine.global_steps + 1
         after = self._weight_checksums()
-        box: list[Any] = [self._evidence()]
+        box: list[Evidence | None] = [self._evidence()]
         dist.broadcast_object_list(box, src=self._owner, group=self._group)
-        evidence: Evidence = box[0]
+        evidence = box[0]
+        assert evidence is not None
         repeats = self._engine.global_rank != self._owner or len(self._members) == 1
 
         def find() -> Finding:
@@ -339,7 +324,7 @@ class StepAudit(Observer):
         """Repeat the computation. Returns the checksum of every layer's outputs."""
         results: dict[int, int] = {}
 
-        def record(index: int, _module: Any, _inputs: Any, outputs: Any) -> None:
+        def record(index: int, _module: object, _inputs: object, outputs: Batch) -> None:
             results[index] = checksum(pack(outputs, f"layer {index}"))
 
         layers = self._engine.module.stage_modules(evidence.op.stage)
@@ -363,8 +348,8 @@ class StepAudit(Observer):
             ranks,
             lasting,
         )
-        if lasting and self._engine.recovery is not None:
-            self._engine.recovery.stop(str(error))
+        if lasting and self._stop is not None:
+            self._stop(str(error))
         raise error.of_all_ranks()
 
     def _weight_checksums(self) -> Weights:
@@ -437,7 +422,7 @@ class StepAudit(Observer):
         self._has_warned = True
 
 
-def _slice(instruction: Any) -> int:
+def _slice(instruction: ds.PipeInstruction) -> int:
     return instruction.kwargs.get("slice", 0)
 
 

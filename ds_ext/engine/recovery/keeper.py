@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from . import keeper_process
-from .keeper_process import ANSWER_S, MAX_BYTES, KeeperError, address, user_of
+from .keeper_process import ANSWER_S, MAX_BYTES, Address, KeeperError, Record, address, user_of
 
 _START_S = 20.0
 _POLL_S = 0.02
@@ -88,7 +88,7 @@ class Keeper:
             _parse_answer(data)
             return descriptors[0]
 
-    def listen(self, ip: str) -> list[Any]:
+    def listen(self, ip: str) -> Address:
         """Accept copies from other hosts at an address of this host. Returns the ``to`` of copy() and move()."""
         return self._ask("listen", ip=ip)["to"]
 
@@ -116,14 +116,14 @@ class Keeper:
         """Set a reason against continuing the job, for all ranks that start later."""
         self._ask("stop", reason=reason)
 
-    def copy(self, rank: int, step: int, start: int, to: list[Any]) -> None:
+    def copy(self, rank: int, step: int, start: int, to: Address) -> None:
         """Start to copy a snapshot to another host. The records show when the copy has ended."""
         with self._connect() as connection:
             connection.send(
                 json.dumps({"do": "copy", "rank": rank, "step": step, "start": start, "to": to}).encode()
             )
 
-    def move(self, rank: int, step: int, start: int, to: list[Any], timeout_s: float) -> None:
+    def move(self, rank: int, step: int, start: int, to: Address, timeout_s: float) -> None:
         """Copy a snapshot to another host, and wait for it."""
         self._ask("move", timeout_s, rank=rank, step=step, start=start, to=to)
 
@@ -148,7 +148,7 @@ class Keeper:
             env=environ,
         )
 
-    def _ask(self, do: str, timeout_s: float = ANSWER_S, **arguments: Any) -> dict[str, Any]:
+    def _ask(self, do: str, timeout_s: float = ANSWER_S, **arguments: object) -> Record:
         with self._connect() as connection:
             connection.settimeout(timeout_s)
             connection.send(json.dumps({"do": do, **arguments}).encode())
@@ -179,13 +179,13 @@ class _Connection:
             raise
         return self._socket
 
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._socket.close()
         if isinstance(error, OSError):
             raise KeeperError(error.strerror or str(error)) from None
 
 
-def _parse_answer(data: bytes) -> dict[str, Any]:
+def _parse_answer(data: bytes) -> Record:
     if not data:
         raise KeeperError("it refused this process")
     answer = json.loads(data)

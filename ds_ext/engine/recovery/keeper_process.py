@@ -50,6 +50,11 @@ STEP, CHECKSUM, SIZE, STATE_BYTES = 0, 1, 2, 3  # of each of the two slots
 COPIED, COPY_FAILED = 10, 11  # last step whose copy to another host has ended; last one whose copy failed
 
 
+# Own types, because this file runs as a script.
+Record = dict[str, Any]  # question or answer in JSON
+Address = list[Any]  # address, port and token of a keeper that accepts copies
+
+
 class KeeperError(Exception):
     """The keeper cannot be reached, or cannot do what it is asked for."""
 
@@ -139,7 +144,6 @@ class Memory:
 
 
 def record(records: memoryview, slot: int) -> memoryview:
-    """Return the numbers of a slot."""
     first = FIRST_SLOT + slot * PER_SLOT
     return records[first : first + PER_SLOT]
 
@@ -165,7 +169,7 @@ class KeeperProcess:
         self._alive: dict[int, tuple[int, int]] = {}  # pidfd_open(2) -> start and rank
         # Start -> rank -> time of its exit in ns since 1970, or RUNS.
         self._exits: dict[int, dict[int, int]] = {}
-        self._answers: dict[str, Callable[..., dict[str, Any]]] = {
+        self._answers: dict[str, Callable[..., Record]] = {
             "hello": self._hello,
             "list": lambda: {"files": self._memory.sizes()},
             "listen": self._listen,
@@ -243,13 +247,13 @@ class KeeperProcess:
 
     # --- questions ---
 
-    def _hello(self, rank: int, start: int, process: int) -> dict[str, Any]:
+    def _hello(self, rank: int, start: int, process: int) -> Record:
         """Take the time at which a rank of a start exits, from now on."""
         self._exits.setdefault(start, {})[rank] = RUNS
         self._alive[os.pidfd_open(process)] = start, rank
         return {"id": self._id, "process": os.getpid(), "stopped": self._stopped}
 
-    def _listen(self, ip: str) -> dict[str, Any]:
+    def _listen(self, ip: str) -> Record:
         if self._incoming is None:
             family = socket.AF_INET6 if ":" in ip else socket.AF_INET
             listener = socket.socket(family, socket.SOCK_STREAM)
@@ -259,11 +263,11 @@ class KeeperProcess:
         ip, port = self._incoming.getsockname()[:2]
         return {"to": [ip, port, self._token]}
 
-    def _exits_before(self, start: int) -> dict[str, Any]:
+    def _exits_before(self, start: int) -> Record:
         last = max((earlier for earlier in self._exits if earlier < start), default=-1)
         return {"start": last, "exits": self._exits.get(last, {})}
 
-    def _snapshots(self) -> dict[str, Any]:
+    def _snapshots(self) -> Record:
         snapshots = {}
         for rank in self._memory.ranks():
             records = self._memory.records(rank)
@@ -271,7 +275,7 @@ class KeeperProcess:
             snapshots[rank] = [[step for step in steps if step != NONE], list(records[:FIRST_SLOT])]
         return {"snapshots": snapshots}
 
-    def _begin(self, start: int, after: int, ranks: list[int]) -> dict[str, Any]:
+    def _begin(self, start: int, after: int, ranks: list[int]) -> Record:
         with self._lock:
             self._start = max(start, self._start)
             for rank in self._memory.ranks():
@@ -285,15 +289,15 @@ class KeeperProcess:
                     self._memory.remove(rank)
         return {}
 
-    def _stop(self, reason: str) -> dict[str, Any]:
+    def _stop(self, reason: str) -> Record:
         self._stopped = reason
         return {}
 
-    def _copy(self, rank: int, step: int, start: int, to: list[Any]) -> dict[str, Any]:
+    def _copy(self, rank: int, step: int, start: int, to: Address) -> Record:
         _in_thread(self._send, rank, step, start, to)
         return {}
 
-    def _move(self, connection: socket.socket, question: dict[str, Any]) -> None:
+    def _move(self, connection: socket.socket, question: Record) -> None:
         with connection:
             rank, answer = question["rank"], {}
             try:
@@ -304,7 +308,7 @@ class KeeperProcess:
 
     # --- copies between keepers ---
 
-    def _send(self, rank: int, step: int, start: int, to: list[Any]) -> None:
+    def _send(self, rank: int, step: int, start: int, to: Address) -> None:
         """Copy a snapshot to another keeper, after earlier copies of this rank, and record the end or the failure."""
         records = self._memory.records(rank)
         error = ""
@@ -320,7 +324,7 @@ class KeeperProcess:
                     records[COPY_FAILED] = step
                 records[COPIED] = step
 
-    def _send_snapshot(self, rank: int, step: int, start: int, to: list[Any]) -> None:
+    def _send_snapshot(self, rank: int, step: int, start: int, to: Address) -> None:
         records = self._memory.records(rank)
         slot = next((slot for slot in (0, 1) if record(records, slot)[STEP] == step), None)
         if slot is None:
@@ -402,11 +406,11 @@ class KeeperProcess:
                 records[PROGRESS] = progress[PROGRESS]
 
 
-def _reason(to: list[Any], error: Exception) -> str:
+def _reason(to: Address, error: Exception) -> str:
     return f"{to[0]} port {to[1]}: {getattr(error, 'strerror', None) or error}"
 
 
-def _in_thread(function: Callable[..., None], *args: Any) -> None:
+def _in_thread(function: Callable[..., None], *args: object) -> None:
     """Call a function in a thread that does not keep the process alive. Its exceptions are ignored."""
 
     def run() -> None:
@@ -416,12 +420,12 @@ def _in_thread(function: Callable[..., None], *args: Any) -> None:
     threading.Thread(target=run, daemon=True).start()
 
 
-def _send_message(connection: socket.socket, message: dict[str, Any]) -> None:
+def _send_message(connection: socket.socket, message: Record) -> None:
     data = json.dumps(message).encode()
     connection.sendall(struct.pack("!I", len(data)) + data)
 
 
-def _read_message(connection: socket.socket) -> dict[str, Any]:
+def _read_message(connection: socket.socket) -> Record:
     (size,) = struct.unpack("!I", _read(connection, 4))
     if size > MAX_BYTES:
         raise KeeperError("a message is too long")

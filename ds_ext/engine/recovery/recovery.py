@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -33,14 +33,17 @@ from ...parallel.hosts import copy_hosts
 from ..all_ranks import from_rank_0, on_all_ranks
 from ..batches import IteratorBatches
 from ..checkpoint.save import describe_job
-from ..checkpoint.states import Checkpointed
+from ..engine_state import EngineState
 from ..state import RankState
+from ..types import Json, Record
 from .audit import checksum
 from .keeper import Exits, Keeper, KeeperError, Snapshots
-from .keeper_process import RUNS
+from .keeper_process import RUNS, Address
 from .slots import Slots, pack_state, unpack_state
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _POLL_S = 0.002
 
@@ -96,7 +99,7 @@ def restarts() -> int:
 class Recovery:
     """Snapshots of this rank. All methods must be called by all ranks together."""
 
-    def __init__(self, engine: Checkpointed, options: RecoveryOptions) -> None:
+    def __init__(self, engine: EngineState, options: RecoveryOptions) -> None:
         self._engine, self._options = engine, options
         self._rank = dist.get_rank()
         self._timeout_s = engine.plan.settings.transport_options.timeout_s
@@ -131,11 +134,11 @@ class Recovery:
         self._keeper = Keeper(launcher[1])
         return self._keeper.start(self._rank, self.restart)
 
-    def _listen(self) -> list[Any]:
+    def _listen(self) -> Address:
         node_ips = self._engine.plan.settings.transport_options.node_ips
         return self._keeper.listen(own_address(self._rank, dist.get_world_size(), node_ips))
 
-    def _with_keepers(self, function: Callable[[], Any], share: bool = True) -> list[Any]:
+    def _with_keepers(self, function: Callable[[], _T], share: bool = True) -> list[_T]:
         """Return the results of ``function()`` on all ranks; without ``share`` only this rank's, None for the others.
 
         Use ``share=False`` for results that cannot be pickled.
@@ -227,7 +230,7 @@ class Recovery:
                 "initialize(), or train_batch() an object with get, advance, state_dict and load_state_dict."
             )
 
-    def _require_same_job(self, job: Mapping[str, Any]) -> None:
+    def _require_same_job(self, job: Json) -> None:
         now = describe_job(self._engine)
         changed = sorted(key for key in now if now[key] != job.get(key))
         if changed:
@@ -250,7 +253,7 @@ class Recovery:
     def _is_due(self, step: int) -> bool:
         return step % self._options.every == 0
 
-    def _address_of(self, host: int) -> list[Any]:
+    def _address_of(self, host: int) -> Address:
         assert self._addresses is not None
         return self._addresses[self._hosts.index(host)]
 
@@ -416,9 +419,9 @@ class Recovery:
             on_all_ranks(move)
         return len(senders)
 
-    def _read(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def _read(self, step: int) -> tuple[dict[str, Tensor], Record] | None:
         """Return this rank's snapshot; None on all ranks if one of them is damaged or of another job."""
-        snapshot: tuple[dict[str, Tensor], dict[str, Any]] = {}, {}
+        snapshot: tuple[dict[str, Tensor], Record] = {}, {}
 
         def read() -> None:
             nonlocal snapshot

@@ -28,6 +28,7 @@ from torch import Tensor
 from ...environment import path_of
 from ...errors import CheckpointError
 from ..checkpoint.file import TensorFile, from_plain, header_of, to_plain
+from ..types import Record
 from .keeper import Keeper, KeeperError
 from .keeper_process import (
     CHECKSUM,
@@ -53,7 +54,7 @@ _STATE_UNIT = 4096  # bytes; a state that grows by at most one unit fits into th
 class _Slot(NamedTuple):
     """Mapped file of a slot: layout of the tensors, all bytes, and views of every tensor and of the state."""
 
-    layout: tuple[Any, ...]
+    layout: tuple[object, ...]
     content: memoryview
     views: dict[str, Tensor]
 
@@ -71,16 +72,13 @@ class Slots:
 
     @property
     def last_ended_copy(self) -> int:
-        """Last step whose copy to another host has ended."""
         return int(self._records[COPIED])
 
     @property
     def last_failed_copy(self) -> int:
-        """Last step whose copy to another host failed."""
         return int(self._records[COPY_FAILED])
 
     def mark_complete(self, step: int) -> None:
-        """Record that a step is complete on all ranks, and the time."""
         self._records[PROGRESS_NS] = time.time_ns()
         self._records[PROGRESS] = step
 
@@ -131,7 +129,7 @@ class Slots:
             os.close(descriptor)
         return tensors, tensors.pop(STATE)[: int(record[STATE_BYTES])].numpy().tobytes()
 
-    def _record(self, number: int) -> Any:
+    def _record(self, number: int) -> np.ndarray:
         """Return the numbers of a slot, as a writable view of the records."""
         first = FIRST_SLOT + number * PER_SLOT
         return self._records[first : first + PER_SLOT]
@@ -166,7 +164,7 @@ class Slots:
             os.close(descriptor)
 
 
-def _layout(tensors: Mapping[str, Tensor]) -> tuple[Any, ...]:
+def _layout(tensors: Mapping[str, Tensor]) -> tuple[object, ...]:
     return tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
 
 
@@ -200,13 +198,13 @@ def _views(content: Tensor, tensors: Mapping[str, Tensor], capacity: int) -> dic
     return {**views, STATE: state}
 
 
-def pack_state(state: Mapping[str, Any]) -> bytes:
+def pack_state(state: Mapping[str, object]) -> bytes:
     buffer = io.BytesIO()
     torch.save(to_plain(state), buffer)
     return buffer.getvalue()
 
 
-def unpack_state(data: bytes) -> dict[str, Any]:
+def unpack_state(data: bytes) -> Record:
     return from_plain(torch.load(io.BytesIO(data), weights_only=True))
 
 

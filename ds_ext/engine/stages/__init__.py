@@ -15,8 +15,9 @@ import torch
 from ...pipe_schedules.placement import Placement
 from ...pipe_schedules.stage_kinds import BODY, HEAD_LOSS, HEAD_PART, StageKind
 from ...tensor_parallel import HeadPart as HeadLayer
+from ..losses.step import StepLosses
 from ..module import PipelineModule
-from .body import Body, Forward, LastBody, Losses
+from .body import Body, Forward, LastBody
 from .head import BodyBeforeHead, HeadLoss, HeadPart
 from .stage import Stage
 
@@ -27,7 +28,7 @@ class RankStages:
 
     module: PipelineModule
     compute: Forward
-    losses: Losses
+    losses: StepLosses
     device: torch.device
     stages: dict[int, Stage] = field(default_factory=dict)
 
@@ -46,9 +47,8 @@ def register_stage(kind: StageKind, make: Make) -> None:
 
 
 def stages_of(
-    module: PipelineModule, compute: Forward, losses: Losses, device: torch.device
+    module: PipelineModule, compute: Forward, losses: StepLosses, device: torch.device
 ) -> dict[int, Stage]:
-    """Return the stages of this rank by number."""
     rank = RankStages(module, compute, losses, device)
     for stage in (*module.stages, *_without_weights(module)):
         rank.stages[stage] = _MAKE[rank.placement.table[stage].kind](stage, rank)

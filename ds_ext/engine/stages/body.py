@@ -4,40 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ...errors import ConfigError
 from ...tensor_parallel import current_slice, deferrable
-from ..losses.step import Loss, join_losses
+from ..losses.step import StepLosses, join_losses
 from ..messages import join_outputs, pack, unpack
 from ..module import PipelineModule
 from ..step import Step
+from ..types import Batch
 from .buffer import Buffer
 from .stage import Stage
 
 # torch's errors for inputs with a wrong dtype.
 _DTYPE_ERROR = re.compile(r"dtype|scalar type|should be the same")
 _alias = torch.ops.aten._unsafe_view.default
-Forward = Callable[[int, tuple[Tensor, ...], int, int], Any]  # such as :class:`StageForward`
-
-
-class Losses(Protocol):
-    """Losses of a step, such as :class:`..losses.step.StepLosses`."""
-
-    def shift_labels(self, labels: Any) -> Any:
-        """Return the labels of a micro-batch from which those of its slices are cut."""
-        ...
-
-    def return_logits(self, outputs: Any) -> Any:
-        """Return what an evaluation returns for outputs of the last layer."""
-        ...
-
-    def compute(self, outputs: Any, labels: tuple[Tensor, ...] | None) -> Loss: ...
-
-    def add(self, loss: Loss, weight: float) -> None: ...
+Forward = Callable[[int, tuple[Tensor, ...], int, int], Batch]  # such as :class:`StageForward`
 
 
 class Body(Stage):
@@ -49,7 +33,7 @@ class Body(Stage):
 
     has_labels = False  # of the data
 
-    def __init__(self, stage: int, compute: Forward, losses: Losses, device: torch.device) -> None:
+    def __init__(self, stage: int, compute: Forward, losses: StepLosses, device: torch.device) -> None:
         self.stage, self.compute, self.losses, self._device = stage, compute, losses, device
         self.reads_data = stage == 0
 
@@ -61,7 +45,7 @@ class Body(Stage):
             labels = step.sequences.shift_before_cut(self.losses.shift_labels, labels)
             buffer.labels = self._slice(step, labels, index)
 
-    def _slice(self, step: Step, batch: Any, index: int) -> tuple[Tensor, ...]:
+    def _slice(self, step: Step, batch: Batch, index: int) -> tuple[Tensor, ...]:
         tensors = step.sequences.cut(pack(batch, "the data"), index)
         return tuple([t.to(self._device, non_blocking=True).detach() for t in tensors])
 
@@ -76,7 +60,7 @@ class Body(Stage):
         assert buffer.inputs is not None
         inputs, number = buffer.inputs, step.data.first_id + micro_batch
 
-        def run() -> Any:
+        def run() -> Batch:
             outputs = self.compute(self.stage, inputs, step.number, number)
             self._finish(step, buffer, micro_batch, index, outputs)
             return outputs
@@ -86,7 +70,7 @@ class Body(Stage):
         if not torch.is_grad_enabled():
             buffer.inputs = None
 
-    def _finish(self, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Any) -> None:
+    def _finish(self, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Batch) -> None:
         """Do nothing: the outputs go to the next stage."""
 
     def backward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
@@ -113,12 +97,12 @@ class LastBody(Body):
 
     has_labels = True
 
-    def _finish(self, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Any) -> None:
+    def _finish(self, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Batch) -> None:
         store_loss(self.losses, step, buffer, micro_batch, index, outputs)
 
 
 def store_loss(
-    losses: Losses, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Any
+    losses: StepLosses, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Batch
 ) -> None:
     """Keep what the step wants of the outputs of slice ``index``: outputs, loss, and its start of a backward."""
     labels, buffer.labels = buffer.labels, None
@@ -142,7 +126,7 @@ class StageForward:
     def __init__(self, module: PipelineModule) -> None:
         self._module = module
 
-    def __call__(self, stage: int, inputs: tuple[Tensor, ...], step: int, micro_batch: int) -> Any:
+    def __call__(self, stage: int, inputs: tuple[Tensor, ...], step: int, micro_batch: int) -> Batch:
         """Return the outputs of a stage. ``step`` and ``micro_batch`` are global and seed random layers."""
         # Inputs are leaves, on which torch does not allow in-place operations. An identity hides the leaves.
         try:

@@ -14,16 +14,15 @@ Stage S + D is on the device of stage S - 1. It runs the backward of the loss fu
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...errors import ConfigError
 from ...tensor_parallel import HeadPart as HeadLayer
 from ...tensor_parallel import PartialLoss, TokenLosses, backward, combine_losses
+from ..losses.step import StepLosses
 from ..step import Step
-from .body import Body, Losses, store_loss
+from .body import Body, Forward, store_loss
 from .buffer import Buffer
 from .stage import Stage
 
@@ -35,8 +34,8 @@ class BodyBeforeHead(Body):
 
     has_labels = True
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        super().__init__(*arguments, **keywords)
+    def __init__(self, stage: int, compute: Forward, losses: StepLosses, device: torch.device) -> None:
+        super().__init__(stage, compute, losses, device)
         self.labels: Labels = {}
 
     def start_step(self) -> None:
@@ -94,7 +93,7 @@ class HeadLoss(Stage):
         layer: any part of the head.
     """
 
-    def __init__(self, before: BodyBeforeHead, layer: HeadLayer, losses: Losses) -> None:
+    def __init__(self, before: BodyBeforeHead, layer: HeadLayer, losses: StepLosses) -> None:
         self._before, self._layer, self._losses = before, layer, losses
 
     def forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,108 +15,69 @@ from ...planner.job_plan import JobPlan
 from ...tensor_parallel import Slice, SliceStore, computing
 from ..losses.step import Loss, require_pairs
 from ..module import PipelineModule
+from ..types import Batch
 from .slice_trial import copies, cut, num_tokens, try_layers, try_loss
 
 Labels = tuple[Tensor, ...] | None
-Roots = list[tuple[GradientEdge, Tensor]]
-Compute = Callable[[Any, Labels], Loss]
+Start = tuple[list[tuple[GradientEdge, Tensor]], list[Tensor]]  # of a backward, and leaves
+Compute = Callable[[Batch, Labels], Loss]
+Shift = Callable[[Batch], Batch]
+Run = Callable[[], Batch]
 
 
-class Sequences(Protocol):
-    """Sequences of the micro-batches of a step, cut into ``count`` slices."""
+class Sequences:
+    """Sequences of the micro-batches of a step, cut into ``count`` slices: here into one."""
 
-    count: int
+    count = 1
 
     def clear(self) -> None:
         """Drop the slices of a step that failed."""
-        ...
 
     def copy_empty(self) -> Sequences:
         """Return the same for other micro-batches in flight, whose layers were tried."""
-        ...
+        return self
 
     def cut(self, tensors: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
         """Return slice ``index`` of the data of a micro-batch: of the tensors whose dimension 1 is the sequence."""
-        ...
+        return tensors
 
-    def shift_before_cut(self, shift: Callable[[Any], Any], labels: Any) -> Any:
+    def shift_before_cut(self, shift: Shift, labels: Batch) -> Batch:
         """Return the labels from which those of slices are cut: of a whole sequence, the last layer shifts them."""
-        ...
+        return labels
 
-    def shift_after_cut(self, shift: Callable[[Any], Any], labels: Tensor) -> Tensor:
-        """Return the labels of the tokens of a slice."""
-        ...
+    def shift_after_cut(self, shift: Shift, labels: Tensor) -> Tensor:
+        return shift(labels)
 
     def forward(
-        self, run: Callable[[], Any], stage: int, micro_batch: int, index: int, inputs: tuple[Tensor, ...]
-    ) -> Any:
-        """Return ``run()``, the forward of a slice with these inputs."""
-        ...
+        self, run: Run, stage: int, micro_batch: int, index: int, inputs: tuple[Tensor, ...]
+    ) -> Batch:
+        return run()
 
-    def loss(self, compute: Compute, outputs: Any, labels: Labels) -> Loss: ...
+    def loss(self, compute: Compute, outputs: Batch, labels: Labels) -> Loss:
+        return compute(outputs, labels)
 
-    def computing(self, tokens: int, index: int) -> contextlib.AbstractContextManager[None]:
+    def computing(self, tokens: int, index: int) -> AbstractContextManager[None]:
         """Context of the loss of slice ``index``, of ``tokens`` tokens, outside of :meth:`forward`."""
-        ...
+        return nullcontext()
 
-    def backward(
-        self, stage: int, micro_batch: int, index: int
-    ) -> contextlib.AbstractContextManager[tuple[Roots, list[Tensor]]]:
+    def backward(self, stage: int, micro_batch: int, index: int) -> AbstractContextManager[Start]:
         """Context of the backward of a slice: what it starts from beside its outputs, and the leaves of its graph."""
-        ...
+        return _NOTHING_MORE
+
+
+WholeSequences = Sequences
+_NOTHING_MORE: AbstractContextManager[Start] = nullcontext(([], []))
 
 
 def sequences_of(module: PipelineModule, plan: JobPlan) -> Sequences:
     settings = plan.settings
     if settings.sequence_slices == 1:
-        return WholeSequences()
+        return Sequences()
     shards = plan.layout.tensor_parallel_size if settings.sequence_parallel else 1
     return SlicedSequences(module, settings.sequence_slices, settings.slice_lengths, shards)
 
 
-class WholeSequences:
-    """Sequences in one slice."""
-
-    count = 1
-
-    def clear(self) -> None:
-        pass
-
-    def copy_empty(self) -> WholeSequences:
-        return self
-
-    def cut(self, tensors: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
-        return tensors
-
-    def shift_before_cut(self, shift: Callable[[Any], Any], labels: Any) -> Any:
-        return labels
-
-    def shift_after_cut(self, shift: Callable[[Any], Any], labels: Tensor) -> Tensor:
-        return shift(labels)
-
-    def forward(
-        self, run: Callable[[], Any], stage: int, micro_batch: int, index: int, inputs: tuple[Tensor, ...]
-    ) -> Any:
-        return run()
-
-    def loss(self, compute: Compute, outputs: Any, labels: Labels) -> Loss:
-        return compute(outputs, labels)
-
-    def computing(self, tokens: int, index: int) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def backward(
-        self, stage: int, micro_batch: int, index: int
-    ) -> contextlib.AbstractContextManager[tuple[Roots, list[Tensor]]]:
-        return _NOTHING_MORE
-
-
-_NOTHING_MORE: contextlib.AbstractContextManager[tuple[Roots, list[Tensor]]] = contextlib.nullcontext(
-    ([], [])
-)
-
-
-class SlicedSequences:
+class SlicedSequences(Sequences):
     """Sequences in several slices.
 
     Args:
@@ -147,15 +107,15 @@ class SlicedSequences:
     def _bounds(self, tokens: int) -> list[tuple[int, int]]:
         return slice_bounds(tokens, self.count, self._lengths, self._shards)
 
-    def shift_before_cut(self, shift: Callable[[Any], Any], labels: Any) -> Any:
+    def shift_before_cut(self, shift: Shift, labels: Batch) -> Batch:
         return shift(labels)
 
-    def shift_after_cut(self, shift: Callable[[Any], Any], labels: Tensor) -> Tensor:
+    def shift_after_cut(self, shift: Shift, labels: Tensor) -> Tensor:
         return labels
 
     def forward(
-        self, run: Callable[[], Any], stage: int, micro_batch: int, index: int, inputs: tuple[Tensor, ...]
-    ) -> Any:
+        self, run: Run, stage: int, micro_batch: int, index: int, inputs: tuple[Tensor, ...]
+    ) -> Batch:
         live = self._live.setdefault((stage, micro_batch), [])
         if not live:
             live += self.slices_of(num_tokens(inputs) * (self._shards if stage else 1))
@@ -174,18 +134,18 @@ class SlicedSequences:
         store, trains = SliceStore(), torch.is_grad_enabled()
         return [Slice(i, *bounds, total, store, trains) for i, bounds in enumerate(self._bounds(total))]
 
-    def loss(self, compute: Compute, outputs: Any, labels: Labels) -> Loss:
+    def loss(self, compute: Compute, outputs: Batch, labels: Labels) -> Loss:
         if not self._loss_tried and labels is not None:
             self._loss_tried = try_loss(self._module, compute, outputs, labels)
         loss = compute(outputs, labels)
         require_pairs(loss)
         return loss
 
-    def computing(self, tokens: int, index: int) -> contextlib.AbstractContextManager[None]:
+    def computing(self, tokens: int, index: int) -> AbstractContextManager[None]:
         return computing(self.slices_of(tokens)[index])
 
-    @contextlib.contextmanager
-    def backward(self, stage: int, micro_batch: int, index: int) -> Iterator[tuple[Roots, list[Tensor]]]:
+    @contextmanager
+    def backward(self, stage: int, micro_batch: int, index: int) -> Iterator[Start]:
         part = self._live[stage, micro_batch][index]
         roots = part.store.roots(index)
         with computing(replace(part, repeats=True)):

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +14,13 @@ from torch.utils._pytree import tree_leaves
 
 from ...errors import ConfigError
 from ...tensor_parallel import Slice, SliceStore, computing
+from ..contracts import AdaptedLayer
 from ..deepspeed_api.recompute import preserve_buffers
 from ..evaluation import evaluating
 from ..losses.step import Loss, require_pairs, terms_of
 from ..messages import pack, unpack
 from ..module import PipelineModule
+from ..types import Batch, Function, Record
 
 # Largest difference between a layer's outputs for a sequence and for its slices, relative to the largest output.
 _TOLERANCE = {torch.float64: 1e-10, torch.float32: 5e-5}
@@ -34,8 +35,8 @@ _LARGEST_TOLERANCE = 1e-2  # of a sum of losses; without one of its last few lab
 
 def try_loss(
     module: PipelineModule,
-    compute: Callable[[Any, tuple[Tensor, ...] | None], Loss],
-    outputs: Any,
+    compute: Callable[[Batch, tuple[Tensor, ...] | None], Loss],
+    outputs: Batch,
     labels: tuple[Tensor, ...],
 ) -> bool:
     """Try the loss function on a slice, and return whether the slice has counted labels."""
@@ -108,7 +109,7 @@ def _gpus(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.device.index for tensor in tensors if tensor.is_cuda}
 
 
-def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, x: Any, tokens: int) -> Any:
+def _try_layer(module: nn.Module, layer: Function, name: str, x: Batch, tokens: int) -> Batch:
     """Return the outputs of a layer for a sequence, after the check of :func:`try_layers`."""
     inputs, middle = pack(x, name), tokens // 2
     if tokens == 2:  # they may be equal
@@ -121,7 +122,7 @@ def _try_layer(module: nn.Module, layer: Callable[[Any], Any], name: str, x: Any
             return pack(layer(unpack(copies(value))), name)
 
     def part_of_inputs(start: int, stop: int) -> Sequence[Tensor]:
-        own = getattr(layer, "cut_sequence", None)  # of a layer whose inputs have masks
+        own = AdaptedLayer(layer).cut_sequence
         return cut(inputs, tokens, start, stop) if own is None else pack(own(x, start, stop), name)
 
     pair: list[tuple[Tensor, ...]] = []
@@ -208,10 +209,7 @@ def _try_sums(loss: Callable[[int, int], Loss], name: str, tokens: int) -> bool:
     return any(term.count for term in whole.values())
 
 
-def _loss_of(
-    layer: Callable[[Any], Any], inputs: Sequence[Tensor], tokens: int, start: int, stop: int
-) -> Loss:
-    """Return the loss of a part of a slice, by a last layer that computes it."""
+def _loss_of(layer: Function, inputs: Sequence[Tensor], tokens: int, start: int, stop: int) -> Loss:
     with computing(Slice(0, start, stop, tokens)):
         return terms_of(layer(unpack(copies(cut(inputs, tokens, start, stop)))))
 
@@ -234,7 +232,9 @@ class _HalfWatch(TorchDispatchMode):
         super().__init__()
         self.found = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Function, types: object, args: Sequence[object] = (), kwargs: Record | None = None
+    ) -> object:
         result = func(*args, **(kwargs or {}))
         self.found = self.found or any(
             isinstance(leaf, Tensor) and leaf.dtype in (torch.bfloat16, torch.float16)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule as ds
 from torch.distributed import ProcessGroup
 
 from ...observe.trace.clock import Comparison, compare
@@ -49,10 +49,10 @@ class BusyClock(Observer):
     def start_step(self) -> None:
         self.started, self.spans = self.now(), []
 
-    def before(self, instruction: Any) -> None:
+    def before(self, instruction: ds.PipeInstruction) -> None:
         self._begin = self.now()
 
-    def after(self, instruction: Any) -> None:
+    def after(self, instruction: ds.PipeInstruction) -> None:
         self.spans.append((self._begin, self.now()))
 
     def read(self) -> tuple[float, float]:

@@ -14,17 +14,17 @@ import os
 import platform
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
@@ -36,7 +36,10 @@ from ...observe.trace.file import TraceFile, write_timetable
 from ...parallel.layout import ParallelLayout
 from ...pipe_schedules import Instruction, Timetable
 from ...pipe_schedules.ops import COMPUTE, GATHER_STAGE, REDUCE_STAGE
+from ..contracts import AdaptedLayer
 from ..executor import Observer
+from ..module import PipelineModule
+from ..types import Json, Record
 from .clock import BusyClock, Clocks, Reading, Times, clock_event
 
 logger = logging.getLogger(__name__)
@@ -78,7 +81,7 @@ class Tracer(Observer):
         transport: str,
         eager: bool,
         timeout_s: float,
-        facts: Mapping[str, Any] = MappingProxyType({}),
+        facts: Json = MappingProxyType({}),
     ) -> None:
         assert options.dir is not None
         self.folder = Path(options.dir)
@@ -105,22 +108,21 @@ class Tracer(Observer):
         self._moved_bytes = 0
 
     @classmethod
-    def from_engine(cls, engine: Any, transport: str, eager: bool) -> Tracer:
-        """Return the tracer of an engine that is not complete yet, with the options of its job plan."""
-        settings, module = engine.plan.settings, engine.module
+    def from_module(cls, module: PipelineModule, busy: BusyClock, transport: str, eager: bool) -> Tracer:
+        plan, settings = module.plan, module.plan.settings
         facts = {
             "stage_parameters": {stage: _parameters(module, stage) for stage in module.stages},
             "stage_layers": [stop - start for start, stop in pairwise(module.parts[: module.num_stages + 1])],
-            "balanced": engine.plan.work is not None and engine.plan.work.is_balanced,
-            "micro_batch_size": engine.plan.sizes.micro_batch_size,
+            "balanced": plan.work is not None and plan.work.is_balanced,
+            "micro_batch_size": plan.sizes.micro_batch_size,
             "recomputes": module.activation_checkpoint_interval > 0
-            or any(getattr(layer, "recompute", False) for layer in module.modules()),
+            or any(AdaptedLayer(layer).recompute for layer in module.modules()),
         }
         return cls(
             settings.trace,
-            engine.global_rank,
-            engine.layout,
-            engine.busy,
+            module.global_rank,
+            module.layout,
+            busy,
             transport=transport,
             eager=eager,
             timeout_s=settings.transport_options.timeout_s,
@@ -150,10 +152,10 @@ class Tracer(Observer):
         """Count the bytes of a message that the current instruction sends or receives."""
         self._moved_bytes = sum(tensor.nbytes for tensor in tensors)
 
-    def before(self, instruction: Any) -> None:
+    def before(self, instruction: ds.PipeInstruction) -> None:
         self._begin = self.now()
 
-    def after(self, instruction: Any) -> None:
+    def after(self, instruction: ds.PipeInstruction) -> None:
         source: Instruction = instruction.source
         if source.name in (REDUCE_STAGE, GATHER_STAGE):
             return  # recorded from its start to its end
@@ -212,7 +214,7 @@ class Tracer(Observer):
             times = self.times.us(begin), self.times.us(self.now(), settled=False)
             self._append([self._text.evaluation(*times)])
 
-    def failed(self, instruction: Any) -> None:
+    def failed(self, instruction: ds.PipeInstruction) -> None:
         """Write the incomplete step after ``instruction`` has failed, and close the file."""
         with contextlib.suppress(Exception):  # report only the instruction's error
             self._flush()
@@ -275,7 +277,7 @@ class Tracer(Observer):
                 error.reported_by = rank
                 raise error
 
-    def _describe(self, run: str, step: int, timetable: Timetable) -> dict[str, Any]:
+    def _describe(self, run: str, step: int, timetable: Timetable) -> Record:
         device, data, tensor = self.layout.coordinates(self.rank)
         return {
             "run": run,
@@ -341,6 +343,6 @@ class Tracer(Observer):
             self._file = None
 
 
-def _parameters(module: Any, stage: int) -> int:
+def _parameters(module: PipelineModule, stage: int) -> int:
     layers = module.stage_modules(stage).values()
     return sum(parameter.numel() for layer in layers for parameter in layer.parameters())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ds_ext.engine.batches import StepData
 from ds_ext.engine.evaluation import Evaluation
 from ds_ext.engine.executor import Executor, Observer
-from ds_ext.engine.losses.step import Term, mean_of
+from ds_ext.engine.losses.step import StepLosses, Term, mean_of
 from ds_ext.engine.stages.body import LastBody
 from ds_ext.engine.stages.sequences import WholeSequences
 from ds_ext.pipe_schedules import get_schedule
@@ -52,14 +52,14 @@ class Loopback:
         self.sent[kind, micro_batch] = tensors
 
 
-class Losses:
+class Losses(StepLosses):
     def __init__(self) -> None:
         self.seen: list[float] = []
 
     def compute(self, outputs: Any, labels: Any) -> dict[str, Term]:
         return {"": Term((outputs - labels[0]).square().mean(), None)}
 
-    def add(self, loss: dict[str, Term], weight: float) -> None:
+    def add(self, loss: dict[str, Term], weight: float = 1.0) -> None:
         assert weight == 1
         self.seen.append(float(loss[""].sum.detach()))
 
