@@ -18,19 +18,19 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ...errors import ConfigError
-from ...pipe_schedules import Op, Timetable
+from ...pipe_schedules import Timetable
 from ...pipe_schedules.costs import Costs
 from ...pipe_schedules.draw.page import Mark, html
 from ...pipe_schedules.draw.svg import svg
 from ...pipe_schedules.simulation import Collective, Simulation, peak_stages, simulate
 from .costs import Quantity, Spans, costs_of_ops
-from .event import ASYNCHRONOUS, LOAD
-from .read import Event, Traces
+from .event import LOAD
+from .read import Event, Row, Traces, is_asynchronous, op_of
 from .summary import Summary, summarize, summary_table
 
 AXIS = "time, in milliseconds"
 
-StepEvents = dict[tuple[int, int], list[Event]]  # (pipeline group, device) -> events of one step
+StepEvents = dict[Row, list[Event]]  # of one step, first the one of the whole step
 
 
 def page(traces: Traces, step: int | None = None) -> str:
@@ -147,26 +147,15 @@ def _events(traces: Traces, steps: Collection[int]) -> dict[int, StepEvents]:
     With tensor parallelism these are the events of the first rank of the device that has a trace.
     """
     events: dict[int, StepEvents] = {}
-    seen = set()
-    for trace in traces.ranks.values():
-        row = trace.run["data_parallel_rank"], trace.run["device"]
-        if row in seen:
-            continue
-        seen.add(row)
-        for event in trace.spans():
-            step = event["args"].get("step")
+    for row, trace in traces.rows().items():
+        for step, spans in trace.steps().items():
             if step in steps:
-                events.setdefault(step, {}).setdefault(row, []).append(trace.aligned(event))
+                events.setdefault(step, {})[row] = list(map(trace.aligned, spans))
     return events
 
 
 def _timetable(traces: Traces, step_events: StepEvents) -> Timetable:
-    micro_batches = next(
-        event["args"]["micro_batches"]
-        for events in step_events.values()
-        for event in events
-        if event["cat"] == "step"
-    )
+    micro_batches = next(iter(step_events.values()))[0]["args"]["micro_batches"]
     timetable = traces.timetable(micro_batches)
     if timetable is None:
         raise ConfigError(
@@ -185,32 +174,30 @@ class _Row:
     collectives: list[Collective] = field(default_factory=list)
 
     def add(self, event: Event, start_us: float) -> None:
-        """Add an event; the span of a whole step is not drawn. ``start_us`` is the start of the step."""
+        """Add a span of the step that starts at ``start_us``."""
         begin = (event["ts"] - start_us) / 1e3
         end = (event["ts"] + event["dur"] - start_us) / 1e3
         values, thread = event["args"], event["tid"]
         if thread == "compute":
-            self.spans.append((Op(event["name"][0], values["micro_batch"], values["stage"]), begin, end))
+            self.spans.append((op_of(event), begin, end))
         elif thread == "recv":
             text = f"waits for rank {values['peer']}: {event['name'].partition(' from ')[0]}"
             self.marks.append(Mark(begin, end, text))
         elif event["cat"] == LOAD:
             self.marks.append(Mark(begin, end, f"loads data: {event['name']}", data=True))
-        elif thread.startswith(tuple(ASYNCHRONOUS)):
+        elif is_asynchronous(event):
             self.collectives.append(Collective(event["name"], begin, end))
-        elif event["cat"] != "step":
+        else:
             self.marks.append(Mark(begin, end, event["name"]))
 
 
 def _rows(step_events: StepEvents) -> dict[int, dict[int, _Row]]:
     """Return pipeline group -> device -> row, in milliseconds from the start of the step."""
-    start_us = min(
-        event["ts"] for events in step_events.values() for event in events if event["cat"] == "step"
-    )
+    start_us = min(whole["ts"] for whole, *_ in step_events.values())
     groups: dict[int, dict[int, _Row]] = defaultdict(dict)
-    for (group, device), events in sorted(step_events.items()):
+    for (group, device), (_, *spans) in sorted(step_events.items()):
         row = groups[group][device] = _Row()
-        for event in events:
+        for event in spans:
             row.add(event, start_us)
     return groups
 
