@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
-import ipaddress
 import os
-import socket
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm.rdma import devices as rdma_devices
 from ..comm.spin import usable_cores
-from ..environment import ipv6_addresses
+from ..environment import Address, interface_addresses
 from ..errors import TransportError
 
 SHARED_FILES = Path("/dev/shm")
 _MIB = 1 << 20
 _LEAST_SHARED, _LEAST_LOCKED = 1 << 30, 256 * _MIB
-_SIOCGIFADDR = 0x8915  # ioctl: IPv4 address of an interface
 _TRIAL_BYTES = 1 << 20
 _TRIAL_S = 5.0
 
@@ -117,16 +112,9 @@ def _addresses() -> Iterator[Finding]:
         yield _warn("addresses", "loopback only", "connect the host to a network for jobs on several hosts")
 
 
-def addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """Return (interface, address) of this host, without link-local addresses."""
-    interfaces: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                interfaces.append((name, ipaddress.IPv4Address(reply[20:24])))
-    return [*interfaces, *((name, ip) for name, ip in ipv6_addresses() if not ip.is_link_local)]
+def addresses() -> list[tuple[str, Address]]:
+    """Return (interface, address) of this host, without link-local addresses of IPv6."""
+    return [(name, ip) for name, ip in interface_addresses() if ip.version == 4 or not ip.is_link_local]
 
 
 def _rdma() -> Iterator[Finding]:
