@@ -7,11 +7,12 @@ import ipaddress
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ..errors import ConfigError
 from ..parallel.hosts import parse_hosts
+from ..planner.text import aligned
 from .doctor import Finding, examine
 from .hosts.checks import examine_hosts
 from .hosts.report import FAIL, Options, Pair, Report
@@ -94,13 +95,12 @@ def _is_address(text: str) -> bool:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    width = max((len(finding.subject) for finding in findings), default=0)
-    lines = []
+    rows = []
     for finding in findings:
-        lines.append(f"{finding.state:4}  {finding.subject:{width}}  {finding.found}")
+        rows.append((f"{finding.state:4}", finding.subject, finding.found))
         if finding.remedy:
-            lines.append(f"{'':4}  {'':{width}}  -> {finding.remedy}")
-    return "\n".join(lines)
+            rows.append(("", "", f"-> {finding.remedy}"))
+    return "\n".join(aligned(rows, left=(0, 1, 2)))
 
 
 def describe(report: Report) -> str:
@@ -109,18 +109,13 @@ def describe(report: Report) -> str:
     findings = []
     for host, host_findings in report.hosts.items():
         problems = [finding for finding in host_findings if finding.state != "ok"]
-        findings += [Finding(f"{host:{width}}  {p.subject}", p.state, p.found, p.remedy) for p in problems]
+        findings += [replace(problem, subject=f"{host:{width}}  {problem.subject}") for problem in problems]
         if not problems:
-            addresses = next(
-                (finding.found for finding in host_findings if finding.subject == "addresses"), ""
-            )
+            addresses = next((f.found for f in host_findings if f.subject == "addresses"), "")
             findings.append(Finding(host, "ok", addresses.partition(";")[0]))
-    parts = ["hosts", table(findings)]
-    if report.job:
-        parts += ["", "job", table(report.job)]
-    if report.pairs:
-        parts += ["", "pairs (tcp: round trip, one connection)", table(list(_pair_findings(report.pairs)))]
-    return "\n".join(parts)
+    tables = {"hosts": findings, "job": report.job}
+    tables["pairs (tcp: round trip, one connection)"] = list(_pair_findings(report.pairs))
+    return "\n\n".join(f"{title}\n{table(rows)}" for title, rows in tables.items() if rows)
 
 
 def _pair_findings(pairs: Sequence[Pair]) -> Iterator[Finding]:

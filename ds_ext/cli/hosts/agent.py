@@ -6,6 +6,7 @@ It reads one JSON object per line from standard input, ``{"do": name, ...}``, an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -60,11 +61,9 @@ class Agent:
         addresses: dict[str, list[str]] = {name: [] for name in names}
 
         def look_up(name: str) -> None:
-            try:
+            with contextlib.suppress(OSError):
                 entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            except OSError:
-                return
-            addresses[name] = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+                addresses[name] = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
         threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in names]
         deadline = time.monotonic() + _RESOLVE_S
@@ -81,11 +80,8 @@ class Agent:
     def rdma_open(self, key: str, address: str, sends: bool, job: str) -> dict[str, str]:
         """Open one side of a link. Return its port and the data that the other side needs."""
         opened = self._rdma[key] = RdmaProbe(address, sends)
-        return {
-            "name": opened.name,
-            "network": opened.link_layer,
-            "greeting": opened.greeting(bytes.fromhex(job)).hex(),
-        }
+        greeting = opened.greeting(bytes.fromhex(job)).hex()
+        return {"name": opened.name, "network": opened.link_layer, "greeting": greeting}
 
     def rdma_connect(self, key: str, greeting: str, job: str) -> None:
         self._rdma[key].connect(bytes.fromhex(greeting), bytes.fromhex(job))
@@ -94,13 +90,11 @@ class Agent:
         self._rdma[key].send()
 
     def rdma_receive(self, key: str) -> float:
-        """Receive all messages and return the bandwidth in Gbit/s."""
         return self._rdma[key].receive()
 
     def rdma_close(self, key: str) -> None:
-        opened = self._rdma.pop(key, None)
-        if opened is not None:
-            opened.close()
+        if key in self._rdma:
+            self._rdma.pop(key).close()
 
     def path(self, name: str) -> dict[str, Any]:
         path = Path(name)
