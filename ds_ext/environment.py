@@ -1,8 +1,8 @@
 """Variables of the launcher, and files of /proc: read here and nowhere else. Imports nothing of ds_ext.
 
-psutil, which takes 30 ms to import, has no thread states, capabilities, control groups and namespaces, and its starts of
-processes are seconds off on virtual machines that adjust their clock.
-Without Linux's /proc, or for a process that has exited, text and lists are empty.
+psutil, which takes 30 ms to import, has no thread states, capabilities, control groups and namespaces, and its times
+of processes are seconds off on virtual machines that adjust their clock. Without Linux's /proc, or for a process
+that has exited, text and lists are empty.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from ...pipe_schedules import Op, Timetable
 from ...pipe_schedules.ops import WAIT_STAGE
 from .causes import Causes, RowSteps, find_causes
 from .event import LOAD, REDUCTIONS
-from .merge import UnpairedEnds, list_messages, order_ends
+from .merge import UnpairedEnds
 from .read import Event, RankTrace, Row, Traces, is_asynchronous, op_of
 
 # A receive with a shorter wait, absolute or relative to the time since the send, counts as not waiting: the message may
@@ -373,24 +373,17 @@ class _Links:
     """Durations of the messages for which their receiver waited."""
 
     def __init__(self) -> None:
-        self._unpaired: UnpairedEnds[tuple[Event, float]] = UnpairedEnds()
+        self._unpaired = UnpairedEnds()
         # (sender, receiver) -> (microseconds, bytes) of every message
         self._messages: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
 
     def add(self, event: Event, wait_us: float = 0.0) -> None:
         """Add one end of a message, on rank 0's clock, and the time for which its receiver waited."""
-        for message in list_messages(event):
-            pair = self._unpaired.pair(message, event["tid"], (event, wait_us))
-            if pair is None:
-                continue
-            other_end, other_wait_us = pair
-            send, receive = order_ends(event, other_end)
+        for message, send, receive in self._unpaired.pairs({**event, "wait_us": wait_us}):
             duration_us = receive["ts"] + receive["dur"] - send["ts"]
-            shortest_wait_us = max(_MIN_WAIT_US, _MIN_WAIT_SHARE * duration_us)
-            if duration_us > 0 and max(wait_us, other_wait_us) > shortest_wait_us:
+            if duration_us > 0 and receive["wait_us"] > max(_MIN_WAIT_US, _MIN_WAIT_SHARE * duration_us):
                 _, sender, receiver, *_ = message
-                size = receive["args"].get("bytes", 0)
-                self._messages[sender, receiver].append((duration_us, size))
+                self._messages[sender, receiver].append((duration_us, receive["args"].get("bytes", 0)))
 
     def summaries(self) -> list[LinkSummary]:
         return [
