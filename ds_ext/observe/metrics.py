@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,33 +25,16 @@ from ..errors import ConfigError
 from ..gpus import peak_tflops as peak_of_name
 from .run_record import RunRecord
 
+if TYPE_CHECKING:
+    from ..engine import PipelineEngine
+    from ..engine.step_report import StepReport
+
 logger = logging.getLogger(__name__)
 
 _ERASE = "\x1b[2K"  # erase the line that the terminal's cursor is on
 _COLUMNS = 100  # most columns of a progress line
 _BETWEEN = 0.1  # least time between steps that a line has, relative to that of a step
 _MIB = 1 << 20
-
-
-class MeasuredEngine(Protocol):
-    """Measurements of a :class:`ds_ext.engine.PipelineEngine` that :class:`Metrics` reads."""
-
-    plan: Any
-    transport: Any
-    device: torch.device
-    global_rank: int
-    global_steps: int
-    global_samples: int
-    report: Any
-    run_facts: dict[str, Any]
-    checkpoint_events: Any
-    agg_additional_losses: Mapping[str, torch.Tensor] | None
-
-    def train_batch_size(self) -> int: ...
-
-    def get_global_grad_norm(self) -> Any:
-        """Return the gradient norm of the last step; None if unknown."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -156,7 +139,7 @@ class Metrics:
 
     def __init__(
         self,
-        engine: MeasuredEngine,
+        engine: PipelineEngine,
         *,
         total_steps: int | None = None,
         file: str | os.PathLike[str] | None = None,
@@ -206,11 +189,14 @@ class Metrics:
             validation_losses: additional validation losses, such as ``engine.eval_additional_losses``.
             validation_note: text that follows the validation losses in their line.
         """
-        metrics = self._measure(float(loss), validation_loss, validation_losses)
+        report = self._engine.report
+        if report is None:
+            raise ConfigError("Metrics.log: no step to report (got a call before engine.train_batch()).")
+        metrics = self._measure(report, float(loss), validation_loss, validation_losses)
         if self._file is not None:
             self._file.write(metrics)
         if self._record is not None:
-            self._record.note_memory(self._engine.report.of_ranks.peak_memory_of_ranks)
+            self._record.note_memory(report.of_ranks.peak_memory_of_ranks)
         is_first, total = self._steps == 0, self._total_steps
         left_s = self._count(metrics)
         if self._engine.global_rank != 0 or self._log_interval <= 0:
@@ -251,9 +237,10 @@ class Metrics:
 
     def print_summary(self) -> None:
         """Print steps, time, rates, memory and the last checkpoint of this start, on rank 0. Call it on every rank."""
-        if self._engine.global_rank != 0 or self._log_interval <= 0 or not self._steps:
+        report = self._engine.report
+        if self._engine.global_rank != 0 or self._log_interval <= 0 or report is None or not self._steps:
             return
-        peaks = self._engine.report.of_ranks.peak_memory_of_ranks
+        peaks = report.of_ranks.peak_memory_of_ranks
         rate = self._samples / self._seconds
         tflops = self._tflops(rate)
         figures = [f"{self._samples:,} samples", _rate_text(rate, "samples/s")]
@@ -291,13 +278,12 @@ class Metrics:
 
     def _measure(
         self,
+        report: StepReport,
         loss: float,
         validation_loss: torch.Tensor | float | None,
         validation_losses: Mapping[str, torch.Tensor | float] | None,
     ) -> StepMetrics:
-        engine, report = self._engine, self._engine.report
-        if report is None:
-            raise ConfigError("Metrics.log: no step to report (got a call before engine.train_batch()).")
+        engine = self._engine
         norm = engine.get_global_grad_norm()
         samples_per_s = engine.train_batch_size() / report.seconds
         tokens = self._tokens_per_sample

@@ -389,21 +389,19 @@ def _without_repeats(pairs: Sequence[tuple[str, Any]], subject: str) -> dict[str
     return values
 
 
-def _parse_links(links: object, subject: str) -> dict[tuple[int, int], float]:
+def _parse_links(links: Any, subject: str) -> dict[tuple[int, int], float]:
     """Return ``{(0, 1): 0.3}`` for ``{"0>1": 0.3}``."""
     pairs: dict[tuple[int, int], float] = {}
-    for name, time in links.items() if isinstance(links, dict) else [(links, None)]:
-        devices = (
-            re.fullmatch(r" *([0-9]{1,9}) *> *([0-9]{1,9}) *", name) if isinstance(links, dict) else None
-        )
-        if devices is None:
+    for name in links if isinstance(links, dict) else [links]:
+        devices = isinstance(links, dict) and re.fullmatch(r" *([0-9]{1,9}) *> *([0-9]{1,9}) *", name)
+        if not devices:
             raise ScheduleError(
                 f'{subject}: a link must be "sender>receiver" (got {_short(name)}). Example: "0>1".'
             )
         link = (int(devices[1]), int(devices[2]))
         if link in pairs:
             raise ScheduleError(f"{subject}: link {link[0]}>{link[1]} is repeated.")
-        pairs[link] = time
+        pairs[link] = links[name]
     return pairs
 
 

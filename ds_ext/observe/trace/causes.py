@@ -251,11 +251,11 @@ def find_causes(
     for row in rows.values():
         for op, us in (pair for step in steps for pair in row.steps[step]):
             all_times[op.kind, op.stage, row.rank].append(us)
-    usual = {key: statistics.median(times) for key, times in all_times.items()}
+    usual = {key: statistics.median(samples) for key, samples in all_times.items()}
     kinds: dict[str, list[float]] = defaultdict(list)
-    for (kind, stage, rank), times in all_times.items():
-        kinds[kind] += [usual[kind, stage, rank]] * len(times)
-    means = {kind: statistics.fmean(times) for kind, times in kinds.items()}
+    for (kind, stage, rank), samples in all_times.items():
+        kinds[kind] += [usual[kind, stage, rank]] * len(samples)
+    means = {kind: statistics.fmean(samples) for kind, samples in kinds.items()}
     replays: list[tuple[float, ...]] = []
     for step in steps:
         measured = {(row.rank, op): us for row in rows.values() for op, us in row.steps[step]}
