@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,7 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...comm.rdma.devices import ACTIVE, device_ports
+from ...comm.rdma.devices import ACTIVE, choose_port, device_ports
 from ...comm.tcp.address import own_address
 from ...environment import file_system_of, proc_text
 from ...errors import DsExtError
@@ -79,9 +78,10 @@ class Agent:
 
     def rdma_open(self, key: str, address: str, sends: bool, job: str) -> dict[str, str]:
         """Open one side of a link. Return its port and the data that the other side needs."""
-        opened = self._rdma[key] = RdmaProbe(address, sends)
+        choice = choose_port(device_ports(), address)
+        opened = self._rdma[key] = RdmaProbe(choice, sends)
         greeting = opened.greeting(bytes.fromhex(job)).hex()
-        return {"name": opened.name, "network": opened.link_layer, "greeting": greeting}
+        return {"name": choice.name, "network": choice.link_layer, "greeting": greeting}
 
     def rdma_connect(self, key: str, greeting: str, job: str) -> None:
         self._rdma[key].connect(bytes.fromhex(greeting), bytes.fromhex(job))
@@ -103,7 +103,6 @@ class Agent:
             "bytes": path.stat().st_size if path.is_file() else 0,
             "writable": path.is_dir() and os.access(path, os.W_OK | os.X_OK),
             "file_system": file_system_of(path),
-            "free_bytes": shutil.disk_usage(path).free if path.exists() else 0,
         }
 
     def create(self, name: str) -> None:
