@@ -40,28 +40,23 @@ def run(args: argparse.Namespace) -> int:
 
     The result for one host is 0, because a host need not support every transport.
     """
-    _require_ports(args)
+    ports = [("--master-port", args.master_port), ("--ssh-port", args.ssh_port)]
+    for flag, port in ports:
+        if port is not None and not 0 < port < 1 << 16:
+            raise ConfigError(f"{flag}: must be from 1 to 65535 (got {port}).")
     if args.hostfile is None and args.hosts is None:
-        _require_no_host_flags(args)
+        for flag, value in (("--node-ips", args.node_ips), ("--path", ", ".join(args.path)), *ports):
+            if value:
+                raise ConfigError(f"{flag}: needs several hosts (got {value}). Add --hostfile or --hosts.")
         findings = examine()
-        print(_json([asdict(finding) for finding in findings]) if args.json else table(findings))
+        print(json.dumps([asdict(f) for f in findings], indent=1) if args.json else table(findings))
         return 0
     names = _names(args.hostfile, args.hosts)
     node_ips = _node_ips(args.node_ips, len(names))
     options = Options(node_ips, args.master_port or _MASTER_PORT, tuple(args.path), args.ssh_port)
     report = examine_hosts(names, options)
-    print(_json(asdict(report)) if args.json else describe(report))
+    print(json.dumps(asdict(report), indent=1) if args.json else describe(report))
     return int(report.failed)
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, indent=1)
-
-
-def _require_no_host_flags(args: argparse.Namespace) -> None:
-    for flag, value in (("--node-ips", args.node_ips), ("--path", ", ".join(args.path)), *_ports(args)):
-        if value:
-            raise ConfigError(f"{flag}: needs several hosts (got {value}). Add --hostfile or --hosts.")
 
 
 def _node_ips(text: str | None, num_hosts: int) -> list[str] | None:
@@ -74,16 +69,6 @@ def _node_ips(text: str | None, num_hosts: int) -> list[str] | None:
             "10.0.0.1,10.0.0.2."
         )
     return addresses
-
-
-def _ports(args: argparse.Namespace) -> list[tuple[str, int | None]]:
-    return [("--master-port", args.master_port), ("--ssh-port", args.ssh_port)]
-
-
-def _require_ports(args: argparse.Namespace) -> None:
-    for flag, port in _ports(args):
-        if port is not None and not 0 < port < 1 << 16:
-            raise ConfigError(f"{flag}: must be from 1 to 65535 (got {port}).")
 
 
 def _is_address(text: str) -> bool:
@@ -126,11 +111,11 @@ def _pair_findings(pairs: Sequence[Pair]) -> Iterator[Finding]:
             remedy = f"allow TCP from {pair.source} to {pair.target}, or use other addresses with --node-ips"
             yield Finding(name, FAIL, f"{pair.address}: {pair.error}", remedy)
     with_speed = [pair for pair in pairs if pair.tcp_gbit_s is not None]
-    slowest = sorted(with_speed, key=lambda pair: pair.tcp_gbit_s or 0.0)[:_MOST_PAIRS]
-    shown = with_speed if len(with_speed) <= _MOST_PAIRS else slowest
-    for pair in shown:
-        yield _speed_finding(pair)
-    if len(with_speed) > _MOST_PAIRS:
+    if len(with_speed) <= _MOST_PAIRS:
+        yield from map(_speed_finding, with_speed)
+    else:
+        slowest = sorted(with_speed, key=lambda pair: pair.tcp_gbit_s or 0.0)[:_MOST_PAIRS]
+        yield from map(_speed_finding, slowest)
         yield Finding("", "ok", f"the slowest {_MOST_PAIRS} of {len(with_speed)} pairs; --json lists all")
 
 

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -26,7 +25,7 @@ from ...comm.rdma.devices import ACTIVE, choose_port, device_ports
 from ...comm.tcp.address import own_address
 from ...environment import file_system_of, proc_text
 from ...errors import DsExtError
-from ...launch.job_facts import code_facts
+from ...launch.job_facts import checksum, code_facts
 from .. import doctor
 from . import probe
 from .rdma import RdmaProbe
@@ -122,15 +121,12 @@ def _versions() -> dict[str, str]:
     """Return the versions that ranks compare in the roll call, without the script, and the native code."""
     facts = dict(code_facts())
     facts.pop(f"source of {Path(__file__).name}", None)
-    return {"python": platform.python_version(), **facts, "native code": _native_checksum()}
-
-
-def _native_checksum() -> str:
-    try:
+    native = "missing"
+    with contextlib.suppress(ImportError):
         from ...comm import _native
-    except ImportError:
-        return "missing"
-    return f"{zlib.crc32(Path(str(_native.__file__)).read_bytes()):08x}"
+
+        native = checksum([Path(str(_native.__file__)).read_bytes()])
+    return {"python": platform.python_version(), **facts, "native code": native}
 
 
 def main() -> int:

@@ -45,7 +45,8 @@ def _run(session: Session) -> None:
     job = session.report.job
     job += _versions(session)
     job += _clocks(session)
-    job += _paths(session)
+    paths = (os.getcwd(), *(str(Path(path).absolute()) for path in session.options.paths))
+    job += [_path(session, path) for path in paths]
     master = pairs.find_addresses(session)
     _check_names(session)
     if len(session.hosts) > 1:
@@ -95,11 +96,6 @@ def _clocks(session: Session) -> Iterator[Finding]:
         yield Finding("clocks", "warn", f"differ from this host: {group_by_value(late)}", remedy)
     elif offsets:
         yield Finding("clocks", "ok", f"within {max(offsets.values()) - min(offsets.values()):.2f} s")
-
-
-def _paths(session: Session) -> Iterator[Finding]:
-    for path in (os.getcwd(), *(str(Path(path).absolute()) for path in session.options.paths)):
-        yield _path(session, path)
 
 
 def _path(session: Session, path: str) -> Finding:

@@ -6,12 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from .read import Event, RankTrace, Traces
 
 # (step, sender, receiver, "activation" or "gradient", receiving stage, micro-batch)
 Message = tuple[int, int, int, str, int, int]
+# Values of individual ranks in the description of a run.
+_RANK_KEYS = ("rank", "device", "data_parallel_rank", "tensor_parallel_rank", "pid", "host")
 
 
 class UnpairedEnds:
@@ -64,9 +65,10 @@ class Merged:
 def merge(traces: Traces, output: Path) -> Merged:
     """Write one trace for Perfetto or chrome://tracing, in the object form of the Trace Event Format."""
     merged = Merged()
+    run = {key: value for key, value in traces.run.items() if key not in _RANK_KEYS}
     with open(output, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "otherData": ')
-        file.write(json.dumps({**_run(traces), "clocks": clocks(traces), "notes": list(traces.notes)}))
+        file.write(json.dumps({**run, "clocks": clocks(traces), "notes": list(traces.notes)}))
         file.write(', "traceEvents": [')
         separator = "\n"
         for trace in traces.ranks.values():
@@ -108,12 +110,6 @@ def list_messages(event: Event) -> list[Message]:
     receiving_stage = values.get("other_stage", values["stage"] + (1 if kind == "activation" else -1))
     peers = [values["peer"], *values.get("more_peers", ())]
     return [(step, rank, peer, kind, receiving_stage, micro_batch) for peer in peers]
-
-
-def _run(traces: Traces) -> dict[str, Any]:
-    """Return the description of the run without the values of individual ranks."""
-    rank_keys = ("rank", "device", "data_parallel_rank", "tensor_parallel_rank", "pid", "host")
-    return {key: value for key, value in traces.run.items() if key not in rank_keys}
 
 
 def _events(trace: RankTrace, merged: Merged) -> Iterator[Event]:
