@@ -26,6 +26,19 @@ _SAME_BUBBLE = 1e-3
 _MIB = 1 << 20
 _MEMORY = " MiB"
 _FACTORS = {"%": 100.0, _MEMORY: 1 / _MIB}
+# Name of a figure -> its key in the metrics, and its unit.
+_FIGURES = {
+    "loss, last": ("loss", ""),
+    "validation loss, last": ("validation_loss", ""),
+    "time per step, median": ("iter_time_s", "s"),
+    "tokens per second, median": ("tokens_per_s", ""),
+    "samples per second, median": ("samples_per_s", ""),
+    "TFLOP/s per device, median": ("tflops_per_device", ""),
+    "MFU, median": ("mfu", "%"),
+    "bubble, median": ("bubble_measured", "%"),
+    "bubble of ideal devices": ("bubble_simulated", "%"),
+    "peak memory of the worst rank": ("peak_memory_bytes", _MEMORY),
+}
 _HASH_DIGITS = 12
 _SIZES = {
     "num_layers": "layers",
@@ -39,27 +52,20 @@ Cells = list[tuple[str, ...]]
 
 
 def report(run: Run) -> str:
-    rows, notes = run.rows, list(run.notes)
-    summary = None if run.traces is None else summarize(run.traces)
+    facts, starts, notes = run.facts, run.starts, list(run.notes)
+    summary: Summary | None = None
     steps: dict[int, DrawnStep] = {}
-    if run.traces is not None and summary is not None:
-        notes += _contradictions(rows, summary)
+    of_traces: list[str] = []
+    if run.traces is not None:
+        summary = summarize(run.traces)
+        notes += _contradictions(run.rows, summary)
         steps = _draw(run.traces, summary, notes)
+        of_traces = [*_timetables(steps, run.traces, summary), *_waits(run.traces, summary)]
     title = _title(run, summary)
     body = [
-        f"<header><h1>{escape(title)}</h1></header><p>{escape(_subtitle(run))}</p>",
-        "<main>",
-        *_figures(run),
-        *_curves(run),
-        *_timetables(steps, run.traces, summary),
-        *_waits(run.traces, summary),
-        *_memory(run.facts),
-        *_facts(run.facts),
-        *_starts(run.starts),
-        *_recoveries(run.starts),
-        *_checkpoints(run.starts),
-        *_notes(notes),
-        *_details(run.facts),
+        f"<header><h1>{escape(title)}</h1></header><p>{escape(_subtitle(run))}</p>\n<main>",
+        *(*_figures(run), *_curves(run), *of_traces, *_memory(facts), *_facts(facts)),
+        *(*_starts(starts), *_recoveries(starts), *_checkpoints(starts), *_notes(notes), *_details(facts)),
         "</main>",
     ]
     drawn = (plots(step.pictures, AXIS, step.marks, step.rows, "ms") for step in steps.values())
@@ -99,27 +105,16 @@ def _figures(run: Run) -> Iterator[str]:
     rows = run.start.rows
     if not rows:
         return
-    last = rows[-1]
-    figures = [
-        ("last step", f"{last['step']:,}", ""),
-        ("loss, last", _last(rows, "loss"), ""),
-        ("validation loss, last", _last(rows, "validation_loss"), ""),
-        ("time per step, median", _median(rows, "iter_time_s"), "s"),
-        ("tokens per second, median", _median(rows, "tokens_per_s"), ""),
-        ("samples per second, median", _median(rows, "samples_per_s"), ""),
-        ("TFLOP/s per device, median", _median(rows, "tflops_per_device"), ""),
-        ("MFU, median", _median(rows, "mfu", "%"), "%"),
-        ("bubble, median", _median(rows, "bubble_measured", "%"), "%"),
-        ("bubble of ideal devices", _last(rows, "bubble_simulated", "%"), "%"),
-        ("peak memory of the worst rank", _last(rows, "peak_memory_bytes", _MEMORY), "MiB"),
-    ]
+    first, last = rows[0], rows[-1]
     if len(run.starts) > 1:
-        span = f"steps {rows[0]['step']:,} to {last['step']:,}, {last.get('schedule', '?')}"
+        span = f"steps {first['step']:,} to {last['step']:,}, {last.get('schedule', '?')}"
         yield f"<p>Figures of start {run.number} of {len(run.starts)}: {escape(span)}</p>"
-    yield '<dl class="figures">'
-    for name, value, unit in figures:
-        if value:
-            yield f"<div><dt>{name}</dt><dd>{value}{f'<small>{unit}</small>' if unit else ''}</dd></div>"
+    yield f'<dl class="figures">\n<div><dt>last step</dt><dd>{last["step"]:,}</dd></div>'
+    for name, (key, unit) in _FIGURES.items():
+        if values := [value for _, value in _values(rows, key, unit)]:
+            value = number(statistics.median(values) if name.endswith("median") else values[-1], unit)
+            shown_unit = f"<small>{unit.strip()}</small>" if unit else ""
+            yield f"<div><dt>{name}</dt><dd>{value}{shown_unit}</dd></div>"
     yield "</dl>"
 
 
@@ -131,16 +126,6 @@ def _values(rows: Sequence[Row], key: str, unit: str = "") -> list[tuple[int, fl
         for row in rows
         if isinstance(row.get(key), int | float) and math.isfinite(row[key])
     ]
-
-
-def _last(rows: Sequence[Row], key: str, unit: str = "") -> str:
-    values = _values(rows, key, unit)
-    return number(values[-1][1], unit) if values else ""
-
-
-def _median(rows: Sequence[Row], key: str, unit: str = "") -> str:
-    values = [value for _, value in _values(rows, key, unit)]
-    return number(statistics.median(values), unit) if values else ""
 
 
 def _facts(facts: dict[str, Any]) -> Iterator[str]:
@@ -267,8 +252,8 @@ def _memory(facts: dict[str, Any]) -> Iterator[str]:
     yield from _section("memory", "Memory of every rank", charts, box="charts")
 
 
-def _waits(traces: Traces | None, summary: Summary | None) -> Iterator[str]:
-    if traces is None or summary is None or not summary.steps:
+def _waits(traces: Traces, summary: Summary) -> Iterator[str]:
+    if not summary.steps:
         return
     yield '<section aria-labelledby="waits"><h2 id="waits">Who waited for whom</h2><div class="wide">'
     yield from table_html(waiting_table(traces, summary))
@@ -362,9 +347,9 @@ def _select_steps(summary: Summary, count: int) -> list[int]:
     return sorted(selection.union(candidates[i * len(candidates) // remaining] for i in range(remaining)))
 
 
-def _timetables(steps: dict[int, DrawnStep], traces: Traces | None, summary: Summary | None) -> Iterator[str]:
+def _timetables(steps: dict[int, DrawnStep], traces: Traces, summary: Summary) -> Iterator[str]:
     """Yield the timetables of all steps, of which report.js shows one."""
-    if not steps or traces is None or summary is None:
+    if not steps:
         return
     shown = median_step(summary)
     options = "".join(
