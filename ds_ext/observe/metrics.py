@@ -181,7 +181,7 @@ class Metrics:
         validation_losses: Mapping[str, torch.Tensor | float] | None = None,
         validation_note: str = "",
     ) -> StepMetrics:
-        """Report the engine's last step and return its metrics.
+        """Report the engine's last step and return its metrics. Raises ConfigError before the first step.
 
         Args:
             loss: result of ``engine.train_batch()``.
