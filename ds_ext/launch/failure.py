@@ -115,15 +115,15 @@ class Ending:
 def report(error: BaseException, ending: Ending) -> None:
     """Report why this rank failed, unless another rank reports it. Keep ``ending`` up to date."""
     logger.debug("rank %d ends", rank(), exc_info=error)
-    of_all = getattr(error, "reported_by", None) is not None
-    if of_all and getattr(error, "reported_by", None) != rank():
+    reporter = getattr(error, "reported_by", None)
+    if reporter not in (None, rank()):
         _wait_for_report(REPORTER_S)
     elif lost_peer(error):
         _report_lost_peer(error, ending)
-    elif not of_all and not _joined() and spans_hosts():
+    elif reporter is None and not _joined() and spans_hosts():
         _report_before_joining(error)
     else:
-        _report_own(error, of_all)
+        _report_own(error, of_all=reporter is not None)
 
 
 def say(text: str) -> None:
@@ -157,20 +157,20 @@ def _report_own(error: BaseException, of_all: bool) -> None:
 
     A ConfigError is always reported in full. All ranks have it, unless its notes name an instruction of one rank.
     """
-    refused = isinstance(error, ConfigError)
-    may_be_of_all = not getattr(error, "__notes__", None) if refused else not _joined()
-    headline = f"rank {rank()} failed: {_headline(error)}"
+    refused, headline = isinstance(error, ConfigError), _headline(error)
     if refused and not of_all:
-        claim(headline)
-    if may_be_of_all and not of_all and rank() != 0:
+        claim(f"rank {rank()} failed: {headline}")
+    is_shared = not getattr(error, "__notes__", None) if refused else not _joined()
+    if is_shared and not of_all and rank() != 0:
         # Rank 0 reports the same error, and the launcher ends this rank.
         time.sleep(RANK_0_S + (0 if local_rank() == 0 else 3))
-    if not refused and claim(headline):
+    if refused:
+        _report_cause(_own_text(error))
+    elif claim(f"rank {rank()} failed: {headline}"):
         _wait_for_report()
-        say(f"rank {rank()} failed too: {_headline(error)}")
-        return
-    _report_cause(_own_text(error))
-    if not refused:
+        say(f"rank {rank()} failed too: {headline}")
+    else:
+        _report_cause(_own_text(error))
         _serve_store()
 
 
