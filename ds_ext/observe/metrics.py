@@ -333,10 +333,15 @@ class MetricsFile:
             ) from None
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one record, which survives a later crash of this process. Log the first of several failures."""
+        """Append one record or nothing, which survives a later crash. Log the first of several failures."""
         line = (json.dumps(_finite(asdict(metrics)), allow_nan=False) + "\n").encode()
         try:
-            self._append(line)
+            with self.path.open("ab", buffering=0) as file:
+                end = os.fstat(file.fileno()).st_size
+                if (file.write(line) or 0) < len(line):
+                    os.ftruncate(file.fileno(), end)  # remove the partial line
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._failing = False
         except OSError as error:
             if not self._failing:
                 logger.warning(
@@ -345,16 +350,6 @@ class MetricsFile:
                     *(metrics.step, self.path, error.strerror),
                 )
             self._failing = True
-        else:
-            self._failing = False
-
-    def _append(self, line: bytes) -> None:
-        """Append the whole line or nothing."""
-        with self.path.open("ab", buffering=0) as file:
-            end = os.fstat(file.fileno()).st_size
-            if (file.write(line) or 0) < len(line):
-                os.ftruncate(file.fileno(), end)  # remove the partial line
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def additional_losses_text(losses: Mapping[str, float]) -> str:

@@ -274,7 +274,7 @@ def find_causes(
     levels = [0.0]
     for values in zip(*replays, strict=True):
         levels.append(min(max(levels[-1], statistics.fmean(values)), bubble))
-    schedule, uneven, varying, data, messages = (after - before for before, after in pairwise(levels))
+    shares = [after - before for before, after in pairwise([*levels, bubble])]
     loading = {
         row.rank: sum(us for step in steps for us in row.loads_us.get(step, {}).values())
         for row in rows.values()
@@ -285,21 +285,16 @@ def find_causes(
         slow_ranks = [slow for slow in slow_ranks if slow.steps >= least]
     return Causes(
         bubble,
-        schedule,
-        uneven,
-        varying,
-        data,
-        messages,
-        bubble - levels[-1],
-        slowest_stage,
-        slow_ranks,
-        ranks_per_core,
-        busy_ranks,
-        steps,
-        [rank for rank, us in sorted(loading.items()) if us > 0 and us >= max(loading.values()) / 2],
-        (timetable.placement.num_devices, timetable.micro_batches),
-        timetable.placement.stages - 1,
-        balanced,
+        **dict(zip(("schedule", "uneven", "varying", "data", "messages", "between"), shares, strict=True)),
+        slowest_stage=slowest_stage,
+        slow_ranks=slow_ranks,
+        ranks_per_core=ranks_per_core,
+        busy_ranks=busy_ranks,
+        steps=steps,
+        data_ranks=[r for r, us in sorted(loading.items()) if us > 0 and us >= max(loading.values()) / 2],
+        sizes=(timetable.placement.num_devices, timetable.micro_batches),
+        last_stage=timetable.placement.stages - 1,
+        balanced=balanced,
     )
 
 
