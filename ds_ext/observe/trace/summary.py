@@ -30,12 +30,16 @@ _REPLAYED_STEPS = 8  # at most; for the causes of the bubble
 _UNEVEN = 1.05  # times the mean of the other stages
 _FREE_LINK = 0.1  # quantile of the times of a link's messages that did not wait for a core
 
+# (stage, rank) -> kind of op -> durations in microseconds
+Durations = dict[tuple[int, int], dict[str, list[float]]]
+
 
 @dataclass
 class StepTimes:
     """Times of one rank in one step, in microseconds.
 
     Attributes:
+        busy: sum of its computations.
         span: from the start of the step to the end of its last computation.
         whole: from the start to the end of the step.
         gather: sum of its waits for weights of the step before, with ``overlap_across_steps``.
@@ -47,6 +51,7 @@ class StepTimes:
     """
 
     whole: float
+    busy: float = 0.0
     span: float = 0.0
     send: float = 0.0
     data: float = 0.0
@@ -57,10 +62,6 @@ class StepTimes:
     waits: dict[int, float] = field(default_factory=lambda: defaultdict(float))
     ops: list[tuple[Op, float]] = field(default_factory=list)
     loads: dict[Op, float] = field(default_factory=dict)
-
-    @property
-    def busy(self) -> float:
-        return sum(us for _, us in self.ops)
 
 
 @dataclass(frozen=True)
@@ -156,15 +157,23 @@ class Summary:
 def summarize(traces: Traces) -> Summary:
     """Summarize the steps that are complete on every rank."""
     times: dict[int, dict[int, StepTimes]] = {}  # rank -> step -> times
-    links = _Links()
-    for rank, trace in traces.ranks.items():
-        times[rank] = {step: _step_times(trace, spans, links) for step, spans in trace.steps().items()}
-    replayed = _spread(sorted(next(iter(times.values()))), _REPLAYED_STEPS)
+    durations: Durations = defaultdict(lambda: defaultdict(list))
     rows: dict[Row, RowSteps] = {}
-    for row, trace in traces.rows().items():
-        steps = {step: times[trace.rank][step] for step in replayed if step in times[trace.rank]}
-        ops = {step: step_times.ops for step, step_times in steps.items()}
-        rows[row] = RowSteps(trace.rank, ops, {step: step_times.loads for step, step_times in steps.items()})
+    links, replayed = _Links(), list[int]()
+    row_of_rank = {trace.rank: row for row, trace in traces.rows().items()}
+    for rank, trace in traces.ranks.items():
+        steps = times[rank] = {
+            step: _step_times(trace, spans, links) for step, spans in trace.steps().items()
+        }
+        for op, us in (pair for step_times in steps.values() for pair in step_times.ops):
+            durations[op.stage, rank][op.kind].append(us)
+        replayed = replayed or _spread(sorted(steps), _REPLAYED_STEPS)
+        if rank in row_of_rank:
+            own = {step: steps[step] for step in replayed if step in steps}
+            ops = {step: step_times.ops for step, step_times in own.items()}
+            rows[row_of_rank[rank]] = RowSteps(rank, ops, {step: t.loads for step, t in own.items()})
+        for step_times in steps.values():  # the ops of a long trace need much memory
+            step_times.ops, step_times.loads = [], {}
     makespans = _makespans(times.values())
     bubbles = {
         step: 1 - statistics.fmean(rank_times[step].busy for rank_times in times.values()) / makespan
@@ -183,7 +192,7 @@ def summarize(traces: Traces) -> Summary:
         bubble_by_step=bubbles,
         makespan_by_step=makespans,
         ranks=[_rank(rank, times[rank], makespans) for rank in times] if makespans else [],
-        stages=_summarize_stages(times, timetable),
+        stages=_summarize_stages(durations, timetable),
         links=links.summaries(),
         notes=notes,
     )
@@ -307,6 +316,7 @@ def _step_times(trace: RankTrace, spans: Sequence[Event], links: _Links) -> Step
             end_us = event["ts"] + duration
         if thread == "compute":
             op = op_of(event)
+            times.busy += duration
             times.ops.append((op, duration))
             if load_us:
                 times.loads[op], load_us = load_us, 0.0
@@ -341,17 +351,11 @@ def _overlap(reduction: Event, computations: Iterable[Event]) -> float:
     return sum(max(0.0, min(end, e["ts"] + e["dur"]) - max(begin, e["ts"])) for e in computations)
 
 
-def _summarize_stages(
-    times: Mapping[int, Mapping[int, StepTimes]], timetable: Timetable | None
-) -> list[StageSummary]:
+def _summarize_stages(durations: Durations, timetable: Timetable | None) -> list[StageSummary]:
     """Return the stages in order, each with its slowest rank. The medians of all kinds of ops are added.
 
     Without a timetable, head parts are unknown.
     """
-    durations: dict[tuple[int, int], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for rank, steps in times.items():
-        for op, us in (pair for step in steps.values() for pair in step.ops):
-            durations[op.stage, rank][op.kind].append(us)
     times_ms: dict[int, dict[int, float]] = defaultdict(dict)  # stage -> rank -> time
     for (stage, rank), kinds in durations.items():
         times_ms[stage][rank] = sum(map(statistics.median, kinds.values())) / 1e3
