@@ -48,6 +48,7 @@ setup(
         "hjson",
         "numpy",
         "packaging",
+        "psutil",
         "tokenizers",
         "rich",
         "pydantic>=2",

@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "__init__": {"hf", "engine", "observe"},
     "__main__": EVERYTHING,
     "errors": set(),
-    "environment": set(),
+    "environment": {"psutil:"},
     "gpus": set(),
     "pipe_schedules": {"errors"},
     "pipe_schedules/bridge": {"errors", "pipe_schedules", "deepspeed:"},

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import fcntl
-import ipaddress
 import os
-import socket
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm.rdma import devices as rdma_devices
 from ..comm.spin import usable_cores
-from ..environment import ipv6_addresses
+from ..environment import Address, interface_addresses
 from ..errors import TransportError
+from .hosts.rdma import try_rdma
 
 SHARED_FILES = Path("/dev/shm")
 _MIB = 1 << 20
 _LEAST_SHARED, _LEAST_LOCKED = 1 << 30, 256 * _MIB
-_SIOCGIFADDR = 0x8915  # ioctl: IPv4 address of an interface
-_TRIAL_BYTES = 1 << 20
-_TRIAL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -117,16 +110,9 @@ def _addresses() -> Iterator[Finding]:
         yield _warn("addresses", "loopback only", "connect the host to a network for jobs on several hosts")
 
 
-def addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """Return (interface, address) of this host, without link-local addresses."""
-    interfaces: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                interfaces.append((name, ipaddress.IPv4Address(reply[20:24])))
-    return [*interfaces, *((name, ip) for name, ip in ipv6_addresses() if not ip.is_link_local)]
+def addresses() -> list[tuple[str, Address]]:
+    """Return (interface, address) of this host, without link-local addresses of IPv6."""
+    return [(name, ip) for name, ip in interface_addresses() if ip.version == 4 or not ip.is_link_local]
 
 
 def _rdma() -> Iterator[Finding]:
@@ -148,42 +134,11 @@ def _rdma() -> Iterator[Finding]:
             )
     try:
         port = rdma_devices.choose_port(ports, None)
-        num_bytes = try_rdma(port.device, port.port, port.gid_index)
+        num_bytes = try_rdma(port)
     except TransportError as error:
         yield _warn("RDMA", str(error), "tcp is used between hosts")
     else:
         yield _ok("RDMA", f"{port.name}, GID {port.gid_index}: sent {num_bytes >> 10} KiB to itself")
-
-
-def try_rdma(device: str, port: int, gid_index: int) -> int:
-    """Connect a port to itself, send one message and return its bytes. Raises TransportError if a part fails."""
-    from ..comm import _native
-
-    ranks = [_native.Port(), _native.Port()]  # rank 0 sends to rank 1
-    job = os.urandom(16)
-    message = bytearray(os.urandom(_TRIAL_BYTES))
-    room = 2 * _TRIAL_BYTES
-    try:
-        ports = [_native.RdmaPort(rank, device, port, gid_index) for rank in ranks]
-        sender = _native.RdmaLink(ports[0], 0, 1, True, False, room, room)
-        receiver = _native.RdmaLink(ports[1], 1, 0, False, True, room, room)
-        sender.connect(receiver.greeting(job), job)
-        receiver.connect(sender.greeting(job), job)
-        source, target = sender.outgoing, receiver.incoming
-        assert source is not None and target is not None
-        ranks[1].add(target)
-        address = ctypes.addressof(ctypes.c_char.from_buffer(message))
-        if not source.send(0, [(1, [_TRIAL_BYTES], address)]):
-            raise TransportError(f"{device} port {port}: no room for a message")
-        if not ranks[1].wait_arrival(_TRIAL_S):
-            raise TransportError(f"{device} port {port}: no message from itself within {_TRIAL_S:g} s")
-        if bytes(memoryview(ranks[1].take()[0])) != message:
-            raise TransportError(f"{device} port {port}: a message that it sent to itself was corrupted")
-        source.close()
-        target.close()
-    except (_native.VerbsError, _native.LinkError, OSError) as error:
-        raise TransportError(str(error)) from error
-    return _TRIAL_BYTES
 
 
 def _cuda() -> Iterator[Finding]:

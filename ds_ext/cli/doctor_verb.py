@@ -7,11 +7,12 @@ import ipaddress
 import json
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from ..errors import ConfigError
 from ..parallel.hosts import parse_hosts
+from ..planner.text import aligned
 from .doctor import Finding, examine
 from .hosts.checks import examine_hosts
 from .hosts.report import FAIL, Options, Pair, Report
@@ -39,28 +40,23 @@ def run(args: argparse.Namespace) -> int:
 
     The result for one host is 0, because a host need not support every transport.
     """
-    _require_ports(args)
+    ports = [("--master-port", args.master_port), ("--ssh-port", args.ssh_port)]
+    for flag, port in ports:
+        if port is not None and not 0 < port < 1 << 16:
+            raise ConfigError(f"{flag}: must be from 1 to 65535 (got {port}).")
     if args.hostfile is None and args.hosts is None:
-        _require_no_host_flags(args)
+        for flag, value in (("--node-ips", args.node_ips), ("--path", ", ".join(args.path)), *ports):
+            if value:
+                raise ConfigError(f"{flag}: needs several hosts (got {value}). Add --hostfile or --hosts.")
         findings = examine()
-        print(_json([asdict(finding) for finding in findings]) if args.json else table(findings))
+        print(json.dumps([asdict(f) for f in findings], indent=1) if args.json else table(findings))
         return 0
     names = _names(args.hostfile, args.hosts)
     node_ips = _node_ips(args.node_ips, len(names))
     options = Options(node_ips, args.master_port or _MASTER_PORT, tuple(args.path), args.ssh_port)
     report = examine_hosts(names, options)
-    print(_json(asdict(report)) if args.json else describe(report))
+    print(json.dumps(asdict(report), indent=1) if args.json else describe(report))
     return int(report.failed)
-
-
-def _json(value: object) -> str:
-    return json.dumps(value, indent=1)
-
-
-def _require_no_host_flags(args: argparse.Namespace) -> None:
-    for flag, value in (("--node-ips", args.node_ips), ("--path", ", ".join(args.path)), *_ports(args)):
-        if value:
-            raise ConfigError(f"{flag}: needs several hosts (got {value}). Add --hostfile or --hosts.")
 
 
 def _node_ips(text: str | None, num_hosts: int) -> list[str] | None:
@@ -75,16 +71,6 @@ def _node_ips(text: str | None, num_hosts: int) -> list[str] | None:
     return addresses
 
 
-def _ports(args: argparse.Namespace) -> list[tuple[str, int | None]]:
-    return [("--master-port", args.master_port), ("--ssh-port", args.ssh_port)]
-
-
-def _require_ports(args: argparse.Namespace) -> None:
-    for flag, port in _ports(args):
-        if port is not None and not 0 < port < 1 << 16:
-            raise ConfigError(f"{flag}: must be from 1 to 65535 (got {port}).")
-
-
 def _is_address(text: str) -> bool:
     try:
         ipaddress.ip_address(text)
@@ -94,13 +80,12 @@ def _is_address(text: str) -> bool:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    width = max((len(finding.subject) for finding in findings), default=0)
-    lines = []
+    rows = []
     for finding in findings:
-        lines.append(f"{finding.state:4}  {finding.subject:{width}}  {finding.found}")
+        rows.append((f"{finding.state:4}", finding.subject, finding.found))
         if finding.remedy:
-            lines.append(f"{'':4}  {'':{width}}  -> {finding.remedy}")
-    return "\n".join(lines)
+            rows.append(("", "", f"-> {finding.remedy}"))
+    return "\n".join(aligned(rows, left=(0, 1, 2)))
 
 
 def describe(report: Report) -> str:
@@ -109,18 +94,13 @@ def describe(report: Report) -> str:
     findings = []
     for host, host_findings in report.hosts.items():
         problems = [finding for finding in host_findings if finding.state != "ok"]
-        findings += [Finding(f"{host:{width}}  {p.subject}", p.state, p.found, p.remedy) for p in problems]
+        findings += [replace(problem, subject=f"{host:{width}}  {problem.subject}") for problem in problems]
         if not problems:
-            addresses = next(
-                (finding.found for finding in host_findings if finding.subject == "addresses"), ""
-            )
+            addresses = next((f.found for f in host_findings if f.subject == "addresses"), "")
             findings.append(Finding(host, "ok", addresses.partition(";")[0]))
-    parts = ["hosts", table(findings)]
-    if report.job:
-        parts += ["", "job", table(report.job)]
-    if report.pairs:
-        parts += ["", "pairs (tcp: round trip, one connection)", table(list(_pair_findings(report.pairs)))]
-    return "\n".join(parts)
+    tables = {"hosts": findings, "job": report.job}
+    tables["pairs (tcp: round trip, one connection)"] = list(_pair_findings(report.pairs))
+    return "\n\n".join(f"{title}\n{table(rows)}" for title, rows in tables.items() if rows)
 
 
 def _pair_findings(pairs: Sequence[Pair]) -> Iterator[Finding]:
@@ -131,11 +111,11 @@ def _pair_findings(pairs: Sequence[Pair]) -> Iterator[Finding]:
             remedy = f"allow TCP from {pair.source} to {pair.target}, or use other addresses with --node-ips"
             yield Finding(name, FAIL, f"{pair.address}: {pair.error}", remedy)
     with_speed = [pair for pair in pairs if pair.tcp_gbit_s is not None]
-    slowest = sorted(with_speed, key=lambda pair: pair.tcp_gbit_s or 0.0)[:_MOST_PAIRS]
-    shown = with_speed if len(with_speed) <= _MOST_PAIRS else slowest
-    for pair in shown:
-        yield _speed_finding(pair)
-    if len(with_speed) > _MOST_PAIRS:
+    if len(with_speed) <= _MOST_PAIRS:
+        yield from map(_speed_finding, with_speed)
+    else:
+        slowest = sorted(with_speed, key=lambda pair: pair.tcp_gbit_s or 0.0)[:_MOST_PAIRS]
+        yield from map(_speed_finding, slowest)
         yield Finding("", "ok", f"the slowest {_MOST_PAIRS} of {len(with_speed)} pairs; --json lists all")
 
 

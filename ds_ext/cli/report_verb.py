@@ -9,6 +9,7 @@ from pathlib import Path
 from ..errors import ConfigError
 from ..observe.report.folder import read_run
 from ..observe.report.page import report
+from .trace_verbs import writing
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,12 +25,8 @@ def run(args: argparse.Namespace) -> int:
     if args.output.suffix != ".html":
         raise ConfigError(f"-o: must end in .html (got {args.output}).")
     text = report(run_of_folder)
-    try:
+    with writing(args.output):
         args.output.write_text(text, "utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"-o: cannot write (got {args.output}, {error.strerror}). Use another path."
-        ) from None
     for note in run_of_folder.notes:
         print(f"note: {note}")
     print(f"wrote {args.output} ({os.path.getsize(args.output):,} bytes)")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ..errors import ConfigError
@@ -60,10 +61,8 @@ def run_merge(args: argparse.Namespace) -> int:
     traces = read_traces(args.folder)
     if args.output.resolve() in {trace.path.resolve() for trace in traces.ranks.values()}:
         raise ConfigError(f"-o: overwrites a trace (got {args.output}). Use another file.")
-    try:
+    with writing(args.output):
         result = merge(traces, args.output)
-    except OSError as error:
-        raise _cannot_write(args.output, error) from None
     _print_notes(traces.notes)
     worst, world = max(clock["error_us"] for clock in clocks(traces)), traces.run["world_size"]
     print(
@@ -89,10 +88,8 @@ def run_costs(args: argparse.Namespace) -> int:
     traces = read_traces(args.folder)
     costs = measure_costs(traces)
     lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in dump_costs(costs).items()]
-    try:
+    with writing(args.output):
         args.output.write_text("{\n" + ",\n".join(lines) + "\n}\n", "utf-8")
-    except OSError as error:
-        raise _cannot_write(args.output, error) from None
     _print_notes(traces.notes)
     if costs.measured["whole_backwards"]:
         _print_notes(
@@ -107,24 +104,23 @@ def costs_table(costs: Costs) -> list[tuple[str, ...]]:
     factors, spread = costs.stage_factors or (), costs.measured["spread"]
     share = costs.measured["devices"] / len(factors)
     rows: list[tuple[str, ...]] = [("", "forward", "backward_input", "backward_weight")]
+    kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
     for stage, (own, spreads) in enumerate(zip(factors, spread["stages"], strict=True)):
-        times = (share * costs.time(kind, own) for kind in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT))
-        rows.append(
-            (f"stage {stage}", *(f"{ms:.2f} +- {s:.2f}" for ms, s in zip(times, spreads, strict=True)))
-        )
+        times = [share * costs.time(kind, own) for kind in kinds]
+        rows.append((f"stage {stage}", *map(_time_text, times, spreads)))
     if isinstance(costs.head, tuple):
-        kinds = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-        forward, gradient, weight = (
-            costs.time(kind, costs.head) / costs.measured["devices"] for kind in kinds
-        )
-        ms, own = (forward + gradient, weight), spread["head_part"]
-        first, last = (f"{time:.2f} +- {s:.2f}" for time, s in zip(ms, own, strict=True))
+        forward, gradient, weight = (costs.time(k, costs.head) / costs.measured["devices"] for k in kinds)
+        first, last = map(_time_text, (forward + gradient, weight), spread["head_part"])
         rows.append(("head part", first, "in forward", last))
     between = max(costs.links.values(), default=costs.comm)
     for (kind, _), ms in ((OVERHEAD, costs.overhead), (INSIDE, costs.comm), (BETWEEN, between)):
         if kind in spread:
-            rows.append((kind, f"{ms:.2f} +- {spread[kind]:.2f}", "", ""))
+            rows.append((kind, _time_text(ms, spread[kind]), "", ""))
     return rows
+
+
+def _time_text(ms: float, spread: float) -> str:
+    return f"{ms:.2f} +- {spread:.2f}"
 
 
 def run_view(args: argparse.Namespace) -> int:
@@ -139,17 +135,20 @@ def run_view(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"-o: a page shows one run (got {len(runs)} folders). Use one folder, or an .svg file."
         )
-    try:
+    with writing(args.output):
         args.output.write_text(text, "utf-8")
-    except OSError as error:
-        raise _cannot_write(args.output, error) from None
     _print_notes([note for traces in runs for note in traces.notes])
     print(f"wrote {args.output} ({os.path.getsize(args.output):,} bytes)")
     return 0
 
 
-def _cannot_write(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"-o: cannot write (got {path}, {error.strerror}). Use another path.")
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Context in which an OSError becomes a ConfigError about ``-o``."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"-o: cannot write (got {path}, {error.strerror}). Use another path.") from None
 
 
 def summary_lines(summary: Summary) -> list[str]:

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..environment import has_proc, ipv6_addresses, open_files, proc_text
+from ..environment import has_proc, interface_addresses, open_files, proc_text
 from ..errors import PeerGone, TransportError
 
 BEAT_S = 0.5
@@ -309,7 +309,7 @@ def can_watch() -> bool:
 
 def own_addresses() -> list[str]:
     addresses = set(_LOCAL_ADDRESS.findall(proc_text("thread-self/net/fib_trie")))
-    addresses |= {str(address) for _, address in ipv6_addresses()}
+    addresses |= {str(address) for _, address in interface_addresses()}
     return sorted(address for address in addresses if not ipaddress.ip_address(address).is_loopback)
 
 

@@ -115,14 +115,15 @@ class Ending:
 def report(error: BaseException, ending: Ending) -> None:
     """Report why this rank failed, unless another rank reports it. Keep ``ending`` up to date."""
     logger.debug("rank %d ends", rank(), exc_info=error)
-    if getattr(error, "reported_by", None) not in (None, rank()):
-        _wait_for_reporter()
-    elif isinstance(error, ConfigError):
-        _report_refusal(error)
+    reporter = getattr(error, "reported_by", None)
+    if reporter not in (None, rank()):
+        _wait_for_report(REPORTER_S)
     elif lost_peer(error):
         _report_lost_peer(error, ending)
+    elif reporter is None and not _joined() and spans_hosts():
+        _report_before_joining(error)
     else:
-        _report_own(error)
+        _report_own(error, of_all=reporter is not None)
 
 
 def say(text: str) -> None:
@@ -131,55 +132,52 @@ def say(text: str) -> None:
         os.write(2, (text + "\n").encode(errors="replace"))
 
 
-def _report_refusal(error: ConfigError) -> None:
-    """Report a rejected job. All ranks have the error, or rank 0 reports it for a rank on another host."""
-    text = f"error: {error}" if rank() == 0 else f"rank {rank()}: error: {error}"
-    if _alone_before_joining(error):
-        _report_refusal_before_joining(error, text)
-        return
-    if error.reported_by is None:
-        claim(f"rank {rank()} failed: {_headline(error)}")
-        if not getattr(error, "__notes__", None):  # an error with notes comes from an instruction of one rank
-            _wait_for_rank_0()
-    _report_cause(text)
+def _report_before_joining(error: BaseException) -> None:
+    """Report an error, and stop the ranks on other hosts, which may be waiting for this one.
 
-
-def _report_refusal_before_joining(error: ConfigError, text: str) -> None:
-    """Stop the ranks on other hosts. Rank 0 prints ``text``; another rank does so only if rank 0 cannot report it."""
-    if rank() == 0:
-        _report_cause(text)
-    reported = stop_other_hosts(rank(), world_size(), str(error), REFUSED)
-    if rank() == 0:
-        return
-    if reported:
-        _wait_for_reporter()
-    else:
-        _report_cause(text)
-
-
-def _alone_before_joining(error: BaseException) -> bool:
-    """Return whether this rank has not joined yet, so that ranks on other hosts may be waiting for it."""
-    return getattr(error, "reported_by", None) is None and not _joined() and spans_hosts()
-
-
-def _report_own(error: BaseException) -> None:
-    """Report an error of this rank itself: in full if it is the first failure of the job, else in one line."""
-    if _alone_before_joining(error):
-        # Ranks on a host usually have the same error: the first one reports it, and the launcher ends the others.
+    Ranks on a host usually have the same error: the first one reports it, and the launcher ends the others.
+    """
+    if not isinstance(error, ConfigError):
         stop_other_hosts(rank(), world_size(), _headline(error), FAILED)
         if local_rank() != 0:
             time.sleep(REPORTER_S)
-        _report_cause(f"rank {rank()} failed.\n{_text(error)}")
+        _report_cause(_own_text(error))
         return
-    if not _joined() and getattr(error, "reported_by", None) is None:
-        _wait_for_rank_0()
-    first = claim(f"rank {rank()} failed: {_headline(error)}")
-    if first:
-        _wait_for_first_report()
-        say(f"rank {rank()} failed too: {_headline(error)}")
+    if rank() == 0:
+        _report_cause(_own_text(error))
+    reported = stop_other_hosts(rank(), world_size(), str(error), REFUSED)
+    if rank() != 0 and reported:
+        _wait_for_report(REPORTER_S)
+    elif rank() != 0:
+        _report_cause(_own_text(error))
+
+
+def _report_own(error: BaseException, of_all: bool) -> None:
+    """Report an error of this rank: in full if it is the first failure of the job, else in one line.
+
+    A ConfigError is always reported in full. All ranks have it, unless its notes name an instruction of one rank.
+    """
+    refused, headline = isinstance(error, ConfigError), _headline(error)
+    if refused and not of_all:
+        claim(f"rank {rank()} failed: {headline}")
+    is_shared = not getattr(error, "__notes__", None) if refused else not _joined()
+    if is_shared and not of_all and rank() != 0:
+        # Rank 0 reports the same error, and the launcher ends this rank.
+        time.sleep(RANK_0_S + (0 if local_rank() == 0 else 3))
+    if refused:
+        _report_cause(_own_text(error))
+    elif claim(f"rank {rank()} failed: {headline}"):
+        _wait_for_report()
+        say(f"rank {rank()} failed too: {headline}")
     else:
-        _report_cause(f"rank {rank()} failed.\n{_text(error)}")
+        _report_cause(_own_text(error))
         _serve_store()
+
+
+def _own_text(error: BaseException) -> str:
+    if isinstance(error, ConfigError):
+        return f"error: {error}" if rank() == 0 else f"rank {rank()}: error: {error}"
+    return f"rank {rank()} failed.\n{_text(error)}"
 
 
 def _report_lost_peer(error: BaseException, ending: Ending) -> None:
@@ -207,26 +205,30 @@ def _report_lost_peer(error: BaseException, ending: Ending) -> None:
         if silent and peer not in silent:
             time.sleep(CLAIM_DELAY_S)
         if silent:
-            line = f"rank {rank()} stopped: {_silence(silent, _is_timeout(error, headline))}. {headline}"
+            line = f"rank {rank()} stopped: {_silence(silent, error, headline)}. {headline}"
         first = claim(line)
     _report_loss(line, getattr(error, "__notes__", []), first, ending)
     ending.text = None
     _serve_store()
 
 
-def _is_timeout(error: BaseException, headline: str) -> bool:
-    return isinstance(error, TransportTimeout) or any(sign in headline.lower() for sign in _TIMEOUT_SIGNS)
-
-
-def _silence(ranks: list[int], is_timeout: bool) -> str:
+def _silence(ranks: list[int], error: BaseException, headline: str) -> str:
     """Return a report of silent ranks, such as ``ranks 1, 2 are gone``, and their activity outside of steps."""
     many = len(ranks) > 1
+    is_timeout = isinstance(error, TransportTimeout) or any(
+        sign in headline.lower() for sign in _TIMEOUT_SIGNS
+    )
     problem = "did not answer" if is_timeout else "are gone" if many else "is gone"
-    text = f"rank{'s' * many} {', '.join(map(str, ranks))} {problem}"
-    keys = {number: f"{_ACTIVITY}{number}" for number in ranks}
-    activities = ask_store(lambda s: {r: s.get(key).decode() for r, key in keys.items() if s.check([key])})
-    known = {} if activities is _NO_ANSWER else {r: name for r, name in activities.items() if name}
-    return text + "".join(f"; rank {number} waits in: {name}" for number, name in known.items())
+    activities = _values_of_ranks(_ACTIVITY)
+    waits = (f"; rank {number} waits in: {activities[number]}" for number in ranks if activities.get(number))
+    return f"rank{'s' * many} {', '.join(map(str, ranks))} {problem}{''.join(waits)}"
+
+
+def _values_of_ranks(prefix: str) -> dict[int, str]:
+    """Return rank -> value of its key; without ranks that have not set it, and empty if the store does not answer."""
+    keys = {number: f"{prefix}{number}" for number in range(world_size())}
+    values = ask_store(lambda s: {r: s.get(key).decode() for r, key in keys.items() if s.check([key])})
+    return {} if values is _NO_ANSWER else values
 
 
 def publish_activity(name: str) -> None:
@@ -258,17 +260,12 @@ def _report_loss(line: str, notes: list[str], first: str | None, ending: Ending)
     the result of :func:`claim`.
     """
     with ending.reporting:
-        if not ending.reported:
-            ending.reported = True
-            _say_loss(line, notes, first, ending)
-
-
-def _say_loss(line: str, notes: list[str], first: str | None, ending: Ending) -> None:
-    if first == "" or (first is None and ending.reports_alone()):
-        _report_cause("\n".join([line, *notes]))
-    elif first and local_rank() == 0:
-        reported = _wait_for_first_report()
-        if not (reported and _is_of_this_host(first)):
+        if ending.reported:
+            return
+        ending.reported = True
+        if first == "" or (first is None and ending.reports_alone()):
+            _report_cause("\n".join([line, *notes]))
+        elif first and local_rank() == 0 and not (_wait_for_report() and _is_of_this_host(first)):
             say(f"rank {rank()} stopped, because {first}")
 
 
@@ -324,13 +321,9 @@ def _wait_for_cause(ending: Ending) -> str | None:
 
 def silent_ranks() -> list[int]:
     """Return the ranks that others wait for and that report no lost peer themselves; empty if unknown."""
-    keys = {number: f"{LOST}{number}" for number in range(world_size())}
-    # Rank that reports a lost peer -> the peer; empty in a collective.
-    peers = ask_store(lambda s: {r: s.get(key).decode() for r, key in keys.items() if s.check([key])})
-    if peers is _NO_ANSWER:
-        return []
+    peers = _values_of_ranks(LOST)  # rank that reports a lost peer -> the peer; empty in a collective
     awaited = {int(peer) for peer in peers.values() if peer} - set(peers)
-    return sorted(awaited or set(keys) - set(peers))
+    return sorted(awaited or set(range(world_size())) - set(peers)) if peers else []
 
 
 def claim(text: str) -> str | None:
@@ -373,29 +366,18 @@ def _joined() -> bool:
     return world_size() > 1 and is_initialized is not None and is_initialized()
 
 
-def _wait_for_rank_0() -> None:
-    """Wait until rank 0 reports the same error and the launcher ends this rank, or until a time limit."""
-    if rank() != 0:
-        time.sleep(RANK_0_S + (0 if local_rank() == 0 else 3))
+def _wait_for_report(limit_s: float = FIRST_REPORT_S) -> bool:
+    """Wait until the first failure has been reported, or until a time limit. Return whether it has been.
 
-
-def _wait_for_first_report(limit_s: float = FIRST_REPORT_S) -> bool:
-    """Wait until the first failure has been reported, or until a time limit. Return whether it has been."""
+    The launcher ends all ranks after the first exit.
+    """
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        reported = ask_store(lambda store: store.check([_REPORTED]))
+        reported = _joined() and ask_store(lambda store: store.check([_REPORTED]))
         if reported is not False:
             return reported is True
         time.sleep(0.05)
     return False
-
-
-def _wait_for_reporter() -> None:
-    """Wait until another rank has reported this error, because the launcher ends all ranks after the first exit."""
-    if _joined():
-        _wait_for_first_report(REPORTER_S)
-    else:
-        time.sleep(REPORTER_S)
 
 
 def lost_peer(error: BaseException) -> bool:

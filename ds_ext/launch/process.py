@@ -53,9 +53,8 @@ __all__ = [
 ]
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
-before_failed_exit: list[
-    Callable[[], None]
-] = []  # what a rank does before it exits, except after Ctrl-C or SIGHUP
+# What a rank does before it exits, except after Ctrl-C or SIGHUP.
+before_failed_exit: list[Callable[[], None]] = []
 _TO_ALL = (signal.SIGINT, signal.SIGHUP)  # from a terminal, to every rank
 # DeepSpeed passes --node_rank among the first arguments of the node launcher. Later ones may be those of the script.
 _FIRST_ARGUMENTS = 4
@@ -218,7 +217,11 @@ def _run_watch(ending: Ending, reader: socket.socket, launchers: list[tuple[int,
         requests = stop.listening
         if requests is not None and _ends_between_steps(requests, received, _is_orphaned(launchers), ending):
             received, launchers = received - requests.signals, []
-        _end_by_terminal_signal(received)
+        for number in received.intersection(_TO_ALL):
+            # Other ranks would report the first to exit as lost.
+            if rank() == 0:
+                say(f"stopped by {signal.Signals(number).name}.")
+            os._exit(128 + number)
         launcher_runs = all(is_running(parent) for _, parent in launchers)
         if _is_orphaned(launchers) and not (signal.SIGTERM in received and launcher_runs):
             _end_orphan(ending, launcher_runs)
@@ -282,27 +285,15 @@ def _end_orphan(ending: Ending, launcher_runs: bool = False) -> NoReturn:
     os._exit(EXIT_FAILED)
 
 
-def _end_by_terminal_signal(received: set[int]) -> None:
-    for number in received.intersection(_TO_ALL):
-        # Other ranks would report the first to exit as lost.
-        _say_once(f"stopped by {signal.Signals(number).name}.")
-        os._exit(128 + number)
-
-
 def _end_by_sigterm(ending: Ending, lost: str) -> NoReturn:
     """Exit on SIGTERM; ``lost`` reports the ranks that were lost earlier."""
     # Do not flush streams: the main thread may hold their locks.
     if ending.text is not None or lost:
         report_loss_at_once(ending, lost)
-    elif ending.code is None:
-        _say_once("stopped by SIGTERM.")
+    elif ending.code is None and rank() == 0:
+        say("stopped by SIGTERM.")
     _prepare_failed_exit()
     os._exit(ending.code or 128 + signal.SIGTERM)
-
-
-def _say_once(text: str) -> None:
-    if rank() == 0:
-        say(text)
 
 
 def _handled_by_thread(number: int, frame: Any) -> None:
@@ -332,19 +323,15 @@ def _launchers() -> list[tuple[int, int]]:
     if NODE_LAUNCHER not in words:
         return [pair]
     command = parent_of(launcher)
-    if _is_deepspeed_command(command):
+    # Perhaps after its interpreter and one option.
+    if any(Path(word).name in DEEPSPEED for word in words_of(command)[:3]):
         return [pair, (launcher, command)]
-    start = words.index(NODE_LAUNCHER) + 1
-    if any(word.startswith("--node_rank") for word in words[start : start + _FIRST_ARGUMENTS]):
+    arguments = words[words.index(NODE_LAUNCHER) + 1 :]
+    if any(word.startswith("--node_rank") for word in arguments[:_FIRST_ARGUMENTS]):
         return [pair]  # usually started over ssh by a command on another host
     # On one host, either the command has exited or a script started the node launcher. The command usually led the
     # process group that the node launcher inherits, which then has no running leader. A waiting script is running.
     return [pair] if is_running(group_of(launcher)) else []
-
-
-def _is_deepspeed_command(process: int) -> bool:
-    """Return whether a process is the ``deepspeed`` command, possibly after its interpreter and one option."""
-    return any(Path(word).name in DEEPSPEED for word in words_of(process)[:3])
 
 
 def _neighbours(launcher: int) -> dict[int, int]:

@@ -73,11 +73,17 @@ def set_rank() -> None:
     """
     global _launched_by
     environ = os.environ
-    if not _in_step(environ) or any(name in environ for name in OTHER_LAUNCHERS):
+    step_id = environ.get("SLURM_STEP_ID", "")
+    in_step = environ.get("SLURM_PROCID", "").isdecimal() and step_id.isdecimal()
+    if not in_step or int(step_id) >= _FIRST_SPECIAL_STEP or any(name in environ for name in OTHER_LAUNCHERS):
         return
     environ["RANK"] = environ["SLURM_PROCID"]  # so that only rank 0 reports an error of all ranks
     step = read_step(environ)
-    _require_all_tasks(step)
+    if (tasks := sum(step.tasks)) > 1 and sys.stdin is not None and sys.stdin.isatty():
+        raise ConfigError(
+            f"SLURM_STEP_NUM_TASKS: the shell of `srun --pty` runs this script once (got a step of {tasks} tasks). "
+            f"Leave the shell, and start the script with `srun --ntasks {tasks} python SCRIPT`."
+        )
     environ.update(step.variables())
     environ.setdefault("MASTER_ADDR", step.first_host)
     environ.setdefault("MASTER_PORT", str(step.port))
@@ -108,13 +114,6 @@ def launcher_words() -> list[str] | None:
     return [*words, "--kill-on-bad-exit=1", "--distribution=block", sys.executable]
 
 
-def _in_step(environ: Mapping[str, str]) -> bool:
-    step = environ.get("SLURM_STEP_ID", "")
-    return (
-        environ.get("SLURM_PROCID", "").isdecimal() and step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
-    )
-
-
 def read_step(environ: Mapping[str, str]) -> Step:
     if "SLURM_HET_SIZE" in environ:
         raise ConfigError(
@@ -130,20 +129,15 @@ def read_step(environ: Mapping[str, str]) -> Step:
         port=_FIRST_PORT
         + (_STEPS * _number(environ, "SLURM_JOB_ID") + _number(environ, "SLURM_STEP_ID")) % _PORTS,
     )
-    _require_consistent(step, _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), environ)
+    world_size = _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    has_task = step.host < len(step.tasks) and step.local_rank < step.tasks[step.host]
+    if not (has_task and sum(step.tasks) == world_size and step.rank < world_size):
+        shown = [f"{name}={environ[name]}" for name in _STEP_VARIABLES if name in environ]
+        raise ConfigError(
+            f"SLURM_PROCID: Slurm's variables contradict each other (got {', '.join(shown)}). {_START}, and do not "
+            "set SLURM_* variables by hand."
+        )
     return step
-
-
-def _require_consistent(step: Step, world_size: int, environ: Mapping[str, str]) -> None:
-    tasks = step.tasks
-    has_task = step.host < len(tasks) and step.local_rank < tasks[step.host]
-    if has_task and sum(tasks) == world_size and step.rank < world_size:
-        return
-    shown = [f"{name}={environ[name]}" for name in _STEP_VARIABLES if name in environ]
-    raise ConfigError(
-        f"SLURM_PROCID: Slurm's variables contradict each other (got {', '.join(shown)}). {_START}, and do not "
-        "set SLURM_* variables by hand."
-    )
 
 
 def tasks_per_host(text: str) -> tuple[int, ...]:
@@ -171,14 +165,6 @@ def first_host(nodelist: str) -> str:
             "export MASTER_ADDR=$(scontrol show hostnames | head -n 1)."
         )
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", match[0])
-
-
-def _require_all_tasks(step: Step) -> None:
-    if sum(step.tasks) > 1 and sys.stdin is not None and sys.stdin.isatty():
-        raise ConfigError(
-            f"SLURM_STEP_NUM_TASKS: the shell of `srun --pty` runs this script once (got a step of {sum(step.tasks)} "
-            f"tasks). Leave the shell, and start the script with `srun --ntasks {sum(step.tasks)} python SCRIPT`."
-        )
 
 
 def _require_own_gpu(step: Step) -> None:

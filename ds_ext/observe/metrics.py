@@ -27,6 +27,7 @@ from .run_record import RunRecord
 
 if TYPE_CHECKING:
     from ..engine.engine import PipelineEngine
+    from ..engine.step_report import StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -91,9 +92,7 @@ def progress_line(
         number = f"{last.step:>{len(str(total_steps))}}/{total_steps}"
         if not left and last.step < total_steps:
             reserve = len(f" | {duration_text(step_s * (total_steps - last.step))} left")
-    rate, unit = _rate(steps, "tokens_per_s"), "tokens/s"
-    if rate is None:
-        rate, unit = _rate(steps, "samples_per_s"), "samples/s"
+    rates = (_rate(steps, "tokens_per_s"), "tokens/s"), (_rate(steps, "samples_per_s"), "samples/s")
     losses = {name: fmean(step.losses[name] for step in steps if name in step.losses) for name in last.losses}
     between = f" + {between_s:.3g}" if between_s >= _BETWEEN * step_s else ""
     # Cells in their order, with the order in which they are omitted: the largest number first.
@@ -103,7 +102,7 @@ def progress_line(
         (2, f"lr {last.lr:.2e}"),
         (3, _cell("norm ", _mean(steps, "grad_norm"), ".3f") or "norm -"),
         (0, f"{step_s:.3g}{between} s/step"),
-        (1, _cell("", rate, ",.0f" if rate is not None and rate >= 100 else ".3g", f" {unit}")),
+        (1, next((_rate_text(rate, unit) for rate, unit in rates if rate is not None), "")),
         (0, _cell("epoch ", last.epoch, ".2f")),
         (4, f"{memory} {last.peak_memory_bytes / _MIB:,.0f} MiB"),
         (0, left),
@@ -182,7 +181,7 @@ class Metrics:
         validation_losses: Mapping[str, torch.Tensor | float] | None = None,
         validation_note: str = "",
     ) -> StepMetrics:
-        """Report the engine's last step and return its metrics.
+        """Report the engine's last step and return its metrics. Raises ConfigError before the first step.
 
         Args:
             loss: result of ``engine.train_batch()``.
@@ -190,27 +189,31 @@ class Metrics:
             validation_losses: additional validation losses, such as ``engine.eval_additional_losses``.
             validation_note: text that follows the validation losses in their line.
         """
-        metrics = self._measure(float(loss), validation_loss, validation_losses)
+        report = self._engine.report
+        if report is None:
+            raise ConfigError("Metrics.log: no step to report (got a call before engine.train_batch()).")
+        metrics = self._measure(report, float(loss), validation_loss, validation_losses)
         if self._file is not None:
             self._file.write(metrics)
-        if self._record is not None and self._engine.report is not None:
-            self._record.note_memory(self._engine.report.of_ranks.peak_memory_of_ranks)
+        if self._record is not None:
+            self._record.note_memory(report.of_ranks.peak_memory_of_ranks)
         is_first, total = self._steps == 0, self._total_steps
         left_s = self._count(metrics)
-        if self._engine.global_rank == 0 and self._log_interval > 0:
-            self._since_line.append(metrics)
-            is_last = total is not None and metrics.step >= total
-            is_due = metrics.step % self._log_interval == 0 or validation_loss is not None
-            left_s = None if is_last else left_s
-            line, self._omitted = progress_line(
-                self._since_line, total, left_s, self._memory, self._between_s(), self._omitted
-            )
-            print_line(line, keep=is_first or is_last or is_due)
-            if is_first or is_last or is_due:
-                self._since_line.clear()
-            if metrics.validation_loss is not None:
-                losses = f"{metrics.validation_loss:.4f}{additional_losses_text(metrics.validation_losses)}"
-                print_line(f"step {metrics.step}: validation loss {losses}{validation_note}")
+        if self._engine.global_rank != 0 or self._log_interval <= 0:
+            return metrics
+        self._since_line.append(metrics)
+        is_last = total is not None and metrics.step >= total
+        is_due = metrics.step % self._log_interval == 0 or validation_loss is not None
+        left_s = None if is_last else left_s
+        line, self._omitted = progress_line(
+            self._since_line, total, left_s, self._memory, self._between_s(), self._omitted
+        )
+        print_line(line, keep=is_first or is_last or is_due)
+        if is_first or is_last or is_due:
+            self._since_line.clear()
+        if metrics.validation_loss is not None:
+            losses = f"{metrics.validation_loss:.4f}{additional_losses_text(metrics.validation_losses)}"
+            print_line(f"step {metrics.step}: validation loss {losses}{validation_note}")
         return metrics
 
     def _count(self, metrics: StepMetrics) -> float | None:
@@ -238,29 +241,21 @@ class Metrics:
         if self._engine.global_rank != 0 or self._log_interval <= 0 or report is None or not self._steps:
             return
         peaks = report.of_ranks.peak_memory_of_ranks
-        amounts = [f"{self._samples:,} samples"]
-        rate, unit = self._samples / self._seconds, "samples/s"
+        rate = self._samples / self._seconds
         tflops = self._tflops(rate)
-        if tokens is not None:
-            amounts.append(f"{self._samples * tokens:,} tokens")
-            rate, unit = rate * tokens, "tokens/s"
-        rates = [
-            f"{rate:{',.0f' if rate >= 100 else '.3g'}} {unit}",
-            _cell("", tflops, ".3g", " TFLOP/s per device"),
-            _cell("MFU ", self._mfu(tflops), ".1%"),
-        ]
+        figures = [f"{self._samples:,} samples", _rate_text(rate, "samples/s")]
+        if (tokens := self._tokens_per_sample) is not None:
+            figures[1:] = [f"{self._samples * tokens:,} tokens", _rate_text(rate * tokens, "tokens/s")]
+        figures += [_cell("", tflops, ".3g", " TFLOP/s per device"), _cell("MFU ", self._mfu(tflops), ".1%")]
         elapsed, in_steps = (duration_text(s) for s in (time.monotonic() - self._began_s, self._seconds))
         simulation = self._engine.plan.simulation
-        costs = (
-            "equal stages, free messages"
-            if simulation.costs == type(simulation.costs)()
-            else "costs of the plan"
-        )
+        is_even = simulation.costs == type(simulation.costs)()
+        costs = "equal stages, free messages" if is_even else "costs of the plan"
         mean = f"mean {self._seconds / self._steps:.3g} s/step"
         steps = f"{self._steps:,} step{'s' * (self._steps != 1)}"
         lines = [
             f"trained   {steps} in {elapsed}, {in_steps} of it in steps ({mean})",
-            f"          {', '.join(filter(None, [*amounts, *rates]))}",
+            f"          {', '.join(filter(None, figures))}",
             f"memory    {self._memory} {max(peaks) / _MIB:,.0f} MiB at the peak, on rank {peaks.index(max(peaks))}",
             f"bubble    {self._bubbles / self._steps:.0%} (mean); simulated: {simulation.bubble:.0%} ({costs})",
         ]
@@ -283,13 +278,12 @@ class Metrics:
 
     def _measure(
         self,
+        report: StepReport,
         loss: float,
         validation_loss: torch.Tensor | float | None,
         validation_losses: Mapping[str, torch.Tensor | float] | None,
     ) -> StepMetrics:
-        engine, report = self._engine, self._engine.report
-        if report is None:
-            raise ConfigError("Metrics.log: no step to report (got a call before engine.train_batch()).")
+        engine = self._engine
         norm = engine.get_global_grad_norm()
         samples_per_s = engine.train_batch_size() / report.seconds
         tokens = self._tokens_per_sample
@@ -339,10 +333,15 @@ class MetricsFile:
             ) from None
 
     def write(self, metrics: StepMetrics) -> None:
-        """Append one record, which survives a later crash of this process. Log the first of several failures."""
+        """Append one record or nothing, which survives a later crash. Log the first of several failures."""
         line = (json.dumps(_finite(asdict(metrics)), allow_nan=False) + "\n").encode()
         try:
-            self._append(line)
+            with self.path.open("ab", buffering=0) as file:
+                end = os.fstat(file.fileno()).st_size
+                if (file.write(line) or 0) < len(line):
+                    os.ftruncate(file.fileno(), end)  # remove the partial line
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self._failing = False
         except OSError as error:
             if not self._failing:
                 logger.warning(
@@ -351,16 +350,6 @@ class MetricsFile:
                     *(metrics.step, self.path, error.strerror),
                 )
             self._failing = True
-        else:
-            self._failing = False
-
-    def _append(self, line: bytes) -> None:
-        """Append the whole line or nothing."""
-        with self.path.open("ab", buffering=0) as file:
-            end = os.fstat(file.fileno()).st_size
-            if (file.write(line) or 0) < len(line):
-                os.ftruncate(file.fileno(), end)  # remove the partial line
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def additional_losses_text(losses: Mapping[str, float]) -> str:
@@ -416,6 +405,10 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _rate_text(rate: float, unit: str) -> str:
+    return f"{rate:{',.0f' if rate >= 100 else '.3g'}} {unit}"
 
 
 def _cell(label: str, value: float | None, form: str, unit: str = "") -> str:

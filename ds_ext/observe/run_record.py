@@ -12,12 +12,11 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..environment import process_age_s
+from ..environment import started_s
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ class RunRecord:
         self._events = events
         self._failing = False
         self._start: dict[str, Any] = {
-            "at": time.time() - process_age_s(),
+            "at": started_s(),
             "command": shlex.join(sys.argv),
             "commit": _commit(Path(sys.argv[0]).absolute().parent),
             "metrics_bytes": metrics_file.stat().st_size if metrics_file.exists() else 0,

@@ -321,37 +321,88 @@ def _mix(x: int) -> int:
 
 
 def read_costs(text: str) -> Costs:
-    if os.path.isfile(text) or text.endswith(".json"):
-        return load_costs(text)
-    return parse_costs(text)
+    """Return the costs of an option or a flag: text, or the path of a file."""
+    return load_costs(text) if os.path.isfile(text) or text.endswith(".json") else parse_costs(text)
 
 
 def parse_costs(text: str) -> Costs:
     """Return the costs in ``"f=1,b=1,w=1,comm=0,stages=0.9x7/1.7:1.8:1.6,slices=1/3,jitter=0"``, keys optional."""
-    values: dict[str, Any] = {}
+    pairs: list[tuple[str, Any]] = []
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, _, value = part.partition("=")
         key = key.strip()
-        if key not in _TEXT_KEYS:
-            fix = "Put links into a JSON file" if key == "links" else f"Keys: {', '.join(_TEXT_KEYS)}"
-            raise ScheduleError(f"costs: unknown key {_short(key)} (got {_short(text)}). {fix}.")
-        if key in values:
-            raise ScheduleError(f"costs: {key} is repeated (got {_short(text)}).")
         try:
             if key in ("stages", "slices", "head"):
                 factors = _parse_factors(value)
-                values[key] = factors[0] if key == "head" and len(factors) == 1 else factors
+                pairs.append((key, factors[0] if key == "head" and len(factors) == 1 else factors))
+            elif key in _TEXT_KEYS:
+                pairs.append((key, int(value) if key == "seed" else float(value)))
             else:
-                values[key] = int(value) if key == "seed" else float(value)
+                pairs.append((key, value))
         except ValueError:
             raise ScheduleError(
                 f"costs: invalid value (got {_short(part)}). Examples: f=1.5, seed=1, stages=0.9x7/1.7."
             ) from None
-    return _make_costs(values)
+    return _make_costs(_without_repeats(pairs, "costs"), _TEXT_KEYS, "costs")
 
 
-def _make_costs(values: Mapping[str, Any]) -> Costs:
+def load_costs(path: str) -> Costs:
+    """Return the costs in a JSON file: ``{"f": 1, "stages": [1, 1.2], "links": {"0>1": 0.3}, "jitter": 0.1}``.
+
+    The keys are f, b, w and the other arguments of :class:`Costs`, all optional. A link is "sender>receiver".
+    """
+    known = [*_TIMES, *(field.name for field in fields(Costs) if field.name not in _TIMES.values())]
+    subject = f"costs {path}"
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            values = json.load(file, object_pairs_hook=lambda pairs: _without_repeats(pairs, subject))
+    except OSError as error:
+        raise ScheduleError(f"{subject}: {error.strerror}.") from None
+    except RecursionError:
+        raise ScheduleError(f"{subject}: nested too deeply.") from None
+    except ScheduleError:
+        raise  # ScheduleError is a ValueError
+    except ValueError as error:
+        raise ScheduleError(f"{subject}: not JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise ScheduleError(f"{subject}: must be an object with {', '.join(known)} (got {_short(values)}).")
+    for key in {"stages", "slices"} & set(values):
+        if not isinstance(values[key], list | None):
+            raise ScheduleError(f"{subject}: {key} must be a list of factors (got {_short(values[key])}).")
+    if "links" in values:
+        values["links"] = _parse_links(values["links"], subject)
+    return _make_costs(values, known, subject)
+
+
+def _make_costs(values: Mapping[str, Any], known: Sequence[str], subject: str) -> Costs:
+    if unknown := sorted(set(values) - set(known)):
+        fix = "Put links into a JSON file" if "links" in unknown else f"Keys: {', '.join(known)}"
+        raise ScheduleError(f"{subject}: unknown keys (got {', '.join(unknown)[:_MAX_CHARACTERS]}). {fix}.")
     return Costs(**{_TIMES.get(key, key): value for key, value in values.items()})
+
+
+def _without_repeats(pairs: Sequence[tuple[str, Any]], subject: str) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ScheduleError(f"{subject}: {next(k for k in keys if keys.count(k) > 1)!r} is repeated.")
+    return values
+
+
+def _parse_links(links: Any, subject: str) -> dict[tuple[int, int], float]:
+    """Return ``{(0, 1): 0.3}`` for ``{"0>1": 0.3}``."""
+    pairs: dict[tuple[int, int], float] = {}
+    for name in links if isinstance(links, dict) else [links]:
+        devices = isinstance(links, dict) and re.fullmatch(r" *([0-9]{1,9}) *> *([0-9]{1,9}) *", name)
+        if not devices:
+            raise ScheduleError(
+                f'{subject}: a link must be "sender>receiver" (got {_short(name)}). Example: "0>1".'
+            )
+        link = (int(devices[1]), int(devices[2]))
+        if link in pairs:
+            raise ScheduleError(f"{subject}: link {link[0]}>{link[1]} is repeated.")
+        pairs[link] = links[name]
+    return pairs
 
 
 def _parse_factors(text: str) -> tuple[float | tuple[float, ...], ...]:
@@ -383,72 +434,6 @@ def dump_costs(costs: Costs) -> dict[str, Any]:
     values = {names.get(field.name, field.name): getattr(costs, field.name) for field in fields(Costs)}
     values["links"] = {f"{a}>{b}": time for (a, b), time in costs.links.items()}
     return {key: value for key, value in values.items() if value or key in ("f", "b", "w")}
-
-
-def load_costs(path: str) -> Costs:
-    """Return the costs in a JSON file: ``{"f": 1, "stages": [1, 1.2], "links": {"0>1": 0.3}, "jitter": 0.1}``.
-
-    The keys are f, b, w and the other arguments of :class:`Costs`, all optional. A link is "sender>receiver".
-    """
-    values = _read_json(path)
-    known = [*_TIMES, *(field.name for field in fields(Costs) if field.name not in _TIMES.values())]
-    if not isinstance(values, dict):
-        raise ScheduleError(
-            f"costs {path}: must be an object with {', '.join(known)} (got {_short(values)})."
-        )
-    if unknown := sorted(set(values) - set(known)):
-        raise ScheduleError(
-            f"costs {path}: unknown keys (got {', '.join(unknown)[:_MAX_CHARACTERS]}). Keys: {', '.join(known)}."
-        )
-    for key in {"stages", "slices"} & set(values):
-        if not isinstance(values[key], list | None):
-            raise ScheduleError(f"costs {path}: {key} must be a list of factors (got {_short(values[key])}).")
-    if "links" in values:
-        values["links"] = _parse_links(values["links"], path)
-    return _make_costs(values)
-
-
-def _read_json(path: str) -> Any:
-    def reject_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) < len(pairs):
-            keys = [key for key, _ in pairs]
-            raise ScheduleError(f"costs {path}: {next(k for k in keys if keys.count(k) > 1)!r} is repeated.")
-        return values
-
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            return json.load(file, object_pairs_hook=reject_repeats)
-    except OSError as error:
-        raise ScheduleError(f"costs {path}: {error.strerror}.") from None
-    except RecursionError:
-        raise ScheduleError(f"costs {path}: nested too deeply.") from None
-    except ScheduleError:
-        raise  # ScheduleError is a ValueError
-    except ValueError as error:
-        raise ScheduleError(f"costs {path}: not JSON: {error}.") from None
-
-
-def _parse_links(links: object, path: str) -> dict[tuple[int, int], float]:
-    """Return ``{(0, 1): 0.3}`` for ``{"0>1": 0.3}``."""
-    if not isinstance(links, dict):
-        raise _invalid_link(links, path)
-    pairs: dict[tuple[int, int], float] = {}
-    for name, time in links.items():
-        devices = re.fullmatch(r" *([0-9]{1,9}) *> *([0-9]{1,9}) *", name) if isinstance(name, str) else None
-        if devices is None:
-            raise _invalid_link(name, path)
-        link = (int(devices[1]), int(devices[2]))
-        if link in pairs:
-            raise ScheduleError(f"costs {path}: link {link[0]}>{link[1]} is repeated.")
-        pairs[link] = time
-    return pairs
-
-
-def _invalid_link(name: object, path: str) -> ScheduleError:
-    return ScheduleError(
-        f'costs {path}: a link must be "sender>receiver" (got {_short(name)}). Example: "0>1".'
-    )
 
 
 def _sizes_text(sizes: Mapping[str, Any], names: Sequence[str]) -> str:

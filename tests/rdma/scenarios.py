@@ -9,8 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from ds_ext.cli.doctor import try_rdma
-from ds_ext.cli.hosts.rdma import RdmaProbe
+from ds_ext.cli.hosts.rdma import RdmaProbe, try_rdma
 from ds_ext.comm import _native
 from ds_ext.comm.link_selection import LINK_KINDS, RankOffers, kind_class, select_links
 from ds_ext.comm.rdma.devices import choose_port, device_ports
@@ -158,7 +157,8 @@ def forked_child(context: Context) -> None:
 def probed(context: Context) -> None:
     """`doctor --hostfile` writes from rank 0 to rank 1."""
     job = bytes(range(16))
-    probe = RdmaProbe(context.addresses[context.rank], sends=context.rank == 0)
+    choice = choose_port(device_ports(), context.addresses[context.rank])
+    probe = RdmaProbe(choice, sends=context.rank == 0)
     probe.connect(context.line.exchange(probe.greeting(job)), job)
     context.line.exchange("connected")
     if context.rank == 0:
@@ -176,7 +176,7 @@ def itself(context: Context) -> None:
     if context.rank:
         return
     choice = choose_port(device_ports(), context.addresses[0], must_match=True)
-    assert try_rdma(choice.device, choice.port, choice.gid_index) == 1 << 20
+    assert try_rdma(choice) == 1 << 20
     try:
         choose_port(device_ports(), "10.77.0.1", must_match=True)
         raise AssertionError("the address of another host was accepted")

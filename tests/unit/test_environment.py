@@ -84,8 +84,10 @@ def test_host() -> None:
     assert 1 << 20 < environment.available_bytes() < 1 << 50
     assert environment.namespace("pid").startswith("pid:[")
     assert isinstance(environment.has_capability(0), bool)
-    if socket.has_ipv6 and (addresses := environment.ipv6_addresses()):
-        assert {name for name, _ in addresses} <= {name for _, name in socket.if_nameindex()}
+    addresses = environment.interface_addresses()
+    assert {name for name, _ in addresses} <= {name for _, name in socket.if_nameindex()}
+    versions = [address.version for _, address in addresses]
+    assert 4 in versions and versions == sorted(versions)
 
 
 def test_versions_of_packages() -> None:

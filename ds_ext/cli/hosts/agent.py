@@ -6,27 +6,26 @@ It reads one JSON object per line from standard input, ``{"do": name, ...}``, an
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ...comm.rdma.devices import ACTIVE, device_ports
+from ...comm.rdma.devices import ACTIVE, choose_port, device_ports
 from ...comm.tcp.address import own_address
 from ...environment import file_system_of, proc_text
 from ...errors import DsExtError
-from ...launch.job_facts import code_facts
+from ...launch.job_facts import checksum, code_facts
 from .. import doctor
 from . import probe
 from .rdma import RdmaProbe
@@ -60,11 +59,9 @@ class Agent:
         addresses: dict[str, list[str]] = {name: [] for name in names}
 
         def look_up(name: str) -> None:
-            try:
+            with contextlib.suppress(OSError):
                 entries = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-            except OSError:
-                return
-            addresses[name] = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
+                addresses[name] = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
         threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in names]
         deadline = time.monotonic() + _RESOLVE_S
@@ -80,12 +77,10 @@ class Agent:
 
     def rdma_open(self, key: str, address: str, sends: bool, job: str) -> dict[str, str]:
         """Open one side of a link. Return its port and the data that the other side needs."""
-        opened = self._rdma[key] = RdmaProbe(address, sends)
-        return {
-            "name": opened.name,
-            "network": opened.link_layer,
-            "greeting": opened.greeting(bytes.fromhex(job)).hex(),
-        }
+        choice = choose_port(device_ports(), address)
+        opened = self._rdma[key] = RdmaProbe(choice, sends)
+        greeting = opened.greeting(bytes.fromhex(job)).hex()
+        return {"name": choice.name, "network": choice.link_layer, "greeting": greeting}
 
     def rdma_connect(self, key: str, greeting: str, job: str) -> None:
         self._rdma[key].connect(bytes.fromhex(greeting), bytes.fromhex(job))
@@ -94,13 +89,11 @@ class Agent:
         self._rdma[key].send()
 
     def rdma_receive(self, key: str) -> float:
-        """Receive all messages and return the bandwidth in Gbit/s."""
         return self._rdma[key].receive()
 
     def rdma_close(self, key: str) -> None:
-        opened = self._rdma.pop(key, None)
-        if opened is not None:
-            opened.close()
+        if key in self._rdma:
+            self._rdma.pop(key).close()
 
     def path(self, name: str) -> dict[str, Any]:
         path = Path(name)
@@ -109,7 +102,6 @@ class Agent:
             "bytes": path.stat().st_size if path.is_file() else 0,
             "writable": path.is_dir() and os.access(path, os.W_OK | os.X_OK),
             "file_system": file_system_of(path),
-            "free_bytes": shutil.disk_usage(path).free if path.exists() else 0,
         }
 
     def create(self, name: str) -> None:
@@ -129,15 +121,12 @@ def _versions() -> dict[str, str]:
     """Return the versions that ranks compare in the roll call, without the script, and the native code."""
     facts = dict(code_facts())
     facts.pop(f"source of {Path(__file__).name}", None)
-    return {"python": platform.python_version(), **facts, "native code": _native_checksum()}
-
-
-def _native_checksum() -> str:
-    try:
+    native = "missing"
+    with contextlib.suppress(ImportError):
         from ...comm import _native
-    except ImportError:
-        return "missing"
-    return f"{zlib.crc32(Path(str(_native.__file__)).read_bytes()):08x}"
+
+        native = checksum([Path(str(_native.__file__)).read_bytes()])
+    return {"python": platform.python_version(), **facts, "native code": native}
 
 
 def main() -> int:

@@ -45,7 +45,8 @@ def _run(session: Session) -> None:
     job = session.report.job
     job += _versions(session)
     job += _clocks(session)
-    job += _paths(session)
+    paths = (os.getcwd(), *(str(Path(path).absolute()) for path in session.options.paths))
+    job += [Finding(f"path {path}", *_path(session, path)) for path in paths]
     master = pairs.find_addresses(session)
     _check_names(session)
     if len(session.hosts) > 1:
@@ -97,61 +98,45 @@ def _clocks(session: Session) -> Iterator[Finding]:
         yield Finding("clocks", "ok", f"within {max(offsets.values()) - min(offsets.values()):.2f} s")
 
 
-def _paths(session: Session) -> Iterator[Finding]:
-    for path in (os.getcwd(), *(str(Path(path).absolute()) for path in session.options.paths)):
-        yield _path(session, path)
-
-
-def _path(session: Session, path: str) -> Finding:
-    subject = f"path {path}"
+def _path(session: Session, path: str) -> tuple[str, str, str]:
+    """Return state, text and remedy of a folder or file on all hosts."""
     answers = session.ask_all("path", name=path)
     kinds = {name: answer["is"] for name, answer in answers.items()}
     if "missing" in kinds.values() or len(set(kinds.values())) > 1:
-        return Finding(subject, FAIL, group_by_value(kinds), "create it, with the same path on every host")
+        return FAIL, group_by_value(kinds), "create it, with the same path on every host"
     systems = group_by_value({name: answer["file_system"] or "unknown" for name, answer in answers.items()})
     if "folder" in kinds.values():
-        writers = [name for name, answer in answers.items() if answer["writable"]]
-        return _folder_finding(session, path, list(answers), writers, systems)
+        return _folder(session, path, {name: answer["writable"] for name, answer in answers.items()}, systems)
     sizes = {name: f"{answer['bytes']:,} bytes" for name, answer in answers.items()}
     if len(set(sizes.values())) > 1:
-        return Finding(
-            subject, FAIL, f"hosts differ: {group_by_value(sizes)}", "copy the same file to every host"
-        )
-    return Finding(subject, "ok", f"the same size on all hosts ({systems})")
+        return FAIL, f"hosts differ: {group_by_value(sizes)}", "copy the same file to every host"
+    return "ok", f"the same size on all hosts ({systems})", ""
 
 
-def _folder_finding(
-    session: Session, path: str, hosts: list[str], writers: list[str], systems: str
-) -> Finding:
-    """Test whether the hosts share a folder, with a file that the first of the writers creates.
-
-    Args:
-        hosts: names of the hosts that answered.
-        writers: subset of ``hosts`` that may write to the folder.
-        systems: file systems, for the text.
-    """
-    subject = f"path {path}"
-    if not writers:
-        return Finding(subject, "ok", f"on all hosts, read-only ({systems})")
-    writer = next(host for host in session.hosts if host.name == writers[0])
+def _folder(session: Session, path: str, writable: dict[str, bool], systems: str) -> tuple[str, str, str]:
+    """Test whether the hosts share a folder, with a file that the first of those creates to which it is writable."""
+    writer = next((host for host in session.hosts if writable.get(host.name)), None)
+    if writer is None:
+        return "ok", f"on all hosts, read-only ({systems})", ""
     visible_on = _see(session, path, writer)
     if visible_on is None:
-        return Finding(
-            subject, "warn", f"{writer.name} cannot create a file there", "check quota and free space"
+        return "warn", f"{writer.name} cannot create a file there", "check quota and free space"
+    if not all(writable.values()):
+        read_only = ", ".join(name for name, is_writable in writable.items() if not is_writable)
+        return (
+            "warn",
+            f"read-only on {read_only} ({systems})",
+            "if ranks write there, make it writable on every host",
         )
-    read_only = [name for name in hosts if name not in writers]
-    if read_only:
-        remedy = "if ranks write there, make it writable on every host"
-        return Finding(subject, "warn", f"read-only on {', '.join(read_only)} ({systems})", remedy)
-    if len(hosts) == 1:
-        return Finding(subject, "ok", f"on {writer.name} ({systems}); the other hosts failed")
+    if len(writable) == 1:
+        return "ok", f"on {writer.name} ({systems}); the other hosts failed", ""
     separate = ", ".join(name for name, is_visible in visible_on.items() if not is_visible)
     if not separate:
-        return Finding(subject, "ok", f"shared by all hosts ({systems})")
+        return "ok", f"shared by all hosts ({systems})", ""
     if path == os.getcwd():
-        return Finding(subject, "ok", f"separate on {separate} ({systems}); keep the copies equal")
+        return "ok", f"separate on {separate} ({systems}); keep the copies equal", ""
     remedy = "--save needs a shared folder; data may be separate if its contents are equal"
-    return Finding(subject, "warn", f"separate: a file of {writer.name} is not on {separate}", remedy)
+    return "warn", f"separate: a file of {writer.name} is not on {separate}", remedy
 
 
 def _see(session: Session, path: str, writer: Host) -> dict[str, bool] | None:

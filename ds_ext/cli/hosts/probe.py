@@ -33,14 +33,7 @@ def listen(address: str, port: int, token: str) -> int:
     ``port`` 0 is a free port; ``token`` is from :func:`new_token`.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(64)
-    except OSError:
-        listener.close()
-        raise
+    listener = socket.create_server((address, port), family=family, backlog=64)
     threading.Thread(target=_accept, args=(listener, token.encode()), daemon=True).start()
     return listener.getsockname()[1]
 

@@ -69,33 +69,28 @@ class Report:
 
 @dataclass
 class Host:
-    """Host with its agent, its facts (empty if it failed) and its addresses."""
+    """Host with its agent, its facts and its addresses."""
 
     name: str
     agent: RemoteAgent
     facts: dict[str, Any] = field(default_factory=dict)
+    has_failed: bool = False
     address: str = ""  # of the ranks' links
     gloo_address: str = ""
 
 
+@dataclass(frozen=True)
 class Session:
-    """Agents on all hosts, and the report that the checks fill.
+    """Agents on all hosts of a report, which the checks fill; threads of ``pool`` ask the agents."""
 
-    Args:
-        report: report with an empty list for every host.
-        hosts: hosts of the report, in the same order.
-        pool: threads that ask the agents.
-    """
-
-    def __init__(
-        self, report: Report, hosts: Sequence[Host], options: Options, pool: ThreadPoolExecutor
-    ) -> None:
-        self.report, self.options, self.pool = report, options, pool
-        self._all = list(hosts)
+    report: Report
+    all_hosts: Sequence[Host]
+    options: Options
+    pool: ThreadPoolExecutor
 
     @property
     def hosts(self) -> list[Host]:
-        return [host for host in self._all if host.facts]
+        return [host for host in self.all_hosts if not host.has_failed]
 
     def start(self) -> None:
         """Wait for all agents, and add the findings of their hosts to the report."""
@@ -105,11 +100,20 @@ class Session:
             host.facts = host.agent.ask("facts", limit_s=90.0)
             self.report.hosts[host.name] += [Finding(**finding) for finding in host.facts["findings"]]
 
-        self._run(fetch_facts, self._all)
+        self.check_all(fetch_facts)
 
     def check_all(self, check: Callable[[Host], None]) -> None:
-        """Run a check on all hosts in parallel, and note the hosts on which it fails."""
-        self._run(check, self.hosts)
+        """Run a check on all hosts in parallel. A DsExtError becomes a finding; a HostError also excludes the host."""
+
+        def guarded(host: Host) -> None:
+            try:
+                check(host)
+            except DsExtError as error:
+                remedy = getattr(error, "remedy", "run `python -m ds_ext doctor` on that host")
+                self.report.hosts[host.name].append(Finding("host", FAIL, str(error), remedy))
+                host.has_failed |= isinstance(error, HostError) or not host.facts
+
+        list(self.pool.map(guarded, self.hosts))  # waits for all, and raises other errors again
 
     def ask_all(self, action: str, **arguments: Any) -> dict[str, Any]:
         """Return the answers by host name, without the hosts that failed."""
@@ -120,20 +124,6 @@ class Session:
 
         self.check_all(ask)
         return {host.name: answers[host.name] for host in self.hosts if host.name in answers}
-
-    def _run(self, check: Callable[[Host], None], hosts: Sequence[Host]) -> None:
-        """Run a check on hosts in parallel. A DsExtError becomes a finding; a HostError also excludes the host."""
-
-        def guarded(host: Host) -> None:
-            try:
-                check(host)
-            except DsExtError as error:
-                remedy = getattr(error, "remedy", "run `python -m ds_ext doctor` on that host")
-                self.report.hosts[host.name].append(Finding("host", FAIL, str(error), remedy))
-                if isinstance(error, HostError):
-                    host.facts = {}
-
-        list(self.pool.map(guarded, hosts))  # waits for all, and raises other errors again
 
 
 def group_by_value(values: Mapping[str, str]) -> str:

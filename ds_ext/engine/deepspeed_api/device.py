@@ -6,13 +6,12 @@ import logging
 import os
 import resource
 import sys
-import time
 
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch.utils.file_baton import FileBaton
 
-from ...environment import data_bytes, local_rank, process_age_s
+from ...environment import data_bytes, local_rank, started_s
 from ...errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ _wait = FileBaton.wait
 
 def _wait_for_build(self: FileBaton) -> None:
     try:
-        is_older = os.path.getmtime(self.lock_file_path) < time.time() - process_age_s()
+        is_older = os.path.getmtime(self.lock_file_path) < started_s()
     except FileNotFoundError:
         return
     if is_older or local_rank() == 0:

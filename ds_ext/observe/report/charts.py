@@ -13,9 +13,7 @@ from ...pipe_schedules.draw.svg import nice_step
 _WIDTH, _HEIGHT = 560, 196
 _LEFT, _RIGHT, _TOP, _BOTTOM = 88, 14, 22, 26
 _COLORS = ("I0", "I1")  # of the page's theme
-_BUCKETS = (
-    400  # horizontal resolution of a curve; each bucket keeps its first, last, lowest and highest point
-)
+_BUCKETS = 400  # of a curve; each bucket keeps its first, last, lowest and highest point
 _OUTLIERS_FROM = 5  # points
 _USUAL_SHARE = 0.95  # of the values are usual
 _OUTLIER_FACTOR = 2.0  # an outlier is so much higher above the axis' low end than the usual values
@@ -76,7 +74,8 @@ def chart(
     later_from = steps[0] + _START_SHARE * (steps[1] - steps[0])
     later = [value for curve in curves for step, value in curve.points if step >= later_from]
     low, high = value_range(values, from_zero, cut_outliers=True, later=later)
-    x = Scale(*_apart(*steps), _LEFT, _WIDTH - _RIGHT)
+    first, last = steps if steps[1] > steps[0] else (steps[0] - 1, steps[1] + 1)
+    x = Scale(first, last, _LEFT, _WIDTH - _RIGHT)
     y = Scale(low, high, _HEIGHT - _BOTTOM, _TOP)
     lines = [_curve(curve, x, y, color) for curve, color in zip(curves, _COLORS, strict=False)]
     is_named = len(curves) > 1
@@ -180,10 +179,6 @@ def value_range(
         return (low, low + 1.0) if from_zero else (low - 0.5, low + 0.5)
     margin = _MARGIN * (high - low)
     return (low if from_zero else low - margin), high + margin
-
-
-def _apart(first: float, last: float) -> tuple[float, float]:
-    return (first, last) if last > first else (first - 1, last + 1)
 
 
 def _curve(curve: Curve, x: Scale, y: Scale, color: str) -> str:

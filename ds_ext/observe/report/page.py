@@ -9,14 +9,15 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from importlib.resources import files
+from itertools import chain
 from typing import Any
 
 from ...errors import ConfigError
-from ...pipe_schedules.draw.page import Plot, document, plots, sections, table_html, tools
+from ...pipe_schedules.draw.page import document, plots, sections, table_html, tools
 from ..trace.read import Traces
 from ..trace.summary import Summary, summarize
 from ..trace.view import AXIS, DrawnStep, draw_steps, median_step, notes, notes_on_drawings, waiting_table
-from .charts import DOTS, STEPS, Curve, bars, chart, number
+from .charts import DOTS, LINE, STEPS, Curve, bars, chart, number
 from .folder import Row, Run, Start
 
 _MOST_STEPS = 60
@@ -25,6 +26,19 @@ _SAME_BUBBLE = 1e-3
 _MIB = 1 << 20
 _MEMORY = " MiB"
 _FACTORS = {"%": 100.0, _MEMORY: 1 / _MIB}
+# Name of a figure -> its key in the metrics, and its unit.
+_FIGURES = {
+    "loss, last": ("loss", ""),
+    "validation loss, last": ("validation_loss", ""),
+    "time per step, median": ("iter_time_s", "s"),
+    "tokens per second, median": ("tokens_per_s", ""),
+    "samples per second, median": ("samples_per_s", ""),
+    "TFLOP/s per device, median": ("tflops_per_device", ""),
+    "MFU, median": ("mfu", "%"),
+    "bubble, median": ("bubble_measured", "%"),
+    "bubble of ideal devices": ("bubble_simulated", "%"),
+    "peak memory of the worst rank": ("peak_memory_bytes", _MEMORY),
+}
 _HASH_DIGITS = 12
 _SIZES = {
     "num_layers": "layers",
@@ -38,30 +52,24 @@ Cells = list[tuple[str, ...]]
 
 
 def report(run: Run) -> str:
-    rows, notes = run.rows, list(run.notes)
-    summary = None if run.traces is None else summarize(run.traces)
+    facts, starts, notes = run.facts, run.starts, list(run.notes)
+    summary: Summary | None = None
     steps: dict[int, DrawnStep] = {}
-    if run.traces is not None and summary is not None:
-        notes += _contradictions(rows, summary)
+    of_traces: list[str] = []
+    if run.traces is not None:
+        summary = summarize(run.traces)
+        notes += _contradictions(run.rows, summary)
         steps = _draw(run.traces, summary, notes)
+        of_traces = [*_timetables(steps, run.traces, summary), *_waits(run.traces, summary)]
     title = _title(run, summary)
     body = [
-        f"<header><h1>{escape(title)}</h1></header><p>{escape(_subtitle(run))}</p>",
-        "<main>",
-        *_figures(run),
-        *_curves(run),
-        *_timetables(steps, run.traces, summary),
-        *_waits(run.traces, summary),
-        *_memory(run.facts),
-        *_facts(run.facts),
-        *_starts(run.starts),
-        *_recoveries(run.starts),
-        *_checkpoints(run.starts),
-        *_notes(notes),
-        *_details(run.facts),
+        f"<header><h1>{escape(title)}</h1></header><p>{escape(_subtitle(run))}</p>\n<main>",
+        *(*_figures(run), *_curves(run), *of_traces, *_memory(facts), *_facts(facts)),
+        *(*_starts(starts), *_recoveries(starts), *_checkpoints(starts), *_notes(notes), *_details(facts)),
         "</main>",
     ]
-    all_plots = [plot for step in steps.values() for plot in _plots(step)]
+    drawn = (plots(step.pictures, AXIS, step.marks, step.rows, "ms") for step in steps.values())
+    all_plots = [plot for step_plots in drawn for plot in step_plots]
     return document(title, body, all_plots, css=_file("report.css"), script=_file("report.js"))
 
 
@@ -97,27 +105,16 @@ def _figures(run: Run) -> Iterator[str]:
     rows = run.start.rows
     if not rows:
         return
-    last = rows[-1]
-    figures = [
-        ("last step", f"{last['step']:,}", ""),
-        ("loss, last", _last(rows, "loss"), ""),
-        ("validation loss, last", _last(rows, "validation_loss"), ""),
-        ("time per step, median", _median(rows, "iter_time_s"), "s"),
-        ("tokens per second, median", _median(rows, "tokens_per_s"), ""),
-        ("samples per second, median", _median(rows, "samples_per_s"), ""),
-        ("TFLOP/s per device, median", _median(rows, "tflops_per_device"), ""),
-        ("MFU, median", _median(rows, "mfu", "%"), "%"),
-        ("bubble, median", _median(rows, "bubble_measured", "%"), "%"),
-        ("bubble of ideal devices", _last(rows, "bubble_simulated", "%"), "%"),
-        ("peak memory of the worst rank", _last(rows, "peak_memory_bytes", _MEMORY), "MiB"),
-    ]
+    first, last = rows[0], rows[-1]
     if len(run.starts) > 1:
-        span = f"steps {rows[0]['step']:,} to {last['step']:,}, {last.get('schedule', '?')}"
+        span = f"steps {first['step']:,} to {last['step']:,}, {last.get('schedule', '?')}"
         yield f"<p>Figures of start {run.number} of {len(run.starts)}: {escape(span)}</p>"
-    yield '<dl class="figures">'
-    for name, value, unit in figures:
-        if value:
-            yield f"<div><dt>{name}</dt><dd>{value}{f'<small>{unit}</small>' if unit else ''}</dd></div>"
+    yield f'<dl class="figures">\n<div><dt>last step</dt><dd>{last["step"]:,}</dd></div>'
+    for name, (key, unit) in _FIGURES.items():
+        if values := [value for _, value in _values(rows, key, unit)]:
+            value = number(statistics.median(values) if name.endswith("median") else values[-1], unit)
+            shown_unit = f"<small>{unit.strip()}</small>" if unit else ""
+            yield f"<div><dt>{name}</dt><dd>{value}{shown_unit}</dd></div>"
     yield "</dl>"
 
 
@@ -129,16 +126,6 @@ def _values(rows: Sequence[Row], key: str, unit: str = "") -> list[tuple[int, fl
         for row in rows
         if isinstance(row.get(key), int | float) and math.isfinite(row[key])
     ]
-
-
-def _last(rows: Sequence[Row], key: str, unit: str = "") -> str:
-    values = _values(rows, key, unit)
-    return number(values[-1][1], unit) if values else ""
-
-
-def _median(rows: Sequence[Row], key: str, unit: str = "") -> str:
-    values = [value for _, value in _values(rows, key, unit)]
-    return number(statistics.median(values), unit) if values else ""
 
 
 def _facts(facts: dict[str, Any]) -> Iterator[str]:
@@ -223,26 +210,26 @@ def _curves(run: Run) -> Iterator[str]:
         for i, start in enumerate(run.starts, 1)
         if start.rows
     ]
-    validation = _values(rows, "validation_loss")
-    rate = ("Tokens per second", "tokens_per_s")
-    if not _values(rows, rate[1]):
-        rate = ("Samples per second", "samples_per_s")
-    loss = [Curve("training", _values(rows, "loss")), Curve("validation", validation, DOTS)]
-    bubble = [
-        Curve("measured", _values(rows, "bubble_measured", "%")),
-        Curve("ideal devices", _values(rows, "bubble_simulated", "%"), STEPS),
-    ]
-    memory = [Curve("worst rank", _values(rows, "peak_memory_bytes", _MEMORY))]
     marks = starts if len(starts) > 1 else []
+
+    def curve(key: str, unit: str = "", name: str = "", form: str = LINE) -> Curve:
+        return Curve(name, _values(rows, key, unit), form)
+
+    rate = curve("tokens_per_s"), "Tokens per second"
+    if not rate[0].points:
+        rate = curve("samples_per_s"), "Samples per second"
+    loss = curve("loss", name="training"), curve("validation_loss", name="validation", form=DOTS)
+    bubble = curve("bubble_measured", "%", "measured"), curve("bubble_simulated", "%", "ideal devices", STEPS)
+    memory = curve("peak_memory_bytes", _MEMORY, "worst rank")
     curves = [
         chart("Loss", loss, ends, marks, from_zero=False),
-        chart("Learning rate", [Curve("", _values(rows, "lr"))], ends, marks),
-        chart("Gradient norm", [Curve("", _values(rows, "grad_norm"))], ends, marks),
-        chart(rate[0], [Curve("", _values(rows, rate[1]))], ends, marks),
-        chart("Time per step", [Curve("", _values(rows, "iter_time_s"))], ends, marks, unit=" s"),
+        chart("Learning rate", [curve("lr")], ends, marks),
+        chart("Gradient norm", [curve("grad_norm")], ends, marks),
+        chart(rate[1], [rate[0]], ends, marks),
+        chart("Time per step", [curve("iter_time_s")], ends, marks, unit=" s"),
         chart("Bubble", bubble, ends, marks, unit="%"),
-        chart("TFLOP/s per device", [Curve("", _values(rows, "tflops_per_device"))], ends, marks),
-        chart("Peak memory of the worst rank", memory, ends, marks, unit=_MEMORY),
+        chart("TFLOP/s per device", [curve("tflops_per_device")], ends, marks),
+        chart("Peak memory of the worst rank", [memory], ends, marks, unit=_MEMORY),
     ]
     note = ["<p>Vertical lines mark the starts of the job, with their schedules.</p>"] if marks else []
     yield from _section("steps", "Steps", [*note, '<div class="charts">', *curves, "</div>"])
@@ -265,8 +252,8 @@ def _memory(facts: dict[str, Any]) -> Iterator[str]:
     yield from _section("memory", "Memory of every rank", charts, box="charts")
 
 
-def _waits(traces: Traces | None, summary: Summary | None) -> Iterator[str]:
-    if traces is None or summary is None or not summary.steps:
+def _waits(traces: Traces, summary: Summary) -> Iterator[str]:
+    if not summary.steps:
         return
     yield '<section aria-labelledby="waits"><h2 id="waits">Who waited for whom</h2><div class="wide">'
     yield from table_html(waiting_table(traces, summary))
@@ -281,67 +268,43 @@ def _starts(starts: Sequence[Start]) -> Iterator[str]:
     table: Cells = [("start", "at", "schedule", "ranks", "steps", "steps that ran again", "from")]
     last_step: int | None = None  # of the earlier starts
     for index, start in enumerate(starts, 1):
-        steps = [row["step"] for row in start.rows]
+        facts, steps = start.facts, [row["step"] for row in start.rows]
         repeats = max(0, last_step - steps[0] + 1) if steps and last_step is not None else 0
-        loads = _events(start, ("loaded", "recovered"))
-        table.append(
-            (
-                f"{index}",
-                _time(start.facts.get("at")),
-                str(start.facts.get("schedule", "?")),
-                str(start.facts.get("world_size", "?")),
-                f"{steps[0]:,} to {steps[-1]:,}" if steps else "none",
-                f"{repeats:,}" if steps and index > 1 else "",
-                loads[-1]["path"] if loads else "the beginning",
-            )
-        )
+        loads = _events([start], "loaded", "recovered")
+        cells = _time(facts.get("at")), str(facts.get("schedule", "?")), str(facts.get("world_size", "?"))
+        range_text = f"{steps[0]:,} to {steps[-1]:,}" if steps else "none"
+        again = f"{repeats:,}" if steps and index > 1 else ""
+        table.append((f"{index}", *cells, range_text, again, loads[-1]["path"] if loads else "the beginning"))
         last_step = steps[-1] if steps else last_step
     yield from _section("starts", "Starts", table_html(table), box="wide")
 
 
-def _events(start: Start, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    return [event for event in start.facts.get("checkpoints", []) if event["event"] in kinds]
+def _events(starts: Sequence[Start], *kinds: str) -> list[dict[str, Any]]:
+    events = (event for start in starts for event in start.facts.get("checkpoints", []))
+    return [event for event in events if event["event"] in kinds]
 
 
 def _recoveries(starts: Sequence[Start]) -> Iterator[str]:
-    events = [event for start in starts for event in _events(start, ("recovered",))]
-    if not events:
-        return
     header = ("restart", "at", "exited", "step", "steps lost", "noticed after", "down", "set-up", "loading")
     table: Cells = [header]
-    for event in events:
+    for event in _events(starts, "recovered"):
         ranks = ", ".join(map(str, event["exited"]))
-        noticed_s = event["noticed_s"]
-        table.append(
-            (
-                f"{event['restart']}",
-                _time(event["at"]),
-                f"rank{'s' * (len(event['exited']) > 1)} {ranks}" if ranks else "?",
-                f"{event['step']:,}",
-                f"{event['lost_steps']:,}",
-                "" if noticed_s is None else f"{number(noticed_s)} s",
-                *(f"{number(event[key])} s" for key in ("down_s", "set_up_s", "seconds")),
-            )
-        )
-    yield from _section("recoveries", "Recoveries", table_html(table), box="wide")
+        exited = f"rank{'s' * (len(event['exited']) > 1)} {ranks}" if ranks else "?"
+        numbers = f"{event['step']:,}", f"{event['lost_steps']:,}"
+        seconds = (event[key] for key in ("noticed_s", "down_s", "set_up_s", "seconds"))
+        times = ("" if value is None else f"{number(value)} s" for value in seconds)
+        table.append((f"{event['restart']}", _time(event["at"]), exited, *numbers, *times))
+    if len(table) > 1:
+        yield from _section("recoveries", "Recoveries", table_html(table), box="wide")
 
 
 def _checkpoints(starts: Sequence[Start]) -> Iterator[str]:
-    events = [event for start in starts for event in _events(start, ("saved", "failed", "loaded"))]
-    if not events:
-        return
     table: Cells = [("checkpoint", "step", "at", "took", "folder")]
-    table += [
-        (
-            event["event"],
-            f"{event['step']:,}",
-            _time(event["at"]),
-            f"{number(event['seconds'])} s",
-            str(event["path"]),
-        )
-        for event in events
-    ]
-    yield from _section("checkpoints", "Checkpoints", table_html(table), box="wide")
+    for event in _events(starts, "saved", "failed", "loaded"):
+        took, path = f"{number(event['seconds'])} s", str(event["path"])
+        table.append((event["event"], f"{event['step']:,}", _time(event["at"]), took, path))
+    if len(table) > 1:
+        yield from _section("checkpoints", "Checkpoints", table_html(table), box="wide")
 
 
 def _time(seconds: float | None) -> str:
@@ -358,9 +321,8 @@ def _draw(traces: Traces, summary: Summary, notes: list[str]) -> dict[int, Drawn
     median = median_step(summary)
     try:
         drawing = draw_steps(traces, summary, [median])[median]
-        intervals = sum(len(row) for picture in drawing.pictures for row in picture.spans)
-        intervals += sum(len(row) for picture in drawing.pictures for row in picture.collectives)
-        intervals += sum(len(row) for marks in drawing.marks for row in marks)
+        rows = [row for picture in drawing.pictures for row in (*picture.spans, *picture.collectives)]
+        intervals = sum(map(len, [*rows, *chain.from_iterable(drawing.marks)]))
         selection = _select_steps(summary, max(1, min(_MOST_STEPS, _MOST_INTERVALS // max(intervals, 1))))
         if len(selection) < len(steps):
             notes.append(
@@ -385,9 +347,9 @@ def _select_steps(summary: Summary, count: int) -> list[int]:
     return sorted(selection.union(candidates[i * len(candidates) // remaining] for i in range(remaining)))
 
 
-def _timetables(steps: dict[int, DrawnStep], traces: Traces | None, summary: Summary | None) -> Iterator[str]:
+def _timetables(steps: dict[int, DrawnStep], traces: Traces, summary: Summary) -> Iterator[str]:
     """Yield the timetables of all steps, of which report.js shows one."""
-    if not steps or traces is None or summary is None:
+    if not steps:
         return
     shown = median_step(summary)
     options = "".join(
@@ -410,10 +372,6 @@ def _timetables(steps: dict[int, DrawnStep], traces: Traces | None, summary: Sum
         first_picture += len(drawing.pictures)
     yield from (f"<p>{escape(note)}</p>" for note in notes_on_drawings(traces))
     yield "</section>"
-
-
-def _plots(step: DrawnStep) -> list[Plot]:
-    return plots(step.pictures, AXIS, step.marks, step.rows, "ms")
 
 
 def _contradictions(rows: Sequence[Row], summary: Summary) -> list[str]:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
 from ...pipe_schedules import Op, Timetable
+from .read import Row
 
 _SLOW = 1.1  # times the others' time for the same ops
 _SLOW_STEPS = 0.75  # share of the steps in which a slow rank is slow
@@ -27,8 +28,6 @@ _ADVICE_FROM = 0.05  # bubble of a cause; the largest one gets advice in any cas
 _SCHEDULE = "schedule"
 _LARGER = "larger micro-batches"
 _WHOLE_POINTS_FROM = 0.1  # bubble; a smaller one is shown with one decimal
-
-Row = tuple[int, int]  # (pipeline group, device)
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,8 @@ class SlowRank:
 class _Cause(NamedTuple):
     share: float
     name: str
-    detail: str
     remedy: str
+    detail: str = ""
 
 
 @dataclass(frozen=True)
@@ -150,34 +149,30 @@ class Causes:
             _Cause(
                 self.schedule,
                 _SCHEDULE,
-                "",
                 f"use more than {micro_batches} micro-batches per step, or another schedule (`{compare}`)",
             ),
             self._uneven(),
             _Cause(
                 self.data,
                 "loading data",
-                f" ({_ranks_text(self.data_ranks)})",
                 "prepare samples before training, or pass a DataLoader with num_workers to train_batch()",
+                f" ({_ranks_text(self.data_ranks)})",
             ),
             _Cause(
                 self.messages,
                 "messages",
-                "",
                 f"keep the ranks of a pipeline on one host, or use a faster transport or {_LARGER}",
             ),
         ]
         if self.ranks_per_core is not None:
             ranks, cores = self.ranks_per_core
-            detail, remedy = f" ({ranks} ranks, {cores:g} cores)", "use at most one rank per core"
-            return [
-                *causes,
-                _Cause(self.varying + self.between, "ranks that share cores", detail, remedy),
-            ]
+            name, detail = "ranks that share cores", f" ({ranks} ranks, {cores:g} cores)"
+            share = self.varying + self.between
+            return [*causes, _Cause(share, name, "use at most one rank per core", detail)]
         return [
             *causes,
-            _Cause(self.varying, "ops of varying length", "", "look for other load, or for uneven samples"),
-            _Cause(self.between, "work between ops", "", f"use {_LARGER}, whose ops take longer"),
+            _Cause(self.varying, "ops of varying length", "look for other load, or for uneven samples"),
+            _Cause(self.between, "work between ops", f"use {_LARGER}, whose ops take longer"),
         ]
 
     def _uneven(self) -> _Cause:
@@ -190,13 +185,11 @@ class Causes:
             remedy = f"look for other load on the host of rank {slow.rank}, or for a slower clock"
         elif self.slowest_stage is not None:
             detail = f" (stage {stage} takes {ratio:.2g} times as long as the others)"
-            division = (
-                "a number per stage in `--stage-layers`" if self.balanced else "`--stage-layers balanced`"
-            )
-            remedy = f"move layers from stage {stage} ({division} or `partition_method`)"
+            flag = "a number per stage in `--stage-layers`" if self.balanced else "`--stage-layers balanced`"
+            remedy = f"move layers from stage {stage} ({flag} or `partition_method`)"
             if stage == self.last_stage:
                 remedy += "; if it has only the head, use fewer stages"
-        return _Cause(self.uneven, "uneven ops", detail, remedy)
+        return _Cause(self.uneven, "uneven ops", remedy, detail)
 
     def slow_rank_lines(self) -> list[str]:
         other_load = "" if self.ranks_per_core is None else " (or other load on its host)"
@@ -254,12 +247,15 @@ def find_causes(
     """
     common = sorted(set.intersection(*(set(row.steps) for row in rows.values()))) if rows else []
     steps = [step for step in common if all(_fits(timetable, row.steps[step]) for row in rows.values())]
-    usual = _usual_times(rows, steps)
-    kinds: dict[str, list[float]] = defaultdict(list)
+    all_times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
     for row in rows.values():
-        for op, _ in (pair for step in steps for pair in row.steps[step]):
-            kinds[op.kind].append(usual[op.kind, op.stage, row.rank])
-    means = {kind: statistics.fmean(times) for kind, times in kinds.items()}
+        for op, us in (pair for step in steps for pair in row.steps[step]):
+            all_times[op.kind, op.stage, row.rank].append(us)
+    usual = {key: statistics.median(samples) for key, samples in all_times.items()}
+    kinds: dict[str, list[float]] = defaultdict(list)
+    for (kind, stage, rank), samples in all_times.items():
+        kinds[kind] += [usual[kind, stage, rank]] * len(samples)
+    means = {kind: statistics.fmean(samples) for kind, samples in kinds.items()}
     replays: list[tuple[float, ...]] = []
     for step in steps:
         measured = {(row.rank, op): us for row in rows.values() for op, us in row.steps[step]}
@@ -278,9 +274,10 @@ def find_causes(
     levels = [0.0]
     for values in zip(*replays, strict=True):
         levels.append(min(max(levels[-1], statistics.fmean(values)), bubble))
-    schedule, uneven, varying, data, messages = (after - before for before, after in pairwise(levels))
+    shares = [after - before for before, after in pairwise([*levels, bubble])]
     loading = {
-        row.rank: sum(sum(row.loads_us.get(step, {}).values()) for step in steps) for row in rows.values()
+        row.rank: sum(us for step in steps for us in row.loads_us.get(step, {}).values())
+        for row in rows.values()
     }
     slow_ranks = _slow_ranks(rows, steps, stage_parameters)
     if ranks_per_core is not None:
@@ -288,37 +285,22 @@ def find_causes(
         slow_ranks = [slow for slow in slow_ranks if slow.steps >= least]
     return Causes(
         bubble,
-        schedule,
-        uneven,
-        varying,
-        data,
-        messages,
-        bubble - levels[-1],
-        slowest_stage,
-        slow_ranks,
-        ranks_per_core,
-        busy_ranks,
-        steps,
-        [rank for rank, us in sorted(loading.items()) if us > 0 and us >= max(loading.values()) / 2],
-        (timetable.placement.num_devices, timetable.micro_batches),
-        timetable.placement.stages - 1,
-        balanced,
+        **dict(zip(("schedule", "uneven", "varying", "data", "messages", "between"), shares, strict=True)),
+        slowest_stage=slowest_stage,
+        slow_ranks=slow_ranks,
+        ranks_per_core=ranks_per_core,
+        busy_ranks=busy_ranks,
+        steps=steps,
+        data_ranks=[r for r, us in sorted(loading.items()) if us > 0 and us >= max(loading.values()) / 2],
+        sizes=(timetable.placement.num_devices, timetable.micro_batches),
+        last_stage=timetable.placement.stages - 1,
+        balanced=balanced,
     )
 
 
 def _fits(timetable: Timetable, ops: Sequence[tuple[Op, float]]) -> bool:
     stages, micro_batches = timetable.placement.op_stages, timetable.micro_batches
     return all(0 <= op.stage < stages and 0 <= op.micro_batch < micro_batches for op, _ in ops)
-
-
-def _usual_times(rows: Mapping[Row, RowSteps], steps: Iterable[int]) -> dict[tuple[str, int, int], float]:
-    """Return the median time of every kind of op at every stage on every rank, in microseconds."""
-    times: dict[tuple[str, int, int], list[float]] = defaultdict(list)
-    for step in steps:
-        for row in rows.values():
-            for op, us in row.steps[step]:
-                times[op.kind, op.stage, row.rank].append(us)
-    return {key: statistics.median(values) for key, values in times.items()}
 
 
 def _replay(

@@ -20,8 +20,7 @@ from ...pipe_schedules import Op, Placement, Timetable
 from ...pipe_schedules.costs import MEASURED_SIZES, Costs
 from ...pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE
 from ...pipe_schedules.stage_kinds import HEAD_PART
-from .causes import Row
-from .read import Traces
+from .read import Row, Traces, op_of
 
 _DIGITS = 5  # of a time
 
@@ -36,7 +35,8 @@ def measure_costs(traces: Traces) -> Costs:
     if timetable is None:
         raise ConfigError(f"{traces.folder}: no timetable.txt. Copy it from rank 0's trace folder.")
     placement = timetable.placement
-    rows, hosts = _read_rows(traces, timetable.micro_batches)
+    rows = _read_rows(traces, timetable.micro_batches)
+    hosts = {row: str(trace.run.get("host")) for row, trace in traces.rows().items()}
     steps = set.intersection(*map(set, rows.values()))
     values: dict[Quantity, list[float]] = defaultdict(list)  # medians of the steps
     for step in steps:
@@ -131,30 +131,16 @@ def _means_of_parts(values: Mapping[Quantity, float], placement: Placement) -> t
     return mean(FORWARD), mean(BACKWARD_WEIGHT)
 
 
-def _read_rows(traces: Traces, micro_batches: int) -> tuple[dict[Row, dict[int, Spans]], dict[Row, str]]:
-    """Return the ops of every complete step with this N on rank 0's clock (ms), and the host of every row."""
+def _read_rows(traces: Traces, micro_batches: int) -> dict[Row, dict[int, Spans]]:
+    """Return the ops of every complete step with this N on rank 0's clock, in milliseconds."""
     rows: dict[Row, dict[int, Spans]] = {}
-    hosts: dict[Row, str] = {}
-    for trace in traces.ranks.values():
-        row = trace.run["data_parallel_rank"], trace.run["device"]
-        if row in rows:
-            continue
-        spans: list[
-            tuple[int, tuple[Op, float, float]]
-        ] = []  # with their steps, since the end of the last step
-        rows[row], hosts[row] = {}, str(trace.run.get("host"))
-        for event in map(trace.aligned, trace.spans()):
-            values = event["args"]
-            if event["cat"] == "step":
-                if values["micro_batches"] == micro_batches:
-                    step = values["step"]  # a step that runs again replaces its first run
-                    rows[row][step] = [span for number, span in spans if number == step]
-                spans = []
-            elif event["tid"] == "compute":
-                op = Op(event["name"][0], values["micro_batch"], values["stage"])
-                begin_ms = event["ts"] / 1e3
-                spans.append((values["step"], (op, begin_ms, begin_ms + event["dur"] / 1e3)))
-    return rows, hosts
+    for row, trace in traces.rows().items():
+        rows[row] = {}
+        for step, (whole, *spans) in trace.steps().items():
+            if whole["args"]["micro_batches"] == micro_batches:
+                ops = [trace.aligned(span) for span in spans if span["tid"] == "compute"]
+                rows[row][step] = [(op_of(e), e["ts"] / 1e3, e["ts"] / 1e3 + e["dur"] / 1e3) for e in ops]
+    return rows
 
 
 def _samples(

@@ -3,42 +3,45 @@
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 from .read import Event, RankTrace, Traces
 
 # (step, sender, receiver, "activation" or "gradient", receiving stage, micro-batch)
 Message = tuple[int, int, int, str, int, int]
-_End = TypeVar("_End")
+# Values of individual ranks in the description of a run.
+_RANK_KEYS = ("rank", "device", "data_parallel_rank", "tensor_parallel_rank", "pid", "host")
 
 
-class UnpairedEnds(Generic[_End]):
+class UnpairedEnds:
     """Sends and receives whose other end has not been read yet.
 
     A step that runs again from a checkpoint repeats its messages. They are paired in order.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[Message, str], deque[_End]] = {}
+        self._waiting: dict[tuple[Message, str], list[Event]] = {}
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
 
-    def pair(self, message: Message, thread: str, end: _End) -> _End | None:
-        """Return the other end of ``message``; None if it has not been read yet, and ``end`` is stored."""
-        counterpart = (message, "recv" if thread == "send" else "send")
-        ends = self._waiting.get(counterpart)
-        if ends is None:
-            self._waiting.setdefault((message, thread), deque()).append(end)
-            return None
-        oldest = ends.popleft()
-        if not ends:
-            del self._waiting[counterpart]
-        return oldest
+    def pairs(self, event: Event) -> Iterator[tuple[Message, Event, Event]]:
+        """Yield (message, send, receive) if the other end was read before; else wait for it.
+
+        A "send" may belong to several messages, spans of other threads belong to none.
+        """
+        for message in list_messages(event):
+            sends = event["tid"] == "send"
+            key = (message, "recv" if sends else "send")
+            if key not in self._waiting:
+                self._waiting.setdefault((message, event["tid"]), []).append(event)
+                continue
+            other_end = self._waiting[key].pop(0)
+            if not self._waiting[key]:
+                del self._waiting[key]
+            yield (message, event, other_end) if sends else (message, other_end, event)
 
 
 @dataclass
@@ -56,15 +59,16 @@ class Merged:
     messages: int = 0
     events: int = 0
     early_us: float = 0.0
-    unpaired: UnpairedEnds[Event] = field(default_factory=lambda: UnpairedEnds[Event]())
+    unpaired: UnpairedEnds = field(default_factory=UnpairedEnds)
 
 
 def merge(traces: Traces, output: Path) -> Merged:
     """Write one trace for Perfetto or chrome://tracing, in the object form of the Trace Event Format."""
     merged = Merged()
+    run = {key: value for key, value in traces.run.items() if key not in _RANK_KEYS}
     with open(output, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ms", "otherData": ')
-        file.write(json.dumps({**_run(traces), "clocks": clocks(traces), "notes": list(traces.notes)}))
+        file.write(json.dumps({**run, "clocks": clocks(traces), "notes": list(traces.notes)}))
         file.write(', "traceEvents": [')
         separator = "\n"
         for trace in traces.ranks.values():
@@ -108,16 +112,6 @@ def list_messages(event: Event) -> list[Message]:
     return [(step, rank, peer, kind, receiving_stage, micro_batch) for peer in peers]
 
 
-def order_ends(end_a: Event, end_b: Event) -> tuple[Event, Event]:
-    return (end_a, end_b) if end_a["tid"] == "send" else (end_b, end_a)
-
-
-def _run(traces: Traces) -> dict[str, Any]:
-    """Return the description of the run without the values of individual ranks."""
-    rank_keys = ("rank", "device", "data_parallel_rank", "tensor_parallel_rank", "pid", "host")
-    return {key: value for key, value in traces.run.items() if key not in rank_keys}
-
-
 def _events(trace: RankTrace, merged: Merged) -> Iterator[Event]:
     """Yield the events of a rank and arrows of messages whose other end was read before. Count both in ``merged``."""
     for raw in trace.events():
@@ -126,10 +120,8 @@ def _events(trace: RankTrace, merged: Merged) -> Iterator[Event]:
         event = trace.aligned(raw)
         merged.events += event.get("ph") != "M"
         yield event
-        for message in list_messages(event):
-            other_end = merged.unpaired.pair(message, event["tid"], event)
-            if other_end is not None:
-                yield from _arrow(*order_ends(event, other_end), merged)
+        for _, send, receive in merged.unpaired.pairs(event):
+            yield from _arrow(send, receive, merged)
 
 
 def _arrow(send: Event, receive: Event, merged: Merged) -> Iterator[Event]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...pipe_schedules import Timetable
+from ...pipe_schedules import Op, Timetable
 from ...pipe_schedules.files import read_timetable
 from .clock import Alignment, Comparison
+from .event import ASYNCHRONOUS
 from .file import CLOCK, RUN, TIMETABLE, VERSION, rank_file, timetable_file
 
 Event = dict[str, Any]
+Row = tuple[int, int]  # (pipeline group, device)
 
 _LIMIT = 1 << 20  # maximum for ranks and micro-batches
 _MAX_MISSING_NOTES = 8
@@ -42,6 +45,24 @@ class RankTrace:
     def spans(self) -> Iterator[Event]:
         """Yield the spans that have ``args``, with "ts" and "dur" in microseconds."""
         return (event for event in self.events() if event.get("ph") == "X" and "args" in event)
+
+    def steps(self) -> dict[int, list[Event]]:
+        """Return the spans of the complete steps, first that of the step, then the others in file order.
+
+        A step that runs again from a checkpoint replaces its first run.
+        """
+        whole: dict[int, Event] = {}
+        others: dict[int, list[Event]] = defaultdict(list)
+        for event in self.spans():
+            step = event["args"].get("step")
+            if step in whole and not is_asynchronous(event):
+                del whole[step]
+                others.pop(step, None)
+            if event["cat"] == "step":
+                whole[step] = event
+            else:
+                others[step].append(event)
+        return {step: [event, *others[step]] for step, event in whole.items() if step is not None}
 
     def aligned(self, event: Event) -> Event:
         if "ts" not in event:
@@ -72,6 +93,13 @@ class Traces:
     run: dict[str, Any]
     notes: tuple[str, ...]
 
+    def rows(self) -> dict[Row, RankTrace]:
+        """Return the trace of every device of every pipeline group: that of its first rank with one."""
+        rows: dict[Row, RankTrace] = {}
+        for trace in self.ranks.values():
+            rows.setdefault((trace.run["data_parallel_rank"], trace.run["device"]), trace)
+        return rows
+
     def timetable(self, micro_batches: int) -> Timetable | None:
         """Return the timetable of the steps with ``micro_batches`` micro-batches; None if the folder contains none."""
         for path in (self.folder / TIMETABLE, timetable_file(self.folder, micro_batches)):
@@ -80,6 +108,16 @@ class Traces:
                 if timetable.micro_batches == micro_batches:
                     return timetable
         return None
+
+
+def op_of(event: Event) -> Op:
+    """Return the op of a span of the thread ``compute``."""
+    return Op(event["name"][0], event["args"]["micro_batch"], event["args"]["stage"])
+
+
+def is_asynchronous(event: Event) -> bool:
+    """Return whether a span may overlap with the other ones of its rank."""
+    return event["tid"].startswith(tuple(ASYNCHRONOUS))
 
 
 def trace_folders(folder: Path) -> list[Path]:

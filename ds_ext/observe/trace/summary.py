@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from ...errors import DsExtError
 from ...pipe_schedules import Op, Timetable
 from ...pipe_schedules.ops import WAIT_STAGE
-from .causes import Causes, Row, RowSteps, find_causes
-from .event import ASYNCHRONOUS, LOAD, REDUCTIONS
-from .merge import UnpairedEnds, list_messages, order_ends
-from .read import Event, RankTrace, Traces
+from .causes import Causes, RowSteps, find_causes
+from .event import LOAD, REDUCTIONS
+from .merge import UnpairedEnds
+from .read import Event, RankTrace, Row, Traces, is_asynchronous, op_of
 
 # A receive with a shorter wait, absolute or relative to the time since the send, counts as not waiting: the message may
 # have arrived before.
@@ -45,11 +46,13 @@ class StepTimes:
         reduction: sum of its exposed reductions.
         reduction_hidden: sum of its reductions that overlap with computation.
         waits: rank -> time waited for its messages.
+        ops: (op, time) in order.
+        loads: op -> time of loading its data; ops without data are missing.
     """
 
+    whole: float
     busy: float = 0.0
     span: float = 0.0
-    whole: float = 0.0
     send: float = 0.0
     data: float = 0.0
     gather: float = 0.0
@@ -57,6 +60,8 @@ class StepTimes:
     reduction_hidden: float = 0.0
     optimizer: float = 0.0
     waits: dict[int, float] = field(default_factory=lambda: defaultdict(float))
+    ops: list[tuple[Op, float]] = field(default_factory=list)
+    loads: dict[Op, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -153,17 +158,22 @@ def summarize(traces: Traces) -> Summary:
     """Summarize the steps that are complete on every rank."""
     times: dict[int, dict[int, StepTimes]] = {}  # rank -> step -> times
     durations: Durations = defaultdict(lambda: defaultdict(list))
-    links = _Links()
     rows: dict[Row, RowSteps] = {}
-    replayed: list[int] | None = None
+    links, replayed = _Links(), list[int]()
+    row_of_rank = {trace.rank: row for row, trace in traces.rows().items()}
     for rank, trace in traces.ranks.items():
-        reader = _RankSteps(trace, durations, links)
-        times[rank] = reader.read()
-        if replayed is None:
-            replayed = _spread(sorted(times[rank]), _REPLAYED_STEPS)
-        row = trace.run["data_parallel_rank"], trace.run["device"]
-        if row not in rows:
-            rows[row] = RowSteps(rank, reader.ops(replayed), reader.loads_us)
+        steps = times[rank] = {
+            step: _step_times(trace, spans, links) for step, spans in trace.steps().items()
+        }
+        for op, us in (pair for step_times in steps.values() for pair in step_times.ops):
+            durations[op.stage, rank][op.kind].append(us)
+        replayed = replayed or _spread(sorted(steps), _REPLAYED_STEPS)
+        if rank in row_of_rank:
+            own = {step: steps[step] for step in replayed if step in steps}
+            ops = {step: step_times.ops for step, step_times in own.items()}
+            rows[row_of_rank[rank]] = RowSteps(rank, ops, {step: t.loads for step, t in own.items()})
+        for step_times in steps.values():  # the ops of a long trace need much memory
+            step_times.ops, step_times.loads = [], {}
     makespans = _makespans(times.values())
     bubbles = {
         step: 1 - statistics.fmean(rank_times[step].busy for rank_times in times.values()) / makespan
@@ -279,125 +289,61 @@ def _rank(rank: int, times: Mapping[int, StepTimes], makespans: Mapping[int, flo
     waits: dict[int, float] = {}
     for peer in sorted({peer for step in makespans for peer in times[step].waits}):
         waits[peer] = mean_share(lambda step, peer=peer: step.waits.get(peer, 0.0))
+    names = ("data", "gather", "reduction", "reduction_hidden", "optimizer")
     return RankSummary(
         rank,
         busy=busy,
         bubble=1 - busy,
         p2p=sum(waits.values()) + mean_share(lambda step: step.send),
-        data=mean_share(lambda step: step.data),
-        gather=mean_share(lambda step: step.gather),
-        reduction=mean_share(lambda step: step.reduction),
-        reduction_hidden=mean_share(lambda step: step.reduction_hidden),
-        optimizer=mean_share(lambda step: step.optimizer),
+        **{name: mean_share(attrgetter(name)) for name in names},
         waits=waits,
     )
 
 
-class _RankSteps:
-    """Reader of one rank's spans, which also collects the durations of its ops and its messages."""
-
-    def __init__(self, trace: RankTrace, durations: Durations, links: _Links) -> None:
-        self._trace = trace
-        self._durations = durations
-        self._links = links
-        self._steps: dict[int, StepTimes] = defaultdict(StepTimes)
-        self._computations: dict[int, list[Event]] = defaultdict(list)
-        self._reductions: dict[int, list[Event]] = defaultdict(list)
-        self._first: dict[int, Event] = {}  # first span of every step
-        self._whole: dict[int, Event] = {}  # span of every step as a whole, which comes last
-        self.loads_us: dict[int, dict[Op, float]] = defaultdict(
-            dict
-        )  # step -> op -> time of loading its data
-        self._load_us = 0.0  # for the next computation
-        self._idle_us = 0.0  # since the last computation or receive
-        self._idle_since_us = 0.0  # end of the last span
-
-    def read(self) -> dict[int, StepTimes]:
-        for event in self._trace.spans():
-            step = event.get("args", {}).get("step")
-            if step is not None:
-                self._add(event, step)
-        return {step: self._step_times(step, event) for step, event in self._whole.items()}
-
-    def ops(self, steps: Collection[int]) -> dict[int, list[tuple[Op, float]]]:
-        """Return (op, microseconds) of the complete ones among the steps, in order."""
-        return {
-            step: [(_op(event), event["dur"]) for event in self._computations[step]]
-            for step in steps
-            if step in self._whole
-        }
-
-    def _add(self, event: Event, step: int) -> None:
-        is_asynchronous = event["tid"].startswith(tuple(ASYNCHRONOUS))
-        if step in self._whole and not is_asynchronous:
-            self._forget(step)
-        if event["cat"] == "step":
-            self._whole[step] = event
-            return
-        if not is_asynchronous:
-            self._count_idle(event, step)
-        self._add_time(event, step)
-        if event["tid"] in ("compute", "recv"):
-            self._idle_us = 0.0
-
-    def _add_time(self, event: Event, step: int) -> None:
+def _step_times(trace: RankTrace, spans: Sequence[Event], links: _Links) -> StepTimes:
+    """Return the times of one step of a rank from its spans, that of the step first. Add its messages to ``links``."""
+    whole, *others = spans
+    times = StepTimes(whole["dur"])
+    load_us = 0.0  # for the next computation
+    idle_us = 0.0  # since the last computation or receive; a rank is idle between spans, which do not overlap
+    first = next((event for event in others if not is_asynchronous(event)), whole)
+    begin_us, end_us = whole["ts"], first["ts"]
+    computations = [event for event in others if event["tid"] == "compute"]
+    for event in others:
         duration, thread = event["dur"], event["tid"]
-        times = self._steps[step]
+        if not is_asynchronous(event):
+            idle_us += max(0.0, event["ts"] - end_us)
+            end_us = event["ts"] + duration
         if thread == "compute":
+            op = op_of(event)
             times.busy += duration
-            self._computations[step].append(event)
-            if self._load_us:
-                self.loads_us[step][_op(event)], self._load_us = self._load_us, 0.0
-            self._durations[event["args"]["stage"], self._trace.rank][event["name"][0]].append(duration)
+            times.ops.append((op, duration))
+            if load_us:
+                times.loads[op], load_us = load_us, 0.0
         elif thread == "recv":
             # A static order waits inside the receive, a dynamic order before it.
-            wait_us = duration + self._idle_us
-            times.waits[event["args"]["peer"]] += wait_us
-            self._links.add(self._trace.aligned(event), wait_us)
+            times.waits[event["args"]["peer"]] += idle_us + duration
+            links.add(trace.aligned(event), idle_us + duration)
         elif thread == "send":
             times.send += duration
-            self._links.add(self._trace.aligned(event))
+            links.add(trace.aligned(event))
         elif event["name"] in REDUCTIONS:
             times.reduction += duration
         elif thread.startswith("reduce"):
-            self._reductions[step].append(event)
+            times.reduction_hidden += _overlap(event, computations)
         elif event["cat"] == LOAD:
             times.data += duration
-            self._load_us += duration
+            load_us += duration
         elif event["cat"] == WAIT_STAGE:
             times.gather += duration
         elif event["name"] == "OptimizerStep":
             times.optimizer += duration
-
-    def _forget(self, step: int) -> None:
-        """Drop the times of a step that runs again from a checkpoint."""
-        tables = self._whole, self._steps, self._computations, self._reductions, self._first, self.loads_us
-        for table in tables:
-            table.pop(step, None)
-
-    def _count_idle(self, event: Event, step: int) -> None:
-        """Add the gap since the previous span. The rank is idle between spans, which do not overlap."""
-        gap_us = max(0.0, event["ts"] - self._idle_since_us)
-        self._idle_us = self._idle_us + gap_us if step in self._first else 0.0
-        self._first.setdefault(step, event)
-        self._idle_since_us = event["ts"] + event["dur"]
-
-    def _step_times(self, step: int, whole: Event) -> StepTimes:
-        """Return the times of a step, to which ``whole``, the span of the step, adds those that depend on its start."""
-        times, computations = self._steps[step], self._computations[step]
-        first = self._first.get(step)
-        times.whole = whole["dur"]
-        if first is not None and first["tid"] == "recv":
-            times.waits[first["args"]["peer"]] += max(0.0, first["ts"] - whole["ts"])
-        times.span = max((e["ts"] + e["dur"] for e in computations), default=whole["ts"]) - whole["ts"]
-        times.reduction_hidden = sum(
-            _overlap(reduction, computations) for reduction in self._reductions[step]
-        )
-        return times
-
-
-def _op(event: Event) -> Op:
-    return Op(event["name"][0], event["args"]["micro_batch"], event["args"]["stage"])
+        if thread in ("compute", "recv"):
+            idle_us = 0.0
+    if first["tid"] == "recv":
+        times.waits[first["args"]["peer"]] += max(0.0, first["ts"] - begin_us)
+    times.span = max((e["ts"] + e["dur"] for e in computations), default=begin_us) - begin_us
+    return times
 
 
 def _overlap(reduction: Event, computations: Iterable[Event]) -> float:
@@ -410,26 +356,20 @@ def _summarize_stages(durations: Durations, timetable: Timetable | None) -> list
 
     Without a timetable, head parts are unknown.
     """
-    placement = None if timetable is None else timetable.placement
-    times_ms = {
-        key: sum(statistics.median(kind_times) for kind_times in kinds.values()) / 1e3
-        for key, kinds in durations.items()
-    }
-    slowest: dict[int, tuple[int, float]] = {}  # stage -> (rank, milliseconds)
-    for (stage, rank), ms in times_ms.items():
-        if stage not in slowest or ms > slowest[stage][1]:
-            slowest[stage] = (rank, ms)
-    names = {stage: str(stage) if placement is None else placement.stage_text(stage) for stage in slowest}
-    kinds = {stage: name.rstrip("0123456789") for stage, name in names.items()}
+    times_ms: dict[int, dict[int, float]] = defaultdict(dict)  # stage -> rank -> time
+    for (stage, rank), kinds in durations.items():
+        times_ms[stage][rank] = sum(map(statistics.median, kinds.values())) / 1e3
+    names = {stage: str(stage) for stage in times_ms}
+    if timetable is not None:
+        names = {stage: timetable.placement.stage_text(stage) for stage in times_ms}
+    like = {stage: name.rstrip("0123456789") for stage, name in names.items()}
     stages = []
-    for stage, (rank, ms) in sorted(slowest.items()):
-        others_ms = [
-            time_ms
-            for (other, _), time_ms in times_ms.items()
-            if other != stage and kinds[other] == kinds[stage]
-        ]
-        others = statistics.fmean(others_ms) if others_ms else None
-        stages.append(StageSummary(stage, names[stage], rank, ms, others))
+    for stage, by_rank in sorted(times_ms.items()):
+        rank = max(by_rank, key=by_rank.__getitem__)
+        peers = [other for other in times_ms if other != stage and like[other] == like[stage]]
+        others_ms = [ms for other in peers for ms in times_ms[other].values()]
+        mean_ms = statistics.fmean(others_ms) if others_ms else None
+        stages.append(StageSummary(stage, names[stage], rank, by_rank[rank], mean_ms))
     return stages
 
 
@@ -437,24 +377,17 @@ class _Links:
     """Durations of the messages for which their receiver waited."""
 
     def __init__(self) -> None:
-        self._unpaired: UnpairedEnds[tuple[Event, float]] = UnpairedEnds()
+        self._unpaired = UnpairedEnds()
         # (sender, receiver) -> (microseconds, bytes) of every message
         self._messages: dict[tuple[int, int], list[tuple[float, int]]] = defaultdict(list)
 
     def add(self, event: Event, wait_us: float = 0.0) -> None:
         """Add one end of a message, on rank 0's clock, and the time for which its receiver waited."""
-        for message in list_messages(event):
-            pair = self._unpaired.pair(message, event["tid"], (event, wait_us))
-            if pair is None:
-                continue
-            other_end, other_wait_us = pair
-            send, receive = order_ends(event, other_end)
+        for message, send, receive in self._unpaired.pairs({**event, "wait_us": wait_us}):
             duration_us = receive["ts"] + receive["dur"] - send["ts"]
-            shortest_wait_us = max(_MIN_WAIT_US, _MIN_WAIT_SHARE * duration_us)
-            if duration_us > 0 and max(wait_us, other_wait_us) > shortest_wait_us:
+            if duration_us > 0 and receive["wait_us"] > max(_MIN_WAIT_US, _MIN_WAIT_SHARE * duration_us):
                 _, sender, receiver, *_ = message
-                size = receive["args"].get("bytes", 0)
-                self._messages[sender, receiver].append((duration_us, size))
+                self._messages[sender, receiver].append((duration_us, receive["args"].get("bytes", 0)))
 
     def summaries(self) -> list[LinkSummary]:
         return [

@@ -13,25 +13,24 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ...errors import ConfigError
-from ...pipe_schedules import Op, Timetable
-from ...pipe_schedules.costs import Costs
+from ...pipe_schedules import Timetable
 from ...pipe_schedules.draw.page import Mark, html
 from ...pipe_schedules.draw.svg import svg
 from ...pipe_schedules.ports import Collective
 from ...pipe_schedules.simulation import Simulation, peak_stages, simulate
 from .costs import Quantity, Spans, costs_of_ops
-from .event import ASYNCHRONOUS, LOAD
-from .read import Event, Traces
+from .event import LOAD
+from .read import Event, Row, Traces, is_asynchronous, op_of
 from .summary import Summary, summarize, summary_table
 
 AXIS = "time, in milliseconds"
 
-StepEvents = dict[tuple[int, int], list[Event]]  # (pipeline group, device) -> events of one step
+StepEvents = dict[Row, list[Event]]  # of one step, first the one of the whole step
 
 
 def page(traces: Traces, step: int | None = None) -> str:
@@ -75,23 +74,26 @@ def draw_steps(traces: Traces, summary: Summary, steps: Collection[int]) -> dict
 
 def _draw(traces: Traces, summary: Summary, step: int, events: StepEvents, unit: str) -> DrawnStep:
     timetable = _timetable(traces, events)
-    groups = _rows(events)
-    spans = [row.spans for rows in groups.values() for row in rows.values()]
-    plan = simulate(timetable, _costs(timetable, spans))
-    devices = range(timetable.placement.num_devices)
-    names = [f"{unit} {device}" for device in devices]
+    groups = _rows(events, timetable.placement.num_devices)
+    times: dict[Quantity, list[float]] = defaultdict(list)
+    for op, begin, end in (span for rows in groups.values() for row in rows for span in row.spans):
+        times[op.kind, op.stage].append(end - begin)
+    means = {key: statistics.fmean(values) for key, values in times.items()}
+    plan = simulate(timetable, costs_of_ops(means, timetable.placement))
+    title = f"{timetable.schedule}, planned with the op times of step {step}"
     drawing = DrawnStep(
         timetable.schedule,
-        [_rename(plan, f"planned with the op times of step {step}")],
-        [[[] for _ in devices]],
-        [names],
+        [replace(plan, timetable=replace(timetable, schedule=title))],
+        [[[] for _ in plan.spans]],
+        [[f"{unit} {device}" for device in range(len(plan.spans))]],
     )
     makespan = summary.makespan_by_step[step] / 1e3
     for number, rows in groups.items():
         title = f"measured, step {step}" + (f", pipeline group {number}" if len(groups) > 1 else "")
         drawing.pictures.append(_measured_simulation(timetable, rows, title, plan, makespan))
-        drawing.marks.append([rows[device].marks if device in rows else [] for device in devices])
-        drawing.rows.append([names[d] if d in rows else f"{names[d]}, no trace" for d in devices])
+        drawing.marks.append([row.marks for row in rows])
+        notes = ("" if row.has_trace else ", no trace" for row in rows)
+        drawing.rows.append([f"{unit} {device}{note}" for device, note in enumerate(notes)])
     return drawing
 
 
@@ -115,7 +117,7 @@ def picture(runs: Sequence[Traces], step: int | None = None) -> str:
         number = _choose_step(traces, summary, step)
         events = _events(traces, [number])[number]
         timetable = _timetable(traces, events)
-        _, rows = min(_rows(events).items())
+        _, rows = min(_rows(events, timetable.placement.num_devices).items())
         makespan = summary.makespan_by_step[number] / 1e3
         pictures.append(_measured_simulation(timetable, rows, "measured", simulate(timetable), makespan))
     return svg(*pictures, axis=AXIS, unit="ms")
@@ -148,26 +150,15 @@ def _events(traces: Traces, steps: Collection[int]) -> dict[int, StepEvents]:
     With tensor parallelism these are the events of the first rank of the device that has a trace.
     """
     events: dict[int, StepEvents] = {}
-    seen = set()
-    for trace in traces.ranks.values():
-        row = trace.run["data_parallel_rank"], trace.run["device"]
-        if row in seen:
-            continue
-        seen.add(row)
-        for event in trace.spans():
-            step = event["args"].get("step")
+    for row, trace in traces.rows().items():
+        for step, spans in trace.steps().items():
             if step in steps:
-                events.setdefault(step, {}).setdefault(row, []).append(trace.aligned(event))
+                events.setdefault(step, {})[row] = list(map(trace.aligned, spans))
     return events
 
 
 def _timetable(traces: Traces, step_events: StepEvents) -> Timetable:
-    micro_batches = next(
-        event["args"]["micro_batches"]
-        for events in step_events.values()
-        for event in events
-        if event["cat"] == "step"
-    )
+    micro_batches = next(iter(step_events.values()))[0]["args"]["micro_batches"]
     timetable = traces.timetable(micro_batches)
     if timetable is None:
         raise ConfigError(
@@ -181,78 +172,59 @@ def _timetable(traces: Traces, step_events: StepEvents) -> Timetable:
 class _Row:
     """One device in one step: ops, collectives, and marks for waits and other spans, in milliseconds."""
 
+    has_trace: bool = False
     spans: Spans = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
     collectives: list[tuple[Collective, float, float]] = field(default_factory=list)
 
     def add(self, event: Event, start_us: float) -> None:
-        """Add an event; the span of a whole step is not drawn. ``start_us`` is the start of the step."""
+        """Add a span of the step that starts at ``start_us``."""
         begin = (event["ts"] - start_us) / 1e3
         end = (event["ts"] + event["dur"] - start_us) / 1e3
         values, thread = event["args"], event["tid"]
         if thread == "compute":
-            self.spans.append((Op(event["name"][0], values["micro_batch"], values["stage"]), begin, end))
+            self.spans.append((op_of(event), begin, end))
         elif thread == "recv":
             text = f"waits for rank {values['peer']}: {event['name'].partition(' from ')[0]}"
             self.marks.append(Mark(begin, end, text))
         elif event["cat"] == LOAD:
             self.marks.append(Mark(begin, end, f"loads data: {event['name']}", data=True))
-        elif thread.startswith(tuple(ASYNCHRONOUS)):
+        elif is_asynchronous(event):
             self.collectives.append((Collective(event["name"]), begin, end))
-        elif event["cat"] != "step":
+        else:
             self.marks.append(Mark(begin, end, event["name"]))
 
 
-def _rows(step_events: StepEvents) -> dict[int, dict[int, _Row]]:
-    """Return pipeline group -> device -> row, in milliseconds from the start of the step."""
-    start_us = min(
-        event["ts"] for events in step_events.values() for event in events if event["cat"] == "step"
-    )
-    groups: dict[int, dict[int, _Row]] = defaultdict(dict)
-    for (group, device), events in sorted(step_events.items()):
-        row = groups[group][device] = _Row()
-        for event in events:
+def _rows(step_events: StepEvents, num_devices: int) -> dict[int, list[_Row]]:
+    """Return pipeline group -> row of every device, in milliseconds from the start of the step."""
+    start_us = min(whole["ts"] for whole, *_ in step_events.values())
+    groups: dict[int, list[_Row]] = {}
+    for (group, device), (_, *spans) in sorted(step_events.items()):
+        row = groups.setdefault(group, [_Row() for _ in range(num_devices)])[device]
+        row.has_trace = True
+        for event in spans:
             row.add(event, start_us)
     return groups
 
 
-def _costs(timetable: Timetable, rows: Sequence[Spans]) -> Costs:
-    """Return the mean time of every kind of op at every stage, in milliseconds."""
-    times: dict[Quantity, list[float]] = defaultdict(list)
-    for spans in rows:
-        for op, begin, end in spans:
-            times[op.kind, op.stage].append(end - begin)
-    means = {key: statistics.fmean(values) for key, values in times.items()}
-    return costs_of_ops(means, timetable.placement)
-
-
-def _rename(simulation: Simulation, suffix: str) -> Simulation:
-    timetable = simulation.timetable
-    return replace(simulation, timetable=replace(timetable, schedule=f"{timetable.schedule}, {suffix}"))
-
-
 def _measured_simulation(
-    timetable: Timetable, rows: Mapping[int, _Row], title: str, plan: Simulation, makespan: float
+    timetable: Timetable, rows: Sequence[_Row], title: str, plan: Simulation, makespan: float
 ) -> Simulation:
     """Return the measured ops as a simulation in milliseconds. Its ideal and bubble ignore devices without a trace."""
     placement = timetable.placement
-    spans = [rows[device].spans if device in rows else [] for device in range(placement.num_devices)]
-    orders = tuple(tuple(op for op, _, _ in device_spans) for device_spans in spans)
-    busy_ms = [sum(end - begin for _, begin, end in device_spans) for device_spans in spans]
+    orders = tuple(tuple(op for op, _, _ in row.spans) for row in rows)
+    busy_ms = [sum(end - begin for _, begin, end in row.spans) for row in rows]
     stage_share = placement.devices_per_pipe / placement.stages
     return Simulation(
         replace(timetable, schedule=f"{timetable.schedule}, {title}", orders=orders),
-        tuple(map(tuple, spans)),
+        tuple(tuple(row.spans) for row in rows),
         makespan,
-        ideal=sum(busy_ms) / len(rows),
+        ideal=sum(busy_ms) / sum(row.has_trace for row in rows),
         peak_activations=tuple(peak_stages(ops, stages=placement.stages) * stage_share for ops in orders),
         messages=plan.messages,
         costs=plan.costs,
         busy=tuple(time / makespan if makespan else 0.0 for time in busy_ms),
-        collectives=tuple(
-            tuple(rows[device].collectives) if device in rows else ()
-            for device in range(placement.num_devices)
-        ),
+        collectives=tuple(tuple(row.collectives) for row in rows),
     )
 
 
