@@ -42,8 +42,11 @@ def seq_length_of(meta: Mapping[str, Any], model: Mapping[str, Any]) -> int:
 def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list[str], str]:
     """Write the JSON of each job into the folder of the data, and return the command of each, and a note or "".
 
-    ``finetune.json`` trains all weights. ``lora.json``, for chat data, trains adapters.
+    ``finetune.json`` trains all weights. ``lora.json``, for chat data, trains adapters. A folder without weights of a
+    decoder has no jobs.
     """
+    if not (model / "config.json").is_file() or not any(model.glob("*.safetensors")):
+        return [], ""
     from ...hf.folder import has_experts, read_config, stored_dtype
     from ..convert.hf_model import has_own_layers
 

@@ -150,15 +150,14 @@ def run(args: argparse.Namespace) -> int:
     words += ["--data-path", str(output), "--save", f"checkpoints/{output.name}"]
     if not split_documents(meta["documents"], parse_split(DEFAULT_SPLIT))[1]:
         words += ["--eval-iters", "0"]
-    following, commands = [command_lines(words)], []
-    if not is_bert and _has_model(args.tokenizer):
+    commands, note = [], ""
+    if args.tokenizer and not is_bert:
         commands, note = write_jobs(Path(args.tokenizer), output, meta)
-        following = commands or following
-        if note:
-            print(note)
+    if note:
+        print(note)
     if commands:
         print("the learning rates of the JSONs (lr, min_lr) suit pretrained weights")
-    print("next: " + "\nor with LoRA: ".join(following))
+    print("next: " + "\nor with LoRA: ".join(commands or [command_lines(words)]))
     return 0
 
 
@@ -223,11 +222,6 @@ def _take_megatrons_flags(args: argparse.Namespace) -> None:
         raise ConfigError(f"--tokenizer-type: {args.tokenizer_type} needs {files} (got none). Add the files.")
 
 
-def _has_model(tokenizer: str | None) -> bool:
-    folder = Path(tokenizer or "")
-    return bool(tokenizer) and (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-
-
 def _load_template(args: argparse.Namespace, tokenizer: Tokenizer | None) -> ChatTemplate | None:
     if args.format != "chat":
         return None
@@ -271,14 +265,12 @@ def _recorded_arguments(
 
 def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | None:
     """Return meta.json of complete data with the same arguments; None without complete data."""
-    if not all((output / name).exists() for name in (META_NAME, *_pair(DATA_NAME))):
-        return None
     try:
         meta = json.loads((output / META_NAME).read_text(encoding="utf-8"))
-    except ValueError:
+    except (OSError, ValueError):
         return None
-    mask = meta.get("loss_mask")
-    if mask is not None and not all((output / name).exists() for name in _pair(mask)):
+    prefixes = [DATA_NAME, *([meta["loss_mask"]] if "loss_mask" in meta else [])]
+    if not all((output / name).exists() for prefix in prefixes for name in _pair(prefix)):
         return None
     old = meta.get("arguments", {})
     changes = [
@@ -338,7 +330,12 @@ def _prepare(
         }
         (partial / META_NAME).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
         masks = _pair(LOSS_MASK_NAME) if template is not None else ()
-        _replace_files(partial, output, (*tokenizer_files, *_pair(DATA_NAME), *masks, META_NAME))
+        output.mkdir(parents=True, exist_ok=True)
+        # Without meta.json the folder counts as incomplete if this process is killed while it replaces files.
+        for name in (META_NAME, *TOKENIZER_NAMES, VOCAB_NAME, *_pair(LOSS_MASK_NAME)):
+            (output / name).unlink(missing_ok=True)
+        for name in (*tokenizer_files, *_pair(DATA_NAME), *masks, META_NAME):
+            os.replace(partial / name, output / name)
     return meta
 
 
@@ -348,16 +345,6 @@ def _write_chat(path: Path, template: ChatTemplate, vocab_size: int, folder: Pat
 
     with _progress(source_details(str(path))["bytes"]) as advance:
         return write_conversations(read_conversations(path), template, vocab_size, folder, advance)
-
-
-def _replace_files(folder: Path, output: Path, names: Sequence[str]) -> None:
-    """Move files from ``folder`` to ``output``, after removing the data in ``output``. The last name is META_NAME."""
-    output.mkdir(parents=True, exist_ok=True)
-    # Without meta.json the folder counts as incomplete if this process is killed while it replaces files.
-    for name in (META_NAME, *TOKENIZER_NAMES, VOCAB_NAME, *_pair(LOSS_MASK_NAME)):
-        (output / name).unlink(missing_ok=True)
-    for name in names:
-        os.replace(folder / name, output / name)
 
 
 def _pair(name: str) -> tuple[str, str]:

@@ -60,10 +60,10 @@ class WordPieceTokenizer(Tokenizer):
         ]
 
     def save(self, folder: Path) -> list[str]:
-        names = super().save(folder)
+        file, *others = super().save(folder)
         tokens = sorted(self.vocab, key=self.vocab.__getitem__)
         (folder / VOCAB_NAME).write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
-        return [*names, VOCAB_NAME]
+        return [file, VOCAB_NAME, *others]
 
 
 def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTokenizer:
