@@ -179,6 +179,17 @@ def test_contents_other_than_text_are_refused(
         encode(templates[name], messages)
 
 
+def test_an_object_is_no_list_of_parts(tmp_path: Path) -> None:
+    """A template that joins the texts of parts would write nothing for an object."""
+    text = "(m.content if m.content is string else m.content | map(attribute='text') | join) +"
+    template = ChatTemplate(write_tokenizer(tmp_path, TEMPLATES["chatml"].replace("m.content +", text)), 0)
+    parts_of_7 = [{"type": "text", "text": "what is"}, {"type": "text", "text": " 7?"}]
+    expected = encode(template, TWO_TURNS).tokens
+    assert encode(template, [{"role": "user", "content": parts_of_7}, *TWO_TURNS[1:]]).tokens == expected
+    with pytest.raises(ConfigError, match=r"line 3.* 0 .*dict"):
+        encode(template, [{"role": "user", "content": {"text": "what is 7?"}}, *TWO_TURNS[1:]])
+
+
 def test_what_a_template_drops_is_refused(tmp_path: Path, templates: dict[str, ChatTemplate]) -> None:
     two_roles = (
         "{%- for m in messages %}{%- if m.role == 'user' %}{{- 'Q' + m.content + '<|im_end|>' }}"
