@@ -237,7 +237,7 @@ class Metrics:
 
     def print_summary(self) -> None:
         """Print steps, time, rates, memory and the last checkpoint of this start, on rank 0. Call it on every rank."""
-        report, tokens = self._engine.report, self._tokens_per_sample
+        report = self._engine.report
         if self._engine.global_rank != 0 or self._log_interval <= 0 or report is None or not self._steps:
             return
         peaks = report.of_ranks.peak_memory_of_ranks

@@ -69,7 +69,9 @@ class WordPieceTokenizer(Tokenizer):
 def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTokenizer:
     """Train a lower-casing WordPiece tokenizer with ``vocab_size`` tokens, including BERT's five special tokens.
 
-    A text with too few distinct words gives a smaller vocabulary; see ``vocab_size`` of the result.
+    A text with too few distinct words gives a smaller vocabulary; see ``vocab_size`` of the result. The library numbers
+    characters within words in a random order, and breaks ties by these numbers. So a first training, without longer
+    pieces, finds the characters, and the second one gets them in a fixed order.
     """
     if vocab_size <= len(SPECIAL_TOKENS):
         raise ConfigError(
@@ -78,16 +80,27 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTo
         )
     import tokenizers
 
-    backend = _word_piece(tokenizers.models.WordPiece(unk_token=UNKNOWN), lowercase=True)
-    trainer = tokenizers.trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        continuing_subword_prefix=PIECE_PREFIX,
-        # A character takes two tokens (`a` and `##a`), so at least half of the vocabulary remains for longer ones.
-        limit_alphabet=min(1000, vocab_size // 4),
-        show_progress=False,
+    texts = list(texts)
+
+    def train(first_tokens: Sequence[str], size: int) -> dict[str, int]:
+        backend = _word_piece(tokenizers.models.WordPiece(unk_token=UNKNOWN), lowercase=True)
+        trainer = tokenizers.trainers.WordPieceTrainer(
+            vocab_size=size,
+            special_tokens=list(first_tokens),
+            continuing_subword_prefix=PIECE_PREFIX,
+            # A character takes two tokens (`a` and `##a`), so at least half of the vocabulary remains for longer ones.
+            limit_alphabet=min(1000, vocab_size // 4),
+            show_progress=False,
+        )
+        backend.train_from_iterator(texts, trainer)
+        return backend.get_vocab()
+
+    characters = sorted(
+        {*train(SPECIAL_TOKENS, 0)} - {*SPECIAL_TOKENS}, key=lambda token: (len(token), token)
     )
-    backend.train_from_iterator(texts, trainer)
+    vocab = train([*SPECIAL_TOKENS, *characters], vocab_size)
+    backend = _word_piece(tokenizers.models.WordPiece(vocab, unk_token=UNKNOWN), lowercase=True)
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
     return WordPieceTokenizer(backend, "trained tokenizer")
 
 

@@ -142,6 +142,13 @@ def test_a_vocabulary_without_special_tokens_is_refused(tmp_path: Path) -> None:
         train_wordpiece(["one two"], 5)
 
 
+def test_every_training_of_a_tokenizer_is_equal() -> None:
+    texts = [" ".join(sentences) for sentences in DOCUMENTS]
+    first, *others = (train_wordpiece(texts, 300).vocab for _ in range(4))
+    assert len(first) > 200 and sorted(first.values()) == [*range(len(first))]
+    assert others == [first] * 3
+
+
 def test_prepared_documents_have_one_sequence_per_sentence(
     data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
