@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from ds_ext.pipe_schedules.placement import Placement
-from ds_ext.tensor_parallel import HeadPart, PartialLoss, LogitGradients, TensorParallel, current_slice
+from ds_ext.tensor_parallel import HeadPart, LogitGradients, PartialLoss, TensorParallel, current_slice
 
 WIDTH = 32
 HEAD_ROWS = 8  # rows of a part of the head; few, so that their arithmetic takes no time
