@@ -96,7 +96,7 @@ def join_world(rank: int) -> None:
     # torch.manual_seed formats the stack for each kind of device, in case it starts: a fifth of the time of an engine.
     for devices in (torch.cuda, torch.mtia, torch.xpu):
         if not devices.is_available():
-            devices.manual_seed_all = _ignore_seed
+            devices.manual_seed_all = _ignore_seed  # pyright: ignore[reportAttributeAccessIssue]
     tables = vars(deepspeed.utils.groups).items()
     _first_groups.update(
         copy.deepcopy(
