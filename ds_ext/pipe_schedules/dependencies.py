@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from .ops import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, RECOMPUTE, Op
 from .placement import Placement
 
 T = TypeVar("T")
-T_contra = TypeVar("T_contra", contravariant=True)
 _Rule = tuple[
     tuple[str, int, int, int], ...
 ]  # (kind, stage, device, later slices) of ops of the same micro-batch
+
+
+class Graph(Protocol[T]):
+    """Inputs and consumers of ops; by default, no op depends on another one."""
+
+    def device(self, op: T) -> int: ...
+
+    def count(self, op: T) -> int:
+        return 0
+
+    def consumers(self, op: T) -> Sequence[tuple[T, int]]:
+        return ()
 
 
 class Dependencies:
@@ -157,14 +168,10 @@ class Dependencies:
         ]
 
 
-class Counts(Protocol[T_contra]):
-    def count(self, op: T_contra) -> int: ...
-
-
 class Inputs(Generic[T]):
     """Counter of the inputs that each op still waits for. Ops in ``one_more`` have an input besides other ops."""
 
-    def __init__(self, dependencies: Counts[T], one_more: Container[T] = ()) -> None:
+    def __init__(self, dependencies: Graph[T], one_more: Container[T] = ()) -> None:
         self._count, self._one_more = dependencies.count, one_more
         self._missing: dict[T, int] = {}  # only ops that have some, but not all, of their inputs
 

@@ -14,7 +14,7 @@ from math import inf
 from typing import Generic, Protocol, TypeVar
 
 from .costs import Costs
-from .dependencies import Dependencies, Inputs
+from .dependencies import Dependencies, Graph, Inputs
 from .ops import BACKWARD, BACKWARD_INPUT, FORWARD, Op
 from .placement import Placement
 from .ports import Collective, Ports, Transfers
@@ -23,19 +23,13 @@ T = TypeVar("T")
 
 
 class Work(Protocol[T]):
-    """Ops of a run. By default, no op depends on another one."""
+    """Ops of a run, with their times. By default, no op starts without a release, and no message takes time."""
 
-    def device(self, op: T) -> int: ...
+    def graph(self) -> Graph[T]: ...
 
     def time(self, op: T) -> float: ...
 
     def entries(self) -> Iterable[T]:
-        return ()
-
-    def count(self, op: T) -> int:
-        return 0
-
-    def consumers(self, op: T) -> Iterable[tuple[T, int]]:
         return ()
 
     def delay(self, op: T, sender: int, receiver: int) -> float:
@@ -109,18 +103,12 @@ class Workload(Work[Op]):
                 previous = stage
         return {kind: tuple(row[stage] for stage in sorted(row)) for kind, row in starts.items()}
 
+    def graph(self) -> Dependencies:
+        return self.dependencies
+
     def entries(self) -> Iterator[Op]:
         for m in range(self.micro_batches):
             yield from self.dependencies.entries(m)
-
-    def device(self, op: Op) -> int:
-        return self.dependencies.device(op)
-
-    def count(self, op: Op) -> int:
-        return self.dependencies.count(op)
-
-    def consumers(self, op: Op) -> list[tuple[Op, int]]:
-        return self.dependencies.consumers(op)
 
     def time(self, op: Op) -> float:
         time = self.times[op.kind][op.stage]
@@ -189,15 +177,22 @@ class Admission(Protocol[T]):
 
 @dataclass(frozen=True)
 class Run(Generic[T]):
-    """Ops of every device with start and end; ``messages`` counts those between devices."""
+    """Ops of every device in order, with their starts and ends; ``messages`` counts those between devices."""
 
     orders: tuple[tuple[T, ...], ...]
-    spans: tuple[tuple[tuple[T, float, float], ...], ...]
+    starts: tuple[tuple[float, ...], ...]
+    ends: tuple[tuple[float, ...], ...]
     makespan: float
     messages: int
 
+    @property
+    def spans(self) -> tuple[tuple[tuple[T, float, float], ...], ...]:
+        """(Op, start, end) of every op, by device."""
+        rows = zip(self.orders, self.starts, self.ends, strict=True)
+        return tuple(tuple(zip(*row, strict=True)) for row in rows)
 
-class ProcessGroups(Work[Collective]):
+
+class ProcessGroups(Work[Collective], Graph[Collective]):
     """Collectives of process groups. To the event loop, a process group is a device.
 
     Args:
@@ -207,6 +202,9 @@ class ProcessGroups(Work[Collective]):
     def __init__(self, queues: Sequence[Mapping[Collective, float]]) -> None:
         self.queues = queues
         self._groups = {op: group for group, queue in enumerate(queues) for op in queue}
+
+    def graph(self) -> ProcessGroups:
+        return self
 
     def device(self, op: Collective) -> int:
         return self._groups[op]
@@ -247,12 +245,15 @@ def run(
         lanes: number of ops that each device computes at the same time; None: 1.
         transfers: those with which ops begin.
     """
-    releases = releases or {}
-    inputs = Inputs(work, releases)
-    spans: list[list[tuple[T, float, float]]] = [[] for _ in policies]
+    dependencies, releases = work.graph(), releases or {}
+    deliver, consumers = Inputs(dependencies, releases).deliver, dependencies.consumers
+    time_of, delay_of = work.time, work.delay
+    orders: list[list[T]] = [[] for _ in policies]
+    starts: list[list[float]] = [[] for _ in policies]
+    ends: list[list[float]] = [[] for _ in policies]
     idle = list(lanes or [1] * len(policies))
     # Time, True for an arrival, device, op, start of the op.
-    events = [(time, True, work.device(op), op, 0.0) for op, time in releases.items()]
+    events = [(time, True, dependencies.device(op), op, 0.0) for op, time in releases.items()]
     heapify(events)
     awake: set[int] = set()
     now = 0.0
@@ -265,7 +266,7 @@ def run(
 
     def enter(op: T) -> None:
         if op not in releases:
-            add_ready(work.device(op), op)
+            add_ready(dependencies.device(op), op)
 
     for op in work.entries() if admission is None else admission.admit():
         enter(op)
@@ -274,35 +275,40 @@ def run(
             while idle[device] and (op := policies[device].choose()) is not None:
                 idle[device] -= 1
                 if transfers is None or not transfers.begin(now, device, op):
-                    heappush(events, (now + work.time(op), False, device, op, now))
+                    heappush(events, (now + time_of(op), False, device, op, now))
         awake.clear()
-        while transfers and (ends := transfers.advance(events[0][0] if events else inf)):
-            for device, op, start in ends:
-                heappush(events, (transfers.now + work.time(op), False, device, op, start))
+        while transfers and (ended := transfers.advance(events[0][0] if events else inf)):
+            for device, op, start in ended:
+                heappush(events, (transfers.now + time_of(op), False, device, op, start))
         if not events:
-            orders = tuple(tuple(op for op, _, _ in row) for row in spans)
-            return Run(orders, tuple(map(tuple, spans)), now, messages)
+            return Run(_frozen(orders), _frozen(starts), _frozen(ends), now, messages)
         now = events[0][0]
         while events and events[0][0] <= now + tolerance * now:
             time, arrives, device, op, start = heappop(events)
             if arrives:
-                if inputs.deliver(op):
+                if deliver(op):
                     add_ready(device, op)
                 continue
-            spans[device].append((op, start, time))
+            orders[device].append(op)
+            starts[device].append(start)
+            ends[device].append(time)
             idle[device] += 1
             awake.add(device)
             policies[device].mark_done(op)
-            for consumer, receiver in work.consumers(op):
+            for consumer, receiver in consumers(op):
                 messages += receiver != device
-                delay = work.delay(consumer, device, receiver)
+                delay = delay_of(consumer, device, receiver)
                 if delay:
                     arrival = (
                         now + delay if ports is None else ports.arrival(now, (device, receiver), delay, free)
                     )
                     heappush(events, (arrival, True, receiver, consumer, 0.0))
-                elif inputs.deliver(consumer):
+                elif deliver(consumer):
                     add_ready(receiver, consumer)
             if admission is not None:
                 for entry in admission.mark_done(device, op):
                     enter(entry)
+
+
+def _frozen(rows: list[list[T]]) -> tuple[tuple[T, ...], ...]:
+    return tuple(map(tuple, rows))

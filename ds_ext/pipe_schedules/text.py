@@ -101,9 +101,9 @@ def torch_csv(timetable: Timetable) -> str:
     steps = run_orders(Workload(timetable.placement, timetable.micro_batches, Costs(), split=True), orders)
     share = timetable.placement.devices_per_pipe / timetable.placement.stages
     rows = []
-    for order, spans in zip(timetable.orders, steps.spans, strict=True):
+    for order, starts in zip(timetable.orders, steps.starts, strict=True):
         cells: list[str] = []
-        for op, (_, start, _) in zip(order, spans, strict=True):
+        for op, start in zip(order, starts, strict=True):
             cells += [""] * (round(start / share) - len(cells))
             cells.append(f"{op.stage}{op.kind}{op.micro_batch}")
         rows.append(cells)

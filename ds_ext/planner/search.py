@@ -230,7 +230,7 @@ def price(request: Request, candidate: Candidate) -> Candidate:
 
 @dataclass
 class _Group:
-    """What is known of a group of requests.
+    """Rows and bounds of a group of requests.
 
     Attributes:
         least: lower bound on what is excluded.
