@@ -145,7 +145,7 @@ def test_a_vocabulary_without_special_tokens_is_refused(tmp_path: Path) -> None:
 def test_every_training_of_a_tokenizer_is_equal() -> None:
     texts = [" ".join(sentences) for sentences in DOCUMENTS]
     first, *others = (train_wordpiece(texts, 300).vocab for _ in range(4))
-    assert len(first) > 200 and sorted(first.values()) == [*range(len(first))]
+    assert len(first) > 100 and sorted(first.values()) == [*range(len(first))]
     assert others == [first] * 3
 
 
