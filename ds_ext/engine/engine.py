@@ -187,6 +187,7 @@ class PipelineEngine(AdaptedEngine):
 
     @property
     def layout(self) -> ParallelLayout:
+        """Devices, pipeline groups and tensor-parallel ranks of the job."""
         return self.module.layout
 
     @property
