@@ -25,9 +25,10 @@ class MessageKind(IntEnum):
 
 _SUFFIXES = {MessageKind.ACTIVATION: "Activation", MessageKind.GRADIENT: "Grad"}
 # Kind of an op -> kind of the messages that it receives.
-RECEIVED = dict.fromkeys((FORWARD, RECOMPUTE), MessageKind.ACTIVATION) | dict.fromkeys(
-    (BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), MessageKind.GRADIENT
-)
+RECEIVED: dict[str, MessageKind] = {
+    **dict.fromkeys((FORWARD, RECOMPUTE), MessageKind.ACTIVATION),
+    **dict.fromkeys((BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT), MessageKind.GRADIENT),
+}
 
 
 class Op(NamedTuple):
