@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn, Self
 
 from tests.hosts.network import inside
-from tests.launch.jobs import environment
+from tests.launch.jobs import environment, without_gloo
 from tests.ranks import fork_server
 
 NO_ENV: Mapping[str, str] = MappingProxyType({})
@@ -42,7 +42,7 @@ class Output:
 
     def text(self) -> str:
         """Return what has been read."""
-        return self._bytes.decode(errors="replace")
+        return without_gloo(self._bytes.decode(errors="replace"))
 
     def whole_text(self) -> str:
         """Return everything that the process wrote, after its end."""

@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -79,6 +80,11 @@ def find_free_port() -> int:
             return port
 
 
+def without_gloo(text: str) -> str:
+    """Return an output without the line that torch 2.9 prints for every process group."""
+    return re.sub(r"(?m)^\[Gloo\] Rank \d+ is connected to .*\n", "", text)
+
+
 class Job:
     """A launched job in a process group of its own; its output is collected with the time of each line."""
 
@@ -112,7 +118,7 @@ class Job:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
+            self.lines += without_gloo(line).splitlines()
 
     @property
     def text(self) -> str:

@@ -75,7 +75,7 @@ def kill_at(rank: int, step: int, point: str) -> None:
             die()
         return save(engine, *args, **options)
 
-    WeightGathers._start = gather_and_die  # type: ignore[method-assign]
+    WeightGathers.start = gather_and_die  # type: ignore[method-assign]
     PipelineEngine.save_checkpoint = save_or_die  # type: ignore[method-assign]
     PipelineEngine.train_batch = train_batch  # type: ignore[method-assign]
     Executor.run = run_or_die  # type: ignore[method-assign]
