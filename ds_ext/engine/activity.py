@@ -10,7 +10,7 @@ from deepspeed.runtime.pipe import schedule as ds
 from ..comm.groups import first_step_limit_s, limit_waits
 from ..comm.host_watch import require_hosts
 from ..comm.transport import Transport
-from ..launch.failure import first_line, lost_peer, publish_activity
+from ..launch.failure import first_line, lost_peer, note_failure, publish_activity
 
 
 class Activity:
@@ -94,6 +94,7 @@ class Activity:
     def abort(self, error: Exception) -> None:
         """Send an error of this rank to its peers. The current step cannot be repeated."""
         self.began = True
+        note_failure()
         self.transport.abort(f"{type(error).__name__}: {error}")
 
     @contextmanager

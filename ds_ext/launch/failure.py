@@ -57,6 +57,7 @@ _GLOO_SOURCE = re.compile(r"\[\S*\.cc:\d+\] ?")  # source position in gloo
 _GLOO_ADVICE = re.compile(r"\W*(This is typically|GLHF).*")
 _NO_ANSWER: Any = object()
 advice: Callable[[], str] | None = None  # lines after the cause of a failure: how to continue
+_failed_s: float | None = None  # reading of time.time() at the failure of this rank
 
 
 @dataclass
@@ -229,6 +230,12 @@ def _values_of_ranks(prefix: str) -> dict[int, str]:
     keys = {number: f"{prefix}{number}" for number in range(world_size())}
     values = ask_store(lambda s: {r: s.get(key).decode() for r, key in keys.items() if s.check([key])})
     return {} if values is _NO_ANSWER else values
+
+
+def note_failure() -> None:
+    """Note the time of this rank's failure, before its peers learn of it."""
+    global _failed_s
+    _failed_s = _failed_s or time.time()
 
 
 def publish_activity(name: str) -> None:
@@ -416,7 +423,7 @@ def _report_cause(text: str) -> None:
     path = error_file()
     if path is not None:
         # torchrun treats the earliest second as the root cause: use one before the failures that this one causes.
-        details = {"py_callstack": text, "timestamp": str(int(time.time()) - 1)}
+        details = {"py_callstack": text, "timestamp": str(int(_failed_s or time.time()) - 1)}
         with contextlib.suppress(OSError):
             path.write_text(json.dumps({"message": {"message": text, "extraInfo": details}}))
     if advice is not None and restart_count() >= (max_restarts() or 0) and (lines := advice()):
