@@ -117,8 +117,11 @@ class Job:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
+        is_gloo = False
         for line in self.process.stdout:
-            self.lines += without_gloo(line).splitlines()
+            is_gloo = without_gloo(line) != line or (is_gloo and not line.strip())
+            if not is_gloo:
+                self.lines.append(line.rstrip("\n"))
 
     @property
     def text(self) -> str:
