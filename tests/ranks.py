@@ -93,7 +93,7 @@ def join_world(rank: int) -> None:
     # Otherwise DeepSpeed compiles this op when the world is made: 30 s, for a collective not used here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed("gloo")
-    # torch.manual_seed formats the stack for each kind of device, in case it starts: a fifth of the time of an engine.
+    # torch.manual_seed formats the stack for each kind of device, in case it starts later.
     for devices in (torch.cuda, torch.mtia, torch.xpu):
         if not devices.is_available():
             devices.manual_seed_all = _ignore_seed  # pyright: ignore[reportAttributeAccessIssue]

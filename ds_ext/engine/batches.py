@@ -342,7 +342,7 @@ class StepData:
         step: int,
         batch_fn: Callable[[Batch], Batch] | None = None,
         uses_labels: bool = True,
-        last_of_mode: dict[bool, Pair | None] | None = None,
+        last_of_mode: dict[bool, Pair] | None = None,
     ) -> None:
         self.source, self.first_id, self._batch_fn = source, first_id, batch_fn
         self.step, self.trains = step, schedule.program.timetable.trains
@@ -373,10 +373,9 @@ class StepData:
                 self._last_of_mode[self.trains] = inputs, labels
         except EndOfData as end:
             self.ended = end.got, end.count
-            last = self._last_of_mode.get(self.trains)
-            if last is None:
+            if self.trains not in self._last_of_mode:
                 raise end_of_data(self, {torch.distributed.get_rank(): self.ended}) from None
-            inputs, labels = last
+            inputs, labels = self._last_of_mode[self.trains]
         return inputs, labels if self._uses_labels else None
 
     def take(self, micro_batch: int) -> Pair:

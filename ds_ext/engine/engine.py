@@ -163,8 +163,8 @@ class PipelineEngine(AdaptedEngine):
         self.report: StepReport | None = None
         self._gathered: Gathered | None = None  # of the current step
         self.eval_additional_losses: dict[str, Tensor] | None = None
-        # After the first batch of training (True) and of evaluations (False): last micro-batch of an iterator, or None.
-        self._last_of_mode: dict[bool, Pair | None] = {}
+        self._checked_modes: set[bool] = set()  # with checked batches: training (True), evaluation (False)
+        self._last_of_mode: dict[bool, Pair] = {}  # last micro-batch of an iterator, by the same modes
         self.run = this_run()
         self.run_facts: Record = {}
         self.checkpoint_events = CheckpointEvents()
@@ -277,9 +277,9 @@ class PipelineEngine(AdaptedEngine):
             *(batches, first_id, schedule, self.global_steps, self.batch_fn, uses_labels, self._last_of_mode)
         )
         total = schedule.micro_batches * self.layout.data_parallel_size
-        if trains not in self._last_of_mode:
+        if trains not in self._checked_modes:
             check_first_batch(data, trains, total, self.activity.abort)
-            self._last_of_mode.setdefault(trains)
+            self._checked_modes.add(trains)
         elif isinstance(batches, MicroBatches):
             batches.require(total, trains)
         self._gathered = None
@@ -490,7 +490,7 @@ class PipelineEngine(AdaptedEngine):
 
     def _may_compile(self, trains: bool) -> bool:
         """Return whether a step may compile layers or load the kernels of a GPU, during which no rank answers."""
-        return trains not in self._last_of_mode and (self.device.type != "cpu" or self.is_compiled)
+        return trains not in self._checked_modes and (self.device.type != "cpu" or self.is_compiled)
 
     def _where(self, instruction: ds.PipeInstruction, verb: str) -> str:
         """Return the timetable with an arrow at the computation that ``instruction`` belongs to."""

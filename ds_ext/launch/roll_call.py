@@ -126,9 +126,8 @@ class RollCall:
         if self.rank == 0:
             self._store.set(_REPORTED, "1")
             self._wait_for_readers(_READERS_S)
-        error = (ConfigError if verdict["kind"] == REFUSED else TransportError)(verdict["text"])
-        error.reported_by = 0
-        raise error
+        kind = ConfigError if verdict["kind"] == REFUSED else TransportError
+        raise kind(verdict["text"]).of_all_ranks()
 
     def _wait_for_readers(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -241,7 +240,7 @@ def one_refusal() -> Iterator[None]:
     except ConfigError as error:
         call, _ = _group_roll_call()
         if call is not None and call.fail(str(error), REFUSED, RANK_0_S):
-            error.reported_by = 0
+            error.of_all_ranks()
         raise
 
 

@@ -136,6 +136,18 @@ def test_tuples_and_lists_of_two_train(ranks2: RankPool, form: str) -> None:
         assert found == [("", "")] * 3
 
 
+def train_after_refusals(rank: int) -> tuple[list[str], float]:
+    engine = build()
+    kinds = [error_of(lambda: engine.train_batch(iter([batch("nested")] * 4)))[0] for _ in range(2)]
+    return kinds, float(engine.train_batch(iter([batch("pair")] * 4)))
+
+
+def test_a_refused_batch_is_checked_again(ranks2: RankPool) -> None:
+    """Also on ranks that have read it."""
+    for kinds, loss in ranks2.run(train_after_refusals):
+        assert kinds == ["ConfigError"] * 2 and loss > 0
+
+
 def test_on_a_folded_placement(ranks2: RankPool) -> None:
     first, second = ranks2.run(form_errors, "tensor", "bitpipe")
     assert first == second and {kind for kind, _ in first} == {"ConfigError"}

@@ -1,5 +1,6 @@
 """Train, valid and test datasets: splits of the documents, and blends of several files."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -17,7 +18,7 @@ EPOCHS_KEPT = 2
 Sample_co = TypeVar("Sample_co", covariant=True)
 
 
-class SizedDataset(Dataset[Sample_co]):
+class SizedDataset(Dataset[Sample_co], ABC):
     """Samples 0 to ``num_samples`` - 1."""
 
     def __init__(self, num_samples: int) -> None:
@@ -31,8 +32,8 @@ class SizedDataset(Dataset[Sample_co]):
             raise IndexError(f"sample {index} of {self._num_samples}")
         return self._sample(index)
 
-    def _sample(self, index: int) -> Sample_co:
-        raise NotImplementedError
+    @abstractmethod
+    def _sample(self, index: int) -> Sample_co: ...
 
 
 class BlendedDataset(SizedDataset[Sample_co]):
@@ -84,8 +85,8 @@ class EpochDataset(SizedDataset[Sample_co]):
                 del self._epochs[next(iter(self._epochs))]
         return self._epochs[number]
 
-    def _shuffled(self, generator: np.random.Generator) -> Epoch:
-        raise NotImplementedError
+    @abstractmethod
+    def _shuffled(self, generator: np.random.Generator) -> Epoch: ...
 
 
 def build_datasets(
