@@ -371,12 +371,12 @@ class PipelineEngine(AdaptedEngine):
             own = RankNumbers(
                 *self.busy.read(),
                 peak_memory_bytes(self.device),
-                int(self._weights_set),
+                int(self.update.weights_set),
                 len(self.trained.changed) if trains else 0,
                 self.stops.cause,
                 *self.executor.data.ended,
             )
-            self._weights_set = 0
+            self.update.weights_set = 0
             self._gathered = gather_step(
                 own, self.executor.data, self.step_losses, self.global_steps + 1, self.device
             )

@@ -19,29 +19,29 @@ from typing import Any, NoReturn, Protocol, Self, SupportsIndex
 import torch
 from deepspeed import comm as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ..config.job import JobConfig, load_config, require_section
-from ..config.merge import command_line_json, has_batch_size, with_arguments
+from ..config.job import JobConfig
 from ..errors import ConfigError
-from ..launch.job_facts import as_text, checksum, file_facts, setting_facts
+from ..launch.job_facts import checksum, file_facts, setting_facts
 from ..launch.roll_call import compare, one_refusal
 from ..parallel.fbd import FORWARD_ROLE
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
-from ..planner.job_plan import JobPlan, StagePlan, make_stage_plan
+from ..planner.job_plan import JobPlan
 from ..tensor_parallel import KeyedLayers, is_sharded
-from .contracts import AdaptedLayer, AdaptedLoss, additional_losses
+from .contracts import AdaptedLayer, additional_losses
 from .deepspeed_api.device import select_device
 from .deepspeed_api.names import require_built, require_names
 from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, run_with_recompute
 from .deepspeed_api.topology import require_rank_order, topology_sizes
 from .grid import FoldedTopology, grid_of_role, on_hosts
+from .module_plan import head_parts, layer_description, layer_name, plan_of_module
 from .ties import (
     divide_tied_embedding,
     find_shared,
@@ -99,7 +99,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
 
     Args:
         layers: LayerSpecs, TiedLayerSpecs, modules or functions; the output of each is the input of the next. With
-            ``vocabulary_parallel_head``, the last one has ``in_parts``, see :func:`.head.head_parts`.
+            ``vocabulary_parallel_head``, the last one has ``in_parts``, see :func:`.module_plan.head_parts`.
         config: DeepSpeed JSON (path or dict), or the job plan built from it. None: the JSON of the command line's flag
             ``--deepspeed_config``, or no JSON.
         num_stages: number of devices in a pipeline group, ``pipeline_parallel_size`` in the JSON.
@@ -166,7 +166,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         ]
         with one_refusal() if dist.is_initialized() else contextlib.nullcontext():
             layers = list(layers)
-            plan = _plan(config, arguments, len(layers))
+            plan = plan_of_module(config, arguments, len(layers))
             settings, placement = plan.settings, plan.layout.placement
             require_rank_order(topology, plan.layout)
             require_visible_parameters(layers, loss_fn)
@@ -187,11 +187,11 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
                 **setting_facts(settings.model_dump(exclude={"train"}), "ds_ext."),
                 **file_facts({"ds_ext.schedule": settings.schedule, **settings.schedule_options}),
                 **setting_facts({"partition_method": partition_method, **seeds}, "PipelineModule."),
-                "PipelineModule.layers": checksum(_description(layer).encode() for layer in layers),
+                "PipelineModule.layers": checksum(layer_description(layer).encode() for layer in layers),
             }
         )
         self.num_model_layers = len(layers)
-        self.layer_names = [_name(layer, index) for index, layer in enumerate(layers)]
+        self.layer_names = [layer_name(layer, index) for index, layer in enumerate(layers)]
         self.plan_is_given = isinstance(config, JobPlan)
         self.random_seed = torch.initial_seed()
         self.clock = clock
@@ -573,82 +573,6 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
 def trains(parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]]) -> bool:
     plain = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
     return any(parameter.requires_grad and parameter.numel() for parameter in plain)
-
-
-def _plan(
-    config: str | Json | JobPlan | None, arguments: list[tuple[str, str, object]], layers: int
-) -> StagePlan:
-    """Return the plan of a module with ``layers`` layers, its JSON and arguments: a JobPlan if it has a batch size."""
-    if isinstance(config, JobPlan):
-        if with_arguments(config.job, arguments).ds_ext != config.settings:
-            names = ", ".join(dict.fromkeys(name for name, _, value in arguments if value is not None))
-            values = [value for _, _, value in arguments if value is not None]
-            raise ConfigError(f"{names}: the job plan has other values (got {values}). Omit {names}.")
-        return config
-    if isinstance(config, int):
-        raise ConfigError(
-            f"config: must be a DeepSpeed JSON or a job plan (got {config}). Pass num_stages={config}."
-        )
-    config = command_line_json() if config is None else config
-    job = load_config({} if config is None else config)
-    if all(value is None for _, key, value in arguments if key == "pipeline_parallel_size"):
-        if config is None:
-            raise ConfigError(
-                "config: PipelineModule needs the number of stages (got neither num_stages nor a JSON). Pass "
-                'num_stages=4, schedule="bitpipe", or a DeepSpeed JSON with a "ds_ext" section as config.'
-            )
-        require_section(job)
-    job = with_arguments(job, arguments)
-    if not dist.is_initialized():
-        raise ConfigError(
-            "PipelineModule: needs a process group (got none). Call ds_ext.init_distributed() first."
-        )
-    plan = make_stage_plan(job, dist.get_world_size(), layers)
-    return plan.complete(job) if has_batch_size(job) else plan
-
-
-def head_parts(layers: Sequence[Layer], loss_fn: Function | None, parts: int) -> list[LayerSpec]:
-    """Return the specs of the parts of the head, which is the last layer; empty for 0 parts.
-
-    Its spec has an attribute ``in_parts``: function of the number of parts; returns a LayerSpec of a
-    :class:`ds_ext.tensor_parallel.HeadPart` for each. A tied head also needs a divided embedding, see
-    :func:`.ties.divide_tied_embedding`. The loss function then gets the losses of all tokens instead of
-    logits, which its attribute ``takes_token_losses`` declares.
-    """
-    if not parts:
-        return []
-    divide = AdaptedLayer(layers[-1]).in_parts if layers else None
-    if divide is None:
-        name = _name(layers[-1], len(layers) - 1) if layers else "no layers"
-        raise ConfigError(
-            f"vocabulary_parallel_head: the last layer must be a head that can be divided: that of from_transformers() "
-            f"or of gpt_layer_specs() (got {name}). Remove vocabulary_parallel_head."
-        )
-    if not AdaptedLoss(loss_fn).takes_token_losses:
-        raise ConfigError(
-            f"vocabulary_parallel_head: loss_fn must take losses of tokens, (B, S) like the labels, instead of logits "
-            f"(got {getattr(loss_fn, '__name__', type(loss_fn).__name__)}). Use gpt_loss() or the loss_fn of "
-            f"from_transformers(), or let yours take them and set its attribute takes_token_losses = True."
-        )
-    return divide(parts)
-
-
-def _name(layer: Layer, index: int) -> str:
-    if isinstance(layer, TiedLayerSpec):
-        return f"{layer.key} (tied)"
-    kind = getattr(layer, "typename", layer if hasattr(layer, "__name__") else type(layer))
-    return f"{getattr(kind, '__name__', type(kind).__name__)} {index}"
-
-
-def _description(layer: Layer) -> str:
-    """Return the class of a layer and the sizes that are available before it is built."""
-    layer_class = getattr(layer, "typename", type(layer))
-    name = f"{getattr(layer_class, '__module__', '')}.{getattr(layer_class, '__qualname__', layer_class)}"
-    if isinstance(layer, LayerSpec):
-        return f"{name} {as_text([layer.module_args, layer.module_kwargs])};"
-    if isinstance(layer, torch.nn.Module):
-        return f"{name} {[tuple(parameter.shape) for parameter in layer.parameters()]};"
-    return f"{name};"
 
 
 @functools.cache

@@ -123,7 +123,10 @@ class WeightUpdate:
     Attributes:
         reduction: eager reduction of the gradients; None: they are reduced after the last backward.
         gathers: gathers that overlap with the next step; None: DeepSpeed gathers at the end of the step.
+        weights_set: number of elements that the script set before the current step.
     """
+
+    weights_set: Tensor | int = 0
 
     def __init__(self, engine: EngineState, trained: TrainedParameters) -> None:
         self._engine, self._trained, self._optimizer = engine, trained, engine.optimizer

@@ -31,7 +31,8 @@ from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.definition import Option, Orders
 from ..pipe_schedules.placement import linear
 from .candidates import Candidates
-from .search import Request, choose
+from .request import Request
+from .search import choose
 from .text import HEADROOM, join_words, parse_bytes, usable_bytes
 from .training_sizes import RECOMPUTATIONS, SCORES_ON_CPU, TrainingSizes
 

@@ -29,7 +29,8 @@ from ..parallel.hosts import Hosts
 from ..parallel.network import Link, Network
 from ..pipe_schedules.costs import Costs
 from .candidates import Candidate, Candidates
-from .search import Request, choose_each, price
+from .request import Request
+from .search import choose_each, price
 from .stage_costs import slice_slowdown
 from .text import join_reasons, join_words
 from .training_sizes import TrainingSizes

@@ -14,7 +14,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor
 
 from ds_ext.engine import PipelineModule, initialize
-from ds_ext.engine.module import head_parts
+from ds_ext.engine.module_plan import head_parts
 from ds_ext.engine.state import RankState
 from ds_ext.engine.ties import divide_tied_embedding
 from ds_ext.errors import ConfigError

@@ -63,7 +63,6 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     # Every rank has all experts, see initialize.py: they are reduced as other layers.
     has_moe_layers = property(lambda self: False, lambda self, value: None)
     _gathered: Gathered | None
-    _weights_set: Tensor | int = 0  # number of elements that the script set before the current step
     _stages: Sequence[int] | None = None  # the parent's constructor reads it
     # Of this class and its bases, as they were when the handlers were taken.
     _instruction_maps: Sequence[Handlers] = ()
@@ -141,12 +140,11 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
         if self.update.is_outdated():
             self.update.wait_for_weights()
             self._use_optimizer()
-        self._weights_set = self.update.masters.take_changes()
+        self.update.weights_set = self.update.masters.take_changes()
 
     def _use_optimizer(self) -> None:
         with self.trained.before_changes():
             self.update = WeightUpdate(self, self.trained)
-        self._weights_set = 0
         self.executor.scale = self.update.scale
         self.executor.accumulating = self.update.gradients.accumulating or nullcontext
         self.executor.parameters = list(self.module.parameters())

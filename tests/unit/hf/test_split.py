@@ -14,7 +14,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 import ds_ext
-from ds_ext.engine.module import head_parts
+from ds_ext.engine.module_plan import head_parts
 from ds_ext.errors import ConfigError
 from ds_ext.hf.find import find_split
 from ds_ext.hf.folder import ModelFolder

@@ -16,7 +16,8 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.auto import model_of_train, training_sizes, vocabulary
 from ds_ext.planner.job_plan import make_job_plan
-from ds_ext.planner.search import Request, choose
+from ds_ext.planner.request import Request
+from ds_ext.planner.search import choose
 from ds_ext.planner.training_sizes import TrainingSizes
 from ds_ext.recipes.training.arguments import parse
 from tests.plans import candidates_of, placement_of, timetable_of

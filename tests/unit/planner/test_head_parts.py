@@ -33,7 +33,8 @@ from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.memory import DeviceMemory, memory, model_parameters, rank_parameters
 from ds_ext.planner.named_models import named_model
 from ds_ext.planner.parallel_sizes import Cluster, other_head, plan_cluster
-from ds_ext.planner.search import Request, choose
+from ds_ext.planner.request import Request
+from ds_ext.planner.search import choose
 from ds_ext.planner.stage_costs import split_layers, stage_costs
 from ds_ext.planner.traffic import traffic
 from ds_ext.planner.training_sizes import TrainingSizes

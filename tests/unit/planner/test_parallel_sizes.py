@@ -30,12 +30,12 @@ from ds_ext.planner.parallel_sizes import (
     plan_cluster,
     unit_costs,
 )
-from ds_ext.planner.search import _Variant
 from ds_ext.planner.stage_costs import message_bytes
 from ds_ext.planner.step_time import NetworkStep, on_devices
 from ds_ext.planner.text import join_reasons
 from ds_ext.planner.traffic import traffic
 from ds_ext.planner.training_sizes import TrainingSizes
+from ds_ext.planner.variant import Variant
 from tests.plans import placement_of
 
 MODEL = TrainingSizes(
@@ -288,9 +288,9 @@ def test_few_orders_are_planned_if_nothing_fits(
 ) -> None:
     """Full searches for an order; brief ones take a fortieth of the time."""
     planned: list[str] = []
-    order = _Variant.price
+    order = Variant.price
     monkeypatch.setattr(
-        _Variant, "price", lambda v, **k: planned.extend(["x"] * v.slow_to_plan) or order(v, **k)
+        Variant, "price", lambda v, **k: planned.extend(["x"] * v.slow_to_plan) or order(v, **k)
     )
     result = plan_cluster(cluster, model)
     assert not result.best.fits and result.best.candidate is not None and len(planned) <= 12
@@ -355,8 +355,8 @@ def test_rows_fit_or_have_a_bound_below_their_time(planned: ClusterPlan) -> None
 def test_few_orders_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """For 64 devices, at most 12 orders are evaluated in full, planned or not."""
     prices: list[bool] = []
-    price = _Variant.price
-    monkeypatch.setattr(_Variant, "price", lambda v, **k: prices.append(v.slow_to_plan) or price(v, **k))
+    price = Variant.price
+    monkeypatch.setattr(Variant, "price", lambda v, **k: prices.append(v.slow_to_plan) or price(v, **k))
     model = TrainingSizes.of_model(named_model("llama-3-70b"), zero_stage=1)
     result = plan_cluster(Cluster(64, 80 * 10**9, 256), model)
     assert result.best.fits and len(result.ranked) > 20
@@ -381,7 +381,7 @@ def test_previews_exclude_no_winner(
         return str(best), c.label, c.recompute_text, c.time, c.memory_bytes
 
     with_previews = choice()
-    monkeypatch.setattr("ds_ext.planner.search._PREVIEWED", 10**6)
+    monkeypatch.setattr("ds_ext.planner.variant.PREVIEWED", 10**6)
     assert with_previews == choice()
 
 

@@ -17,9 +17,11 @@ from ds_ext.pipe_schedules.placement import linear
 from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.candidates import SAME, Candidates
 from ds_ext.planner.memory import memory
-from ds_ext.planner.search import _PREVIEWED, Request, choose
+from ds_ext.planner.request import Request
+from ds_ext.planner.search import choose
 from ds_ext.planner.stage_costs import stage_costs
 from ds_ext.planner.training_sizes import TrainingSizes
+from ds_ext.planner.variant import PREVIEWED
 from tests.selection import select
 
 ALL_OPS = 10**9  # "cheap_ops" with which every candidate is priced
@@ -215,7 +217,7 @@ def test_few_micro_batches_wait_no_longer_than_many(name: str, costs: Costs, sli
     if slices > 1 and not schedule.has_slices:
         pytest.skip("no slices")
     for devices in (2, 4):
-        few, many = _PREVIEWED * devices, 4 * _PREVIEWED * devices
+        few, many = PREVIEWED * devices, 4 * PREVIEWED * devices
         for options in schedule.variants(devices, many):
             waits, peaks = [], []
             for count in (few, many):
@@ -267,7 +269,7 @@ def test_a_schedule_that_fails_is_one_refusal(monkeypatch: pytest.MonkeyPatch) -
 
     others = {name: SCHEDULES[name] for name in ("1f1b", "bitpipe")}
     others["broken"] = Schedule("broken", broken, linear)
-    monkeypatch.setattr("ds_ext.planner.search.SCHEDULES", others)
+    monkeypatch.setattr("ds_ext.planner.variant.SCHEDULES", others)
     refused = {row.schedule: row.refusal for row in choose(Request(4, 8, cheap_ops=ALL_OPS)).ranked}
     assert re.search(r"^broken: .*ZeroDivisionError.*no reason.*test_search\.py, line \d+", refused["broken"])
     assert refused["1f1b"] == ""

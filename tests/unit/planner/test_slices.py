@@ -21,11 +21,13 @@ from ds_ext.pipe_schedules.simulation import simulate
 from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.memory import memory
 from ds_ext.planner.parallel_sizes import Cluster, ClusterPlan, plan_cluster, unit_costs
-from ds_ext.planner.search import Request, _Shared, _variants, choose
+from ds_ext.planner.request import Request
+from ds_ext.planner.search import choose
 from ds_ext.planner.stage_costs import slice_slowdown
 from ds_ext.planner.step_time import NetworkStep, on_devices
 from ds_ext.planner.traffic import traffic
 from ds_ext.planner.training_sizes import TrainingSizes
+from ds_ext.planner.variant import Shared, all_variants
 
 MODEL = TrainingSizes(
     num_layers=32, hidden_size=4096, num_attention_heads=32, vocab_size=32000, seq_length=32768, zero_stage=1
@@ -117,8 +119,8 @@ def test_the_flag(flags: str, status: int, capsys: pytest.CaptureFixture[str]) -
 
 def test_bounds_of_slices_hold() -> None:
     request = Request(4, 4, Costs(comm=0.3), replace(MODEL, attention_scores=True), slices=4)
-    shared, count = _Shared(), 0
-    for variant in _variants(request.with_recomputation("full", 1), shared):
+    shared, count = Shared(), 0
+    for variant in all_variants(request.with_recomputation("full", 1), shared):
         assert variant.schedule.has_slices
         if dict(variant.options).get("mode") == "unit":
             continue
