@@ -38,12 +38,12 @@ from torch import Tensor
 
 from ds_ext.engine.checkpoint.load import load_checkpoint
 from ds_ext.engine.checkpoint.save import save_checkpoint
-from ds_ext.engine.checkpoint.states import LocalParameter, parameters_of
 from ds_ext.engine.deepspeed_api.names import model_groups
 from ds_ext.engine.dynamic.messages import DynamicMessages
 from ds_ext.engine.engine import PipelineEngine
 from ds_ext.engine.executor import Observer
 from ds_ext.engine.messages import StageMessages
+from ds_ext.engine.parameters import LocalParameter, parameters_of
 from ds_ext.parallel.layout import ParallelLayout
 from ds_ext.pipe_schedules.bridge import ReduceStage
 from ds_ext.pipe_schedules.ops import MessageKind

@@ -151,6 +151,11 @@ class NativeTransport:
             self._channels.clear()
             self._arrived.clear()
 
+    def abort(self, cause: str) -> None:
+        if self._state.reason is None:  # otherwise the peers already have an earlier cause
+            self._state.reason = f"it was aborted: {cause}"
+            self._links.abort(f"rank {self.rank}: {cause}")
+
     # --- beyond the interface ---
 
     def wait_any(self, tickets: Sequence[RecvTicket], timeout_s: float | None = None) -> int:
@@ -158,11 +163,6 @@ class NativeTransport:
         if not tickets:
             raise TransportError(f"rank {self.rank}: wait_any() needs at least one ticket.")
         return self._await_arrival(tickets, timeout_s)
-
-    def abort(self, cause: str) -> None:
-        if self._state.reason is None:  # otherwise the peers already have an earlier cause
-            self._state.reason = f"it was aborted: {cause}"
-            self._links.abort(f"rank {self.rank}: {cause}")
 
     def fail(self, what: str, kind: type[TransportError] = TransportError) -> TransportError:
         """Record a failure that the caller detected and return its error. The transport is unusable afterwards."""

@@ -23,7 +23,6 @@ class Activity:
     Attributes:
         name: for example ``step 4``; a failed instruction adds its label.
         transport: transport whose waits are limited; its owner sets it.
-        began: whether the current step has begun, so that it cannot be repeated.
     """
 
     transport: Transport
@@ -35,7 +34,7 @@ class Activity:
         where: Callable[[ds.PipeInstruction, str], str],
     ) -> None:
         self.name = "setting up"
-        self.began = False
+        self._began = False  # whether the current step has begun
         self._limit_s, self._describe_ranks, self._where = limit_s, describe_ranks, where
         self._failure: str | None = None  # the first one of a step that had begun
 
@@ -55,7 +54,7 @@ class Activity:
 
     @contextmanager
     def longer_limit(self, applies: bool = True) -> Iterator[None]:
-        """Context with a longer time limit of waits, for compilations and for disks of different speeds.
+        """Context with a longer limit on waits, because the time of compilations and disks differs between ranks.
 
         Ranks that do something else reach their limit first, so they can report what this rank does.
         """
@@ -82,18 +81,22 @@ class Activity:
                 f"engine: cannot continue after a failure within a step (got {self._failure}). Start the ranks again, "
                 f"and load a checkpoint."
             )
-        self.began = False
+        self._began = False
         try:
             yield
         except BaseException as error:
             on_failure()
-            if self.began:
+            if self._began:
                 self._failure = f"{self.name}: {type(error).__name__}: {first_line(error)}"
             raise
 
+    def begin(self) -> None:
+        """Note that the current step has begun, so that it cannot be repeated."""
+        self._began = True
+
     def abort(self, error: Exception) -> None:
         """Send an error of this rank to its peers. The current step cannot be repeated."""
-        self.began = True
+        self._began = True
         note_failure()
         self.transport.abort(f"{type(error).__name__}: {error}")
 

@@ -25,6 +25,7 @@ from .types import Batch, Pair, Record, Sample, Saved, Source
 
 _MAX_SHOWN = 6  # keys or types in an error
 _NOT_READ = -1.0  # instead of a checksum, if a rank does not read this part of a micro-batch
+_NOT_ENDED = -1, -1
 _LABELS = (
     "labels",
     "label",
@@ -324,14 +325,15 @@ class StepData:
     Args:
         source: source of the micro-batches of all pipeline groups.
         first_id: id of this group's first micro-batch in ``source``.
-        step: number of the step. It selects one micro-batch of every pipe, whose samples the ranks compare.
+        steps_done: steps before this one. It selects one micro-batch of every pipe, whose samples the ranks compare.
         batch_fn: function of a batch that returns (inputs, labels), as in DeepSpeed's ``set_batch_fn``; None: identity.
         uses_labels: whether a loss uses the labels; otherwise they are None, whatever the batch has.
         last_of_mode: last micro-batch of an iterator, in training (True) and in evaluations (False); changed in place.
 
     Attributes:
-        ended: micro-batches that an iterator yielded in this step before it ended, and those that a step takes. The
-            step continues with the last one again, so that no other rank waits, and :func:`require_data` ends it.
+        ended: micro-batches that an iterator yielded in this step before it ended, and those that a step takes; or
+            (-1, -1). The step continues with the last one again, so that no other rank waits, and
+            :func:`require_data` ends it.
     """
 
     def __init__(
@@ -339,21 +341,21 @@ class StepData:
         source: Batches,
         first_id: int,
         schedule: TimetableSchedule,
-        step: int,
+        steps_done: int,
         batch_fn: Callable[[Batch], Batch] | None = None,
         uses_labels: bool = True,
         last_of_mode: dict[bool, Pair] | None = None,
     ) -> None:
         self.source, self.first_id, self._batch_fn = source, first_id, batch_fn
-        self.step, self.trains = step, schedule.program.timetable.trains
-        self.ended = -1, -1
+        self.steps_done, self.trains = steps_done, schedule.program.timetable.trains
+        self.ended = _NOT_ENDED
         self._last_of_mode = {} if last_of_mode is None else last_of_mode
         self._uses_labels = uses_labels
         self.loads, timetable = schedule.loads, schedule.program.timetable
         self.last_stage = timetable.placement.stages - 1
         self._uses = Counter(micro_batch for _, micro_batch in self.loads)
         self._batches: dict[int, Pair] = {}  # fetched, and still needed by a stage
-        compared = (ids[step % len(ids)] for ids in timetable.micro_batches_by_pipe)
+        compared = (ids[steps_done % len(ids)] for ids in timetable.micro_batches_by_pipe)
         self._checksums: dict[int, tuple[float, float]] = dict.fromkeys(compared, (_NOT_READ, _NOT_READ))
 
     def get(self, micro_batch: int) -> Pair:
@@ -407,16 +409,21 @@ class StepData:
         ]
 
 
-def require_data(data: StepData, ends: Sequence[Sequence[float]]) -> None:
-    """Raise ConfigError on all ranks if an iterator ended within the step. ``ends``: every rank's ``ended``."""
-    ended = {rank: (int(got), int(count)) for rank, (got, count) in enumerate(ends) if got >= 0}
+def require_data(data: StepData, ended_by_rank: Sequence[Sequence[float]]) -> None:
+    """Raise ConfigError on all ranks if an iterator ended within the step.
+
+    ``ended_by_rank``: :attr:`StepData.ended` of every rank, gathered as floats.
+    """
+    ended = {rank: (int(got), int(count)) for rank, (got, count) in enumerate(ended_by_rank) if got >= 0}
     if ended:
         raise end_of_data(data, ended).of_all_ranks()
 
 
 def end_of_data(data: StepData, ended: Mapping[int, tuple[int, int]]) -> ConfigError:
     """Return the error of iterators that ended; ``ended``: rank -> its micro-batches, and those that a step takes."""
-    activity = f"step {data.step + 1}" if data.trains else f"the evaluation after step {data.step}"
+    activity = (
+        f"step {data.steps_done + 1}" if data.trains else f"the evaluation after step {data.steps_done}"
+    )
     numbers = ", ".join(f"{got} on rank {rank}" for rank, (got, _) in ended.items())
     return ConfigError(
         f"data_iter: ended within {activity}, which takes {max(count for _, count in ended.values())} micro-batches "

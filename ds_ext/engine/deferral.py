@@ -43,7 +43,7 @@ class DeferralReport(Observer):
         self._watch = DeferralWatch(module.parameters())
 
     def before(self, instruction: ds.PipeInstruction) -> None:
-        later = self._buffers[instruction.buffer_id].weights
+        later = self._buffers[instruction.buffer_id].deferred
         assert later is not None
         self._watch.add(later)
 

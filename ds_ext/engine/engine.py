@@ -34,31 +34,29 @@ from .batches import (
     Batches,
     IteratorBatches,
     MapDataset,
-    MicroBatches,
-    NoBatches,
     StepData,
-    as_batches,
     require_data,
 )
 from .checkpoint.background import BackgroundSave
-from .checkpoint.buffers import ReplicaBuffers
 from .checkpoint.events import CheckpointEvents
 from .checkpoint.load import choose, load_checkpoint
 from .checkpoint.run import this_run
 from .checkpoint.save import finish_save, save_checkpoint
 from .checkpoint.trial import require_states, try_folder
+from .data_feed import DataFeed
 from .deepspeed_api.base import AdaptedEngine, without_memory_lines
-from .deepspeed_api.device import peak_memory_bytes
+from .deepspeed_api.device import read_peak_memory
 from .deepspeed_api.names import loss_scaler, require_built
 from .deferral import DeferralReport
-from .evaluation import Evaluation, evaluating, training
+from .evaluation import Evaluation
 from .executor import Executor
-from .first_batch import check_first_batch
 from .grad_norm import let_parameters_differ, share_loss_scale
-from .losses.step import StepLosses
+from .losses.local import LocalLosses
+from .modes import evaluating, training
 from .module import PipelineModule
 from .recovery.audit import StepAudit
 from .recovery.recovery import Recovered, Recovery
+from .replica_buffers import ReplicaBuffers
 from .role import Role
 from .schedules import Schedules
 from .stages import stages_of
@@ -67,7 +65,7 @@ from .stages.sequences import sequences_of
 from .step_report import Gathered, RankNumbers, StepReport, gather_step, of_report
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
-from .types import Batch, Json, Pair, Record, Source
+from .types import Batch, Json, Record
 from .weight_update import TrainedParameters, WeightUpdate
 
 logger = logging.getLogger(__name__)
@@ -86,7 +84,8 @@ class PipelineEngine(AdaptedEngine):
         executor: what runs the instructions.
         transport: transport of the messages between stages.
         batches: source of the training micro-batches; None without data.
-        step_losses: losses of this rank in a step.
+        feed: micro-batches of the steps, from ``batches``.
+        local_losses: losses of this rank in a step.
         busy: clock of this rank's computations.
         update: gradients, reduction and master weights, with the current optimizer.
         handlers: instruction class -> handler, with those that a script replaced.
@@ -128,8 +127,9 @@ class PipelineEngine(AdaptedEngine):
         self.micro_batches //= self.role.pipelines
         settings, options = self.plan.settings, self.plan.settings.transport_options
         self.activity = Activity(options.timeout_s, self.role.describe_ranks, self._where)
-        self.step_losses = StepLosses(self.module, self.device)
-        stages = stages_of(self.module, StageForward(self.module), self.step_losses, self.device)
+        self.local_losses = LocalLosses(self.module, self.device)
+        self.feed = DataFeed(self)
+        stages = stages_of(self.module, StageForward(self.module), self.local_losses, self.device)
         sequences = sequences_of(self.module, self.plan)
         self.executor = Executor(stages, sequences, self.activity.report_failure)
         self.pipe_buffers = self.executor.buffers  # of the live (stage, micro-batch) pairs, by buffer id
@@ -163,8 +163,6 @@ class PipelineEngine(AdaptedEngine):
         self.report: StepReport | None = None
         self._gathered: Gathered | None = None  # of the current step
         self.eval_additional_losses: dict[str, Tensor] | None = None
-        self._checked_modes: set[bool] = set()  # with checked batches: training (True), evaluation (False)
-        self._last_of_mode: dict[bool, Pair] = {}  # last micro-batch of an iterator, by the same modes
         self.run = this_run()
         self.run_facts: Record = {}
         self.checkpoint_events = CheckpointEvents()
@@ -243,7 +241,7 @@ class PipelineEngine(AdaptedEngine):
         self.schedule = self._schedules.training(plan)
         self.update.resize()
         if isinstance(self.batches, IteratorBatches):
-            self.batches = self._as_batches(self.batches.iterator, micro_batches)
+            self.batches = self.feed.as_batches(self.batches.iterator, micro_batches)
 
     # --- data ---
 
@@ -260,32 +258,16 @@ class PipelineEngine(AdaptedEngine):
         forward rank (FBD), it yields those of all backward pipelines of the group, one pipeline after the other.
         """
         if iterator is None or iterator is not getattr(self.batches, "iterator", None):
-            self.batches = self._as_batches(iterator, self.micro_batches)
-
-    def _as_batches(self, source: Source, micro_batches: int) -> Batches | None:
-        return as_batches(source, self.mpu.get_data_parallel_rank(), micro_batches * self.role.pipelines)
+            self.batches = self.feed.as_batches(iterator, self.micro_batches)
 
     def _start_step(self, schedule: TimetableSchedule, computes_loss: bool) -> StepData:
-        """Start a step or an evaluation, and return its micro-batches, which the first of each mode checks."""
+        """Start a step or an evaluation, and return its micro-batches."""
         trains = schedule.program.timetable.trains
-        batches = NoBatches(self.batch_fn is not None) if self.batches is None else self.batches
-        if isinstance(batches, MicroBatches) and self.plan.settings.keyed_random:
-            batches.seed = self.random_seed
-        first_id = self.module.data_index * schedule.micro_batches
-        uses_labels = computes_loss and self.module.loss_fn is not None
-        data = StepData(
-            *(batches, first_id, schedule, self.global_steps, self.batch_fn, uses_labels, self._last_of_mode)
-        )
-        total = schedule.micro_batches * self.layout.data_parallel_size
-        if trains not in self._checked_modes:
-            check_first_batch(data, trains, total, self.activity.abort)
-            self._checked_modes.add(trains)
-        elif isinstance(batches, MicroBatches):
-            batches.require(total, trains)
+        data = self.feed.start_step(schedule, computes_loss)
         self._gathered = None
         with self.activity.reported():
-            self.step_losses.start_step(trains, data.labels() if trains else ())
-        self.activity.began = True
+            self.local_losses.start_step(trains, data.labels() if trains else ())
+        self.activity.begin()
         return data
 
     # --- train_batch and eval_batch ---
@@ -353,7 +335,8 @@ class PipelineEngine(AdaptedEngine):
             audit = self.audit if is_audited else None
             tracer = self.tracer if self.tracer and self.tracer.active else None
             deferral = self._deferral if trains and self.deferred_share is None else None
-            observers = [one for one in (audit, tracer, deferral, self.busy) if one is not None]
+            # Outermost first: the tracer reads what the busy clock, inside it, has just measured.
+            observers = [watch for watch in (audit, tracer, deferral, self.busy) if watch is not None]
             self.executor.run(pipe_schedule, data, self.global_steps, observers, evaluation)
         if deferral is not None:
             deferral.finish()
@@ -368,17 +351,21 @@ class PipelineEngine(AdaptedEngine):
             self.transport.settle()
             self.role.wait_for_step(self.running)
             trains = self.running.program.timetable.trains
+            busy_s, span_s = self.busy.read()
+            batches_read, batches_needed = self.executor.data.ended
             own = RankNumbers(
-                *self.busy.read(),
-                peak_memory_bytes(self.device),
+                busy_s,
+                span_s,
+                read_peak_memory(self.device),
                 int(self.update.weights_set),
                 len(self.trained.changed) if trains else 0,
                 self.stops.cause,
-                *self.executor.data.ended,
+                batches_read,
+                batches_needed,
             )
             self.update.weights_set = 0
             self._gathered = gather_step(
-                own, self.executor.data, self.step_losses, self.global_steps + 1, self.device
+                own, self.executor.data, self.local_losses, self.global_steps + 1, self.device
             )
             self.stops.agree([rank.stop_cause for rank in self._gathered.ranks])
             if any(rank.num_changed for rank in self._gathered.ranks):
@@ -428,9 +415,9 @@ class PipelineEngine(AdaptedEngine):
                 f"{name}: no device has whole logits with vocabulary_parallel_head (got {name}={return_logits}). "
                 f"Load the checkpoint in a job without vocabulary_parallel_head."
             )
-        source, count = self._source_of(data_iter, num_micro_batches)
+        source, count = self.feed.to_evaluate(data_iter, num_micro_batches)
         self._take_handlers()
-        train_batches, self.batches = self.batches, self._as_batches(source, count)
+        train_batches, self.batches = self.batches, self.feed.as_batches(source, count)
         try:
             with (
                 evaluating(self.module),
@@ -458,20 +445,6 @@ class PipelineEngine(AdaptedEngine):
             self.monitor.write_events([("Train/Samples/eval_loss", loss.item(), self.global_samples)])
         return (result, evaluation.outputs) if return_logits else result
 
-    def _source_of(self, data: Source, num_micro_batches: int | Literal["all"] | None) -> tuple[Source, int]:
-        whole = num_micro_batches == "all"
-        if all(hasattr(type(data), name) for name in ("__len__", "__getitem__")):
-            data = MicroBatches(data, self.micro_batch_size, collate=self.collate_fn, whole=whole)
-        elif whole:
-            raise ConfigError(
-                f'num_micro_batches: "all" needs a dataset with __len__ and __getitem__ (got {type(data).__name__}). '
-                f"Pass the dataset, or a number."
-            )
-        if num_micro_batches == "all":
-            per_row = self.micro_batch_size * self.dp_world_size * self.role.pipelines
-            return data, -(-len(data.dataset) // per_row)
-        return data, self.micro_batches if num_micro_batches is None else num_micro_batches
-
     def wait_for_weights(self) -> None:
         """Wait until this rank has the weights of the last step, before the script reads or sets a parameter.
 
@@ -490,7 +463,7 @@ class PipelineEngine(AdaptedEngine):
 
     def _may_compile(self, trains: bool) -> bool:
         """Return whether a step may compile layers or load the kernels of a GPU, during which no rank answers."""
-        return trains not in self._checked_modes and (self.device.type != "cpu" or self.is_compiled)
+        return not self.feed.has_started(trains) and (self.device.type != "cpu" or self.is_compiled)
 
     def _where(self, instruction: ds.PipeInstruction, verb: str) -> str:
         """Return the timetable with an arrow at the computation that ``instruction`` belongs to."""

@@ -1,8 +1,8 @@
-"""View of the engine that its parts have."""
+"""The attributes of the engine that its components use."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -11,14 +11,15 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 
 from ..parallel.layout import ParallelLayout
 from ..planner.job_plan import JobPlan
+from .activity import Activity
 from .batches import Batches
 from .checkpoint.run import Run
 from .executor import Executor
-from .losses.step import StepLosses
+from .losses.local import LocalLosses
 from .module import PipelineModule
 from .role import Role
 from .tracing.recorder import Tracer
-from .types import Function, Optimizer, Record, Scheduler
+from .types import Batch, Function, Optimizer, Record, Scheduler
 
 
 class EngineState(Protocol):
@@ -31,10 +32,11 @@ class EngineState(Protocol):
     run: Run
     run_facts: Record
     executor: Executor
-    step_losses: StepLosses
+    local_losses: LocalLosses
     tracer: Tracer | None
     handlers: Mapping[type[ds.PipeInstruction], Function]
     batches: Batches | None
+    activity: Activity
     # Of DeepSpeed's engine.
     optimizer: Optimizer
     lr_scheduler: Scheduler
@@ -44,6 +46,10 @@ class EngineState(Protocol):
     communication_data_type: torch.dtype
     gradient_average: bool
     dp_world_size: int
+    micro_batches: int
+    micro_batch_size: int
+    batch_fn: Callable[[Batch], Batch] | None
+    collate_fn: Function | None
     global_rank: int
     global_steps: int
     global_samples: int

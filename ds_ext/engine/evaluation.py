@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import ConfigError
-from .losses.step import Loss, mean_of
-from .module import PipelineModule
+from .losses.local import Loss, mean_of
 from .types import Batch
 
 logger = logging.getLogger(__name__)
@@ -26,7 +24,7 @@ class Evaluation:
 
     Attributes:
         outputs: receives the outputs by micro-batch; None: not kept.
-        losses: receives the losses by micro-batch, in the form of :data:`.losses.step.Loss`; None: not kept.
+        losses: receives the losses by micro-batch, in the form of :data:`.losses.local.Loss`; None: not kept.
         averages: whether the result is a mean over all micro-batches.
     """
 
@@ -77,53 +75,3 @@ def mean_over_ranks(outputs: Sequence[Batch], group: ProcessGroup | None) -> Bat
     mean = torch.stack(list(outputs)).sum(0) / len(outputs)
     dist.all_reduce(mean, group=group)
     return mean / dist.get_world_size(group)
-
-
-@contextmanager
-def training(module: PipelineModule) -> Iterator[None]:
-    """Context of a training step, in which modules have the modes that the script set."""
-    module.undo_eval()
-    module.keeps_modes = True
-    try:
-        yield
-    finally:
-        module.keeps_modes = False
-
-
-def set_first_modes(module: PipelineModule) -> None:
-    """Set the modes at the start: train mode, except of parts in evaluation mode without trained parameters.
-
-    DeepSpeed sets all modules to train mode in every step, and scripts pass layers of ``from_pretrained``, which
-    returns them in evaluation mode. A part is the largest module in evaluation mode.
-    """
-    kept = []
-
-    def set_modes(part: nn.Module, path: str) -> None:
-        parameters = list(part.parameters())
-        if part.training and part is not module and type(part).train is not nn.Module.train:
-            part.train()  # a layer that keeps parts of itself in evaluation mode
-        elif part.training:
-            for name, child in part.named_children():
-                set_modes(child, f"{path}.{name}".lstrip("."))
-        elif parameters and not any(parameter.requires_grad for parameter in parameters):
-            kept.append(f"{path} ({type(part).__name__})")
-        else:
-            part.train()
-
-    module.undo_eval()
-    set_modes(module, "")
-    if kept and module.data_index == 0:
-        text = "%s: in evaluation mode and frozen; this mode is kept. For dropout there, call its train()."
-        logger.warning(text, ", ".join(kept))
-
-
-@contextmanager
-def evaluating(module: nn.Module) -> Iterator[None]:
-    """Context with every module in evaluation mode. Afterwards each has its own mode again, which users may set."""
-    modes = [(submodule, submodule.training) for submodule in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        for submodule, training in modes:
-            submodule.training = training

@@ -10,16 +10,13 @@ is posted ``schedule.lookahead`` instructions ahead.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from deepspeed.runtime.pipe import schedule as ds
-from torch import Tensor
 from torch.autograd import profiler
 from torch.profiler import record_function
 
@@ -38,12 +35,11 @@ from .batches import StepData
 from .dynamic.messages import DynamicMessages
 from .dynamic.order import DynamicSchedule, decided_steps
 from .evaluation import Evaluation
-from .losses.step import Loss
 from .messages import StageMessages
 from .stages.buffer import Buffer
 from .stages.sequences import Sequences, WholeSequences
 from .stages.stage import Stage
-from .step import Step, require_optimizer
+from .step import BackwardContext, Step
 
 Kinds = tuple[type[ds.PipeInstruction], ...]
 
@@ -78,7 +74,7 @@ class Executor:
 
     Args:
         stages: stages of the rank by number.
-        sequences: how the sequences of micro-batches are cut, in schedules with as many slices.
+        sequences: how sequences are cut into slices; used only by schedules with several.
         on_failure: called with an instruction and its exception, before it is raised.
 
     Attributes:
@@ -87,10 +83,7 @@ class Executor:
         handlers: instruction class -> handler, which gets the arguments of the instruction by name. The owner adds
             those of other instructions than this class's.
         observers: observers of every run, outermost first.
-        scale: function of a loss; returns what its backward starts from. The owner sets it and the next two with the
-            optimizer.
-        accumulating: context of a backward.
-        parameters: parameters that keep gradients between the micro-batches of a step.
+        backwards: what the backwards need of the optimizer; the owner sets it with the optimizer.
         schedule, data: those of the current or last run.
     """
 
@@ -111,9 +104,7 @@ class Executor:
             kind: getattr(self, name) for kind, name in OWN_HANDLERS.items()
         }
         self.observers: list[Observer] = []
-        self.scale: Callable[[Loss], Tensor] = require_optimizer
-        self.accumulating: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        self.parameters: Sequence[Tensor] = ()
+        self.backwards = BackwardContext()
         # Static schedule -> (messages, handlers, observers) and the calls that are bound to them.
         self._calls: WeakKeyDictionary[TimetableSchedule, tuple[Any, list[_Call]]] = WeakKeyDictionary()
 
@@ -123,14 +114,14 @@ class Executor:
         self,
         schedule: TimetableSchedule,
         data: StepData,
-        step: int,
+        steps_done: int,
         observers: Iterable[Observer] = (),
         evaluation: Evaluation | None = None,
     ) -> None:
         """Run the instructions of a step or an evaluation in order.
 
         Args:
-            step: number of the steps before this one.
+            steps_done: number of the steps before this one.
             observers: observers of this run, inside those of every run.
             evaluation: what to keep; None: the loss only.
 
@@ -140,13 +131,12 @@ class Executor:
         sequences = self.sequences if timetable.slices > 1 else WholeSequences()
         self.schedule, self.data = schedule, data
         self._step = Step(
-            step,
+            steps_done,
             data,
             sequences,
             evaluation or Evaluation(),
             timetable.split_backwards,
-            self.scale,
-            self.parameters,
+            self.backwards,
         )
         sequences.clear()
         for stage in self.stages.values():
@@ -196,7 +186,7 @@ class Executor:
                     self.messages.post,
                     kind,
                     instruction.stage,
-                    self._step.item(instruction.micro_batch, instruction.source.slice),
+                    self._step.item(instruction.micro_batch, instruction.lowered.slice),
                     instruction.peer,
                     instruction.other_stage,
                 )
@@ -226,19 +216,19 @@ class Executor:
         self.stages[stage].forward(self._step, self.buffers[buffer_id], micro_batch, slice)
 
     def backward(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        with self.accumulating():
+        with self.backwards.accumulating():
             self.stages[stage].backward(self._step, self.buffers[buffer_id], micro_batch, slice)
 
     def backward_input(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        later = self.buffers[buffer_id].weights = WeightGradients()
+        later = self.buffers[buffer_id].deferred = WeightGradients()
         with deferring(later):
             self.backward(buffer_id, stage, micro_batch, slice)
 
     def backward_weight(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
         buffer = self.buffers[buffer_id]
-        later, buffer.weights = buffer.weights, None
+        later, buffer.deferred = buffer.deferred, None
         assert later is not None
-        with self.accumulating():
+        with self.backwards.accumulating():
             later.compute()
 
     def send_activations(

@@ -22,8 +22,8 @@ from ..planner.job_text import describe
 from ..planner.parameter_bytes import PRECISIONS
 from ..tensor_parallel import is_sharded
 from .all_ranks import on_all_ranks
-from .checkpoint.states import parameters_of
 from .module import PipelineModule
+from .parameters import parameters_of
 from .ties import tied_weights
 from .types import Groups, Json, Optimizer, Record, Source
 

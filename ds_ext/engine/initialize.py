@@ -59,10 +59,10 @@ from .deepspeed_api.device import announce_locks, select_device
 from .deepspeed_api.muon import import_muon
 from .deepspeed_api.names import require_names, untested_versions
 from .engine import PipelineEngine
-from .evaluation import set_first_modes
 from .facts import data_facts, optimizer_facts, plan_text, run_facts, stage_facts
 from .fbd.backward import BackwardRole
 from .fbd.forward import ForwardRole
+from .modes import set_first_modes
 from .module import PipelineModule, trains
 from .ties import tied_weights
 from .types import Function, Groups, Json, Optimizer, ParameterGroup, Parameters, Scheduler, Source

@@ -40,45 +40,43 @@ class StageMessages:
         self._tickets: dict[tuple[int, int], Ticket] = {}  # by sending stage and tag
         # By device: the ranks that this rank sends to, and the one it receives from.
         self._peers: dict[int, tuple[int, ...]] = {}
-        self._sources: dict[int, int] = {}
+        self._source_ranks: dict[int, int] = {}
 
-    def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int, source: int) -> None:
-        """Post the receive of a message from stage ``source`` early, so that its transfer overlaps with computation."""
-        tag = _tag(kind, stage, micro_batch)
-        self._tickets[source, tag] = self.transport.recv(self.global_rank(device), tag)
+    def post(self, kind: MessageKind, stage: int, item: int, device: int, sending_stage: int) -> None:
+        """Post the receive of a message from ``sending_stage`` early: its transfer overlaps with computation."""
+        tag = _tag(kind, stage, item)
+        self._tickets[sending_stage, tag] = self.transport.recv(self.global_rank(device), tag)
 
     def receive(
-        self, kind: MessageKind, stage: int, micro_batch: int, device: int, source: int
+        self, kind: MessageKind, stage: int, item: int, device: int, sending_stage: int
     ) -> tuple[Tensor, ...]:
         """Wait for a message whose receive was posted. Returns its tensors."""
-        tensors = self._tickets.pop((source, _tag(kind, stage, micro_batch))).wait()
+        tensors = self._tickets.pop((sending_stage, _tag(kind, stage, item))).wait()
         if self._count is not None:
             self._count(tensors)
         return tensors
 
-    def send(
-        self, kind: MessageKind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int
-    ) -> None:
+    def send(self, kind: MessageKind, tensors: Sequence[Tensor], stage: int, item: int, device: int) -> None:
         """Send tensors to ``stage`` on ``device``, without waiting."""
         peers = self._peers.get(device)
         if peers is None:
             peers = self._peers[device] = self.layout.peers(self.rank, device)
         if self._count is not None:
             self._count(tensors)
-        tag = _tag(kind, stage, micro_batch)
+        tag = _tag(kind, stage, item)
         tensors = [tensor.detach() for tensor in tensors]
         for rank in peers:
             self.transport.send(tensors, rank, tag)
 
     def global_rank(self, device: int) -> int:
         """Return the rank on ``device`` that this rank exchanges messages with."""
-        if device not in self._sources:
-            self._sources[device] = self.layout.rank(device, self._data, self._tensor)
-        return self._sources[device]
+        if device not in self._source_ranks:
+            self._source_ranks[device] = self.layout.rank(device, self._data, self._tensor)
+        return self._source_ranks[device]
 
 
-def _tag(kind: MessageKind, stage: int, micro_batch: int) -> int:
-    return make_tag(of_stage(kind, stage), micro_batch)
+def _tag(kind: MessageKind, stage: int, item: int) -> int:
+    return make_tag(of_stage(kind, stage), item)
 
 
 # --- links ---

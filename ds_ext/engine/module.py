@@ -108,7 +108,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         schedule: ``schedule`` in the JSON; default ``1f1b``.
         schedule_options: ``schedule_options`` in the JSON.
         loss_fn: ``loss_fn(outputs, labels)``. Returns the mean over the micro-batch, a pair (sum, count), or name ->
-            pair (:mod:`.losses.step`).
+            pair (:mod:`.losses.local`).
         clock: receives the step and the global micro-batch before each forward and each recomputation.
         partition_method: DeepSpeed's ``uniform``, ``parameters`` or ``type:<regex>``; or the boundaries, ``[0, 3, 5,
             ...]``: stage s holds the layers ``boundaries[s]`` to ``boundaries[s + 1] - 1``.

@@ -1,4 +1,4 @@
-"""What a PipelineModule finds out of its arguments before it builds a layer: its plan, head and names of layers."""
+"""Plan, head and layer names of a PipelineModule, from its arguments, before it builds a layer."""
 
 from __future__ import annotations
 

@@ -25,19 +25,10 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from .batches import Resumable
-from .checkpoint.states import (
-    Fragment,
-    LocalParameter,
-    OptimizerStates,
-    buffers_of,
-    extra_states_of,
-    layers_of,
-    parameters_of,
-    set_numbers,
-    settings_of,
-)
+from .checkpoint.states import Fragment, OptimizerStates, group_settings, set_numbers
 from .deepspeed_api.names import loss_scaler
 from .engine_state import EngineState
+from .parameters import LocalParameter, buffers_of, extra_states_of, layers_of, parameters_of
 from .types import Json, Record, Saved
 from .wrappers import plain_name
 
@@ -216,7 +207,7 @@ class RankState:
             "values": {
                 name: self.optimizer.read(fragment)[1] for name, _, fragment in self.fragments(self.trained)
             },
-            "groups": [settings_of(group) for group, _ in self.optimizer.groups()],
+            "groups": [group_settings(group) for group, _ in self.optimizer.groups()],
             "members": self._members(),
             "requires_grad": {name: local.parameter.requires_grad for name, local in self.parameters.items()},
             "extra": {f"{index}/{key}": owner.get_extra_state() for index, key, owner in self.extra_states()},

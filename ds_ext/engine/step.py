@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from .evaluation import Evaluation
-from .losses.step import Loss
+from .losses.local import Loss
 from .stages.sequences import Sequences
 from .types import Batch
 
@@ -28,8 +29,23 @@ class Data(Protocol):
         ...
 
 
-def require_optimizer(loss: Loss) -> Tensor:
+def _require_optimizer(loss: Loss) -> Tensor:
     raise AssertionError("only an engine with an optimizer scales losses")
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardContext:
+    """Functions and parameters of the optimizer, for the backwards of a rank.
+
+    Attributes:
+        scale: function of a loss; returns what its backward starts from.
+        accumulating: context of a backward.
+        parameters: parameters that keep gradients between the micro-batches of a step.
+    """
+
+    scale: Callable[[Loss], Tensor] = _require_optimizer
+    accumulating: Callable[[], AbstractContextManager[None]] = nullcontext
+    parameters: Sequence[Tensor] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +53,20 @@ class Step:
     """A training step or an evaluation.
 
     Args:
-        number: steps before this one.
+        steps_done: steps before this one.
         data: micro-batches of the step.
         sequences: how the sequences of its micro-batches are cut.
         evaluation: what to keep. The default is that of a training step: the loss only.
         splits: (stage, micro-batch) of split backwards.
-        scale: function of a loss; returns what its backward starts from.
-        parameters: parameters that keep gradients between the micro-batches of a step.
+        backwards: what its backwards need of the optimizer.
     """
 
-    number: int
+    steps_done: int
     data: Data
     sequences: Sequences
     evaluation: Evaluation
     splits: frozenset[tuple[int, int]]
-    scale: Callable[[Loss], Tensor]
-    parameters: Sequence[Tensor]
+    backwards: BackwardContext
 
     def item(self, micro_batch: int, index: int) -> int:
         """Return the number of a slice in the step, as in the tags of messages."""

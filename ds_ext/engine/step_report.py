@@ -11,7 +11,7 @@ import torch
 
 from .all_ranks import gather_rows
 from .batches import StepData, require_data, require_same_samples
-from .losses.step import StepLoss, StepLosses
+from .losses.local import LocalLosses, StepMeans
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class RankNumbers:
 class Gathered:
     """Losses of a step or an evaluation, and the numbers of all ranks."""
 
-    losses: StepLoss
+    losses: StepMeans
     ranks: tuple[RankNumbers, ...]
 
     @property
@@ -96,7 +96,7 @@ def of_report(read: Callable[[StepReport], Any], before_the_first: Any = None) -
 
 
 def gather_step(
-    own: RankNumbers, data: StepData, losses: StepLosses, step: int, device: torch.device
+    own: RankNumbers, data: StepData, losses: LocalLosses, step: int, device: torch.device
 ) -> Gathered:
     """Gather losses and numbers of all ranks, compare their samples, and warn of weights that the script set.
 

@@ -20,16 +20,17 @@ from ..errors import ConfigError
 from ..pipe_schedules.reductions import order_of_reductions
 from ..tensor_parallel import is_sharded
 from .all_ranks import on_all_ranks
-from .checkpoint.master_weights import MasterWeights
-from .checkpoint.states import LocalParameter, OptimizerStates, parameters_of
+from .checkpoint.states import OptimizerStates
 from .deepspeed_api.handlers import is_patch
 from .deepspeed_api.names import loss_scaler
 from .engine_state import EngineState
 from .grad_norm import clip_grad_norm
 from .grad_sync import EagerReduction, Gradients, as_real, why_not_eager
-from .losses.step import Loss
+from .losses.local import Loss
 from .losses.watch import LossWatch
+from .master_weights import MasterWeights
 from .module import PipelineModule
+from .parameters import LocalParameter, parameters_of
 from .ties import check_ties
 from .types import Optimizer
 from .weight_gathers import WeightGathers, require_equal_parts
@@ -40,8 +41,9 @@ logger = logging.getLogger(__name__)
 class TrainedParameters:
     """Parameters of this rank that require gradients, and those that a script has frozen or unfrozen since a step.
 
-    Scripts of ranks may differ, and reductions would then wait forever. So those of the first step after a change are
-    as before it. With its losses, the ranks gather whether one of them has changes, and then compare them.
+    Ranks may change ``requires_grad`` at different times, and reductions would then wait forever. So the first step
+    after a change still reduces the old set. With its losses, the ranks gather whether one of them has changes, and
+    then compare them.
 
     Attributes:
         changed: parameters whose ``requires_grad`` differs from that of the last step.
@@ -59,11 +61,9 @@ class TrainedParameters:
         return [parameter.requires_grad for parameter in self._objects]
 
     def take_changes(self) -> None:
-        flags = self._read()
-        self.changed = []
-        if flags != self._flags:
-            rows = zip(self._objects, flags, self._flags, strict=True)
-            self.changed = [parameter for parameter, now, before in rows if now != before]
+        """Find the parameters whose ``requires_grad`` changed since the last step, and mark them for later steps."""
+        rows = zip(self._objects, self._read(), self._flags, strict=True)
+        self.changed = [parameter for parameter, now, before in rows if now != before]
         for parameter in self.changed:
             parameter.was_trained = True  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -86,7 +86,7 @@ class TrainedParameters:
         All ranks must call this together.
         """
         known: dict[str, tuple[bool, int]] = {}
-        for rank, flags in enumerate(on_all_ranks(self._check)):
+        for rank, flags in enumerate(on_all_ranks(self._checked_flags)):
             for name, flag in flags.items():
                 other, first = known.setdefault(name, (flag, rank))
                 if flag != other:
@@ -98,23 +98,31 @@ class TrainedParameters:
         self._flags, self.changed = self._read(), []
         return unfrozen
 
-    def _check(self) -> dict[str, bool]:
-        """Return which parameters are trained, by name, after checking that the optimizer supports the changes."""
+    def _checked_flags(self) -> dict[str, bool]:
+        """Return whether each parameter is trained, by name, after checking that the changes are supported."""
+        self._require_supported_changes()
+        check_ties(self._engine.module)
+        return {local.name: local.parameter.requires_grad for local in self._parameters}
+
+    def _require_supported_changes(self) -> None:
         optimizer, changed = self._engine.optimizer, set(map(id, self.changed))
-        held, fix = set[int](), "Save a checkpoint, and load it in a job that starts with this requires_grad"
-        if not isinstance(optimizer, DeepSpeedOptimizer):  # torch's skips frozen ones
-            held = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-            held |= {id(parameter) for parameter in self.changed if not parameter.requires_grad}
+        supported, fix = (
+            set[int](),
+            "Save a checkpoint, and load it in a job that starts with this requires_grad",
+        )
+        if not isinstance(optimizer, DeepSpeedOptimizer):  # torch's skip parameters without gradients
+            in_groups = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+            supported = in_groups | {
+                id(parameter) for parameter in self.changed if not parameter.requires_grad
+            }
             fix = "Pass module.parameters() to initialize(), or call engine.optimizer.add_param_group() before the step"
-        missing = [one for one in self._parameters if id(one.parameter) in changed - held]
+        missing = [local for local in self._parameters if id(local.parameter) in changed - supported]
         if missing:
-            names = ", ".join([*(one.name for one in missing[:4]), "..."][: len(missing)])
+            names = ", ".join([*(local.name for local in missing[:4]), "..."][: len(missing)])
             raise ConfigError(
                 f"{names}: the optimizer does not support a requires_grad that was changed after initialize() (got "
                 f"{missing[0].parameter.requires_grad}). {fix}."
             )
-        check_ties(self._engine.module)
-        return {local.name: local.parameter.requires_grad for local in self._parameters}
 
 
 class WeightUpdate:
@@ -248,12 +256,12 @@ class WeightUpdate:
 
     def scale(self, loss: Loss) -> Tensor:
         """Return the root of a backward: the loss divided by the counts of the step, times the fp16 loss scale."""
-        root = self._engine.step_losses.backward_root(loss, self._engine.gradient_accumulation_steps())
+        root = self._engine.local_losses.backward_root(loss, self._engine.gradient_accumulation_steps())
         is_deepspeed = isinstance(self._optimizer, DeepSpeedOptimizer)
         return self._optimizer.scale_if_loss(root) if is_deepspeed else root
 
-    def begin_reduction(self, step: int, module: PipelineModule) -> None:
-        """Check the gradients of a step before their reduction; with eager reductions, the remaining ones."""
+    def prepare_reduction(self, step: int, module: PipelineModule) -> None:
+        """Before the reduction of a step, check its gradients; with eager reductions, the remaining ones."""
         remaining = module.parameters() if self.reduction is None else self.reduction.parameters[None]
         self.loss_watch.record_gradients(step, remaining)
         if module.placeholders:
@@ -268,7 +276,7 @@ class WeightUpdate:
             self.loss_watch.record_gradients(step, self.reduction.parameters[stage])
             self.reduction.start(stage)
 
-    def reduce_others(self, gradients: list[Tensor]) -> list[Tensor]:
+    def reduce_unsupported_dtypes(self, gradients: list[Tensor]) -> list[Tensor]:
         """Reduce gradients of dtypes that DeepSpeed does not reduce, and return the others, complex ones as real views.
 
         DeepSpeed does not reduce fp64, and fp16 on processors without arithmetic for it.
@@ -320,5 +328,5 @@ def _require_whole_matrices(
 
 
 def _dependencies(engine: EngineState) -> list[object]:
-    """Return what a script may change between steps, and an update depends on."""
+    """Return what an update depends on and a script may replace between steps."""
     return [engine.optimizer, engine.lr_scheduler, engine.handlers, engine.communication_data_type]

@@ -37,14 +37,14 @@ class CopyGrad(ds.BufferOpInstruction):
 class BackwardInput(ds.BufferOpInstruction):
     """Backward for the input of a stage; the backward for the weights runs later.
 
-    Effect: ``with deferring(buffers[buffer_id].weights): buffers[buffer_id].backward(...)``
+    Effect: ``with deferring(buffers[buffer_id].deferred): buffers[buffer_id].backward(...)``
     """
 
 
 class BackwardWeight(ds.BufferOpInstruction):
     """Backward for the weights of a stage.
 
-    Effect: ``buffers[buffer_id].weights.compute()``
+    Effect: ``buffers[buffer_id].deferred.compute()``
     """
 
 
@@ -162,7 +162,7 @@ class TimetableSchedule(ds.PipeSchedule):
 
     def picture(self, instruction: ds.PipeInstruction) -> str:
         instructions = self.program.instructions[self.stage_id]
-        source = instruction.source  # pyright: ignore[reportAttributeAccessIssue]
+        source = instruction.lowered  # pyright: ignore[reportAttributeAccessIssue]
         position = next(i for i, candidate in enumerate(instructions) if candidate is source)
         upcoming = [i.op for i in instructions[position:] if i.op is not None]
         timetable = self.program.timetable
@@ -232,7 +232,7 @@ def to_pipe_instruction(instruction: Instruction) -> ds.PipeInstruction:
     fields["slice"] = instruction.slice or None
     converted = cls(**{name: value for name, value in fields.items() if value is not None})
     converted.label = str(instruction)  # pyright: ignore[reportAttributeAccessIssue]
-    converted.source = instruction  # pyright: ignore[reportAttributeAccessIssue]
+    converted.lowered = instruction  # pyright: ignore[reportAttributeAccessIssue]
     return converted
 
 

@@ -1,4 +1,4 @@
-"""What a search for a schedule is asked: sizes, costs and limits, with lower bounds that hold for every schedule."""
+"""Request of a search for a schedule: sizes, costs and limits, with lower bounds that hold for every schedule."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ds_ext
 from ds_ext.config.job import load_config
-from ds_ext.engine.recovery.audit import checksum
+from ds_ext.engine.recovery.audit import tensor_checksum
 from ds_ext.engine.stages.body import Body
 from ds_ext.errors import ConfigError, CorruptionError
 from ds_ext.pipe_schedules.bridge import BackwardInput
@@ -344,20 +344,20 @@ def test_checksum_sees_every_single_bit() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool):
         tensor = torch.zeros(37, dtype=dtype)
         bits = tensor.view(torch.uint8)
-        before = checksum([tensor])
+        before = tensor_checksum([tensor])
         for index in range(len(bits)):
             for bit in range(1 if dtype == torch.bool else 8):
                 bits[index] ^= 1 << bit
-                assert checksum([tensor]) != before
+                assert tensor_checksum([tensor]) != before
                 bits[index] ^= 1 << bit
-        assert checksum([tensor]) == before
+        assert tensor_checksum([tensor]) == before
     ones = torch.ones(3)
-    assert checksum([]) == checksum([torch.zeros(0)]) == 0
-    assert checksum([ones, 2 * ones]) != checksum([2 * ones, ones])
+    assert tensor_checksum([]) == tensor_checksum([torch.zeros(0)]) == 0
+    assert tensor_checksum([ones, 2 * ones]) != tensor_checksum([2 * ones, ones])
     large = torch.zeros(3 << 20)
-    first = checksum([large])
+    first = tensor_checksum([large])
     large[5] = 1e-30
-    assert checksum([large]) != first == checksum([torch.zeros(3 << 20)])
+    assert tensor_checksum([large]) != first == tensor_checksum([torch.zeros(3 << 20)])
 
 
 def test_forward_ranks_cannot_be_audited() -> None:

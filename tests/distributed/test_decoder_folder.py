@@ -12,7 +12,7 @@ from torch import Tensor
 
 import ds_ext
 from ds_ext.__main__ import main
-from ds_ext.engine.checkpoint.states import parameters_of
+from ds_ext.engine.parameters import parameters_of
 from ds_ext.errors import ConfigError
 from tests.decoder_models import config_of, micro_batch, random_decoder
 from tests.distributed.test_own_layers import Batches

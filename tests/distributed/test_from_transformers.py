@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import ds_ext
-from ds_ext.engine.checkpoint.states import parameters_of
+from ds_ext.engine.parameters import parameters_of
 from tests.decoder_models import (
     MODELS,
     config_of,

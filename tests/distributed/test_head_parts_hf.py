@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ds_ext
-from ds_ext.engine.checkpoint.states import parameters_of
+from ds_ext.engine.parameters import parameters_of
 from ds_ext.recipes.convert.export import export
 from tests.decoder_models import config_of, micro_batch, random_decoder, save_decoder
 from tests.distributed.test_checkpoint import contents

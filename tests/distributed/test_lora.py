@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ds_ext
 from ds_ext.__main__ import main
-from ds_ext.engine.checkpoint.states import parameters_of
+from ds_ext.engine.parameters import parameters_of
 from ds_ext.errors import ConfigError
 from tests.chat_folders import write_tokenizer
 from tests.decoder_models import config_of, mean_loss, micro_batch, save_decoder

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import ds_ext
-from ds_ext.engine.checkpoint.states import parameters_of
+from ds_ext.engine.parameters import parameters_of
 from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel import Slice, computing
 from tests.decoder_models import (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import ds_ext
-from ds_ext.engine.checkpoint.states import parameters_of
+from ds_ext.engine.parameters import parameters_of
 from ds_ext.errors import ConfigError, TransportError
 from ds_ext.parallel.fbd import make_layout
 from ds_ext.recipes.models.bert import BertConfig, BertLoss, bert_layer_specs

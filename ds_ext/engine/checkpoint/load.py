@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...errors import CheckpointError
 from ..all_ranks import from_rank_0, on_all_ranks
 from ..engine_state import EngineState
+from ..parameters import LocalParameter
 from ..state import SCHEDULER, VALUES, RankState, set_random_states
 from ..types import Json, Record, Scheduler
 from .file import read_plain
@@ -26,15 +27,10 @@ from .save import (
     DEEPSPEED_SCHEDULERS,
     RESERVED_KEYS,
     STATE_FILE,
+    job_settings,
     random_file,
-    settings_of,
 )
-from .states import (
-    LocalParameter,
-    OptimizerStates,
-    numbers_of,
-    set_numbers,
-)
+from .states import OptimizerStates, numbers_of, set_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +110,7 @@ def load_checkpoint(
     engine.run.record_load(manifest)
     if rank == engine.role.first_in_checkpoints:
         _log_settings(settings, _settings(engine, states))
-        _log_changes(manifest["job"].get("settings", {}), settings_of(engine))
+        _log_changes(manifest["job"].get("settings", {}), job_settings(engine))
     dist.barrier()  # no rank may train, or fail, while another is still reading
     return checkpoint, {key: value for key, value in state.items() if key not in RESERVED_KEYS}
 

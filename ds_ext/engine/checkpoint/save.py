@@ -39,20 +39,14 @@ from ..all_ranks import error_text, from_rank_0, on_all_ranks
 from ..batches import MicroBatches
 from ..engine_state import EngineState
 from ..module import PipelineModule
+from ..parameters import LocalParameter, layers_of, parameters_of
 from ..state import VALUES, RankState, random_states
 from ..types import Json, ParameterGroup, Record
 from .background import BackgroundSave, memory_needs, memory_problem, warn_not_removed
 from .background_process import Task
 from .file import MemoryFile, NewFile, is_plain, layer_file, write_plain, write_tensors
 from .folder import CheckedFile, complete_checkpoints, publish, remove_older, require_keep, start_writing
-from .states import (
-    MASTER,
-    LocalParameter,
-    OptimizerStates,
-    layers_of,
-    numbers_of,
-    parameters_of,
-)
+from .states import MASTER, OptimizerStates, numbers_of
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +213,7 @@ def _write_part(
         "step": engine.global_steps,
         "at": time.time(),
         "with_frozen": with_frozen,
-        "settings": settings_of(engine),
+        "settings": job_settings(engine),
     }
     descriptions = _describe_parameters(state.optimizer, parameters)
     return {
@@ -410,7 +404,7 @@ def describe_job(engine: EngineState) -> Record:
     }
 
 
-def settings_of(engine: EngineState) -> Facts:
+def job_settings(engine: EngineState) -> Facts:
     """Return settings that a resumed job may change, except those that it takes from the checkpoint."""
     scheduler, job, facts = engine.lr_scheduler, engine.plan.job.deepspeed, engine.run_facts
     settings = {key: facts[key] for key in ("train_batch_size", "precision", "dropout") if key in facts}

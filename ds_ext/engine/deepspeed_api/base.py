@@ -28,6 +28,7 @@ from ..module import PipelineModule, Unpicklable
 from ..recovery.audit import StepAudit
 from ..recovery.recovery import Recovery
 from ..role import Role
+from ..step import BackwardContext
 from ..step_report import Gathered
 from ..types import Groups, Optimizer, Record
 from ..weight_update import TrainedParameters, WeightUpdate
@@ -145,9 +146,9 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     def _use_optimizer(self) -> None:
         with self.trained.before_changes():
             self.update = WeightUpdate(self, self.trained)
-        self.executor.scale = self.update.scale
-        self.executor.accumulating = self.update.gradients.accumulating or nullcontext
-        self.executor.parameters = list(self.module.parameters())
+        accumulating = self.update.gradients.accumulating or nullcontext
+        parameters = list(self.module.parameters())
+        self.executor.backwards = BackwardContext(self.update.scale, accumulating, parameters)
 
     # --- the step ---
 
@@ -178,7 +179,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     def _exec_reduce_grads(self) -> None:
         self.transport.settle()  # the reduction and the optimizer may make the host wait for the GPU
         with self.trained.before_changes():
-            self.update.begin_reduction(self.global_steps + 1, self.module)
+            self.update.prepare_reduction(self.global_steps + 1, self.module)
             if self.update.reduction is not None:
                 self.update.reduction.finish()
                 return
@@ -191,7 +192,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
 
     def _get_gradients_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         gradients, expert_gradients = super()._get_gradients_for_reduction()
-        return self.update.reduce_others(gradients), expert_gradients
+        return self.update.reduce_unsupported_dtypes(gradients), expert_gradients
 
     def _exec_audit(self) -> None:
         if self.audit is not None:

@@ -48,7 +48,7 @@ def free_bytes() -> int | None:
     return max(0, limit - data_bytes())
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def read_peak_memory(device: torch.device) -> int:
     """Return the peak memory of this process in bytes: torch's allocations on CUDA, resident memory on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

@@ -76,7 +76,7 @@ class _Replayable:
         if self._initial is not None:
             with preserve_buffers(self._modules, self._initial):
                 return self._run(inputs)
-        before = [(m, name, b, b.clone(), b._version) for m, name, b in buffers_of(self._modules)]
+        before = [(m, name, b, b.clone(), b._version) for m, name, b in all_buffers_of(self._modules)]
         result = self._run(inputs)
         self._initial = {
             (module, name): values
@@ -92,7 +92,7 @@ def preserve_buffers(modules: Iterable[nn.Module], values: Values) -> Iterator[N
 
     ``values`` has, by (module, name), the values of copies that differ from the original tensor.
     """
-    originals = buffers_of(modules)
+    originals = all_buffers_of(modules)
     # A graph may contain the copies, and the original tensors keep their versions.
     copies = {id(buffer): values.get((module, name), buffer).clone() for module, name, buffer in originals}
     for module, name, buffer in originals:
@@ -104,7 +104,7 @@ def preserve_buffers(modules: Iterable[nn.Module], values: Values) -> Iterator[N
             setattr(module, name, buffer)
 
 
-def buffers_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
+def all_buffers_of(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, str, Tensor]]:
     """Return module, name and tensor of every buffer, in the same order on all replicas."""
     return [
         (module, name, buffer)

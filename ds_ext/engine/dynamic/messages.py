@@ -75,7 +75,7 @@ class DynamicMessages(StageMessages):
         self._next_tickets: dict[int, Ticket] = {}
         self._inbox: dict[Arrival, tuple[Tensor, ...]] = {}  # messages that have arrived and are unread
 
-    def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int, source: int) -> None:
+    def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int, sending_stage: int) -> None:
         """Do nothing, because messages are received in the order of arrival."""
 
     def send(
@@ -108,7 +108,7 @@ class DynamicMessages(StageMessages):
         return self.poll()
 
     def receive(
-        self, kind: MessageKind, stage: int, micro_batch: int, device: int, source: int
+        self, kind: MessageKind, stage: int, micro_batch: int, device: int, sending_stage: int
     ) -> tuple[Tensor, ...]:
         """Return the tensors of a message. It may not have arrived yet if another rank chose the op that needs it."""
         message = Arrival(kind, stage, micro_batch)

@@ -29,13 +29,13 @@ from ...pipe_schedules.bridge import BackwardInput
 from ...pipe_schedules.ops import FORWARD, Op
 from ...tensor_parallel import WeightGradients, deferring
 from ..all_ranks import on_all_ranks
-from ..deepspeed_api.recompute import Values, buffers_of, preserve_buffers
+from ..deepspeed_api.recompute import Values, all_buffers_of, preserve_buffers
 from ..engine_state import EngineState
 from ..evaluation import Evaluation
 from ..executor import Observer
 from ..messages import pack
 from ..stages.buffer import Buffer, Root
-from ..step import Step
+from ..step import BackwardContext, Step
 from ..types import Batch, Pair
 
 logger = logging.getLogger(__name__)
@@ -44,13 +44,13 @@ _CHUNK = 1 << 20  # elements that a checksum converts to int64 at a time, to bou
 _FOLD = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio as int64; odd, so that no bit is lost
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-Weights = dict[tuple[int, int], int]  # (stage, tensor-parallel rank) -> checksum
+Weights = dict[tuple[int, int], int]  # (stage, tensor-parallel rank) -> tensor_checksum
 Problem = tuple[list[int], str]  # ranks, and what is wrong with them
 Result = tuple[int, int]  # checksums of the outputs and of the gradients of the inputs
 Results = tuple[Result, ...]  # of every slice
 
 
-def checksum(tensors: Iterable[Tensor]) -> int:
+def tensor_checksum(tensors: Iterable[Tensor]) -> int:
     """Return a 64-bit checksum of the bits of tensors, computed on their device; 0 without tensors.
 
     Every element counts, as an integer, with an odd factor modulo 2^64, so one flipped bit always changes it.
@@ -210,10 +210,12 @@ class StepAudit(Observer):
         buffer = self._engine.executor.buffers[instruction.buffer_id]
         forward, backward = self._passes[_slice(instruction)].result
         if isinstance(instruction, ds.ForwardPass):
-            forward = checksum(_outputs(buffer))
+            forward = tensor_checksum(_outputs(buffer))
         else:
             # A layer that changes the data in place makes it part of the graph, without a gradient.
-            backward = checksum(t.grad for t in buffer.inputs or () if t.is_leaf and t.grad is not None)
+            backward = tensor_checksum(
+                t.grad for t in buffer.inputs or () if t.is_leaf and t.grad is not None
+            )
         self._change(instruction, result=(forward, backward))
 
     def _change(self, instruction: ds.PipeInstruction, **changes: object) -> None:
@@ -226,7 +228,7 @@ class StepAudit(Observer):
     def _make_pass(self, buffer: Buffer) -> Pass:
         assert self._watched is not None and buffer.inputs is not None
         engine = self._engine
-        layer_buffers = buffers_of(engine.module.stage_modules(self._watched.stage).values())
+        layer_buffers = all_buffers_of(engine.module.stage_modules(self._watched.stage).values())
         return Pass(
             inputs=_copy_to_host(buffer.inputs) or (),
             leaves=tuple(t.requires_grad for t in buffer.inputs),
@@ -325,7 +327,7 @@ class StepAudit(Observer):
         results: dict[int, int] = {}
 
         def record(index: int, _module: object, _inputs: object, outputs: Batch) -> None:
-            results[index] = checksum(pack(outputs, f"layer {index}"))
+            results[index] = tensor_checksum(pack(outputs, f"layer {index}"))
 
         layers = self._engine.module.stage_modules(evidence.op.stage)
         hooks = [layer.register_forward_hook(partial(record, index)) for index, layer in layers.items()]
@@ -360,7 +362,7 @@ class StepAudit(Observer):
         for stage in engine.module.stages:
             layers = engine.module.stage_modules(stage).values()
             parameters = dict.fromkeys(p for layer in layers for p in layer.parameters())  # each once
-            checksums[stage, tensor_rank] = checksum(parameters)
+            checksums[stage, tensor_rank] = tensor_checksum(parameters)
         return checksums
 
     def _repeat(self, evidence: Evidence) -> Results:
@@ -374,19 +376,19 @@ class StepAudit(Observer):
             engine.executor.sequences.copy_empty(),
             frozenset({(stage, 0)} if evidence.splits else ()),
         )
-        data = _Repeated(evidence.number)
-        step = Step(engine.global_steps, data, sequences, Evaluation(), splits, engine.executor.scale, ())
+        data, scale = _Repeated(evidence.number), engine.executor.backwards.scale
+        step = Step(engine.global_steps, data, sequences, Evaluation(), splits, BackwardContext(scale))
         buffers = [self._repeat_forward(evidence, index, step) for index in range(len(evidence.passes))]
-        forwards = [checksum(_outputs(buffer)) for buffer in buffers]
+        forwards = [tensor_checksum(_outputs(buffer)) for buffer in buffers]
         backwards: list[int] = []
         for index in reversed(range(len(buffers))):
             buffer, one = buffers.pop(), evidence.passes[index]
             buffer.grads = _copy_to(one.grads, engine.device)
             try:
                 with sequences.backward(stage, 0, index) as (roots, leaves):
-                    roots = [*buffer.roots(engine.executor.scale), *roots]
+                    roots = [*buffer.roots(scale), *roots]
                     backwards.append(
-                        checksum(_gradients(roots, buffer.inputs or (), leaves, evidence.splits))
+                        tensor_checksum(_gradients(roots, buffer.inputs or (), leaves, evidence.splits))
                     )
             except RuntimeError as error:
                 if ".grad()" not in str(error):  # torch: "incompatible with .grad()"
@@ -406,7 +408,7 @@ class StepAudit(Observer):
         layers = engine.module.stage_modules(stage).values()
         values = {
             (module, name): value.to(tensor.device)
-            for (module, name, tensor), value in zip(buffers_of(layers), one.buffers, strict=True)
+            for (module, name, tensor), value in zip(all_buffers_of(layers), one.buffers, strict=True)
         }
         with _start_state(layers, values, one.random, engine.device):
             engine.executor.stages[stage].forward(step, buffer, 0, index)

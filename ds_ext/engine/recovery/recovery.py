@@ -36,7 +36,7 @@ from ..checkpoint.save import describe_job
 from ..engine_state import EngineState
 from ..state import RankState
 from ..types import Json, Record
-from .audit import checksum
+from .audit import tensor_checksum
 from .keeper import Exits, Keeper, KeeperError, Snapshots
 from .keeper_process import RUNS, Address
 from .slots import Slots, pack_state, unpack_state
@@ -110,7 +110,9 @@ class Recovery:
         self._copy_failed = False
         # A restarted script has these again: large tables need not be in every snapshot.
         found = {key: buffers[name] for key, buffers, name in RankState(engine).transient()}
-        self._constant = {key: checksum([buffer]) for key, buffer in found.items() if buffer is not None}
+        self._constant = {
+            key: tensor_checksum([buffer]) for key, buffer in found.items() if buffer is not None
+        }
         self.restart = restarts()
         self.pending = self.restart > 0
         keepers, stop_reasons = zip(*self._with_keepers(self._start), strict=True)
@@ -218,7 +220,7 @@ class Recovery:
         changed = {
             name: tensor
             for name, tensor in tensors.items()
-            if name not in constant or constant[name] != checksum([tensor])
+            if name not in constant or constant[name] != tensor_checksum([tensor])
         }
         values = {"job": describe_job(self._engine), **state.values()}
         self._slots.write(step, changed, pack_state(values))

@@ -15,7 +15,7 @@ import torch
 from ...pipe_schedules.placement import Placement
 from ...pipe_schedules.stage_kinds import BODY, HEAD_LOSS, HEAD_PART, StageKind
 from ...tensor_parallel import HeadPart as HeadLayer
-from ..losses.step import StepLosses
+from ..losses.local import LocalLosses
 from ..module import PipelineModule
 from .body import Body, Forward, LastBody
 from .head import BodyBeforeHead, HeadLoss, HeadPart
@@ -24,11 +24,11 @@ from .stage import Stage
 
 @dataclass(frozen=True)
 class RankStages:
-    """Origin of the stages of a rank. ``stages`` has those made before, in ascending order."""
+    """Parts that the stages of a rank are built from. ``stages`` has those already built, in ascending order."""
 
     module: PipelineModule
     compute: Forward
-    losses: StepLosses
+    losses: LocalLosses
     device: torch.device
     stages: dict[int, Stage] = field(default_factory=dict)
 
@@ -47,7 +47,7 @@ def register_stage(kind: StageKind, make: Make) -> None:
 
 
 def stages_of(
-    module: PipelineModule, compute: Forward, losses: StepLosses, device: torch.device
+    module: PipelineModule, compute: Forward, losses: LocalLosses, device: torch.device
 ) -> dict[int, Stage]:
     rank = RankStages(module, compute, losses, device)
     for stage in (*module.stages, *_without_weights(module)):

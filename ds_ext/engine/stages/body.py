@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...errors import ConfigError
 from ...tensor_parallel import current_slice, deferrable
-from ..losses.step import StepLosses, join_losses
+from ..losses.local import LocalLosses, join_losses
 from ..messages import join_outputs, pack, unpack
 from ..module import PipelineModule
 from ..step import Step
@@ -33,7 +33,7 @@ class Body(Stage):
 
     has_labels = False  # of the data
 
-    def __init__(self, stage: int, compute: Forward, losses: StepLosses, device: torch.device) -> None:
+    def __init__(self, stage: int, compute: Forward, losses: LocalLosses, device: torch.device) -> None:
         self.stage, self.compute, self.losses, self._device = stage, compute, losses, device
         self.reads_data = stage == 0
 
@@ -61,7 +61,7 @@ class Body(Stage):
         inputs, number = buffer.inputs, step.data.first_id + micro_batch
 
         def run() -> Batch:
-            outputs = self.compute(self.stage, inputs, step.number, number)
+            outputs = self.compute(self.stage, inputs, step.steps_done, number)
             self._finish(step, buffer, micro_batch, index, outputs)
             return outputs
 
@@ -75,7 +75,7 @@ class Body(Stage):
 
     def backward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
         with step.sequences.backward(self.stage, micro_batch, index) as (roots, leaves):
-            buffer.backward(step.scale, step.parameters, roots, leaves)
+            buffer.backward(step.backwards, roots, leaves)
         if self.reads_data:
             buffer.inputs = None
 
@@ -102,9 +102,9 @@ class LastBody(Body):
 
 
 def store_loss(
-    losses: StepLosses, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Batch
+    losses: LocalLosses, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Batch
 ) -> None:
-    """Keep what the step wants of the outputs of slice ``index``: outputs, loss, and its start of a backward."""
+    """Store what the step needs of the outputs of slice ``index``: outputs, loss, and the root of its backward."""
     labels, buffer.labels = buffer.labels, None
     evaluation, weight, part = step.evaluation, step.data.weight(micro_batch), current_slice()
     if evaluation.outputs is not None and weight:

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ...tensor_parallel import WeightGradients, address, backward
-from ..losses.step import Loss
+from ..losses.local import Loss
 from ..messages import is_marker, marker
+from ..step import BackwardContext
 
 Root = tuple[Tensor | GradientEdge, Tensor | None]
 """Start of a backward, with its gradient; None: the gradient of a scalar is 1."""
@@ -29,7 +30,7 @@ class Buffer:
         edges: afterwards, the edge of every differentiable output in the graph; None for one without a gradient.
         loss: loss of the micro-batch, with its graph; last stage only.
         grads: gradients of the outputs; a marker for an output that the loss does not depend on.
-        weights: deferred weight gradients of a split backward.
+        deferred: weight gradients of a split backward, until its second half.
         kept: what a kind of stage keeps for a later op or message of the same slice.
     """
 
@@ -39,7 +40,7 @@ class Buffer:
     edges: tuple[GradientEdge | None, ...] = ()
     loss: Loss | None = None
     grads: tuple[Tensor, ...] | None = None
-    weights: WeightGradients | None = None
+    deferred: WeightGradients | None = None
     kept: Any = None
 
     def set_inputs(self, tensors: tuple[Tensor, ...]) -> None:
@@ -80,8 +81,7 @@ class Buffer:
 
     def backward(
         self,
-        scale: Callable[[Loss], Tensor],
-        parameters: Iterable[Tensor],
+        context: BackwardContext,
         more_roots: Iterable[Root] = (),
         leaves: Iterable[Tensor] = (),
     ) -> None:
@@ -89,18 +89,18 @@ class Buffer:
 
         ``more_roots`` are started from together with :meth:`roots`; ``leaves`` are further leaves of the graph.
 
-        Autograd may keep one tensor, without a copy, as the gradient of an input and of several of ``parameters``. The
-        next micro-batch adds to a parameter's gradient in place, which would change the others too, and what the other
+        Autograd may keep one tensor, without a copy, as the gradient of an input and of several parameters. The next
+        micro-batch adds to a parameter's gradient in place, which would change the others too, and what the other
         stage and deferred gradients read. So no two of them keep the same memory.
         """
-        roots = [*self.roots(scale), *more_roots]
+        roots = [*self.roots(context.scale), *more_roots]
         self.outputs = None  # the loss has read them
-        without_grad = [parameter for parameter in parameters if parameter.grad is None]
+        without_grad = [parameter for parameter in context.parameters if parameter.grad is None]
         if roots:  # none if all layers up to here are frozen, or the loss does not depend on them
             backward(*zip(*roots, strict=True))
         self.grads = self.loss = self.kept = None
         self.edges = ()
-        read = set() if self.weights is None else self.weights.memory
+        read = set() if self.deferred is None else self.deferred.memory
         _separate_grads((*(self.inputs or ()), *leaves, *without_grad), read)
 
 

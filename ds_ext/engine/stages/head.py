@@ -20,7 +20,7 @@ from torch import Tensor
 from ...errors import ConfigError
 from ...tensor_parallel import HeadPart as HeadLayer
 from ...tensor_parallel import PartialLoss, TokenLosses, backward, combine_losses
-from ..losses.step import StepLosses
+from ..losses.local import LocalLosses
 from ..step import Step
 from .body import Body, Forward, store_loss
 from .buffer import Buffer
@@ -34,7 +34,7 @@ class BodyBeforeHead(Body):
 
     has_labels = True
 
-    def __init__(self, stage: int, compute: Forward, losses: StepLosses, device: torch.device) -> None:
+    def __init__(self, stage: int, compute: Forward, losses: LocalLosses, device: torch.device) -> None:
         super().__init__(stage, compute, losses, device)
         self.labels: Labels = {}
 
@@ -82,7 +82,7 @@ class HeadPart(Stage):
         assert inputs is not None
         buffer.inputs = buffer.kept = None
         (hidden, labels), (log_sum_exp, factor) = inputs, grads
-        buffer.weights = self.layer.weight_gradients(hidden, labels, kept, log_sum_exp, factor)
+        buffer.deferred = self.layer.weight_gradients(hidden, labels, kept, log_sum_exp, factor)
 
 
 class HeadLoss(Stage):
@@ -93,7 +93,7 @@ class HeadLoss(Stage):
         layer: any part of the head.
     """
 
-    def __init__(self, before: BodyBeforeHead, layer: HeadLayer, losses: StepLosses) -> None:
+    def __init__(self, before: BodyBeforeHead, layer: HeadLayer, losses: LocalLosses) -> None:
         self._before, self._layer, self._losses = before, layer, losses
 
     def forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
@@ -102,7 +102,7 @@ class HeadLoss(Stage):
             store_loss(self._losses, step, buffer, micro_batch, index, losses_BS)
         loss, buffer.loss = buffer.loss, None
         if loss is not None:
-            backward([step.scale(loss)], [None])
+            backward([step.backwards.scale(loss)], [None])
             self._set_gradients(buffer, joined, losses_BS)
 
     def _join(self, buffer: Buffer, item: int) -> tuple[TokenLosses, Tensor]:

@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 from ...parallel.slices import slice_bounds
 from ...planner.job_plan import JobPlan
 from ...tensor_parallel import Slice, SliceStore, computing
-from ..losses.step import Loss, require_pairs
+from ..losses.local import Loss, require_pairs
 from ..module import PipelineModule
 from ..types import Batch
 from .slice_trial import copies, cut, num_tokens, try_layers, try_loss
@@ -42,7 +42,7 @@ class Sequences:
         return tensors
 
     def shift_before_cut(self, shift: Shift, labels: Batch) -> Batch:
-        """Return the labels from which those of slices are cut: of a whole sequence, the last layer shifts them."""
+        """Return the labels to cut slices from. Those of whole sequences are not shifted here: the loss does it."""
         return labels
 
     def shift_after_cut(self, shift: Shift, labels: Tensor) -> Tensor:

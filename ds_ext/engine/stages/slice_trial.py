@@ -16,9 +16,9 @@ from ...errors import ConfigError
 from ...tensor_parallel import Slice, SliceStore, computing
 from ..contracts import AdaptedLayer
 from ..deepspeed_api.recompute import preserve_buffers
-from ..evaluation import evaluating
-from ..losses.step import Loss, require_pairs, terms_of
+from ..losses.local import Loss, require_pairs, terms_of
 from ..messages import pack, unpack
+from ..modes import evaluating
 from ..module import PipelineModule
 from ..types import Batch, Function, Record
 

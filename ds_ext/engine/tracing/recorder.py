@@ -156,7 +156,7 @@ class Tracer(Observer):
         self._begin = self.now()
 
     def after(self, instruction: ds.PipeInstruction) -> None:
-        source: Instruction = instruction.source
+        source: Instruction = instruction.lowered
         if source.name in (REDUCE_STAGE, GATHER_STAGE):
             return  # recorded from its start to its end
         # Computations use the readings from which the bubble is measured.
@@ -220,7 +220,7 @@ class Tracer(Observer):
             self._flush()
             assert self.times is not None
             at_us = self.times.us(self.now(), settled=False)
-            self._append([self._text.failure(str(instruction.source), at_us)])
+            self._append([self._text.failure(str(instruction.lowered), at_us)])
             self._close()
 
     def finish(self) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...engine.checkpoint.folder import LATEST, MANIFEST, has_checkpoint, open_checkpoint
 from ...engine.checkpoint.reader import CheckpointReader
-from ...engine.checkpoint.states import LocalParameter, Shape
+from ...engine.parameters import LocalParameter, Shape
 from ...errors import ConfigError
 from ...hf.folder import INDEX, shard_name
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...engine import PipelineEngine
-from ...engine.checkpoint.states import LocalParameter, Shape
+from ...engine.parameters import LocalParameter, Shape
 from ...engine.state import RankState
 from ...errors import ConfigError
 from ...hf.folder import shape_text

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ds_ext.engine.checkpoint.file import layer_file, write_plain, write_tensors
 from ds_ext.engine.checkpoint.reader import CheckpointReader
-from ds_ext.engine.checkpoint.states import LocalParameter, Shape
+from ds_ext.engine.parameters import LocalParameter, Shape
 
 ROWS, COLUMNS = 10, 12
 FULL = torch.arange(float(ROWS * COLUMNS)).view(ROWS, COLUMNS)

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from ds_ext.engine.batches import StepData
 from ds_ext.engine.evaluation import Evaluation
 from ds_ext.engine.executor import Executor, Observer
-from ds_ext.engine.losses.step import StepLosses, Term, mean_of
+from ds_ext.engine.losses.local import LocalLosses, Term, mean_of
 from ds_ext.engine.stages.body import LastBody
 from ds_ext.engine.stages.sequences import WholeSequences
+from ds_ext.engine.step import BackwardContext
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.bridge import EndOfStep, TimetableSchedule
 from ds_ext.pipe_schedules.inference import forward_timetable
@@ -52,7 +53,7 @@ class Loopback:
         self.sent[kind, micro_batch] = tensors
 
 
-class Losses(StepLosses):
+class Losses(LocalLosses):
     def __init__(self) -> None:
         self.seen: list[float] = []
 
@@ -99,7 +100,7 @@ def executor_of_the_last_stage(**options: Any) -> tuple[Executor, Losses, Loopba
     )
     executor = Executor({last: stage}, WholeSequences(), **options)
     executor.messages = messages  # pyright: ignore[reportAttributeAccessIssue]
-    executor.scale = lambda loss: loss[""].sum / MICRO_BATCHES
+    executor.backwards = BackwardContext(lambda loss: loss[""].sum / MICRO_BATCHES)
     return executor, losses, messages
 
 
@@ -113,7 +114,7 @@ def test_a_step_of_one_rank(name: str) -> None:
     executor, losses, messages = executor_of_the_last_stage()
     executor.handlers = {**executor.handlers, **NOTHING}
     nn.Sequential(*LINEAR).zero_grad()
-    executor.run(*schedule_and_data(name), step=0)
+    executor.run(*schedule_and_data(name), 0)
     got = LINEAR[1].weight.grad
     nn.Sequential(*LINEAR).zero_grad()
     middles = [LINEAR[0](inputs).detach().requires_grad_() for inputs, _ in batches()]

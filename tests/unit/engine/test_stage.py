@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from ds_ext.engine.stages.body import StageForward
 from ds_ext.engine.stages.buffer import Buffer
+from ds_ext.engine.step import BackwardContext
 from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel import WeightGradients, deferrable, deferring, let_defer
 
@@ -79,13 +80,13 @@ def in_a_stage(
     input_grads = []
     for buffer, grad in zip(buffers, grads, strict=True):
         buffer.grads = (grad.clone(),)
-        buffer.weights = WeightGradients() if splits else None
-        with nullcontext() if buffer.weights is None else deferring(buffer.weights):
-            buffer.backward(identity, list(model.parameters()))
+        buffer.deferred = WeightGradients() if splits else None
+        with nullcontext() if buffer.deferred is None else deferring(buffer.deferred):
+            buffer.backward(BackwardContext(identity, parameters=list(model.parameters())))
         input_grads += buffer.take_input_grads()
     for buffer in buffers:
-        if buffer.weights is not None:
-            buffer.weights.compute()
+        if buffer.deferred is not None:
+            buffer.deferred.compute()
     return [*input_grads, *(p.grad for p in model.parameters())]
 
 
@@ -245,7 +246,7 @@ def test_a_stage_that_begins_with_an_in_place_operation_runs_once() -> None:
     buffer.outputs = (forward(1, buffer.inputs, 0, 0),)
     assert model.forwards == 1 and buffer.inputs[1].tolist() == [1, 2, 3]
     buffer.grads = (torch.ones(3),)
-    buffer.backward(identity, [])
+    buffer.backward(BackwardContext(identity))
     assert buffer.take_input_grads()[0].tolist() == [2, 2, 2]
 
 
@@ -258,10 +259,10 @@ def test_a_stage_keeps_neither_sent_outputs_nor_the_inputs_of_deferred_gradients
         buffer.outputs = (model(buffer.inputs[0] * 1) + 1,)
     output, inputs = weakref.ref(buffer.take_outputs()[0]), weakref.ref(buffer.inputs[0])
     assert output() is None
-    buffer.grads, buffer.weights = (torch.ones(2, 4),), WeightGradients()
-    with deferring(buffer.weights):
-        buffer.backward(identity, list(model.parameters()))
+    buffer.grads, buffer.deferred = (torch.ones(2, 4),), WeightGradients()
+    with deferring(buffer.deferred):
+        buffer.backward(BackwardContext(identity, parameters=list(model.parameters())))
     buffer.take_input_grads()
     assert inputs() is None and model[1].weight.grad is None
-    buffer.weights.compute()
+    buffer.deferred.compute()
     assert model[1].weight.grad is not None

@@ -18,7 +18,7 @@ from ds_ext.engine.stages import RankStages, register_stage, stages_of
 from ds_ext.engine.stages.body import Body, LastBody
 from ds_ext.engine.stages.buffer import Buffer
 from ds_ext.engine.stages.sequences import WholeSequences
-from ds_ext.engine.step import Step
+from ds_ext.engine.step import BackwardContext, Step
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Op, Placement, Timetable, check, lower, simulate
 from ds_ext.pipe_schedules.bridge import TimetableSchedule
@@ -157,8 +157,9 @@ def run_devices(
         executor = Executor(stages_of(module, compute, losses, torch.device("cpu")), WholeSequences())
         executor.messages = WireMessages(wires, device)  # pyright: ignore[reportAttributeAccessIssue]
         executor.handlers = {**executor.handlers, **NOTHING}
-        executor.scale = lambda loss: loss[""].sum / MICRO_BATCHES
-        executor.parameters = list(model.parameters())
+        executor.backwards = BackwardContext(
+            lambda loss: loss[""].sum / MICRO_BATCHES, parameters=list(model.parameters())
+        )
         schedule = TimetableSchedule(program, device)
         source: Any = SimpleNamespace(get=lambda m: batches()[m])
         try:

@@ -47,7 +47,7 @@ def test_every_instruction_is_deepspeeds_or_a_copy(name: str) -> None:
     for rank in range(2):
         schedule = TimetableSchedule(program, rank)
         made = flat(schedule)
-        assert [i.source for i in made] == list(program.instructions[rank])
+        assert [i.lowered for i in made] == list(program.instructions[rank])
         for instruction in made:
             own = type(instruction) in (CopyActivation, CopyGrad, EndOfStep)
             assert own or getattr(ds, type(instruction).__name__) is type(instruction)
@@ -98,7 +98,7 @@ def test_1f1b_computes_what_deepspeeds_own_schedule_computes() -> None:
 def test_the_other_names(cls: type[NamedSchedule], stages: int, options: dict[str, int]) -> None:
     schedule = cls(micro_batches=6, stages=stages, stage_id=1, **options)
     expected = lower(timetable(cls.name, stages, 6, **options))
-    assert [i.source for i in flat(schedule)] == list(expected.instructions[1])
+    assert [i.lowered for i in flat(schedule)] == list(expected.instructions[1])
 
 
 def test_sizes_that_do_not_fit() -> None:

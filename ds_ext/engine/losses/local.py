@@ -97,7 +97,7 @@ def require_pairs(loss: Loss) -> None:
 
 
 @dataclass(frozen=True)
-class StepLoss:
+class StepMeans:
     """Losses of a step or an evaluation over all micro-batches and ranks.
 
     Attributes:
@@ -113,7 +113,7 @@ class StepLoss:
     correction: float
 
 
-class StepLosses:
+class LocalLosses:
     """Losses of this rank in a step. All ranks must construct it together."""
 
     def __init__(self, module: PipelineModule, device: torch.device) -> None:
@@ -286,7 +286,7 @@ class StepLosses:
             )
         return agreed
 
-    def result(self, table: Sequence[Sequence[float]]) -> StepLoss:
+    def result(self, table: Sequence[Sequence[float]]) -> StepMeans:
         """Return the losses of all ranks, from a ``table`` with the :meth:`numbers` of each, one row per rank."""
         kinds = self._kinds.get(self._trains, {})
         columns = iter(zip(*table, strict=True))
@@ -320,7 +320,7 @@ class StepLosses:
         terms = [mean for name, mean in means.items() if kinds[name] != "additional"]
         parts = {name: self._fp32(mean) for name, mean in means.items() if name != _ONLY}
         tokens = round(next(iter(counts.values()))) if counts else None
-        return StepLoss(self._fp32(sum(terms)), parts or None, tokens, correction)
+        return StepMeans(self._fp32(sum(terms)), parts or None, tokens, correction)
 
     def _fp32(self, number: float) -> Tensor:
         return torch.tensor(number, dtype=torch.float64).to(self._device, torch.float32)

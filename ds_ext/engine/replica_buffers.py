@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..all_ranks import on_all_ranks
-from ..module import PipelineModule
-from ..recovery.audit import checksum
-from ..wrappers import plain_name
+from .all_ranks import on_all_ranks
+from .module import PipelineModule
+from .recovery.audit import tensor_checksum
+from .wrappers import plain_name
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ReplicaBuffers:
         buffers = list({id(buffer): buffer for _, _, buffer in self._buffers()}.values())
         if not buffers:
             return []
-        checksums = torch.tensor([checksum([buffer]) for buffer in buffers], device=self._device)
+        checksums = torch.tensor([tensor_checksum([buffer]) for buffer in buffers], device=self._device)
         gathered = [torch.empty_like(checksums) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(gathered, checksums, group=self._group)
         differs = (torch.stack(gathered) != checksums).any(0).tolist()
@@ -82,12 +82,12 @@ class ReplicaBuffers:
         if not self._reports_next:
             yield
             return
-        before = {(index, name): checksum([buffer]) for index, name, buffer in self._buffers()}
+        before = {(index, name): tensor_checksum([buffer]) for index, name, buffer in self._buffers()}
         yield
         self._reports_next = False
         changed: dict[int, list[str]] = {}
         for index, name, buffer in self._buffers():
-            if before.get((index, name)) != checksum([buffer]):
+            if before.get((index, name)) != tensor_checksum([buffer]):
                 changed.setdefault(index, []).append(name)
         lines = {
             index: f"layer {index} ({type(layer).__name__}): {', '.join(changed[index])}"
