@@ -75,13 +75,13 @@ class DynamicMessages(StageMessages):
         self._next_tickets: dict[int, Ticket] = {}
         self._inbox: dict[Arrival, tuple[Tensor, ...]] = {}  # messages that have arrived and are unread
 
-    def post(self, kind: MessageKind, stage: int, micro_batch: int, device: int, sending_stage: int) -> None:
+    def post(self, kind: MessageKind, stage: int, item: int, device: int, sending_stage: int) -> None:
         """Do nothing, because messages are received in the order of arrival."""
 
     def send(
-        self, kind: MessageKind, tensors: Sequence[Tensor], stage: int, micro_batch: int, device: int
+        self, kind: MessageKind, tensors: Sequence[Tensor], stage: int, item: int, device: int
     ) -> None:
-        head = torch.tensor((kind, stage, micro_batch))
+        head = torch.tensor((kind, stage, item))
         if self._count is not None:
             self._count(tensors)
         number = self._num_sent.get(device, 0)
@@ -108,10 +108,10 @@ class DynamicMessages(StageMessages):
         return self.poll()
 
     def receive(
-        self, kind: MessageKind, stage: int, micro_batch: int, device: int, sending_stage: int
+        self, kind: MessageKind, stage: int, item: int, device: int, sending_stage: int
     ) -> tuple[Tensor, ...]:
         """Return the tensors of a message. It may not have arrived yet if another rank chose the op that needs it."""
-        message = Arrival(kind, stage, micro_batch)
+        message = Arrival(kind, stage, item)
         while message not in self._inbox:
             self.wait()
         tensors = self._inbox.pop(message)
