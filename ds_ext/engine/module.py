@@ -34,7 +34,7 @@ from ..parallel.fbd import FORWARD_ROLE
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan
-from ..tensor_parallel import KeyedLayers, is_sharded
+from ..tensor_parallel import KeyedLayers, TensorParallel, building_for, is_sharded
 from .contracts import AdaptedLayer, additional_losses
 from .deepspeed_api.device import select_device
 from .deepspeed_api.names import require_built, require_names
@@ -348,11 +348,20 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         self.parts += range(self.parts[-1] + 1, self._num_layers + 1)
         self.stages = self.layout.placement.stages_of(self.device_index)
         self.stage_funcs: dict[int, list[Function]] = {}
-        for stage in self.stages:
-            self._set_bounds(self.parts[stage], self.parts[stage + 1])
-            super()._build()
-            self.stage_funcs[stage], self.forward_funcs = self.forward_funcs, []
+        with building_for(self._tensor_parallel()):
+            for stage in self.stages:
+                self._set_bounds(self.parts[stage], self.parts[stage + 1])
+                super()._build()
+                self.stage_funcs[stage], self.forward_funcs = self.forward_funcs, []
         self._activate(self.stages[0])
+
+    def _tensor_parallel(self) -> TensorParallel:
+        size, (_, _, rank) = self.layout.tensor_parallel_size, self.layout.coordinates(dist.get_rank())
+        return (
+            TensorParallel(rank, size, self.mpu().get_slice_parallel_group())
+            if size > 1
+            else TensorParallel()
+        )
 
     def head_part(self, index: int) -> tuple[int, int]:
         """Return the part of the head that a layer is, and the number of parts; (0, 1) for other layers."""

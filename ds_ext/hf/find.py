@@ -56,6 +56,7 @@ def find_split(source: Source) -> Split:
         tuple_size=tuple_size,
         whole=whole,
         sliced=sliced,
+        plan=getattr(model, "tp_plan", None) or {},
     )
 
 

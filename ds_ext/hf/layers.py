@@ -19,15 +19,23 @@ import torch
 from torch import Tensor, nn
 
 from ..tensor_parallel import (
-    ChunkedHead,
     HeadPart,
     TensorParallel,
     current_slice,
+    current_tensor_parallel,
     earlier_slices,
-    linear,
     slice_start,
 )
+from ..tensor_parallel.layers import mark_rows
 from .lora import Adapters
+from .shards import (
+    Shards,
+    Vocabulary,
+    can_divide_embedding,
+    divide_embedding,
+    padded_rows,
+    vocabulary_rows,
+)
 from .split import NotSplittable, Recorder, Shared, Split
 from .weights import Source
 
@@ -40,7 +48,13 @@ class Embedding(nn.Module):
 
     def __init__(self, source: Source, split: Split, adapters: Adapters | None) -> None:
         super().__init__()
-        self.module = source.submodule(split.embedding)
+        tp, self.tp = current_tensor_parallel(), TensorParallel()
+        self.module = table = source.submodule(split.embedding)
+        if tp.size > 1 and can_divide_embedding(table):
+            self.tp = tp
+            rows = vocabulary_rows(len(table.weight), tp)
+            weight = padded_rows(table.weight.detach()[rows], rows, table.weight.requires_grad)
+            divide_embedding(table, weight, tp)
         if adapters is not None:
             self.requires_grad_(False)
 
@@ -142,6 +156,7 @@ class DecoderLayer(nn.Module):
         self.module = source.submodule(self.path).train()
         if adapters is not None:
             adapters.insert(source, split, index, self.module)
+        self._entry = Shards(split.plan, current_tensor_parallel(), split.name).divide(self.path, self.module)
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         hidden_BSD, *shared = inputs
@@ -156,6 +171,8 @@ class DecoderLayer(nn.Module):
             output = self.module(*args, **kwargs)
         except NotSplittable as error:
             raise self.split.no_slices(error) from None
+        finally:
+            self._entry.clear()
         if cache is not None and not cache.updates:
             raise self.split.no_slices(self._reason_without_update())
         return (output[0] if self.split.tuple_size else output), *shared
@@ -213,24 +230,41 @@ class FinalNorm(_Part):
 
 
 class Head(_Part):
-    """Output projection, with the model's changes of the logits: hidden_BSD to logits_BSV.
+    """Output projection, with the model's changes of the logits: hidden_BSD to logits_BSV, or to those of this rank.
 
-    With a chunked loss, it returns the hidden states, and ``chunked`` has the weight.
+    With a chunked loss, it returns the hidden states, and ``vocabulary.chunked`` has the weight.
     """
 
     def __init__(
-        self, source: Source, split: Split, adapters: Adapters | None, chunked: ChunkedHead | None = None
+        self, source: Source, split: Split, adapters: Adapters | None, vocabulary: Vocabulary | None = None
     ) -> None:
         super().__init__(source, split, () if split.tied else (split.head,), adapters)
-        self._chunked = chunked
+        self._vocabulary = vocabulary or Vocabulary()
         self._hidden: Tensor | None = None
+        if not split.tied:
+            self._divide(self.skeleton.get_submodule(split.head))
         self.backbone.forward = lambda *args, **kwargs: Outputs(self._hidden)
 
     def forward(self, hidden_BSD: Tensor) -> Tensor:
-        if self._chunked is not None:
+        if self._vocabulary.chunked is not None:
             projection: Any = self.skeleton.get_submodule(self.split.head)
-            return self._chunked.enter(hidden_BSD, projection.weight)
+            return self._vocabulary.chunked.enter(hidden_BSD, projection.weight)
         return self._run(hidden_BSD).logits
+
+    def _divide(self, projection: Any) -> None:
+        tp, weight = current_tensor_parallel(), projection.weight
+        if tp.size == 1 or type(projection) is not nn.Linear:
+            return
+        rows, size = vocabulary_rows(len(weight), tp), len(weight)
+        projection.weight = padded_rows(weight.detach()[rows], rows, weight.requires_grad)
+        mark_rows(projection.weight, tp, size)
+        self._vocabulary.divide(tp, size)
+        if projection.bias is not None:
+            bias = projection.bias
+            (column,) = (padded_rows(bias.detach()[rows, None], rows, bias.requires_grad).detach().T,)
+            projection.bias = nn.Parameter(column[0].clone(), requires_grad=bias.requires_grad)
+            mark_rows(projection.bias, tp, size)
+        projection.forward = lambda x_BSD: self._vocabulary.project(x_BSD, projection.weight, projection.bias)
 
     def set_projection(self, weight: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
         projection: Any = self.skeleton.get_submodule(self.split.head)
@@ -256,34 +290,34 @@ class DecoderHeadPart(HeadPart):
     ) -> None:
         name = f"{split.head}.weight"
         whole = source.reference().get_parameter(name)
-        size = -(-len(whole) // parts)
-        rows_VD = source.rows(name, slice(part * size, (part + 1) * size))
-        padded_VD = rows_VD.new_zeros(size, rows_VD.size(1))
-        padded_VD[: len(rows_VD)] = rows_VD
-        weight = nn.Parameter(padded_VD, requires_grad=whole.requires_grad and adapters is None)
-        super().__init__(weight, part, TensorParallel(), len(whole), name=f"skeleton.{name}")
+        tp = current_tensor_parallel()
+        rows = vocabulary_rows(len(whole), tp, part, parts)
+        weight = padded_rows(source.rows(name, rows), rows, whole.requires_grad and adapters is None)
+        super().__init__(weight, part, tp, len(whole), name=f"skeleton.{name}")
 
 
 class TiedHead:
     """Head whose weight is that of the word embedding: ``forward_fn`` of a TiedLayerSpec."""
 
-    def __init__(self, source: Source, split: Split, chunked: ChunkedHead | None) -> None:
+    def __init__(self, source: Source, split: Split, vocabulary: Vocabulary) -> None:
         self._source = source
         self._split = split
-        self._chunked = chunked
+        self._vocabulary = vocabulary
 
     @functools.cached_property
     def _head(self) -> Head:
         # Only the last stage needs it.
-        return Head(self._source, self._split, None)
+        return Head(self._source, self._split, None, self._vocabulary)
 
     def __call__(self, embedding: Embedding, hidden_BSD: Tensor) -> Tensor:
         """Return the logits, or see :class:`Head`. The weight is looked up each time: the engine may replace it."""
         table: Any = embedding.module
         weight: Tensor = table.weight
-        if self._chunked is not None:
-            return self._chunked.enter(hidden_BSD, weight)
-        self._head.set_projection(weight, lambda x_BSD: linear(x_BSD, weight))
+        if embedding.tp.size > 1:
+            self._vocabulary.divide(embedding.tp, table.num_embeddings)
+        if self._vocabulary.chunked is not None:
+            return self._vocabulary.chunked.enter(hidden_BSD, weight)
+        self._head.set_projection(weight, lambda x_BSD: self._vocabulary.project(x_BSD, weight))
         return self._head(hidden_BSD)
 
 

@@ -17,6 +17,7 @@ from ..tensor_parallel import ChunkedHead, TensorParallel, current_slice
 from .find import find_split
 from .layers import DecoderHeadPart, DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
 from .lora import Adapters
+from .shards import Vocabulary
 from .split import Split
 from .weights import Source, make_source
 
@@ -66,12 +67,13 @@ def decoder_layers(
     source: Source, split: Split, adapters: Adapters | None, chunked_loss: bool, loss_class: type[_Loss]
 ) -> tuple[list[LayerSpec], _Loss]:
     """Return layers and loss function as :func:`from_transformers` does, with a loss function of another class."""
-    reason = _check_loss(source, split, CausalLoss(source, None))
+    reason = _check_loss(source, split, CausalLoss(source, Vocabulary()))
     if chunked_loss and reason:
         raise _needs_whole_logits("chunked_loss", split, reason)
     chunked = ChunkedHead(TensorParallel()) if chunked_loss else None
-    loss_fn = loss_class(source, chunked)
-    layers = _layer_specs(source, split, adapters, chunked)
+    vocabulary = Vocabulary(chunked, is_whole=bool(reason))
+    loss_fn = loss_class(source, vocabulary)
+    layers = _layer_specs(source, split, adapters, vocabulary)
     layers[-1].in_parts = functools.partial(_head_parts, source, split, adapters, reason)
     for layer, num_parameters in zip(layers, _layer_sizes(source, split), strict=True):
         # PipelineModule divides the layers by their parameters, and builds none of them for this.
@@ -80,17 +82,17 @@ def decoder_layers(
 
 
 def _layer_specs(
-    source: Source, split: Split, adapters: Adapters | None, chunked: ChunkedHead | None
+    source: Source, split: Split, adapters: Adapters | None, vocabulary: Vocabulary
 ) -> list[LayerSpec]:
     arguments = (source, split, adapters)
     if split.tied:
         tie = {"tied_weight_attr": ["module.weight"]}
         embedding = TiedLayerSpec(_TIE, Embedding, *arguments, forward_fn=embed, **tie)
-        tied_head = TiedHead(source, split, chunked)
+        tied_head = TiedHead(source, split, vocabulary)
         head = TiedLayerSpec(_TIE, Embedding, *arguments, forward_fn=tied_head, **tie)
     else:
         embedding = LayerSpec(Embedding, *arguments)
-        head = LayerSpec(Head, *arguments, chunked)
+        head = LayerSpec(Head, *arguments, vocabulary)
     return [
         embedding,
         LayerSpec(Positions, *arguments),
@@ -126,16 +128,16 @@ class NextTokenLoss:
     """Loss function of the model: (logits_BSV, labels_BS) to (sum, count); a label is the token after its own.
 
     Attributes:
-        chunked: head with a chunked loss, which takes hidden_BSD instead of logits_BSV; None: without.
+        vocabulary: head of the model. With a chunked loss, hidden_BSD takes the place of logits_BSV.
         takes_token_losses: with the parts of a head it gets the losses of the tokens, (B, S), instead of logits_BSV.
     """
 
     takes_token_losses = True
 
-    def __init__(self, source: Source, chunked: ChunkedHead | None) -> None:
+    def __init__(self, source: Source, vocabulary: Vocabulary) -> None:
         self._function = source.loss_function
         self._vocab_size = source.config.get_text_config().vocab_size
-        self._chunked = chunked
+        self._vocabulary = vocabulary
 
     def __call__(self, outputs: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         return self._sum(outputs, labels_BS), (labels_BS != IGNORE_INDEX).sum()
@@ -143,8 +145,10 @@ class NextTokenLoss:
     def _sum(self, outputs: Tensor, labels_BS: Tensor) -> Tensor:
         if outputs.shape == labels_BS.shape:  # losses of the tokens, from the parts of a head
             return outputs.sum()
-        if self._chunked is not None:
-            return self._chunked.loss(outputs, labels_BS, self._vocab_size)
+        if self._vocabulary.chunked is not None:
+            return self._vocabulary.chunked.loss(outputs, labels_BS, self._vocab_size)
+        if self._vocabulary.tp.size > 1 and not self._vocabulary.is_whole:
+            return self._vocabulary.loss(outputs, labels_BS)
         arguments = {"logits": outputs, "vocab_size": self._vocab_size, "num_items_in_batch": 1}
         return self._function(labels=None, shift_labels=labels_BS, **arguments)
 
@@ -152,7 +156,11 @@ class NextTokenLoss:
         return (labels_BS != IGNORE_INDEX).sum()
 
     def return_logits(self, outputs: Tensor) -> Tensor:
-        return outputs if self._chunked is None else self._chunked.logits(outputs)
+        if self._vocabulary.chunked is not None:
+            outputs = self._vocabulary.chunked.logits(outputs)
+        elif self._vocabulary.is_whole:
+            return outputs
+        return self._vocabulary.gather(outputs)
 
 
 class CausalLoss(NextTokenLoss):

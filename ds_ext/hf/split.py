@@ -6,8 +6,8 @@ B: batch, S: sequence, D: hidden size.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -120,6 +120,7 @@ class Split:
         tuple_size: size of the tuple that a decoder layer returns, with the hidden states first; 0: only the tensor.
         whole: arguments of the decoder layers for sequences.
         sliced: arguments for slices of sequences; or the reason why the model cannot train in slices.
+        plan: tensor-parallel plan of the model: path of a module or parameter -> style, see :mod:`.shards`.
     """
 
     name: str
@@ -134,6 +135,7 @@ class Split:
     tuple_size: int
     whole: Calls
     sliced: Calls | str
+    plan: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_layers(self) -> int:

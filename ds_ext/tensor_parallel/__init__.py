@@ -9,7 +9,12 @@ from ds_ext.tensor_parallel.chunked_loss import (
     combine_losses,
     linear_cross_entropy,
 )
-from ds_ext.tensor_parallel.group import TensorParallel, create_tensor_parallel
+from ds_ext.tensor_parallel.group import (
+    TensorParallel,
+    building_for,
+    create_tensor_parallel,
+    current_tensor_parallel,
+)
 from ds_ext.tensor_parallel.layers import (
     ColumnParallelLinear,
     DividedEmbedding,
@@ -26,10 +31,12 @@ from ds_ext.tensor_parallel.layers import (
 from ds_ext.tensor_parallel.loss import IGNORE_INDEX, vocab_parallel_cross_entropy
 from ds_ext.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
+    gather_features,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     shared_parameters,
+    split_features,
 )
 from ds_ext.tensor_parallel.random import (
     DropoutClock,
@@ -86,16 +93,19 @@ __all__ = [
     "address",
     "attend_slice",
     "backward",
+    "building_for",
     "combine_losses",
     "computing",
     "copy_to_tensor_model_parallel_region",
     "create_tensor_parallel",
     "current_slice",
+    "current_tensor_parallel",
     "deferrable",
     "deferring",
     "earlier_slices",
     "embedding",
     "enter_tensor_parallel",
+    "gather_features",
     "gather_from_sequence_parallel_region",
     "is_sharded",
     "keyed_normal",
@@ -112,6 +122,7 @@ __all__ = [
     "shared_parameters",
     "skip_initial_values",
     "slice_start",
+    "split_features",
     "unpadded_size",
     "vocab_parallel_cross_entropy",
 ]

@@ -58,13 +58,13 @@ class ChunkedHead:
     """
 
     def __init__(self, tp: TensorParallel) -> None:
-        self._tp = tp
+        self.tp = tp
         self._last: Tensor | None = None  # weight of the last forward, because the engine may replace weights
 
     def enter(self, hidden_BSD: Tensor, weight_VD: Tensor, sequence_parallel: bool = False) -> Tensor:
         """Return the hidden states of all tokens, from those of this rank with sequence parallelism."""
         self._last = weight_VD
-        return enter_tensor_parallel(hidden_BSD, self._tp, sequence_parallel)
+        return enter_tensor_parallel(hidden_BSD, self.tp, sequence_parallel)
 
     @property
     def _weight(self) -> Tensor:
@@ -80,7 +80,7 @@ class ChunkedHead:
         return linear(hidden_BSD, self._weight)
 
     def loss(self, hidden_BSD: Tensor, labels_BS: Tensor, vocab_size: int) -> Tensor:
-        return linear_cross_entropy(hidden_BSD, self._weight, labels_BS, self._tp, vocab_size)
+        return linear_cross_entropy(hidden_BSD, self._weight, labels_BS, self.tp, vocab_size)
 
 
 def linear_cross_entropy(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -79,3 +81,21 @@ def create_tensor_parallel(groups: Sequence[Sequence[int]]) -> TensorParallel:
             merged = largest if group is None else 1
             tp = TensorParallel(list(ranks).index(rank), len(ranks), group, merged)
     return tp
+
+
+_current: ContextVar[TensorParallel | None] = ContextVar("tensor_parallel", default=None)
+
+
+def current_tensor_parallel() -> TensorParallel:
+    """Return the position of this rank, for layers that a :class:`ds_ext.PipelineModule` builds."""
+    return _current.get() or TensorParallel()
+
+
+@contextmanager
+def building_for(tp: TensorParallel) -> Iterator[None]:
+    """Context in which layers are built as shards of a group."""
+    token = _current.set(tp)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -5,6 +5,8 @@
     reduce_from         all-reduce                              identity
     gather              all-gather of the tokens                reduce-scatter
     reduce_scatter      reduce-scatter of the partial sums      all-gather
+    gather_features     all-gather of the last dimension        this rank's slice
+    split_features      this rank's slice of the last dimension all-gather
     shared_parameters   identity                                all-reduce
 
 The first two are those of tensor parallelism (Shoeybi et al. 2019, section 3). In a group of one rank every function
@@ -91,6 +93,16 @@ def shared_parameters(tp: TensorParallel, *parameters: Tensor) -> tuple[Tensor, 
     return parameters if tp.size == 1 else _Shared.apply(tp, *parameters)
 
 
+def gather_features(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Gather the last dimension, for results that every rank uses alike: (..., F / size) to (..., F)."""
+    return x if tp.size == 1 else _GatherFeatures.apply(x, tp)
+
+
+def split_features(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Return this rank's slice of the last dimension of a tensor that all ranks have: (..., F) to (..., F / size)."""
+    return x if tp.size == 1 else _SplitFeatures.apply(x, tp)
+
+
 def all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return the sum of a tensor over the group, without a gradient."""
     # Another branch of the graph may share this gradient: do not reduce it in place.
@@ -99,11 +111,11 @@ def all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
     return total
 
 
-def _all_gather(x: Tensor, tp: TensorParallel) -> Tensor:
+def _all_gather(x: Tensor, tp: TensorParallel, dim: int = _TOKENS) -> Tensor:
     x = x.contiguous()
     slices = [torch.empty_like(x) for _ in range(tp.size)]
     dist.all_gather(slices, x, group=tp.group)
-    return torch.cat(slices, dim=_TOKENS)
+    return torch.cat(slices, dim=dim)
 
 
 def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -220,6 +232,30 @@ class _ReduceScatter(torch.autograd.Function):
     @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return _all_gather(grads[0], ctx.tp), None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return _all_gather(x, tp, dim=-1)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.tp.shard(grads[0], grads[0].dim() - 1).contiguous(), None
+
+
+class _SplitFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
+        ctx.tp = tp
+        return tp.shard(x, x.dim() - 1).contiguous()
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grads[0], ctx.tp, dim=-1), None
 
 
 class _Shared(torch.autograd.Function):

@@ -1,0 +1,291 @@
+"""Shards of a decoder's modules over a tensor-parallel group, by the plan of its class in transformers.
+
+A plan names the style of a module by its path, with ``*`` for the number of a layer:
+
+    style                            this rank's weights    input               output
+    colwise                          rows                   whole               its features
+    colwise_gather_output            rows                   whole               whole
+    rowwise                          columns                its features        whole
+    rowwise_split_input              columns                whole               whole
+    replicated_with_grad_allreduce   whole                  its heads           its heads; gradients are summed
+    embedding_rowwise                rows of the table      token ids           whole
+
+A shard computes with the model's own code around it: attention finds its heads by ``view(..., -1, head_dim)``.
+Adapters of LoRA follow the module that they adapt. Other styles are refused by the name of the module.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..tensor_parallel import (
+    ChunkedHead,
+    TensorParallel,
+    copy_to_tensor_model_parallel_region,
+    gather_features,
+    linear,
+    reduce_from_tensor_model_parallel_region,
+    shared_parameters,
+    split_features,
+    vocab_parallel_cross_entropy,
+)
+from ..tensor_parallel.layers import check_ids, linear_rows, mark_rows
+from ..tensor_parallel.weight_gradients import embedding_rows
+
+_COLUMN, _ROW = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
+_SUMMED = "replicated_with_grad_allreduce"
+_HEADS = ("num_heads", "num_attention_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+
+
+class Shards:
+    """Divides modules of one decoder.
+
+    Args:
+        plan: path of a module or a parameter -> style, as ``PreTrainedModel.tp_plan``.
+        name: class of the config, for errors.
+    """
+
+    def __init__(self, plan: Mapping[str, str], tp: TensorParallel, name: str) -> None:
+        self.tp, self._plan, self._name = tp, dict(plan or {}), name
+
+    def divide(self, path: str, layer: nn.Module) -> Entry:
+        """Keep this rank's parts of the weights of a layer in place. Returns the inputs that its shards share."""
+        entry = Entry(self.tp)
+        if self.tp.size == 1:
+            return entry
+        styles = dict(self._styles(path, layer))
+        if not styles:
+            raise self._refusal(path, "no plan of transformers")
+        for name, (module, style) in styles.items():
+            owner = layer.get_submodule(name.removesuffix(".base_layer").rpartition(".")[0])
+            self._divide_module(f"{path}.{name}", module, style, owner, entry)
+        for name in dict.fromkeys(name.rpartition(".")[0] for name in styles):
+            self._divide_heads(f"{path}.{name}", layer.get_submodule(name))
+        return entry
+
+    def _styles(self, path: str, layer: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
+        """Yield (path in the layer, (module or parameter, style)) of all that the plan divides, and its adapters."""
+        for name, module in layer.named_modules():
+            style = self._style(f"{path}.{name}")
+            if style is None:
+                continue
+            if hasattr(module, "base_layer"):  # adapted by peft
+                yield f"{name}.base_layer", (module.base_layer, style)
+                adapters = module.lora_B if style in _COLUMN else module.lora_A
+                for key, adapter in adapters.items():
+                    yield f"{name}.{key}", (adapter, style)
+            else:
+                yield name, (module, style)
+        for name, parameter in layer.named_parameters():
+            style = self._style(f"{path}.{name}")
+            if style is not None:
+                yield name, (parameter, style)
+
+    def _style(self, path: str) -> str | None:
+        return self._plan.get(path) or self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
+
+    def _divide_module(self, path: str, module: Any, style: str, owner: nn.Module, entry: Entry) -> None:
+        if style in _COLUMN and type(module) is nn.Linear:
+            self._divide_columns(path, module, style, owner, entry)
+        elif style in _ROW and type(module) is nn.Linear:
+            self._divide_rows(path, module, style)
+        elif style == _SUMMED and isinstance(module, nn.Module):
+            module.forward = functools.partial(_with_summed_gradients, self.tp, module, module.forward)
+        else:
+            kind = "a parameter" if isinstance(module, nn.Parameter) else f"a {type(module).__name__}"
+            raise self._refusal(path, f"the style {style} for {kind}")
+
+    def _divide_columns(self, path: str, projection: nn.Linear, style: str, owner: Any, entry: Entry) -> None:
+        """Divide the output features: in attention by whole heads, of which several ranks may need the same one."""
+        tp, size = self.tp, projection.out_features
+        head_size = vars(owner).get("head_dim")
+        heads = size // head_size if isinstance(head_size, int) and size % head_size == 0 else None
+        if heads is not None and tp.size % heads == 0 and heads < tp.size and style == "colwise":
+            first = tp.rank * heads // tp.size * head_size
+            rows = slice(first, first + head_size)
+            projection.forward = functools.partial(_forward_head, projection, entry, rows)
+            owner.heads_in_common = heads
+            return
+        self._require_multiple(
+            path, size if heads is None else heads, "output features" if heads is None else "heads"
+        )
+        projection.weight = shard(projection.weight, 0, tp)
+        if projection.bias is not None:
+            projection.bias = shard(projection.bias, 0, tp)
+        projection.out_features = size // tp.size
+        gathers = style == "colwise_gather_output"
+        projection.forward = functools.partial(_forward_columns, projection, entry, gathers)
+
+    def _divide_rows(self, path: str, projection: nn.Linear, style: str) -> None:
+        self._require_multiple(path, projection.in_features, "input features")
+        projection.weight = shard(projection.weight, 1, self.tp)
+        projection.in_features //= self.tp.size
+        splits = style == "rowwise_split_input"
+        projection.forward = functools.partial(_forward_rows, projection, self.tp, splits)
+
+    def _require_multiple(self, path: str, size: int, what: str) -> None:
+        if size % self.tp.size:
+            raise self._refusal(path, f"{size} {what}")
+
+    def _divide_heads(self, path: str, attention: Any) -> None:
+        """Set the numbers of heads that attention of some models reads, in place of ``view(..., -1, head_dim)``."""
+        numbers, in_common = vars(attention), vars(attention).pop("heads_in_common", None)
+        for key in _HEADS if in_common else (*_HEADS, *_KEY_HEADS):
+            if isinstance(numbers.get(key), int):
+                self._require_multiple(path, numbers[key], "heads")
+                numbers[key] //= self.tp.size
+        if in_common:
+            numbers.update({key: 1 for key in _KEY_HEADS if key in numbers})
+            numbers["num_key_value_groups"] = numbers["num_key_value_groups"] * in_common // self.tp.size
+
+    def _refusal(self, path: str, got: str) -> ConfigError:
+        return ConfigError(
+            f"tensor_parallel_size: {self._name} cannot be divided into {self.tp.size} shards at {path} (got {got}). "
+            f"Use a tensor_parallel_size that fits, or 1 and more pipeline stages."
+        )
+
+
+class Entry:
+    """Input of the sharded projections of a layer: one all-reduce sums its gradients, for all that read it."""
+
+    def __init__(self, tp: TensorParallel) -> None:
+        self.tp = tp
+        self._last: tuple[Tensor, Tensor] | None = None  # an input, and as the projections read it
+
+    def enter(self, x: Tensor) -> Tensor:
+        if self._last is None or self._last[0] is not x:
+            self._last = x, copy_to_tensor_model_parallel_region(x, self.tp)
+        return self._last[1]
+
+    def clear(self) -> None:
+        self._last = None
+
+
+def shard(parameter: nn.Parameter, dim: int, tp: TensorParallel) -> nn.Parameter:
+    """Return this rank's shard, which does not keep the whole parameter in memory."""
+    part: Any = nn.Parameter(tp.shard(parameter.detach(), dim).clone(), requires_grad=parameter.requires_grad)
+    part.model_parallel = part.tensor_model_parallel = True
+    part.partition_dim = dim
+    return part
+
+
+def _forward_columns(projection: nn.Linear, entry: Entry, gathers: bool, x: Tensor) -> Tensor:
+    y = linear(entry.enter(x), projection.weight, projection.bias)
+    return gather_features(y, entry.tp) if gathers else y
+
+
+def _forward_head(projection: nn.Linear, entry: Entry, rows: slice, x: Tensor) -> Tensor:
+    """Compute the features of a head that several ranks need. Every rank has the whole weight."""
+    return linear_rows(entry.enter(x), projection.weight, projection.bias, rows, entry.tp)
+
+
+def _forward_rows(projection: nn.Linear, tp: TensorParallel, splits: bool, x: Tensor) -> Tensor:
+    y = linear(split_features(x, tp) if splits else x, projection.weight)
+    y = reduce_from_tensor_model_parallel_region(y, tp)
+    return y if projection.bias is None else y + projection.bias
+
+
+def _with_summed_gradients(
+    tp: TensorParallel, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run a module whose parameters meet other values on every rank."""
+    owners = [
+        (owner, key) for owner in module.modules() for key, p in owner._parameters.items() if p is not None
+    ]
+    shared = shared_parameters(tp, *(owner._parameters[key] for owner, key in owners))  # pyright: ignore[reportArgumentType]
+    for (owner, key), value in zip(owners, shared, strict=True):
+        owner.__dict__[key] = value  # hides the parameter
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        for owner, key in owners:
+            del owner.__dict__[key]
+
+
+# --- vocabulary ---
+
+
+class Vocabulary:
+    """Head of a decoder, as its layer and its loss function know it.
+
+    Attributes:
+        tp: position in the group over which the rows of the head are divided.
+        chunked: head that the loss function applies; None: the layer does.
+        is_whole: the loss function needs whole logits.
+    """
+
+    def __init__(self, chunked: ChunkedHead | None = None, is_whole: bool = True) -> None:
+        self.tp, self.chunked, self.is_whole = TensorParallel(), chunked, is_whole
+        self._size = 0
+
+    def divide(self, tp: TensorParallel, size: int) -> None:
+        """Let this rank have its rows of the head, of ``size`` in all."""
+        self.tp, self._size = tp, size
+        if self.chunked is not None:
+            self.chunked.tp = tp
+
+    def project(self, hidden_BSD: Tensor, weight_VD: Tensor, bias_V: Tensor | None = None) -> Tensor:
+        """Return the logits of this rank's rows, or all if the loss needs them."""
+        logits_BSV = linear(copy_to_tensor_model_parallel_region(hidden_BSD, self.tp), weight_VD, bias_V)
+        return self.gather(logits_BSV) if self.is_whole else logits_BSV
+
+    def gather(self, logits_BSV: Tensor) -> Tensor:
+        """Return the logits of all rows, without padding."""
+        return logits_BSV if self.tp.size == 1 else gather_features(logits_BSV, self.tp)[..., : self._size]
+
+    def loss(self, logits_BSV: Tensor, labels_BS: Tensor) -> Tensor:
+        """Return the sum of the cross entropies over the logits of this rank's rows."""
+        return vocab_parallel_cross_entropy(logits_BSV, labels_BS, self.tp, self._size).sum()
+
+
+def vocabulary_rows(size: int, tp: TensorParallel, part: int = 0, parts: int = 1) -> slice:
+    """Return this rank's rows of a table with ``size`` rows, or of one of its parts. The last ones may be missing."""
+    rows = -(-size // (tp.size * parts))
+    first = (part * tp.size + tp.rank) * rows
+    return slice(first, first + rows)
+
+
+def padded_rows(rows_VD: Tensor, rows: slice, requires_grad: bool) -> nn.Parameter:
+    """Return rows of a table as a parameter, with zeros for those that are missing."""
+    padded_VD = rows_VD.new_zeros(rows.stop - rows.start, rows_VD.size(1))
+    padded_VD[: len(rows_VD)] = rows_VD
+    return nn.Parameter(padded_VD, requires_grad=requires_grad)
+
+
+class _DividedTable(nn.Embedding):
+    """Embedding with this rank's rows of its table: the class before nn.Embedding for :func:`divide_embedding`."""
+
+    _tp: TensorParallel
+
+    def forward(self, input: Tensor) -> Tensor:
+        check_ids(input, self.num_embeddings)
+        partial = embedding_rows(input, self.weight, self._tp.rank * len(self.weight))
+        if self.padding_idx is not None:
+            is_padding = (input == self.padding_idx).unsqueeze(-1)
+            partial = torch.where(is_padding, partial.detach(), partial)
+        return reduce_from_tensor_model_parallel_region(partial, self._tp)
+
+
+def can_divide_embedding(table: nn.Module) -> bool:
+    """Return whether a table is looked up by ``nn.Embedding.forward`` only, without its rarer options."""
+    return isinstance(table, nn.Embedding) and not (
+        table.max_norm or table.scale_grad_by_freq or table.sparse
+    )
+
+
+def divide_embedding(table: Any, weight: nn.Parameter, tp: TensorParallel) -> nn.Module:
+    """Let an embedding look up this rank's rows. A class between it and nn.Embedding, which scales, stays in effect."""
+    kind = type(table)
+    bases = (_DividedTable,) if kind is nn.Embedding else (kind, _DividedTable)
+    table.__class__ = type(f"Divided{kind.__name__}", bases, {})
+    table._tp, table.weight = tp, weight
+    mark_rows(weight, tp, table.num_embeddings)
+    return table
