@@ -24,9 +24,10 @@ from .checkpoint.master_weights import MasterWeights
 from .checkpoint.states import LocalParameter, OptimizerStates, parameters_of
 from .deepspeed_api.handlers import is_patch
 from .deepspeed_api.names import loss_scaler
+from .eager_reduction import EagerReduction, why_not_eager
 from .engine_state import EngineState
 from .grad_norm import clip_grad_norm
-from .grad_sync import EagerReduction, Gradients, as_real, why_not_eager
+from .grad_sync import Gradients, as_real
 from .losses.step import Loss
 from .losses.watch import LossWatch
 from .module import PipelineModule
