@@ -42,19 +42,11 @@ from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, ru
 from .deepspeed_api.topology import require_rank_order, topology_sizes
 from .grid import FoldedTopology, grid_of_role, on_hosts
 from .module_plan import head_parts, layer_description, layer_name, plan_of_module
-from .ties import (
-    divide_tied_embedding,
-    find_shared,
-    index_shared,
-    index_tied_modules,
-    join_kinds,
-    join_tied_rows,
-    require_visible_parameters,
-    require_whole_ties,
-    separate_kinds,
-    stage_of,
-    tied_weights,
-)
+from .ties.functions import require_visible_parameters
+from .ties.layered_module import stage_of
+from .ties.separated import divide_tied_embedding, join_kinds, join_tied_rows, separate_kinds
+from .ties.shared import find_shared, index_shared
+from .ties.tied_layers import index_tied_modules, require_whole_ties, tied_weights
 from .types import Batch, Function, Groups, Json, Layer, Record
 from .wrappers import let_names_be_plain, plain_name
 

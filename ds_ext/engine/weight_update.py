@@ -31,7 +31,7 @@ from .grad_sync import Gradients, as_real
 from .losses.step import Loss
 from .losses.watch import LossWatch
 from .module import PipelineModule
-from .ties import check_ties
+from .ties.tied_layers import check_ties
 from .types import Optimizer
 from .weight_gathers import WeightGathers, require_equal_parts
 

@@ -17,7 +17,7 @@ from ...errors import ConfigError
 from ...tensor_parallel import is_sharded
 from ..all_ranks import on_all_ranks
 from ..module import PipelineModule, trains
-from ..ties import tied_weights
+from ..ties.tied_layers import tied_weights
 from ..types import Function, Groups
 
 
