@@ -31,7 +31,8 @@ from ...launch import failure, process, stop
 from ...launch.launcher import launch_again
 from ...model.config import TransformerConfig
 from ...model.field_flags import flag_name
-from ...observe.metrics import Metrics, print_line
+from ...observe.metrics import Metrics
+from ...observe.progress import print_line
 from ...pipe_schedules.files import is_timetable_file
 from ...planner.job_plan import JobPlan
 from ..convert.tokenizer_files import ORIGIN, origin_of
