@@ -78,9 +78,7 @@ class DynamicMessages(StageMessages):
     def post(self, kind: MessageKind, stage: int, item: int, device: int, sending_stage: int) -> None:
         """Do nothing, because messages are received in the order of arrival."""
 
-    def send(
-        self, kind: MessageKind, tensors: Sequence[Tensor], stage: int, item: int, device: int
-    ) -> None:
+    def send(self, kind: MessageKind, tensors: Sequence[Tensor], stage: int, item: int, device: int) -> None:
         head = torch.tensor((kind, stage, item))
         if self._count is not None:
             self._count(tensors)
