@@ -301,7 +301,7 @@ LAUNCHER_VARIABLES = (
     "TORCHELASTIC_",
     "MASTER_PORT",
 )
-SETS_VARIABLES = ("launch/slurm.py", "launch/launcher.py", "cli/hosts/agent.py", "engine/initialize.py")
+SETS_VARIABLES = ("launch/slurm.py", "launch/launcher.py", "cli/hosts/agent.py", "engine/start.py")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))

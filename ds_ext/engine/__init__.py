@@ -16,8 +16,9 @@ from ..config.deepspeed_check import check_deepspeed
 from .batches import MicroBatches
 from .engine import PipelineEngine
 from .grid import FoldedTopology, hosts_of_job, on_hosts
-from .initialize import check_precision, init_distributed, initialize, weight_decay_groups
+from .initialize import initialize, weight_decay_groups
 from .module import PipelineModule
+from .start import check_precision, init_distributed
 
 if get_accelerator().device_name() == "cpu":
     # Otherwise init_distributed() spends 30 s compiling an op that only DeepSpeed's inference engine uses.

@@ -24,7 +24,7 @@ from ..tensor_parallel import is_sharded
 from .all_ranks import on_all_ranks
 from .module import PipelineModule
 from .parameters import parameters_of
-from .ties import tied_weights
+from .ties.tied_layers import tied_weights
 from .types import Groups, Json, Optimizer, Record, Source
 
 _PACKAGES = ("ds_ext", "torch", "deepspeed")

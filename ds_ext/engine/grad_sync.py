@@ -1,18 +1,9 @@
-"""Gradients of a rank: storage, and reduction over data-parallel ranks.
-
-DeepSpeed reduces all gradients after the last backward of a step. An eager reduction starts right after the last
-backward of a stage and overlaps with later computations. The engine waits for it before the optimizer step. The
-averages are the same, so the rest of the step is DeepSpeed's.
-
-ZeRO's optimizers read the gradients of this rank's part of every parameter group. A reduce-scatter of a group computes
-only these averages, with half the bytes of an all-reduce.
-"""
+"""Gradients of a rank: storage, and reduction over data-parallel ranks."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
@@ -21,23 +12,18 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.bwc import bwc_tensor_model_parallel_rank
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import ProcessGroup
 from torch.nn.utils import get_total_norm
 
 from ..errors import ConfigError
 from .deepspeed_api.names import model_groups
 from .grad_norm import counts_here
-from .module import PipelineModule
-from .tracing.recorder import Tracer
 from .types import Optimizer
 
 logger = logging.getLogger(__name__)
-# The older name, before torch 2.13, is deprecated.
-_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Gradients:
@@ -45,6 +31,7 @@ class Gradients:
 
     Args:
         optimizer: DeepSpeed's or torch's; None on a rank without gradients.
+        group: data-parallel ranks, over which gradients are reduced; None: all ranks.
         names: parameter -> name in the warning about a missing gradient.
     """
 
@@ -52,10 +39,11 @@ class Gradients:
         self, optimizer: Optimizer, group: ProcessGroup | None, names: Mapping[nn.Parameter, str]
     ) -> None:
         self.optimizer, self.group = optimizer, group
-        self._names, self._has_warned = names, False
+        self._names = names
+        self._has_warned = False
         self.replicas = dist.get_world_size(group)
-        self._is_zero = isinstance(optimizer, ZeROOptimizer)
-        self._has_sums = isinstance(optimizer, DeepSpeedZeroOptimizer)
+        self._is_partitioned = isinstance(optimizer, ZeROOptimizer)
+        self._is_zero_1_or_2 = isinstance(optimizer, DeepSpeedZeroOptimizer)
         self._is_bf16 = isinstance(optimizer, BF16_Optimizer)
         # Parameter -> indices in the lists of the bf16 optimizer.
         self._places = {
@@ -67,11 +55,11 @@ class Gradients:
     @property
     def needs_reduction(self) -> bool:
         """True if gradients are averaged over replicas, or moved to the partitions of an optimizer."""
-        return self._is_zero or self.replicas > 1
+        return self._is_partitioned or self.replicas > 1
 
     def get(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter; None if no micro-batch used it (zero with the bf16 optimizer)."""
-        if self._has_sums and parameter.numel() > 0:  # ZeRO leaves out parameters without elements
+        if self._is_zero_1_or_2 and parameter.numel() > 0:  # ZeRO leaves out parameters without elements
             return self.optimizer.get_gradient_for_reduction(parameter)
         if not self._is_bf16:
             return parameter.grad
@@ -92,8 +80,8 @@ class Gradients:
 
     @property
     def may_be_missing(self) -> bool:
-        """True if the optimizer skips a parameter without gradient; ZeRO and bf16 optimizers take it as zero."""
-        return not self._is_zero
+        """True if the optimizer skips a parameter without gradient; ZeRO and bf16 optimizers treat it as zero."""
+        return not self._is_partitioned
 
     def fill_missing(self, parameters: Iterable[nn.Parameter]) -> list[bool]:
         """Set missing gradients to zero, because another replica may have a gradient.
@@ -119,7 +107,7 @@ class Gradients:
             return
         self._has_warned = True
         logger.warning(
-            "%s: no micro-batch used it on rank %d, so it has no gradient. ZeRO and half precision take it as zero, "
+            "%s: no micro-batch used it on rank %d, so it has no gradient. ZeRO and half precision treat it as zero, "
             "and AdamW still moves the parameter by its momentum and weight decay. Later cases are not reported.",
             self._names.get(parameter, "parameter"),
             dist.get_rank(),
@@ -144,7 +132,7 @@ class Gradients:
             same = [gradient for gradient in gradients if gradient.dtype == own]
             flat = flatten(same).to(torch.promote_types(own, dtype))
             dist.all_reduce(flat, group=self.group)
-            _copy_parts(flat / self.replicas if average else flat, same)
+            copy_parts(flat / self.replicas if average else flat, same)
 
     def sum_tied(self, tied: Iterable[tuple[nn.Parameter, ProcessGroup]]) -> None:
         """Sum the gradients of tied parameters over the ranks that hold them. A missing gradient counts as zero."""
@@ -164,7 +152,7 @@ class Gradients:
 
     def groups_within(self, parameters: Iterable[nn.Parameter]) -> list[int]:
         """Return the parameter groups of ZeRO that have no other parameters, and whose parts follow their order."""
-        if not self._is_zero:
+        if not self._is_partitioned:
             return []
         ids = {id(parameter) for parameter in parameters}
         groups = enumerate(model_groups(self.optimizer))
@@ -231,13 +219,13 @@ class Gradients:
             dist.all_reduce(square, group=self.group)
             return [square.sqrt()], {}
 
-        with _set_attribute(optimizer, "get_grads_for_norm", norm):
+        with set_attribute(optimizer, "get_grads_for_norm", norm):
             yield
 
     @property
     def accumulating(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Context of a backward, in which ZeRO and bf16 optimizers move its gradients to their buffers."""
-        return functools.partial(_zero_backward, self.optimizer) if self._is_zero else None
+        return functools.partial(_zero_backward, self.optimizer) if self._is_partitioned else None
 
     @contextmanager
     def corrected(self, factor: float, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
@@ -248,10 +236,10 @@ class Gradients:
         if factor == 1:
             yield
         elif factor == 0:
-            torch_optimizer = self.optimizer.optimizer if self._is_zero else self.optimizer
-            with _set_attribute(torch_optimizer, "step", _no_step):
+            torch_optimizer = self.optimizer.optimizer if self._is_partitioned else self.optimizer
+            with set_attribute(torch_optimizer, "step", _no_step):
                 yield
-        elif self._is_zero and not self._is_bf16:
+        elif self._is_partitioned and not self._is_bf16:
             with _zero_correction(self.optimizer, factor):
                 yield
         else:
@@ -271,7 +259,7 @@ class Gradients:
             for i, j in (self._places[parameter] for parameter in parameters if parameter in self._places):
                 self.optimizer.fp32_groups_has_gradients[i][j] = True
             return
-        sums = self._has_sums and self.optimizer.use_grad_accum_attribute
+        sums = self._is_zero_1_or_2 and self.optimizer.use_grad_accum_attribute
         for parameter in parameters:
             name, dtype = "grad", None
             if sums and parameter.numel() > 0:
@@ -294,14 +282,14 @@ def _zero_correction(optimizer: DeepSpeedZeroOptimizer, factor: float) -> Iterat
         unscale(partitions, total_norm)
 
     with (
-        _set_attribute(optimizer, "scaled_global_norm", norm),
-        _set_attribute(optimizer, "unscale_and_clip_grads", clip),
+        set_attribute(optimizer, "scaled_global_norm", norm),
+        set_attribute(optimizer, "unscale_and_clip_grads", clip),
     ):
         yield
 
 
 @contextmanager
-def _set_attribute(target: object, name: str, value: object) -> Iterator[None]:
+def set_attribute(target: object, name: str, value: object) -> Iterator[None]:
     """Context in which ``target.name`` is ``value``; a class attribute is hidden, not changed."""
     is_own, original = name in vars(target), getattr(target, name)
     setattr(target, name, value)
@@ -341,195 +329,8 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat(flat) if len(flat) > 1 else flat[0]
 
 
-def joined_views(tensors: Iterable[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return views of two or more tensors that follow each other in a storage, and the tensors without a neighbor.
-
-    Neighbors are contiguous, and in the order of ``tensors``. The bf16 optimizer sums all gradients of a parameter
-    group in one tensor, so that a few views hold those of a stage.
-    """
-    by_storage: dict[int, list[list[Tensor]]] = {}
-    for tensor in tensors:
-        runs = by_storage.setdefault(tensor.untyped_storage().data_ptr(), [])
-        if runs and tensor.is_contiguous() and _follows(tensor, runs[-1][-1]):
-            runs[-1].append(tensor)
-        else:
-            runs.append([tensor])
-    every_run = [run for runs in by_storage.values() for run in runs]
-    joined = [run[0].as_strided((sum(t.numel() for t in run),), (1,)) for run in every_run if len(run) > 1]
-    return joined, [run[0] for run in every_run if len(run) == 1]
-
-
-def _follows(tensor: Tensor, last: Tensor) -> bool:
-    return last.is_contiguous() and tensor.storage_offset() == last.storage_offset() + last.numel()
-
-
-def _copy_parts(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+def copy_parts(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy the elements of a vector, which may be padded, to tensors in the order of :func:`flatten`."""
     sizes = [tensor.numel() for tensor in tensors]
     for tensor, part in zip(tensors, flat[: sum(sizes)].split(sizes), strict=True):
         tensor.copy_(part.view_as(tensor))
-
-
-# --- eager reduction ---
-
-
-class EagerReduction:
-    """Reductions of one rank that overlap with later computations.
-
-    Args:
-        order: stages of this rank, in the order of their reductions.
-        scatters: True to reduce-scatter parameter groups of one stage.
-
-    Attributes:
-        parameters: stage -> parameters that are reduced with it; None -> those tied to other ranks.
-    """
-
-    def __init__(
-        self,
-        gradients: Gradients,
-        module: PipelineModule,
-        order: Sequence[int],
-        dtype: torch.dtype,
-        tracer: Tracer | None,
-        scatters: bool = False,
-    ) -> None:
-        self._gradients, self._dtype, self._tracer = gradients, dtype, tracer
-        self.parameters = parameters_by_reduction(module, order)
-        self._groups = {
-            stage: gradients.groups_within(parameters) if scatters else []
-            for stage, parameters in self.parameters.items()
-        }
-        self._pending: deque[tuple[Work, Tensor, list[Tensor]]] = deque()
-        self._used: list[
-            tuple[list[nn.Parameter], Tensor]
-        ] = []  # parameters, reduced flags of those with a gradient
-
-    def start(self, stage: int) -> None:
-        """Start to average the gradients of a stage. All replicas call this in one order; the plan has been checked."""
-        # Free the buffers of finished reductions before the next one needs memory.
-        while self._pending and self._pending[0][0].is_completed():
-            self._finish_oldest()
-        self._reduce(stage)
-
-    def finish(self) -> None:
-        """Wait for all reductions, and pass the averages to DeepSpeed's optimizer."""
-        self._reduce(None)
-        while self._pending:
-            self._finish_oldest()
-        for parameters, flags in self._used:
-            self._gradients.drop_unused(parameters, (flags != 0).tolist())
-        self._used.clear()
-        optimizer = self._gradients.optimizer
-        if isinstance(optimizer, DeepSpeedZeroOptimizer):
-            with _without_averaging(optimizer):
-                optimizer.set_gradient_accumulation_boundary(True)
-                optimizer.reduce_gradients(pipeline_parallel=True)
-
-    def _finish_oldest(self) -> None:
-        work, average, gradients = self._pending.popleft()
-        work.wait()
-        if gradients:
-            _copy_parts(average, gradients)
-
-    def _reduce(self, stage: int | None) -> None:
-        """Start the reduction of a stage; None: of the parameters that are tied to other ranks.
-
-        Where gradients may be missing, flags of the used parameters are reduced with them.
-        """
-        parameters = self.parameters[stage]
-        used = self._gradients.fill_missing(parameters)
-        if self._gradients.share_memory:
-            # Backwards of other stages would add these, which are zeros then, to sums that the reduction writes to.
-            for parameter in parameters:
-                parameter.grad = None
-        if self._groups[stage]:
-            scattered = set()
-            for index in self._groups[stage]:
-                scattered.update(map(id, model_groups(self._gradients.optimizer)[index]))
-                self._start(stage, *self._gradients.of_group(index, self._dtype), is_group=True)
-            parameters = [parameter for parameter in parameters if id(parameter) not in scattered]
-        gradients = [as_real(g) for g in map(self._gradients.get, parameters) if g is not None]
-        if self._gradients.may_be_missing and gradients:
-            flags = torch.tensor(used, dtype=gradients[0].dtype, device=gradients[0].device)
-            gradients.append(flags)
-            self._used.append((parameters, flags))
-        for dtype in sorted({g.dtype for g in gradients}, key=str):
-            copied = [g for g in gradients if g.dtype == dtype]
-            reduced_dtype = dtype if dtype == torch.float64 else self._dtype
-            if dtype == reduced_dtype and self._gradients.share_memory:
-                in_place, copied = joined_views(copied)
-                for view in in_place:
-                    self._start(stage, view, [])
-            if copied:
-                self._start(stage, flatten(copied).to(reduced_dtype), copied)
-
-    def _start(
-        self, stage: int | None, flat: Tensor, gradients: list[Tensor], is_group: bool = False
-    ) -> None:
-        """Start to average a vector over the replicas; ``gradients`` receive its parts at the end.
-
-        Of a whole parameter group, this rank gets the averages of its part.
-        """
-        group, replicas = self._gradients.group, self._gradients.replicas
-        flat.div_(replicas)
-        begin = 0.0 if self._tracer is None else self._tracer.now()
-        average = flat
-        if is_group:
-            average = flat.chunk(replicas)[dist.get_rank(group)]
-            work = _reduce_scatter(average, flat, group)
-        else:
-            work = dist.all_reduce(flat, group=group, async_op=True)
-        assert work is not None
-        self._pending.append((work, average, gradients))
-        if self._tracer is not None:
-            self._tracer.reducing(stage, flat, begin, work)
-
-
-def _reduce_scatter(mine: Tensor, flat: Tensor, group: ProcessGroup | None) -> Work | None:
-    if dist.get_backend(group) == "gloo":  # torch's reduce-scatter would all-reduce a copy
-        return dist.all_reduce(flat, group=group, async_op=True)
-    return _SCATTER(mine, flat, group=group, async_op=True)
-
-
-def why_not_eager(engine: DeepSpeedEngine) -> str | None:
-    optimizer = engine.optimizer
-    if dist.get_world_size(engine.mpu.get_data_parallel_group()) == 1:
-        return "there is one data-parallel rank"
-    if not engine.gradient_average or engine.gradient_predivide_factor() != 1.0:
-        return "gradients are not averaged, or are divided before the reduction"
-    if isinstance(optimizer, DeepSpeedZeroOptimizer):
-        if optimizer.cpu_offload or optimizer.overlap_comm:
-            return "the optimizer is offloaded or overlaps reductions itself"
-        if not optimizer.contiguous_gradients:
-            return '"contiguous_gradients" is false'
-    return None
-
-
-def parameters_by_reduction(
-    module: PipelineModule, order: Sequence[int]
-) -> dict[int | None, list[nn.Parameter]]:
-    """Return a dict of stage -> parameters to reduce with it; None -> parameters tied to other ranks.
-
-    A parameter used by several stages belongs to the last one in ``order``. Gradients of tied parameters are first
-    summed over the ranks of the tie.
-    """
-    tied = {id(weight) for weight, _ in module.get_tied_weights_and_groups()}
-    last: dict[int, int | None] = {}
-    for stage in order:
-        for parameter in module.stage_parameters(stage):
-            last[id(parameter)] = None if id(parameter) in tied else stage
-    by_stage: dict[int | None, list[nn.Parameter]] = {stage: [] for stage in (None, *order)}
-    for parameter in module.parameters():
-        if parameter.requires_grad:
-            by_stage[last.get(id(parameter))].append(parameter)
-    return by_stage
-
-
-@contextmanager
-def _without_averaging(optimizer: Optimizer) -> Iterator[None]:
-    """Context in which ZeRO moves gradients to its partitions without communication."""
-
-    # Sums in another dtype than the weights have a buffer for each partition.
-    move = optimizer._add_full_reduction_to_compact_grad_partition
-    with _set_attribute(optimizer, "average_tensor", move):
-        yield

@@ -2,69 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import logging
-import os
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
-from datetime import timedelta
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import deepspeed
 import torch
 from deepspeed import comm as dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.config import DeepSpeedConfig
 
-from ..comm.groups import limit_waits, wait_for_threads_at_exit, watch_hosts, watch_start
-from ..comm.spin import usable_cores
+from ..comm.groups import limit_waits
 from ..config.deepspeed_check import check_deepspeed, unknown_keys
 from ..config.deepspeed_json import (
     fp32_sums_of_bf16,
     half_through_zero,
     precision,
-    precision_section,
     require_monitors,
     zero_stage,
 )
 from ..config.job import DsExtConfig, JobConfig, load_config
 from ..config.merge import merge
 from ..config.schedulers import MegatronLR
-from ..environment import (
-    agent_serves_store,
-    find_launcher,
-    local_rank,
-    local_world_size,
-    master_port,
-    rank,
-    restart_count,
-    world_size,
-)
+from ..environment import rank, restart_count
 from ..errors import ANSWERS, ConfigError
-from ..launch import slurm
 from ..launch.job_facts import code_facts, setting_facts
-from ..launch.launcher import require_restarts, set_single_rank
-from ..launch.process import has_logging, print_stacks_on_signal, set_up_logging
-from ..launch.roll_call import Facts, RollCall, compare, make_early_roll_call, one_refusal
+from ..launch.launcher import require_restarts
+from ..launch.roll_call import compare, one_refusal
 from ..parallel.fbd import FORWARD_ROLE, DisaggregatedLayout
 from ..parallel.slices import BALANCED, EQUAL
-from ..tensor_parallel import is_sharded
+from ..planner.job_plan import JobPlan
 from .all_ranks import from_rank_0, on_all_ranks
 from .batches import MapDataset, MicroBatches
-from .deepspeed_api.device import announce_locks, select_device
-from .deepspeed_api.muon import import_muon
-from .deepspeed_api.names import require_names, untested_versions
+from .deepspeed_api.muon import fill_halves, import_muon, tag_for_muon
+from .deepspeed_api.names import untested_versions
 from .engine import PipelineEngine
 from .facts import data_facts, optimizer_facts, plan_text, run_facts, stage_facts
 from .fbd.backward import BackwardRole
 from .fbd.forward import ForwardRole
 from .modes import set_first_modes
 from .module import PipelineModule, trains
-from .ties import tied_weights
+from .start import check_precision, init_distributed
 from .types import Function, Groups, Json, Optimizer, ParameterGroup, Parameters, Scheduler, Source
 from .weight_gathers import repeat_lists, scheduler_of_parts, split_by_stage
 
@@ -72,105 +53,6 @@ logger = logging.getLogger(__name__)
 
 _NOT_ON_FORWARD_RANKS = ("optimizer", "scheduler", "zero_optimization", "fp16", "bf16", "bfloat16")
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def check_precision(job: JobConfig) -> None:
-    """Raise ConfigError if this rank's device does not support the job's precision. Needs no process group."""
-    dtype, accelerator = precision(job.deepspeed), get_accelerator()
-    if dtype == "fp32":
-        return
-    select_device()  # the query may allocate on the current device
-    supports = {"bf16": accelerator.is_bf16_supported, "fp16": accelerator.is_fp16_supported}
-    if supports[dtype]():
-        return
-    other = "fp16" if dtype == "bf16" else "bf16"
-    half = f'"{other}": {{"enabled": true}} or ' if supports[other]() else ""
-    key = f"{precision_section(job.deepspeed)}.enabled"
-    raise ConfigError(
-        f"{job.flags.get(key, key)}: the device {accelerator.device_name()} on this host does not support {dtype} "
-        f"(got true). Use {half}fp32, which needs no section."
-    )
-
-
-def init_distributed(timeout_s: float = 120.0, facts: Facts | None = None) -> None:
-    """Start the process group, nccl on CUDA and gloo on CPU, unless it already exists, also by torch's own call.
-
-    Before a start, all ranks compare versions, source code and ``facts``. Logging is set up as by
-    :func:`ds_ext.launch.process.set_up_logging`, unless the script has done so. Under Slurm's `srun`, rank, world size
-    and address of rank 0 come from Slurm's variables. A process without a launcher is the only rank.
-
-    Args:
-        timeout_s: time limit for the other ranks, in seconds.
-        facts: key -> additional value that must be the same on all ranks.
-
-    Raises:
-        ConfigError: ranks differ, a rank failed, the port is in use, Slurm's variables contradict each other, or the
-            installed DeepSpeed or torch lacks a name of :mod:`.deepspeed_api.names`.
-        TransportError: a rank did not join in time.
-    """
-    require_names("deepspeed", "torch", "python")
-    announce_locks()
-    slurm.set_rank()
-    set_single_rank()
-    print_stacks_on_signal()
-    if not has_logging():
-        set_up_logging()
-    if get_accelerator().device_name() == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads_of_rank())
-    select_device()
-    if not torch.distributed.is_initialized():
-        watch_start()
-        try:
-            # Rank 0 may serve the store. Keep the roll call until the process group shares the store.
-            call = make_early_roll_call(rank(), world_size(), timeout_s)
-            if call is not None:
-                call.require_same({**code_facts(), **(facts or {})}, timeout_s)
-                if agent_serves_store():
-                    _join(call, timedelta(seconds=timeout_s))
-            deepspeed.init_distributed(
-                get_accelerator().communication_backend_name(),
-                verbose=False,
-                timeout=timedelta(seconds=timeout_s),
-            )
-            limit_waits(timeout_s)
-        except torch.distributed.DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            raise ConfigError(
-                f"MASTER_PORT: already in use on this host (got {master_port()}). Stop the other job, "
-                f"or pass the launcher another --master_port (with srun: export MASTER_PORT)."
-            ) from None
-    elif not dist.is_initialized():
-        deepspeed.init_distributed(verbose=False)
-    wait_for_threads_at_exit()
-    watch_hosts()
-    os.environ.setdefault("LOCAL_RANK", "0")
-
-
-def _join(call: RollCall, timeout: timedelta) -> None:
-    """Start the process group on the roll call's store: torchrun's own still has the keys of earlier starts."""
-    from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
-
-    accelerator = get_accelerator()
-    device = accelerator.device(local_rank()) if accelerator.device_name() == "cuda" else None
-    torch.distributed.init_process_group(
-        accelerator.communication_backend_name(),
-        store=PrefixStore("process_group", call.store),
-        rank=call.rank,
-        world_size=call.world_size,
-        timeout=timeout,
-        device_id=device,
-    )
-
-
-def threads_of_rank() -> int:
-    """Return the number of torch's CPU threads: the usable cores divided by the ranks that share them."""
-    ranks = local_world_size()
-    launched = find_launcher()
-    with contextlib.suppress(OSError):  # the launcher may have exited
-        if launched is not None and os.sched_getaffinity(0) != os.sched_getaffinity(launched[1]):
-            ranks = 1  # the launcher or a wrapper pinned this rank to separate cores
-    return max(1, int(usable_cores() // ranks))
 
 
 def initialize(
@@ -227,30 +109,14 @@ def initialize(
         _require_samples_by_index(training_data)
         check_precision(job)
         _check_json(job, has_optimizer=optimizer is not None, has_scheduler=lr_scheduler is not None)
-    sizes = model.plan.sizes
-    config_dict = dict(
-        fp32_sums_of_bf16(half_through_zero(job.deepspeed)),
-        train_micro_batch_size_per_gpu=sizes.micro_batch_size,
-        gradient_accumulation_steps=sizes.gradient_accumulation_steps,
-        train_batch_size=sizes.train_batch_size,
-        wall_clock_breakdown=False,  # its timers synchronize the device around calls that this engine does not make
-    )
-    scheduler = config_dict.get("scheduler") or {}
-    if lr_scheduler is None and scheduler.get("type") == "MegatronLR":
-        # DeepSpeed makes only its own schedulers and torch's from the JSON.
-        lr_scheduler = functools.partial(MegatronLR, **scheduler["params"])
-        del config_dict["scheduler"]
+    config_dict, lr_scheduler = _engine_config(model.plan, lr_scheduler)
     # The constructors below communicate.
-    limit_waits(model.plan.settings.transport_options.timeout_s)
+    limit_waits(job.ds_ext.transport_options.timeout_s)
     parameters = model.parameters() if model_parameters is None else model_parameters  # as DeepSpeed
     groups = [_list_parameters(group) for group in parameters]
-    if model.plan.settings.overlap_across_steps and not hasattr(optimizer, "param_groups"):
+    if job.ds_ext.overlap_across_steps and not hasattr(optimizer, "param_groups"):
         groups, model.group_sources = split_by_stage(groups, model)
-        if "params" in config_dict.get("scheduler", {}):
-            params = repeat_lists(scheduler["params"], model.group_sources)
-            config_dict["scheduler"] = {**scheduler, "params": params}
-        if callable(lr_scheduler):
-            lr_scheduler = functools.partial(scheduler_of_parts, lr_scheduler, model.group_sources)
+        config_dict, lr_scheduler = _expand_lists(config_dict, lr_scheduler, model.group_sources)
     data = data_facts(model, training_data)
     compare(
         {
@@ -265,25 +131,11 @@ def initialize(
             **data,
         },
     )
-    on_all_ranks(lambda: _require_whole_experts(model))
-    if optimizer is not None or "optimizer" in config_dict:
-        _require_parameters(model, None if hasattr(optimizer, "param_groups") else groups)
+    _prepare_parameters(model, optimizer, groups, config_dict)
     model.random_seed = from_rank_0(torch.initial_seed)
-    if zero_stage(half_through_zero(job.deepspeed)):
-        all_groups = getattr(optimizer, "param_groups", groups)
-        _require_weights_of_zero(model, all_groups, is_half=precision(job.deepspeed) != "fp32")
-    if str(config_dict.get("optimizer", {}).get("type")).lower() == "muon" and optimizer is None:
-        _tag_for_muon(model)
-        _fill_halves(model, groups)
-    model.fill_groups(getattr(optimizer, "param_groups", groups))
     set_first_modes(model)
     facts = run_facts(model, data)
-    if rank() == 0 and job.ds_ext.print_plan and not (model.plan_is_given or restart_count()):
-        text = plan_text(model, facts, verbose=job.ds_ext.print_plan == "all")
-        print(f"{text}\n", end="", flush=True)
-    elif rank() == 0 and not (job.ds_ext.print_plan or restart_count()):
-        for note in job.notes:  # otherwise part of the plan
-            logger.warning("%s", note)
+    _print_plan(model, facts)
     engine = _make_engine(
         model,
         config_dict,
@@ -341,6 +193,75 @@ def _require_resolved(settings: DsExtConfig) -> None:
         )
 
 
+def _engine_config(plan: JobPlan, lr_scheduler: Scheduler) -> tuple[dict[str, Any], Scheduler]:
+    """Return DeepSpeed's JSON with all batch sizes, and the scheduler. MegatronLR moves from the JSON to the latter."""
+    sizes = plan.sizes
+    config = dict(
+        fp32_sums_of_bf16(half_through_zero(plan.job.deepspeed)),
+        train_micro_batch_size_per_gpu=sizes.micro_batch_size,
+        gradient_accumulation_steps=sizes.gradient_accumulation_steps,
+        train_batch_size=sizes.train_batch_size,
+        wall_clock_breakdown=False,  # its timers synchronize the device around calls that this engine does not make
+    )
+    scheduler = config.get("scheduler") or {}
+    if lr_scheduler is None and scheduler.get("type") == "MegatronLR":
+        # DeepSpeed makes only its own schedulers and torch's from the JSON.
+        lr_scheduler = functools.partial(MegatronLR, **scheduler["params"])
+        del config["scheduler"]
+    return config, lr_scheduler
+
+
+def _list_parameters(group: Parameters) -> Parameters:
+    """Return a parameter, or a parameter group whose iterator of parameters is replaced by a list."""
+    if not isinstance(group, Mapping):
+        return group
+    parameters = group["params"]
+    return {**group, "params": [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)}
+
+
+def _expand_lists(
+    config: dict[str, Any], lr_scheduler: Scheduler, sources: Sequence[int]
+) -> tuple[dict[str, Any], Scheduler]:
+    """Return the JSON and the scheduler, with lists of a value per parameter group expanded to the split groups."""
+    scheduler = config.get("scheduler", {})
+    if "params" in scheduler:
+        params = repeat_lists(scheduler["params"], sources)
+        config = {**config, "scheduler": {**scheduler, "params": params}}
+    if callable(lr_scheduler):
+        lr_scheduler = functools.partial(scheduler_of_parts, lr_scheduler, sources)
+    return config, lr_scheduler
+
+
+def _prepare_parameters(model: PipelineModule, optimizer: Optimizer, groups: Groups, config: Json) -> None:
+    """Check the parameters, and add placeholders to groups that are empty on this rank.
+
+    All ranks must call this together. An optimizer with groups replaces ``groups``.
+    """
+    deepspeed_json, has_groups = model.job.deepspeed, hasattr(optimizer, "param_groups")
+    all_groups = optimizer.param_groups if has_groups else groups
+    on_all_ranks(lambda: _require_whole_experts(model))
+    if optimizer is not None or "optimizer" in config:
+        _require_parameters(model, None if has_groups else groups)
+    if zero_stage(half_through_zero(deepspeed_json)):
+        _require_weights_of_zero(model, all_groups, is_half=precision(deepspeed_json) != "fp32")
+    if str(config.get("optimizer", {}).get("type")).lower() == "muon" and optimizer is None:
+        tag_for_muon(model)
+        fill_halves(model, groups)
+    model.fill_groups(all_groups)
+
+
+def _print_plan(model: PipelineModule, facts: Json) -> None:
+    """Print the plan, or log its notes without ``print_plan``, on rank 0 at the first start."""
+    print_plan = model.job.ds_ext.print_plan
+    if rank() != 0 or restart_count():
+        return
+    if not print_plan:
+        for note in model.job.notes:  # otherwise part of the plan
+            logger.warning("%s", note)
+    elif not model.plan_is_given:
+        print(f"{plan_text(model, facts, verbose=print_plan == 'all')}\n", end="", flush=True)
+
+
 def _make_engine(model: PipelineModule, config: Json, **kwargs: Any) -> PipelineEngine:
     """Return the engine for this rank's role. ``config`` is DeepSpeed's JSON with all batch sizes."""
 
@@ -369,73 +290,6 @@ def _make_engine(model: PipelineModule, config: Json, **kwargs: Any) -> Pipeline
         config_class=make_config(forward_config),
         **{**kwargs, "optimizer": None, "model_parameters": None, "lr_scheduler": None},
     )
-
-
-def _list_parameters(group: Parameters) -> Parameters:
-    """Return a parameter, or a parameter group whose iterator of parameters is replaced by a list."""
-    if not isinstance(group, Mapping):
-        return group
-    parameters = group["params"]
-    return {**group, "params": [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)}
-
-
-def _tag_for_muon(model: PipelineModule) -> None:
-    """Tag the matrices of hidden layers for Muon and the rest for Adam, unless the script has tagged parameters.
-
-    DeepSpeed looks for words such as "embed" in the names of parameters, which are numbers in a pipeline. Here, Adam
-    gets the first and the last layer with a matrix, embeddings, the weights tied to any of them, vectors and shards.
-    """
-    parameters = list(model.layer_parameters())
-    if any(on_all_ranks(lambda: any(hasattr(parameter, "use_muon") for parameter in parameters))):
-        for parameter in parameters:
-            parameter.use_muon = getattr(parameter, "use_muon", False)  # pyright: ignore[reportAttributeAccessIssue]
-        return
-    modules = [
-        (index, module)
-        for stage in model.stages
-        for index, layer in model.stage_modules(stage).items()
-        for module in layer.modules()
-    ]
-    with_matrix = on_all_ranks(
-        lambda: [i for i, module in modules if any(p.dim() > 1 for p in module.parameters(recurse=False))]
-    )
-    indices = sorted({index for of_rank in with_matrix for index in of_rank})
-    adam = {id(p) for p in parameters if p.dim() < 2 or is_sharded(p)}
-    for index, module in modules:
-        if index in (*indices[:1], *indices[-1:]) or isinstance(module, torch.nn.Embedding):
-            adam.update(map(id, module.parameters(recurse=False)))
-    tied = {
-        (key, number): weight
-        for key, tie in model.tied_comms.items()
-        for number, weight in enumerate(tied_weights(tie["module"], tie["weight_attr"]))
-    }
-    of_ranks = on_all_ranks(lambda: [place for place, weight in tied.items() if id(weight) in adam])
-    adam |= {id(tied[place]) for places in of_ranks for place in places if place in tied}
-    if not any(on_all_ranks(lambda: any(id(parameter) not in adam for parameter in parameters))):
-        shards = sum(p.dim() > 1 and is_sharded(p) for p in parameters)
-        raise ConfigError(
-            f"optimizer.type: Muon trains whole matrices of hidden layers (got none in {len(indices)} layers with "
-            f"matrices; {shards} matrices of this rank are shards). Use AdamW, or tensor_parallel_size 1."
-        )
-    for parameter in parameters:
-        parameter.use_muon = id(parameter) not in adam  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _fill_halves(model: PipelineModule, groups: Groups) -> None:
-    """Add placeholders to groups of Muon, which DeepSpeed divides, so that all ranks have the same halves."""
-
-    def trained_halves() -> list[list[bool]]:
-        marks = [[p for p in group["params"] if hasattr(p, "use_muon")] for group in all_groups]
-        return [
-            [trains(p for p in marked if p.use_muon is half) for half in (True, False)] for marked in marks
-        ]
-
-    all_groups = groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]
-    of_ranks = on_all_ranks(trained_halves)
-    for group, mine, *others in zip(all_groups, trained_halves(), *of_ranks, strict=False):
-        for half, dim in ((0, 2), (1, 1)):
-            if not mine[half] and any(halves[half] for halves in others):
-                group["params"].append(model.add_placeholder(dim)[1])
 
 
 def _require_samples_by_index(training_data: Source) -> None:

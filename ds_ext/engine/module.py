@@ -26,10 +26,10 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ..config.job import JobConfig
+from ..config.job import DsExtConfig, JobConfig
 from ..errors import ConfigError
 from ..launch.job_facts import checksum, file_facts, setting_facts
-from ..launch.roll_call import compare, one_refusal
+from ..launch.roll_call import Facts, compare, one_refusal
 from ..parallel.fbd import FORWARD_ROLE
 from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
@@ -42,19 +42,11 @@ from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, ru
 from .deepspeed_api.topology import require_rank_order, topology_sizes
 from .grid import FoldedTopology, grid_of_role, on_hosts
 from .module_plan import head_parts, layer_description, layer_name, plan_of_module
-from .ties import (
-    divide_tied_embedding,
-    find_shared,
-    index_shared,
-    index_tied_modules,
-    join_kinds,
-    join_tied_rows,
-    require_visible_parameters,
-    require_whole_ties,
-    separate_kinds,
-    stage_of,
-    tied_weights,
-)
+from .ties.functions import require_visible_parameters
+from .ties.layered_module import stage_of
+from .ties.separated import divide_tied_embedding, join_kinds, join_tied_rows, separate_kinds
+from .ties.shared import find_shared, index_shared
+from .ties.tied_layers import index_tied_modules, require_whole_ties, tied_weights
 from .types import Batch, Function, Groups, Json, Layer, Record
 from .wrappers import let_names_be_plain, plain_name
 
@@ -182,14 +174,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
                     f"{placement.stages} layers, a smaller pipeline_parallel_size, or a schedule with fewer stages."
                 )
         seeds = {"seed_layers": seed_layers, "base_seed": kwargs.get("base_seed")}
-        compare(
-            {
-                **setting_facts(settings.model_dump(exclude={"train"}), "ds_ext."),
-                **file_facts({"ds_ext.schedule": settings.schedule, **settings.schedule_options}),
-                **setting_facts({"partition_method": partition_method, **seeds}, "PipelineModule."),
-                "PipelineModule.layers": checksum(layer_description(layer).encode() for layer in layers),
-            }
-        )
+        compare(_facts(settings, layers, {"partition_method": partition_method, **seeds}))
         self.num_model_layers = len(layers)
         self.layer_names = [layer_name(layer, index) for index, layer in enumerate(layers)]
         self.plan_is_given = isinstance(config, JobPlan)
@@ -217,12 +202,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         for named in {id(m): m for stage in self.stages for m in self.stage_modules(stage).values()}.values():
             let_names_be_plain(named)
         let_names_be_plain(self)
-        # DeepSpeed numbers the ranks of a model copy by global rank, and mirrored devices run in reverse order.
-        # Its norms and file names use this number, so replicas must have the same one.
-        coordinate = self.topology().get_coord(dist.get_rank())
-        self.mpu().ds_model_rank = coordinate.pipe * self.mpu().model_parallel_size + getattr(
-            coordinate, "model", 0
-        )
+        _number_by_stage(self)
         self.placeholders: list[torch.nn.Parameter] = []
         if not trains(self.parameters()):
             self.add_placeholder()  # for an optimizer that the script makes of the trained parameters
@@ -582,6 +562,25 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
 def trains(parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]]) -> bool:
     plain = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
     return any(parameter.requires_grad and parameter.numel() for parameter in plain)
+
+
+def _facts(settings: DsExtConfig, layers: Iterable[Layer], arguments: Mapping[str, object]) -> Facts:
+    """Return the facts of a module for the roll call: its settings, arguments and layers."""
+    return {
+        **setting_facts(settings.model_dump(exclude={"train"}), "ds_ext."),
+        **file_facts({"ds_ext.schedule": settings.schedule, **settings.schedule_options}),
+        **setting_facts(arguments, "PipelineModule."),
+        "PipelineModule.layers": checksum(layer_description(layer).encode() for layer in layers),
+    }
+
+
+def _number_by_stage(module: PipelineModule) -> None:
+    """Give this rank the same number in its model copy as its replicas have, for DeepSpeed's norms and file names.
+
+    DeepSpeed numbers the ranks of a model copy by global rank, and mirrored devices run in reverse order.
+    """
+    coordinate, mpu = module.topology().get_coord(dist.get_rank()), module.mpu()
+    mpu.ds_model_rank = coordinate.pipe * mpu.model_parallel_size + getattr(coordinate, "model", 0)
 
 
 @functools.cache

@@ -54,8 +54,8 @@ def head_parts(layers: Sequence[Layer], loss_fn: Function | None, parts: int) ->
 
     Its spec has an attribute ``in_parts``: function of the number of parts; returns a LayerSpec of a
     :class:`ds_ext.tensor_parallel.HeadPart` for each. A tied head also needs a divided embedding, see
-    :func:`.ties.divide_tied_embedding`. The loss function then gets the losses of all tokens instead of
-    logits, which its attribute ``takes_token_losses`` declares.
+    :func:`.ties.separated.divide_tied_embedding`. The loss function then gets the losses of all tokens instead
+    of logits, which its attribute ``takes_token_losses`` declares.
     """
     if not parts:
         return []

@@ -26,7 +26,7 @@ from ..errors import ConfigError
 from ..pipe_schedules.gathers import order_of_first_use
 from ..pipe_schedules.reductions import order_of_reductions
 from .deepspeed_api.names import model_groups
-from .grad_sync import parameters_by_reduction
+from .eager_reduction import parameters_by_reduction
 from .module import PipelineModule
 from .tracing.recorder import Tracer
 from .types import Function, Groups, Optimizer, ParameterGroup, Scheduler

@@ -23,15 +23,16 @@ from .all_ranks import on_all_ranks
 from .checkpoint.states import OptimizerStates
 from .deepspeed_api.handlers import is_patch
 from .deepspeed_api.names import loss_scaler
+from .eager_reduction import EagerReduction, why_not_eager
 from .engine_state import EngineState
 from .grad_norm import clip_grad_norm
-from .grad_sync import EagerReduction, Gradients, as_real, why_not_eager
+from .grad_sync import Gradients, as_real
 from .losses.local import Loss
 from .losses.watch import LossWatch
 from .master_weights import MasterWeights
 from .module import PipelineModule
 from .parameters import LocalParameter, parameters_of
-from .ties import check_ties
+from .ties.tied_layers import check_ties
 from .types import Optimizer
 from .weight_gathers import WeightGathers, require_equal_parts
 

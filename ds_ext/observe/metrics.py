@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
-import math
-import operator
 import os
 import shlex
-import shutil
-import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,95 +16,23 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from ..gpus import peak_tflops as peak_of_name
+from .progress import (
+    additional_losses_text,
+    cell,
+    duration_text,
+    memory_text,
+    print_line,
+    progress_line,
+    rate_text,
+)
 from .run_record import RunRecord
+from .step_metrics import StepMetrics
 
 if TYPE_CHECKING:
     from ..engine.engine import PipelineEngine
     from ..engine.step_report import StepReport
 
 logger = logging.getLogger(__name__)
-
-_ERASE = "\x1b[2K"  # erase the line that the terminal's cursor is on
-_COLUMNS = 100  # most columns of a progress line
-_BETWEEN = 0.1  # least time between steps that a line has, relative to that of a step
-_MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Metrics of one step, with the keys of the metrics file (docs/reference.md, "Metrics")."""
-
-    step: int
-    loss: float
-    grad_norm: float | None
-    lr: float
-    iter_time_s: float
-    samples_per_s: float
-    tokens_per_s: float | None
-    tflops_per_device: float | None
-    mfu: float | None
-    consumed_samples: int
-    schedule: str
-    transport: str
-    peak_memory_bytes: int
-    bubble_measured: float | None
-    bubble_simulated: float
-    losses: dict[str, float] = field(default_factory=dict)
-    validation_loss: float | None = None
-    validation_losses: dict[str, float] = field(default_factory=dict)
-    snapshot_s: float | None = None
-    recovered_from_step: int | None = None
-    tokens: int | None = None
-    epoch: float | None = None
-
-
-def progress_line(
-    steps: Sequence[StepMetrics],
-    total_steps: int | None = None,
-    left_s: float | None = None,
-    memory: str = "RSS",
-    between_s: float = 0.0,
-    omitted: int = 0,
-) -> tuple[str, int]:
-    """Return a line on consecutive steps, and how many of memory, norm, lr and rate it omits to fit into 100 columns.
-
-    Loss, gradient norm and times are means over the steps; learning rate and memory are those of the last one. If the
-    last step of the run is known, there is always room for the remaining time, so that all lines have the same columns.
-
-    Args:
-        steps: metrics of the steps, at least one.
-        left_s: estimated seconds until the last step; None: unknown.
-        memory: name of the quantity ``peak_memory_bytes``.
-        between_s: mean time between two steps.
-        omitted: number of columns that an earlier line omits.
-    """
-    last, step_s = steps[-1], fmean(step.iter_time_s for step in steps)
-    number, reserve = f"{last.step}", 0
-    left = "" if left_s is None else f"{duration_text(left_s)} left"
-    if total_steps is not None:
-        number = f"{last.step:>{len(str(total_steps))}}/{total_steps}"
-        if not left and last.step < total_steps:
-            reserve = len(f" | {duration_text(step_s * (total_steps - last.step))} left")
-    rates = (_rate(steps, "tokens_per_s"), "tokens/s"), (_rate(steps, "samples_per_s"), "samples/s")
-    losses = {name: fmean(step.losses[name] for step in steps if name in step.losses) for name in last.losses}
-    between = f" + {between_s:.3g}" if between_s >= _BETWEEN * step_s else ""
-    # Cells in their order, with the order in which they are omitted: the largest number first.
-    cells = [
-        (0, f"step {number}"),
-        (0, f"loss {fmean(step.loss for step in steps):.4f}{additional_losses_text(losses)}"),
-        (2, f"lr {last.lr:.2e}"),
-        (3, _cell("norm ", _mean(steps, "grad_norm"), ".3f") or "norm -"),
-        (0, f"{step_s:.3g}{between} s/step"),
-        (1, next((_rate_text(rate, unit) for rate, unit in rates if rate is not None), "")),
-        (0, _cell("epoch ", last.epoch, ".2f")),
-        (4, f"{memory} {last.peak_memory_bytes / _MIB:,.0f} MiB"),
-        (0, left),
-    ]
-    while True:
-        line = " | ".join(text for order, text in cells if text and order <= 4 - omitted)
-        if len(line) + reserve <= _COLUMNS or omitted == 4:
-            return line, omitted
-        omitted += 1
 
 
 class Metrics:
@@ -243,10 +164,10 @@ class Metrics:
         peaks = report.of_ranks.peak_memory_of_ranks
         rate = self._samples / self._seconds
         tflops = self._tflops(rate)
-        figures = [f"{self._samples:,} samples", _rate_text(rate, "samples/s")]
+        figures = [f"{self._samples:,} samples", rate_text(rate, "samples/s")]
         if (tokens := self._tokens_per_sample) is not None:
-            figures[1:] = [f"{self._samples * tokens:,} tokens", _rate_text(rate * tokens, "tokens/s")]
-        figures += [_cell("", tflops, ".3g", " TFLOP/s per device"), _cell("MFU ", self._mfu(tflops), ".1%")]
+            figures[1:] = [f"{self._samples * tokens:,} tokens", rate_text(rate * tokens, "tokens/s")]
+        figures += [cell("", tflops, ".3g", " TFLOP/s per device"), cell("MFU ", self._mfu(tflops), ".1%")]
         elapsed, in_steps = (duration_text(s) for s in (time.monotonic() - self._began_s, self._seconds))
         simulation = self._engine.plan.simulation
         is_even = simulation.costs == type(simulation.costs)()
@@ -256,7 +177,7 @@ class Metrics:
         lines = [
             f"trained   {steps} in {elapsed}, {in_steps} of it in steps ({mean})",
             f"          {', '.join(filter(None, figures))}",
-            f"memory    {self._memory} {max(peaks) / _MIB:,.0f} MiB at the peak, on rank {peaks.index(max(peaks))}",
+            f"memory    {memory_text(self._memory, max(peaks))} at the peak, on rank {peaks.index(max(peaks))}",
             f"bubble    {self._bubbles / self._steps:.0%} (mean); simulated: {simulation.bubble:.0%} ({costs})",
         ]
         if self._engine.plan.overlaps_steps:
@@ -317,8 +238,8 @@ class Metrics:
 class MetricsFile:
     """File of one JSON object per line, which each write opens for appending.
 
-    Numbers that are not finite, such as a diverged loss, become null, because JSON has no NaN. A full disk does not
-    stop the run: steps that cannot be written are missing, and a warning reports the first of them.
+    A full disk does not stop the run: steps that cannot be written are missing, and a warning reports the first of
+    them.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -334,7 +255,7 @@ class MetricsFile:
 
     def write(self, metrics: StepMetrics) -> None:
         """Append one record or nothing, which survives a later crash. Log the first of several failures."""
-        line = (json.dumps(_finite(asdict(metrics)), allow_nan=False) + "\n").encode()
+        line = f"{metrics.as_json()}\n".encode()
         try:
             with self.path.open("ab", buffering=0) as file:
                 end = os.fstat(file.fileno()).st_size
@@ -352,64 +273,5 @@ class MetricsFile:
             self._failing = True
 
 
-def additional_losses_text(losses: Mapping[str, float]) -> str:
-    cells = [f"{name.replace('_', ' ')} {value:.4f}" for name, value in losses.items()]
-    return f" ({', '.join(cells)})" if cells else ""
-
-
-def print_line(line: str, keep: bool = True) -> None:
-    """Print a line over a line that the terminal shows in place.
-
-    With ``keep=False``, a terminal shows the line in place, where the next one replaces it. Other outputs omit it.
-    """
-    # One write including the newline: launchers run Python unbuffered, and other processes may print in between.
-    if not sys.stdout.isatty():
-        if keep:
-            print(f"{line}\n", end="", flush=True)
-        return
-    if not keep:
-        line = line[: shutil.get_terminal_size().columns - 1]
-    end = "\n" if keep else "\r"
-    print(f"{_ERASE}{line}{end}", end="", flush=True)
-
-
-def duration_text(seconds: float) -> str:
-    """Return a duration such as ``0:45``, ``2:15``, ``1:23:45`` or ``3 d 04:05:06``."""
-    minutes, rest_s = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours:02}:{minutes:02}:{rest_s:02}"
-    return f"{hours}:{minutes:02}:{rest_s:02}" if hours else f"{minutes}:{rest_s:02}"
-
-
-def _mean(steps: Sequence[StepMetrics], key: str) -> float | None:
-    values = [value for step in steps if (value := getattr(step, key)) is not None]
-    return fmean(values) if values else None
-
-
-def _rate(steps: Sequence[StepMetrics], key: str) -> float | None:
-    """Return a rate over all steps, from the rate of every step; None if unknown."""
-    rates = [getattr(step, key) for step in steps]
-    if None in rates:
-        return None
-    seconds = [step.iter_time_s for step in steps]
-    return math.fsum(map(operator.mul, rates, seconds)) / math.fsum(seconds)
-
-
 def _floats(values: Mapping[str, torch.Tensor | float] | None) -> dict[str, float]:
     return {name: float(value) for name, value in (values or {}).items()}
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _rate_text(rate: float, unit: str) -> str:
-    return f"{rate:{',.0f' if rate >= 100 else '.3g'}} {unit}"
-
-
-def _cell(label: str, value: float | None, form: str, unit: str = "") -> str:
-    return "" if value is None else f"{label}{value:{form}}{unit}"

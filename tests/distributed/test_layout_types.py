@@ -14,8 +14,9 @@ import torch.distributed as dist
 import ds_ext
 from ds_ext.comm.native_transport import NativeTransport
 from ds_ext.engine import grad_norm
+from ds_ext.engine.eager_reduction import EagerReduction
 from ds_ext.engine.engine import PipelineEngine
-from ds_ext.engine.grad_sync import EagerReduction, Gradients
+from ds_ext.engine.grad_sync import Gradients
 from ds_ext.engine.stages.body import Body
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
 from tests.layout_flow import DIFFERS, PARTIAL, REPLICATED, SHARDED, Fault
@@ -209,7 +210,9 @@ class Wrong:
         )
 
 
-BASE, SYNC, NORM = (f"ds_ext/engine/{name}.py" for name in ("deepspeed_api/base", "grad_sync", "grad_norm"))
+BASE, SYNC, EAGER, NORM = (
+    f"ds_ext/engine/{name}.py" for name in ("deepspeed_api/base", "grad_sync", "eager_reduction", "grad_norm")
+)
 MESSAGES = "ds_ext/engine/executor.py"
 STEP = "super()._take_model_step(lr_kwargs)"
 WRONG = {
@@ -248,7 +251,7 @@ WRONG = {
             DIFFERS,
             "data",
             PARTIAL,
-            SYNC,
+            EAGER,
             "all_reduce",
         )
     ),
@@ -261,7 +264,7 @@ WRONG = {
             DIFFERS,
             "data",
             REPLICATED,
-            SYNC,
+            EAGER,
             "all_reduce",
         )
     ),

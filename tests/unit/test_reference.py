@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ds_ext.comm.transport import Transport
 from ds_ext.config.job import DsExtConfig
-from ds_ext.observe.metrics import StepMetrics
+from ds_ext.observe.step_metrics import StepMetrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference.md").read_text()
 

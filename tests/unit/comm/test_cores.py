@@ -10,7 +10,7 @@ import pytest
 
 from ds_ext.comm import spin
 from ds_ext.comm.spin import cpu_quotas, usable_cores
-from ds_ext.engine.initialize import threads_of_rank
+from ds_ext.engine.start import threads_of_rank
 
 
 def write(path: Path, text: str) -> None:

@@ -20,8 +20,10 @@ import pytest
 import torch
 
 from ds_ext.errors import ConfigError
-from ds_ext.observe.metrics import Metrics, MetricsFile, StepMetrics, duration_text, print_line, progress_line
+from ds_ext.observe.metrics import Metrics, MetricsFile
+from ds_ext.observe.progress import duration_text, print_line, progress_line
 from ds_ext.observe.run_record import read_starts, record_file
+from ds_ext.observe.step_metrics import StepMetrics
 from ds_ext.pipe_schedules.costs import Costs
 
 METRICS = StepMetrics(

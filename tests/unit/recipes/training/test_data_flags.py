@@ -13,8 +13,8 @@ from ds_ext.engine.checkpoint.file import write_plain
 from ds_ext.engine.checkpoint.folder import publish, start_writing
 from ds_ext.engine.checkpoint.save import STATE_FILE
 from ds_ext.model.config import TransformerConfig
+from ds_ext.recipes.training.data_flags import changed_data, data_flags
 from ds_ext.recipes.training.job import TrainingJob
-from ds_ext.recipes.training.loop import changed_data, data_flags
 
 GPT: dict[str, Any] = {"data_path": ["a"], "split": "969,30,1", "seq_length": 128, "seed": 1234}
 
