@@ -41,7 +41,7 @@ from .deepspeed_api.names import require_built, require_names
 from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, run_with_recompute
 from .deepspeed_api.topology import require_rank_order, topology_sizes
 from .grid import FoldedTopology, grid_of_role, on_hosts
-from .module_plan import head_parts, layer_description, layer_name, plan_of_module
+from .module_plan import head_parts, layer_description, layer_name, plan_of_module, require_shards
 from .ties.functions import require_visible_parameters
 from .ties.layered_module import stage_of
 from .ties.separated import divide_tied_embedding, join_kinds, join_tied_rows, separate_kinds
@@ -162,6 +162,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
             settings, placement = plan.settings, plan.layout.placement
             require_rank_order(topology, plan.layout)
             require_visible_parameters(layers, loss_fn)
+            require_shards(layers, plan.layout.tensor_parallel_size)
             self._head_specs = head_parts(layers, loss_fn, placement.head_parts)
             body, self.tied_rows = layers, list[dict[int, str]]()
             if self._head_specs:

@@ -49,6 +49,13 @@ def plan_of_module(
     return plan.complete(job) if has_batch_size(job) else plan
 
 
+def require_shards(layers: Sequence[Layer], size: int) -> None:
+    """Raise ConfigError if a layer that can be divided has no shards of a tensor-parallel size."""
+    for check in (AdaptedLayer(layer).check_shards for layer in layers):
+        if check is not None and size > 1:
+            check(size)
+
+
 def head_parts(layers: Sequence[Layer], loss_fn: Function | None, parts: int) -> list[LayerSpec]:
     """Return the specs of the parts of the head, which is the last layer; empty for 0 parts.
 

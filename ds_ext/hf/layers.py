@@ -14,6 +14,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,9 @@ from ..tensor_parallel import (
 )
 from ..tensor_parallel.layers import mark_rows
 from .lora import Adapters
+from .shard_trial import ShardTrial
 from .shards import (
+    Entry,
     Shards,
     Vocabulary,
     can_divide_embedding,
@@ -156,7 +159,29 @@ class DecoderLayer(nn.Module):
         self.module = source.submodule(self.path).train()
         if adapters is not None:
             adapters.insert(source, split, index, self.module)
-        self._entry = Shards(split.plan, current_tensor_parallel(), split.name).divide(self.path, self.module)
+        self._entry = Entry(current_tensor_parallel())
+        if self._entry.tp.size > 1:
+            self._divide(source)
+
+    def _divide(self, source: Source) -> None:
+        """Divide the layer into shards; the first one of each kind is tried."""
+        tried = shards_tried(source)
+        kind = f"{self.module} {self.split.whole.layers[self.index].leaves}"
+        trial = None if kind in tried else ShardTrial(self.split, self.path, self.module, self._try(source))
+        tried.add(kind)
+        Shards(self.split, self._entry).divide(self.path, self.module)
+        if trial is not None:
+            trial.check(self._entry.tp)
+
+    def _try(self, source: Source) -> Callable[[Tensor], Tensor]:
+        """Return a function that runs this layer behind the model's positions."""
+        positions = Positions(source, self.split, None)
+
+        def run(embeds_BSD: Tensor) -> Tensor:
+            hidden_BSD, *shared = positions.to(embeds_BSD.device)((embeds_BSD,))
+            return self((hidden_BSD, *shared))[0]
+
+        return run
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         hidden_BSD, *shared = inputs
@@ -345,6 +370,14 @@ def _rotary_of_sample(
     last = position_ids.new_full((*position_ids.shape[:-1], 1), part.total - 1)
     tables = forward(x, torch.cat((position_ids, last), -1), *args, **kwargs)
     return tuple([table[..., :-1, :] for table in tables])
+
+
+def shards_tried(source: Source) -> set[str]:
+    """Return the kinds of decoder layers whose shards were tried."""
+    return _TRIED.setdefault(source, set())
+
+
+_TRIED: WeakKeyDictionary[Source, set[str]] = WeakKeyDictionary()
 
 
 def _slice_cache(owner: object) -> SliceCache | None:

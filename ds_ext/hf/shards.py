@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ConfigError
@@ -38,6 +39,8 @@ from ..tensor_parallel import (
 )
 from ..tensor_parallel.layers import check_ids, linear_rows, mark_rows
 from ..tensor_parallel.weight_gradients import embedding_rows
+from .split import Split
+from .weights import Source
 
 _COLUMN, _ROW = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 _SUMMED = "replicated_with_grad_allreduce"
@@ -49,27 +52,22 @@ class Shards:
     """Divides modules of one decoder.
 
     Args:
-        plan: path of a module or a parameter -> style, as ``PreTrainedModel.tp_plan``.
-        name: class of the config, for errors.
+        entry: input that the shards of the layer share.
     """
 
-    def __init__(self, plan: Mapping[str, str], tp: TensorParallel, name: str) -> None:
-        self.tp, self._plan, self._name = tp, dict(plan or {}), name
+    def __init__(self, split: Split, entry: Entry) -> None:
+        self.tp, self._entry, self._plan, self._name = entry.tp, entry, split.plan, split.name
 
-    def divide(self, path: str, layer: nn.Module) -> Entry:
-        """Keep this rank's parts of the weights of a layer in place. Returns the inputs that its shards share."""
-        entry = Entry(self.tp)
-        if self.tp.size == 1:
-            return entry
+    def divide(self, path: str, layer: nn.Module) -> None:
+        """Keep this rank's parts of the weights of a layer, in place."""
         styles = dict(self._styles(path, layer))
         if not styles:
             raise self._refusal(path, "no plan of transformers")
         for name, (module, style) in styles.items():
             owner = layer.get_submodule(name.removesuffix(".base_layer").rpartition(".")[0])
-            self._divide_module(f"{path}.{name}", module, style, owner, entry)
+            self._divide_module(f"{path}.{name}", module, style, owner)
         for name in dict.fromkeys(name.rpartition(".")[0] for name in styles):
             self._divide_heads(f"{path}.{name}", layer.get_submodule(name))
-        return entry
 
     def _styles(self, path: str, layer: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
         """Yield (path in the layer, (module or parameter, style)) of all that the plan divides, and its adapters."""
@@ -92,9 +90,9 @@ class Shards:
     def _style(self, path: str) -> str | None:
         return self._plan.get(path) or self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
 
-    def _divide_module(self, path: str, module: Any, style: str, owner: nn.Module, entry: Entry) -> None:
+    def _divide_module(self, path: str, module: Any, style: str, owner: nn.Module) -> None:
         if style in _COLUMN and type(module) is nn.Linear:
-            self._divide_columns(path, module, style, owner, entry)
+            self._divide_columns(path, module, style, owner)
         elif style in _ROW and type(module) is nn.Linear:
             self._divide_rows(path, module, style)
         elif style == _SUMMED and isinstance(module, nn.Module):
@@ -103,7 +101,7 @@ class Shards:
             kind = "a parameter" if isinstance(module, nn.Parameter) else f"a {type(module).__name__}"
             raise self._refusal(path, f"the style {style} for {kind}")
 
-    def _divide_columns(self, path: str, projection: nn.Linear, style: str, owner: Any, entry: Entry) -> None:
+    def _divide_columns(self, path: str, projection: nn.Linear, style: str, owner: Any) -> None:
         """Divide the output features: in attention by whole heads, of which several ranks may need the same one."""
         tp, size = self.tp, projection.out_features
         head_size = vars(owner).get("head_dim")
@@ -111,7 +109,7 @@ class Shards:
         if heads is not None and tp.size % heads == 0 and heads < tp.size and style == "colwise":
             first = tp.rank * heads // tp.size * head_size
             rows = slice(first, first + head_size)
-            projection.forward = functools.partial(_forward_head, projection, entry, rows)
+            projection.forward = functools.partial(_forward_head, projection, self._entry, rows)
             owner.heads_in_common = heads
             return
         self._require_multiple(
@@ -122,7 +120,7 @@ class Shards:
             projection.bias = shard(projection.bias, 0, tp)
         projection.out_features = size // tp.size
         gathers = style == "colwise_gather_output"
-        projection.forward = functools.partial(_forward_columns, projection, entry, gathers)
+        projection.forward = functools.partial(_forward_columns, projection, self._entry, gathers)
 
     def _divide_rows(self, path: str, projection: nn.Linear, style: str) -> None:
         self._require_multiple(path, projection.in_features, "input features")
@@ -167,6 +165,21 @@ class Entry:
 
     def clear(self) -> None:
         self._last = None
+
+
+def check_shards(source: Source, split: Split, size: int) -> None:
+    """Raise ConfigError if a decoder has no exact shards, by the shapes of its weights; see also :mod:`.shard_trial`."""
+    dropout = getattr(source.config.get_text_config(), "attention_dropout", 0.0)
+    if dropout:
+        raise ConfigError(
+            f"tensor_parallel_size: attention would drop the same scores on every rank (got attention_dropout "
+            f"{dropout}, {size} shards). Set it to 0 in config.json, in a copy of the model's folder."
+        )
+    model = source.skeleton()
+    entry = Entry(TensorParallel(0, size, dist.group.WORLD))
+    for index in range(split.num_layers):
+        path = f"{split.layers}.{index}"
+        Shards(split, entry).divide(path, model.get_submodule(path))
 
 
 def shard(parameter: nn.Parameter, dim: int, tp: TensorParallel) -> nn.Parameter:

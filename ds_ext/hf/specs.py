@@ -17,7 +17,7 @@ from ..tensor_parallel import ChunkedHead, TensorParallel, current_slice
 from .find import find_split
 from .layers import DecoderHeadPart, DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
 from .lora import Adapters
-from .shards import Vocabulary
+from .shards import Vocabulary, check_shards
 from .split import Split
 from .weights import Source, make_source
 
@@ -74,6 +74,7 @@ def decoder_layers(
     vocabulary = Vocabulary(chunked, is_whole=bool(reason))
     loss_fn = loss_class(source, vocabulary)
     layers = _layer_specs(source, split, adapters, vocabulary)
+    layers[0].check_shards = functools.partial(check_shards, source, split)
     layers[-1].in_parts = functools.partial(_head_parts, source, split, adapters, reason)
     for layer, num_parameters in zip(layers, _layer_sizes(source, split), strict=True):
         # PipelineModule divides the layers by their parameters, and builds none of them for this.
