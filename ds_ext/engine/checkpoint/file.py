@@ -113,15 +113,24 @@ class TensorFile:
     """Safetensors file, opened to read parts of tensors with ordinary reads, so that no page stays in memory."""
 
     def __init__(self, path: Path) -> None:
+        """Read the header. Raises OSError, or ValueError if the header is invalid or the file is incomplete."""
         self.path = path
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if length > size - 8:
                 raise ValueError(f"a header of {length} bytes in a file of {size} bytes")
-            self._header: Record = json.loads(file.read(length))
-        self._header.pop("__metadata__", None)
-        self._data = 8 + length
+            header = file.read(length)
+        self._data_start = 8 + length
+        try:
+            self._header: Record = json.loads(header)
+            self._header.pop("__metadata__", None)
+            self._check(size)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"invalid header: {error!r}") from error
+
+    def _check(self, size: int) -> None:
+        """Raise ValueError if tensors overlap, leave gaps or do not fill the file of ``size`` bytes."""
         end = 0
         for name, record in sorted(self._header.items(), key=lambda item: item[1]["data_offsets"]):
             (start, stop), dtype = record["data_offsets"], _DTYPES.get(record["dtype"])
@@ -131,8 +140,8 @@ class TensorFile:
                     f"bytes {start} to {stop} for {name}, {tensor_bytes} bytes from {end} expected"
                 )
             end = stop
-        if self._data + end != size:
-            raise ValueError(f"{self._data + end} bytes expected, {size} bytes found")
+        if self._data_start + end != size:
+            raise ValueError(f"{self._data_start + end} bytes expected, {size} bytes found")
 
     @property
     def names(self) -> list[str]:
@@ -154,7 +163,7 @@ class TensorFile:
         record = self._header[name]
         elements = torch.empty(numel, dtype=_DTYPES[record["dtype"]])
         with self.path.open("rb", buffering=0) as file:
-            file.seek(self._data + record["data_offsets"][0] + start * elements.element_size())
+            file.seek(self._data_start + record["data_offsets"][0] + start * elements.element_size())
             _read_into(_bytes(elements), file, self.path)
         return elements
 
