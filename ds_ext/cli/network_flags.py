@@ -47,20 +47,23 @@ def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
         )
 
 
-def network_of(args: argparse.Namespace) -> Network | None:
-    """Return the network that the flags describe; None without ``--hosts``, except for ``plan``."""
-    devices = getattr(args, "devices", None)
-    if args.hosts is None and not hasattr(args, "devices"):
-        for dest in _ONLY_WITH_HOSTS:
-            if (value := getattr(args, dest)) is not None:
-                flag = "--" + dest.replace("_", "-")
-                raise ScheduleError(f"{flag}: needs --hosts (got {value!r} without hosts). Add --hosts 4x8.")
+def network_of(args: argparse.Namespace, devices: int | None = None) -> Network | None:
+    """Return the network of the flags. Without ``--hosts``, ``devices`` are on hosts of 8; None: return None."""
+    if args.hosts is None and devices is None:
+        _refuse_flags_without_hosts(args)
         return None
     inside = _parse_link("--inside", _INSIDE if args.inside is None else args.inside)
     between = _parse_link("--between", _BETWEEN if args.between is None else args.between)
-    hosts = default_hosts(devices or 1) if args.hosts is None else parse_hosts(args.hosts)
+    hosts = default_hosts(devices) if args.hosts is None and devices is not None else parse_hosts(args.hosts)
     memory = args.memory_bandwidth and parse_bytes(args.memory_bandwidth, "--memory-bandwidth", "1.6TB")
     return Network(hosts, inside, between, args.ports or RANK_PORTS, args.collectives or NCCL, memory)
+
+
+def _refuse_flags_without_hosts(args: argparse.Namespace) -> None:
+    for dest in _ONLY_WITH_HOSTS:
+        if (value := getattr(args, dest)) is not None:
+            flag = "--" + dest.replace("_", "-")
+            raise ScheduleError(f"{flag}: needs --hosts (got {value!r} without hosts). Add --hosts 4x8.")
 
 
 def flops_of(args: argparse.Namespace) -> float:

@@ -198,7 +198,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         args.global_batch_size,
         flops_of(args),
         args.tensor_parallel,
-        network_of(args),
+        network_of(args, args.devices or 1),
         args.micro_batch_size,
         args.recompute_interval,
         args.sequence_parallel,
