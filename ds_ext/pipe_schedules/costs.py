@@ -440,7 +440,9 @@ def _sizes_text(sizes: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return sizes such as ``micro batch size 4, stage layers 5,5`` for an error."""
 
     def text(value: Any) -> str:
-        return ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+        if isinstance(value, list):
+            return ",".join(map(str, value))
+        return str(value).lower()  # true and false, as in JSON
 
     return ", ".join(f"{name.replace('_', ' ')} {text(sizes[name])}" for name in names)
 
@@ -457,6 +459,6 @@ def _is_number(value: object) -> bool:
 def _short(value: object) -> str:
     try:
         text = repr(value)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # an integer of more than 4,300 digits, or lists nested too deeply
         return "thousands of digits or brackets"
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."
