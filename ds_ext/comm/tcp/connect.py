@@ -64,11 +64,16 @@ def connect_peers(
     notes: Mapping[int, bytes],
     timeout_s: float,
 ) -> dict[int, PeerConnection]:
-    """Connect to every peer.
+    """Return an authenticated connection to every peer, by rank.
 
     Args:
-        notes: peer -> note for it, up to 4096 bytes.
+        listener: listener of this rank.
+        offers: rank -> its address and token; other ranks than peers are ignored.
+        notes: the peers, each with the note for it, up to 4096 bytes.
         timeout_s: time limit for all peers together, in seconds.
+
+    Raises:
+        TransportError: if a peer does not connect in time.
     """
     attempt = _ConnectionAttempt(listener, rank, offers, notes, timeout_s)
     try:
