@@ -39,12 +39,14 @@ _BRIEF_EXCESS = 1.2  # memory of an order that is searched briefly, relative to 
 
 
 def all_variants(request: Request, shared: Shared) -> Iterator[Variant]:
-    for _, schedule in sorted(SCHEDULES.items()):
+    """Yield every schedule with each of its options that the request may use, by name."""
+    for name in sorted(SCHEDULES):
+        schedule = SCHEDULES[name]
         for options in schedule.variants(request.devices, request.micro_batches):
             # Slices keep so little that limits on activations change nothing.
             if request.slices > 1 and (not schedule.has_slices or "max_activations" in options):
                 continue
-            # Orders are planned for the smallest micro-batch only: it has the shortest bubble and needs the least.
+            # Orders are planned for the smallest micro-batch only: it has the shortest bubble and the least memory.
             if request.plans_orders or not schedule.planned:
                 yield Variant(request, schedule, options, shared)
 

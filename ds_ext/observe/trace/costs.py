@@ -111,13 +111,14 @@ def _head_factors(
     placement: Placement,
     forward: float,
     backward_input: float,
-    weight: float,
+    backward_weight: float,
 ) -> tuple[float, float, float]:
-    """Return the factors of the head from the means over its parts, whose forwards compute input gradients too."""
-    part, gradient = _means_of_parts(values, placement)
+    """Return the factors of the head from its parts. The forward of a part includes its input gradient."""
+    part_forward, part_weight = _means_of_parts(values, placement)
     count = len(placement.stages_of_kind(HEAD_PART))
-    both = round(count * part / (forward + backward_input or 1.0), _DIGITS)
-    return both, both, round(count * gradient / (weight or 1.0), _DIGITS)
+    forward_and_input = round(count * part_forward / (forward + backward_input or 1.0), _DIGITS)
+    weight = round(count * part_weight / (backward_weight or 1.0), _DIGITS)
+    return forward_and_input, forward_and_input, weight
 
 
 def _means_of_parts(values: Mapping[Quantity, float], placement: Placement) -> tuple[float, float]:
