@@ -47,14 +47,14 @@ def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
         )
 
 
-def network_of(args: argparse.Namespace, devices: int | None = None) -> Network | None:
-    """Return the network of the flags. Without ``--hosts``, ``devices`` are on hosts of 8; None: return None."""
-    if args.hosts is None and devices is None:
+def network_of(args: argparse.Namespace, devices: int = 0) -> Network | None:
+    """Return the network of the flags. Without ``--hosts``: hosts of 8 for ``devices``; None for 0 devices."""
+    if args.hosts is None and not devices:
         _refuse_flags_without_hosts(args)
         return None
     inside = _parse_link("--inside", _INSIDE if args.inside is None else args.inside)
     between = _parse_link("--between", _BETWEEN if args.between is None else args.between)
-    hosts = default_hosts(devices) if args.hosts is None and devices is not None else parse_hosts(args.hosts)
+    hosts = default_hosts(devices) if args.hosts is None else parse_hosts(args.hosts)
     memory = args.memory_bandwidth and parse_bytes(args.memory_bandwidth, "--memory-bandwidth", "1.6TB")
     return Network(hosts, inside, between, args.ports or RANK_PORTS, args.collectives or NCCL, memory)
 
