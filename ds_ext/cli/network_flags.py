@@ -22,14 +22,11 @@ _TFLOPS_RANGE = 1e-3, 1e6
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
-def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
-    """Add the flags; ``sizes`` includes the rank order, which ``plan`` chooses, and the rate.
-
-    ``plan`` has a flag for the rate, and hosts of 8 devices by default.
-    """
+def add_network_flags(verb: argparse.ArgumentParser, *, for_plan: bool = False) -> None:
+    """Add the flags; with ``for_plan`` without the rank order, which ``plan`` chooses, and its own flag of the rate."""
     group = verb.add_argument_group("hosts, for the step time with reductions")
     hosts = "hosts x ranks per host; or slots, such as 8,8,4; or a hostfile"
-    default = "" if sizes else " (8 devices per host)"
+    default = " (8 devices per host)" if for_plan else ""
     group.add_argument("--hosts", metavar="4x8", help=f"{hosts}{default}")
     link = "bytes per second and latency of a link"
     group.add_argument("--inside", metavar=_INSIDE, help=f"{link} inside a host ({_INSIDE})")
@@ -38,9 +35,9 @@ def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
     group.add_argument("--ports", choices=[RANK_PORTS, HOST_PORTS], help=ports)
     memory = "bytes per second of a device's memory; then --tflops is the rate of matrix products alone"
     group.add_argument("--memory-bandwidth", metavar="1.6TB", help=memory)
-    text = "algorithms of the collectives (nccl)" + ("" if sizes else "; gloo: the devices are CPUs")
+    text = "algorithms of the collectives (nccl)" + ("; gloo: the devices are CPUs" if for_plan else "")
     group.add_argument("--collectives", choices=[NCCL, GLOO], help=text)
-    if sizes:
+    if not for_plan:
         group.add_argument("--tflops", type=float, metavar="T", help=RATE)
         group.add_argument(
             "--rank-order", metavar="tp-dp-pp", help="same as a job's rank_order key (tp-dp-pp)"

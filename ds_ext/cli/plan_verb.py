@@ -97,7 +97,7 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--price", type=float, metavar="P", help="price of a device per hour, for the cost")
     add_import_flag(verb)
     add_model_flags(verb, all_settings=False)
-    add_network_flags(verb, sizes=False)
+    add_network_flags(verb, for_plan=True)
 
 
 def run_plan(args: argparse.Namespace) -> int:

@@ -147,6 +147,7 @@ class Transfers:
 
 
 def _error(work: dist.Work) -> BaseException | None:
+    """Return the failure of a complete operation; None if it succeeded."""
     try:
         return work.exception()
     except TypeError:  # torch 2.9 and 2.10 cannot convert any result

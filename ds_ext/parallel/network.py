@@ -77,11 +77,11 @@ class Network:
     def link(self, a: int, b: int) -> Link:
         return self.between if self.hosts.cross((a, b)) else self.inside
 
-    def shared(self, share: int) -> Network:
-        """Return the network as each of ``share`` equal users of the ports sees it."""
-        if self.ports == RANK_PORTS or share <= 1:
+    def shared(self, users: int) -> Network:
+        """Return the network with the share of a host's port that each of ``users`` ranks gets."""
+        if self.ports == RANK_PORTS or users <= 1:
             return self
-        return replace(self, between=Link(self.between.bandwidth / share, self.between.latency))
+        return replace(self, between=Link(self.between.bandwidth / users, self.between.latency))
 
     def port_time(self, size: float, ranks: Sequence[int]) -> float:
         """Return the seconds for which a pass of ``size`` bytes through a ring occupies the busiest host's port."""

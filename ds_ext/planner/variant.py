@@ -141,11 +141,11 @@ class Variant:
             raise ScheduleError(
                 f"{name}: micro-batches must be a multiple of {placement.replicas} pipes (got {n})."
             )
-        if self._ops(placement) > _MOST_OPS:
-            raise ScheduleError(f"{name}: more than {_MOST_OPS:,} ops (got {self._ops(placement):,}).")
+        if self._num_ops(placement) > _MOST_OPS:
+            raise ScheduleError(f"{name}: more than {_MOST_OPS:,} ops (got {self._num_ops(placement):,}).")
         return placement
 
-    def _ops(self, placement: Placement) -> int:
+    def _num_ops(self, placement: Placement) -> int:
         ops = (len(KINDS) - 1) * placement.stages + 2 * placement.head_parts
         return ops * self.request.micro_batches * self.request.slices
 
@@ -185,7 +185,7 @@ class Variant:
         request, f = self.request, self.costs.forward
         is_even = request.micro_batches % request.devices == 0 and request.slices == 1
         ends_early = is_even and replace(self.costs, head=0.0) == Costs(f, f, f)
-        ops = max(self._ops(self.placement) * _ORDERS, 0 if ends_early else _SEARCHED_OPS)
+        ops = max(self._num_ops(self.placement) * _ORDERS, 0 if ends_early else _SEARCHED_OPS)
         return self.schedule.planned and ops > request.cheap_ops
 
     @cached_property

@@ -49,6 +49,8 @@ class TcpListener:
 
 @dataclass(eq=False)
 class _Pending:
+    """Connection in a handshake, which waits for a message of ``needed`` bytes."""
+
     socket: socket.socket
     handshake: Handshake
     peer: int | None  # None: unauthenticated

@@ -194,7 +194,7 @@ def _as_plain(value: Mapping[str, object]) -> object:
     """Return the result of :func:`to_plain` after checking that ``torch.load`` can read it."""
     try:
         plain = to_plain(value)
-        _try(plain)
+        _check_loads(plain)
         return plain
     except Exception:
         for key, entry in value.items():
@@ -260,7 +260,7 @@ def layer_file(layer: int, shard: int, tensor_ranks: int) -> str:
 def is_plain(value: object) -> bool:
     """Return whether a value consists of numbers, strings, tensors, and lists and dictionaries of them."""
     try:
-        _try(value)
+        _check_loads(value)
     except Exception:
         return False
     return True
@@ -280,7 +280,7 @@ def _require_plain(path: str, value: object, containers: tuple[object, ...]) -> 
             f"{len(containers)}). Save a flat list instead."
         )
     try:
-        _try(to_plain(value, len(containers)))
+        _check_loads(to_plain(value, len(containers)))
         return
     except Exception as error:
         failure = error
@@ -303,7 +303,7 @@ def _entries(value: object) -> Iterable[tuple[object, object]]:
     return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
-def _try(value: object) -> None:
+def _check_loads(value: object) -> None:
     """Save a value without the data of its tensors, and load it. Raises an exception of torch if it is not plain."""
     torch.load(io.BytesIO(_saved(_without_data(value))), weights_only=True, map_location="meta")
 

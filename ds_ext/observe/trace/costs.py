@@ -122,7 +122,7 @@ def _head_factors(
 
 
 def _means_of_parts(values: Mapping[Quantity, float], placement: Placement) -> tuple[float, float]:
-    """Return the means over the head parts of their forwards and of their weight gradients."""
+    """Return the means over the head parts of their forwards and of their weight gradients; 0 if not measured."""
 
     def mean(kind: str) -> float:
         stages = placement.stages_of_kind(HEAD_PART)
@@ -147,6 +147,7 @@ def _read_rows(traces: Traces, micro_batches: int) -> dict[Row, dict[int, Spans]
 def _samples(
     rows: Mapping[Row, Spans], hosts: Mapping[Row, str], timetable: Timetable
 ) -> dict[Quantity, list[float]]:
+    """Return the times in one step of ops and messages. The overhead is a median, already taken off the messages."""
     ends = {(group, device, op): end for (group, device), spans in rows.items() for op, _, end in spans}
     samples: dict[Quantity, list[float]] = defaultdict(list)
     for (group, device), spans in rows.items():

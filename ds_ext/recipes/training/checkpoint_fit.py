@@ -38,6 +38,7 @@ _SHOWN = 4
 
 
 def check_load(args: argparse.Namespace, model: TransformerConfig) -> None:
+    """Raise ConfigError if the checkpoint of ``--load`` has a different tokenizer, or different sizes or weights."""
     if not args.load:
         return
     checkpoint, manifest = open_checkpoint(Path(args.load))
