@@ -84,7 +84,7 @@ def build_parser(verb: str) -> tuple[argparse.ArgumentParser, Mapping[str, argpa
     show.add_argument("--color", choices=["auto", "always", "never"], default="auto", help=colors)
     _add_output(show, ["text", "svg", "html", "perfetto", "csv", "timetable"])
     add_model_flags(show)
-    add_network_flags(show, sizes=True)
+    add_network_flags(show)
 
     proof = _schedule_verb(
         verbs, "check", run_check, "prove that a timetable runs to completion; exit status 1 if it does not"
@@ -98,7 +98,7 @@ def build_parser(verb: str) -> tuple[argparse.ArgumentParser, Mapping[str, argpa
     )
     cost.add_argument("--json", action="store_true", help="print JSON")
     add_model_flags(cost)
-    add_network_flags(cost, sizes=True)
+    add_network_flags(cost)
 
     compare = _schedule_verb(verbs, "compare", run_compare, "simulate several schedules", several=True)
     _add_output(compare, ["text", "html"])

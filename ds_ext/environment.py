@@ -149,6 +149,10 @@ def find_launcher() -> tuple[int, int] | None:
     def launched(process: int) -> tuple[int, int] | None:
         child = process
         while parent := parent_of(child):
+            if uses_torch and _has_no_memory(
+                parent
+            ):  # killed, and about to lose its children: the next is not it
+                return None
             of_rank = bool(own) and own <= set(variables_of(parent))
             if not of_rank and (has_loaded(parent, "/libtorch") or not uses_torch):
                 return child, parent
@@ -226,6 +230,14 @@ def processes() -> Iterator[int]:
 def has_loaded(process: int, library: str) -> bool:
     """Return whether a process has mapped a file whose path contains ``library``."""
     return library in proc_text(f"{process}/maps")
+
+
+def _has_no_memory(process: int) -> bool:
+    """Return whether a process has freed its memory, because it is ending; False if that is unknown."""
+    try:
+        return not (_PROC / str(process) / "maps").read_text(errors="replace")
+    except OSError:
+        return False
 
 
 def has_bf16_instructions() -> bool:

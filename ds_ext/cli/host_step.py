@@ -78,10 +78,11 @@ def step_on_hosts(
     device_flops = sizes.micro_batch * sizes.forward_flops / devices
     unit_s = device_flops / (model.tensor_parallel * flops_of(args)) / costs.forward
     volumes = traffic(sizes, placement, timetable.micro_batches)
-    costs = on_devices(costs, sizes, network, devices, unit_s)
-    step = NetworkStep(timetable, costs, network, volumes, unit_s, eager_reductions(simulation)).time(layout)
-    between = traffic_between_hosts(layout, network.hosts, volumes, timetable.micro_batches).bytes
-    return HostStep(network, layout, step, between)
+    network_costs = on_devices(costs, sizes, network, devices, unit_s)
+    reductions = eager_reductions(simulation)
+    step = NetworkStep(timetable, network_costs, network, volumes, unit_s, reductions).time(layout)
+    bytes_between = traffic_between_hosts(layout, network.hosts, volumes, timetable.micro_batches).bytes
+    return HostStep(network, layout, step, bytes_between)
 
 
 def _check_supported(timetable: Timetable, costs: Costs) -> None:
@@ -96,7 +97,7 @@ def _check_supported(timetable: Timetable, costs: Costs) -> None:
         raise ScheduleError("--forward-only: not supported with --hosts (got both). Remove one.")
     if timetable.placement.forward_devices:
         raise ScheduleError(
-            f"--hosts: schedules with forward ranks are not modeled on several hosts (got {timetable.schedule}). "
+            f"--hosts: schedules with forward devices are not modeled on several hosts (got {timetable.schedule}). "
             "Remove --hosts."
         )
 

@@ -22,14 +22,11 @@ _TFLOPS_RANGE = 1e-3, 1e6
 _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
-def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
-    """Add the flags; ``sizes`` includes the rank order, which ``plan`` chooses, and the rate.
-
-    ``plan`` has a flag for the rate, and hosts of 8 devices by default.
-    """
+def add_network_flags(verb: argparse.ArgumentParser, *, for_plan: bool = False) -> None:
+    """Add the flags; with ``for_plan`` without the rank order, which ``plan`` chooses, and its own flag of the rate."""
     group = verb.add_argument_group("hosts, for the step time with reductions")
     hosts = "hosts x ranks per host; or slots, such as 8,8,4; or a hostfile"
-    default = "" if sizes else " (8 devices per host)"
+    default = " (8 devices per host)" if for_plan else ""
     group.add_argument("--hosts", metavar="4x8", help=f"{hosts}{default}")
     link = "bytes per second and latency of a link"
     group.add_argument("--inside", metavar=_INSIDE, help=f"{link} inside a host ({_INSIDE})")
@@ -38,29 +35,32 @@ def add_network_flags(verb: argparse.ArgumentParser, *, sizes: bool) -> None:
     group.add_argument("--ports", choices=[RANK_PORTS, HOST_PORTS], help=ports)
     memory = "bytes per second of a device's memory; then --tflops is the rate of matrix products alone"
     group.add_argument("--memory-bandwidth", metavar="1.6TB", help=memory)
-    text = "algorithms of the collectives (nccl)" + ("" if sizes else "; gloo: the devices are CPUs")
+    text = "algorithms of the collectives (nccl)" + ("; gloo: the devices are CPUs" if for_plan else "")
     group.add_argument("--collectives", choices=[NCCL, GLOO], help=text)
-    if sizes:
+    if not for_plan:
         group.add_argument("--tflops", type=float, metavar="T", help=RATE)
         group.add_argument(
             "--rank-order", metavar="tp-dp-pp", help="same as a job's rank_order key (tp-dp-pp)"
         )
 
 
-def network_of(args: argparse.Namespace) -> Network | None:
-    """Return the network that the flags describe; None without ``--hosts``, except for ``plan``."""
-    devices = getattr(args, "devices", None)
-    if args.hosts is None and not hasattr(args, "devices"):
-        for dest in _ONLY_WITH_HOSTS:
-            if (value := getattr(args, dest)) is not None:
-                flag = "--" + dest.replace("_", "-")
-                raise ScheduleError(f"{flag}: needs --hosts (got {value!r} without hosts). Add --hosts 4x8.")
+def network_of(args: argparse.Namespace, devices: int = 0) -> Network | None:
+    """Return the network of the flags. Without ``--hosts``: hosts of 8 for ``devices``; None for 0 devices."""
+    if args.hosts is None and not devices:
+        _refuse_flags_without_hosts(args)
         return None
     inside = _parse_link("--inside", _INSIDE if args.inside is None else args.inside)
     between = _parse_link("--between", _BETWEEN if args.between is None else args.between)
-    hosts = default_hosts(devices or 1) if args.hosts is None else parse_hosts(args.hosts)
+    hosts = default_hosts(devices) if args.hosts is None else parse_hosts(args.hosts)
     memory = args.memory_bandwidth and parse_bytes(args.memory_bandwidth, "--memory-bandwidth", "1.6TB")
     return Network(hosts, inside, between, args.ports or RANK_PORTS, args.collectives or NCCL, memory)
+
+
+def _refuse_flags_without_hosts(args: argparse.Namespace) -> None:
+    for dest in _ONLY_WITH_HOSTS:
+        if (value := getattr(args, dest)) is not None:
+            flag = "--" + dest.replace("_", "-")
+            raise ScheduleError(f"{flag}: needs --hosts (got {value!r} without hosts). Add --hosts 4x8.")
 
 
 def flops_of(args: argparse.Namespace) -> float:

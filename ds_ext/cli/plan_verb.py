@@ -97,7 +97,7 @@ def add_plan_flags(verb: argparse.ArgumentParser) -> None:
     verb.add_argument("--price", type=float, metavar="P", help="price of a device per hour, for the cost")
     add_import_flag(verb)
     add_model_flags(verb, all_settings=False)
-    add_network_flags(verb, sizes=False)
+    add_network_flags(verb, for_plan=True)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -198,7 +198,7 @@ def _cluster(args: argparse.Namespace) -> Cluster:
         args.global_batch_size,
         flops_of(args),
         args.tensor_parallel,
-        network_of(args),
+        network_of(args, args.devices or 1),
         args.micro_batch_size,
         args.recompute_interval,
         args.sequence_parallel,

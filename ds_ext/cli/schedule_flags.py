@@ -221,8 +221,7 @@ def _timetable(name: str, options: Mapping[str, object], args: argparse.Namespac
         timetable = forward_timetable(placement, args.micro_batches, schedule.name, slices)
         return timetable, costs_on(placement, slices)
     costs = costs_on(placement, slices)
-    made = schedule.timetable(args.num_devices, args.micro_batches, options, costs, slices)
-    return made, costs
+    return schedule.timetable(args.num_devices, args.micro_batches, options, costs, slices), costs
 
 
 def head_notes(simulations: Iterable[Simulation]) -> list[str]:
@@ -273,7 +272,10 @@ def _from_file(name: str, args: argparse.Namespace) -> Timetable:
 
 
 def _costs_of(args: argparse.Namespace, options: Mapping[str, object]) -> Costs:
-    """Return the costs in ``--costs``, or in the equivalent option "costs"."""
+    """Return the costs of ``--costs`` or of the option "costs", by default ``_DEFAULT_COSTS``.
+
+    With ``--hosts``, measured costs keep only f, b and w: the rate and the model give the times.
+    """
     option = {**_flag_options(args), **options}.get(COSTS)
     if option is not None and args.costs is not None:
         raise ScheduleError(
@@ -281,7 +283,9 @@ def _costs_of(args: argparse.Namespace, options: Mapping[str, object]) -> Costs:
         )
     text = args.costs if option is None else str(option)
     costs = read_costs(_DEFAULT_COSTS if text is None else text)
-    return costs if getattr(args, "hosts", None) is None else costs.ratios()
+    if getattr(args, "hosts", None) is not None:  # some verbs have no hosts
+        return costs.ratios()
+    return costs
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------

@@ -299,8 +299,8 @@ def _proven(timetable: Timetable, report: Report) -> Iterator[str]:
     yield f"ops       {sum(map(len, timetable.orders))}, each once, on the device of its stage, after its dependencies"
     yield f"messages  {report.messages}{', received in the order of each link' if report.messages else ''}"
     if report.messages:
-        credits = report.link_credits
-        yield f"links     no deadlock with room for {credits} message{'s' * (credits != 1)} per link"
+        room = report.link_credits
+        yield f"links     no deadlock with room for {room} message{'s' * (room != 1)} per link"
     unit = "micro-batch" if timetable.slices == 1 else "slice of a micro-batch"
     yield f"buffers   {' '.join(map(str, report.num_buffers))}  (per device), one {unit} at a time in each"
     yield f"loss      device {', '.join(map(str, report.loss_devices))}"
@@ -373,7 +373,7 @@ def _last_stage_notes(
 def _simulation_lines(simulation: Simulation, model: TrainingSizes | None) -> Iterator[str]:
     peaks = " ".join(f"{peak:g}" for peak in simulation.peak_activations)
     share = f"1/{simulation.timetable.placement.num_devices} of the model"
-    size = "" if model is None else f", {_message_sizes(simulation.timetable, model)}"
+    size = "" if model is None else f", {_message_size_text(simulation.timetable, model)}"
     yield describe_sizes(simulation.timetable)
     yield f"  makespan          {simulation.makespan:g}"
     yield f"  ideal             {simulation.ideal:g}  (computing time per device)"
@@ -385,8 +385,8 @@ def _simulation_lines(simulation: Simulation, model: TrainingSizes | None) -> It
         yield f"  head              {factors_text([simulation.costs.head], '.3g')}  (factor, divided over the devices)"
 
 
-def _message_sizes(timetable: Timetable, model: TrainingSizes) -> str:
-    """Return the size of every message, or of all messages if head parts have others."""
+def _message_size_text(timetable: Timetable, model: TrainingSizes) -> str:
+    """Return text with the size of one message; with head parts, whose messages differ, with the sum of all."""
     size = message_bytes(model) // timetable.slices
     if HEAD_PART in timetable.placement.stage_kinds:
         return f"{format_bytes(timetable.sent_tensors * size)} in all"

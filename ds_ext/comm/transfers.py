@@ -30,13 +30,14 @@ _ROUNDING_S = 0.01  # gloo's limits are whole milliseconds
 
 @dataclass(eq=False)
 class Transfer:
-    """Contents in flight. ``body`` is kept until the transfer is complete."""
+    """Contents in flight since ``start`` (``time.monotonic()``). ``body`` is kept until the transfer is complete."""
 
     work: dist.Work
     body: Tensor
     op: str
     peer: int
     tag: int
+    start: float
     waited: bool = False
 
 
@@ -94,13 +95,16 @@ class Transfers:
         self._await(unfinished)
 
     def _await(self, unfinished: Callable[[], Sequence[Transfer]]) -> None:
-        """Wait until ``unfinished()``, some of the transfers, is empty. It may start transfers."""
+        """Wait until ``unfinished()``, some of the transfers, is empty. It may start transfers.
+
+        Raises TransportTimeout if no transfer completes within the time limit.
+        """
         start, num_removed = time.monotonic(), self._num_removed
         while transfers := unfinished():
             if not self._on_cuda:
                 self.finish(transfers[0])
             num_transfers = len(self._unfinished)
-            self._unfinished = deque(each for each in self._unfinished if not self._is_over(each))
+            self._unfinished = deque(each for each in self._unfinished if not self._is_complete(each))
             self._num_removed += num_transfers - len(self._unfinished)
             if self._num_removed > num_removed:
                 start, num_removed = time.monotonic(), self._num_removed
@@ -116,24 +120,26 @@ class Transfers:
             body, work = begin()
         except RuntimeError as error:
             raise self._failure(op, peer, tag, start, error) from error
-        while self._unfinished and self._is_over(self._unfinished[0]):
+        while self._unfinished and self._is_complete(self._unfinished[0]):
             self._unfinished.popleft()
             self._num_removed += 1
-        transfer = Transfer(work, body, op, peer, tag)
+        transfer = Transfer(work, body, op, peer, tag, start)
         self._unfinished.append(transfer)
         return transfer
 
-    def _is_over(self, transfer: Transfer) -> bool:
+    def _is_complete(self, transfer: Transfer) -> bool:
+        """Return whether a transfer is complete. Raises TransportError if NCCL reports its failure."""
         if not self._on_cuda:
-            return transfer.waited
+            return transfer.waited  # finish() has waited for it
         if not transfer.work.is_completed():
             return False
         error = _error(transfer.work)  # NCCL counts a failed transfer as complete, and wait() does not raise
         if error is not None:
-            raise self._failure(transfer.op, transfer.peer, transfer.tag, time.monotonic(), error)
+            raise self._failure(transfer.op, transfer.peer, transfer.tag, transfer.start, error)
         return True
 
     def _failure(self, op: str, peer: int, tag: int, start: float, error: BaseException) -> TransportError:
+        """Return the error for a failure after waiting since ``start``."""
         why = explain(error, peer, time.monotonic() - start, self.timeout_s)
         failure = self._state.failure(f"{op} rank {peer} of {describe_tag(tag)}: {why}")
         failure.peer, failure.op, failure.tag = peer, op, tag
@@ -141,6 +147,7 @@ class Transfers:
 
 
 def _error(work: dist.Work) -> BaseException | None:
+    """Return the failure of a complete operation; None if it succeeded."""
     try:
         return work.exception()
     except TypeError:  # torch 2.9 and 2.10 cannot convert any result

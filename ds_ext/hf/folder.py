@@ -167,7 +167,7 @@ def read_generation(folder: Path) -> dict[str, Any]:
 def _open(path: Path) -> TensorFile:
     try:
         return TensorFile(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"{path}: missing or not a complete safetensors file (got {error}). Download or save the model again."
         ) from None

@@ -137,7 +137,7 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         slurm.set_rank()
         code = main() or 0
     except SystemExit as stop:
-        code = _exit_code(stop)
+        code = _report_exit(stop)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except BaseException as error:
@@ -151,7 +151,8 @@ def print_stacks_on_signal() -> None:
         faulthandler.register(signal.SIGUSR1, all_threads=True)
 
 
-def _exit_code(stop: SystemExit) -> int:
+def _report_exit(stop: SystemExit) -> int:
+    """Print the message of ``sys.exit(message)`` as Python does, and return the exit code."""
     if stop.code is None or isinstance(stop.code, int):
         return stop.code or 0
     say(str(stop.code))

@@ -159,15 +159,31 @@ def _connect_store(host: str, port: int, rank: int, world_size: int, timeout_s: 
     # torchrun's agent may serve the store. Otherwise rank 0 does, and torch's rendezvous uses the same store.
     serves = rank == 0 and not agent_serves_store()
     limit = timedelta(seconds=timeout_s)
+    no_connection = TransportError(
+        f"start: no connection to rank 0 at {host}:{port} within {timeout_s:g} s. Look for the first error in "
+        "its output, and check that this host can connect to that port."
+    )
+    if not serves and not _await_server(host, port, timeout_s):
+        raise no_connection
     try:
         return TCPStore(host, port, world_size, serves, limit, wait_for_workers=False, multi_tenant=True)
     except (DistNetworkError, DistStoreError):
         if serves:
             raise
-        raise TransportError(
-            f"start: no connection to rank 0 at {host}:{port} within {timeout_s:g} s. Look for the first error in "
-            "its output, and check that this host can connect to that port."
-        ) from None
+        raise no_connection from None
+
+
+def _await_server(host: str, port: int, timeout_s: float) -> bool:
+    """Return whether a port accepts connections within ``timeout_s``.
+
+    torch's store tries again after its limit, so it would wait twice as long, and print a stack for each attempt.
+    """
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        with contextlib.suppress(OSError), socket.create_connection((host, port), timeout=left_s):
+            return True
+        time.sleep(min(_POLL_S, max(left_s, 0)))
+    return False
 
 
 def _store_of_this_start(store: Any, rank: int, world_size: int, timeout_s: float) -> Any:

@@ -77,11 +77,11 @@ class Network:
     def link(self, a: int, b: int) -> Link:
         return self.between if self.hosts.cross((a, b)) else self.inside
 
-    def shared(self, share: int) -> Network:
-        """Return the network as each of ``share`` equal users of the ports sees it."""
-        if self.ports == RANK_PORTS or share <= 1:
+    def shared(self, users: int) -> Network:
+        """Return the network with the share of a host's port that each of ``users`` ranks gets."""
+        if self.ports == RANK_PORTS or users <= 1:
             return self
-        return replace(self, between=Link(self.between.bandwidth / share, self.between.latency))
+        return replace(self, between=Link(self.between.bandwidth / users, self.between.latency))
 
     def port_time(self, size: float, ranks: Sequence[int]) -> float:
         """Return the seconds for which a pass of ``size`` bytes through a ring occupies the busiest host's port."""
@@ -123,11 +123,11 @@ class Network:
             return 0.0
         block = size / len(ring)
         hosts = [self.hosts.host(rank) for rank in ring]
-        port = self.between.bandwidth * self._rings(hosts)
+        port_rate = self.between.bandwidth * self._rings(hosts)
         latencies, slowest_s = [], 0.0
         for a, b in pairwise([*hosts, hosts[0]]):
             latencies.append(self.inside.latency if a == b else self.between.latency)
-            rate = self.inside.bandwidth if a == b else port
+            rate = self.inside.bandwidth if a == b else port_rate
             slowest_s = max(slowest_s, block / rate)
         # The worst block skips the connection with the lowest latency.
         return sum(sorted(latencies)[1:]) + steps * slowest_s
@@ -140,15 +140,15 @@ class Network:
         reduction and scan", 2009; used by NCCL 2.4).
         """
         hosts = [self.hosts.host(rank) for rank in ranks]
-        members = Counter(hosts)
-        levels, chain = math.ceil(math.log2(len(members))), max(members.values()) - 1
-        seconds = 2 * (levels * self.between.latency + chain * self.inside.latency)
-        inside = 2 * size / self.inside.bandwidth if chain else 0.0
-        between = 2 * size / (self.between.bandwidth * self._rings(hosts)) if levels else 0.0
-        return seconds + max(inside, between)
+        ranks_per_host = Counter(hosts)
+        levels, chain = math.ceil(math.log2(len(ranks_per_host))), max(ranks_per_host.values()) - 1
+        latencies_s = 2 * (levels * self.between.latency + chain * self.inside.latency)
+        inside_s = 2 * size / self.inside.bandwidth if chain else 0.0
+        between_s = 2 * size / (self.between.bandwidth * self._rings(hosts)) if levels else 0.0
+        return latencies_s + max(inside_s, between_s)
 
     def _rings(self, hosts: Sequence[int]) -> int:
-        """Return the number of rings or trees that NCCL builds: one for each port that the members of a host have."""
+        """Return the number of rings or trees that NCCL builds: one for each port of the ranks on a host."""
         return 1 if self.ports == HOST_PORTS else min(Counter(hosts).values())
 
     def _gloo_all_reduce(self, size: float, ring: Sequence[int]) -> float:

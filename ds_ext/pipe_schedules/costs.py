@@ -343,7 +343,7 @@ def parse_costs(text: str) -> Costs:
             raise ScheduleError(
                 f"costs: invalid value (got {_short(part)}). Examples: f=1.5, seed=1, stages=0.9x7/1.7."
             ) from None
-    return _make_costs(_without_repeats(pairs, "costs"), _TEXT_KEYS, "costs")
+    return _make_costs(_as_unique_keys(pairs, "costs"), _TEXT_KEYS, "costs")
 
 
 def load_costs(path: str) -> Costs:
@@ -355,7 +355,7 @@ def load_costs(path: str) -> Costs:
     subject = f"costs {path}"
     try:
         with open(path, encoding="utf-8-sig") as file:
-            values = json.load(file, object_pairs_hook=lambda pairs: _without_repeats(pairs, subject))
+            values = json.load(file, object_pairs_hook=lambda pairs: _as_unique_keys(pairs, subject))
     except OSError as error:
         raise ScheduleError(f"{subject}: {error.strerror}.") from None
     except RecursionError:
@@ -375,13 +375,15 @@ def load_costs(path: str) -> Costs:
 
 
 def _make_costs(values: Mapping[str, Any], known: Sequence[str], subject: str) -> Costs:
+    """Return the costs for values by key. Raises ScheduleError for an unknown key."""
     if unknown := sorted(set(values) - set(known)):
         fix = "Put links into a JSON file" if "links" in unknown else f"Keys: {', '.join(known)}"
         raise ScheduleError(f"{subject}: unknown keys (got {', '.join(unknown)[:_MAX_CHARACTERS]}). {fix}.")
     return Costs(**{_TIMES.get(key, key): value for key, value in values.items()})
 
 
-def _without_repeats(pairs: Sequence[tuple[str, Any]], subject: str) -> dict[str, Any]:
+def _as_unique_keys(pairs: Sequence[tuple[str, Any]], subject: str) -> dict[str, Any]:
+    """Return a dictionary of the pairs. Raises ScheduleError for a repeated key."""
     values = dict(pairs)
     if len(values) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -440,7 +442,9 @@ def _sizes_text(sizes: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return sizes such as ``micro batch size 4, stage layers 5,5`` for an error."""
 
     def text(value: Any) -> str:
-        return ",".join(map(str, value)) if isinstance(value, list) else str(value).lower()
+        if isinstance(value, list):
+            return ",".join(map(str, value))
+        return str(value).lower()  # true and false, as in JSON
 
     return ", ".join(f"{name.replace('_', ' ')} {text(sizes[name])}" for name in names)
 
@@ -457,6 +461,6 @@ def _is_number(value: object) -> bool:
 def _short(value: object) -> str:
     try:
         text = repr(value)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # an integer of more than 4,300 digits, or lists nested too deeply
         return "thousands of digits or brackets"
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]}..."

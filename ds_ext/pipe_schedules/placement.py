@@ -258,7 +258,7 @@ class Placement:
         for pipe, devices in enumerate(self.further_devices):
             for stage, device in enumerate(devices, self.stages):
                 if self.has_weights(stage):
-                    by_device[device].append((self.stages, pipe, stage))
+                    by_device[device].append((self.stages, pipe, stage))  # after every visit
         return tuple(tuple(Chunk(stage, pipe) for _, pipe, stage in sorted(chunks)) for chunks in by_device)
 
     @cached_property

@@ -10,12 +10,15 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from .ops import BACKWARD, BACKWARD_WEIGHT, REDUCE_STAGE, Instruction, Op
+from .ops import BACKWARD, BACKWARD_WEIGHT, REDUCE_STAGE, Instruction, MessageKind, Op
 from .simulation import Simulation
 from .timetables import Program
 
 Reductions = Sequence[Mapping[Op, tuple[int, ...]]]
 """For every device: op -> stages whose reductions start after it."""
+_MESSAGES = frozenset(
+    f"{verb}{kind.suffix}" for verb in ("Send", "Copy") for kind in MessageKind
+)  # after an op
 
 
 def eager_reductions(simulation: Simulation) -> Reductions:
@@ -64,8 +67,11 @@ def _starts(
 
 def with_reductions(program: Program, reductions: Reductions) -> Program:
     """Return the program with only these eager reductions. Each follows the messages of its op."""
-    instructions = [tuple(_insert(*pair)) for pair in zip(program.instructions, reductions, strict=True)]
-    return replace(program, instructions=tuple(instructions))
+    instructions = tuple(
+        tuple(_insert_reductions(of_device, stages_after))
+        for of_device, stages_after in zip(program.instructions, reductions, strict=True)
+    )
+    return replace(program, instructions=instructions)
 
 
 def order_of_reductions(program: Program, device: int) -> list[int]:
@@ -81,27 +87,29 @@ class StageReductions:
 
     def __init__(self, program: Program, device: int) -> None:
         self._order = deque(order_of_reductions(program, device))
-        self._left = Counter(
+        self._remaining_backwards = Counter(
             op.stage for op in program.timetable.orders[device] if op.kind in (BACKWARD, BACKWARD_WEIGHT)
         )
 
     def after(self, op: Op) -> Iterator[Instruction]:
-        """Yield the reductions that start after ``op``: of the next stages in order without further backwards."""
-        self._left[op.stage] -= op.kind in (BACKWARD, BACKWARD_WEIGHT)
-        while self._order and not self._left[self._order[0]]:
+        """Yield the reductions that start after ``op``: the next ones in order whose stage has no more backwards."""
+        self._remaining_backwards[op.stage] -= op.kind in (BACKWARD, BACKWARD_WEIGHT)
+        while self._order and not self._remaining_backwards[self._order[0]]:
             yield Instruction(REDUCE_STAGE, stage=self._order.popleft())
 
 
-def _insert(
-    instructions: Iterable[Instruction], reductions: Mapping[Op, tuple[int, ...]]
+def _insert_reductions(
+    instructions: Iterable[Instruction], stages_after: Mapping[Op, tuple[int, ...]]
 ) -> Iterator[Instruction]:
+    """Yield the instructions with each reduction after the messages of its op. Existing reductions are dropped."""
     stages: tuple[int, ...] = ()
     for instruction in instructions:
         if instruction.name == REDUCE_STAGE:
             continue
-        if stages and not instruction.name.startswith(("Send", "Copy")):
+        if instruction.name not in _MESSAGES:
             yield from (Instruction(REDUCE_STAGE, stage=stage) for stage in stages)
             stages = ()
         yield instruction
         if instruction.op is not None:
-            stages = reductions.get(instruction.op, ())
+            stages = stages_after.get(instruction.op, ())
+    assert not stages, "the end of the step follows the last op"

@@ -46,7 +46,7 @@ class Timetable:
 
     @cached_property
     def micro_batches_by_pipe(self) -> list[list[int]]:
-        """Micro-batches of each pipe that carries any."""
+        """Micro-batches of every pipe, in the order of the pipes; pipes without any are omitted."""
         by_pipe: dict[int, list[int]] = {}
         for micro_batch in range(self.micro_batches):
             by_pipe.setdefault(self.pipe(micro_batch), []).append(micro_batch)

@@ -92,7 +92,7 @@ class Cluster:
             if value is not None and not value > 0:
                 raise ScheduleError(f"{name}: must be greater than 0 (got {value}).")
         if self.network is not None and self.network.hosts.world_size != self.devices:
-            hosts = self.network.hosts
+            hosts = self.network.hosts  # those of --hosts, as default_hosts() fit
             raise ScheduleError(
                 f"--hosts: must have one slot per device (got {hosts}, {hosts.world_size} slots, and {self.devices} "
                 f"devices). Use --devices {hosts.world_size}, or other hosts."
@@ -292,12 +292,12 @@ def other_head(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, plan: Clus
 
     It is the shortest one for the first sizes of ``plan``; None: none fits. Arguments as for :func:`plan_cluster`.
     """
-    found: list[Candidate] = []
+    others: list[Candidate] = []
     for row in [row for row in plan.ranked if row.pipeline > 1][:_TRIED]:
         candidate = row.candidates.best
         if candidate is None or candidate.sizes is None:
             continue
-        if found and candidate.micro_batches * candidate.stages > _MOST_OPS:
+        if others and candidate.micro_batches * candidate.stages > _MOST_OPS:
             break
         other = replace(
             cluster,
@@ -308,8 +308,8 @@ def other_head(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, plan: Clus
         )
         with contextlib.suppress(ScheduleError):
             (request,) = _requests(other, sizes, ratios, row.tensor, row.pipeline, row.data)
-            found.append(price(request, candidate))
-    return min((c for c in found if not c.refusal), key=lambda c: c.time or math.inf, default=None)
+            others.append(price(request, candidate))
+    return min((c for c in others if not c.refusal), key=lambda c: c.time or math.inf, default=None)
 
 
 def unit_costs(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, pipeline: int) -> tuple[Costs, float]:
@@ -389,7 +389,7 @@ class _Undivided(ScheduleError):
 
 
 def _factors(cluster: Cluster) -> Iterator[tuple[int, int, int]]:
-    """Yield every (TP, PP, DP) whose product is the number of devices."""
+    """Yield every (TP, PP, DP) whose product is the number of devices. Raises _Undivided for requested sizes."""
     only_size, only_pipeline = cluster.tensor_parallel, cluster.pipeline_parallel
     sizes = 0
     for tensor in range(1, MOST_TENSOR_PARALLEL + 1) if only_size is None else [only_size]:

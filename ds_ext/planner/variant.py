@@ -39,12 +39,14 @@ _BRIEF_EXCESS = 1.2  # memory of an order that is searched briefly, relative to 
 
 
 def all_variants(request: Request, shared: Shared) -> Iterator[Variant]:
-    for _, schedule in sorted(SCHEDULES.items()):
+    """Yield every schedule with each of its options that the request may use, by name."""
+    for name in sorted(SCHEDULES):
+        schedule = SCHEDULES[name]
         for options in schedule.variants(request.devices, request.micro_batches):
             # Slices keep so little that limits on activations change nothing.
             if request.slices > 1 and (not schedule.has_slices or "max_activations" in options):
                 continue
-            # Orders are planned for the smallest micro-batch only: it has the shortest bubble and needs the least.
+            # Orders are planned for the smallest micro-batch only: it has the shortest bubble and the least memory.
             if request.plans_orders or not schedule.planned:
                 yield Variant(request, schedule, options, shared)
 
@@ -139,11 +141,11 @@ class Variant:
             raise ScheduleError(
                 f"{name}: micro-batches must be a multiple of {placement.replicas} pipes (got {n})."
             )
-        if self._ops(placement) > _MOST_OPS:
-            raise ScheduleError(f"{name}: more than {_MOST_OPS:,} ops (got {self._ops(placement):,}).")
+        if self._num_ops(placement) > _MOST_OPS:
+            raise ScheduleError(f"{name}: more than {_MOST_OPS:,} ops (got {self._num_ops(placement):,}).")
         return placement
 
-    def _ops(self, placement: Placement) -> int:
+    def _num_ops(self, placement: Placement) -> int:
         ops = (len(KINDS) - 1) * placement.stages + 2 * placement.head_parts
         return ops * self.request.micro_batches * self.request.slices
 
@@ -183,7 +185,7 @@ class Variant:
         request, f = self.request, self.costs.forward
         is_even = request.micro_batches % request.devices == 0 and request.slices == 1
         ends_early = is_even and replace(self.costs, head=0.0) == Costs(f, f, f)
-        ops = max(self._ops(self.placement) * _ORDERS, 0 if ends_early else _SEARCHED_OPS)
+        ops = max(self._num_ops(self.placement) * _ORDERS, 0 if ends_early else _SEARCHED_OPS)
         return self.schedule.planned and ops > request.cheap_ops
 
     @cached_property

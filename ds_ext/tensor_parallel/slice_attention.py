@@ -40,9 +40,9 @@ def attend_slice(q_BNSH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, earlier: list[t
     """
     size = q_BNSH.size(-1)
     tensors = [q_BNSH, k_BGSH, v_BGSH, *(tensor for pair in earlier for tensor in pair)]
-    missing = -size % _HEAD_ALIGNMENT
-    if missing and q_BNSH.device.type != "cpu":
-        tensors = [torch.nn.functional.pad(tensor, (0, missing)) for tensor in tensors]
+    padding = -size % _HEAD_ALIGNMENT
+    if padding and q_BNSH.device.type != "cpu":
+        tensors = [torch.nn.functional.pad(tensor, (0, padding)) for tensor in tensors]
     return _SliceAttention.apply(size**-0.5, *tensors)[..., :size]
 
 
@@ -71,14 +71,15 @@ class _SliceAttention(torch.autograd.Function):
         q, out, lse, *keys_and_values = ctx.saved_tensors
         merged = grads[0].contiguous(), out, lse
         grad_q: Tensor | None = None
-        found: list[Tensor] = []
+        grads_kv: list[Tensor] = []
         for block in _blocks(keys_and_values):
-            of_q, *of_block = _block_gradients(ctx, q, block, merged, not found)
-            grad_q = of_q if grad_q is None else grad_q.add_(of_q)
-            found += of_block
-            del of_q, of_block  # before those of the next block exist
+            is_own = grad_q is None  # the first block is this slice, with causal attention
+            block_grad_q, *block_grads_kv = _block_gradients(ctx, q, block, merged, is_own)
+            grad_q = block_grad_q if grad_q is None else grad_q.add_(block_grad_q)
+            grads_kv += block_grads_kv
+            del block_grad_q, block_grads_kv  # before those of the next block exist
         assert grad_q is not None
-        return None, grad_q, *found
+        return None, grad_q, *grads_kv
 
 
 def _block_gradients(
@@ -86,12 +87,12 @@ def _block_gradients(
 ) -> list[Tensor]:
     """Return the gradients of q, and of k and v of every pair in a block. Arguments as for :func:`_backward`."""
     inputs = _inputs(ctx.kernel, q, block)
-    of_q, *of_block = _backward(ctx.kernel, inputs, merged, ctx.random, causal, ctx.scale)
-    of_k, of_v = (_reduced(grad, block[0][0]) for grad in of_block)
-    found, lengths = [of_q], [k.size(2) for k, _ in block]
-    for pair in zip(of_k.split(lengths, 2), of_v.split(lengths, 2), strict=True):
-        found += [grad.clone() for grad in pair] if len(block) > 1 else pair
-    return found
+    grad_q, *grads_kv = _backward(ctx.kernel, inputs, merged, ctx.random, causal, ctx.scale)
+    grad_k, grad_v = (_reduced(grad, block[0][0]) for grad in grads_kv)
+    grads, lengths = [grad_q], [k.size(2) for k, _ in block]
+    for pair in zip(grad_k.split(lengths, 2), grad_v.split(lengths, 2), strict=True):
+        grads += [grad.clone() for grad in pair] if len(block) > 1 else pair
+    return grads
 
 
 def _blocks(keys_and_values: Sequence[Tensor]) -> list[list[tuple[Tensor, Tensor]]]:
@@ -143,10 +144,10 @@ def _forward(kernel: SDPBackend | None, block: _Three, causal: bool, scale: floa
         )
         return out, lse[..., : out.size(2)], *random
     if kernel == SDPBackend.FLASH_ATTENTION:
-        found = _aten._scaled_dot_product_flash_attention(*block, 0.0, causal, scale=scale)
+        outputs = _aten._scaled_dot_product_flash_attention(*block, 0.0, causal, scale=scale)
     else:
-        found = _aten._scaled_dot_product_cudnn_attention(*block, None, True, 0.0, causal, scale=scale)
-    out, lse, _, _, _, _, *random, _ = found
+        outputs = _aten._scaled_dot_product_cudnn_attention(*block, None, True, 0.0, causal, scale=scale)
+    out, lse, _, _, _, _, *random, _ = outputs
     return out, lse.view(out.shape[:3]), *random
 
 
@@ -162,10 +163,10 @@ def _backward(
     if kernel == SDPBackend.EFFICIENT_ATTENTION:
         padding = -lse.size(2) % _LSE_ALIGNMENT
         lse = torch.nn.functional.pad(lse, (0, padding), value=float("inf"))
-        of_q, of_k, of_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        grad_q, grad_k, grad_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
             grad, *block, None, out, lse, *random, 0.0, (True, True, True, False), causal, scale=scale
         )
-        return of_q, of_k, of_v
+        return grad_q, grad_k, grad_v
     lengths = (None, None, block[0].size(2), block[1].size(2))
     if kernel == SDPBackend.FLASH_ATTENTION:
         return _aten._scaled_dot_product_flash_attention_backward(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
-from ds_ext.engine.checkpoint import buffers
+from ds_ext.engine import replica_buffers
 from ds_ext.engine.checkpoint.file import read_plain
 from tests.engine_runs import StepBatches
 from tests.losses import learned
@@ -105,7 +105,7 @@ def train(rank: int, case: Case, folder: str) -> tuple[list[float], dict[int, di
     engine: Any = ds_ext.initialize(model=model, config=config)[0]
     logged: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffers.logger, "warning", lambda _, names: logged.append(names))
+        patch.setattr(replica_buffers.logger, "warning", lambda _, names: logged.append(names))
         data = batches()
         losses = [float(engine.train_batch(data)) for _ in range(STEPS)]
     engine.save_checkpoint(folder, "end")

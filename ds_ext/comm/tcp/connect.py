@@ -49,6 +49,8 @@ class TcpListener:
 
 @dataclass(eq=False)
 class _Pending:
+    """Connection in a handshake, which waits for a message of ``needed`` bytes."""
+
     socket: socket.socket
     handshake: Handshake
     peer: int | None  # None: unauthenticated
@@ -64,11 +66,16 @@ def connect_peers(
     notes: Mapping[int, bytes],
     timeout_s: float,
 ) -> dict[int, PeerConnection]:
-    """Connect to every peer.
+    """Return an authenticated connection to every peer, by rank.
 
     Args:
-        notes: peer -> note for it, up to 4096 bytes.
+        listener: listener of this rank.
+        offers: rank -> its address and token; other ranks than peers are ignored.
+        notes: the peers, each with the note for it, up to 4096 bytes.
         timeout_s: time limit for all peers together, in seconds.
+
+    Raises:
+        TransportError: if a peer does not connect in time.
     """
     attempt = _ConnectionAttempt(listener, rank, offers, notes, timeout_s)
     try:

@@ -95,7 +95,7 @@ def _write(task: Task) -> str:
 
 
 def leave_note(folder: Path, rank: int, records: Mapping[str, object], error: str) -> str:
-    """Return ``error``, or else the error of writing the note."""
+    """Write the note of a rank. Returns ``error``, or else the error of writing the note."""
     scratch = folder / f".note_{rank}.tmp"
     try:
         scratch.write_text(json.dumps({"files": records, "error": error}))
@@ -128,12 +128,15 @@ def _publish(task: Task) -> str:
 
 
 def _wait_for_note(folder: Path, rank: int, limit_s: float) -> Record:
-    """Return the note of a rank, and remove it. Raises CheckpointError if no rank has written for ``limit_s``."""
-    path, deadline, written = _note(folder, rank), time.monotonic() + limit_s, -1
+    """Return the note of a rank, and remove it.
+
+    Raises CheckpointError if no rank writes for ``limit_s``, or if the note is incomplete.
+    """
+    path, folder_size, deadline = _note(folder, rank), -1, 0.0
     while not path.exists():
-        if (now := _bytes_in(folder)) != written:
-            deadline, written = time.monotonic() + limit_s, now
-        if time.monotonic() > deadline:
+        if (size := _size(folder)) != folder_size:
+            folder_size, deadline = size, time.monotonic() + limit_s
+        elif time.monotonic() > deadline:
             raise CheckpointError(f"rank {rank} has written nothing for {limit_s:g} s")
         time.sleep(_POLL_S)
     try:
@@ -144,7 +147,8 @@ def _wait_for_note(folder: Path, rank: int, limit_s: float) -> Record:
     return note
 
 
-def _bytes_in(folder: Path) -> int:
+def _size(folder: Path) -> int:
+    """Return the bytes and the number of all files, which change whenever a rank writes."""
     total = 0
     for entry in os.scandir(folder):
         try:

@@ -113,15 +113,24 @@ class TensorFile:
     """Safetensors file, opened to read parts of tensors with ordinary reads, so that no page stays in memory."""
 
     def __init__(self, path: Path) -> None:
+        """Read the header. Raises OSError, or ValueError if the header is invalid or the file is incomplete."""
         self.path = path
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if length > size - 8:
                 raise ValueError(f"a header of {length} bytes in a file of {size} bytes")
-            self._header: Record = json.loads(file.read(length))
-        self._header.pop("__metadata__", None)
-        self._data = 8 + length
+            header = file.read(length)
+        self._data_start = 8 + length
+        try:
+            self._header: Record = json.loads(header)
+            self._header.pop("__metadata__", None)
+            self._check(size)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"invalid header: {error!r}") from error
+
+    def _check(self, size: int) -> None:
+        """Raise ValueError if tensors overlap, leave gaps or do not fill the file of ``size`` bytes."""
         end = 0
         for name, record in sorted(self._header.items(), key=lambda item: item[1]["data_offsets"]):
             (start, stop), dtype = record["data_offsets"], _DTYPES.get(record["dtype"])
@@ -131,8 +140,8 @@ class TensorFile:
                     f"bytes {start} to {stop} for {name}, {tensor_bytes} bytes from {end} expected"
                 )
             end = stop
-        if self._data + end != size:
-            raise ValueError(f"{self._data + end} bytes expected, {size} bytes found")
+        if self._data_start + end != size:
+            raise ValueError(f"{self._data_start + end} bytes expected, {size} bytes found")
 
     @property
     def names(self) -> list[str]:
@@ -154,7 +163,7 @@ class TensorFile:
         record = self._header[name]
         elements = torch.empty(numel, dtype=_DTYPES[record["dtype"]])
         with self.path.open("rb", buffering=0) as file:
-            file.seek(self._data + record["data_offsets"][0] + start * elements.element_size())
+            file.seek(self._data_start + record["data_offsets"][0] + start * elements.element_size())
             _read_into(_bytes(elements), file, self.path)
         return elements
 
@@ -185,7 +194,7 @@ def _as_plain(value: Mapping[str, object]) -> object:
     """Return the result of :func:`to_plain` after checking that ``torch.load`` can read it."""
     try:
         plain = to_plain(value)
-        _try(plain)
+        _check_loads(plain)
         return plain
     except Exception:
         for key, entry in value.items():
@@ -251,7 +260,7 @@ def layer_file(layer: int, shard: int, tensor_ranks: int) -> str:
 def is_plain(value: object) -> bool:
     """Return whether a value consists of numbers, strings, tensors, and lists and dictionaries of them."""
     try:
-        _try(value)
+        _check_loads(value)
     except Exception:
         return False
     return True
@@ -271,7 +280,7 @@ def _require_plain(path: str, value: object, containers: tuple[object, ...]) -> 
             f"{len(containers)}). Save a flat list instead."
         )
     try:
-        _try(to_plain(value, len(containers)))
+        _check_loads(to_plain(value, len(containers)))
         return
     except Exception as error:
         failure = error
@@ -294,7 +303,7 @@ def _entries(value: object) -> Iterable[tuple[object, object]]:
     return enumerate(value) if isinstance(value, list | tuple) else ()
 
 
-def _try(value: object) -> None:
+def _check_loads(value: object) -> None:
     """Save a value without the data of its tensors, and load it. Raises an exception of torch if it is not plain."""
     torch.load(io.BytesIO(_saved(_without_data(value))), weights_only=True, map_location="meta")
 

@@ -58,7 +58,7 @@ def decided_steps(schedule: DynamicSchedule, messages: DynamicMessages) -> Itera
     reductions = StageReductions(schedule.program, schedule.stage_id)
     schedule.executed = []
     try:
-        for op in _chosen(schedule, messages) if messages.decides else _received(schedule, messages):
+        for op in _chosen_ops(schedule, messages) if messages.decides else _received_ops(schedule, messages):
             schedule.executed.append(op)
             yield list(
                 map(to_pipe_instruction, (*waits.before(op), *lowering.add(op), *reductions.after(op)))
@@ -70,8 +70,11 @@ def decided_steps(schedule: DynamicSchedule, messages: DynamicMessages) -> Itera
     yield list(map(to_pipe_instruction, after_the_ops(schedule.program, schedule.stage_id)))
 
 
-def _chosen(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op]:
-    """Yield the ops that this rank chooses. The caller computes each op before it takes the next."""
+def _chosen_ops(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op]:
+    """Yield the ops that this rank chooses, and send each to the other ranks of its tensor-parallel group.
+
+    The caller computes each op before it takes the next.
+    """
     rules, device = schedule.rules, schedule.stage_id
     dependencies = schedule.program.timetable.dependencies
     policy, inputs = rules.device(device), Inputs(dependencies)
@@ -96,6 +99,7 @@ def _chosen(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op
                 policy.add_ready(consumer)
 
 
-def _received(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op]:
+def _received_ops(schedule: DynamicSchedule, messages: DynamicMessages) -> Iterator[Op]:
+    """Yield the ops that the first rank of the tensor-parallel group chooses."""
     for _ in range(schedule.rules.num_ops(schedule.stage_id)):
         yield messages.choices.receive()

@@ -111,17 +111,18 @@ def _head_factors(
     placement: Placement,
     forward: float,
     backward_input: float,
-    weight: float,
+    backward_weight: float,
 ) -> tuple[float, float, float]:
-    """Return the factors of the head from the means over its parts, whose forwards compute input gradients too."""
-    part, gradient = _means_of_parts(values, placement)
+    """Return the factors of the head from its parts. The forward of a part includes its input gradient."""
+    part_forward, part_weight = _means_of_parts(values, placement)
     count = len(placement.stages_of_kind(HEAD_PART))
-    both = round(count * part / (forward + backward_input or 1.0), _DIGITS)
-    return both, both, round(count * gradient / (weight or 1.0), _DIGITS)
+    forward_and_input = round(count * part_forward / (forward + backward_input or 1.0), _DIGITS)
+    weight = round(count * part_weight / (backward_weight or 1.0), _DIGITS)
+    return forward_and_input, forward_and_input, weight
 
 
 def _means_of_parts(values: Mapping[Quantity, float], placement: Placement) -> tuple[float, float]:
-    """Return the means over the head parts of their forwards and of their weight gradients."""
+    """Return the means over the head parts of their forwards and of their weight gradients; 0 if not measured."""
 
     def mean(kind: str) -> float:
         stages = placement.stages_of_kind(HEAD_PART)
@@ -146,6 +147,7 @@ def _read_rows(traces: Traces, micro_batches: int) -> dict[Row, dict[int, Spans]
 def _samples(
     rows: Mapping[Row, Spans], hosts: Mapping[Row, str], timetable: Timetable
 ) -> dict[Quantity, list[float]]:
+    """Return the times in one step of ops and messages. The overhead is a median, already taken off the messages."""
     ends = {(group, device, op): end for (group, device), spans in rows.items() for op, _, end in spans}
     samples: dict[Quantity, list[float]] = defaultdict(list)
     for (group, device), spans in rows.items():

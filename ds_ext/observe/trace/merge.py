@@ -46,7 +46,7 @@ class UnpairedEnds:
 
 @dataclass
 class Merged:
-    """Result of a merge.
+    """Counts of a merge, complete when all events are written.
 
     Attributes:
         messages: number of messages with an arrow.
@@ -63,7 +63,10 @@ class Merged:
 
 
 def merge(traces: Traces, output: Path) -> Merged:
-    """Write one trace for Perfetto or chrome://tracing, in the object form of the Trace Event Format."""
+    """Write one trace for Perfetto or chrome://tracing, in the object form of the Trace Event Format.
+
+    Returns the counts of the written events and messages.
+    """
     merged = Merged()
     run = {key: value for key, value in traces.run.items() if key not in _RANK_KEYS}
     with open(output, "w", encoding="utf-8") as file:
@@ -72,7 +75,7 @@ def merge(traces: Traces, output: Path) -> Merged:
         file.write(', "traceEvents": [')
         separator = "\n"
         for trace in traces.ranks.values():
-            for event in _events(trace, merged):
+            for event in _events(trace, merged):  # adds to the counts
                 file.write(f"{separator}{json.dumps(event)}")
                 separator = ",\n"
         file.write("\n]}\n")

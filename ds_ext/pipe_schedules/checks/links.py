@@ -61,8 +61,9 @@ class Links:
             self.received.append([])
         return link
 
-    def run(self, credits: int | None) -> _Run:
-        run = _Run(self, _UNLIMITED if credits is None else credits)
+    def run(self, link_credits: int | None) -> _Run:
+        """Run the sends and receives with this number of credits per link; None: no limit."""
+        run = _Run(self, _UNLIMITED if link_credits is None else link_credits)
         run.advance()
         return run
 
@@ -79,13 +80,14 @@ class Links:
             least, most = (least, middle) if self.run(middle).ended else (middle + 1, most)
         return most
 
-    def check_run(self, run: _Run, credits: int | None) -> None:
+    def check_run(self, run: _Run, link_credits: int | None) -> None:
+        """Raise ScheduleError for the first error of a run with these credits; errors of the order come first."""
         self._check_message_order(run)
         for device, messages in enumerate(self.traffic):
             if messages.error is not None and run.num_done[device] == len(messages.instructions):
                 raise messages.error
         if not run.ended:
-            raise self._deadlock(run, credits)
+            raise self._deadlock(run, link_credits)
         self._check_all_received()
 
     def _check_message_order(self, run: _Run) -> None:
@@ -101,13 +103,13 @@ class Links:
                     op = error_op(self.program, expected)
                     raise error_at(self.program.timetable, sentence, receiver, op)
 
-    def _deadlock(self, run: _Run, credits: int | None) -> ScheduleError:
+    def _deadlock(self, run: _Run, link_credits: int | None) -> ScheduleError:
         stuck = [
             (device, messages.instructions[run.num_done[device]])
             for device, messages in enumerate(self.traffic)
             if run.num_done[device] < len(messages.instructions)
         ]
-        condition = "" if credits is None else f" with link_credits {credits}"
+        condition = "" if link_credits is None else f" with link_credits {link_credits}"
         waits = [f"device {device} waits in {instruction}" for device, instruction in stuck]
         device, first = stuck[0]
         assert first.stage is not None and first.micro_batch is not None, "only messages wait"
@@ -132,9 +134,9 @@ class _Run:
     ``num_done[device]`` counts sends and receives; ``num_sent[link]`` and ``num_received[link]`` count messages.
     """
 
-    def __init__(self, links: Links, credits: int) -> None:
+    def __init__(self, links: Links, link_credits: int) -> None:
         self.links = links
-        self.credits = credits
+        self.link_credits = link_credits
         self.num_done = [0] * len(links.events)
         self.num_sent = [0] * len(links.devices)
         self.num_received = [0] * len(links.devices)
@@ -147,7 +149,7 @@ class _Run:
 
     def advance(self) -> None:
         """Run all devices as far as possible. A waiting device resumes when its peer has advanced."""
-        num_sent, num_received, credits = self.num_sent, self.num_received, self.credits
+        num_sent, num_received, link_credits = self.num_sent, self.num_received, self.link_credits
         # Events; each identifies a device, because a link has one sender and one receiver.
         waiting: set[int] = set()
         runnable = list(range(len(self.num_done)))
@@ -160,7 +162,7 @@ class _Run:
                 sends = event >= 0
                 link = event if sends else -1 - event
                 in_flight = num_sent[link] - num_received[link]
-                if sends and in_flight < credits:
+                if sends and in_flight < link_credits:
                     num_sent[link] += 1
                 elif not sends and in_flight:
                     num_received[link] += 1

@@ -165,13 +165,12 @@ def _file(name: str) -> str:
 
 
 def _theme_css(drawn: Sequence[Plot]) -> str:
-    counts = sorted({cast(int, plot["shades"]) for plot in drawn if "shades" in plot})
+    shade_counts = sorted({cast(int, plot["shades"]) for plot in drawn if "shades" in plot})
 
     def variables(theme: Theme) -> str:
-        plain = theme._asdict()
-        del plain["kinds"]
-        plain |= dict(paints(theme, counts))
-        return ":root{" + ";".join(f"--{key}:{color}" for key, color in plain.items()) + "}"
+        colors = {key: color for key, color in theme._asdict().items() if key != "kinds"}
+        colors |= dict(paints(theme, shade_counts))
+        return ":root{" + ";".join(f"--{key}:{color}" for key, color in colors.items()) + "}"
 
     return f"{variables(LIGHT)}\n@media (prefers-color-scheme:dark){{{variables(DARK)}}}"
 

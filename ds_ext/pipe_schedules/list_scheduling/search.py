@@ -298,4 +298,8 @@ def _time_to_stage_0(workload: Workload, pipe: int, stage: int) -> float:
     """Return the time from the end of the backward at ``stage`` to the end of the backward at stage 0."""
     starts = workload.earliest_starts[pipe][workload.gradient_kind]
     times = workload.times[workload.gradient_kind]
-    return starts[0] - starts[stage] + (times[0] - times[stage]) * workload.shortest_slice
+
+    def end(stage: int) -> float:
+        return starts[stage] + times[stage] * workload.shortest_slice
+
+    return end(0) - end(stage)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from ...engine.checkpoint.file import read_plain
 from ...engine.checkpoint.folder import check_contents
@@ -24,7 +26,7 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 def write_decoder_folder(
     source: Path, output: Path, model: Path, shard_bytes: int, dtype: Literal["float32", "bfloat16"]
 ) -> str:
-    """Write the model of a folder with the weights of a checkpoint, and all other files of the folder.
+    """Write a copy of the model folder with the weights of a checkpoint.
 
     Weights that the checkpoint lacks, such as unsaved frozen ones, are those of the folder. Adapters of
     ``train_gpt.py`` are merged. The whole model is in memory.
@@ -34,6 +36,7 @@ def write_decoder_folder(
         output: new folder.
         model: folder that was trained.
         shard_bytes: maximum size of a file.
+        dtype: dtype of the weights that are written.
 
     Returns a summary for the user.
     """
@@ -52,36 +55,53 @@ def write_decoder_folder(
             "save_adapter with peft, and use merge_and_unload() and save_pretrained()."
         )
     check_contents(checkpoint, manifest)
-
-    import transformers
-
-    trained = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-    tuner: Any = None
-    if adapters:
-        import peft
-
-        tuner = peft.get_peft_model(trained, lora_config(rank))  # replaces layers of the model
+    trained, peft_model = _load_model(model, dtype, rank if adapters else None)
     parameters = dict(trained.named_parameters())
-    for name, target in names.items():
-        shape, expected = weights.shapes[name], parameters.get(target)
-        if expected is None or tuple(expected.shape) != shape:
-            raise ConfigError(
-                f"--hf-model: {model} has no {target} of {shape_text(shape)} (got "
-                f"{shape_text(None if expected is None else expected.shape)}). Use the folder that was trained."
-            )
+    _check_shapes(weights, names, parameters, model)
     with torch.no_grad():
         for name, target in names.items():
             parameters[target].copy_(weights.read(name))
-    if tuner is not None:
-        trained = tuner.merge_and_unload()
+    if peft_model is not None:
+        trained = peft_model.merge_and_unload()
     with new_folder(output) as folder:
         trained.save_pretrained(folder, max_shard_size=shard_bytes)
-        written = {path.name for path in folder.iterdir()}
-        for path in sorted(model.iterdir()):
-            if path.is_file() and path.name not in written and not path.name.endswith(_WEIGHTS):
-                shutil.copyfile(path, folder / path.name)
+        _copy_other_files(model, folder)
     elements = sum(parameter.numel() for parameter in trained.parameters())
-    origin = f"{len(names)} weights of {len(parameters)} from the checkpoint"
     if adapters:
         origin = f"with {len(adapters)} merged weights of adapters"
+    else:
+        origin = f"{len(names)} weights of {len(parameters)} from the checkpoint"
     return f"wrote {output} from {checkpoint}: {type(trained).__name__}, {elements:,} parameters in {dtype}, {origin}"
+
+
+def _load_model(folder: Path, dtype: str, lora_rank: int | None) -> tuple[Any, Any]:
+    """Return the model of a folder, and the peft model that gives it adapters; None without ``lora_rank``."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    if lora_rank is None:
+        return model, None
+    import peft
+
+    return model, peft.get_peft_model(model, lora_config(lora_rank))  # replaces layers of the model
+
+
+def _check_shapes(
+    weights: CheckpointWeights, names: Mapping[str, str], parameters: Mapping[str, Tensor], model: Path
+) -> None:
+    """Raise ConfigError if a weight of the checkpoint has no parameter of its shape. ``names`` maps the names."""
+    for name, target in names.items():
+        shape, parameter = weights.shapes[name], parameters.get(target)
+        if parameter is None or tuple(parameter.shape) != shape:
+            raise ConfigError(
+                f"--hf-model: {model} has no {target} of {shape_text(shape)} (got "
+                f"{shape_text(None if parameter is None else parameter.shape)}). Use the folder that was trained."
+            )
+
+
+def _copy_other_files(model: Path, folder: Path) -> None:
+    """Copy the files of the model that the new folder lacks, such as those of the tokenizer, without its weights."""
+    written = {path.name for path in folder.iterdir()}
+    for path in sorted(model.iterdir()):
+        if path.is_file() and path.name not in written and not path.name.endswith(_WEIGHTS):
+            shutil.copyfile(path, folder / path.name)

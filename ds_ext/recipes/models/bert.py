@@ -4,8 +4,8 @@
     0           GPTEmbedding, tied     (tokens_BS, types_BS, mask_BS)  (hidden_BSD, types_BS, mask_BS)
     1           BertEmbedding          (hidden_BSD, types_BS, mask_BS) (hidden_BSD, mask_BS)
     2 .. L+1    BertLayer              (hidden_BSD, mask_BS)           (hidden_BSD, mask_BS)
-    L+2         BertHeads              (hidden_BSD, mask_BS)           (words_BSD, order_B2)
-    L+3         word_logits, tied      (words_BSD, order_B2)           (logits_BSV, order_B2)
+    L+2         BertHeads              (hidden_BSD, mask_BS)           (transformed_BSD, order_B2)
+    L+3         word_logits, tied      (transformed_BSD, order_B2)     (logits_BSV, order_B2)
     L+4         BertOutputBias         (logits_BSV, order_B2)          (logits_BSV, order_B2)
 
 Shapes: B samples of a micro-batch, S tokens, D hidden size, V this rank's slice of the padded vocabulary.
@@ -117,9 +117,9 @@ def embed_words(embedding: GPTEmbedding, inputs: tuple[Tensor, Tensor, Tensor]) 
 
 
 def word_logits(embedding: GPTEmbedding, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Map (words_BSD, order_B2) to (logits_BSV, order_B2), this rank's logits."""
-    words_BSD, *order = inputs
-    return output_logits(embedding, words_BSD), *order
+    """Map (transformed_BSD, order_B2) to (logits_BSV, order_B2), this rank's logits."""
+    transformed_BSD, *order = inputs
+    return output_logits(embedding, transformed_BSD), *order
 
 
 def bert_layer_specs(config: BertConfig, tp: TensorParallel, clock: DropoutClock) -> list[LayerSpec]:

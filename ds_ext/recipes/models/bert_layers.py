@@ -89,18 +89,18 @@ class BertHeads(nn.Module):
             self.classifier = dense(order_classes, "binary_head.weight")
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Map (hidden_BSD, mask_BS) to (words_BSD, order_B2), or to (words_BSD,) without a sentence-order head.
+        """Map (hidden_BSD, mask_BS) to (transformed_BSD, order_B2), to one tensor without a sentence-order head.
 
-        ``words_BSD`` is the input of the word embeddings. ``order_B2`` are the logits for segments in order (0) and
-        swapped (1), from the pooled first token.
+        ``transformed_BSD`` is the input of the output layer, whose weight is that of the word embeddings. ``order_B2``
+        are the logits for segments in order (0) and swapped (1), from the pooled first token.
         """
         hidden_BSD, _ = inputs
         weight, bias = shared_parameters(self.sequence_tp, self.transform.weight, self.transform.bias)
-        words_BSD = self.transform_layernorm(F.gelu(linear(hidden_BSD, weight, bias)))
+        transformed_BSD = self.transform_layernorm(F.gelu(linear(hidden_BSD, weight, bias)))
         if self.pooler is None or self.classifier is None:
-            return (words_BSD,)
+            return (transformed_BSD,)
         pooled_BD = torch.tanh(self.pooler(_first_token(hidden_BSD, self.sequence_tp)))
-        return words_BSD, self.classifier(pooled_BD)
+        return transformed_BSD, self.classifier(pooled_BD)
 
 
 def _first_token(hidden_BSD: Tensor, tp: TensorParallel) -> Tensor:

@@ -169,7 +169,7 @@ def _llama_attention(config: TransformerConfig, layer: int, hf_attention: str) -
 
 
 def _bert(config: BertConfig) -> Iterator[Counterpart]:
-    d, f, heads = config.hidden_size, config.ffn_size, config.num_layers + 2
+    d, f, head_layer = config.hidden_size, config.ffn_size, config.num_layers + 2
     embeddings, predictions = "bert.embeddings.", "cls.predictions."
     yield _weight(0, "word_embeddings.weight", (config.vocab_size, d), f"{embeddings}word_embeddings.weight")
     yield _weight(1, "position_embeddings", (config.positions, d), f"{embeddings}position_embeddings.weight")
@@ -177,12 +177,13 @@ def _bert(config: BertConfig) -> Iterator[Counterpart]:
     yield from _module(1, "layernorm", (d,), f"{embeddings}LayerNorm")
     for i in range(config.num_layers):
         yield from _bert_layer(i + 2, f"bert.encoder.layer.{i}.", d, f)
-    yield from _module(heads, "transform", (d, d), f"{predictions}transform.dense")
-    yield from _module(heads, "transform_layernorm", (d,), f"{predictions}transform.LayerNorm")
+    yield from _module(head_layer, "transform", (d, d), f"{predictions}transform.dense")
+    yield from _module(head_layer, "transform_layernorm", (d,), f"{predictions}transform.LayerNorm")
     if config.order_classes is not None:
-        yield from _module(heads, "pooler", (d, d), "bert.pooler.dense")
-        yield from _module(heads, "classifier", (config.order_classes, d), "cls.seq_relationship")
-    yield _weight(heads + 2, "bias", (config.vocab_size,), f"{predictions}bias")
+        yield from _module(head_layer, "pooler", (d, d), "bert.pooler.dense")
+        yield from _module(head_layer, "classifier", (config.order_classes, d), "cls.seq_relationship")
+    # The layer between computes the logits with the word embeddings.
+    yield _weight(head_layer + 2, "bias", (config.vocab_size,), f"{predictions}bias")
 
 
 def _bert_layer(layer: int, hf_layer: str, d: int, f: int) -> Iterator[Counterpart]:

@@ -15,18 +15,20 @@ from ...engine.checkpoint.file import read_plain
 from ...engine.checkpoint.folder import open_checkpoint
 from ...engine.checkpoint.save import STATE_FILE
 from ...errors import ConfigError
+from ...hf.folder import shape_text
 from ...model.config import TransformerConfig
 from ..data.meta import read_meta
 from ..models.hf import counterparts, num_pipeline_layers
 from ..models.hf_config import COMPUTED, unseen_in_weights
 
-# Name of a weight -> flag of each of its sizes.
+# Name of a weight -> field of each of its sizes.
 _SIZES = {
     "0.word_embeddings.weight": ("vocab_size", "hidden_size"),
     "1.weight": ("max_position_embeddings",),
     "1.position_embeddings": ("max_position_embeddings",),
     "2.mlp.linear_fc1.weight": ("ffn_hidden_size",),
 }
+_EMBEDDINGS = ("0.word_embeddings.weight", "1.weight", "1.position_embeddings")
 # Field -> fields that decide its default.
 _DERIVED = {
     "kv_channels": {"hidden_size", "num_attention_heads"},
@@ -36,6 +38,7 @@ _SHOWN = 4
 
 
 def check_load(args: argparse.Namespace, model: TransformerConfig) -> None:
+    """Raise ConfigError if the checkpoint of ``--load`` has a different tokenizer, or different sizes or weights."""
     if not args.load:
         return
     checkpoint, manifest = open_checkpoint(Path(args.load))
@@ -62,7 +65,7 @@ def check_load(args: argparse.Namespace, model: TransformerConfig) -> None:
     # Layers of Transformer Engine are skipped, because their weights have other names.
     skipped = range(2, 2 + model.num_layers) if model.transformer_impl != "local" else ()
     weights = [
-        f"{weight} {_text(saved.get(weight))}, here {_text(shapes.get(weight))}"
+        f"{weight} {shape_text(saved.get(weight))}, here {shape_text(shapes.get(weight))}"
         for weight in dict.fromkeys([*shapes, *saved])
         if saved.get(weight) != shapes.get(weight) and int(weight.partition(".")[0]) not in skipped
     ]
@@ -92,31 +95,29 @@ def _state(checkpoint: Path) -> Mapping[str, Any]:
 
 
 def _different_sizes(
-    layers: int,
+    saved_layers: int,
     saved: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
     saved_model: Mapping[str, Any],
     model: TransformerConfig,
 ) -> dict[str, tuple[Any, Any]]:
-    """Return flag -> its values in the checkpoint and here, if they differ; empty for a different kind of model.
+    """Return field -> (saved value, value here) where they differ; empty if the checkpoint lacks an embedding.
 
-    ``saved_model`` has fields that the weights do not show, as far as they were saved.
+    ``saved_model`` has the saved fields that shapes do not determine. Fields that follow from a differing one are
+    omitted.
     """
-    if any(name in shapes and name not in saved for name in _SIZES if name.startswith(("0.", "1."))):
-        return {}
-    other_layers = num_pipeline_layers(model) - model.num_layers
-    sizes = {"num_layers": (layers - other_layers, model.num_layers)}
+    if any(name in shapes and name not in saved for name in _EMBEDDINGS):
+        return {}  # a different kind of model
+    end_layers = num_pipeline_layers(model) - model.num_layers
+    sizes = {"num_layers": (saved_layers - end_layers, model.num_layers)}
     for name, keys in _SIZES.items():
         if name in saved and name in shapes:
             sizes |= dict(zip(keys, zip(saved[name], shapes[name], strict=False), strict=False))
     fields = unseen_in_weights(model)
     sizes |= {key: (saved_model[key], fields[key]) for key in COMPUTED if key in saved_model}
-    differences = {key: pair for key, pair in sizes.items() if pair[0] != pair[1]}
-    for derived, origins in _DERIVED.items():
-        if differences.keys() & origins:
-            differences.pop(derived, None)
-    return differences
+    return _without_derived({key: pair for key, pair in sizes.items() if pair[0] != pair[1]})
 
 
-def _text(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else " x ".join(map(str, shape))
+def _without_derived(differences: dict[str, tuple[Any, Any]]) -> dict[str, tuple[Any, Any]]:
+    derived = {field for field, origins in _DERIVED.items() if differences.keys() & origins}
+    return {field: pair for field, pair in differences.items() if field not in derived}

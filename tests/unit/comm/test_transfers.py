@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -46,10 +47,13 @@ def test_a_failed_transfer_is_an_error() -> None:
     """On CUDA, a failed operation is complete, and only its exception shows the failure."""
     transfers = Transfers(FailureState(0), torch.device("cpu"), 5.0)
     transfers._on_cuda = True
-    transfers._unfinished.append(Transfer(failed_work(), torch.empty(0), "recv from", 1, 7))
+    transfers._unfinished.append(
+        Transfer(failed_work(), torch.empty(0), "recv from", 1, 7, time.monotonic() - 3.0)
+    )
     with pytest.raises(TransportError) as raised:
         transfers.await_receives()
     assert (raised.value.peer, raised.value.op, raised.value.tag) == (1, "recv from", 7)
+    assert re.search(r"waited 3\.\d s|after 3\.\d s", str(raised.value))
 
 
 LIMIT_S = 0.3

@@ -40,6 +40,23 @@ def test_every_dtype_survives_a_round_trip(tmp_path: Path, dtype: torch.dtype) -
     assert torch.equal(library["other"], tensors["other"])
 
 
+@pytest.mark.parametrize(
+    ("header", "error"),
+    [
+        (b"[1]", "invalid header: TypeError"),
+        (b'{"a": 1}', "invalid header: TypeError"),
+        (b'{"a": {"dtype": "U8", "data_offsets": [0, 0]}}', "invalid header: KeyError.'shape'"),
+        (b'{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 1]}}', "2 bytes from 0 expected"),
+        (b'{"a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}', "bytes expected, .* bytes found"),
+        (b"{", "Expecting"),
+    ],
+)
+def test_a_damaged_header_is_a_value_error(tmp_path: Path, header: bytes, error: str) -> None:
+    (tmp_path / "file").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match=error):
+        TensorFile(tmp_path / "file")
+
+
 def test_an_unsupported_dtype_writes_nothing(tmp_path: Path) -> None:
     tensors = {"fine": torch.ones(3), "0.weight/m": torch.ones(3, dtype=torch.complex128)}
     with pytest.raises(CheckpointError, match=r"^0\.weight/m: .*torch\.complex128"):

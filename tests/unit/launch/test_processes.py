@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ds_ext import environment
 from ds_ext.launch import failure, process
 from ds_ext.launch.failure import describe_lost_neighbours
 
@@ -195,3 +196,27 @@ def test_a_rank_does_not_report_its_own_wrapper(monkeypatch: pytest.MonkeyPatch)
     assert [
         report.split(" exited")[0] for report in describe_lost_neighbours({0: 2**22, 1: 2**22}).split(";")
     ] == ["rank 1"]
+
+
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_a_launcher_that_has_freed_its_memory_is_ending(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_ending: bool
+) -> None:
+    """Until it is gone, it is still the parent of its ranks. The program that started it may have loaded torch too."""
+    files = {
+        "self/maps": "",
+        f"{os.getpid()}/environ": "",
+        "700/stat": "700 (torchrun) R 600 700",
+        "700/maps": "" if is_ending else "7f00-7f01 r-xp 0 0:0 1 /libtorch.so\n",
+        "600/stat": "600 (pytest) S 1 600",
+        "600/maps": "7f00-7f01 r-xp 0 0:0 1 /libtorch.so\n",
+        "1/stat": "1 (init) S 0 1",
+        "1/maps": "7f00-7f01 r-xp 0 0:0 1 /init\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(environment, "_PROC", tmp_path)
+    monkeypatch.setattr(os, "getppid", lambda: 700)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert environment.find_launcher() == (None if is_ending else (os.getpid(), 700))
