@@ -162,7 +162,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
             settings, placement = plan.settings, plan.layout.placement
             require_rank_order(topology, plan.layout)
             require_visible_parameters(layers, loss_fn)
-            require_shards(layers, plan.layout.tensor_parallel_size)
+            require_shards(layers, plan)
             self._head_specs = head_parts(layers, loss_fn, placement.head_parts)
             body, self.tied_rows = layers, list[dict[int, str]]()
             if self._head_specs:

@@ -49,11 +49,23 @@ def plan_of_module(
     return plan.complete(job) if has_batch_size(job) else plan
 
 
-def require_shards(layers: Sequence[Layer], size: int) -> None:
-    """Raise ConfigError if a layer that can be divided has no shards of a tensor-parallel size."""
-    for check in (AdaptedLayer(layer).check_shards for layer in layers):
-        if check is not None and size > 1:
-            check(size)
+def require_shards(layers: Sequence[Layer], plan: StagePlan) -> None:
+    """Raise ConfigError if layers of a model that can be divided have no shards of the tensor-parallel size."""
+    checks = [check for check in (AdaptedLayer(layer).check_shards for layer in layers) if check is not None]
+    size = plan.layout.tensor_parallel_size
+    if not checks or size == 1:
+        return
+    if plan.settings.sequence_parallel:
+        raise ConfigError(
+            "sequence_parallel: shards of from_transformers() compute all tokens on every rank (got true). Remove it."
+        )
+    if plan.layout.placement.forward_devices:
+        raise ConfigError(
+            f"tensor_parallel_size: shards of from_transformers() have no forward ranks (got {size} with "
+            f"{plan.schedule.name}). Use another schedule."
+        )
+    for check in checks:
+        check(size)
 
 
 def head_parts(layers: Sequence[Layer], loss_fn: Function | None, parts: int) -> list[LayerSpec]:

@@ -7,15 +7,21 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from ..engine.all_ranks import from_rank_0, on_all_ranks
 from ..engine.wrappers import plain_name
 from ..errors import ConfigError
+from ..tensor_parallel import shard_dim
 from .layers import DecoderLayer
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..engine import PipelineEngine
+
+Shard = tuple[
+    Tensor, int | None
+]  # and the dimension along which those of all ranks are joined; None: it is whole
 
 _PREFIX, _ADAPTER = "base_model.model.", "default"  # of the names in peft's files and modules
 
@@ -32,8 +38,15 @@ def save_adapter(engine: PipelineEngine, lora: Any, folder: str | Path) -> None:
     Raises:
         ConfigError: the layers have no adapters.
     """
-    weights_by_rank = on_all_ranks(lambda: _adapter_weights(engine))
-    tensors = {name: tensor for weights in weights_by_rank for name, tensor in weights.items()}
+    tensor_rank = engine.module.layout.coordinates(engine.global_rank)[2]
+    weights_by_rank = on_all_ranks(lambda: (tensor_rank, _adapter_weights(engine)))
+    shards: dict[str, dict[int, Shard]] = {}
+    for tensor_rank, weights in weights_by_rank:
+        for name, shard in weights.items():
+            shards.setdefault(name, {})[tensor_rank] = shard
+    tensors = {
+        name: _join([shard for _, shard in sorted(of_ranks.items())]) for name, of_ranks in shards.items()
+    }
     names = on_all_ranks(lambda: [layer.base_model for layer in _decoder_layers(engine)])
     base_model = next((name for of_rank in names for name in of_rank if name), None)
     from_rank_0(lambda: _write(tensors, lora, base_model, Path(folder)))
@@ -44,16 +57,21 @@ def _decoder_layers(engine: PipelineEngine) -> list[DecoderLayer]:
     return [layer for modules in stages for layer in modules.values() if isinstance(layer, DecoderLayer)]
 
 
-def _adapter_weights(engine: PipelineEngine) -> dict[str, Tensor]:
+def _join(shards: list[Shard]) -> Tensor:
+    """Return the whole weight from those of all tensor-parallel ranks."""
+    _, dim = shards[0]
+    return shards[0][0] if dim is None else torch.cat([tensor for tensor, _ in shards], dim)
+
+
+def _adapter_weights(engine: PipelineEngine) -> dict[str, Shard]:
     """Return copies of the trained weights in this rank's decoder layers, on the CPU, by their names in peft's file."""
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Shard] = {}
     for layer in _decoder_layers(engine):
         for name, parameter in layer.module.named_parameters():
             # Other parameters are trained with bias="lora_only", for example.
             if "lora_" in name or parameter.requires_grad:
-                weights[f"{_PREFIX}{layer.path}.{_peft_name(plain_name(name))}"] = (
-                    parameter.detach().cpu().clone()
-                )
+                key = f"{_PREFIX}{layer.path}.{_peft_name(plain_name(name))}"
+                weights[key] = parameter.detach().cpu().clone(), shard_dim(parameter)
     return weights
 
 

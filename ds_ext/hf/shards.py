@@ -19,10 +19,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ConfigError
@@ -39,6 +38,7 @@ from ..tensor_parallel import (
 )
 from ..tensor_parallel.layers import check_ids, linear_rows, mark_rows
 from ..tensor_parallel.weight_gradients import embedding_rows
+from .lora import Adapters
 from .split import Split
 from .weights import Source
 
@@ -46,6 +46,16 @@ _COLUMN, _ROW = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split
 _SUMMED = "replicated_with_grad_allreduce"
 _HEADS = ("num_heads", "num_attention_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+
+
+class _Place(NamedTuple):
+    """Module or parameter that a plan divides, and the module that computes with it, such as attention."""
+
+    name: str
+    module: Any
+    style: str
+    owner_name: str
+    owner: Any
 
 
 class Shards:
@@ -60,39 +70,35 @@ class Shards:
 
     def divide(self, path: str, layer: nn.Module) -> None:
         """Keep this rank's parts of the weights of a layer, in place."""
-        styles = dict(self._styles(path, layer))
-        if not styles:
+        places = list(self._places(path, layer))
+        if not places:
             raise self._refusal(path, "no plan of transformers")
-        for name, (module, style) in styles.items():
-            owner = layer.get_submodule(name.removesuffix(".base_layer").rpartition(".")[0])
-            self._divide_module(f"{path}.{name}", module, style, owner)
-        for name in dict.fromkeys(name.rpartition(".")[0] for name in styles):
-            self._divide_heads(f"{path}.{name}", layer.get_submodule(name))
+        for place in places:
+            self._divide_module(f"{path}.{place.name}", place)
+        for name, place in {p.owner_name: p for p in places if p.style == "colwise"}.items():
+            self._divide_heads(f"{path}.{name}", place.owner)
 
-    def _styles(self, path: str, layer: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
-        """Yield (path in the layer, (module or parameter, style)) of all that the plan divides, and its adapters."""
-        for name, module in layer.named_modules():
+    def _places(self, path: str, layer: nn.Module) -> Iterator[_Place]:
+        """Yield all that the plan divides in a layer, and the adapters beside it."""
+        for name, module in (*layer.named_modules(), *layer.named_parameters()):
             style = self._style(f"{path}.{name}")
             if style is None:
                 continue
+            owner_name = name.rpartition(".")[0]
+            parts: list[Any] = [module]
             if hasattr(module, "base_layer"):  # adapted by peft
-                yield f"{name}.base_layer", (module.base_layer, style)
-                adapters = module.lora_B if style in _COLUMN else module.lora_A
-                for key, adapter in adapters.items():
-                    yield f"{name}.{key}", (adapter, style)
-            else:
-                yield name, (module, style)
-        for name, parameter in layer.named_parameters():
-            style = self._style(f"{path}.{name}")
-            if style is not None:
-                yield name, (parameter, style)
+                adapters: Any = module.lora_B if style in _COLUMN else module.lora_A
+                parts = [module.base_layer, *adapters.values()]
+            for part in parts:
+                yield _Place(name, part, style, owner_name, layer.get_submodule(owner_name))
 
     def _style(self, path: str) -> str | None:
         return self._plan.get(path) or self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
 
-    def _divide_module(self, path: str, module: Any, style: str, owner: nn.Module) -> None:
+    def _divide_module(self, path: str, place: _Place) -> None:
+        module, style = place.module, place.style
         if style in _COLUMN and type(module) is nn.Linear:
-            self._divide_columns(path, module, style, owner)
+            self._divide_columns(path, module, style, place.owner)
         elif style in _ROW and type(module) is nn.Linear:
             self._divide_rows(path, module, style)
         elif style == _SUMMED and isinstance(module, nn.Module):
@@ -104,9 +110,9 @@ class Shards:
     def _divide_columns(self, path: str, projection: nn.Linear, style: str, owner: Any) -> None:
         """Divide the output features: in attention by whole heads, of which several ranks may need the same one."""
         tp, size = self.tp, projection.out_features
-        head_size = vars(owner).get("head_dim")
+        head_size = vars(owner).get("head_dim") if style == "colwise" else None
         heads = size // head_size if isinstance(head_size, int) and size % head_size == 0 else None
-        if heads is not None and tp.size % heads == 0 and heads < tp.size and style == "colwise":
+        if heads is not None and tp.size % heads == 0 and heads < tp.size:
             first = tp.rank * heads // tp.size * head_size
             rows = slice(first, first + head_size)
             projection.forward = functools.partial(_forward_head, projection, self._entry, rows)
@@ -167,8 +173,16 @@ class Entry:
         self._last = None
 
 
-def check_shards(source: Source, split: Split, size: int) -> None:
-    """Raise ConfigError if a decoder has no exact shards, by the shapes of its weights; see also :mod:`.shard_trial`."""
+def check_shards(source: Source, split: Split, adapters: Adapters | None, size: int) -> None:
+    """Raise ConfigError if a decoder has no exact shards, by its plan and the shapes of its weights.
+
+    See also :mod:`.shard_trial`.
+    """
+    if adapters is not None and adapters.config.lora_dropout:
+        raise ConfigError(
+            f"lora: lora_dropout would drop the same features on every tensor-parallel rank (got "
+            f"{adapters.config.lora_dropout}, {size} shards). Set it to 0."
+        )
     dropout = getattr(source.config.get_text_config(), "attention_dropout", 0.0)
     if dropout:
         raise ConfigError(
@@ -176,7 +190,8 @@ def check_shards(source: Source, split: Split, size: int) -> None:
             f"{dropout}, {size} shards). Set it to 0 in config.json, in a copy of the model's folder."
         )
     model = source.skeleton()
-    entry = Entry(TensorParallel(0, size, dist.group.WORLD))
+    group: Any = object()  # nothing is sent
+    entry = Entry(TensorParallel(0, size, group))
     for index in range(split.num_layers):
         path = f"{split.layers}.{index}"
         Shards(split, entry).divide(path, model.get_submodule(path))

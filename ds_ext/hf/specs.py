@@ -74,7 +74,7 @@ def decoder_layers(
     vocabulary = Vocabulary(chunked, is_whole=bool(reason))
     loss_fn = loss_class(source, vocabulary)
     layers = _layer_specs(source, split, adapters, vocabulary)
-    layers[0].check_shards = functools.partial(check_shards, source, split)
+    layers[0].check_shards = functools.partial(check_shards, source, split, adapters)
     layers[-1].in_parts = functools.partial(_head_parts, source, split, adapters, reason)
     for layer, num_parameters in zip(layers, _layer_sizes(source, split), strict=True):
         # PipelineModule divides the layers by their parameters, and builds none of them for this.

@@ -71,12 +71,8 @@ class GPTConfig(TransformerConfig):
             raise ConfigError(f"--lora-rank: needs a model of --hf-model (got {self.lora_rank}). Add it.")
 
     def check_tensor_parallel(self, tp_size: int) -> None:
-        if self.transformer_impl == "transformers" and tp_size > 1:
-            raise ConfigError(
-                f"tensor_parallel_size: layers of transformers have none, which train this model or LoRA (got "
-                f"{tp_size}). Use 1, and more pipeline stages or data-parallel ranks."
-            )
-        super().check_tensor_parallel(tp_size)
+        if self.transformer_impl != "transformers":  # its plan decides, see ds_ext.hf.shards
+            super().check_tensor_parallel(tp_size)
 
 
 def _check_transformers(config: TransformerConfig) -> None:
