@@ -67,12 +67,16 @@ class Shards:
 
     def __init__(self, split: Split, entry: Entry) -> None:
         self.tp, self._entry, self._plan, self._name = entry.tp, entry, split.plan, split.name
+        self._widest: dict[nn.Module, int] = {}  # attention -> features of its queries
 
     def divide(self, path: str, layer: nn.Module) -> None:
         """Keep this rank's parts of the weights of a layer, in place."""
         places = list(self._places(path, layer))
         if not places:
             raise self._refusal(path, "no plan of transformers")
+        for place in places:
+            if isinstance(place.module, nn.Linear) and place.style == "colwise":
+                self._widest[place.owner] = max(self._widest.get(place.owner, 0), place.module.out_features)
         for place in places:
             self._divide_module(f"{path}.{place.name}", place)
         for name, place in {p.owner_name: p for p in places if p.style == "colwise"}.items():
@@ -112,7 +116,8 @@ class Shards:
         tp, size = self.tp, projection.out_features
         head_size = vars(owner).get("head_dim") if style == "colwise" else None
         heads = size // head_size if isinstance(head_size, int) and size % head_size == 0 else None
-        if heads is not None and tp.size % heads == 0 and heads < tp.size:
+        is_common = heads is not None and heads < tp.size and tp.size % heads == 0
+        if is_common and size < self._widest[owner]:  # keys and values: ranks with their queries share a head
             first = tp.rank * heads // tp.size * head_size
             rows = slice(first, first + head_size)
             projection.forward = functools.partial(_forward_head, projection, self._entry, rows)

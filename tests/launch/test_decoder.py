@@ -88,7 +88,7 @@ def plain_losses(model: Any, folder: Path) -> list[float]:
 def train(folder: Path, tmp_path: Path, free_port: Callable[[], int]) -> Callable[..., Any]:
     """Run train_gpt.py on two ranks: train(precision, flags...). Returns the results and the losses by step."""
 
-    def train(precision: str, *flags: str, schedule: str = "zb_v") -> Any:
+    def train(precision: str, *flags: str, schedule: str = "zb_v", pp: int = 2) -> Any:
         rate = LORA_RATE if "--lora-rank" in flags else RATE
         values = {"hf_model": str(folder / "model"), "data_path": str(folder / "data"), "seq_length": LENGTH}
         config = {
@@ -99,7 +99,7 @@ def train(folder: Path, tmp_path: Path, free_port: Callable[[], int]) -> Callabl
             **({"bf16": {"enabled": True}} if precision == "bf16" else {}),
             "zero_optimization": {"stage": 1},
             "optimizer": {"type": "AdamW", "params": {"lr": rate, "weight_decay": 0.0, "torch_adam": True}},
-            "ds_ext": {"schedule": schedule, "pipeline_parallel_size": 2, "train": values},
+            "ds_ext": {"schedule": schedule, "pipeline_parallel_size": pp, "train": values},
         }
         metrics = tmp_path / "metrics.jsonl"
         words = ["--deepspeed_config", str(write_json(tmp_path / "job.json", config))]
@@ -169,6 +169,26 @@ def test_slices_and_recomputation_change_no_loss(train: Callable[..., Any], fold
     assert rows[0]["loss"] == pytest.approx(float(loss_of(model, folder, 1)), rel=1e-5)
 
 
+@pytest.mark.parametrize("rank", select([0, 4], [4]))
+def test_shards_train_and_are_exported_whole(
+    train: Callable[..., Any], folder: Path, tmp_path: Path, rank: int
+) -> None:
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    saved, output = tmp_path / "saved", tmp_path / "output"
+    lora = ["--lora-rank", str(rank)] if rank else []
+    flags = [*lora, "--tensor-model-parallel-size", "2", "--save", str(saved), "--train-iters", str(SAVED)]
+    results, rows = train("fp32", *flags, schedule="1f1b", pp=1)
+    assert [result.returncode for result in results] == [0, 0], results
+    model = load(folder / "model")
+    expected = [float(loss_of(model, folder, 1))] if rank else plain_losses(model, folder)[:SAVED]
+    assert [row["loss"] for row in rows][: len(expected)] == pytest.approx(expected, rel=1e-5)
+    assert main(["convert", str(saved), "--to", "hf", str(output), "--hf-model", str(folder / "model")]) == 0
+    results, rows = train("fp32", *lora, "--load", str(saved), "--train-iters", str(STEPS))
+    assert [result.returncode for result in results] == [0, 0], results
+    (last,) = (row["loss"] for row in rows if row["step"] == STEPS)
+    assert float(loss_of(load(output), folder, STEPS)) == pytest.approx(last, rel=1e-5)
+
+
 def test_text_has_the_loss_of_the_model(train: Callable[..., Any], folder: Path, tmp_path: Path) -> None:
     """All tokens of a sample are labels, of the tokens before them."""
     (tmp_path / "texts").mkdir()
@@ -190,8 +210,8 @@ def test_text_has_the_loss_of_the_model(train: Callable[..., Any], folder: Path,
 @pytest.mark.parametrize(
     ("flags", "key"),
     [
-        (("--tensor-model-parallel-size", "2"), "tensor_parallel_size"),
-        (("--tensor-model-parallel-size", "2", "--lora-rank", "4"), "tensor_parallel_size"),
+        (("--tensor-model-parallel-size", "8"), "tensor_parallel_size"),
+        (("--tensor-model-parallel-size", "3", "--lora-rank", "4"), "tensor_parallel_size"),
         (("--vocabulary-parallel-head",), "vocabulary_parallel_head"),
         (("--chunked-loss",), "chunked_loss"),
     ],
