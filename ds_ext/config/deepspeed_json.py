@@ -43,7 +43,6 @@ UNAPPLIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "compile.deepcompile": (_OFF, "Call engine.compile()"),
     "sequence_parallel_size": ((1, None), 'Set "tensor_parallel_size" in the "ds_ext" section'),
     "seq_parallel_communication_data_type": (("fp32", None), "Set communication_data_type"),
-    "tensor_parallel.autotp_size": ((0, 1), 'Set "tensor_parallel_size" in the "ds_ext" section'),
     "tensor_parallel.tensor_parallel.tp_size": ((1,), 'Set "tensor_parallel_size" in the "ds_ext" section'),
     "expert_parallel.enabled": (_OFF, _NO_EXPERTS),
     "use_data_before_expert_parallelism": (_OFF, _NO_EXPERTS),

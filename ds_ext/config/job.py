@@ -137,6 +137,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
     section = config.get("ds_ext", {})
     if not isinstance(section, Mapping):
         raise ConfigError(f'ds_ext: must be an object such as {{"schedule": "bitpipe"}} (got {section!r}).')
+    config, section = _with_autotp_size(config, section)
     problems, settings = Problems(), DsExtConfig()
     with problems.collect():
         check_deepspeed_keys(config, set(_keys(DsExtConfig)) - {"train"})
@@ -144,6 +145,27 @@ def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
         settings = parse_section(section)
     problems.raise_all()
     return JobConfig(config, settings, path)
+
+
+def _with_autotp_size(
+    config: dict[str, Any], section: Mapping[str, Any]
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """Return the JSON and its section with DeepSpeed's tensor-parallel size as ours, because we divide the layers."""
+    tensor_parallel = config.get("tensor_parallel")
+    size = tensor_parallel.get("autotp_size", 0) if isinstance(tensor_parallel, Mapping) else 0
+    if size in (0, 1):
+        return config, section
+    key, ours = "tensor_parallel.autotp_size", section.get("tensor_parallel_size", size)
+    if type(size) is not int or size < 0:
+        raise ConfigError(
+            f"{key}: must be a number of ranks (got {size!r}). Use 0, or the size of the groups."
+        )
+    if ours != size:
+        raise ConfigError(
+            f"{key}: must equal ds_ext.tensor_parallel_size (got {size} and {ours}). Remove one of them."
+        )
+    section = {**section, "tensor_parallel_size": size}
+    return {**config, "tensor_parallel": {**tensor_parallel, "autotp_size": 0}, "ds_ext": section}, section
 
 
 def parse_section(section: Mapping[str, Any]) -> DsExtConfig:

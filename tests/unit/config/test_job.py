@@ -355,3 +355,16 @@ def test_keys_without_effect_are_refused(section: dict, key: str) -> None:
 
 def test_keys_without_effect_may_be_off() -> None:
     load_config({"train_batch_size": 4, "flops_profiler": {"enabled": False}})
+
+
+@pytest.mark.parametrize("section", [{}, {"tensor_parallel_size": 2}])
+def test_the_tensor_parallel_size_of_deepspeed_is_ours(section: dict[str, int]) -> None:
+    job = load_config({"tensor_parallel": {"autotp_size": 2}, "ds_ext": section})
+    assert job.ds_ext.tensor_parallel_size == 2
+    assert job.deepspeed["tensor_parallel"]["autotp_size"] == 0  # DeepSpeed divides no layers
+
+
+@pytest.mark.parametrize(("size", "ours"), [(2, 4), (-1, 1), ("auto", 1), (2.0, 2)])
+def test_other_sizes_than_ours_are_refused(size: Any, ours: int) -> None:
+    with pytest.raises(ConfigError, match="autotp_size"):
+        load_config({"tensor_parallel": {"autotp_size": size}, "ds_ext": {"tensor_parallel_size": ours}})
