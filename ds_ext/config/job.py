@@ -151,7 +151,7 @@ def _with_autotp_size(
     config: dict[str, Any], section: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """Return the JSON and its section with DeepSpeed's tensor-parallel size as ours, because we divide the layers."""
-    tensor_parallel = config.get("tensor_parallel")
+    tensor_parallel: Any = config.get("tensor_parallel")
     size = tensor_parallel.get("autotp_size", 0) if isinstance(tensor_parallel, Mapping) else 0
     if size in (0, 1):
         return config, section

@@ -338,11 +338,9 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
 
     def _tensor_parallel(self) -> TensorParallel:
         size, (_, _, rank) = self.layout.tensor_parallel_size, self.layout.coordinates(dist.get_rank())
-        return (
-            TensorParallel(rank, size, self.mpu().get_slice_parallel_group())
-            if size > 1
-            else TensorParallel()
-        )
+        if size == 1 or self.layout.placement.forward_devices:  # forward ranks may merge the shards
+            return TensorParallel()
+        return TensorParallel(rank, size, self.mpu().get_slice_parallel_group())
 
     def head_part(self, index: int) -> tuple[int, int]:
         """Return the part of the head that a layer is, and the number of parts; (0, 1) for other layers."""

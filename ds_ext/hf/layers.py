@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ..tensor_parallel import (
@@ -52,7 +53,8 @@ class Embedding(nn.Module):
     def __init__(self, source: Source, split: Split, adapters: Adapters | None) -> None:
         super().__init__()
         tp, self.tp = current_tensor_parallel(), TensorParallel()
-        self.module = table = source.submodule(split.embedding)
+        table: Any = source.submodule(split.embedding)
+        self.module: nn.Module = table
         if tp.size > 1 and can_divide_embedding(table):
             self.tp = tp
             rows = vocabulary_rows(len(table.weight), tp)
@@ -167,11 +169,17 @@ class DecoderLayer(nn.Module):
         """Divide the layer into shards; the first one of each kind is tried."""
         tried = shards_tried(source)
         kind = f"{self.module} {self.split.whole.layers[self.index].leaves}"
-        trial = None if kind in tried else ShardTrial(self.split, self.path, self.module, self._try(source))
+        shards = Shards(self.split, self._entry)
+        if kind in tried:
+            shards.divide(self.path, self.module)
+            return
         tried.add(kind)
-        Shards(self.split, self._entry).divide(self.path, self.module)
-        if trial is not None:
-            trial.check(self._entry.tp)
+        before = next(self.module.parameters()).device
+        self.module.to(get_accelerator().current_device_name())  # that of the group's collectives
+        trial = ShardTrial(self.split, self.path, self.module, self._try(source))
+        shards.divide(self.path, self.module)
+        trial.check(self._entry.tp)
+        self.module.to(before)
 
     def _try(self, source: Source) -> Callable[[Tensor], Tensor]:
         """Return a function that runs this layer behind the model's positions."""
@@ -277,8 +285,9 @@ class Head(_Part):
         return self._run(hidden_BSD).logits
 
     def _divide(self, projection: Any) -> None:
+        """Keep this rank's rows of the projection."""
         tp, weight = current_tensor_parallel(), projection.weight
-        if tp.size == 1 or type(projection) is not nn.Linear:
+        if tp.size == 1 or type(cast(object, projection)) is not nn.Linear:
             return
         rows, size = vocabulary_rows(len(weight), tp), len(weight)
         projection.weight = padded_rows(weight.detach()[rows], rows, weight.requires_grad)

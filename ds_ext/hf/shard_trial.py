@@ -40,7 +40,10 @@ class ShardTrial:
 
     def check(self, tp: TensorParallel) -> None:
         """Raise ConfigError if the shards, which have replaced the whole layer, compute something else."""
-        shards = self._results()
+        try:
+            shards = self._results()
+        except RuntimeError as error:  # of shapes
+            raise self._refusal(tp, "fail", str(error).splitlines()[0]) from error
         parameters = dict(self._layer.named_parameters())
         for name, whole in self._whole.items():
             parameter = parameters.get(name)
@@ -50,11 +53,15 @@ class ShardTrial:
             scale = float(whole.double().norm())
             if not error <= _TOLERANCES.get(whole.dtype, _TOLERANCE) * max(scale, 1e-6):
                 place = name if parameter is None else f"the gradient of {name}"
-                raise ConfigError(
-                    f"tensor_parallel_size: {self._split.name} cannot be divided into {tp.size} shards, because those "
-                    f"of {self._path} compute another {place} (got a difference of norm {error:.3g}, whole "
-                    f"{scale:.3g}). Use tensor_parallel_size 1 and more pipeline stages."
-                )
+                norms = f"a difference of norm {error:.3g}, whole {scale:.3g}"
+                raise self._refusal(tp, f"compute another value of {place}", norms)
+
+    def _refusal(self, tp: TensorParallel, problem: str, got: str) -> ConfigError:
+        return ConfigError(
+            f"tensor_parallel_size: {self._split.name} cannot be divided into {tp.size} shards by its plan in "
+            f"transformers, because those of {self._path} {problem} (got {got}). Use tensor_parallel_size 1 and more "
+            f"pipeline stages."
+        )
 
     def _results(self) -> Results:
         """Return output, gradient of the input, and gradients of the parameters by name."""

@@ -84,7 +84,8 @@ class Shards:
 
     def _places(self, path: str, layer: nn.Module) -> Iterator[_Place]:
         """Yield all that the plan divides in a layer, and the adapters beside it."""
-        for name, module in (*layer.named_modules(), *layer.named_parameters()):
+        found: Any = (*layer.named_modules(), *layer.named_parameters())
+        for name, module in found:
             style = self._style(f"{path}.{name}")
             if style is None:
                 continue
@@ -111,21 +112,23 @@ class Shards:
             kind = "a parameter" if isinstance(module, nn.Parameter) else f"a {type(module).__name__}"
             raise self._refusal(path, f"the style {style} for {kind}")
 
-    def _divide_columns(self, path: str, projection: nn.Linear, style: str, owner: Any) -> None:
+    def _divide_columns(self, path: str, projection: Any, style: str, owner: Any) -> None:
         """Divide the output features: in attention by whole heads, of which several ranks may need the same one."""
         tp, size = self.tp, projection.out_features
         head_size = vars(owner).get("head_dim") if style == "colwise" else None
-        heads = size // head_size if isinstance(head_size, int) and size % head_size == 0 else None
-        is_common = heads is not None and heads < tp.size and tp.size % heads == 0
-        if is_common and size < self._widest[owner]:  # keys and values: ranks with their queries share a head
+        if not isinstance(head_size, int) or size % head_size:
+            head_size = 1  # of other layers than attention
+        heads = size // head_size
+        is_common = heads < tp.size and tp.size % heads == 0
+        if is_common and size < self._widest.get(
+            owner, 0
+        ):  # keys and values: ranks with their queries share a head
             first = tp.rank * heads // tp.size * head_size
             rows = slice(first, first + head_size)
             projection.forward = functools.partial(_forward_head, projection, self._entry, rows)
             owner.heads_in_common = heads
             return
-        self._require_multiple(
-            path, size if heads is None else heads, "output features" if heads is None else "heads"
-        )
+        self._require_multiple(path, heads, "heads" if head_size > 1 else "output features")
         projection.weight = shard(projection.weight, 0, tp)
         if projection.bias is not None:
             projection.bias = shard(projection.bias, 0, tp)
@@ -133,7 +136,7 @@ class Shards:
         gathers = style == "colwise_gather_output"
         projection.forward = functools.partial(_forward_columns, projection, self._entry, gathers)
 
-    def _divide_rows(self, path: str, projection: nn.Linear, style: str) -> None:
+    def _divide_rows(self, path: str, projection: Any, style: str) -> None:
         self._require_multiple(path, projection.in_features, "input features")
         projection.weight = shard(projection.weight, 1, self.tp)
         projection.in_features //= self.tp.size
@@ -170,6 +173,7 @@ class Entry:
         self._last: tuple[Tensor, Tensor] | None = None  # an input, and as the projections read it
 
     def enter(self, x: Tensor) -> Tensor:
+        """Return the input as the projections read it."""
         if self._last is None or self._last[0] is not x:
             self._last = x, copy_to_tensor_model_parallel_region(x, self.tp)
         return self._last[1]
@@ -187,6 +191,10 @@ def check_shards(source: Source, split: Split, adapters: Adapters | None, size: 
         raise ConfigError(
             f"lora: lora_dropout would drop the same features on every tensor-parallel rank (got "
             f"{adapters.config.lora_dropout}, {size} shards). Set it to 0."
+        )
+    if adapters is not None and adapters.config.use_dora:
+        raise ConfigError(
+            f"lora: use_dora needs the norms of whole weights (got true with {size} shards). Set it to False."
         )
     dropout = getattr(source.config.get_text_config(), "attention_dropout", 0.0)
     if dropout:

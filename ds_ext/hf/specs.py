@@ -52,6 +52,7 @@ def from_transformers(
         padding, and its labels are ``labels_BS``. The loss is the model's: it shifts the labels and ignores -100. All
         counted tokens of a step have the same weight, as with ``num_items_in_batch`` in transformers. PipelineModule
         divides the head with ``vocabulary_parallel_head``, unless it is tied or ``chunked_loss`` would be refused.
+        With ``tensor_parallel_size``, the layers are built as shards, see :mod:`.shards`.
 
     Raises:
         ConfigError: the model cannot be split, the folder is incomplete, or a package is missing; or with

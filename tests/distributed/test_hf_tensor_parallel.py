@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import ds_ext
 from ds_ext.__main__ import main
 from ds_ext.engine.parameters import parameters_of
 from tests.decoder_models import (
+    HEADS_OF_8,
     MODELS,
     config_of,
     mean_loss,
@@ -123,6 +125,33 @@ def test_models_without_exact_shards_are_refused(ranks: Ranks, tmp_path: Path) -
         assert all(
             isinstance(refusal, str) and "tensor_parallel_size" in refusal for refusal in by_name.values()
         )
+
+
+def refusal_without(rank: int, folder: str, module: str) -> str:
+    """Return the error of a plan that leaves a module of attention out."""
+    layers, loss_fn = ds_ext.from_transformers(folder)
+    plan = layers[1].module_args[1].plan
+    del plan[f"model.layers.*.self_attn.{module}"]
+    config = config_of("1f1b", 1, MICRO_BATCHES)
+    config["ds_ext"]["tensor_parallel_size"] = 2
+    config["train_batch_size"] //= 2
+    try:
+        ds_ext.PipelineModule(layers, config, loss_fn=loss_fn)
+    except ds_ext.errors.ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("module", "problem"), [("o_proj", "shape"), ("q_norm", r"gradient of self_attn\.q_norm\.weight")]
+)
+def test_a_plan_that_does_not_fit_the_code_is_refused(
+    ranks: Ranks, tmp_path: Path, module: str, problem: str
+) -> None:
+    """The second one would train: only the gradients of a norm would be those of the heads of one rank."""
+    folder = save_decoder("Qwen3", tmp_path / "model", **HEADS_OF_8)
+    for refusal in ranks(2).run(refusal_without, folder, module, timeout_s=60):
+        assert re.search(problem, refusal), refusal
 
 
 # --- features, against one shard ---
