@@ -59,6 +59,11 @@ def require_shards(layers: Sequence[Layer], plan: StagePlan) -> None:
         raise ConfigError(
             "sequence_parallel: shards of from_transformers() compute all tokens on every rank (got true). Remove it."
         )
+    if not plan.settings.keyed_random:
+        raise ConfigError(
+            "keyed_random: shards of from_transformers() need it, so that ranks drop the same places (got false). "
+            "Remove it."
+        )
     if plan.layout.placement.forward_devices:
         raise ConfigError(
             f"tensor_parallel_size: shards of from_transformers() have no forward ranks (got {size} with "

@@ -196,12 +196,12 @@ def check_shards(source: Source, split: Split, adapters: Adapters | None, size: 
         raise ConfigError(
             f"lora: use_dora needs the norms of whole weights (got true with {size} shards). Set it to False."
         )
-    dropout = getattr(source.config.get_text_config(), "attention_dropout", 0.0)
-    if dropout:
-        raise ConfigError(
-            f"tensor_parallel_size: attention would drop the same scores on every rank (got attention_dropout "
-            f"{dropout}, {size} shards). Set it to 0 in config.json, in a copy of the model's folder."
-        )
+    for key, value in source.config.get_text_config().to_dict().items():
+        if "drop" in key and ("attn" in key or "attention" in key) and value:
+            raise ConfigError(
+                f"tensor_parallel_size: attention would drop the same scores on every rank (got {key} {value}, {size} "
+                f"shards). Set it to 0 in config.json, in a copy of the model's folder."
+            )
     model = source.skeleton()
     group: Any = object()  # nothing is sent
     entry = Entry(TensorParallel(0, size, group))

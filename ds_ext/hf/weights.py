@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..engine.deepspeed_api.names import require_names
 from ..errors import ConfigError
+from ..tensor_parallel import is_sharded
 from .folder import CONFIG, ModelFolder, read_config
 
 _NEEDS = "Install them with: pip install 'transformers>=5' safetensors"
@@ -76,6 +77,11 @@ class ModelSource:
     """Modules of a model in memory. They are used as they are, never copied."""
 
     def __init__(self, model: Any) -> None:
+        if any(is_sharded(parameter) for parameter in model.parameters()):
+            raise ConfigError(
+                "model_or_folder: its weights are tensor-parallel shards (got a model that a PipelineModule has "
+                "divided). Load it again, or pass its folder."
+            )
         self.model = model
         self.config = model.config
         self.loss_function = model.loss_function

@@ -1,0 +1,78 @@
+"""Refusals of tensor-parallel shards of decoders, and their rows of the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import ds_ext
+from ds_ext.errors import ConfigError
+from ds_ext.hf.find import find_split
+from ds_ext.hf.lora import Adapters
+from ds_ext.hf.shards import Entry, Shards, check_shards, vocabulary_rows
+from ds_ext.hf.weights import make_source
+from ds_ext.tensor_parallel import TensorParallel
+from tests.decoder_models import HEADS_OF_8, random_decoder
+
+pytest.importorskip("transformers")
+
+SIZES: list[tuple[str, int, dict[str, Any]]] = [
+    ("Llama", 2, {}),
+    ("Llama", 4, {}),  # of 2 groups of keys and values
+    ("Olmo2", 4, {}),  # whole outputs, whatever the groups
+    ("Qwen3", 4, HEADS_OF_8),
+]
+REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
+    ("Llama", 3, {}, r"layers\.0\.self_attn\.q_proj \(got 4 heads\)"),
+    ("Llama", 8, {}, r"q_proj \(got 4 heads\)"),  # but 2 groups would fit
+    ("Llama", 2, {"intermediate_size": 49}, r"mlp\.gate_proj \(got 49 output features\)"),
+    ("Llama", 2, {"attention_dropout": 0.1}, "attention_dropout 0.1"),
+    ("GPTJ", 2, {"attn_pdrop": 0.1}, "attn_pdrop 0.1"),
+    ("Mixtral", 2, {}, "moe_tp_experts"),
+    ("StableLm", 2, {}, "no plan"),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "changes"), SIZES)
+def test_models_that_can_be_divided(name: str, size: int, changes: dict[str, Any]) -> None:
+    source = make_source(random_decoder(name, **changes), None)
+    check_shards(source, find_split(source), None, size)
+
+
+@pytest.mark.parametrize(("name", "size", "changes", "problem"), REFUSED)
+def test_what_cannot_be_divided_is_named(name: str, size: int, changes: dict[str, Any], problem: str) -> None:
+    source = make_source(random_decoder(name, **changes), None)
+    with pytest.raises(ConfigError, match=problem):
+        check_shards(source, find_split(source), None, size)
+
+
+@pytest.mark.parametrize("setting", [{"lora_dropout": 0.1}, {"use_dora": True}])
+def test_adapters_that_need_whole_layers_are_refused(setting: dict[str, Any]) -> None:
+    peft: Any = pytest.importorskip("peft")
+    source = make_source(random_decoder("Llama"), None)
+    split = find_split(source)
+    lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **setting)
+    with pytest.raises(ConfigError, match=next(iter(setting))):
+        check_shards(source, split, Adapters(lora, source, split), 2)
+
+
+def test_a_divided_model_is_not_divided_again() -> None:
+    model = random_decoder("Llama")
+    split, group = find_split(make_source(model, None)), object()
+    entry = Entry(TensorParallel(0, 2, group))  # pyright: ignore[reportArgumentType]
+    Shards(split, entry).divide("model.layers.0", model.model.layers[0])
+    with pytest.raises(ConfigError, match="shards"):
+        ds_ext.from_transformers(model)
+
+
+@pytest.mark.parametrize(("size", "shards", "parts"), [(67, 2, 1), (67, 4, 3), (64, 4, 2), (5, 4, 4)])
+def test_every_row_of_a_table_has_one_rank(size: int, shards: int, parts: int) -> None:
+    places = [
+        vocabulary_rows(size, TensorParallel(rank, shards, object()), part, parts)  # pyright: ignore[reportArgumentType]
+        for part in range(parts)
+        for rank in range(shards)
+    ]
+    rows = [row for place in places for row in range(place.start, place.stop)]
+    assert len({place.stop - place.start for place in places}) == 1
+    assert rows == list(range(len(rows))) and len(rows) >= size
