@@ -162,7 +162,7 @@ class EagerReduction:
 
         Of a whole parameter group, this rank gets the averages of its part.
         """
-        group, replicas = self._gradients.group, self._gradients.replicas
+        group, replicas = self._gradients.group, self._gradients.data_parallel_size
         flat.div_(replicas)
         begin = 0.0 if self._tracer is None else self._tracer.now()
         average = flat

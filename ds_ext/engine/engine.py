@@ -372,7 +372,7 @@ class PipelineEngine(AdaptedEngine):
                 self.update.agree_on_trained()
             if trains:
                 losses = self._gathered.losses
-                self.agg_additional_losses = losses.parts
+                self.agg_additional_losses = losses.by_name
                 if self.is_last_stage():
                     self.total_loss = losses.loss * self.gradient_accumulation_steps()
         return self._gathered
@@ -433,7 +433,7 @@ class PipelineEngine(AdaptedEngine):
                 loss = None
                 if compute_loss:
                     losses = self.gather().losses
-                    loss, self.eval_additional_losses = losses.loss, losses.parts
+                    loss, self.eval_additional_losses = losses.loss, losses.by_name
                 else:
                     self.transport.settle()
                     require_data(self.executor.data, gather_rows(self.executor.data.ended, self.device))

@@ -41,7 +41,7 @@ class Gradients:
         self.optimizer, self.group = optimizer, group
         self._names = names
         self._has_warned = False
-        self.replicas = dist.get_world_size(group)
+        self.data_parallel_size = dist.get_world_size(group)
         self._is_partitioned = isinstance(optimizer, ZeROOptimizer)
         self._is_zero_1_or_2 = isinstance(optimizer, DeepSpeedZeroOptimizer)
         self._is_bf16 = isinstance(optimizer, BF16_Optimizer)
@@ -55,7 +55,7 @@ class Gradients:
     @property
     def needs_reduction(self) -> bool:
         """True if gradients are averaged over replicas, or moved to the partitions of an optimizer."""
-        return self._is_partitioned or self.replicas > 1
+        return self._is_partitioned or self.data_parallel_size > 1
 
     def get(self, parameter: nn.Parameter) -> Tensor | None:
         """Return the gradient of a parameter; None if no micro-batch used it (zero with the bf16 optimizer)."""
@@ -93,7 +93,7 @@ class Gradients:
         used = [self._is_used(parameter) for parameter in parameters]
         if not all(used):
             self._warn(parameter for parameter, is_used in zip(parameters, used, strict=True) if not is_used)
-            if self.replicas > 1:
+            if self.data_parallel_size > 1:
                 self._fill(parameters)
         return used
 
@@ -121,7 +121,7 @@ class Gradients:
 
     def drop_unused_by_all(self, parameters: Sequence[nn.Parameter], used: Sequence[bool]) -> None:
         """Share which parameters have a gradient, and drop those that no replica used. For reductions of DeepSpeed."""
-        if self.may_be_missing and self.replicas > 1 and parameters:
+        if self.may_be_missing and self.data_parallel_size > 1 and parameters:
             flags = torch.tensor(used, dtype=torch.uint8, device=parameters[0].device)
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
             self.drop_unused(parameters, flags.tolist())
@@ -132,7 +132,7 @@ class Gradients:
             same = [gradient for gradient in gradients if gradient.dtype == own]
             flat = flatten(same).to(torch.promote_types(own, dtype))
             dist.all_reduce(flat, group=self.group)
-            copy_parts(flat / self.replicas if average else flat, same)
+            copy_parts(flat / self.data_parallel_size if average else flat, same)
 
     def sum_tied(self, tied: Iterable[tuple[nn.Parameter, ProcessGroup]]) -> None:
         """Sum the gradients of tied parameters over the ranks that hold them. A missing gradient counts as zero."""
@@ -179,7 +179,7 @@ class Gradients:
 
     def _own_pieces(self, tensors: Sequence[Tensor], size: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (index, elements) of the tensors in this rank's part of ``size`` elements, the tensors one by one."""
-        length = size // self.replicas
+        length = size // self.data_parallel_size
         first, offset = dist.get_rank(self.group) * length, 0
         for i, tensor in enumerate(tensors):
             flat = tensor.view(-1)

@@ -237,7 +237,7 @@ class WeightUpdate:
         ties = self._engine.module.get_tied_weights_and_groups()
         gradients.sum_tied((weight, group) for weight, group in ties if id(weight) in ids)
         used = gradients.fill_missing(parameters)
-        if gradients.replicas > 1:
+        if gradients.data_parallel_size > 1:
             real = [as_real(gradient) for gradient in map(gradients.get, parameters) if gradient is not None]
             gradients.reduce(real, self._engine.gradient_average, self._engine.communication_data_type)
             gradients.drop_unused_by_all(parameters, used)

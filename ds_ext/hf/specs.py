@@ -68,17 +68,18 @@ def decoder_layers(
     source: Source, split: Split, adapters: Adapters | None, chunked_loss: bool, loss_class: type[_Loss]
 ) -> tuple[list[LayerSpec], _Loss]:
     """Return layers and loss function as :func:`from_transformers` does, with a loss function of another class."""
-    reason = _check_loss(source, split, CausalLoss(source, Vocabulary()))
+    trial_loss = CausalLoss(source, Vocabulary())  # shifts the labels, as the model does in the trial
+    reason = _reason_for_whole_logits(source, split, trial_loss)
     if chunked_loss and reason:
         raise _needs_whole_logits("chunked_loss", split, reason)
     chunked = ChunkedHead(TensorParallel()) if chunked_loss else None
     vocabulary = Vocabulary(chunked, is_whole=bool(reason))
     loss_fn = loss_class(source, vocabulary)
     layers = _layer_specs(source, split, adapters, vocabulary)
+    # PipelineModule reads these attributes before it builds a layer, see engine.contracts.LayerContract.
     layers[0].check_shards = functools.partial(check_shards, source, split, adapters)
     layers[-1].in_parts = functools.partial(_head_parts, source, split, adapters, reason)
     for layer, num_parameters in zip(layers, _layer_sizes(source, split), strict=True):
-        # PipelineModule divides the layers by their parameters, and builds none of them for this.
         layer.num_parameters = num_parameters
     return layers, loss_fn
 
@@ -184,8 +185,8 @@ class CausalLoss(NextTokenLoss):
         return nn.functional.pad(labels_BS[:, 1:], (0, 1), value=IGNORE_INDEX)
 
 
-def _check_loss(source: Source, split: Split, loss_fn: CausalLoss) -> str:
-    """Return why the loss needs whole logits, "" if it does not."""
+def _reason_for_whole_logits(source: Source, split: Split, loss_fn: CausalLoss) -> str:
+    """Return why the loss needs whole logits, "" if it does not. Raise ConfigError if the model adds another loss."""
     head = Head(source, dataclasses.replace(split, tied=True), None)
     vocab_size = source.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
@@ -207,7 +208,7 @@ def _check_loss(source: Source, split: Split, loss_fn: CausalLoss) -> str:
             f"{type(source.config).__name__}: cannot be split, because its forward adds to the loss of the logits "
             f"(got {model_loss:.6g}, and {logits_loss:.6g} without). Set the extra loss to 0 in the config."
         )
-    reason = _reason_for_whole_logits(source, split, (projected[-1], hidden_BSD), (outputs_BSV, logits_BSV))
+    reason = _reason_of_head(source, split, (projected[-1], hidden_BSD), (outputs_BSV, logits_BSV))
     targets_N = loss_fn.shift_labels(labels_BS).flatten()
     plain = float(nn.functional.cross_entropy(logits_BSV[0], targets_N, ignore_index=IGNORE_INDEX))
     if not reason and not math.isclose(logits_loss, plain, rel_tol=1e-5):
@@ -215,7 +216,7 @@ def _check_loss(source: Source, split: Split, loss_fn: CausalLoss) -> str:
     return reason
 
 
-def _reason_for_whole_logits(source: Source, split: Split, *pairs: tuple[Tensor, Tensor]) -> str:
+def _reason_of_head(source: Source, split: Split, *pairs: tuple[Tensor, Tensor]) -> str:
     """Return why logits are not the product of hidden states and the head's weight; "" if they are.
 
     ``pairs`` are (actual, expected) input and output of the head in a trial.

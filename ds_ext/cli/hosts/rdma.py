@@ -46,14 +46,19 @@ class RdmaProbe:
             self._rank.add(self._link.incoming)
 
     def send(self, messages: int = MESSAGES) -> bytes:
-        """Send messages and return the bytes of each. Raises TransportError after 5 s, or if the other side ends."""
+        """Send messages and return the bytes of each.
+
+        Raises TransportError if a message waits for 5 s, or if the other side ends.
+        """
         target = self._link.outgoing
         assert target is not None
         data = bytearray(os.urandom(MESSAGE_BYTES))
         address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        element_types = [name for name, _ in self._native.ELEMENT_TYPES]
+        piece, tag = (element_types.index("uint8"), [MESSAGE_BYTES], address), 0
         for _ in range(messages):
             deadline = time.monotonic() + _WAIT_S
-            while not target.send(0, [(1, [MESSAGE_BYTES], address)]):
+            while not target.send(tag, [piece]):
                 self._require(target.end_reason(), deadline)
                 self._rank.wait_credit(target, 0.1)
         return bytes(data)

@@ -18,7 +18,7 @@ from ..all_ranks import from_rank_0, on_all_ranks
 from ..engine_state import EngineState
 from ..parameters import LocalParameter
 from ..state import SCHEDULER, VALUES, RankState, set_random_states
-from ..types import Json, Record, Scheduler
+from ..types import Json, Record, Saved, Scheduler
 from .file import read_plain
 from .folder import check_contents, open_checkpoint
 from .reader import CheckpointReader
@@ -133,26 +133,30 @@ def _load_values(
     with_scheduler: bool,
     with_counters: bool,
 ) -> None:
-    """Set the values that are the same on all ranks, after the states of the optimizer.
+    """Set the values that are the same on all ranks. Call this after the states of the optimizer are loaded.
 
-    All but the scheduler load with the counters, so one of the optimizer would load without its states too.
+    ``with_counters`` loads all of them except the scheduler, and so the loss scale without the optimizer's states too.
     """
     for value in VALUES:
-        if value.key not in state or not (with_scheduler if value.key == SCHEDULER else with_counters):
+        loads = with_scheduler if value.key == SCHEDULER else with_counters
+        if value.key not in state or not loads:
             continue
-        saved, scheduler = state[value.key], engine.lr_scheduler
-        if (
-            value.key == SCHEDULER
-            and with_optimizer
-            and scheduler is not None
-            and "base_lrs" in (saved or {})
-        ):
-            groups = (
-                scheduler.optimizer.param_groups
-            )  # the saved rates are of the groups of the rank that saved them
-            base_rates, rates = ([group[key] for group in groups] for key in ("initial_lr", "lr"))
-            saved = {**saved, "base_lrs": base_rates, "_last_lr": rates}
+        saved = state[value.key]
+        if value.key == SCHEDULER and with_optimizer:
+            saved = _with_rates_of_groups(engine.lr_scheduler, saved)
         value.write(engine, saved)
+
+
+def _with_rates_of_groups(scheduler: Scheduler | None, saved: Saved) -> Saved:
+    """Return the state of a scheduler with the loaded rates of this rank's parameter groups.
+
+    The saved rates are of the groups of the rank that saved them.
+    """
+    if scheduler is None or "base_lrs" not in (saved or {}):
+        return saved
+    groups = scheduler.optimizer.param_groups
+    base_rates, rates = ([group[key] for group in groups] for key in ("initial_lr", "lr"))
+    return {**saved, "base_lrs": base_rates, "_last_lr": rates}
 
 
 def _check_fit(

@@ -203,7 +203,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
             raise ConfigError(
                 "optimizer: missing (got None). Add it to the JSON, pass it to initialize(), or set engine.optimizer."
             )
-        correction = self.gather().losses.correction
+        correction = self.gather().losses.correction  # the counts of labels give it
         self.update.reduce_unfrozen()
         with (
             self.update.gradients.corrected(correction, self.module.parameters()),

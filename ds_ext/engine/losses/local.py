@@ -102,13 +102,13 @@ class StepMeans:
 
     Attributes:
         loss: mean loss, fp32.
-        parts: name -> mean of a term or an additional loss; None without any.
+        by_name: name -> mean of a term or an additional loss; None without any.
         tokens: counted labels of the first term; None if the loss function returns means.
         correction: factor for the gradients; 0: no label was counted, so the step must not change weights.
     """
 
     loss: Tensor
-    parts: dict[str, Tensor] | None
+    by_name: dict[str, Tensor] | None
     tokens: int | None
     correction: float
 
@@ -119,7 +119,7 @@ class LocalLosses:
     def __init__(self, module: PipelineModule, device: torch.device) -> None:
         self._module, self._device = module, device
         self._group = module.mpu().get_data_parallel_group()
-        self._replicas = dist.get_world_size(self._group)
+        self._data_parallel_size = dist.get_world_size(self._group)
         # One rank of a tensor-parallel group reports the losses.
         self._counts_here = module.layout.coordinates(dist.get_rank())[2] == 0
         self._by_micro_batch = module.plan.settings.loss_weighting == "micro_batches"
@@ -157,7 +157,7 @@ class LocalLosses:
         counts = [_by_term(count_labels(micro_batch_labels)) for micro_batch_labels in labels]
         if counts:
             totals = {name: sum(float(by_term[name]) for by_term in counts) for name in counts[0]}
-            group = self._group if self._replicas > 1 else None
+            group = self._group if self._data_parallel_size > 1 else None
             self._declared_counts = _Reduced(totals, group, self._device)
 
     def shift_labels(self, labels: Batch) -> Batch:
@@ -206,7 +206,7 @@ class LocalLosses:
             if term.count is None:
                 part = term.sum / micro_batches
             else:
-                part = term.sum.double() * (self._replicas / self._divisor(name, micro_batches))
+                part = term.sum.double() * (self._data_parallel_size / self._divisor(name, micro_batches))
             total = part if total is None else total + part
         assert total is not None
         return total
@@ -215,7 +215,7 @@ class LocalLosses:
         """Return the count by which the gradients of a term are divided, over all replicas."""
         if name not in self._divisors:
             if self._declared_counts is None:
-                power = 2.0 ** (micro_batches * self._replicas).bit_length()  # exact in every dtype
+                power = 2.0 ** (micro_batches * self._data_parallel_size).bit_length()  # exact in every dtype
                 self._divisors[name] = torch.tensor(power, dtype=torch.float64, device=self._device)
                 return self._divisors[name]
             counts = self._declared_counts.values

@@ -62,7 +62,9 @@ class Body(Stage):
 
         def run() -> Batch:
             outputs = self.compute(self.stage, inputs, step.steps_done, number)
-            self._finish(step, buffer, micro_batch, index, outputs)
+            self._finish(
+                step, buffer, micro_batch, index, outputs
+            )  # the loss too, in the context of its slice
             return outputs
 
         outputs = step.sequences.forward(run, self.stage, micro_batch, index, inputs)
