@@ -72,6 +72,52 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+FEWER_NAMES = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": LAYERS, **TOKENS}
+MORE_MODELS: dict[str, dict[str, Any]] = {
+    "Mistral": {**GROUPED, "sliding_window": 4},
+    "Qwen2": {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "Qwen3": HEADS_OF_8,
+    "Phi3": {**GROUPED, "sliding_window": 4},
+    "Phi3 longrope": {
+        **{**GROUPED, "original_max_position_embeddings": 6, "max_position_embeddings": 32},
+        "rope_parameters": {
+            **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4},
+            **{"long_factor": [4.0] * 4, "original_max_position_embeddings": 6},
+        },
+    },
+    "Gemma": HEADS_OF_8,
+    "Cohere2": {**GROUPED, "sliding_window": 4},
+    "Glm4": HEADS_OF_8,
+    "GptOss": {**HEADS_OF_8, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "SmolLM3": GROUPED,
+    "Exaone4": {**GROUPED, "sliding_window": 4},
+    "Ernie4_5": HEADS_OF_8,
+    "Nemotron": GROUPED,
+    "Persimmon": SIZES,
+    "GPTNeo": {
+        **FEWER_NAMES,
+        "num_layers": LAYERS,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], LAYERS // 2]],
+        "window_size": 4,
+        "max_position_embeddings": 32,
+        **{"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0},
+    },
+    "GPTBigCode": {**OLD_NAMES, **TOKENS, **NO_DROPOUT},
+    "CodeGen": {**OLD_NAMES, **TOKENS, **NO_DROPOUT, "rotary_dim": 4},
+    "Mpt": {"vocab_size": WORDS, "d_model": 32, "n_layers": LAYERS, "n_heads": 4, "max_seq_len": 32},
+    "BioGpt": {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "layerdrop": 0.0},
+    "XGLM": {
+        **{"vocab_size": WORDS, "d_model": 32, "ffn_dim": 48, "num_layers": LAYERS, "attention_heads": 4},
+        **{"max_position_embeddings": 32, "dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": 0},
+    },
+    "Llama4Text": {
+        **{**HEADS_OF_8, "intermediate_size_mlp": 48, "num_local_experts": 4, "attention_chunk_size": 4},
+        **{"num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
+    },
+}
+
+
 def random_decoder(name: str, **changes: Any) -> Any:
     """Return a causal language model with random weights, none of which is zero or one."""
     config = getattr(transformers, f"{name}Config")(**{**MODELS.get(name, {}), **changes})

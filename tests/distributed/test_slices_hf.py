@@ -17,14 +17,12 @@ from ds_ext.engine.parameters import parameters_of
 from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel import Slice, computing
 from tests.decoder_models import (
+    FEWER_NAMES,
     GROUPED,
     HEADS_OF_8,
     LAYERS,
     MODELS,
-    NO_DROPOUT,
-    OLD_NAMES,
-    SIZES,
-    TOKENS,
+    MORE_MODELS,
     WORDS,
     config_of,
     mean_loss,
@@ -40,50 +38,6 @@ from tests.unit.hf.test_split import chain
 transformers: Any = pytest.importorskip("transformers")
 
 MICRO_BATCHES, LR, STEPS = 4, 0.1, 2
-FEWER_NAMES = {"vocab_size": WORDS, "hidden_size": 32, "num_hidden_layers": LAYERS, **TOKENS}
-MORE: dict[str, dict[str, Any]] = {
-    "Mistral": {**GROUPED, "sliding_window": 4},
-    "Qwen2": {**GROUPED, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-    "Qwen3": HEADS_OF_8,
-    "Phi3": {**GROUPED, "sliding_window": 4},
-    "Phi3 longrope": {
-        **{**GROUPED, "original_max_position_embeddings": 6, "max_position_embeddings": 32},
-        "rope_parameters": {
-            **{"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "short_factor": [1.0] * 4},
-            **{"long_factor": [4.0] * 4, "original_max_position_embeddings": 6},
-        },
-    },
-    "Gemma": HEADS_OF_8,
-    "Cohere2": {**GROUPED, "sliding_window": 4},
-    "Glm4": HEADS_OF_8,
-    "GptOss": {**HEADS_OF_8, "sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "SmolLM3": GROUPED,
-    "Exaone4": {**GROUPED, "sliding_window": 4},
-    "Ernie4_5": HEADS_OF_8,
-    "Nemotron": GROUPED,
-    "Persimmon": SIZES,
-    "GPTNeo": {
-        **FEWER_NAMES,
-        "num_layers": LAYERS,
-        "num_heads": 4,
-        "attention_types": [[["global", "local"], LAYERS // 2]],
-        "window_size": 4,
-        "max_position_embeddings": 32,
-        **{"resid_dropout": 0.0, "embed_dropout": 0.0, "attention_dropout": 0.0},
-    },
-    "GPTBigCode": {**OLD_NAMES, **TOKENS, **NO_DROPOUT},
-    "CodeGen": {**OLD_NAMES, **TOKENS, **NO_DROPOUT, "rotary_dim": 4},
-    "Mpt": {"vocab_size": WORDS, "d_model": 32, "n_layers": LAYERS, "n_heads": 4, "max_seq_len": 32},
-    "BioGpt": {**SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "layerdrop": 0.0},
-    "XGLM": {
-        **{"vocab_size": WORDS, "d_model": 32, "ffn_dim": 48, "num_layers": LAYERS, "attention_heads": 4},
-        **{"max_position_embeddings": 32, "dropout": 0.0, "attention_dropout": 0.0, "pad_token_id": 0},
-    },
-    "Llama4Text": {
-        **{**HEADS_OF_8, "intermediate_size_mlp": 48, "num_local_experts": 4, "attention_chunk_size": 4},
-        **{"num_experts_per_tok": 1, "interleave_moe_layer_step": 2},
-    },
-}
 LINEAR = {"layer_types": ["linear_attention", "full_attention"] * (LAYERS // 2)}
 # Architecture, and what is special -> values of its config.
 REFUSED: dict[str, dict[str, Any]] = {
@@ -106,7 +60,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "Llama bidirectional": {**GROUPED, "is_causal": False},
     "Gemma3Text bidirectional": {**MODELS["Gemma3Text"], "use_bidirectional_attention": True},
 }
-EQUAL = [*MODELS, *MORE]
+EQUAL = [*MODELS, *MORE_MODELS]
 # Those that differ most in attention, positions, experts and names.
 FEW = [
     *("Llama", "GPT2", "OPT", "GPTNeoX", "Falcon", "Gemma2", "Gemma3Text", "Cohere", "Mixtral", "Bloom"),
@@ -134,7 +88,7 @@ JOBS = covering(product(SCHEDULES, (2, 5, (3, 5, 2)), (0, 1), (True, False)), 1)
 
 def decoder(name: str) -> Any:
     """Return a decoder with random weights, in fp64 if it can compute in it."""
-    model = random_decoder(name.split()[0], **MORE.get(name, {}))
+    model = random_decoder(name.split()[0], **MORE_MODELS.get(name, {}))
     return model if name in IN_FP32 else model.double()
 
 
