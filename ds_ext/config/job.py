@@ -153,19 +153,20 @@ def _with_autotp_size(
     """Return the JSON and its section with DeepSpeed's tensor-parallel size as ours, because we divide the layers."""
     tensor_parallel: Any = config.get("tensor_parallel")
     size = tensor_parallel.get("autotp_size", 0) if isinstance(tensor_parallel, Mapping) else 0
-    if size in (0, 1):
-        return config, section
     key, ours = "tensor_parallel.autotp_size", section.get("tensor_parallel_size", size)
     if type(size) is not int or size < 0:
         raise ConfigError(
             f"{key}: must be a number of ranks (got {size!r}). Use 0, or the size of the groups."
         )
+    if size == 0:
+        return config, section
     if ours != size:
         raise ConfigError(
             f"{key}: must equal ds_ext.tensor_parallel_size (got {size} and {ours}). Remove one of them."
         )
     section = {**section, "tensor_parallel_size": size}
-    return {**config, "tensor_parallel": {**tensor_parallel, "autotp_size": 0}, "ds_ext": section}, section
+    ours = {"ds_ext": section} if "ds_ext" in config else {}
+    return {**config, "tensor_parallel": {**tensor_parallel, "autotp_size": 0}, **ours}, section
 
 
 def parse_section(section: Mapping[str, Any]) -> DsExtConfig:

@@ -35,6 +35,7 @@ from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.ops import BACKWARD, FORWARD
 from ..planner.job_plan import JobPlan
 from ..tensor_parallel import KeyedLayers, TensorParallel, building_for, is_sharded
+from .all_ranks import on_all_ranks
 from .contracts import AdaptedLayer, additional_losses
 from .deepspeed_api.device import select_device
 from .deepspeed_api.names import require_built, require_names
@@ -162,7 +163,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
             settings, placement = plan.settings, plan.layout.placement
             require_rank_order(topology, plan.layout)
             require_visible_parameters(layers, loss_fn)
-            require_shards(layers, plan)
+            require_shards(layers, plan, loss_fn)
             self._head_specs = head_parts(layers, loss_fn, placement.head_parts)
             body, self.tied_rows = layers, list[dict[int, str]]()
             if self._head_specs:
@@ -329,12 +330,17 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         self.parts += range(self.parts[-1] + 1, self._num_layers + 1)
         self.stages = self.layout.placement.stages_of(self.device_index)
         self.stage_funcs: dict[int, list[Function]] = {}
-        with building_for(self._tensor_parallel()):
-            for stage in self.stages:
-                self._set_bounds(self.parts[stage], self.parts[stage + 1])
-                super()._build()
-                self.stage_funcs[stage], self.forward_funcs = self.forward_funcs, []
+        tp = self._tensor_parallel()
+        with building_for(tp):
+            # The trial of shards refuses layers of some ranks only.
+            _ = self._build_stages() if tp.size == 1 else on_all_ranks(self._build_stages)
         self._activate(self.stages[0])
+
+    def _build_stages(self) -> None:
+        for stage in self.stages:
+            self._set_bounds(self.parts[stage], self.parts[stage + 1])
+            super()._build()
+            self.stage_funcs[stage], self.forward_funcs = self.forward_funcs, []
 
     def _tensor_parallel(self) -> TensorParallel:
         size, (_, _, rank) = self.layout.tensor_parallel_size, self.layout.coordinates(dist.get_rank())

@@ -49,7 +49,7 @@ def plan_of_module(
     return plan.complete(job) if has_batch_size(job) else plan
 
 
-def require_shards(layers: Sequence[Layer], plan: StagePlan) -> None:
+def require_shards(layers: Sequence[Layer], plan: StagePlan, loss_fn: Function | None) -> None:
     """Raise ConfigError if layers of a model that can be divided have no shards of the tensor-parallel size."""
     checks = [check for check in (AdaptedLayer(layer).check_shards for layer in layers) if check is not None]
     size = plan.layout.tensor_parallel_size
@@ -69,8 +69,8 @@ def require_shards(layers: Sequence[Layer], plan: StagePlan) -> None:
             f"tensor_parallel_size: shards of from_transformers() have no forward ranks (got {size} with "
             f"{plan.schedule.name}). Use another schedule."
         )
-    for check in checks:
-        check(size)
+    for check in dict.fromkeys(checks):
+        check(size, loss_fn)
 
 
 def head_parts(layers: Sequence[Layer], loss_fn: Function | None, parts: int) -> list[LayerSpec]:

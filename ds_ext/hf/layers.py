@@ -28,15 +28,15 @@ from ..tensor_parallel import (
     earlier_slices,
     slice_start,
 )
-from ..tensor_parallel.layers import mark_rows
 from .lora import Adapters
-from .shard_trial import ShardTrial
+from .shard_trial import ShardTrial, without_dropout
 from .shards import (
     Entry,
     Shards,
     Vocabulary,
     can_divide_embedding,
     divide_embedding,
+    divide_rows,
     padded_rows,
     vocabulary_rows,
 )
@@ -52,14 +52,11 @@ class Embedding(nn.Module):
 
     def __init__(self, source: Source, split: Split, adapters: Adapters | None) -> None:
         super().__init__()
-        tp, self.tp = current_tensor_parallel(), TensorParallel()
-        table: Any = source.submodule(split.embedding)
-        self.module: nn.Module = table
-        if tp.size > 1 and can_divide_embedding(table):
-            self.tp = tp
-            rows = vocabulary_rows(len(table.weight), tp)
-            weight = padded_rows(table.weight.detach()[rows], rows, table.weight.requires_grad)
-            divide_embedding(table, weight, tp)
+        self.module = source.submodule(split.embedding)
+        is_divided = current_tensor_parallel().size > 1 and can_divide_embedding(self.module)
+        self.tp = current_tensor_parallel() if is_divided else TensorParallel()
+        if is_divided:
+            divide_embedding(self.module, self.tp)
         if adapters is not None:
             self.requires_grad_(False)
 
@@ -186,7 +183,8 @@ class DecoderLayer(nn.Module):
         positions = Positions(source, self.split, None)
 
         def run(embeds_BSD: Tensor) -> Tensor:
-            hidden_BSD, *shared = positions.to(embeds_BSD.device)((embeds_BSD,))
+            with without_dropout(positions):
+                hidden_BSD, *shared = positions.to(embeds_BSD.device)((embeds_BSD,))
             return self((hidden_BSD, *shared))[0]
 
         return run
@@ -286,18 +284,13 @@ class Head(_Part):
 
     def _divide(self, projection: Any) -> None:
         """Keep this rank's rows of the projection."""
-        tp, weight = current_tensor_parallel(), projection.weight
-        if tp.size == 1 or type(cast(object, projection)) is not nn.Linear:
+        tp, size = current_tensor_parallel(), len(projection.weight)
+        if tp.size == 1 or type(cast(object, projection)) is not nn.Linear or "forward" in vars(projection):
             return
-        rows, size = vocabulary_rows(len(weight), tp), len(weight)
-        projection.weight = padded_rows(weight.detach()[rows], rows, weight.requires_grad)
-        mark_rows(projection.weight, tp, size)
-        self._vocabulary.divide(tp, size)
+        divide_rows(projection.weight, tp)
         if projection.bias is not None:
-            bias = projection.bias
-            (column,) = (padded_rows(bias.detach()[rows, None], rows, bias.requires_grad).detach().T,)
-            projection.bias = nn.Parameter(column[0].clone(), requires_grad=bias.requires_grad)
-            mark_rows(projection.bias, tp, size)
+            divide_rows(projection.bias, tp)
+        self._vocabulary.divide(tp, size)
         projection.forward = lambda x_BSD: self._vocabulary.project(x_BSD, projection.weight, projection.bias)
 
     def set_projection(self, weight: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
@@ -326,7 +319,8 @@ class DecoderHeadPart(HeadPart):
         whole = source.reference().get_parameter(name)
         tp = current_tensor_parallel()
         rows = vocabulary_rows(len(whole), tp, part, parts)
-        weight = padded_rows(source.rows(name, rows), rows, whole.requires_grad and adapters is None)
+        padded_VD = padded_rows(source.rows(name, rows), rows)
+        weight = nn.Parameter(padded_VD, requires_grad=whole.requires_grad and adapters is None)
         super().__init__(weight, part, tp, len(whole), name=f"skeleton.{name}")
 
 

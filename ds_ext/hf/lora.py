@@ -69,13 +69,8 @@ class Adapters:
 
         They are those of a model without weights.
         """
-        import peft
-
         model = source.skeleton()
-        try:
-            peft.inject_adapter_in_model(copy.deepcopy(self.config), model, low_cpu_mem_usage=True)
-        except ValueError as error:
-            raise ConfigError(f"lora: {error}") from None
+        self.insert_without_weights(model)
         trained = {name: each.numel() for name, each in model.named_parameters() if each.requires_grad}
         outside = [name for name in trained if not name.startswith(f"{split.layers}.")]
         if outside:
@@ -85,6 +80,15 @@ class Adapters:
             )
         layers = {int(name.removeprefix(f"{split.layers}.").split(".")[0]) for name in trained}
         return layers, sum(trained.values())
+
+    def insert_without_weights(self, model: Any) -> None:
+        """Insert the adapters in a model without weights."""
+        import peft
+
+        try:
+            peft.inject_adapter_in_model(copy.deepcopy(self.config), model, low_cpu_mem_usage=True)
+        except ValueError as error:
+            raise ConfigError(f"lora: {error}") from None
 
     def insert(self, source: Source, split: Split, index: int, layer: nn.Module) -> None:
         """Freeze a decoder layer with weights, and insert its adapters in place.

@@ -9,11 +9,11 @@ B: batch, S: sequence, D: hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import ConfigError
@@ -22,6 +22,7 @@ from .split import Split
 
 _BATCH, _LENGTH = 2, 6
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}  # of a result's norm
+_ROUNDING = 1e-3
 _TOLERANCE = 0.05  # in half precision, whose sums are rounded in another order
 Run = Callable[[Tensor], Tensor]
 Results = dict[str, Tensor]
@@ -30,38 +31,58 @@ Results = dict[str, Tensor]
 class ShardTrial:
     """Results of a whole layer, with which those of its shards are compared.
 
+    Adapters that are still zero have random values until :meth:`check` is done: otherwise, nothing would depend on the
+    adapters before them.
+
     Args:
         run: function of hidden states; returns those of the layer.
     """
 
     def __init__(self, split: Split, path: str, layer: nn.Module, run: Run) -> None:
         self._split, self._path, self._layer, self._run = split, path, layer, run
+        generator = torch.Generator().manual_seed(0)
+        self._zeros = [p for p in layer.parameters() if p.requires_grad and p.dim() == 2 and not p.any()]
+        for parameter in self._zeros:
+            parameter.data.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
         self._whole = self._results()
 
     def check(self, tp: TensorParallel) -> None:
-        """Raise ConfigError if the shards, which have replaced the whole layer, compute something else."""
+        """Raise ConfigError on all ranks of the group if the shards in place of the layer compute something else."""
+        problem, cause = "", None
         try:
-            shards = self._results()
+            problem = self._difference(self._results(), tp)
         except RuntimeError as error:  # of shapes
-            raise self._refusal(tp, "fail", str(error).splitlines()[0]) from error
-        parameters = dict(self._layer.named_parameters())
-        for name, whole in self._whole.items():
-            parameter = parameters.get(name)
-            dim = None if parameter is None else shard_dim(parameter)
-            expected = whole if dim is None else tp.shard(whole, dim)
-            error = float((shards[name].double() - expected.double()).norm())
-            scale = float(whole.double().norm())
-            if not error <= _TOLERANCES.get(whole.dtype, _TOLERANCE) * max(scale, 1e-6):
-                place = name if parameter is None else f"the gradient of {name}"
-                norms = f"a difference of norm {error:.3g}, whole {scale:.3g}"
-                raise self._refusal(tp, f"compute another value of {place}", norms)
+            problem, cause = f"fail (got {str(error).splitlines()[0]})", error
+        for parameter in self._zeros:
+            parameter.data.zero_()
+        problems = torch.tensor(float(bool(problem)), device=self._whole["output"].device)
+        dist.all_reduce(problems, group=tp.group)
+        if problems:
+            problem = problem or f"compute something else on {int(problems)} other ranks"
+            raise ConfigError(
+                f"tensor_parallel_size: {self._split.name} cannot be divided into {tp.size} shards by its plan in "
+                f"transformers, because those of {self._path} {problem}. Use tensor_parallel_size 1 and more pipeline "
+                f"stages."
+            ) from cause
 
-    def _refusal(self, tp: TensorParallel, problem: str, got: str) -> ConfigError:
-        return ConfigError(
-            f"tensor_parallel_size: {self._split.name} cannot be divided into {tp.size} shards by its plan in "
-            f"transformers, because those of {self._path} {problem} (got {got}). Use tensor_parallel_size 1 and more "
-            f"pipeline stages."
+    def _difference(self, shards: Results, tp: TensorParallel) -> str:
+        """Return the first result that differs, with numbers; "" if none does."""
+        parameters = dict(self._layer.named_parameters())
+        tolerance = max(
+            _TOLERANCES.get(p.dtype, _TOLERANCE) for p in parameters.values() if p.is_floating_point()
         )
+        largest = max(float(whole.double().norm()) for whole in self._whole.values())
+        for name, whole in self._whole.items():
+            dim = shard_dim(parameters[name]) if name in parameters else None
+            expected = whole if dim is None else tp.shard(whole, dim)
+            error, scale = (
+                float(t.double().norm()) for t in (shards[name].double() - expected.double(), whole)
+            )
+            # What is zero but for rounding is compared with the largest result.
+            if not error <= tolerance * max(scale, _ROUNDING * largest):
+                place = f"the gradient of {name}" if name in parameters else name
+                return f"compute another value of {place} (got a difference of norm {error:.3g}, whole {scale:.3g})"
+        return ""
 
     def _results(self) -> Results:
         """Return output, gradient of the input, and gradients of the parameters by name."""
@@ -72,7 +93,7 @@ class ShardTrial:
             torch.randn(shape, generator=generator).to(weight.device, weight.dtype) for _ in range(2)
         )
         inputs_BSD.requires_grad_()
-        with _evaluating(self._layer), torch.enable_grad():
+        with without_dropout(self._layer), torch.enable_grad():
             outputs_BSD = self._run(inputs_BSD)
             trained = {name: p for name, p in self._layer.named_parameters() if p.requires_grad}
             gradients = torch.autograd.grad(
@@ -83,8 +104,7 @@ class ShardTrial:
 
 
 @contextmanager
-def _evaluating(layer: nn.Module) -> Any:
-    """Context without dropout."""
+def without_dropout(layer: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in layer.modules()]
     layer.eval()
     try:

@@ -92,16 +92,30 @@ class Shards:
             owner_name = name.rpartition(".")[0]
             parts: list[Any] = [module]
             if hasattr(module, "base_layer"):  # adapted by peft
+                self._require_plain_adapters(f"{path}.{name}", module)
                 adapters: Any = module.lora_B if style in _COLUMN else module.lora_A
                 parts = [module.base_layer, *adapters.values()]
             for part in parts:
                 yield _Place(name, part, style, owner_name, layer.get_submodule(owner_name))
+
+    def _require_plain_adapters(self, path: str, adapted: Any) -> None:
+        """Raise ConfigError for adapters whose forward is not that of their linear layers."""
+        kind = type(adapted)
+        if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear"):
+            raise self._refusal(path, f"adapters of class {kind.__name__}")
+        variants = [type(variant).__name__ for variant in getattr(adapted, "lora_variant", {}).values()]
+        if any(name != "KasaLinearVariant" for name in variants):
+            raise self._refusal(path, f"adapters with a {', '.join(variants)}")
+        if any(type(dropout) is not nn.Identity for dropout in adapted.lora_dropout.values()):
+            raise self._refusal(path, "a lora_dropout, which would drop the same places on every rank")
 
     def _style(self, path: str) -> str | None:
         return self._plan.get(path) or self._plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
 
     def _divide_module(self, path: str, place: _Place) -> None:
         module, style = place.module, place.style
+        if "forward" in vars(module) and style in (*_COLUMN, *_ROW):
+            raise self._refusal(path, "another forward, of an earlier PipelineModule or of a hook")
         if style in _COLUMN and type(module) is nn.Linear:
             self._divide_columns(path, module, style, place.owner)
         elif style in _ROW and type(module) is nn.Linear:
@@ -129,16 +143,16 @@ class Shards:
             owner.heads_in_common = heads
             return
         self._require_multiple(path, heads, "heads" if head_size > 1 else "output features")
-        projection.weight = shard(projection.weight, 0, tp)
+        shard(projection.weight, 0, tp)
         if projection.bias is not None:
-            projection.bias = shard(projection.bias, 0, tp)
+            shard(projection.bias, 0, tp)
         projection.out_features = size // tp.size
         gathers = style == "colwise_gather_output"
         projection.forward = functools.partial(_forward_columns, projection, self._entry, gathers)
 
     def _divide_rows(self, path: str, projection: Any, style: str) -> None:
         self._require_multiple(path, projection.in_features, "input features")
-        projection.weight = shard(projection.weight, 1, self.tp)
+        shard(projection.weight, 1, self.tp)
         projection.in_features //= self.tp.size
         splits = style == "rowwise_split_input"
         projection.forward = functools.partial(_forward_rows, projection, self.tp, splits)
@@ -182,11 +196,20 @@ class Entry:
         self._last = None
 
 
-def check_shards(source: Source, split: Split, adapters: Adapters | None, size: int) -> None:
+def check_shards(
+    source: Source,
+    split: Split,
+    adapters: Adapters | None,
+    vocabulary: Vocabulary,
+    size: int,
+    loss_fn: object,
+) -> None:
     """Raise ConfigError if a decoder has no exact shards, by its plan and the shapes of its weights.
 
-    See also :mod:`.shard_trial`.
+    See also :mod:`.shard_trial`. Another loss function than that of ``vocabulary`` gets whole logits.
     """
+    if getattr(loss_fn, "vocabulary", None) is not vocabulary:
+        vocabulary.is_whole = True
     if adapters is not None and adapters.config.lora_dropout:
         raise ConfigError(
             f"lora: lora_dropout would drop the same features on every tensor-parallel rank (got "
@@ -203,6 +226,8 @@ def check_shards(source: Source, split: Split, adapters: Adapters | None, size: 
                 f"shards). Set it to 0 in config.json, in a copy of the model's folder."
             )
     model = source.skeleton()
+    if adapters is not None:
+        adapters.insert_without_weights(model)
     group: Any = object()  # nothing is sent
     entry = Entry(TensorParallel(0, size, group))
     for index in range(split.num_layers):
@@ -210,12 +235,11 @@ def check_shards(source: Source, split: Split, adapters: Adapters | None, size: 
         Shards(split, entry).divide(path, model.get_submodule(path))
 
 
-def shard(parameter: nn.Parameter, dim: int, tp: TensorParallel) -> nn.Parameter:
-    """Return this rank's shard, which does not keep the whole parameter in memory."""
-    part: Any = nn.Parameter(tp.shard(parameter.detach(), dim).clone(), requires_grad=parameter.requires_grad)
-    part.model_parallel = part.tensor_model_parallel = True
-    part.partition_dim = dim
-    return part
+def shard(parameter: Any, dim: int, tp: TensorParallel) -> None:
+    """Keep this rank's shard of a parameter, which stays the object that optimizers and hooks of a script have."""
+    parameter.data = tp.shard(parameter.detach(), dim).clone()
+    parameter.model_parallel = parameter.tensor_model_parallel = True
+    parameter.partition_dim = dim
 
 
 def _forward_columns(projection: nn.Linear, entry: Entry, gathers: bool, x: Tensor) -> Tensor:
@@ -294,11 +318,18 @@ def vocabulary_rows(size: int, tp: TensorParallel, part: int = 0, parts: int = 1
     return slice(first, first + rows)
 
 
-def padded_rows(rows_VD: Tensor, rows: slice, requires_grad: bool) -> nn.Parameter:
-    """Return rows of a table as a parameter, with zeros for those that are missing."""
-    padded_VD = rows_VD.new_zeros(rows.stop - rows.start, rows_VD.size(1))
+def padded_rows(rows_VD: Tensor, rows: slice) -> Tensor:
+    """Return rows of a table, or elements of a bias, with zeros for those that are missing."""
+    padded_VD = rows_VD.new_zeros(rows.stop - rows.start, *rows_VD.shape[1:])
     padded_VD[: len(rows_VD)] = rows_VD
-    return nn.Parameter(padded_VD, requires_grad=requires_grad)
+    return padded_VD
+
+
+def divide_rows(table: Any, tp: TensorParallel) -> None:
+    """Keep this rank's rows of a parameter with one row per word."""
+    size, rows = len(table), vocabulary_rows(len(table), tp)
+    table.data = padded_rows(table.detach()[rows], rows)
+    mark_rows(table, tp, size)
 
 
 class _DividedTable(nn.Embedding):
@@ -317,16 +348,14 @@ class _DividedTable(nn.Embedding):
 
 def can_divide_embedding(table: nn.Module) -> bool:
     """Return whether a table is looked up by ``nn.Embedding.forward`` only, without its rarer options."""
-    return isinstance(table, nn.Embedding) and not (
-        table.max_norm or table.scale_grad_by_freq or table.sparse
-    )
+    plain = isinstance(table, nn.Embedding) and "forward" not in vars(table)
+    return plain and not (table.max_norm or table.scale_grad_by_freq or table.sparse)
 
 
-def divide_embedding(table: Any, weight: nn.Parameter, tp: TensorParallel) -> nn.Module:
-    """Let an embedding look up this rank's rows. A class between it and nn.Embedding, which scales, stays in effect."""
+def divide_embedding(table: Any, tp: TensorParallel) -> None:
+    """Keep this rank's rows, and look them up. A class between it and nn.Embedding, which scales, stays in effect."""
     kind = type(table)
     bases = (_DividedTable,) if kind is nn.Embedding else (kind, _DividedTable)
     table.__class__ = type(f"Divided{kind.__name__}", bases, {})
-    table._tp, table.weight = tp, weight
-    mark_rows(weight, tp, table.num_embeddings)
-    return table
+    table._tp = tp
+    divide_rows(table.weight, tp)

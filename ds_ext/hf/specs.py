@@ -77,10 +77,10 @@ def decoder_layers(
     loss_fn = loss_class(source, vocabulary)
     layers = _layer_specs(source, split, adapters, vocabulary)
     # PipelineModule reads these attributes before it builds a layer, see engine.contracts.LayerContract.
-    layers[0].check_shards = functools.partial(check_shards, source, split, adapters)
+    check = functools.partial(check_shards, source, split, adapters, vocabulary)
     layers[-1].in_parts = functools.partial(_head_parts, source, split, adapters, reason)
     for layer, num_parameters in zip(layers, _layer_sizes(source, split), strict=True):
-        layer.num_parameters = num_parameters
+        layer.num_parameters, layer.check_shards = num_parameters, check
     return layers, loss_fn
 
 
@@ -140,7 +140,7 @@ class NextTokenLoss:
     def __init__(self, source: Source, vocabulary: Vocabulary) -> None:
         self._function = source.loss_function
         self._vocab_size = source.config.get_text_config().vocab_size
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
 
     def __call__(self, outputs: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         return self._sum(outputs, labels_BS), (labels_BS != IGNORE_INDEX).sum()
@@ -148,10 +148,10 @@ class NextTokenLoss:
     def _sum(self, outputs: Tensor, labels_BS: Tensor) -> Tensor:
         if outputs.shape == labels_BS.shape:  # losses of the tokens, from the parts of a head
             return outputs.sum()
-        if self._vocabulary.chunked is not None:
-            return self._vocabulary.chunked.loss(outputs, labels_BS, self._vocab_size)
-        if self._vocabulary.tp.size > 1 and not self._vocabulary.is_whole:
-            return self._vocabulary.loss(outputs, labels_BS)
+        if self.vocabulary.chunked is not None:
+            return self.vocabulary.chunked.loss(outputs, labels_BS, self._vocab_size)
+        if self.vocabulary.tp.size > 1 and not self.vocabulary.is_whole:
+            return self.vocabulary.loss(outputs, labels_BS)
         arguments = {"logits": outputs, "vocab_size": self._vocab_size, "num_items_in_batch": 1}
         return self._function(labels=None, shift_labels=labels_BS, **arguments)
 
@@ -159,11 +159,11 @@ class NextTokenLoss:
         return (labels_BS != IGNORE_INDEX).sum()
 
     def return_logits(self, outputs: Tensor) -> Tensor:
-        if self._vocabulary.chunked is not None:
-            outputs = self._vocabulary.chunked.logits(outputs)
-        elif self._vocabulary.is_whole:
+        if self.vocabulary.chunked is not None:
+            outputs = self.vocabulary.chunked.logits(outputs)
+        elif self.vocabulary.is_whole:
             return outputs
-        return self._vocabulary.gather(outputs)
+        return self.vocabulary.gather(outputs)
 
 
 class CausalLoss(NextTokenLoss):

@@ -364,7 +364,11 @@ def test_the_tensor_parallel_size_of_deepspeed_is_ours(section: dict[str, int]) 
     assert job.deepspeed["tensor_parallel"]["autotp_size"] == 0  # DeepSpeed divides no layers
 
 
-@pytest.mark.parametrize(("size", "ours"), [(2, 4), (-1, 1), ("auto", 1), (2.0, 2)])
+def test_the_tensor_parallel_size_of_deepspeed_adds_no_section() -> None:
+    assert "ds_ext" not in load_config({"tensor_parallel": {"autotp_size": 2}}).deepspeed
+
+
+@pytest.mark.parametrize(("size", "ours"), [(2, 4), (1, 2), (-1, 1), ("auto", 1), (2.0, 2)])
 def test_other_sizes_than_ours_are_refused(size: Any, ours: int) -> None:
     with pytest.raises(ConfigError, match="autotp_size"):
         load_config({"tensor_parallel": {"autotp_size": size}, "ds_ext": {"tensor_parallel_size": ours}})

@@ -10,7 +10,7 @@ import ds_ext
 from ds_ext.errors import ConfigError
 from ds_ext.hf.find import find_split
 from ds_ext.hf.lora import Adapters
-from ds_ext.hf.shards import Entry, Shards, check_shards, vocabulary_rows
+from ds_ext.hf.shards import Entry, Shards, Vocabulary, check_shards, vocabulary_rows
 from ds_ext.hf.weights import make_source
 from ds_ext.tensor_parallel import TensorParallel
 from tests.decoder_models import HEADS_OF_8, random_decoder
@@ -37,24 +37,33 @@ REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("name", "size", "changes"), SIZES)
 def test_models_that_can_be_divided(name: str, size: int, changes: dict[str, Any]) -> None:
     source = make_source(random_decoder(name, **changes), None)
-    check_shards(source, find_split(source), None, size)
+    check_shards(source, find_split(source), None, Vocabulary(), size, None)
 
 
 @pytest.mark.parametrize(("name", "size", "changes", "problem"), REFUSED)
 def test_what_cannot_be_divided_is_named(name: str, size: int, changes: dict[str, Any], problem: str) -> None:
     source = make_source(random_decoder(name, **changes), None)
     with pytest.raises(ConfigError, match=problem):
-        check_shards(source, find_split(source), None, size)
+        check_shards(source, find_split(source), None, Vocabulary(), size, None)
 
 
-@pytest.mark.parametrize("setting", [{"lora_dropout": 0.1}, {"use_dora": True}])
-def test_adapters_that_need_whole_layers_are_refused(setting: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("setting", "problem"),
+    [
+        ({"lora_dropout": 0.1}, "lora_dropout"),
+        ({"use_dora": True}, "use_dora"),
+        ({"target_modules": [], "target_parameters": ["q_proj.weight"]}, "ParamWrapper"),
+        ({"modules_to_save": ["k_proj"]}, "k_proj"),
+    ],
+)
+def test_adapters_that_need_whole_layers_are_refused(setting: dict[str, Any], problem: str) -> None:
+    """The forward of the third kind does not call that of its linear layers."""
     peft: Any = pytest.importorskip("peft")
     source = make_source(random_decoder("Llama"), None)
     split = find_split(source)
-    lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", **setting)
-    with pytest.raises(ConfigError, match=next(iter(setting))):
-        check_shards(source, split, Adapters(lora, source, split), 2)
+    lora = peft.LoraConfig(**{"target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **setting})
+    with pytest.raises(ConfigError, match=problem):
+        check_shards(source, split, Adapters(lora, source, split), Vocabulary(), 2, None)
 
 
 def test_a_divided_model_is_not_divided_again() -> None:
@@ -64,6 +73,43 @@ def test_a_divided_model_is_not_divided_again() -> None:
     Shards(split, entry).divide("model.layers.0", model.model.layers[0])
     with pytest.raises(ConfigError, match="shards"):
         ds_ext.from_transformers(model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"), [({"lora_dropout": 0.5}, "lora_dropout"), ({"velora_config": {}}, "Velora")]
+)
+def test_adapters_of_a_model_in_memory_that_need_whole_layers(
+    arguments: dict[str, Any], problem: str
+) -> None:
+    peft: Any = pytest.importorskip("peft")
+    if "velora_config" in arguments and not hasattr(peft.LoraConfig(), "velora_config"):
+        pytest.skip("this peft has none")
+    lora = peft.LoraConfig(target_modules=["o_proj"], task_type="CAUSAL_LM", **arguments)
+    model = peft.get_peft_model(random_decoder("Llama"), lora)
+    source = make_source(model, None)
+    entry = Entry(TensorParallel(0, 2, object()))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=problem):
+        Shards(find_split(source), entry).divide("model.layers.0", source.submodule("model.layers.0"))
+
+
+def test_another_loss_function_gets_whole_logits() -> None:
+    source = make_source(random_decoder("Llama"), None)
+    layers, loss_fn = ds_ext.from_transformers(source.reference())
+    check: Any = layers[0].check_shards
+    vocabulary = loss_fn.vocabulary
+    check(2, loss_fn)
+    assert not vocabulary.is_whole
+    check(2, lambda logits, labels: logits.sum())
+    assert vocabulary.is_whole
+
+
+def test_optimizers_and_hooks_keep_their_parameters() -> None:
+    model = random_decoder("Llama")
+    before = {name: id(parameter) for name, parameter in model.named_parameters()}
+    entry = Entry(TensorParallel(0, 2, object()))  # pyright: ignore[reportArgumentType]
+    Shards(find_split(make_source(model, None)), entry).divide("model.layers.0", model.model.layers[0])
+    assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
+    assert model.model.layers[0].mlp.up_proj.weight.shape[0] * 2 == model.config.intermediate_size
 
 
 @pytest.mark.parametrize(("size", "shards", "parts"), [(67, 2, 1), (67, 4, 3), (64, 4, 2), (5, 4, 4)])
