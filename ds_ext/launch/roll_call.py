@@ -176,7 +176,7 @@ def _connect_store(host: str, port: int, rank: int, world_size: int, timeout_s: 
 def _await_server(host: str, port: int, timeout_s: float) -> bool:
     """Return whether a port accepts connections within ``timeout_s``.
 
-    torch's store tries again after its limit, so it would wait twice as long, and print a stack for each attempt.
+    torch's store tries again after its limit: it waits up to twice as long or more, and prints a stack each time.
     """
     deadline = time.monotonic() + timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
