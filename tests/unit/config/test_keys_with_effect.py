@@ -32,7 +32,7 @@ APPLIED = [
     *("prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
     *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
     *("disable_python_gc", "log_level"),
-    *("pipeline.activation_checkpoint_interval", "pipeline.use_reentrant"),
+    *("pipeline.activation_checkpoint_interval", "pipeline.use_reentrant", "tensor_parallel.autotp_size"),
     *("data_types.grad_accum_dtype", "data_types.param_dtype", "data_types.buffer_dtype"),
     "data_types.keep_in_fp32_modules",
     *("tensorboard.*", "wandb.*", "comet.*", "csv_monitor.*"),
