@@ -38,10 +38,14 @@ MICRO_BATCHES, LR = 4, 0.1
 Result = tuple[float, float, dict[str, Tensor]]
 
 
+def decoder(name: str) -> Any:
+    return random_decoder(name.split()[0], **MORE_MODELS.get(name, {}))
+
+
 @cache
 def in_one_process(name: str) -> tuple[float, float, dict[str, Tensor]]:
     """Return the loss, the norm of the gradients and the gradients of the model's own forward."""
-    model = random_decoder(name.split()[0], **MORE_MODELS.get(name, {})).train()
+    model = decoder(name).train()
     loss = mean_loss(model, 0, MICRO_BATCHES)
     gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
@@ -118,6 +122,7 @@ def test_losses_gradients_and_norms_are_the_models_own(
     ranks: Ranks, schedule: str, pp: int, tp: int, tmp_path: Path
 ) -> None:
     names = DIVIDED if EVERYTHING else DIVIDED[LAYOUTS.index((schedule, pp, tp)) :: len(LAYOUTS)]
+    names = [name for name in names if decoder(name).tp_plan]  # an older transformers has fewer plans
     folders = saved(names, tmp_path)
     by_rank = ranks(pp * tp).run(train, folders, schedule, pp, tp, timeout_s=60.0 + 15 * len(names))
     for name in names:
