@@ -166,7 +166,7 @@ class DecoderLayer(nn.Module):
         """Divide the layer into shards; the first one of each kind is tried."""
         tried = shards_tried(source)
         kind = f"{self.module} {self.split.whole.layers[self.index].leaves}"
-        shards = Shards(self.split, self._entry)
+        shards = Shards(self.split.plan, self.split.name, self._entry)
         if kind in tried:
             shards.divide(self.path, self.module)
             return

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -62,11 +62,13 @@ class Shards:
     """Divides modules of one decoder.
 
     Args:
-        entry: input that the shards of the layer share.
+        plan: path of a module or a parameter -> style, as ``PreTrainedModel.tp_plan``.
+        name: class of the config, for errors.
+        entry: input that the shards of a layer share.
     """
 
-    def __init__(self, split: Split, entry: Entry) -> None:
-        self.tp, self._entry, self._plan, self._name = entry.tp, entry, split.plan, split.name
+    def __init__(self, plan: Mapping[str, str], name: str, entry: Entry) -> None:
+        self.tp, self._entry, self._plan, self._name = entry.tp, entry, plan, name
         self._widest: dict[nn.Module, int] = {}  # attention -> features of its queries
 
     def divide(self, path: str, layer: nn.Module) -> None:
@@ -232,7 +234,7 @@ def check_shards(
     entry = Entry(TensorParallel(0, size, group))
     for index in range(split.num_layers):
         path = f"{split.layers}.{index}"
-        Shards(split, entry).divide(path, model.get_submodule(path))
+        Shards(split.plan, split.name, entry).divide(path, model.get_submodule(path))
 
 
 def shard(parameter: Any, dim: int, tp: TensorParallel) -> None:

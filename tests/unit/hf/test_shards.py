@@ -5,17 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import ds_ext
 from ds_ext.errors import ConfigError
 from ds_ext.hf.find import find_split
 from ds_ext.hf.lora import Adapters
-from ds_ext.hf.shards import Entry, Shards, Vocabulary, check_shards, vocabulary_rows
+from ds_ext.hf.shards import (
+    Entry,
+    Shards,
+    Vocabulary,
+    check_shards,
+    divide_embedding,
+    divide_rows,
+    vocabulary_rows,
+)
 from ds_ext.hf.weights import make_source
 from ds_ext.tensor_parallel import TensorParallel
 from tests.decoder_models import HEADS_OF_8, random_decoder
 
-pytest.importorskip("transformers")
+transformers: Any = pytest.importorskip("transformers")
 
 SIZES: list[tuple[str, int, dict[str, Any]]] = [
     ("Llama", 2, {}),
@@ -70,7 +79,7 @@ def test_a_divided_model_is_not_divided_again() -> None:
     model = random_decoder("Llama")
     split, group = find_split(make_source(model, None)), object()
     entry = Entry(TensorParallel(0, 2, group))  # pyright: ignore[reportArgumentType]
-    Shards(split, entry).divide("model.layers.0", model.model.layers[0])
+    Shards(split.plan, split.name, entry).divide("model.layers.0", model.model.layers[0])
     with pytest.raises(ConfigError, match="shards"):
         ds_ext.from_transformers(model)
 
@@ -88,8 +97,9 @@ def test_adapters_of_a_model_in_memory_that_need_whole_layers(
     model = peft.get_peft_model(random_decoder("Llama"), lora)
     source = make_source(model, None)
     entry = Entry(TensorParallel(0, 2, object()))  # pyright: ignore[reportArgumentType]
+    split = find_split(source)
     with pytest.raises(ConfigError, match=problem):
-        Shards(find_split(source), entry).divide("model.layers.0", source.submodule("model.layers.0"))
+        Shards(split.plan, split.name, entry).divide("model.layers.0", source.submodule("model.layers.0"))
 
 
 def test_another_loss_function_gets_whole_logits() -> None:
@@ -107,7 +117,8 @@ def test_optimizers_and_hooks_keep_their_parameters() -> None:
     model = random_decoder("Llama")
     before = {name: id(parameter) for name, parameter in model.named_parameters()}
     entry = Entry(TensorParallel(0, 2, object()))  # pyright: ignore[reportArgumentType]
-    Shards(find_split(make_source(model, None)), entry).divide("model.layers.0", model.model.layers[0])
+    split = find_split(make_source(model, None))
+    Shards(split.plan, split.name, entry).divide("model.layers.0", model.model.layers[0])
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == before
     assert model.model.layers[0].mlp.up_proj.weight.shape[0] * 2 == model.config.intermediate_size
 
@@ -122,3 +133,52 @@ def test_every_row_of_a_table_has_one_rank(size: int, shards: int, parts: int) -
     rows = [row for place in places for row in range(place.start, place.stop)]
     assert len({place.stop - place.start for place in places}) == 1
     assert rows == list(range(len(rows))) and len(rows) >= size
+
+
+LARGE: dict[str, dict[str, Any]] = {
+    "Llama": {  # 3 8B
+        **{
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+        },
+        **{"num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False},
+    },
+    "Qwen3": {  # 8B
+        **{
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+        },
+        **{"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False},
+    },
+    "Gemma3Text": {  # 12B
+        **{
+            "hidden_size": 3840,
+            "intermediate_size": 15360,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+        },
+        **{"num_key_value_heads": 8, "head_dim": 256, "vocab_size": 262208},
+    },
+}
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_a_rank_of_four_has_a_quarter_of_the_weights(name: str) -> None:
+    """Without norms, which every rank has whole. Gradients and optimizer states have the shapes of the weights."""
+    config = getattr(transformers, f"{name}Config")(**LARGE[name])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    whole = {parameter: parameter.numel() for parameter in model.parameters() if parameter.dim() > 1}
+    tp = TensorParallel(3, 4, object())  # pyright: ignore[reportArgumentType]
+    shards = Shards(model.tp_plan, type(config).__name__, Entry(tp))
+    for index, layer in enumerate(model.model.layers):
+        shards.divide(f"model.layers.{index}", layer)
+    divide_embedding(model.model.embed_tokens, tp)
+    if not config.tie_word_embeddings:
+        divide_rows(model.lm_head.weight, tp)
+    assert sum(whole.values()) > 7e9
+    assert sum(parameter.numel() for parameter in whole) <= 0.251 * sum(whole.values())
