@@ -175,9 +175,7 @@ def test_fields_that_layers_of_transformers_lack(changes: dict[str, Any], key: s
     config = replace(MODEL, transformer_impl="transformers", lora_rank=2)
     with pytest.raises(ConfigError, match=f"^{key}: "):
         replace(config, **changes)
-    config.check_tensor_parallel(1)
-    with pytest.raises(ConfigError, match=r"^tensor_parallel_size: .*\(got 2\)"):
-        config.check_tensor_parallel(2)
+    config.check_tensor_parallel(3)  # the plan of transformers decides, see ds_ext.hf.shards
 
 
 def test_adapters_need_weights_only() -> None:
