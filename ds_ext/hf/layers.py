@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
+from ..engine.deepspeed_api.device import current_device
 from ..tensor_parallel import (
     HeadPart,
     TensorParallel,
@@ -172,7 +172,7 @@ class DecoderLayer(nn.Module):
             return
         tried.add(kind)
         before = next(self.module.parameters()).device
-        self.module.to(get_accelerator().current_device_name())  # that of the group's collectives
+        self.module.to(current_device())  # that of the group's collectives
         trial = ShardTrial(self.split, self.path, self.module, self._try(source))
         shards.divide(self.path, self.module)
         trial.check(self._entry.tp)

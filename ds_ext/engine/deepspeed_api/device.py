@@ -48,6 +48,11 @@ def free_bytes() -> int | None:
     return max(0, limit - data_bytes())
 
 
+def current_device() -> torch.device:
+    """Return the device of this rank, on which its groups communicate."""
+    return torch.device(get_accelerator().current_device_name())
+
+
 def read_peak_memory(device: torch.device) -> int:
     """Return the peak memory of this process in bytes: torch's allocations on CUDA, resident memory on CPU."""
     if device.type == "cuda":
