@@ -56,7 +56,7 @@ class Problems:
             self.undecided.update(undecided)
 
     def raise_all(self) -> None:
-        """Raise ConfigError with a line for every different error; do nothing if there are none."""
+        """Raise one ConfigError with a line for each different error, if there are any."""
         if len(self.errors) == 1:
             raise self.errors[0]
         if self.errors:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engine.deepspeed_api.device import current_device
+from ..engine.modes import evaluating
 from ..tensor_parallel import (
     HeadPart,
     TensorParallel,
@@ -29,7 +30,7 @@ from ..tensor_parallel import (
     slice_start,
 )
 from .lora import Adapters
-from .shard_trial import ShardTrial, without_dropout
+from .shard_trial import ShardTrial
 from .shards import (
     Entry,
     Shards,
@@ -183,7 +184,7 @@ class DecoderLayer(nn.Module):
         positions = Positions(source, self.split, None)
 
         def run(embeds_BSD: Tensor) -> Tensor:
-            with without_dropout(positions):
+            with evaluating(positions):  # without dropout
                 hidden_BSD, *shared = positions.to(embeds_BSD.device)((embeds_BSD,))
             return self((hidden_BSD, *shared))[0]
 

@@ -9,13 +9,13 @@ B: batch, S: sequence, D: hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..engine.modes import evaluating
 from ..errors import ConfigError
 from ..tensor_parallel import TensorParallel, shard_dim
 from .split import Split
@@ -93,7 +93,7 @@ class ShardTrial:
             torch.randn(shape, generator=generator).to(weight.device, weight.dtype) for _ in range(2)
         )
         inputs_BSD.requires_grad_()
-        with without_dropout(self._layer), torch.enable_grad():
+        with evaluating(self._layer), torch.enable_grad():
             outputs_BSD = self._run(inputs_BSD)
             trained = {name: p for name, p in self._layer.named_parameters() if p.requires_grad}
             gradients = torch.autograd.grad(
@@ -101,14 +101,3 @@ class ShardTrial:
             )
         found = zip(("gradient of the input", *trained), gradients, strict=True)
         return {"output": outputs_BSD.detach()} | {name: g for name, g in found if g is not None}
-
-
-@contextmanager
-def without_dropout(layer: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in layer.modules()]
-    layer.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
