@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ds_ext.comm.spin import usable_cores
+from ds_ext.pipe_schedules import get_schedule
 
 FOLDER = Path("build/first_run")
 MOST_RANKS = 4
@@ -41,7 +42,7 @@ def main() -> int:
     fit(job, ranks)
     is_bert = "bert" in args.config.name
     script = "train_bert.py" if is_bert else "train_gpt.py"
-    if not is_bert and job["ds_ext"]["schedule"] not in (*WHOLE_HEAD, BASELINE):
+    if not is_bert and divides_head(job["ds_ext"]):
         job["ds_ext"]["vocabulary_parallel_head"] = True
     FOLDER.mkdir(parents=True, exist_ok=True)
 
@@ -97,6 +98,15 @@ def fit(job: dict[str, Any], ranks: int) -> None:
     if ranks < devices:
         section["pipeline_parallel_size"] = ranks
         job["train_batch_size"] = job["train_batch_size"] * ranks // devices
+
+
+def divides_head(section: dict[str, Any]) -> bool:
+    """Return whether a head in parts helps: not where each device has the whole head of a pipe already."""
+    if section["schedule"] in (*WHOLE_HEAD, BASELINE):
+        return False
+    options = section.get("schedule_options", {})
+    placement = get_schedule(section["schedule"]).placement(section["pipeline_parallel_size"], options)
+    return len({devices[-1] for devices in placement.pipes}) < placement.num_devices
 
 
 def baseline_of(job: dict[str, Any]) -> dict[str, Any]:

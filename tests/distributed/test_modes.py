@@ -140,7 +140,7 @@ def modes_at_the_start(rank: int) -> tuple[list[list[bool]], list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(str(record.args[0] if record.args else ""))  # pyright: ignore[reportArgumentType, reportCallIssue]
-    logging.getLogger("ds_ext.engine.evaluation").addHandler(handler)
+    logging.getLogger("ds_ext.engine.modes").addHandler(handler)
     pretrained = [Adapted().eval(), nn.Dropout(0.5).eval(), Adapted().requires_grad_(False).eval()]
     layers = [*pretrained, *map(Wrapper, copy.deepcopy(pretrained)), nn.Linear(SIZE, SIZE), nn.Tanh()]
     config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}

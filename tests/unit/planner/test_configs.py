@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.first_run import divides_head
 from ds_ext.errors import DsExtError
 from ds_ext.model.config import TransformerConfig
 from ds_ext.pipe_schedules import get_schedule
@@ -74,3 +75,17 @@ def test_no_option_is_faster_with_the_same_memory(path: Path, tmp_path: Path) ->
         planned += 1
         assert other_time > time / 1.01 or other_bytes > most_bytes, variant["ds_ext"]
     assert planned >= 2
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zb_v", "bitpipe", "bitpipe_zb"])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_make_train_divides_the_head_where_it_helps(schedule: str, devices: int, tmp_path: Path) -> None:
+    job = json.loads((CONFIGS[0].parent / "bitpipe_zb.json").read_text())
+    job["train_batch_size"] = 8 * devices
+    section = job["ds_ext"] | {"schedule": schedule, "pipeline_parallel_size": devices}
+    times = []
+    for in_parts in (False, True):
+        path = tmp_path / f"{in_parts}.json"
+        path.write_text(json.dumps({**job, "ds_ext": section | {"vocabulary_parallel_head": in_parts}}))
+        times.append(time_and_memory(path, is_bert=False)[0])
+    assert times[divides_head(section)] < 1.01 * min(times)
