@@ -118,6 +118,20 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+# More models with a tensor-parallel plan.
+PLANNED_MODELS: dict[str, dict[str, Any]] = {
+    "Apertus": GROUPED,
+    "Arcee": GROUPED,
+    "Cwm": {**HEADS_OF_8, **ALTERNATING, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "Helium": HEADS_OF_8,
+    "Jais2": GROUPED,
+    "Ministral": {**HEADS_OF_8, **ALTERNATING},
+    "Olmo": GROUPED,
+    "Olmo3": {**GROUPED, **ALTERNATING},
+    "SeedOss": {**HEADS_OF_8, "attention_dropout": 0.0, "residual_dropout": 0.0},
+}
+
+
 def random_decoder(name: str, **changes: Any) -> Any:
     """Return a causal language model with random weights, none of which is zero or one."""
     config = getattr(transformers, f"{name}Config")(**{**MODELS.get(name, {}), **changes})

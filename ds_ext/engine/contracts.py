@@ -19,16 +19,16 @@ class LayerContract(Protocol):
             that is tied to it: returns the spec of a layer with the rows of every part.
         cut_sequence: of a layer whose inputs have masks: function(inputs, start, stop) of the inputs of these tokens.
         recompute: whether the backward of the layer recomputes activations.
-        check_shards: of a spec: function of a tensor-parallel size above 1 and of the loss function; raises ConfigError
-            if the layers of its model have no shards of this size. They are built in
-            :func:`ds_ext.tensor_parallel.building_for`.
+        check_shards: of a spec: function of a tensor-parallel size above 1, the loss function and whether tokens are
+            divided too (``sequence_parallel``); raises ConfigError if the layers of its model have no such shards. They
+            are built in :func:`ds_ext.tensor_parallel.building_for`.
     """
 
     num_parameters: int | None = None
     in_parts: Function | None = None
     cut_sequence: Callable[[Batch, int, int], Batch] | None = None
     recompute: bool = False
-    check_shards: Callable[[int, Function | None], None] | None = None
+    check_shards: Callable[[int, Function | None, bool], None] | None = None
 
 
 class LossContract(Protocol):

@@ -198,9 +198,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
                 **kwargs,
             )
         require_built(self)
-        if layout.tensor_parallel_size > 1:
-            for parameter in filter(is_sharded, self.parameters()):
-                parameter.model_parallel = True  # pyright: ignore[reportAttributeAccessIssue] read by norms
+        self._mark_shards()
         for named in {id(m): m for stage in self.stages for m in self.stage_modules(stage).values()}.values():
             let_names_be_plain(named)
         let_names_be_plain(self)
@@ -208,6 +206,19 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         self.placeholders: list[torch.nn.Parameter] = []
         if not trains(self.parameters()):
             self.add_placeholder()  # for an optimizer that the script makes of the trained parameters
+
+    def _mark_shards(self) -> None:
+        """Mark sharded parameters for the norms of DeepSpeed. Warn if the tensor-parallel ranks share nothing."""
+        sharded = list(filter(is_sharded, self.parameters()))
+        if self.layout.tensor_parallel_size > 1:
+            for parameter in sharded:
+                parameter.model_parallel = True  # pyright: ignore[reportAttributeAccessIssue] read by norms
+        tp, has_weights = self._tensor_parallel(), any(p.dim() > 1 for p in self.parameters())
+        if tp.size > 1 and tp.rank == self.data_index == 0 and has_weights and not sharded:
+            logger.warning(
+                f"tensor_parallel_size: no weight of device {self.device_index} is divided (got {tp.size} ranks, which "
+                f"compute the same). Use layers of ds_ext.tensor_parallel, or from_transformers(), or size 1."
+            )
 
     def fill_groups(self, groups: Groups) -> None:
         """Add a placeholder to each group without a trained parameter of this rank.
@@ -331,7 +342,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         self.stages = self.layout.placement.stages_of(self.device_index)
         self.stage_funcs: dict[int, list[Function]] = {}
         tp = self._tensor_parallel()
-        with building_for(tp):
+        with building_for(tp, self._plan.settings.sequence_parallel):
             # The trial of shards refuses layers of some ranks only.
             _ = self._build_stages() if tp.size == 1 else on_all_ranks(self._build_stages)
         self._activate(self.stages[0])

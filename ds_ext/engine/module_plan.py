@@ -55,9 +55,10 @@ def require_shards(layers: Sequence[Layer], plan: StagePlan, loss_fn: Function |
     size = plan.layout.tensor_parallel_size
     if not checks or size == 1:
         return
-    if plan.settings.sequence_parallel:
+    if plan.settings.sequence_parallel and plan.settings.sequence_slices > 1:
         raise ConfigError(
-            "sequence_parallel: shards of from_transformers() compute all tokens on every rank (got true). Remove it."
+            f"sequence_parallel: shards of from_transformers() divide no slices of sequences (got true and "
+            f"{plan.settings.sequence_slices} sequence_slices). Remove one of them."
         )
     if not plan.settings.keyed_random:
         raise ConfigError(
@@ -70,7 +71,7 @@ def require_shards(layers: Sequence[Layer], plan: StagePlan, loss_fn: Function |
             f"{plan.schedule.name}). Use another schedule."
         )
     for check in dict.fromkeys(checks):
-        check(size, loss_fn)
+        check(size, loss_fn, plan.settings.sequence_parallel)
 
 
 def head_parts(layers: Sequence[Layer], loss_fn: Function | None, parts: int) -> list[LayerSpec]:

@@ -24,10 +24,13 @@ from ..engine.modes import evaluating
 from ..tensor_parallel import (
     HeadPart,
     TensorParallel,
+    current_sequence_parallel,
     current_slice,
     current_tensor_parallel,
     earlier_slices,
+    gather_tokens,
     slice_start,
+    split_tokens,
 )
 from .lora import Adapters
 from .shard_trial import ShardTrial
@@ -104,6 +107,7 @@ class Positions(_Part):
 
     def __init__(self, source: Source, split: Split, adapters: Adapters | None) -> None:
         super().__init__(source, split, split.before, adapters)
+        self.tokens = current_sequence_parallel()
         self._recorder = Recorder(self.skeleton.get_submodule(split.layers), self._output)
         config = source.config.get_text_config()
         self._is_eager = getattr(config, "_attn_implementation", None) == "eager"
@@ -128,7 +132,8 @@ class Positions(_Part):
         records = self._recorder.take()
         hidden_BSD = self.split.hidden_states(records[0])
         shared = calls.shared_tensors(records)
-        return hidden_BSD, *(hidden_BSD.new_empty(0, dtype=torch.bool) if t is None else t for t in shared)
+        shared = (hidden_BSD.new_empty(0, dtype=torch.bool) if t is None else t for t in shared)
+        return split_tokens(hidden_BSD, self.tokens), *shared
 
     def _require_padding_last(self, mask_BS: Tensor) -> None:
         """Raise ConfigError for padding before tokens: without a key to read, eager attention reads all of them."""
@@ -159,34 +164,39 @@ class DecoderLayer(nn.Module):
         self.module = source.submodule(self.path).train()
         if adapters is not None:
             adapters.insert(source, split, index, self.module)
-        self._entry = Entry(current_tensor_parallel())
-        if self._entry.tp.size > 1:
+        self._entry = Entry(TensorParallel())
+        if current_tensor_parallel().size > 1:
             self._divide(source)
 
     def _divide(self, source: Source) -> None:
         """Divide the layer into shards; the first one of each kind is tried."""
         tried = shards_tried(source)
         kind = f"{self.module} {self.split.whole.layers[self.index].leaves}"
-        shards = Shards(self.split.plan, self.split.name, self._entry)
+        entry = Entry(current_tensor_parallel(), current_sequence_parallel())
+        shards = Shards(self.split.plan, self.split.name, entry)
         if kind in tried:
             shards.divide(self.path, self.module)
+            self._entry = entry
             return
         tried.add(kind)
         before = next(self.module.parameters()).device
         self.module.to(current_device())  # that of the group's collectives
-        trial = ShardTrial(self.split, self.path, self.module, self._try(source))
+        trial = ShardTrial(self.split, self.path, self.module, self._try(source), entry.tp)
         shards.divide(self.path, self.module)
-        trial.check(self._entry.tp)
+        self._entry = entry
+        trial.check()
         self.module.to(before)
 
     def _try(self, source: Source) -> Callable[[Tensor], Tensor]:
         """Return a function that runs this layer behind the model's positions."""
         positions = Positions(source, self.split, None)
+        positions.tokens = TensorParallel()  # the whole layer needs all tokens
 
         def run(embeds_BSD: Tensor) -> Tensor:
             with evaluating(positions):  # without dropout
                 hidden_BSD, *shared = positions.to(embeds_BSD.device)((embeds_BSD,))
-            return self((hidden_BSD, *shared))[0]
+            tokens = self._entry.tokens
+            return gather_tokens(self((split_tokens(hidden_BSD, tokens), *shared))[0], tokens)
 
         return run
 
@@ -231,12 +241,13 @@ class FinalNorm(_Part):
 
     def __init__(self, source: Source, split: Split, adapters: Adapters | None) -> None:
         super().__init__(source, split, split.after, adapters)
+        self._tokens = current_sequence_parallel()
         self._recorder = Recorder(self.skeleton.get_submodule(split.layers), self._output)
         self._hidden: Tensor | None = None
         self._nan: Tensor | None = None
 
     def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        hidden_BSD = inputs[0]
+        hidden_BSD = gather_tokens(inputs[0], self._tokens)
         # The parts before the decoder layers run too, on NaN: nothing of them can reach the result unnoticed.
         embeds_BSD = self._nan_weights(hidden_BSD).expand(*hidden_BSD.shape[:2], self.split.width)
         self._hidden = hidden_BSD

@@ -12,6 +12,9 @@ A plan names the style of a module by its path, with ``*`` for the number of a l
 
 A shard computes with the model's own code around it: attention finds its heads by ``view(..., -1, head_dim)``.
 Adapters of LoRA follow the module that they adapt. Other styles are refused by the name of the module.
+
+With sequence parallelism, modules with shards (attention, MLP) gather their tokens and return this rank's, and all
+other modules of a layer compute this rank's tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from ..tensor_parallel import (
     ChunkedHead,
     TensorParallel,
     copy_to_tensor_model_parallel_region,
+    enter_tensor_parallel,
     gather_features,
+    leave_tensor_parallel,
     linear,
     reduce_from_tensor_model_parallel_region,
     shared_parameters,
@@ -37,6 +42,7 @@ from ..tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from ..tensor_parallel.layers import check_ids, linear_rows, mark_rows
+from ..tensor_parallel.mappings import keep_slice
 from ..tensor_parallel.weight_gradients import embedding_rows
 from .lora import Adapters
 from .split import Split
@@ -83,6 +89,25 @@ class Shards:
             self._divide_module(f"{path}.{place.name}", place)
         for name, place in {p.owner_name: p for p in places if p.style == "colwise"}.items():
             self._divide_heads(f"{path}.{name}", place.owner)
+        if self._entry.tokens.size > 1:
+            owners = {p.owner_name for p in places if p.style in _COLUMN}
+            self._divide_tokens(path, layer, "", owners)
+
+    def _divide_tokens(self, path: str, module: nn.Module, name: str, owners: set[str]) -> None:
+        """Let the modules with shards compute all tokens, and the others those of this rank."""
+        if name in owners:
+            if not name:
+                raise self._refusal(path, "sequence_parallel, and weights of the layer itself")
+            module.forward = functools.partial(_on_all_tokens, self._entry, module.forward)
+        elif not any(owner.startswith(f"{name}." if name else "") for owner in owners):
+            module.forward = functools.partial(
+                _with_summed_gradients, self._entry.tokens, module, module.forward
+            )
+        elif any(parameter is not None for parameter in module._parameters.values()):
+            raise self._refusal(f"{path}.{name}", "sequence_parallel, and parameters beside its modules")
+        else:
+            for key, child in module.named_children():
+                self._divide_tokens(path, child, f"{name}.{key}" if name else key, owners)
 
     def _places(self, path: str, layer: nn.Module) -> Iterator[_Place]:
         """Yield all that the plan divides in a layer, and the adapters beside it."""
@@ -157,7 +182,7 @@ class Shards:
         shard(projection.weight, 1, self.tp)
         projection.in_features //= self.tp.size
         splits = style == "rowwise_split_input"
-        projection.forward = functools.partial(_forward_rows, projection, self.tp, splits)
+        projection.forward = functools.partial(_forward_rows, projection, self._entry, splits)
 
     def _require_multiple(self, path: str, size: int, what: str) -> None:
         if size % self.tp.size:
@@ -182,17 +207,28 @@ class Shards:
 
 
 class Entry:
-    """Input of the sharded projections of a layer: one all-reduce sums its gradients, for all that read it."""
+    """Input of the sharded projections of a layer: one collective sums its gradients, for all that read it.
 
-    def __init__(self, tp: TensorParallel) -> None:
-        self.tp = tp
+    Args:
+        tokens: position in the group that divides the tokens between the projections; None: every rank has all.
+    """
+
+    def __init__(self, tp: TensorParallel, tokens: TensorParallel | None = None) -> None:
+        self.tp, self.tokens = tp, tokens or TensorParallel()
         self._last: tuple[Tensor, Tensor] | None = None  # an input, and as the projections read it
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the input as the projections read it."""
+        """Return an input of attention or of an MLP as their projections read it: all tokens."""
         if self._last is None or self._last[0] is not x:
-            self._last = x, copy_to_tensor_model_parallel_region(x, self.tp)
+            self._last = x, enter_tensor_parallel(x, self.tp, self.tokens.size > 1)
         return self._last[1]
+
+    def enter_projection(self, x: Tensor) -> Tensor:
+        return x if self.tokens.size > 1 else self.enter(x)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Return the sum of the partial results of all ranks, of all tokens or of this rank's."""
+        return leave_tensor_parallel(x, self.tp, self.tokens.size > 1)
 
     def clear(self) -> None:
         self._last = None
@@ -205,11 +241,17 @@ def check_shards(
     vocabulary: Vocabulary,
     size: int,
     loss_fn: object,
+    sequence_parallel: bool = False,
 ) -> None:
     """Raise ConfigError if a decoder has no exact shards, by its plan and the shapes of its weights.
 
     See also :mod:`.shard_trial`. Another loss function than that of ``vocabulary`` gets whole logits.
     """
+    if adapters is not None and sequence_parallel:
+        raise ConfigError(
+            f"sequence_parallel: adapters read the tokens of all ranks (got true with lora and {size} shards). Remove "
+            f"sequence_parallel."
+        )
     if getattr(loss_fn, "vocabulary", None) is not vocabulary:
         vocabulary.is_whole = True
     if adapters is not None and adapters.config.lora_dropout:
@@ -222,16 +264,18 @@ def check_shards(
             f"lora: use_dora needs the norms of whole weights (got true with {size} shards). Set it to False."
         )
     for key, value in source.config.get_text_config().to_dict().items():
-        if "drop" in key and ("attn" in key or "attention" in key) and value:
+        if "drop" in key and value and ("attn" in key or "attention" in key or sequence_parallel):
+            name = "sequence_parallel" if sequence_parallel else "tensor_parallel_size"
             raise ConfigError(
-                f"tensor_parallel_size: attention would drop the same scores on every rank (got {key} {value}, {size} "
+                f"{name}: every rank would drop the same places of its scores or tokens (got {key} {value}, {size} "
                 f"shards). Set it to 0 in config.json, in a copy of the model's folder."
             )
     model = source.skeleton()
     if adapters is not None:
         adapters.insert_without_weights(model)
     group: Any = object()  # nothing is sent
-    entry = Entry(TensorParallel(0, size, group))
+    tp = TensorParallel(0, size, group)
+    entry = Entry(tp, tp if sequence_parallel else None)
     for index in range(split.num_layers):
         path = f"{split.layers}.{index}"
         Shards(split.plan, split.name, entry).divide(path, model.get_submodule(path))
@@ -245,19 +289,31 @@ def shard(parameter: Any, dim: int, tp: TensorParallel) -> None:
 
 
 def _forward_columns(projection: nn.Linear, entry: Entry, gathers: bool, x: Tensor) -> Tensor:
-    y = linear(entry.enter(x), projection.weight, projection.bias)
+    x = entry.enter_projection(x)
+    with keep_slice(x):
+        y = linear(x, projection.weight, projection.bias)
     return gather_features(y, entry.tp) if gathers else y
 
 
 def _forward_head(projection: nn.Linear, entry: Entry, rows: slice, x: Tensor) -> Tensor:
     """Compute the features of a head that several ranks need. Every rank has the whole weight."""
-    return linear_rows(entry.enter(x), projection.weight, projection.bias, rows, entry.tp)
+    return linear_rows(entry.enter_projection(x), projection.weight, projection.bias, rows, entry.tp)
 
 
-def _forward_rows(projection: nn.Linear, tp: TensorParallel, splits: bool, x: Tensor) -> Tensor:
-    y = linear(split_features(x, tp) if splits else x, projection.weight)
-    y = reduce_from_tensor_model_parallel_region(y, tp)
-    return y if projection.bias is None else y + projection.bias
+def _forward_rows(projection: nn.Linear, entry: Entry, splits: bool, x: Tensor) -> Tensor:
+    y = entry.leave(linear(split_features(x, entry.tp) if splits else x, projection.weight))
+    if projection.bias is None:
+        return y
+    (bias,) = shared_parameters(entry.tokens, projection.bias)
+    return y + bias
+
+
+def _on_all_tokens(entry: Entry, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a module whose first argument has this rank's tokens on those of all ranks."""
+    if args:
+        return forward(entry.enter(args[0]), *args[1:], **kwargs)
+    key = next(iter(kwargs))
+    return forward(**{**kwargs, key: entry.enter(kwargs[key])})
 
 
 def _with_summed_gradients(

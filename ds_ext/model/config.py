@@ -338,6 +338,15 @@ class TransformerConfig:
         return -(-self.vocab_size // multiple) * multiple
 
     def check_tensor_parallel(self, tp_size: int) -> None:
+        self._check_shards(tp_size)
+        if self.sequence_parallel and self.seq_length % tp_size:
+            lower = self.seq_length - self.seq_length % tp_size
+            raise ConfigError(
+                f"seq_length: must be a multiple of tensor_parallel_size {tp_size} with sequence_parallel (got "
+                f"{self.seq_length}). Use {lower or tp_size}, or disable sequence_parallel."
+            )
+
+    def _check_shards(self, tp_size: int) -> None:
         heads, ffn = self.num_attention_heads, self.ffn_size
         fitting_sizes = [
             n for n in range(1, heads + 1) if heads % n == 0 and ffn % n == 0 and self.shares_groups(n)
@@ -351,12 +360,6 @@ class TransformerConfig:
             raise ConfigError(
                 f"tensor_parallel_size: must divide num_query_groups {self.query_groups}, or be a multiple of it (got "
                 f"{tp_size}). Use {_either(fitting_sizes)}."
-            )
-        if self.sequence_parallel and self.seq_length % tp_size:
-            lower = self.seq_length - self.seq_length % tp_size
-            raise ConfigError(
-                f"seq_length: must be a multiple of tensor_parallel_size {tp_size} with sequence_parallel (got "
-                f"{self.seq_length}). Use {lower or tp_size}, or disable sequence_parallel."
             )
 
     def recomputes(self, layer: int) -> Literal["none", "selective", "full"]:

@@ -13,6 +13,7 @@ from ds_ext.tensor_parallel.group import (
     TensorParallel,
     building_for,
     create_tensor_parallel,
+    current_sequence_parallel,
     current_tensor_parallel,
 )
 from ds_ext.tensor_parallel.layers import (
@@ -23,6 +24,7 @@ from ds_ext.tensor_parallel.layers import (
     VocabParallelEmbedding,
     enter_tensor_parallel,
     is_sharded,
+    leave_tensor_parallel,
     project_logits,
     shard_dim,
     skip_initial_values,
@@ -33,10 +35,12 @@ from ds_ext.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_features,
     gather_from_sequence_parallel_region,
+    gather_tokens,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
     shared_parameters,
     split_features,
+    split_tokens,
 )
 from ds_ext.tensor_parallel.random import (
     DropoutClock,
@@ -98,6 +102,7 @@ __all__ = [
     "computing",
     "copy_to_tensor_model_parallel_region",
     "create_tensor_parallel",
+    "current_sequence_parallel",
     "current_slice",
     "current_tensor_parallel",
     "deferrable",
@@ -107,10 +112,12 @@ __all__ = [
     "enter_tensor_parallel",
     "gather_features",
     "gather_from_sequence_parallel_region",
+    "gather_tokens",
     "is_sharded",
     "keyed_normal",
     "keyed_rng",
     "layer_key",
+    "leave_tensor_parallel",
     "let_defer",
     "linear",
     "linear_cross_entropy",
@@ -123,6 +130,7 @@ __all__ = [
     "skip_initial_values",
     "slice_start",
     "split_features",
+    "split_tokens",
     "unpadded_size",
     "vocab_parallel_cross_entropy",
 ]

@@ -84,6 +84,7 @@ def create_tensor_parallel(groups: Sequence[Sequence[int]]) -> TensorParallel:
 
 
 _current: ContextVar[TensorParallel | None] = ContextVar("tensor_parallel", default=None)
+_current_tokens: ContextVar[TensorParallel | None] = ContextVar("sequence_parallel", default=None)
 
 
 def current_tensor_parallel() -> TensorParallel:
@@ -91,11 +92,17 @@ def current_tensor_parallel() -> TensorParallel:
     return _current.get() or TensorParallel()
 
 
+def current_sequence_parallel() -> TensorParallel:
+    """Return the position of this rank in the group that divides the tokens between layers, which may have one rank."""
+    return _current_tokens.get() or TensorParallel()
+
+
 @contextmanager
-def building_for(tp: TensorParallel) -> Iterator[None]:
+def building_for(tp: TensorParallel, sequence_parallel: bool = False) -> Iterator[None]:
     """Context in which layers are built as shards of a group."""
-    token = _current.set(tp)
+    tokens = [_current.set(tp), _current_tokens.set(tp if sequence_parallel else None)]
     try:
         yield
     finally:
-        _current.reset(token)
+        _current.reset(tokens[0])
+        _current_tokens.reset(tokens[1])

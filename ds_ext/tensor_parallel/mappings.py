@@ -7,6 +7,8 @@
     reduce_scatter      reduce-scatter of the partial sums      all-gather
     gather_features     all-gather of the last dimension        this rank's slice
     split_features      this rank's slice of the last dimension all-gather
+    gather_tokens       all-gather of the tokens                this rank's slice
+    split_tokens        this rank's slice of the tokens         all-gather
     shared_parameters   identity                                all-reduce
 
 The first two are those of tensor parallelism (Shoeybi et al. 2019, section 3). In a group of one rank every function
@@ -95,12 +97,25 @@ def shared_parameters(tp: TensorParallel, *parameters: Tensor) -> tuple[Tensor, 
 
 def gather_features(x: Tensor, tp: TensorParallel) -> Tensor:
     """Gather the last dimension, for results that every rank uses alike: (..., F / size) to (..., F)."""
-    return x if tp.size == 1 else _GatherFeatures.apply(x, tp)
+    return x if tp.size == 1 else _GatherAlike.apply(x, tp, -1)
+
+
+def gather_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Gather all tokens, for results that every rank uses alike: (B, S / size, ...) to (B, S, ...)."""
+    return x if tp.size == 1 else _GatherAlike.apply(x, tp, _TOKENS)
 
 
 def split_features(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return this rank's slice of the last dimension of a tensor that all ranks have: (..., F) to (..., F / size)."""
-    return x if tp.size == 1 else _SplitFeatures.apply(x, tp)
+    return x if tp.size == 1 else _SplitAlike.apply(x, tp, -1)
+
+
+def split_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
+    """Return this rank's slice of the tokens of a tensor that all ranks have: (B, S, ...) to (B, S / size, ...)."""
+    if tp.size == 1:
+        return x
+    tp.shard_size(x.size(_TOKENS), "number of tokens with sequence_parallel")
+    return _SplitAlike.apply(x, tp, _TOKENS)
 
 
 def all_reduce(x: Tensor, tp: TensorParallel) -> Tensor:
@@ -234,28 +249,28 @@ class _ReduceScatter(torch.autograd.Function):
         return _all_gather(grads[0], ctx.tp), None
 
 
-class _GatherFeatures(torch.autograd.Function):
+class _GatherAlike(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return _all_gather(x, tp, dim=-1)
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
+        ctx.tp, ctx.dim = tp, dim
+        return _all_gather(x, tp, dim)
 
     @staticmethod
     @once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.tp.shard(grads[0], grads[0].dim() - 1).contiguous(), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.tp.shard(grads[0], ctx.dim % grads[0].dim()).contiguous(), None, None
 
 
-class _SplitFeatures(torch.autograd.Function):
+class _SplitAlike(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
-        return tp.shard(x, x.dim() - 1).contiguous()
+    def forward(ctx: Any, x: Tensor, tp: TensorParallel, dim: int) -> Tensor:
+        ctx.tp, ctx.dim = tp, dim
+        return tp.shard(x, dim % x.dim()).contiguous()
 
     @staticmethod
     @once
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _all_gather(grads[0], ctx.tp, dim=-1), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _all_gather(grads[0], ctx.tp, ctx.dim), None, None
 
 
 class _Shared(torch.autograd.Function):

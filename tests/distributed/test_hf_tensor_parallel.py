@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from argparse import Namespace
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.__main__ import main
 from ds_ext.engine.parameters import parameters_of
+from ds_ext.planner.memory import memory
+from ds_ext.recipes.training.hf_model import config_of_model
+from ds_ext.recipes.training.job import TrainingJob
 from tests.decoder_models import (
     HEADS_OF_8,
+    LAYERS,
     MODELS,
     MORE_MODELS,
+    PLANNED_MODELS,
     config_of,
     mean_loss,
     micro_batch,
@@ -35,86 +41,131 @@ transformers: Any = pytest.importorskip("transformers")
 load_file: Any = pytest.importorskip("safetensors.torch").load_file
 
 MICRO_BATCHES, LR = 4, 0.1
-Result = tuple[float, float, dict[str, Tensor]]
+Job = tuple[str, int, int]  # schedule, sizes of pipeline and tensor parallelism
 
 
 def decoder(name: str) -> Any:
-    return random_decoder(name.split()[0], **MORE_MODELS.get(name, {}))
+    return random_decoder(name.split()[0], **FAMILIES[name])
+
+
+class Result(NamedTuple):
+    """Results of a step with SGD. Tensors of a rank are (tensor-parallel rank, shard, its dimension, whole size)."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, Any]
+    weights: dict[str, Any]
+
+
+def loss_in_fp64(logits_BSV: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the model's loss without its rounding to fp32: the sum and the number of labels."""
+    targets_BS = labels_BS[:, 1:]
+    losses = nn.functional.cross_entropy(logits_BSV[:, :-1].mT, targets_BS, reduction="sum")
+    return losses, (targets_BS != -100).sum()
 
 
 @cache
-def in_one_process(name: str) -> tuple[float, float, dict[str, Tensor]]:
-    """Return the loss, the norm of the gradients and the gradients of the model's own forward."""
-    model = decoder(name).train()
-    loss = mean_loss(model, 0, MICRO_BATCHES)
-    gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+def in_one_process(name: str, dtype: torch.dtype = torch.float32) -> Result:
+    """Return the results of the model's own forward, or with an own loss in fp64."""
+    model = decoder(name).train().to(dtype)
+    if dtype == torch.float64:
+        batches = [micro_batch(0, number) for number in range(MICRO_BATCHES)]
+        pairs = [loss_in_fp64(model(*inputs).logits, labels_BS) for inputs, labels_BS in batches]
+        total: Any = sum(losses for losses, _ in pairs) / sum(count for _, count in pairs)
+        total.backward()
+        loss = total.item()
+    else:
+        loss = mean_loss(model, 0, MICRO_BATCHES)
+    trained = {key: p for key, p in model.named_parameters() if p.grad is not None}
+    gradients: Any = {key: p.grad for key, p in trained.items()}
     norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
-    return loss, float(norm), gradients
+    return Result(
+        loss, float(norm), gradients, {key: p.detach() - LR * gradients[key] for key, p in trained.items()}
+    )
 
 
-def train(rank: int, folders: dict[str, str], schedule: str, pp: int, tp: int) -> dict[str, Any]:
-    return {name: train_one(folder, schedule, pp, tp) for name, folder in folders.items()}
+def train(rank: int, folders: dict[str, str], job: Job, dtype: torch.dtype, sequence: bool) -> dict[str, Any]:
+    return {name: train_one(folder, job, dtype, sequence) for name, folder in folders.items()}
 
 
-def train_one(folder: str, schedule: str, pp: int, tp: int) -> Any:
-    """Return (loss, norm, name -> (shard, gradient, dimension of the shards, size of the whole)), or a refusal."""
+def train_one(folder: str, job: Job, dtype: torch.dtype, sequence: bool) -> Result | str:
+    """Return the results of this rank, or a refusal."""
+    schedule, pp, tp = job
     try:
-        layers, loss_fn = ds_ext.from_transformers(folder)
+        layers, loss_fn = ds_ext.from_transformers(folder, dtype=dtype)
         config = config_of(schedule, pp, MICRO_BATCHES)
-        config["ds_ext"]["tensor_parallel_size"] = tp
+        config["ds_ext"] |= {"tensor_parallel_size": tp, "sequence_parallel": sequence}
         config["train_batch_size"] //= tp  # counted for groups of one rank
-        module = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn, partition_method="uniform")
+        loss: Any = loss_in_fp64 if dtype == torch.float64 else loss_fn
+        module = ds_ext.PipelineModule(layers, config, loss_fn=loss, partition_method="uniform")
     except ds_ext.errors.ConfigError as error:
         return str(error)
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
     engine, *_ = ds_ext.initialize(model=module, optimizer=optimizer, config=config)
-    found: dict[str, Any] = {}
     split = layers[1].module_args[1]
     _, _, tensor_rank = module.layout.coordinates(torch.distributed.get_rank())
 
-    def keep_gradients(*_: Any) -> None:
+    def tensors(read: Callable[[Any], Tensor | None]) -> dict[str, Any]:
+        found = {}
         for local in parameters_of(module, tp).values():
-            gradient = local.parameter.grad
-            if gradient is not None:
+            value = read(local.parameter)
+            if value is not None:
                 key = split.name_of(local.layer, local.key)
-                found[key] = tensor_rank, gradient.clone(), local.shape.dim, local.shape.full
+                found[key] = tensor_rank, value.detach().clone(), local.shape.dim, local.shape.full
+        return found
 
-    optimizer.register_step_pre_hook(keep_gradients)
-    loss = float(engine.train_batch(Batches(micro_batch)))  # pyright: ignore[reportArgumentType]
+    gradients: dict[str, Any] = {}
+    optimizer.register_step_pre_hook(lambda *_: gradients.update(tensors(lambda p: p.grad)))
+    mean = float(engine.train_batch(Batches(micro_batch)))  # pyright: ignore[reportArgumentType]
     norm = engine.get_global_grad_norm()
     engine.transport.close()
-    return loss, None if norm is None else float(norm), found
+    assert norm is not None
+    return Result(mean, float(norm), gradients, tensors(lambda p: p))
 
 
-def joined(by_rank: list[Any]) -> dict[str, Tensor]:
-    """Return name -> whole gradient, from the shards of all ranks."""
+def joined(by_rank: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Return name -> whole tensor, from the shards of all ranks."""
     shards: dict[str, dict[int, Any]] = {}
-    for _, _, found in by_rank:
+    for found in by_rank:
         for key, (tensor_rank, *rest) in found.items():
             shards.setdefault(key, {})[tensor_rank] = rest
     whole = {}
-    for key, parts in shards.items():
-        gradients, (_, dim, full) = [parts[r][0] for r in sorted(parts)], parts[0]
+    for key, by_shard in shards.items():
+        tensors, (_, dim, full) = [by_shard[r][0] for r in sorted(by_shard)], by_shard[0]
         if dim is None:
-            for gradient in gradients[1:]:
-                torch.testing.assert_close(gradient, gradients[0], rtol=1e-5, atol=1e-6)
-            whole[key] = gradients[0]
+            for tensor in tensors[1:]:
+                torch.testing.assert_close(tensor, tensors[0], rtol=1e-5, atol=1e-6)
+            whole[key] = tensors[0]
         else:
-            whole[key] = torch.cat(gradients, dim).narrow(dim, 0, full[dim])
+            whole[key] = torch.cat(tensors, dim).narrow(dim, 0, full[dim])
     return whole
+
+
+def assert_as_one_process(results: list[Result], name: str, dtype: torch.dtype = torch.float32) -> None:
+    """Compare loss, norm, gradients and weights after SGD with those of one process."""
+    expected = in_one_process(name, dtype)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-5
+    for result in results:
+        assert result.loss == pytest.approx(expected.loss, rel=max(tolerance, 1e-6)), name  # fp32
+        assert result.norm == pytest.approx(expected.norm, rel=tolerance), name
+    for field in ("gradients", "weights"):
+        found, whole = joined([getattr(result, field) for result in results]), getattr(expected, field)
+        assert found.keys() == whole.keys(), name
+        for key, tensor in found.items():
+            assert_close_gradients(tensor, whole[key], f"{name} {field} {key}", tolerance)
 
 
 REFUSED = (
     *("StableLm", "GPT2", "OPT", "Falcon", "Bloom", "Mixtral", "Qwen2Moe", "GptOss", "Persimmon", "GPTNeo"),
-    *("GPTBigCode", "Mpt", "BioGpt", "XGLM", "Llama4Text"),
+    *("GPTBigCode", "Mpt", "BioGpt", "XGLM", "Llama4Text", "Apertus"),
 )
-FAMILIES = {**MODELS, **MORE_MODELS}
+FAMILIES = {**MODELS, **MORE_MODELS, **PLANNED_MODELS}
 DIVIDED = [name for name in FAMILIES if name not in REFUSED]
 LAYOUTS = [("1f1b", 2, 2), ("bitpipe_zb", 2, 2), ("zb_v", 1, 2), ("1f1b", 1, 4)]
 
 
 def saved(names: Iterable[str], folder: Path) -> dict[str, str]:
-    return {name: save_decoder(name.split()[0], folder / name, **MORE_MODELS.get(name, {})) for name in names}
+    return {name: save_decoder(name.split()[0], folder / name, **FAMILIES[name]) for name in names}
 
 
 @pytest.mark.parametrize(("schedule", "pp", "tp"), LAYOUTS)
@@ -122,24 +173,40 @@ def test_losses_gradients_and_norms_are_the_models_own(
     ranks: Ranks, schedule: str, pp: int, tp: int, tmp_path: Path
 ) -> None:
     names = DIVIDED if EVERYTHING else DIVIDED[LAYOUTS.index((schedule, pp, tp)) :: len(LAYOUTS)]
+    train_as_one_process(ranks, names, (schedule, pp, tp), tmp_path)
+
+
+def train_as_one_process(
+    ranks: Ranks,
+    names: Iterable[str],
+    job: Job,
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    sequence: bool = False,
+) -> None:
     names = [name for name in names if decoder(name).tp_plan]  # an older transformers has fewer plans
-    folders = saved(names, tmp_path)
-    by_rank = ranks(pp * tp).run(train, folders, schedule, pp, tp, timeout_s=60.0 + 15 * len(names))
+    folders, limit = saved(names, folder), 60.0 + 15 * len(names)
+    by_rank = ranks(job[1] * job[2]).run(train, folders, job, dtype, sequence, timeout_s=limit)
     for name in names:
-        results = [results[name] for results in by_rank]
-        expected_loss, expected_norm, expected = in_one_process(name)
-        for loss, norm, _ in results:
-            assert loss == pytest.approx(expected_loss, rel=1e-5), name
-            assert norm == pytest.approx(expected_norm, rel=1e-5), name
-        found = joined(results)
-        assert found.keys() == expected.keys(), name
-        for key, gradient in found.items():
-            assert_close_gradients(gradient, expected[key], f"{name} {key}")
+        assert_as_one_process([results[name] for results in by_rank], name, dtype)
+
+
+@pytest.mark.parametrize("job", [("zb_v", 2, 2), ("1f1b", 1, 2)])
+def test_models_that_compute_in_fp64_are_exact(ranks: Ranks, job: Job, tmp_path: Path) -> None:
+    """RMS norms of transformers compute in fp32."""
+    train_as_one_process(ranks, ["GPTNeoX", "Phi", "Starcoder2"], job, tmp_path, torch.float64)
+
+
+@pytest.mark.parametrize("job", [("zb_v", 2, 2), ("bitpipe_zb", 2, 2)])
+def test_sequence_parallelism_computes_the_same(ranks: Ranks, job: Job, tmp_path: Path) -> None:
+    names = DIVIDED if EVERYTHING else DIVIDED[len(job[0]) % 2 :: 3]
+    train_as_one_process(ranks, names, job, tmp_path, sequence=True)
 
 
 def test_models_without_exact_shards_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     folders = saved(REFUSED, tmp_path)
-    for by_name in ranks(2).run(train, folders, "1f1b", 1, 2, timeout_s=60.0 + 15 * len(REFUSED)):
+    limit = 60.0 + 15 * len(REFUSED)
+    for by_name in ranks(2).run(train, folders, ("1f1b", 1, 2), torch.float32, False, timeout_s=limit):
         assert all(
             isinstance(refusal, str) and "tensor_parallel_size" in refusal for refusal in by_name.values()
         )
@@ -174,7 +241,6 @@ def test_a_plan_that_does_not_fit_the_code_is_refused(
 
 # --- features, against one shard ---
 
-Job = tuple[str, int, int]  # schedule, sizes of pipeline and tensor parallelism
 FEATURES: dict[str, tuple[str, Job, dict[str, Any], dict[str, Any]]] = {
     "chunked loss": ("Llama", ("zb_v", 2, 2), {"chunked_loss": True}, {}),
     "chunked loss, tied": ("Gemma3Text", ("1f1b", 1, 4), {"chunked_loss": True}, {}),
@@ -192,6 +258,14 @@ FEATURES: dict[str, tuple[str, Job, dict[str, Any], dict[str, Any]]] = {
         {"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5},
     ),
     "slices with common heads": ("Llama", ("1f1b", 1, 4), {}, {"sequence_slices": 2}),
+    "tokens, recomputed": (
+        *("Gemma3Text", ("bitpipe_zb", 2, 2), {"chunked_loss": True}),
+        {"sequence_parallel": True, "pipeline": {"activation_checkpoint_interval": 1}},
+    ),
+    "tokens, head in parts": (
+        *("Llama", ("zb_v", 2, 2), {}),
+        {"sequence_parallel": True, "vocabulary_parallel_head": True, "zero_optimization": {"stage": 1}},
+    ),
     "adapters": ("Llama", ("zb_v", 2, 2), {"lora": {"r": 4, "target_modules": "all-linear"}}, {}),
     "adapters with common heads": (
         "Llama",
@@ -207,6 +281,7 @@ FEATURES: dict[str, tuple[str, Job, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 CHANGES: dict[str, Any] = {"tie_word_embeddings": False}
+OF_SHARDS = ("vocabulary_parallel_head", "sequence_parallel")
 SECTIONS = ("bf16", "zero_optimization", "gradient_clipping", "pipeline")
 
 
@@ -254,9 +329,9 @@ def test_features_compute_as_in_one_shard(ranks: Ranks, feature: str, tmp_path: 
     folder = save_decoder(name, tmp_path / name, **changes)
     whole = ("1f1b", 1, 1)
     folders = [str(tmp_path / f"adapter_{n}") if "lora" in arguments else "" for n in range(2)]
-    parts = {} if "vocabulary_parallel_head" in settings else settings
+    shared = {key: value for key, value in settings.items() if key not in OF_SHARDS}
     tolerance = 2e-2 if "bf16" in settings else 2e-4
-    (expected,) = ranks(1).run(losses_of, folder, whole, arguments, parts, folders[0], timeout_s=120)
+    (expected,) = ranks(1).run(losses_of, folder, whole, arguments, shared, folders[0], timeout_s=120)
     for steps, loss, logits in ranks(job[1] * job[2]).run(
         losses_of, folder, job, arguments, settings, folders[1], timeout_s=120
     ):
@@ -325,3 +400,41 @@ def test_a_checkpoint_fits_any_number_of_shards(ranks: Ranks, tmp_path: Path) ->
 
     expected = chain(*[("1f1b", 1, 1)] * 3)
     assert chain(("zb_v", 2, 2), ("bitpipe_zb", 2, 1), ("1f1b", 1, 4)) == pytest.approx(expected, rel=2e-4)
+
+
+# --- memory ---
+
+
+def bytes_of_devices(rank: int, folder: str) -> Any:
+    """Return (planned, measured) bytes of weights, gradients and states of the optimizer on this rank."""
+    layers, loss_fn = ds_ext.from_transformers(folder)
+    config = config_of("1f1b", 2, MICRO_BATCHES)
+    config["ds_ext"]["tensor_parallel_size"] = 2
+    config["train_batch_size"] //= 2
+    config["optimizer"] = {"type": "Adam", "params": {"lr": LR, "torch_adam": True}}
+    boundaries, ends = [0, 4, LAYERS + 4], (["embedding", "positions"], ["final norm", "head"])
+    module = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn, partition_method=boundaries)
+    optimizer = torch.optim.Adam(module.parameters(), lr=LR)
+    engine, *_ = ds_ext.initialize(model=module, optimizer=optimizer, config=config)
+    model = config_of_model(Path(folder), "transformers")
+    job = TrainingJob(Namespace(hosts=None), module.plan, model, *ends, boundaries)
+
+    def size(tensors: Iterable[Tensor | None]) -> int:
+        return sum(t.nbytes for t in tensors if t is not None)
+
+    gradients: list[int] = []
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(size(p.grad for p in module.parameters())))
+    engine.train_batch(Batches(micro_batch))  # pyright: ignore[reportArgumentType]
+    engine.transport.close()
+    states = size(t for state in optimizer.state.values() for t in state.values())
+    planned = memory(module.plan.timetable, job.sizes)[module.device_index]
+    measured = size(module.parameters()), gradients[0], states
+    return (planned.weights, planned.gradients, planned.optimizer), measured
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3Text"])
+def test_ranks_have_the_bytes_of_the_plan(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 512}
+    folder = save_decoder(name, tmp_path / name, **{**HEADS_OF_8, **sizes})
+    for planned, measured in ranks(4).run(bytes_of_devices, folder, timeout_s=90):
+        assert measured == pytest.approx(planned, rel=0.05), (planned, measured)

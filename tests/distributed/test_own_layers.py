@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import ds_ext
 from ds_ext.engine import weight_decay_groups
 from ds_ext.engine.grad_norm import clip_grad_norm
 from ds_ext.errors import ConfigError, TransportError
+from ds_ext.tensor_parallel import ColumnParallelLinear, create_tensor_parallel
 from tests.losses import learned
 from tests.plans import batch_of
 from tests.precisions import needs
@@ -377,6 +379,25 @@ def test_a_rank_may_count_no_parameter_in_the_norm_of_bf16(ranks2: RankPool) -> 
     [whole, _] = ranks2.run(train_twice, {})
     for half in ranks2.run(train_twice, {"bf16": {"enabled": True}}):
         assert half == pytest.approx(whole, rel=0.05)
+
+
+def warnings_about_layers(rank: int, is_sharded: bool) -> int:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # pyright: ignore[reportAttributeAccessIssue]
+    logging.getLogger("ds_ext.engine.module").addHandler(handler)
+    tp = create_tensor_parallel([[0, 1]])
+    sharded = LayerSpec(ColumnParallelLinear, 4, 8, tp, init=nn.init.zeros_)
+    layer = sharded if is_sharded else LayerSpec(nn.Linear, 4, 4)
+    config = job("1f1b", 4, ds_ext={"pipeline_parallel_size": 1, "tensor_parallel_size": 2})
+    ds_ext.PipelineModule([layer], config, loss_fn=nn.functional.mse_loss)
+    logging.getLogger("ds_ext.engine.module").removeHandler(handler)
+    return len(records)
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_tensor_parallel_ranks_that_share_nothing_are_told(ranks2: RankPool, is_sharded: bool) -> None:
+    assert ranks2.run(warnings_about_layers, is_sharded) == [not is_sharded, 0]
 
 
 # --- bf16 ---

@@ -21,6 +21,7 @@ from ds_ext.pipe_schedules import Placement, get_schedule
 from ds_ext.tensor_parallel import TensorParallel
 from tests.plans import placement_of
 
+from .decoder_layers import DECODERS
 from .kinds import LENGTH, Place
 from .scripts import AT_START, Action
 from .sliced_layers import SLICED
@@ -87,6 +88,7 @@ MIXES_TOKENS = (
 # Differ with slices: statistics, counters and hooks of single passes, and numbers drawn per slice.
 OF_PASSES = (
     *("batch_norm", "cumulative_batch_norm", "instance_norm", "counter", "weight_hook", "twice_hooked"),
+    *(name for name in DECODERS if name.endswith("_tokens")),
     *(name for name, kind in ZOO.items() if kind.statistics or kind.random or kind.fixed_length),
 )
 MAY_BE_UNUSED = ("unused", "either", "experts", "detached_input", "jvp")
@@ -391,7 +393,7 @@ class Job(Short):
     @property
     def has_shards(self) -> bool:
         """True if a layer is sharded over tensor-parallel ranks."""
-        return bool({*self.blocks} & {"sharded_mlp", "gpt_layer", "llama_layer"})
+        return bool({*self.blocks} & {"sharded_mlp", "gpt_layer", "llama_layer", *DECODERS})
 
     @property
     def returns_logits(self) -> bool:

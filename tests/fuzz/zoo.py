@@ -8,6 +8,7 @@ from typing import Any
 from ds_ext.tensor_parallel import TensorParallel
 
 from .crossings import CROSSINGS
+from .decoder_layers import DECODERS
 from .ends import ENDS as BASE_ENDS
 from .ends import STARTS, End
 from .habit_layers import HABITUAL
@@ -18,7 +19,7 @@ from .standard_layers import STANDARD
 from .unusual_layers import UNUSUAL
 
 ENDS: dict[str, End] = {**BASE_ENDS, **LOSS_FORMS}
-ZOO: dict[str, Kind] = {**STANDARD, **UNUSUAL, **CROSSINGS, **SLICED, **HABITUAL}
+ZOO: dict[str, Kind] = {**STANDARD, **UNUSUAL, **CROSSINGS, **SLICED, **HABITUAL, **DECODERS}
 
 
 def model_layers(

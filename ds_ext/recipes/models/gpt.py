@@ -70,9 +70,9 @@ class GPTConfig(TransformerConfig):
         elif self.lora_rank is not None:
             raise ConfigError(f"--lora-rank: needs a model of --hf-model (got {self.lora_rank}). Add it.")
 
-    def check_tensor_parallel(self, tp_size: int) -> None:
+    def _check_shards(self, tp_size: int) -> None:
         if self.transformer_impl != "transformers":  # its plan decides, see ds_ext.hf.shards
-            super().check_tensor_parallel(tp_size)
+            super()._check_shards(tp_size)
 
 
 def _check_transformers(config: TransformerConfig) -> None:

@@ -95,7 +95,10 @@ class DecoderLayers:
             "" if adapters is None else f", frozen, and adapters of rank {rank} with {adapters.elements:,}"
         )
         if plan.layout.tensor_parallel_size > 1:
-            self._layers[0].check_shards(plan.layout.tensor_parallel_size, self._loss_fn)  # likewise
+            sequence = settings.sequence_parallel
+            self._layers[0].check_shards(
+                plan.layout.tensor_parallel_size, self._loss_fn, sequence
+            )  # likewise
         folder = ModelFolder(path)
         self.has_experts = has_experts(folder.config)
         self.weights = f"{path}: {folder.describe()}{trained} (layers of transformers)"

@@ -57,6 +57,23 @@ def test_what_cannot_be_divided_is_named(name: str, size: int, changes: dict[str
 
 
 @pytest.mark.parametrize(
+    ("name", "changes", "problem"),
+    [("Phi", {"resid_pdrop": 0.1}, "resid_pdrop 0.1"), ("Llama", {}, "lora")],
+)
+def test_what_cannot_divide_tokens_is_named(name: str, changes: dict[str, Any], problem: str) -> None:
+    """Residuals of the same places of every rank's tokens would be dropped; adapters read all tokens."""
+    source = make_source(random_decoder(name, **changes), None)
+    split, adapters = find_split(source), None
+    if problem == "lora":
+        peft: Any = pytest.importorskip("peft")
+        lora = peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM")
+        adapters = Adapters(lora, source, split)
+    check_shards(source, split, adapters, Vocabulary(), 2, None)
+    with pytest.raises(ConfigError, match=problem):
+        check_shards(source, split, adapters, Vocabulary(), 2, None, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
     ("setting", "problem"),
     [
         ({"lora_dropout": 0.1}, "lora_dropout"),
@@ -107,9 +124,9 @@ def test_another_loss_function_gets_whole_logits() -> None:
     layers, loss_fn = ds_ext.from_transformers(source.reference())
     check: Any = layers[0].check_shards
     vocabulary = loss_fn.vocabulary
-    check(2, loss_fn)
+    check(2, loss_fn, False)
     assert not vocabulary.is_whole
-    check(2, lambda logits, labels: logits.sum())
+    check(2, lambda logits, labels: logits.sum(), False)
     assert vocabulary.is_whole
 
 
