@@ -16,6 +16,7 @@ import pytest
 # Read by torch and DeepSpeed when they are imported, here and in the fork server of the ranks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+os.environ.setdefault("FUZZ_PATIENCE", "4")  # of jobs beside the tests of other processes
 
 import tests.reduced_host.sitecustomize as reduced_host
 from tests.ranks import RankPool, Ranks

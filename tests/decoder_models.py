@@ -118,6 +118,29 @@ MORE_MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+_ROUTED: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_IN_GROUPS = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
+# More models with experts.
+EXPERTS_MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {**HEADS_OF_8, **_ROUTED, "num_experts": 4},
+    "Olmoe": {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV3": {
+        **{**SIZES, **_ROUTED, **_IN_GROUPS, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16},
+        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8},
+    },
+    "Glm4Moe": {**HEADS_OF_8, **_ROUTED, **_IN_GROUPS},
+    "GraniteMoe": {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Phimoe": {
+        **{**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+        **{"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
+    },
+}
 # More models with a tensor-parallel plan.
 PLANNED_MODELS: dict[str, dict[str, Any]] = {
     "Apertus": GROUPED,

@@ -40,6 +40,7 @@ ALLOWED: dict[str, set[str]] = {
     "comm": {"environment", "errors", "comm/host_watch", "comm/rounds", "torch:"},
     "launch": {"environment", "errors", "comm/host_watch", "torch:"},
     "tensor_parallel": {"errors", "comm/gloo_cuda", "torch:"},
+    "experts": {"tensor_parallel", "torch:"},
     "recipes/models": {
         *(
             "errors",
@@ -82,8 +83,8 @@ ALLOWED: dict[str, set[str]] = {
         *("numpy:", "packaging.version:", "torch:", "deepspeed:"),
     },
     "hf": {
-        *("errors", "engine", "engine/wrappers", "hf/folder", "tensor_parallel", "torch:", "deepspeed.pipe:"),
-        *("transformers:", "safetensors:", "peft:"),
+        *("errors", "engine", "engine/wrappers", "experts", "hf/folder", "tensor_parallel"),
+        *("torch:", "deepspeed.pipe:", "transformers:", "safetensors:", "peft:"),
     },
     "hf/folder": {
         *("errors", "engine", "model", "torch:", "safetensors:"),

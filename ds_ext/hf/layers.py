@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..engine.deepspeed_api.device import current_device
 from ..engine.modes import evaluating
+from ..experts import replace_experts
 from ..tensor_parallel import (
     HeadPart,
     TensorParallel,
@@ -161,28 +162,36 @@ class DecoderLayer(nn.Module):
         self.index = index
         self.path = f"{split.layers}.{index}"
         self.base_model: str = source.config.name_or_path
-        self.module = source.submodule(self.path).train()
+        self._entry = Entry(TensorParallel())
+        entry = Entry(current_tensor_parallel(), current_sequence_parallel())
+        divide = functools.partial(Shards(split.plan, split.name, entry).divide, self.path)
+        divided = None
+        if entry.tp.size > 1 and adapters is None:
+            kind = self._kind(source.reference().get_submodule(self.path))
+            divided = source.divided(self.path, divide, entry.tp) if kind in shards_tried(source) else None
+        self.module = (divided or source.submodule(self.path)).train()
         if adapters is not None:
             adapters.insert(source, split, index, self.module)
-        self._entry = Entry(TensorParallel())
-        if current_tensor_parallel().size > 1:
-            self._divide(source)
+        replace_experts(self.module)
+        if divided is None and entry.tp.size > 1:
+            self._divide(source, entry, divide)
+        self._entry = entry
 
-    def _divide(self, source: Source) -> None:
+    def _kind(self, layer: nn.Module) -> str:
+        """Return a text that equals that of the layers whose shards compute alike."""
+        return f"{layer} {self.split.whole.layers[self.index].leaves}"
+
+    def _divide(self, source: Source, entry: Entry, divide: Callable[[nn.Module], None]) -> None:
         """Divide the layer into shards; the first one of each kind is tried."""
-        tried = shards_tried(source)
-        kind = f"{self.module} {self.split.whole.layers[self.index].leaves}"
-        entry = Entry(current_tensor_parallel(), current_sequence_parallel())
-        shards = Shards(self.split.plan, self.split.name, entry)
+        tried, kind = shards_tried(source), self._kind(self.module)
         if kind in tried:
-            shards.divide(self.path, self.module)
-            self._entry = entry
+            divide(self.module)
             return
         tried.add(kind)
         before = next(self.module.parameters()).device
         self.module.to(current_device())  # that of the group's collectives
         trial = ShardTrial(self.split, self.path, self.module, self._try(source), entry.tp)
-        shards.divide(self.path, self.module)
+        divide(self.module)
         self._entry = entry
         trial.check()
         self.module.to(before)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..engine.deepspeed_api.names import require_names
 from ..errors import ConfigError
-from ..tensor_parallel import is_sharded
+from ..tensor_parallel import TensorParallel, is_sharded, shard_dim
 from .folder import CONFIG, ModelFolder, read_config
 
 _NEEDS = "Install them with: pip install 'transformers>=5' safetensors"
@@ -39,6 +39,14 @@ class Source(Protocol):
 
     def submodule(self, path: str) -> nn.Module:
         """Return the module with its weights, such as ``model.layers.3``."""
+        ...
+
+    def divided(self, path: str, divide: Callable[[nn.Module], None], tp: TensorParallel) -> nn.Module | None:
+        """Return a module after ``divide`` without reading other weights than this rank's; None if that cannot be.
+
+        Args:
+            divide: keeps this rank's shards of the weights, in place.
+        """
         ...
 
     def rows(self, name: str, rows: slice) -> Tensor:
@@ -94,6 +102,9 @@ class ModelSource:
 
     def submodule(self, path: str) -> nn.Module:
         return self.model.get_submodule(path)
+
+    def divided(self, path: str, divide: Callable[[nn.Module], None], tp: TensorParallel) -> nn.Module | None:
+        return None  # the weights are in memory
 
     def rows(self, name: str, rows: slice) -> Tensor:
         return self.model.get_parameter(name).detach()[rows]
@@ -154,6 +165,37 @@ class FolderSource:
             )
         return module
 
+    def divided(self, path: str, divide: Callable[[nn.Module], None], tp: TensorParallel) -> nn.Module | None:
+        model = self.skeleton()
+        module, shapes = model.get_submodule(path), {}
+        keys = {
+            next(iter(names)): key for key, names in self._targets(model, _conversions(model), False).items()
+        }
+        for name, tensor in module.state_dict().items():
+            key = keys.get(f"{path}.{name}")
+            if key is None or not tensor.is_meta or self._weights.shape(key) != tensor.shape:
+                return None  # it is converted, shared or no parameter
+            shapes[name] = tensor.shape
+        divide(module)
+        for name in shapes:
+            owner_path, _, last = name.rpartition(".")
+            owner, key = module.get_submodule(owner_path), keys[f"{path}.{name}"]
+            part = owner._parameters[last]
+            assert part is not None
+            loaded = nn.Parameter(self._read_part(key, shard_dim(part), tp), part.requires_grad)
+            for mark, value in vars(part).items():  # those of shards
+                setattr(loaded, mark, value)
+            owner._parameters[last] = loaded
+        return module
+
+    def _read_part(self, key: str, dim: int | None, tp: TensorParallel) -> Tensor:
+        """Return this rank's shard of a weight in the files. Columns are read with those of all ranks."""
+        if dim == 0:
+            rows = tp.shard_size(self._weights.shape(key)[0], "rows")
+            return self._weights.read_rows(key, tp.rank * rows, (tp.rank + 1) * rows).to(self._dtype)
+        whole = self._weights.read(key)
+        return (whole if dim is None else tp.shard(whole, dim).clone()).to(self._dtype)
+
     def rows(self, name: str, rows: slice) -> Tensor:
         """Return rows of a weight, and read only these if the files contain it unconverted."""
         model = self.skeleton()
@@ -180,10 +222,12 @@ class FolderSource:
         keys = [key for key, targets in self._targets(model, _conversions(model)).items() if names & targets]
         return len(keys) != 2 or self._weights.are_equal(*keys)
 
-    def _targets(self, model: Any, mapping: list[Any]) -> dict[str, set[str]]:
+    def _targets(self, model: Any, mapping: list[Any], converted: bool = True) -> dict[str, set[str]]:
         """Return key in the files -> names in the model that the key's tensor contributes to.
 
-        ``mapping`` is from :func:`_conversions`.
+        Args:
+            mapping: that of :func:`_conversions`.
+            converted: include tensors that are not only renamed.
         """
         from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -198,7 +242,9 @@ class FolderSource:
                 targets[key] = {key}
             elif pattern is None:
                 targets[key] = {name}
-            else:  # one tensor may become several, such as q, k and v; the name is that of the first
+            elif (
+                converted
+            ):  # one tensor may become several, such as q, k and v; the name is that of the first
                 parts = by_pattern[pattern].target_patterns
                 targets[key] = {name.replace(parts[0], part) for part in parts}
         return targets

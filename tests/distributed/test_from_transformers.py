@@ -14,6 +14,7 @@ from torch import Tensor
 import ds_ext
 from ds_ext.engine.parameters import parameters_of
 from tests.decoder_models import (
+    EXPERTS_MODELS,
     MODELS,
     config_of,
     mean_loss,
@@ -32,15 +33,15 @@ MICRO_BATCHES, LR = 8, 0.1
 LAYOUTS = select(
     [("1f1b", 2), ("bitpipe_zb", 2), ("1f1b", 4), ("bitpipe_zb", 4)], [("1f1b", 2), ("bitpipe_zb", 2)]
 )
-# Their largest weights are not in nn.Linear: Conv1D, a subclass of nn.Linear, and fused experts.
-AT_ONCE = ("GPT2", "Falcon", "Mixtral", "Qwen2Moe")
+FAMILIES = {**MODELS, **EXPERTS_MODELS}
+AT_ONCE = ("GPT2", "Falcon")  # their largest weights are in a subclass of nn.Linear
 Result = tuple[float, float | None, dict[str, Tensor]]
 
 
 @cache
 def in_one_process(name: str) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and the gradients of the model's own forward."""
-    model = random_decoder(name).train()
+    model = random_decoder(name, **FAMILIES[name]).train()
     loss = mean_loss(model, 0, MICRO_BATCHES)
     return loss, {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
@@ -75,8 +76,8 @@ def train_one(folder: str, schedule: str, pp: int) -> Result:
 @pytest.mark.parametrize("number", range(len(LAYOUTS)), ids=[f"{s}-pp{pp}" for s, pp in LAYOUTS])
 def test_losses_and_gradients_are_the_models_own(ranks: Ranks, number: int, tmp_path: Path) -> None:
     schedule, pp = LAYOUTS[number]
-    names = list(MODELS) if EVERYTHING else list(MODELS)[number :: len(LAYOUTS)]
-    folders = {name: save_decoder(name, tmp_path / name) for name in names}
+    names = list(FAMILIES) if EVERYTHING else list(FAMILIES)[number :: len(LAYOUTS)]
+    folders = {name: save_decoder(name, tmp_path / name, **FAMILIES[name]) for name in names}
     by_rank = ranks(pp).run(train, folders, schedule, pp, timeout_s=60.0 + 15 * len(names))
     for name in names:
         expected_loss, expected = in_one_process(name)
@@ -85,7 +86,7 @@ def test_losses_and_gradients_are_the_models_own(ranks: Ranks, number: int, tmp_
             loss, share, gradients = results[name]
             assert loss == pytest.approx(expected_loss, rel=1e-5), name
             if schedule == "bitpipe_zb":
-                assert share is not None and (share < 0.5) == (name in AT_ONCE), name
+                assert share is not None and (share < 0.9) == (name in AT_ONCE), name
             for key, gradient in gradients.items():
                 assert_close_gradients(gradient, expected[key], f"{name} {key}")
             found |= gradients

@@ -47,7 +47,7 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list
     """
     if not (model / "config.json").is_file() or not any(model.glob("*.safetensors")):
         return [], ""
-    from ...hf.folder import has_experts, read_config, stored_dtype
+    from ...hf.folder import read_config, stored_dtype
     from ..convert.hf_model import has_own_layers
 
     config = read_config(model)
@@ -58,7 +58,7 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list
     stored = _SECTIONS.get(stored_dtype(config))
     is_fast = host_gpus() > 0 or (stored == "bf16" and has_bf16_instructions())
     section = stored if is_fast else None
-    devices, schedule = _pipeline(config, host_devices(), has_experts(config))
+    devices, schedule = _pipeline(config, host_devices())
     save = f"checkpoints/{output.name}"
     common = {"hf_model": str(model), "data_path": str(output), "seq_length": length}
     jobs: dict[str, tuple[bool, float, dict[str, Any]]] = {FULL: (is_own, FULL_RATE, {"save": save})}
@@ -95,14 +95,12 @@ def _enabled(section: str | None) -> str:
     return json.dumps({section: {"enabled": True}})[1:-1]
 
 
-def _pipeline(config: Mapping[str, Any], available: int, has_experts: bool) -> tuple[int, str]:
+def _pipeline(config: Mapping[str, Any], available: int) -> tuple[int, str]:
     """Return the number of devices and the schedule, which has one copy of the weights."""
     counts = [config.get(key) for key in ("num_hidden_layers", "n_layer")]
     layers = next((count for count in counts if isinstance(count, int)), 8)
     devices = next((size for size in (4, 2) if size <= available and (size == 2 or layers >= 8)), 1)
-    # Hardly any weight gradients of fused experts can be deferred.
-    splits = devices > 1 and layers >= 2 * devices and not has_experts
-    return devices, "zb_v" if splits else "1f1b"
+    return devices, "zb_v" if devices > 1 and layers >= 2 * devices else "1f1b"
 
 
 def _samples(output: Path, is_chat: bool, length: int, packs: bool) -> tuple[int, int]:

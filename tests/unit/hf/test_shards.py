@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +23,8 @@ from ds_ext.hf.shards import (
     vocabulary_rows,
 )
 from ds_ext.hf.weights import make_source
-from ds_ext.tensor_parallel import TensorParallel
-from tests.decoder_models import HEADS_OF_8, random_decoder
+from ds_ext.tensor_parallel import TensorParallel, shard_dim
+from tests.decoder_models import HEADS_OF_8, MODELS, MORE_MODELS, random_decoder, save_decoder
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -199,3 +201,29 @@ def test_a_rank_of_four_has_a_quarter_of_the_weights(name: str) -> None:
         divide_rows(model.lm_head.weight, tp)
     assert sum(whole.values()) > 7e9
     assert sum(parameter.numel() for parameter in whole) <= 0.251 * sum(whole.values())
+
+
+# --- weights from a folder ---
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPTNeoX", "Gemma3Text", "Phi3"])
+def test_a_rank_reads_only_its_rows(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns are read whole, one weight at a time, and norms."""
+    config = {**MODELS, **MORE_MODELS}[name]
+    source: Any = make_source(save_decoder(name, tmp_path / name, **config), None)
+    split, path = find_split(source), "model.layers.1" if name != "GPTNeoX" else "gpt_neox.layers.1"
+    tp = TensorParallel(1, 2, object())  # pyright: ignore[reportArgumentType]
+    divide = functools.partial(Shards(split.plan, split.name, Entry(tp)).divide, path)
+    whole = source.submodule(path)
+    divide(whole)
+    read: list[str] = []
+    read_whole = source._weights.read
+    monkeypatch.setattr(source._weights, "read", lambda key: read.append(key) or read_whole(key))
+    divided = source.divided(path, divide, tp)
+    expected, found = dict(whole.named_parameters()), dict(divided.named_parameters())
+    assert found.keys() == expected.keys()
+    for key, parameter in found.items():
+        assert torch.equal(parameter, expected[key]) and shard_dim(parameter) == shard_dim(expected[key]), key
+        assert parameter.requires_grad
+    rows = {f"{path}.{key}" for key, parameter in found.items() if shard_dim(parameter) == 0}
+    assert rows and not rows & {*read}

@@ -145,7 +145,7 @@ def test_the_next_command_trains_the_model_of_the_tokenizer(
         ("qwen3", 7, "float16", True, 8, 2, "zb_v"),
         ("llama", 3, "float32", True, 8, 2, "1f1b"),
         ("gemma2", 4, "bfloat16", False, 8, 2, "zb_v"),
-        ("mixtral", 8, "bfloat16", False, 8, 4, "1f1b"),
+        ("mixtral", 8, "bfloat16", False, 8, 4, "zb_v"),
     ],
 )
 def test_the_next_commands_for_chat_have_jsons_for_the_model(
