@@ -169,7 +169,7 @@ class DecoderLayer(nn.Module):
         if entry.tp.size > 1 and adapters is None:
             kind = self._kind(source.reference().get_submodule(self.path))
             divided = source.divided(self.path, divide, entry.tp) if kind in shards_tried(source) else None
-        self.module = (divided or source.submodule(self.path)).train()
+        self.module = (source.submodule(self.path) if divided is None else divided).train()
         if adapters is not None:
             adapters.insert(source, split, index, self.module)
         replace_experts(self.module)

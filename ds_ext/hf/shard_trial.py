@@ -21,10 +21,8 @@ from ..tensor_parallel import TensorParallel, shard_dim
 from .split import Split
 
 _BATCH, _LENGTH = 2, 6
-_TOLERANCES = {
-    torch.float64: 1e-5,
-    torch.float32: 1e-3,
-}  # of a result's norm; norms in fp64 models compute in fp32
+# Of a result's norm. Norms of models in fp64 compute in fp32.
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
 _ROUNDING = 1e-3
 _TOLERANCE = 0.05  # in half precision, whose sums are rounded in another order
 Run = Callable[[Tensor], Tensor]

@@ -100,9 +100,9 @@ class Shards:
                 raise self._refusal(path, "sequence_parallel, and weights of the layer itself")
             module.forward = functools.partial(_on_all_tokens, self._entry, module.forward)
         elif not any(owner.startswith(f"{name}." if name else "") for owner in owners):
-            module.forward = functools.partial(
-                _with_summed_gradients, self._entry.tokens, module, module.forward
-            )
+            if any(True for _ in module.parameters()):
+                tokens = self._entry.tokens
+                module.forward = functools.partial(_with_summed_gradients, tokens, module, module.forward)
         elif any(parameter is not None for parameter in module._parameters.values()):
             raise self._refusal(f"{path}.{name}", "sequence_parallel, and parameters beside its modules")
         else:

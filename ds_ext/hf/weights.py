@@ -242,9 +242,8 @@ class FolderSource:
                 targets[key] = {key}
             elif pattern is None:
                 targets[key] = {name}
-            elif (
-                converted
-            ):  # one tensor may become several, such as q, k and v; the name is that of the first
+            elif converted:
+                # One tensor may become several, such as q, k and v. The name is that of the first.
                 parts = by_pattern[pattern].target_patterns
                 targets[key] = {name.replace(parts[0], part) for part in parts}
         return targets
