@@ -1,14 +1,14 @@
-"""Train with a JSON of configs/, then the first steps again with 1f1b, and compare them: ``make train``."""
+"""Train with a JSON of configs/, then run the first steps in turn with 1f1b, and compare them: ``make train``."""
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import os
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -46,9 +46,9 @@ def main() -> int:
         job["ds_ext"]["vocabulary_parallel_head"] = True
     FOLDER.mkdir(parents=True, exist_ok=True)
 
-    def run(name: str, job: dict[str, Any], *flags: str) -> list[dict[str, Any]]:
-        """Run a job, and return the records of its first steps."""
-        path, metrics = FOLDER / f"{name}.json", FOLDER / f"{name}.jsonl"
+    def run(name: str, job: dict[str, Any], *flags: str, quiet: bool = False) -> list[dict[str, Any]]:
+        """Run a job, and return the records of its steps after the warm-up."""
+        path, metrics, log = (FOLDER / f"{name}.{suffix}" for suffix in ("json", "jsonl", "log"))
         path.write_text(f"{json.dumps(job, indent=2)}\n", encoding="utf-8")
         metrics.unlink(missing_ok=True)
         words = ["deepspeed", "--num_gpus", str(ranks), "--master_port", args.port, script]
@@ -61,18 +61,25 @@ def main() -> int:
             "10",
             *flags,
         ]
-        print(f"+ {shlex.join(words)}", flush=True)
-        code = subprocess.run(words, env=environment).returncode
+        print(f"+ {shlex.join(words)}" + (f" > {log} 2>&1" if quiet else ""), flush=True)
+        with open(log, "w", encoding="utf-8") if quiet else nullcontext() as output:
+            code = subprocess.run(words, env=environment, stdout=output, stderr=output).returncode
         if code:
+            print(log.read_text(encoding="utf-8") if quiet else "", flush=True)
             sys.exit(code)
-        return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()][:STEPS]
+        return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()][WARM_UP:]
 
     schedule = job["ds_ext"]["schedule"]
-    rows = {schedule: run(schedule, job)}
+    run(schedule, job)
     if schedule == BASELINE:
         return 0
-    print(f"\nThe first {STEPS} steps with {BASELINE}:", flush=True)
-    rows[BASELINE] = run(BASELINE, baseline_of(job), "--train-iters", str(STEPS), "--eval-iters", "0")
+    print(
+        f"\nThe first {STEPS} steps with {BASELINE}, with {schedule}, and with {BASELINE} again:", flush=True
+    )
+    rows: dict[str, list[dict[str, Any]]] = {BASELINE: [], schedule: []}
+    for name in (BASELINE, schedule, BASELINE):  # a host that slows down meanwhile slows both
+        flags = ("--train-iters", str(STEPS), "--eval-iters", "0")
+        rows[name] += run(f"{name}_{STEPS}", compared(job, name), *flags, quiet=True)
     shares_cores = gpus < ranks and ranks > cores
     print("\n" + "\n".join(comparison(rows, schedule, shares_cores)), flush=True)
     if shares_cores:
@@ -109,16 +116,16 @@ def divides_head(section: dict[str, Any]) -> bool:
     return len({devices[-1] for devices in placement.pipes}) < placement.num_devices
 
 
-def baseline_of(job: dict[str, Any]) -> dict[str, Any]:
-    """Return the same job with 1f1b and balanced stages; nothing is saved."""
-    other = copy.deepcopy(job)
-    section = other["ds_ext"]
-    for key in ("schedule_options", "vocabulary_parallel_head"):
-        section.pop(key, None)
-    section["schedule"] = BASELINE
-    section["train"]["stage_layers"] = "balanced"
-    section["train"].pop("save", None)
-    return other
+def compared(job: dict[str, Any], schedule: str) -> dict[str, Any]:
+    """Return the job with its schedule, or with 1f1b and balanced stages; nothing is saved."""
+    section = dict(job["ds_ext"])
+    section["train"] = {name: value for name, value in section["train"].items() if name != "save"}
+    if schedule == BASELINE:
+        for key in ("schedule_options", "vocabulary_parallel_head"):
+            section.pop(key, None)
+        section["schedule"] = BASELINE
+        section["train"]["stage_layers"] = "balanced"
+    return job | {"ds_ext": section}
 
 
 def comparison(rows: dict[str, list[dict[str, Any]]], schedule: str, planned_only: bool) -> list[str]:
@@ -126,7 +133,7 @@ def comparison(rows: dict[str, list[dict[str, Any]]], schedule: str, planned_onl
     lines = [f"{'':12}{'bubble planned':>15}" + ("" if planned_only else f"{'measured':>10}{'s/step':>9}")]
     seconds = {}
     for name in (BASELINE, schedule):
-        records = rows[name][WARM_UP:]
+        records = rows[name]
         seconds[name] = median(record["iter_time_s"] for record in records)
         cells = f"{name:12}{records[0]['bubble_simulated']:>15.1%}"
         if not planned_only:
