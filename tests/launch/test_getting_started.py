@@ -77,7 +77,7 @@ def test_make_train_prints_the_numbers_of_the_page(checkout: Path, free_port: Ca
     words = [sys.executable, "-m", "benchmarks.first_run", short_config(checkout).name]
     with Job([*words, "--ranks", "2", "--port", str(free_port())], checkout) as job:
         assert job.wait(600) == 0, job.text
-    first, _, table = (part.splitlines() for part in job.text.partition(" steps with 1f1b:"))
+    first, _, table = (part.splitlines() for part in job.text.partition("\nThe first "))
     shown = code_lines("What it prints")
     meta: dict[str, Any] = json.loads((checkout / "data/stdlib/meta.json").read_text())
     same_text = meta["source"]["python"] == PYTHON
