@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -34,6 +34,30 @@ MODEL = GPTConfig(
     make_vocab_size_divisible_by=8,
     seed=3,
 )
+WITH_DROPOUT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
+LLAMA = replace(
+    MODEL,
+    position_embedding_type="rope",
+    rotary_base=500.0,
+    normalization="RMSNorm",
+    swiglu=True,
+    ffn_hidden_size=48,
+    num_query_groups=2,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    init_std=0.1,
+)
+QWEN3 = replace(
+    LLAMA, num_query_groups=1, kv_channels=16, qk_layernorm=True, untie_embeddings_and_output_weights=False
+)
+UNTIED = replace(MODEL, untie_embeddings_and_output_weights=True, vocab_size=90)
+TIED = replace(MODEL, vocab_size=90)
+# An eps of 1e-3 is large against the gradients, which keeps the update a smooth function of them: Adam divides by the
+# root of the squared gradient, and where that is tiny, rounding decides the update's direction.
+ADAM = {
+    "type": "AdamW",
+    "params": {"lr": 1e-2, "betas": [0.9, 0.95], "eps": 1e-3, "weight_decay": 0.1, "torch_adam": True},
+}
 STEPS = 20 if EVERYTHING else 3
 # Other files test these: orders decided at run time, devices for forwards, at least 2 D micro-batches.
 OTHERS = ("dpp", "fbd", "dualpipev")
@@ -41,6 +65,17 @@ SCHEDULES = sorted(set(pipe_schedules.SCHEDULES) - set(OTHERS))
 SPLIT = [name for name in SCHEDULES if pipe_schedules.timetable(name, 4, 8).split_backwards]
 WHOLE = [name for name in SCHEDULES if name not in SPLIT]  # by their backwards
 Watch = Callable[[PipelineEngine, TensorParallel], AbstractContextManager[Any]]
+
+
+def sized(model: GPTConfig, devices: int) -> GPTConfig:
+    """Return a model with two layers a device, so that a device with two stages has one layer in each."""
+    return replace(model, num_layers=2 * devices)
+
+
+def zero_keys(stage: int) -> dict[str, Any]:
+    """Return the keys of a ZeRO stage for any optimizer."""
+    sizes = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
+    return {"zero_optimization": {"stage": stage, **sizes}, "zero_allow_untested_optimizer": True}
 
 
 @dataclass(frozen=True)
@@ -67,6 +102,7 @@ class Job:
     timeout_s: float = 120
     slices: int | tuple[int, ...] = 1  # their number, or their lengths
     head_parts: bool = False
+    dtype: torch.dtype = torch.float32
     ds_ext: dict[str, Any] = field(default_factory=dict)  # further keys of the section
 
     @property
@@ -110,6 +146,20 @@ class Job:
         }
 
 
+UNEQUAL = (3, 6, 2, 5)  # lengths of slices
+
+
+def sliced(
+    schedule: str, slices: int | tuple[int, ...] = 4, layout: tuple[int, int, int] = (4, 1, 1), **fields: Any
+) -> Job:
+    """Return a job in slices. Options are fields of the job or of its model."""
+    model = fields.pop("model", MODEL)
+    changes = {key: fields.pop(key) for key in list(fields) if hasattr(MODEL, key)}
+    options = {"mode": "greedy"} if schedule == "bitpipe" else {}
+    model = replace(model, **changes)
+    return Job(schedule, *layout, 4, model, options=options, slices=slices, **fields)
+
+
 def batches_of(job: Job) -> list[list[Any]]:
     """``batches[step][micro_batch]``; of a ragged job every one has another number of tokens."""
     batches = random_batches(job.model, job.steps, job.micro_batches * job.dp)
@@ -121,15 +171,47 @@ def batches_of(job: Job) -> list[list[Any]]:
     return batches
 
 
-def reference(job: Job) -> ReferenceRun:
-    """Return the result of ``job`` in one plain process, with SGD."""
-    return _reference(job.model, job.steps, job.micro_batches * job.dp, job.ragged)
+def reference(job: Job, tp: TensorParallel | None = None, evaluated: bool = False) -> ReferenceRun:
+    """Return the result of ``job`` in one plain process, or in the ranks of ``tp``, with the optimizer of its JSON.
+
+    Args:
+        evaluated: the last loss is that of the first batches after half of the steps.
+    """
+    model = replace(job.model, chunked_loss=False)
+    if tp is None:
+        model = replace(model, sequence_parallel=False, recompute="none", recompute_interval=1)
+    optimizer = job.config()["optimizer"]
+    keys = {"lr", "momentum", "betas", "eps", "weight_decay"}
+    values = {
+        key: tuple(value) if isinstance(value, list) else value
+        for key, value in optimizer["params"].items()
+        if key in keys
+    }
+    values |= {"optimizer": optimizer["type"].lower(), "decays_all": not job.decay_groups}
+    run = _reference.__wrapped__ if tp else _reference
+    micro_batches, optimizer_values = job.micro_batches * job.dp, tuple(sorted(values.items()))
+    return run(model, job.steps, micro_batches, job.ragged, evaluated, job.dtype, optimizer_values, tp)
 
 
 @cache
-def _reference(model: GPTConfig, steps: int, micro_batches: int, ragged: bool) -> ReferenceRun:
+def _reference(
+    model: GPTConfig,
+    steps: int,
+    micro_batches: int,
+    ragged: bool,
+    evaluated: bool,
+    dtype: torch.dtype,
+    optimizer: tuple[tuple[str, Any], ...],
+    tp: TensorParallel | None,
+) -> ReferenceRun:
     batches = batches_of(Job("1f1b", 1, 1, 1, micro_batches, model, steps, ragged=ragged))
-    return train_reference(model, batches, steps, lr=0.1, momentum=0.9, clip=1.0)
+    if evaluated:
+        batches, steps = [*batches[: steps // 2], batches[0]], steps // 2 + 1
+    values = dict(optimizer)
+    decays_all = values.pop("decays_all")
+    values["no_decay"] = lambda parameter: not decays_all and parameter.dim() == 1
+    with default_dtype(dtype):
+        return train_reference(model, batches, steps, clip=1.0, tp=tp, dtype=dtype, **values)
 
 
 class StepBatches:
@@ -189,6 +271,21 @@ def train(rank: int, job: Job, evaluate: bool = False, watch: Watch | None = Non
         watch: is shown the engine and its tensor-parallel group first; the context that it gives lasts as long as the
             training, and what that gives is the result's "watched".
     """
+    with default_dtype(job.dtype):
+        return _train(job, evaluate, watch)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _train(job: Job, evaluate: bool, watch: Watch | None) -> dict[str, Any]:
     engine, tp = build(job)
     batches = StepBatches(batches_of(job))
     losses, norms, digests, evaluated = [], [], [], None

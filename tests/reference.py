@@ -79,7 +79,9 @@ def random_batches(
         tokens_BS, labels_BS = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         if not config.packed:
             return tokens_BS, labels_BS
-        first_BS = torch.rand(tokens_BS.shape, generator=generator) < 0.2  # of its document
+        first_BS = (
+            torch.rand(tokens_BS.shape, generator=generator, dtype=torch.float32) < 0.2
+        )  # of its document
         starts_BS = (first_BS * torch.arange(config.seq_length)).cummax(1).values
         return (tokens_BS, starts_BS), labels_BS
 
@@ -177,7 +179,7 @@ def _clip(parameters: list[nn.Parameter], clip: float | None, tp: TensorParallel
     squares = torch.zeros(2)
     for p in parameters:
         assert p.grad is not None
-        squares[0 if shard_dim(p) is None else 1] += p.grad.float().pow(2).sum()
+        squares[0 if shard_dim(p) is None else 1] += p.grad.to(squares.dtype).pow(2).sum()
     dist.all_reduce(squares[1:], group=tp.group)
     norm = squares.sum().sqrt()
     nn.utils.clip_grads_with_norm_(parameters, limit, norm)

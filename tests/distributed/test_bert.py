@@ -12,8 +12,8 @@ from ds_ext.engine import PipelineModule, initialize
 from ds_ext.recipes.models.bert import BertConfig, BertLoss, bert_layer_specs
 from ds_ext.tensor_parallel import DropoutClock, create_tensor_parallel
 from tests.bert_runs import random_bert_batches, train_bert_reference
-from tests.distributed.test_parity import assert_equal
 from tests.engine_runs import StepBatches, digest, weights
+from tests.one_process import assert_as_one_process
 from tests.ranks import Ranks
 from tests.selection import covering
 
@@ -118,7 +118,7 @@ def test_trains_as_one_process(ranks: Ranks, schedule: str, layout: tuple[int, i
         model = dataclasses.replace(model, hidden_dropout=0.0, attention_dropout=0.0)
     results = ranks(pp * tp * dp).run(train, schedule, *layout, model, zero, timeout_s=120)
     batches = random_bert_batches(model, STEPS, 8 * dp)
-    assert_equal(results, train_bert_reference(model, batches, lr=0.1, momentum=0.9, clip=1.0))
+    assert_as_one_process(results, train_bert_reference(model, batches, lr=0.1, momentum=0.9, clip=1.0))
     assert len({result["evaluated"] for result in results}) == 1
     for name in ("0.word_embeddings.weight", "12.bias"):
         tables = [result["weights"][name] for result in results if name in result["weights"]]
@@ -133,7 +133,7 @@ def test_sequence_parallel_trains_as_one_process(ranks: Ranks) -> None:
     model = dataclasses.replace(plain, sequence_parallel=True, recompute="selective")
     results = ranks(4).run(train, "bitpipe", 2, 2, 1, model, 0, timeout_s=120)
     batches = random_bert_batches(plain, STEPS, 8)
-    assert_equal(results, train_bert_reference(plain, batches, lr=0.1, momentum=0.9, clip=1.0))
+    assert_as_one_process(results, train_bert_reference(plain, batches, lr=0.1, momentum=0.9, clip=1.0))
 
 
 def test_masked_words_alone_train_too(ranks: Ranks) -> None:
@@ -141,7 +141,7 @@ def test_masked_words_alone_train_too(ranks: Ranks) -> None:
     model = dataclasses.replace(MODEL, order_classes=None)
     results = ranks(2).run(train, "bitpipe", 2, 1, 1, model, 0, timeout_s=120)
     batches = random_bert_batches(model, STEPS, 8)
-    assert_equal(results, train_bert_reference(model, batches, lr=0.1, momentum=0.9, clip=1.0))
+    assert_as_one_process(results, train_bert_reference(model, batches, lr=0.1, momentum=0.9, clip=1.0))
 
 
 def test_a_checkpoint_is_loaded_under_other_sizes(ranks: Ranks, tmp_path: Path) -> None:

@@ -21,13 +21,10 @@ from ds_ext.tensor_parallel import (
     project_logits,
     vocab_parallel_cross_entropy,
 )
-from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, reference, train
+from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
 from tests.precisions import is_supported
 from tests.ranks import Ranks
 from tests.selection import EVERYTHING, cover
-
-CHUNKED = replace(MODEL, chunked_loss=True)
-
 
 # --- function ---
 
@@ -195,15 +192,3 @@ def test_evaluations_return_logits(ranks: Ranks, slices: int, tensor: int) -> No
         torch.testing.assert_close(one[1:], other[1:])
     vocabulary = MODEL.vocab_size // tensor
     assert ours[-1][1][0].shape == (2, MODEL.seq_length, vocabulary)
-
-
-@pytest.mark.parametrize("schedule", ["fbd", "fbd-merged", "dpp"])
-def test_forward_devices_and_dynamic_orders(ranks: Ranks, schedule: str) -> None:
-    name, _, merged = schedule.partition("-")
-    fbd: dict[str, Any] = {"merge_forward_tensor_parallel": True} if merged else {}
-    job = Job(name, 2, 2 if merged else 1, 1, 4, CHUNKED, 3, fbd=fbd)
-    expected = reference(job)
-    for result in ranks(job.world_size).run(train, job, timeout_s=120):
-        assert result["losses"] == pytest.approx(expected.losses, rel=1e-5)
-        for key, value in result["weights"].items():
-            torch.testing.assert_close(value, expected.parameters[key], rtol=1e-4, atol=1e-5)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from itertools import product
 from random import Random
 from typing import Any
 
 import pytest
 
 from ds_ext.errors import TransportError
-from tests.distributed.test_parity import assert_equal
-from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, digest, reference, train, weights
+from tests.engine_runs import (
+    MODEL,
+    WITH_DROPOUT,
+    Job,
+    StepBatches,
+    batches_of,
+    build,
+    digest,
+    reference,
+    weights,
+)
+from tests.one_process import assert_as_one_process
 from tests.ranks import Ranks
 from tests.reference import random_batches, train_reference
 from tests.reordering import Reordering
 from tests.selection import select
-
-PLACEMENTS = ["linear", "interleaved", "v", "bidirectional_v"]
-POLICIES = ["breadth", "depth", "group"]
-WITH_DROPOUT = dataclasses.replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
 
 
 def job_of(placement: str, policy: str, backward: str, layout: tuple[int, int, int] = (4, 1, 1)) -> Job:
@@ -52,41 +57,12 @@ def train_late(rank: int, job: Job, seed: int, longest_s: float = 0.004) -> dict
     }
 
 
-def train_all(rank: int, jobs: list[Job]) -> list[dict[str, Any]]:
-    return [train(rank, job) for job in jobs]
-
-
-CASES = select(
-    [*product(PLACEMENTS, POLICIES, ["whole", "split"])],
-    [
-        ("linear", "breadth", "whole"),
-        ("linear", "group", "split"),
-        ("interleaved", "group", "whole"),
-        ("interleaved", "breadth", "split"),
-        ("v", "depth", "split"),
-        ("bidirectional_v", "breadth", "whole"),
-    ],
-)
-
-
-def test_every_policy_on_every_placement_trains_as_one_process(ranks: Ranks) -> None:
-    jobs = [job_of(*case) for case in CASES]
-    every = ranks(4).run(train_all, jobs, timeout_s=60 * len(jobs))
-    expected = reference(jobs[0])
-    for at, case in enumerate(CASES):
-        try:
-            assert_equal([results[at] for results in every], expected)
-        except AssertionError as error:
-            error.add_note(str(case))
-            raise
-
-
 def test_labels_meet_their_activations_whatever_overtakes_whatever(ranks: Ranks) -> None:
     """Every step has a seed of its own, by which the messages of each link change their order."""
     job = dataclasses.replace(job_of("bidirectional_v", "group", "split"), steps=select([20], [3])[0])
     # Held back for longer than a rank waits for a core.
     results = ranks(4).run(train_late, job, 0, 0.02, timeout_s=300)
-    assert_equal(results, reference(job))
+    assert_as_one_process(results, reference(job))
     assert sum(result["overtaken"] for result in results) > job.steps
     orders = {tuple(result["orders"][step]) for result in results for step in range(job.steps)}
     assert len(orders) > job.steps
@@ -105,7 +81,7 @@ def test_tensor_and_data_parallel_ranks(
 ) -> None:
     job = dataclasses.replace(job_of(placement, "group", backward, layout), model=MODEL, transport=transport)
     results = ranks(4).run(train_late, job, 0, timeout_s=120)
-    assert_equal(results, reference(job))
+    assert_as_one_process(results, reference(job))
     assert {result["transport"] for result in results} == {transport}
     if layout[2] > 1:
         assert len({tuple(result["digests"]) for result in results}) == 1
@@ -192,6 +168,6 @@ def test_another_number_of_micro_batches_between_steps(ranks: Ranks) -> None:
 def test_evaluation_in_between(ranks: Ranks) -> None:
     job = job_of("bidirectional_v", "depth", "whole")
     results = ranks(4).run(evaluate_and_train, job, timeout_s=120)
-    assert_equal(results, reference(job))
+    assert_as_one_process(results, reference(job))
     assert len({tuple(result["evaluated"]) for result in results}) == 1
     assert len(set(results[0]["evaluated"])) == job.steps

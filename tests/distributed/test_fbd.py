@@ -12,9 +12,20 @@ import torch
 
 from ds_ext.parallel.fbd import DisaggregatedLayout
 from ds_ext.pipe_schedules.methods.fbd import most_ahead
-from tests.distributed.test_parity import WITH_DROPOUT, assert_equal, tensor_parallel_reference
-from tests.engine_runs import MODEL, STEPS, Job, StepBatches, batches_of, build, reference, train
+from tests.engine_runs import (
+    MODEL,
+    STEPS,
+    WITH_DROPOUT,
+    Job,
+    StepBatches,
+    batches_of,
+    build,
+    reference,
+    train,
+    zero_keys,
+)
 from tests.fbd_watch import Seen, watch
+from tests.one_process import assert_as_one_process, expected_of
 from tests.precisions import needs
 from tests.ranks import Ranks
 from tests.selection import select
@@ -25,14 +36,10 @@ def watched(rank: int, job: Job) -> dict[str, Any]:
     return train(rank, job, evaluate=True, watch=watch)
 
 
-ZERO = {
-    "zero_optimization": {"stage": 1, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6},
-    "zero_allow_untested_optimizer": True,
-}
 PLAIN = Job("fbd", 2, 1, 1, 4, MODEL)
 DROPOUT = dataclasses.replace(PLAIN, model=WITH_DROPOUT)
 MERGED = dataclasses.replace(DROPOUT, tp=2, fbd={"merge_forward_tensor_parallel": True})
-TWO = dataclasses.replace(DROPOUT, fbd={"backward_per_forward": 2}, deepspeed=ZERO)
+TWO = dataclasses.replace(DROPOUT, fbd={"backward_per_forward": 2}, deepspeed=zero_keys(1))
 THREE = dataclasses.replace(DROPOUT, fbd={"backward_per_forward": 3}, micro_batches=6)
 
 
@@ -48,7 +55,9 @@ THREE = dataclasses.replace(DROPOUT, fbd={"backward_per_forward": 3}, micro_batc
                 pytest.param(dataclasses.replace(DROPOUT, transport="torch"), id="torch"),
                 pytest.param(THREE, id="three backward pipelines"),
                 pytest.param(dataclasses.replace(DROPOUT, pp=4, micro_batches=8), id="four stages"),
-                pytest.param(dataclasses.replace(DROPOUT, dp=2, deepspeed=ZERO), id="two groups, ZeRO-1"),
+                pytest.param(
+                    dataclasses.replace(DROPOUT, dp=2, deepspeed=zero_keys(1)), id="two groups, ZeRO-1"
+                ),
             ],
             [],
         ),
@@ -57,7 +66,7 @@ THREE = dataclasses.replace(DROPOUT, fbd={"backward_per_forward": 3}, micro_batc
 def test_trains_as_one_process(ranks: Ranks, job: Job) -> None:
     """An evaluation in between included."""
     results = ranks(job.world_size).run(watched, job, timeout_s=120)
-    assert_equal(results, reference(job))
+    assert_as_one_process(results, reference(job))
     assert_roles(job, results)
 
 
@@ -70,7 +79,7 @@ def test_trains_as_one_process(ranks: Ranks, job: Job) -> None:
 )
 def test_tensor_parallel_masks_are_those_of_the_shards(ranks: Ranks, job: Job) -> None:
     results = ranks(job.world_size).run(watched, job, timeout_s=120)
-    assert_equal(results, ranks(2).run(tensor_parallel_reference, job, timeout_s=120)[0])
+    assert_as_one_process(results, expected_of(ranks, job))
     assert_roles(job, results)
 
 
@@ -84,7 +93,7 @@ def test_forward_ranks_sit_where_the_json_says(ranks: Ranks) -> None:
     job = dataclasses.replace(DROPOUT, fbd={"forward_hosts": ["small"]})
     results = ranks(4).run(train_on_named_hosts, job, ["big", "big", "small", "small"], timeout_s=120)
     assert [result["watched"].optimizer for result in results] == [True, True, False, False]
-    assert_equal(results, reference(job))
+    assert_as_one_process(results, reference(job))
 
 
 def assert_roles(job: Job, results: list[dict[str, Any]]) -> None:
@@ -127,7 +136,7 @@ def test_half_precision_with_zero_1_is_that_of_1f1b(ranks: Ranks, precision: str
     """
     adam = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
     steps = 20 if precision == "fp16" else STEPS  # the first steps in fp16 are skipped
-    job = dataclasses.replace(DROPOUT, steps=steps, deepspeed={**HALF[precision], **ZERO, **adam})
+    job = dataclasses.replace(DROPOUT, steps=steps, deepspeed={**HALF[precision], **zero_keys(1), **adam})
     results = ranks(4).run(watched, job, timeout_s=120)
     expected = ranks(2).run(watched, dataclasses.replace(job, schedule="1f1b"), timeout_s=120)
     assert_roles(job, results)
@@ -164,8 +173,8 @@ def test_checkpoints_go_on_as_fbd_and_as_1f1b_on_half_the_ranks(ranks: Ranks, tm
     job = dataclasses.replace(TWO, steps=8)
     losses = ranks(job.world_size).run(train_with_a_checkpoint, job, str(tmp_path), 4, False)[0]
     for other in (
-        dataclasses.replace(DROPOUT, steps=8, deepspeed=ZERO),
-        Job("1f1b", 2, 1, 1, 4, job.model, steps=8, deepspeed=ZERO),
+        dataclasses.replace(DROPOUT, steps=8, deepspeed=zero_keys(1)),
+        Job("1f1b", 2, 1, 1, 4, job.model, steps=8, deepspeed=zero_keys(1)),
     ):
         went_on = ranks(other.world_size).run(train_with_a_checkpoint, other, str(tmp_path), 4, True)
         for mine in went_on:

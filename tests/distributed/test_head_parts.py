@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,125 +19,19 @@ from ds_ext.errors import ConfigError
 from ds_ext.recipes.models.gpt import GPTConfig, GPTEmbedding, gpt_layer_specs, gpt_loss
 from ds_ext.tensor_parallel import DropoutClock, TensorParallel
 from tests.distributed.test_checkpoint import contents
-from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
+from tests.engine_runs import TIED, UNTIED, Job, StepBatches, batches_of, build, train
 from tests.precisions import needs
 from tests.ranks import Ranks
-from tests.reference import ReferenceRun, train_reference
-from tests.selection import extensive, select
+from tests.selection import extensive
 
-UNTIED = replace(MODEL, untie_embeddings_and_output_weights=True, vocab_size=90)
-TIED = replace(UNTIED, untie_embeddings_and_output_weights=False)
 HEAD = UNTIED.num_layers + 3  # index of the head's layer
 STEPS = 3
-
-
-def whole_weights(results: Sequence[Mapping[str, Any]], job: Job) -> dict[str, Tensor]:
-    """All weights of a run with head parts by name, with those of the head joined and without padding."""
-    weights: dict[str, Tensor] = {}
-    for result in results:
-        for name, weight in result["weights"].items():
-            assert torch.equal(weights.setdefault(name, weight), weight)
-    whole, names = f"{HEAD}.weight", [f"{HEAD + part}.weight" for part in range(job.pp)]
-    if not job.model.untie_embeddings_and_output_weights:
-        copies = [weights.pop(name, None) for name in names]
-        whole = "0.word_embeddings.weight"
-        names = [f"{whole}.{part}" for part in range(job.pp)]
-        for name, copy in zip(names, copies, strict=True):
-            assert copy is None or torch.equal(copy, weights[name])  # None: on the embedding's device
-    head = [weights.pop(name) for name in names]
-    assert len({len(part) for part in head}) == 1
-    return {**weights, whole: torch.cat(head)[: job.model.vocab_size]}
-
-
-def check(results: Sequence[Mapping[str, Any]], job: Job, expected: ReferenceRun, tolerance: float) -> None:
-    for result in results:
-        assert result["losses"] == pytest.approx(expected.losses, rel=max(tolerance, 1e-7))  # fp32
-        assert result["norms"] == pytest.approx(expected.grad_norms, rel=tolerance)
-    found = whole_weights(results, job)
-    assert found.keys() == expected.parameters.keys()
-    for name, weight in found.items():
-        full = expected.parameters[name]
-        rows = min(len(weight), len(full))  # the others are padding
-        torch.testing.assert_close(weight[:rows], full[:rows], rtol=tolerance, atol=tolerance, msg=name)
-
-
-def train_in_fp64(rank: int, job: Job) -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        return train(rank, job, evaluate=True)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-def reference_in_fp64(job: Job, batches: int = STEPS) -> ReferenceRun:
-    """Train on the first ``batches``, again and again."""
-    model = replace(job.model, sequence_parallel=False, recompute="none")
-    return _reference(model, job.micro_batches * job.dp, job.ragged, batches)
-
-
-@cache
-def _reference(model: GPTConfig, micro_batches: int, ragged: bool, batches: int) -> ReferenceRun:
-    job = Job("1f1b", 1, 1, 1, micro_batches, model, STEPS, ragged=ragged)
-    return train_reference(model, batches_of(job)[:batches], STEPS, lr=0.1, dtype=torch.float64)
 
 
 def job_of(
     schedule: str, pp: int, tp: int = 1, dp: int = 1, model: GPTConfig = UNTIED, **options: Any
 ) -> Job:
     return Job(schedule, pp, tp, dp, 4, model, STEPS, head_parts=True, **options)
-
-
-SMALL = replace(UNTIED, vocab_size=20)  # of 64 rows: some parts have only padding
-SEQUENCE = replace(UNTIED, sequence_parallel=True, recompute="selective")
-FULL = replace(UNTIED, recompute="full")
-DROPOUT = replace(UNTIED, hidden_dropout=0.1, attention_dropout=0.1)
-TIED_SMALL, TIED_SEQUENCE = (
-    replace(model, untie_embeddings_and_output_weights=False) for model in (SMALL, SEQUENCE)
-)
-
-
-@pytest.mark.parametrize(
-    "job",
-    [
-        job_of("1f1b", 4),
-        job_of("1f1b", 2, 2, model=SEQUENCE),
-        job_of("1f1b", 1, 1, 2),
-        job_of("zb_v", 4, model=DROPOUT),
-        job_of("zb_v", 2, 2, model=SMALL),
-        job_of("bitpipe_zb", 2, 1, 2, model=SMALL, slices=4),
-        job_of("interleaved", 2, 1, 2, ragged=True),
-        job_of("bitpipe", 4, model=FULL),
-        job_of("1f1b", 2, model=FULL, eager=False, slices=(9, 7)),
-        job_of("1f1b", 2, model=TIED),
-        job_of("1f1b", 4, model=TIED_SMALL, slices=2),
-        job_of("zb_v", 4, model=replace(TIED, recompute="full")),
-        job_of("zb_v", 2, 2, model=TIED_SMALL, slices=2),
-        job_of("bitpipe_zb", 4, model=TIED),
-        job_of("interleaved", 2, 1, 2, model=TIED, eager=False),
-        job_of("chimera", 4, model=TIED),
-        *select(
-            [
-                job_of("bitpipe_zb", 4),
-                job_of("bitpipe_zb", 2, 2, 2, model=SEQUENCE),
-                job_of("bitpipe_zb", 2, 2, 2, model=TIED_SEQUENCE, slices=2),
-                job_of("interleaved", 2, 2, model=SMALL),
-                job_of("1f1b", 1, 1, 2, model=TIED),
-                job_of("zb_v", 2, model=TIED),
-            ],
-            [job_of("bitpipe_zb", 2, 2, model=TIED_SEQUENCE, slices=2)],
-        ),
-    ],
-    ids=lambda job: (
-        f"{job.schedule}-{job.pp}-{job.tp}-{job.dp}-{job.model.vocab_size}-{job.model.recompute}-{job.num_slices}"
-        + "-tied" * (not job.model.untie_embeddings_and_output_weights)
-    ),
-)
-def test_trains_as_one_process(ranks: Ranks, job: Job) -> None:
-    results = ranks(job.world_size).run(train_in_fp64, job, timeout_s=120)
-    check(results, job, reference_in_fp64(job), 1e-10)
-    if not job.model.hidden_dropout:
-        loss = reference_in_fp64(job, batches=1).losses[1]
-        assert [result["evaluated"] for result in results] == pytest.approx([loss] * len(results), rel=1e-7)
 
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}

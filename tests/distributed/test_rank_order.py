@@ -1,9 +1,8 @@
-"""Training, ties and checkpoints under every rank order equal those of one plain process."""
+"""Replicas, checkpoints and topologies under other rank orders."""
 
 from __future__ import annotations
 
 import dataclasses
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +13,19 @@ from torch import nn
 from ds_ext.engine import PipelineModule
 from ds_ext.errors import ConfigError
 from tests.distributed.test_checkpoint import AT, EXACT, STEPS, go_on, same_contents, settings, train_and_save
-from tests.distributed.test_parity import WITH_DROPOUT, Layout, assert_equal
-from tests.engine_runs import MODEL, Job, reference, train
+from tests.engine_runs import MODEL, WITH_DROPOUT, Job, train, zero_keys
 from tests.ranks import Ranks
 from tests.selection import select
 
-ORDERS = ("tp-pp-dp", "tp-mirror-dp-pp", "tp-mirror-pp-dp", "tp-dp-mirror-pp", "tp-pp-mirror-dp")
-SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
-ON_4_DEVICES, IN_TWO_GROUPS, ON_8_RANKS = (4, 1, 1), (2, 1, 2), (2, 2, 2)
-ON_4_DEVICES_IN_TWO_GROUPS, ON_4_DEVICES_OF_2_RANKS = (4, 1, 2), (4, 2, 1)
-CASES: list[tuple[str, Layout, str, int]] = [
-    ("bitpipe", ON_4_DEVICES, "tp-mirror-dp-pp", 1),
-    ("bitpipe_zb", ON_4_DEVICES, "tp-mirror-pp-dp", 1),
-    ("bitpipe", IN_TWO_GROUPS, "tp-pp-dp", 1),
-    ("interleaved", IN_TWO_GROUPS, "tp-pp-dp", 0),
-    ("dpp", IN_TWO_GROUPS, "tp-pp-dp", 0),
-    ("bitpipe", ON_8_RANKS, "tp-pp-dp", 1),
-]
-MIRRORED = ("chimera", "bitpipe", "bitpipe_zb")
-MORE = [
-    *product(
-        ("1f1b", "gpipe", "zb_h1", "zb_v", "dualpipev", "dpp"),
-        (IN_TWO_GROUPS, ON_8_RANKS),
-        ORDERS[:1],
-        (0, 1),
-    ),
-    *product(MIRRORED, (ON_4_DEVICES_IN_TWO_GROUPS,), ORDERS, (0, 1)),
-    *product(MIRRORED, (ON_4_DEVICES_OF_2_RANKS,), ORDERS[1:2], (0, 1)),
-    *product(MIRRORED, (ON_8_RANKS,), ORDERS[:1], (0, 1)),
-]
-
-
-def zero_1(stage: int) -> dict[str, Any]:
-    """The reference's optimizer with a ZeRO stage."""
-    zero = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
-    return {"optimizer": SGD, **zero}
-
-
-@pytest.mark.parametrize(("schedule", "layout", "order", "zero"), select([*CASES, *MORE], CASES))
-def test_trains_as_one_process(ranks: Ranks, schedule: str, layout: Layout, order: str, zero: int) -> None:
-    """Losses, norms, weights; tied embeddings; dropout where one process draws the same masks."""
-    pp, tp, dp = layout
-    model = WITH_DROPOUT if tp == 1 else MODEL
-    job = Job(schedule, pp, tp, dp, micro_batches=4, model=model, deepspeed=zero_1(zero), rank_order=order)
-    assert job.layout.groups() != dataclasses.replace(job, rank_order="tp-dp-pp").layout.groups()
-    assert_equal(ranks(job.world_size).run(train, job, timeout_s=120), reference(job))
+ON_4_DEVICES, ON_8_RANKS = (4, 1, 1), (2, 2, 2)
+Layout = tuple[int, int, int]
 
 
 @pytest.mark.parametrize(
     ("layout", "order"), [(ON_4_DEVICES, "tp-mirror-dp-pp"), *select([(ON_8_RANKS, "tp-mirror-pp-dp")], [])]
 )
 def test_replicas_are_bitwise_equal_after_every_step(ranks: Ranks, layout: Layout, order: str) -> None:
-    job = Job("bitpipe", *layout, 8, WITH_DROPOUT, steps=3, deepspeed=zero_1(1), rank_order=order)
+    job = Job("bitpipe", *layout, 8, WITH_DROPOUT, steps=3, deepspeed=zero_keys(1), rank_order=order)
     results = ranks(job.world_size).run(train, job, timeout_s=120)
     for mirror in job.layout.groups()["mirror"]:
         for step in range(job.steps):

@@ -1,12 +1,9 @@
-"""Micro-batches in slices of their sequences train to the losses, norms and weights of one process without slices."""
+"""Micro-batches in slices of their sequences: precisions, dropout, own layers, errors."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import random
-from collections.abc import Sequence
-from itertools import product
 from typing import Any
 
 import pytest
@@ -19,129 +16,23 @@ from torch.utils.checkpoint import checkpoint
 import ds_ext
 from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel import attend_slice, current_slice, earlier_slices
-from tests.distributed.test_parity import assert_equal
-from tests.engine_runs import MODEL, Job, reference, train
+from tests.engine_runs import LLAMA, UNEQUAL, Job, sliced, train
 from tests.ranks import RankPool, Ranks
-from tests.selection import EVERYTHING, cover, select
+from tests.selection import select
 
-UNEQUAL = (3, 6, 2, 5)
 REENTRANT = functools.partial(checkpoint, use_reentrant=True)
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb_h1", "zb_v", "bitpipe", "bitpipe_zb")
-OPTIONS: dict[str, dict[str, Any]] = {"bitpipe": {"mode": "greedy"}}
-LLAMA = dataclasses.replace(
-    MODEL,
-    num_query_groups=2,
-    ffn_hidden_size=64,
-    swiglu=True,
-    normalization="RMSNorm",
-    position_embedding_type="rope",
-    add_bias_linear=False,
-    untie_embeddings_and_output_weights=True,
-)
-QWEN3 = dataclasses.replace(LLAMA, qk_layernorm=True)
-PACKED: dict[str, Any] = {"reset_position_ids": True, "reset_attention_mask": True}
-
-
-def job(
-    schedule: str, slices: int | tuple[int, ...] = 4, sizes: tuple[int, int, int] = (4, 1, 1), **fields: Any
-) -> Job:
-    model = fields.pop("model", MODEL)
-    changes = {key: fields.pop(key) for key in list(fields) if hasattr(MODEL, key)}
-    options = OPTIONS.get(schedule, {})
-    model = dataclasses.replace(model, **changes)
-    return Job(schedule, *sizes, 4, model, options=options, slices=slices, **fields)
-
-
 JOBS = {
-    **{name: job(name) for name in SCHEDULES},
-    "1f1b 2": job("1f1b", 2),
-    "zb_v unequal": job("zb_v", UNEQUAL),
-    "1f1b unequal": job("1f1b", UNEQUAL, model=LLAMA),
-    "tensor": job("1f1b", 4, (2, 2, 1)),
-    "sequence parallel": job("zb_v", 4, (2, 2, 1), model=LLAMA, sequence_parallel=True),
-    "data": job("zb_h1", 2, (2, 1, 2)),
-    "full": job("1f1b", 4, recompute="full"),
-    "full split": job("zb_v", UNEQUAL, model=LLAMA, recompute="full"),
-    "selective": job("bitpipe_zb", 4, model=QWEN3, recompute="selective"),
-    "window": job("zb_v", UNEQUAL, model=LLAMA, sliding_window=5),
-    "packed": job("zb_v", UNEQUAL, model=LLAMA, **PACKED),
-    "packed learned": job("1f1b", 4, recompute="full", **PACKED),
-    "packed sequence parallel": job("1f1b", 4, (2, 2, 1), sequence_parallel=True, **PACKED),
-    "hidden dropout": job("zb_h1", UNEQUAL, hidden_dropout=0.1),
-    "hidden dropout full": job("1f1b", 4, hidden_dropout=0.1, recompute="full"),
+    "1f1b": sliced("1f1b"),
+    "zb_v unequal": sliced("zb_v", UNEQUAL),
+    "data": sliced("zb_h1", 2, (2, 1, 2)),
+    "full split": sliced("zb_v", UNEQUAL, model=LLAMA, recompute="full"),
 }
 
 
-ALWAYS = [
-    name
-    for name in JOBS
-    if name not in ("gpipe", "zb_v", "1f1b", "1f1b 2", "full", "hidden dropout full", "sequence parallel")
-    if name not in ("zb_h1", "bitpipe_zb", "tensor", "data", "packed")  # other jobs contain them
-]
-
-
-@pytest.mark.parametrize("name", select([*JOBS], ALWAYS))
-def test_trains_as_one_process(ranks: Ranks, name: str) -> None:
-    sliced = JOBS[name]
-    results = ranks(sliced.world_size).run(train, sliced, True, timeout_s=180)
-    assert_equal(results, reference(sliced))
-
-
-def train_in_fp64(rank: int, sliced: Job) -> dict[str, Any]:
-    torch.set_default_dtype(torch.float64)
-    try:
-        return train(rank, sliced)
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-MODELS = {"gpt": MODEL, "llama": LLAMA, "qwen3": QWEN3}
-SIZES = {"pipeline": (4, 1, 1), "tensor": (2, 2, 1), "sequence": (2, 2, 1), "data": (2, 1, 2)}
-RECOMPUTATIONS = ("none", "selective", "full")
-FACTORS = [
-    case
-    for case in product(
-        SCHEDULES, ("2", "4", "unequal"), MODELS, SIZES, RECOMPUTATIONS, ("", "packed"), ("", "dropout")
-    )
-    if case[3] != "sequence" or not case[6]  # its hidden dropout depends on the slices
-]
-
-random.Random(0).shuffle(FACTORS)  # or most cases would have the first values of several factors
-
-
-def job_of(case: Sequence[str]) -> Job:
-    schedule, slices, model, sizes, recompute, packed, dropout = case
-    changes: dict[str, Any] = {"recompute": recompute, **(PACKED if packed else {})}
-    changes |= {"sequence_parallel": sizes == "sequence", "hidden_dropout": 0.1 if dropout else 0.0}
-    lengths = (4, 6, 2, 4) if slices == "unequal" else int(slices)
-    return job(schedule, lengths, SIZES[sizes], model=MODELS[model], steps=3, **changes)
-
-
-CASES = [
-    ("zb_h1", "unequal", "qwen3", "data", "selective", "packed", ""),
-    ("gpipe", "4", "llama", "sequence", "full", "", ""),
-    ("bitpipe_zb", "2", "gpt", "tensor", "none", "packed", "dropout"),
-]
-
-
-@pytest.mark.parametrize("case", cover(FACTORS, 2) if EVERYTHING else CASES, ids="-".join)
-def test_numbers_in_fp64_are_those_of_whole_sequences(ranks: Ranks, case: tuple[str, ...]) -> None:
-    sliced = job_of(case)
-    pool = ranks(sliced.world_size)
-    whole = pool.run(train_in_fp64, dataclasses.replace(sliced, slices=1), timeout_s=180)
-    for expected, found in zip(whole, pool.run(train_in_fp64, sliced, timeout_s=180), strict=True):
-        assert found["losses"] == pytest.approx(expected["losses"], rel=2e-7)  # which are fp32
-        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-10)
-        for key, weight in expected["weights"].items():
-            assert weight.dtype == torch.float64
-            worst = (found["weights"][key] - weight).abs().max() / weight.abs().max().clamp(min=1e-3)
-            assert worst <= 1e-10, key
-
-
-def train_twice(rank: int, sliced: Job, section: dict[str, Any]) -> list[list[float]]:
+def train_twice(rank: int, job: Job, section: dict[str, Any]) -> list[list[float]]:
     found = []
-    for slices in (1, sliced.slices):
-        run = dataclasses.replace(sliced, slices=slices, deepspeed=section)
+    for slices in (1, job.slices):
+        run = dataclasses.replace(job, slices=slices, deepspeed=section)
         found.append(train(rank, run)["losses"])
     return found
 
@@ -155,15 +46,15 @@ def test_bf16_and_zero(ranks: Ranks, name: str) -> None:
         "zero_optimization": {"stage": 1},
         "zero_allow_untested_optimizer": True,
     }
-    for whole, sliced in ranks(JOBS[name].world_size).run(train_twice, JOBS[name], section, timeout_s=180):
-        assert sliced == pytest.approx(whole, rel=2e-3)
+    for whole, in_slices in ranks(JOBS[name].world_size).run(train_twice, JOBS[name], section, timeout_s=180):
+        assert in_slices == pytest.approx(whole, rel=2e-3)
 
 
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 def test_attention_dropout_does_not_depend_on_the_schedule(ranks: Ranks) -> None:
-    runs = [job("1f1b", 4, **DROPOUT), job("zb_v", 4, recompute="full", **DROPOUT)]
+    runs = [sliced("1f1b", 4, **DROPOUT), sliced("zb_v", 4, recompute="full", **DROPOUT)]
     first, second = (ranks(4).run(train, run, timeout_s=180)[0]["losses"] for run in runs)
     assert second == pytest.approx(first, rel=1e-5)
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ds_ext.engine.recovery import slots
 from ds_ext.engine.state import RankState
-from tests.distributed.test_slices import LLAMA, OPTIONS, UNEQUAL
-from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, digest, weights
+from tests.engine_runs import LLAMA, UNEQUAL, Job, StepBatches, batches_of, build, digest, sliced, weights
 from tests.ranks import Ranks
 from tests.selection import select
 
@@ -25,9 +24,7 @@ Run = tuple[list[float], str, dict[str, Tensor]]  # losses, hash of the weights,
 
 
 def job(schedule: str, slices: Slices, sizes: tuple[int, int, int] = (4, 1, 1), **fields: Any) -> Job:
-    model = dataclasses.replace(fields.pop("model", MODEL), hidden_dropout=0.1)
-    options = OPTIONS.get(schedule, {})
-    return Job(schedule, *sizes, 4, model, steps=STEPS, options=options, slices=slices, **fields)
+    return sliced(schedule, slices, sizes, hidden_dropout=0.1, steps=STEPS, **fields)
 
 
 ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}}
@@ -67,10 +64,10 @@ def runs(rank: int, one: Job, other: Job, folder: str) -> list[Run]:
     engine, tp = build(one)
     RankState(engine).load(tensors, values)
     found.append(go_on(engine, tp, one, AT))
-    for sliced in (one, other):
-        engine, tp = build(sliced)
+    for run in (one, other):
+        engine, tp = build(run)
         engine.load_checkpoint(folder)
-        found.append(go_on(engine, tp, sliced, AT))
+        found.append(go_on(engine, tp, run, AT))
     return found
 
 

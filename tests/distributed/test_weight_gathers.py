@@ -29,6 +29,7 @@ from ds_ext.pipe_schedules.ops import WAIT_STAGE
 from ds_ext.planner import job_plan
 from ds_ext.planner.job_plan import make_job_plan
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, digest, reference, weights
+from tests.one_process import assert_as_one_process
 from tests.precisions import needs
 from tests.ranks import Ranks
 from tests.selection import covering, select
@@ -167,12 +168,7 @@ def test_weights_are_those_of_gathers_within_the_step(ranks: Ranks, schedule: st
 def test_weights_are_those_of_one_process(ranks: Ranks, schedule: str) -> None:
     """The model of the tests ties its embedding to the head."""
     job = replace(make_job(schedule, "fp32"), deepspeed=SGD)
-    expected = reference(job)
-    for result in ranks(job.world_size).run(run, job, timeout_s=120):
-        assert result["losses"] == pytest.approx(expected.losses, rel=1e-5)
-        for name, weight in result["weights"].items():
-            full = expected.parameters[name]
-            torch.testing.assert_close(weight[: len(full)], full, rtol=1e-4, atol=1e-5)
+    assert_as_one_process(ranks(job.world_size).run(run, job, timeout_s=120), reference(job))
 
 
 def first_norm(rank: int, job: Job) -> float:

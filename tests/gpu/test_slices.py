@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from ds_ext.tensor_parallel import attend_slice, slice_attention
-from tests.distributed.test_slices import LLAMA, UNEQUAL, job
+from tests.engine_runs import LLAMA, UNEQUAL, sliced
 from tests.gpu.ranks import gpu_ranks, needs_gpu, train_on_gpu
 from tests.gpu.test_precision import BF16
 
@@ -58,13 +58,13 @@ def test_attention_is_that_of_the_whole_sequence(
 @pytest.mark.parametrize("section", [{}, BF16], ids=["fp32", "bf16"])
 def test_slices_train_as_whole_sequences(section: dict[str, Any]) -> None:
     jobs = [
-        job("1f1b", 4, (2, 1, 1), model=LLAMA, recompute="full", steps=5, deepspeed=section),
-        job("zb_v", UNEQUAL, (2, 1, 1), steps=5, deepspeed=section),
+        sliced("1f1b", 4, (2, 1, 1), model=LLAMA, recompute="full", steps=5, deepspeed=section),
+        sliced("zb_v", UNEQUAL, (2, 1, 1), steps=5, deepspeed=section),
     ]
     with gpu_ranks(2) as ranks:
-        for sliced in jobs:
-            whole = dataclasses.replace(sliced, slices=1)
-            expected, found = (ranks.run(train_on_gpu, one, timeout_s=180)[0] for one in (whole, sliced))
+        for job in jobs:
+            whole = dataclasses.replace(job, slices=1)
+            expected, found = (ranks.run(train_on_gpu, one, timeout_s=180)[0] for one in (whole, job))
             limit = 2e-2 if section else 1e-5
             assert found["losses"] == pytest.approx(expected["losses"], rel=limit)
             assert found["norms"] == pytest.approx(expected["norms"], rel=10 * limit)
