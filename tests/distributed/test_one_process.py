@@ -161,7 +161,7 @@ def rank_orders() -> Rows:
 
 
 def dpp() -> Rows:
-    everything = product(
+    everything: Iterator[tuple[str, str, str]] = product(
         ("linear", "interleaved", "v", "bidirectional_v"), ("breadth", "depth", "group"), ("whole", "split")
     )
     few = [
@@ -241,7 +241,7 @@ def slices_in_fp64() -> Rows:
 
 
 def shuffled_slices() -> list[Sequence[str]]:
-    cases = [
+    cases: list[Sequence[str]] = [
         case
         for case in product(
             *(SLICED_SCHEDULES, ("2", "4", "unequal"), MODELS, SIZES, ("none", "selective", "full")),

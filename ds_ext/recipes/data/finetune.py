@@ -86,7 +86,8 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list
         notes.append(f"fp32, because {stored} is slow without a GPU here. With GPUs, add {_enabled(stored)}")
     if config.get("output_router_logits"):
         notes.append(
-            f"output_router_logits is true in {model / 'config.json'}, which training refuses: set it to false"
+            f"output_router_logits is true in {model / 'config.json'}, which training refuses. First set it to "
+            "false in a copy of the folder, and name the copy as hf_model in the JSON"
         )
     return commands, "\n".join(f"note: {note}" for note in notes)
 
