@@ -161,10 +161,10 @@ def rank_orders() -> Rows:
 
 
 def dpp() -> Rows:
-    everything: Iterator[tuple[str, str, str]] = product(
+    everything = product(
         ("linear", "interleaved", "v", "bidirectional_v"), ("breadth", "depth", "group"), ("whole", "split")
     )
-    few = [
+    few: list[Any] = [
         ("linear", "breadth", "whole"),
         ("linear", "group", "split"),
         ("interleaved", "group", "whole"),
