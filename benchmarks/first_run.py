@@ -65,7 +65,8 @@ def main() -> int:
         with open(log, "w", encoding="utf-8") if quiet else nullcontext() as output:
             code = subprocess.run(words, env=environment, stdout=output, stderr=output).returncode
         if code:
-            print(log.read_text(encoding="utf-8") if quiet else "", flush=True)
+            if quiet:
+                print(log.read_text(encoding="utf-8"), flush=True)
             sys.exit(code)
         return [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()][WARM_UP:]
 

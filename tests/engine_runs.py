@@ -171,6 +171,16 @@ def batches_of(job: Job) -> list[list[Any]]:
     return batches
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def reference(job: Job, tp: TensorParallel | None = None, evaluated: bool = False) -> ReferenceRun:
     """Return the result of ``job`` in one plain process, or in the ranks of ``tp``, with the optimizer of its JSON.
 
@@ -273,16 +283,6 @@ def train(rank: int, job: Job, evaluate: bool = False, watch: Watch | None = Non
     """
     with default_dtype(job.dtype):
         return _train(job, evaluate, watch)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _train(job: Job, evaluate: bool, watch: Watch | None) -> dict[str, Any]:

@@ -79,9 +79,8 @@ def random_batches(
         tokens_BS, labels_BS = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
         if not config.packed:
             return tokens_BS, labels_BS
-        first_BS = (
-            torch.rand(tokens_BS.shape, generator=generator, dtype=torch.float32) < 0.2
-        )  # of its document
+        # Of its document. The numbers do not depend on the default dtype.
+        first_BS = torch.rand(tokens_BS.shape, generator=generator, dtype=torch.float32) < 0.2
         starts_BS = (first_BS * torch.arange(config.seq_length)).cummax(1).values
         return (tokens_BS, starts_BS), labels_BS
 

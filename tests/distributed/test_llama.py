@@ -1,8 +1,4 @@
-"""Models of the Llama family train as in one plain process, with every schedule and every way to split a layer.
-
-Here runs a selection in which every two values of two factors meet; ``make test-all`` runs the whole product. All
-jobs of the matrix have at most four ranks.
-"""
+"""Checkpoints and deferred gradients of models of the Llama family."""
 
 from __future__ import annotations
 

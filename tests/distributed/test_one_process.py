@@ -388,6 +388,6 @@ def test_trains_and_evaluates_as_one_process(ranks: Ranks, job: Job) -> None:
     results = assert_trains_as_one_process(ranks, job, evaluate=True)
     if not job.model.hidden_dropout:
         expected = reference(job, evaluated=True).losses[-1]
-        assert [result["evaluated"] for result in results] == pytest.approx(
-            [expected] * len(results), rel=1e-6
-        )
+        tolerance = 1e-7 if job.dtype == torch.float64 else 1e-6  # losses are fp32
+        found = [result["evaluated"] for result in results]
+        assert found == pytest.approx([expected] * len(results), rel=tolerance)

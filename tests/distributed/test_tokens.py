@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -29,6 +28,7 @@ from ds_ext.tensor_parallel import (
 )
 from tests.bert_runs import BertChain, random_bert_batches
 from tests.decoder_models import random_decoder
+from tests.engine_runs import default_dtype
 from tests.losses import share, step_counts
 from tests.plans import placement_of
 from tests.precisions import needs
@@ -105,16 +105,6 @@ class WithoutCounts:
 
     def __call__(self, outputs: Any, labels: Any) -> Any:
         return self._loss_fn(outputs, labels)
-
-
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def run(rank: int, jobs: Sequence[Job]) -> list[dict[str, Any]]:
