@@ -80,9 +80,8 @@ def main() -> int:
     engine, *_ = ds_ext.initialize(model=model, model_parameters=weight_decay_groups(model))
     builder.load(engine)
     meta = read_meta(args.data_path) or {}
-    is_pretraining = not args.hf_model and "loss_mask" not in meta
     floor = None
-    if is_pretraining and "unigram_entropy_nats" in meta:
+    if "unigram_entropy_nats" in meta:
         floor = ("unigram entropy", meta["unigram_entropy_nats"])
     tokenizer, epoch = meta.get("tokenizer_fingerprint"), samples_per_epoch(train.dataset)
     sizes = replace(config, seq_length=round(mean_tokens(train.dataset)) or config.seq_length)

@@ -44,6 +44,7 @@ _SHOWN, _BOUNDS = 10, 3  # rows of the table, and bounds of sizes that are not p
 _LEAST_WITH, _LEAST_WITHOUT = 0.02, 5e-4  # saving of a head in parts, or without them, that is worth a line
 _WARMUP, _LEAST_RATE = 0.01, 3e-5  # share of the steps, and their last learning rate
 _PATIENCE_S = 2.0  # before the progress is shown
+_INTERVAL_S = 10.0  # between its lines, without a terminal
 # Usual values for GPT; replace them for a real run. torch's fused Adam needs no compiler and no temporary tensors.
 _ADAM: dict[str, Any] = {
     "lr": 3e-4,
@@ -232,15 +233,21 @@ def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | No
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of a long planning run on a terminal, and erase it at the end."""
-    start_s = time.monotonic()
-    is_shown = False
+    """Show the progress of a long planning run: in one line of a terminal, which goes at the end, or now and then."""
+    next_s = time.monotonic() + _PATIENCE_S
+    is_shown, on_terminal = False, sys.stderr.isatty()
 
     def show(count: int, total: int) -> None:
-        nonlocal is_shown
-        if sys.stderr.isatty() and time.monotonic() - start_s > _PATIENCE_S:
+        nonlocal is_shown, next_s
+        if time.monotonic() < next_s:
+            return
+        text = f"plan: {count} of {total} sizes"
+        if on_terminal:
             is_shown = True
-            print(f"\rplan: {count} of {total} sizes", end="", file=sys.stderr, flush=True)
+            print(f"\r{text}", end="", file=sys.stderr, flush=True)
+        else:
+            next_s = time.monotonic() + _INTERVAL_S
+            print(text, file=sys.stderr, flush=True)
 
     try:
         yield show
@@ -385,7 +392,10 @@ def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, An
         most = 1 + STEP_TIME_ERROR
         late = f" ({days - args.days:,.1f} more than --days)" if days > (args.days or math.inf) else ""
         reason = (
-            f", on {run['devices']} devices, the fewest for --days {args.days:g}" if not args.devices else ""
+            f", on {run['devices']} devices, the fewest for --days {args.days:g} with "
+            f"--global-batch-size {args.global_batch_size}"
+            if not args.devices
+            else ""
         )
         yield (
             f"  {args.tokens:g} tokens: {days:,.1f} days{late}, up to {most * days:,.1f} with steps "

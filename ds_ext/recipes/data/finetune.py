@@ -39,11 +39,18 @@ def seq_length_of(meta: Mapping[str, Any], model: Mapping[str, Any]) -> int:
     return min([length, *(limit for limit in limits if isinstance(limit, int))])
 
 
-def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list[str], str]:
+def checkpoints_of(output: Path) -> str:
+    """Return a folder for the checkpoints of the jobs on a folder of data, another one for each folder."""
+    return str(Path("checkpoints", *(part for part in output.parts if part not in ("/", "..", "data"))))
+
+
+def write_jobs(
+    model: Path, output: Path, meta: Mapping[str, Any], epochs: float | None = None
+) -> tuple[list[str], str]:
     """Write the JSON of each job into the folder of the data, and return the command of each, and notes or "".
 
     ``finetune.json`` trains all weights. ``lora.json``, for chat data, trains adapters. A folder without weights of a
-    decoder has no jobs.
+    decoder has no jobs. ``epochs`` is 3 for chats and 1 for text by default.
     """
     if not (model / "config.json").is_file() or not any(model.glob("*.safetensors")):
         return [], ""
@@ -59,7 +66,7 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list
     is_fast = host_gpus() > 0 or (stored == "bf16" and has_bf16_instructions())
     section = stored if is_fast else None
     devices, schedule = _pipeline(config, host_devices())
-    save = f"checkpoints/{output.name}"
+    save = checkpoints_of(output)
     common = {"hf_model": str(model), "data_path": str(output), "seq_length": length}
     jobs: dict[str, tuple[bool, float, dict[str, Any]]] = {FULL: (is_own, FULL_RATE, {"save": save})}
     if is_chat:
@@ -67,7 +74,7 @@ def write_jobs(model: Path, output: Path, meta: Mapping[str, Any]) -> tuple[list
     commands = []
     for name, (packs, rate, keys) in jobs.items():
         samples, valid = _samples(output, is_chat, length, packs)
-        steps = math.ceil(samples * (EPOCHS_OF_CHAT if is_chat else EPOCHS_OF_TEXT) / BATCH)
+        steps = math.ceil(samples * (epochs or (EPOCHS_OF_CHAT if is_chat else EPOCHS_OF_TEXT)) / BATCH)
         train = {
             **common,
             "train_iters": steps,

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ...environment import package_version
 from ...errors import ConfigError
 from ...model.data_layout import DATA_NAME, LOSS_MASK_NAME, META_NAME, TOKENIZER_NAMES
-from .finetune import seq_length_of, write_jobs
+from .finetune import checkpoints_of, seq_length_of, write_jobs
 from .sources import Source, open_source, row_files, source_details
 from .tokenizer import flagged_tokenizer, train_bpe, train_sentencepiece
 from .tokenizer_base import Tokenizer
@@ -111,6 +111,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="encode special tokens in the text, such as <|im_end|>, as their ids and not as plain text; chat: always",
     )
+    parser.add_argument(
+        "--epochs",
+        type=float,
+        metavar="N",
+        help="epochs of the fine-tuning JSONs for the folder of a model (default: 3 for chats, 1 for text)",
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="threads that tokenize (default: all cores)")
     for name, always in (
         ("--append-eod", "documents of GPT end with a token"),
@@ -129,6 +135,8 @@ def run(args: argparse.Namespace) -> int:
             f"--vocab-file and --merge-file: both are needed (got only {args.vocab_file or args.merge_file}). Pass "
             "both, or BERT's vocab.txt with --tokenizer."
         )
+    if args.epochs is not None and not args.epochs > 0:
+        raise ConfigError(f"--epochs: must be greater than 0 (got {args.epochs:g}).")
     tokenizer = flagged_tokenizer(args)
     template = _load_template(args, tokenizer)
     is_bert = isinstance(tokenizer, WordPieceTokenizer) or (
@@ -147,12 +155,12 @@ def run(args: argparse.Namespace) -> int:
     words = ["deepspeed", "--num_gpus", "4", *(NEXT_BERT if is_bert else NEXT_GPT)]
     if template is not None:
         words += ["--seq-length", str(seq_length_of(meta, {}))]
-    words += ["--data-path", str(output), "--save", f"checkpoints/{output.name}"]
+    words += ["--data-path", str(output), "--save", checkpoints_of(output)]
     if not split_documents(meta["documents"], parse_split(DEFAULT_SPLIT))[1]:
         words += ["--eval-iters", "0"]
     commands, note = [], ""
     if args.tokenizer and not is_bert:
-        commands, note = write_jobs(Path(args.tokenizer), output, meta)
+        commands, note = write_jobs(Path(args.tokenizer), output, meta, args.epochs)
     if note:
         print(note)
     if commands:

@@ -333,16 +333,8 @@ class Trainer:
             lost = "" if self.args.save else " Nothing is saved: --save DIR is missing."
             when, lost = ("", lost) if loss is not None else (" before another step", " Nothing to save.")
             say(f"step {step}: stopped{when}, because {self.stopped}.{lost}")
-        elif self.floor is not None and loss is not None:
-            name, floor = self.floor
-            kind = "final"
-            if self.validation_loss is not None:
-                kind, loss = "validation", self.validation_loss
-            verdict = "below" if loss < floor else "not below"
-            say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {floor:.4f} nats")
-        elif self.lowest is not None and self.lowest[1] < step:
-            lowest, best = self.lowest
-            say(f"validation loss {self.validation_loss:.4f}; the lowest was {lowest:.4f} after step {best}")
+        elif loss is not None:
+            self._report_loss(step, loss)
         self.metrics.print_summary()
         lines = []
         if self.args.save:
@@ -359,6 +351,22 @@ class Trainer:
                 lines.append(f"{name:<20}{_verb('convert', *words)}")
         lines.append(f"show the timetable  {_verb('show', *self._show_arguments())}")
         say("next: " + "\n      ".join(lines))
+
+    def _report_loss(self, step: int, loss: float) -> None:
+        """Compare the loss with that of a model that knows only how often a token occurs.
+
+        A pretrained model is below it from the start, so that only the opposite tells something.
+        """
+        kind = "final"
+        if self.validation_loss is not None:
+            kind, loss = "validation", self.validation_loss
+        name, floor = self.floor or ("", math.inf)
+        if self.floor and (loss >= floor or not getattr(self.args, "hf_model", None)):
+            verdict = "below" if loss < floor else "not below"
+            say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {floor:.4f} nats")
+        elif self.lowest is not None and self.lowest[1] < step:
+            lowest, best = self.lowest
+            say(f"{kind} loss {loss:.4f}; the lowest was {lowest:.4f} after step {best}")
 
     def next_command(self) -> str:
         last = last_checkpoint(self.args.save, self.args.load)

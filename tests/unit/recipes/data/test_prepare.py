@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import shlex
 import subprocess
@@ -134,6 +135,21 @@ def test_the_next_command_trains_the_model_of_the_tokenizer(
     epoch = samples_per_epoch(datasets[0])
     assert epoch is not None
     assert 0 <= train["train_iters"] * job["train_batch_size"] - epoch < job["train_batch_size"]
+    run("--source", source, "--output", output, "--tokenizer", model, "--epochs", 2.5)
+    job = json.loads((output / "finetune.json").read_text())
+    steps = job["ds_ext"]["train"]["train_iters"]
+    assert steps == math.ceil(2.5 * epoch / job["train_batch_size"]) > train["train_iters"]
+    assert job["scheduler"]["params"]["total_num_steps"] == steps
+    assert job["ds_ext"]["train"]["eval_interval"] == train["eval_interval"]
+    with pytest.raises(ConfigError, match="--epochs"):
+        run("--source", source, "--output", output, "--tokenizer", model, "--epochs", 0)
+
+
+def test_each_folder_of_data_has_its_own_checkpoints() -> None:
+    outputs = ("data/a/chat", "data/chat", "data/b/chat", "/tmp/a/chat", "../a/c")
+    folders = [finetune.checkpoints_of(Path(output)) for output in outputs]
+    assert folders[1] == "checkpoints/chat"
+    assert len(set(folders)) == len(folders) and not any("/data/" in folder for folder in folders)
 
 
 @pytest.mark.parametrize(
