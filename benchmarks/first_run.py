@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--ranks", type=int, help="default: as many as GPUs or cores, at most 4")
     parser.add_argument("--port", default="29500")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of the comparison (default: {STEPS})")
     args = parser.parse_args()
     job = json.loads(args.config.read_text(encoding="utf-8"))
     gpus, cores = torch.cuda.device_count(), int(usable_cores())
@@ -75,12 +76,12 @@ def main() -> int:
     if schedule == BASELINE:
         return 0
     print(
-        f"\nThe first {STEPS} steps with {BASELINE}, with {schedule}, and with {BASELINE} again:", flush=True
+        f"\nThe first {args.steps} steps with {BASELINE}, with {schedule}, and with {BASELINE} again:", flush=True
     )
     rows: dict[str, list[dict[str, Any]]] = {BASELINE: [], schedule: []}
     for name in (BASELINE, schedule, BASELINE):  # a host that slows down meanwhile slows both
-        flags = ("--train-iters", str(STEPS), "--eval-iters", "0")
-        rows[name] += run(f"{name}_{STEPS}", compared(job, name), *flags, quiet=True)
+        flags = ("--train-iters", str(args.steps), "--eval-iters", "0")
+        rows[name] += run(f"{name}_{args.steps}", compared(job, name), *flags, quiet=True)
     shares_cores = gpus < ranks and ranks > cores
     print("\n" + "\n".join(comparison(rows, schedule, shares_cores)), flush=True)
     if shares_cores:

@@ -151,14 +151,14 @@ def test_a_job_has_the_numbers_of_one_process(ranks: Ranks, seed: int) -> None:
     assert outcome.kind in (SAME, REFUSED), (job, outcome.lines)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", select([*SCRIPTS], [*SCRIPTS][::2]))
 def test_a_script_has_the_numbers_of_one_process(ranks: Ranks, name: str) -> None:
     action, options = SCRIPTS[name]
     outcome = run(dataclasses.replace(SCRIPTED, script=(action,), **options), ranks)
     assert outcome.kind in (SAME, REFUSED), outcome
 
 
-@pytest.mark.parametrize("name", HABITUAL)
+@pytest.mark.parametrize("name", select([*HABITUAL], [*HABITUAL][::2]))
 def test_a_habit_has_the_numbers_of_one_process(ranks: Ranks, name: str) -> None:
     outcome = run(dataclasses.replace(SCRIPTED, **HABITUAL[name]), ranks)
     assert outcome.kind in (SAME, REFUSED), outcome

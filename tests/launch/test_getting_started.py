@@ -75,7 +75,7 @@ def short_config(folder: Path) -> Path:
 def test_make_train_prints_the_numbers_of_the_page(checkout: Path, free_port: Callable[[], int]) -> None:
     """Compare the lines up to step 10, and the table."""
     words = [sys.executable, "-m", "benchmarks.first_run", short_config(checkout).name]
-    with Job([*words, "--ranks", "2", "--port", str(free_port())], checkout) as job:
+    with Job([*words, "--ranks", "2", "--port", str(free_port()), "--steps", "4"], checkout) as job:
         assert job.wait(600) == 0, job.text
     first, _, table = (part.splitlines() for part in job.text.partition("\nThe first "))
     shown = code_lines("What it prints")
