@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...errors import ConfigError
 from .chat.dataset import ChatDataset
 from .datasets import BlendedDataset, Epoch, EpochDataset, build_datasets
-from .indexed import IndexedTokens
+from .indexed import IndexedTokens, require_windows
 from .meta import loss_mask_prefix
 from .packing import DocumentOptions, Sample
 
@@ -50,12 +50,8 @@ class GPTDataset(EpochDataset[Sample]):
         self.mean_tokens = seq_length
         self.num_tokens = int(self._lengths.sum())
         self.samples_per_epoch = max(0, self.num_tokens - 1) // seq_length
-        if num_samples > 0 and self.samples_per_epoch == 0:
-            raise ConfigError(
-                f"--split: the {name} split of {indexed.prefix} is too small for one sample (got {self.num_tokens} "
-                f"tokens in {len(documents)} documents, needs {seq_length + 1} tokens). Increase its share, or "
-                f"prepare more text{', or set --eval-iters 0' * (name == 'valid')}."
-            )
+        if num_samples > 0:
+            require_windows(name, indexed, documents, seq_length)
 
     def _sample(self, index: int) -> Sample:
         """Return (tokens_S, labels_S) or ((tokens_S, starts_S), labels_S), int64."""

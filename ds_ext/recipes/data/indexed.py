@@ -142,6 +142,18 @@ def require_files(prefix: Path) -> None:
             raise ConfigError(f"--data-path: no data file {path}. Run `{PREPARE_COMMAND} {prefix.parent}`.")
 
 
+def require_windows(name: str, indexed: IndexedTokens, documents: range, seq_length: int) -> None:
+    """Raise ConfigError if the split ``name`` has too few tokens for one sample."""
+    starts = indexed.document_starts
+    tokens = int(starts[documents.stop] - starts[documents.start])
+    if tokens <= seq_length:
+        raise ConfigError(
+            f"--split: the {name} split of {indexed.prefix} is too small for one sample (got {tokens} tokens in "
+            f"{len(documents)} of {indexed.num_documents} documents, needs {seq_length + 1} tokens). Increase its "
+            f"share, or prepare more text{', or set --eval-iters 0' * (name == 'valid')}."
+        )
+
+
 def _read_index(path: Path) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64]]:
     """Return token dtype, sequence lengths and document boundaries of an ``.idx`` file."""
     num_bytes = path.stat().st_size

@@ -13,8 +13,9 @@ from ...config.deepspeed_json import require_monitors, value_at
 from ...environment import rank
 from ...errors import CheckpointError, ConfigError, Problems
 from ...model.field_flags import flag_name
-from ..data.blend import parse_data_path, parse_split
-from ..data.indexed import require_files
+from ..data.blend import parse_data_path, parse_split, split_documents
+from ..data.indexed import IndexedTokens, require_files, require_windows
+from ..data.meta import read_meta
 from .megatron_flags import GPT2_FILES, JSON_FILE, MODEL_FILE, TOKENIZER_TYPES
 from .script_flags import script_flags
 
@@ -39,7 +40,7 @@ def check_job(args: argparse.Namespace, config: Mapping[str, Any] | None, proble
         if flag.least is not None and (value := getattr(args, flag.key)) < flag.least:
             problems.add(f"{flag_name(flag.key)}: must be at least {flag.least} (got {value}).")
     with problems.collect():
-        parse_split(args.split)
+        _check_split(args, parse_split(args.split))
     if args.peak_tflops is not None and not 0 < args.peak_tflops < math.inf:
         problems.add(f"--peak-tflops: must be greater than 0 and finite (got {args.peak_tflops:g}).")
     if args.save_interval and not args.save:
@@ -81,6 +82,17 @@ def _check_files(args: argparse.Namespace, problems: Problems, missing: Problems
         lines = (line for error in missing.errors for line in str(error).splitlines())
         flags = ", ".join(line.partition(":")[0] for line in lines)
         args.notes.append(f"missing   {flags}: a run needs them")
+
+
+def _check_split(args: argparse.Namespace, shares: tuple[float, float, float]) -> None:
+    """Raise ConfigError for prepared text with a split without a sample. Other data is checked when it is loaded."""
+    meta = read_meta(args.data_path) if args.data_path else None
+    if meta is not None and not {"sentences", "loss_mask"} & meta.keys():
+        (prefix, *others) = parse_data_path(args.data_path)[1]
+        used = zip(("train", "valid"), split_documents(meta.get("documents", 0), shares), (1, args.eval_iters))
+        for name, documents, samples in () if others else used:
+            if samples:
+                require_windows(name, IndexedTokens(prefix), documents, args.seq_length)
 
 
 def set_up_outputs(args: argparse.Namespace, config: Mapping[str, Any]) -> None:

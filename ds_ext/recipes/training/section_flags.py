@@ -80,6 +80,11 @@ def _chunks(args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[s
     if devices == 1:
         raise ConfigError(f"{flag}: needs --pipeline-model-parallel-size of 2 or more (got {got}).")
     schedule = value_at(config, "ds_ext.schedule")
+    options = value_at(config, "ds_ext.schedule_options") or {}
+    if schedule not in (None, AUTO) and "chunks" not in named_schedule(schedule).options:
+        placement = named_schedule(schedule).placement(devices, options)
+        if placement.stages == chunks * devices:
+            return  # the schedule has these stages by itself
     if schedule == AUTO or schedule is None or "chunks" not in named_schedule(schedule).options:
         yield "ds_ext.schedule", "interleaved", f"{flag} {got}"
     yield "ds_ext.schedule_options.chunks", chunks, f"{flag} {got}"

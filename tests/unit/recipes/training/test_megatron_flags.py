@@ -256,6 +256,9 @@ def test_stages_per_device() -> None:
         assert section(*flags) == {"pipeline_parallel_size": 4}
     dpp = section("--use-dpp", stages, "2")
     assert (dpp["schedule"], dpp["schedule_options"]) == ("dpp", {"chunks": 2})
+    # These have two stages per device by themselves.
+    assert section("--schedule", "zb_v", stages, "2") == section("--schedule", "zb_v")
+    assert section("--enable-bitpipe-schedule", layers, "4") == section("--enable-bitpipe-schedule")
     pipeline = ["--pipeline-model-parallel-size", "4"]
     for words, flag in (
         (["--num-layers", "32", *pipeline, layers, "3"], layers),

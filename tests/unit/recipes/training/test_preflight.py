@@ -112,6 +112,25 @@ def test_a_refused_job_creates_no_folders(
 REMOVED = "elasticity amp eigenvalue sparse_attention sparse_gradients graph_harvesting quantize_training"
 
 
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [(("--split", "90,10,0"), ["--split"]), (("--split", "50,50,0"), []), (("--eval-iters", "0"), [])],
+)
+def test_a_split_without_a_sample_is_named_beside_other_problems(
+    flags: tuple[str, ...], found: list[str], planned: Any, tmp_path: Path
+) -> None:
+    writer = IndexedWriter(tmp_path / DATA_NAME, np.uint16)
+    for _ in range(4):
+        writer.add_document(np.arange(100), [100])
+    writer.close()
+    meta = {"documents": 4, "vocab_size": 128}
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    words = ("--data-path", str(tmp_path), "--seq-length", "128", "--save-interval", "-1", *flags)
+    with pytest.raises(ConfigError) as error:
+        planned("1f1b", {}, *words)
+    assert [line.partition(":")[0] for line in str(error.value).splitlines()] == ["--save-interval", *found]
+
+
 @pytest.mark.parametrize("key", [*REMOVED.split(), "compression_training"])
 def test_keys_without_support_in_deepspeed(planned: Any, key: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{key}: .*\(got \{{'enabled': True\}}\)"):
