@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,14 @@ from .states import MASTER
 
 # (shard, start, numel) -> elements of a flattened tensor-parallel shard of the checkpoint
 _ReadShard = Callable[[int, int, int], Tensor]
+
+
+class _Shard(NamedTuple):
+    """Shard to read of the parameter ``name``; ``number`` is 0 without a sharded dimension."""
+
+    name: str
+    shape: Shape
+    number: int
 
 
 class CheckpointReader:
@@ -37,28 +46,41 @@ class CheckpointReader:
 
     def weight(self, local: LocalParameter, start: int, numel: int) -> Tensor:
         """Return elements of this rank's flattened shard of a weight, from the master weights if present."""
-        record = self._parameters[local.name]
-        if MASTER in record["states"]:
-            return self.state(local, MASTER, start, numel)
+        return self._weight(self._shard(local), start, numel)
 
-        def read(shard: int, first: int, count: int) -> Tensor:
-            layer = self._layer(record["layer"], shard, self._shards(record))
-            return layer[record["key"]].view(-1)[first : first + count]
-
-        return self._part(local, read, start, numel)
+    def full_weight(self, name: str) -> Tensor:
+        """Return a weight joined from the shards of all ranks, without padding."""
+        shape = tuple(self._parameters[name]["shape"])
+        return self._weight(_Shard(name, Shape(shape, shape, None), 0), 0, math.prod(shape)).view(shape)
 
     def states(self, local: LocalParameter, start: int, numel: int) -> dict[str, Tensor]:
         keys = [key for key in self._parameters[local.name]["states"] if key != MASTER]
-        return {key: self.state(local, key, start, numel) for key in keys}
+        return {key: self._state(self._shard(local), key, start, numel) for key in keys}
 
-    def state(self, local: LocalParameter, key: str, start: int, numel: int) -> Tensor:
+    def _shard(self, local: LocalParameter) -> _Shard:
+        is_sharded = local.shape.dim is not None
+        number = local.shard(self._tensor_rank, self._target_ranks) if is_sharded else 0
+        return _Shard(local.name, local.shape, number)
+
+    def _weight(self, target: _Shard, start: int, numel: int) -> Tensor:
+        record = self._parameters[target.name]
+        if MASTER in record["states"]:
+            return self._state(target, MASTER, start, numel)
+
+        def read(shard: int, first: int, count: int) -> Tensor:
+            layer = self._layer(record["layer"], shard, self._num_shards(record))
+            return layer[record["key"]].view(-1)[first : first + count]
+
+        return self._part(target, read, start, numel)
+
+    def _state(self, target: _Shard, key: str, start: int, numel: int) -> Tensor:
         """Return elements of one flattened state, zeros if no rank had the state."""
-        record = self._parameters[local.name]
+        record = self._parameters[target.name]
         fragments, parts = record["fragments"], record.get("parts", 1)
 
         def read(shard: int, first: int, count: int) -> Tensor:
             elements = torch.zeros(count)
-            saved_name = unique_name(record.get("saved_name", local.name), shard // self.tensor_ranks, parts)
+            saved_name = unique_name(record.get("saved_name", target.name), shard // self.tensor_ranks, parts)
             for name, begin, length in fragments[str(shard)]:
                 low, high = max(first, begin), min(first + count, begin + length)
                 if low < high:
@@ -67,7 +89,7 @@ class CheckpointReader:
                     elements[low - first : high - first] = part
             return elements
 
-        return self._part(local, read, start, numel)
+        return self._part(target, read, start, numel)
 
     def other(self, layer: int, key: str, same_size: bool) -> Saved:
         """Return a buffer or an extra state of a layer; None if the checkpoint does not contain it.
@@ -79,19 +101,19 @@ class CheckpointReader:
         exists = layer_file(layer, shard, self.tensor_ranks) in self._files
         return self._layer(layer, shard, self.tensor_ranks).get(key) if exists else None
 
-    def _shards(self, record: Json) -> int:
+    def _num_shards(self, record: Json) -> int:
         return self.tensor_ranks * record.get("parts", 1)
 
-    def _part(self, local: LocalParameter, read: _ReadShard, start: int, numel: int) -> Tensor:
-        """Return elements of this rank's flattened shard, from the shards of the checkpoint."""
-        record, target = self._parameters[local.name], local.shape
+    def _part(self, target: _Shard, read: _ReadShard, start: int, numel: int) -> Tensor:
+        """Return elements of a flattened shard, from the shards of the checkpoint."""
+        record = self._parameters[target.name]
         saved = Shape(tuple(record["shape"]), tuple(record["shard"]), record["dim"])
-        number = 0 if target.dim is None else local.shard(self._tensor_rank, self._target_ranks)
-        if target == saved:
+        if target.shape == saved:
             # The shards are the same: read only these elements.
-            return read(number, start, numel)
-        shards = 1 if saved.dim is None else self._shards(record)
-        return self._reshard(target, number, saved, shards, read).reshape(-1)[start : start + numel]
+            return read(target.number, start, numel)
+        shards = 1 if saved.dim is None else self._num_shards(record)
+        resharded = self._reshard(target.shape, target.number, saved, shards, read)
+        return resharded.reshape(-1)[start : start + numel]
 
     def _reshard(
         self, target: Shape, target_number: int, saved: Shape, shards: int, read: _ReadShard
