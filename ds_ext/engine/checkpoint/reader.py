@@ -15,7 +15,7 @@ from ..parameters import LocalParameter, Shape, unique_name
 from ..types import Json, Saved
 from ..wrappers import plain_names
 from .file import TensorFile, layer_file, read_plain
-from .states import MASTER
+from .optimizer_states import MASTER
 
 # (shard, start, numel) -> elements of a flattened tensor-parallel shard of the checkpoint
 _ReadShard = Callable[[int, int, int], Tensor]

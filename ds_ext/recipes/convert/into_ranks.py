@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...engine import PipelineEngine
 from ...engine.parameters import LocalParameter, Shape
-from ...engine.state import RankState
+from ...engine.rank_state import RankState
 from ...errors import ConfigError
 from ...hf.folder import shape_text
 from ..models.hf import Counterpart
