@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,14 +18,6 @@ from .optimizer_states import MASTER
 
 # (shard, start, numel) -> elements of a flattened tensor-parallel shard of the checkpoint
 _ReadShard = Callable[[int, int, int], Tensor]
-
-
-class _Shard(NamedTuple):
-    """Shard to read of the parameter ``name``; ``number`` is 0 without a sharded dimension."""
-
-    name: str
-    shape: Shape
-    number: int
 
 
 class CheckpointReader:
@@ -46,50 +37,46 @@ class CheckpointReader:
 
     def weight(self, local: LocalParameter, start: int, numel: int) -> Tensor:
         """Return elements of this rank's flattened shard of a weight, from the master weights if present."""
-        return self._weight(self._shard(local), start, numel)
+        return self._part(local, self._weight(local.name), start, numel)
 
     def full_weight(self, name: str) -> Tensor:
         """Return a weight joined from the shards of all ranks, without padding."""
         shape = tuple(self._parameters[name]["shape"])
-        return self._weight(_Shard(name, Shape(shape, shape, None), 0), 0, math.prod(shape)).view(shape)
+        whole, read = Shape(shape, shape, None), self._weight(name)
+        return self._elements(name, whole, 0, read, 0, math.prod(shape)).view(shape)
 
     def states(self, local: LocalParameter, start: int, numel: int) -> dict[str, Tensor]:
         keys = [key for key in self._parameters[local.name]["states"] if key != MASTER]
-        return {key: self._state(self._shard(local), key, start, numel) for key in keys}
+        return {key: self._part(local, self._state(local.name, key), start, numel) for key in keys}
 
-    def _shard(self, local: LocalParameter) -> _Shard:
-        is_sharded = local.shape.dim is not None
-        number = local.shard(self._tensor_rank, self._target_ranks) if is_sharded else 0
-        return _Shard(local.name, local.shape, number)
-
-    def _weight(self, target: _Shard, start: int, numel: int) -> Tensor:
-        record = self._parameters[target.name]
+    def _weight(self, name: str) -> _ReadShard:
+        record = self._parameters[name]
         if MASTER in record["states"]:
-            return self._state(target, MASTER, start, numel)
+            return self._state(name, MASTER)
 
         def read(shard: int, first: int, count: int) -> Tensor:
             layer = self._layer(record["layer"], shard, self._num_shards(record))
             return layer[record["key"]].view(-1)[first : first + count]
 
-        return self._part(target, read, start, numel)
+        return read
 
-    def _state(self, target: _Shard, key: str, start: int, numel: int) -> Tensor:
-        """Return elements of one flattened state, zeros if no rank had the state."""
-        record = self._parameters[target.name]
+    def _state(self, name: str, key: str) -> _ReadShard:
+        """Return the reader of one state, which gives zeros if no rank had the state."""
+        record = self._parameters[name]
         fragments, parts = record["fragments"], record.get("parts", 1)
 
         def read(shard: int, first: int, count: int) -> Tensor:
             elements = torch.zeros(count)
-            saved_name = unique_name(record.get("saved_name", target.name), shard // self.tensor_ranks, parts)
-            for name, begin, length in fragments[str(shard)]:
+            saved_name = unique_name(record.get("saved_name", name), shard // self.tensor_ranks, parts)
+            for file, begin, length in fragments[str(shard)]:
                 low, high = max(first, begin), min(first + count, begin + length)
                 if low < high:
-                    part = self._file(name).read(f"{saved_name}/{key}", low - begin, high - low)
+                    part = self._file(file).read(f"{saved_name}/{key}", low - begin, high - low)
                     elements = elements.to(part.dtype)
                     elements[low - first : high - first] = part
             return elements
 
-        return self._part(target, read, start, numel)
+        return read
 
     def other(self, layer: int, key: str, same_size: bool) -> Saved:
         """Return a buffer or an extra state of a layer; None if the checkpoint does not contain it.
@@ -104,16 +91,23 @@ class CheckpointReader:
     def _num_shards(self, record: Json) -> int:
         return self.tensor_ranks * record.get("parts", 1)
 
-    def _part(self, target: _Shard, read: _ReadShard, start: int, numel: int) -> Tensor:
-        """Return elements of a flattened shard, from the shards of the checkpoint."""
-        record = self._parameters[target.name]
+    def _part(self, local: LocalParameter, read: _ReadShard, start: int, numel: int) -> Tensor:
+        """Return elements of this rank's flattened shard, from the shards of the checkpoint."""
+        is_sharded = local.shape.dim is not None
+        number = local.shard(self._tensor_rank, self._target_ranks) if is_sharded else 0
+        return self._elements(local.name, local.shape, number, read, start, numel)
+
+    def _elements(
+        self, name: str, target: Shape, number: int, read: _ReadShard, start: int, numel: int
+    ) -> Tensor:
+        """Return elements of the flattened shard ``number`` of those with the shape ``target``."""
+        record = self._parameters[name]
         saved = Shape(tuple(record["shape"]), tuple(record["shard"]), record["dim"])
-        if target.shape == saved:
+        if target == saved:
             # The shards are the same: read only these elements.
-            return read(target.number, start, numel)
+            return read(number, start, numel)
         shards = 1 if saved.dim is None else self._num_shards(record)
-        resharded = self._reshard(target.shape, target.number, saved, shards, read)
-        return resharded.reshape(-1)[start : start + numel]
+        return self._reshard(target, number, saved, shards, read).reshape(-1)[start : start + numel]
 
     def _reshard(
         self, target: Shape, target_number: int, saved: Shape, shards: int, read: _ReadShard
