@@ -16,9 +16,9 @@ from ds_ext.planner.job_plan import (
     JobPlan,
     StagePlan,
     make_job_plan,
+    options_with_fbd,
     place,
     resolve_schedule,
-    schedule_options,
 )
 from ds_ext.recipes.training import setup
 from ds_ext.recipes.training.script_flags import Model
@@ -49,7 +49,7 @@ def placement_of(config: JobConfig | Mapping[str, Any], world_size: int | None =
     """Return where the stages of a job live."""
     job = _job(config)
     schedule, _ = resolve_schedule(job, world_size)
-    return place(job.ds_ext, schedule, schedule_options(job.ds_ext, schedule))
+    return place(job.ds_ext, schedule, options_with_fbd(job.ds_ext, schedule))
 
 
 def timetable_of(config: Mapping[str, Any], micro_batches: int) -> Timetable:

@@ -57,13 +57,13 @@ def run_show(args: argparse.Namespace) -> int:
     for note in head_notes([simulation]):
         print(note, file=sys.stderr)
     on_hosts = step_on_hosts(args, simulation, model_of(args))
-    simulation = simulation if on_hosts is None else on_hosts.step.drawn
+    if on_hosts is not None:
+        simulation = on_hosts.step.drawn
     form = _format(args, {".csv": "csv", ".svg": "svg", ".json": "perfetto", ".txt": "timetable"})
     if form != "text":
         return _write(args, form, _render(form, simulation))
-    return _write(
-        args, form, "\n".join([_grid(args, simulation), *(on_hosts.lines() if on_hosts is not None else ())])
-    )
+    lines = [] if on_hosts is None else on_hosts.lines()
+    return _write(args, form, "\n".join([_grid(args, simulation), *lines]))
 
 
 def _format(args: argparse.Namespace, endings: dict[str, str]) -> str:

@@ -200,7 +200,7 @@ class HostWatch(threading.Thread):
                 view.shutdown(socket.SHUT_RDWR)
 
     def _find_connections(self) -> Iterator[tuple[int, _Connection]]:
-        """Yield (file descriptor, connection) of all sockets; known connections keep their state."""
+        """Yield (file descriptor, connection) of all sockets. Known ones keep their state, ignored ones no address."""
         for descriptor in open_files():
             with contextlib.suppress(OSError):  # already closed, or not yet connected
                 status = os.fstat(descriptor)

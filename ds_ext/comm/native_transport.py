@@ -111,7 +111,7 @@ class NativeTransport:
     # --- the interface ---
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Sent:
-        link = self._link(self._links.outgoing, self.rank, peer, tag)
+        link = self._require_link(self._links.outgoing, self.rank, peer, tag)
         # The native code reads the memory of `_sources`, which may be copies.
         pieces, _sources = pieces_of(tensors)
         attempt = partial(link.send, tag, pieces)
@@ -120,7 +120,7 @@ class NativeTransport:
         return SENT
 
     def recv(self, peer: int, tag: int) -> RecvTicket:
-        self._link(self._links.incoming, peer, peer, tag)
+        self._require_link(self._links.incoming, peer, peer, tag)
         ticket = RecvTicket(self, peer, tag)
         channel = self._channel(peer, tag)
         channel.tickets.append(ticket)
@@ -303,7 +303,8 @@ class NativeTransport:
 
     # --- checks ---
 
-    def _link(self, links: Mapping[int, _Endpoint], source: int, peer: int, tag: int) -> _Endpoint:
+    def _require_link(self, links: Mapping[int, _Endpoint], source: int, peer: int, tag: int) -> _Endpoint:
+        """Return the link of ``peer`` for messages from ``source``, this rank or the peer."""
         self._state.check()
         link = links.get(peer)
         if link is None or not 0 <= tag < TAG_LIMIT:

@@ -58,10 +58,10 @@ class Transfers:
     def recv(self, num_bytes: int, peer: int, tag: int, group: dist.ProcessGroup) -> Transfer:
         """Start to receive a body, without waiting for queued work."""
 
-        def post(body: Tensor) -> dist.Work:
+        def receive_into(body: Tensor) -> dist.Work:
             return _work(dist.irecv(body, peer, group=group))
 
-        return self._start(_RECV, peer, tag, lambda: self._receives.post(num_bytes, post))
+        return self._start(_RECV, peer, tag, lambda: self._receives.post(num_bytes, receive_into))
 
     def finish(self, transfer: Transfer, timeout_s: float | None = None) -> None:
         """Wait for a transfer, or on CUDA make the current stream wait for it."""

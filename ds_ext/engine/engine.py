@@ -42,7 +42,7 @@ from .checkpoint.events import CheckpointEvents
 from .checkpoint.load import choose, load_checkpoint
 from .checkpoint.run import this_run
 from .checkpoint.save import finish_save, save_checkpoint
-from .checkpoint.trial import require_states, try_folder
+from .checkpoint.trial import check_states, try_folder
 from .data_feed import DataFeed
 from .deepspeed_api.base import AdaptedEngine, without_memory_lines
 from .deepspeed_api.device import read_peak_memory
@@ -167,7 +167,7 @@ class PipelineEngine(AdaptedEngine):
         self.run_facts: Record = {}
         self.checkpoint_events = CheckpointEvents()
         self.saving: BackgroundSave | None = None
-        require_states(self.optimizer, settings.recovery is not None)
+        check_states(self.optimizer, settings.recovery is not None)
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
         stop = None if self.recovery is None else self.recovery.stop
         self.audit = None if settings.audit_interval == 0 else StepAudit(self, settings.audit_interval, stop)
@@ -260,13 +260,14 @@ class PipelineEngine(AdaptedEngine):
         if iterator is None or iterator is not getattr(self.batches, "iterator", None):
             self.batches = self.feed.as_batches(iterator, self.micro_batches)
 
-    def _start_step(self, schedule: TimetableSchedule, computes_loss: bool) -> StepData:
-        """Start a step or an evaluation, and return its micro-batches."""
+    def _start_step_or_evaluation(self, schedule: TimetableSchedule, computes_loss: bool) -> StepData:
+        """Return the micro-batches of a step or an evaluation, which has begun then."""
         trains = schedule.program.timetable.trains
+        # The feed comes first: after most of its errors, no step has begun, and the script may continue.
         data = self.feed.start_step(schedule, computes_loss)
         self._gathered = None
-        with self.activity.reported():
-            self.local_losses.start_step(trains, data.labels() if trains else ())
+        with self.activity.reported():  # only some ranks read labels, so the others must get their errors
+            self.local_losses.start_step(trains, read_labels=data.labels if trains else tuple)
         self.activity.begin()
         return data
 
@@ -308,7 +309,7 @@ class PipelineEngine(AdaptedEngine):
             self._check_step(step, float(loss), self.skipped_steps > skipped)
         seconds, rate = time.perf_counter() - begin, float(rates[0]) if rates else 0.0
         recovered_from = None if self.recovery is None else self.recovery.take_recovered_step()
-        self.report = StepReport(seconds, rate, self.gather(), snapshot_s, recovered_from)
+        self.report = StepReport(seconds, rate, self.exchange_numbers(), snapshot_s, recovered_from)
         if self.global_rank == 0 and self.monitor.enabled:
             norm, losses = self.get_global_grad_norm(), self.agg_additional_losses
             self.monitor.write_events(self.report.monitor_events(norm, losses, self.global_samples))
@@ -318,7 +319,8 @@ class PipelineEngine(AdaptedEngine):
     def _check_step(self, step: int, loss: float, is_skipped: bool) -> None:
         watch, norm = self.update.loss_watch, self.get_global_grad_norm()
         watch.loss(step, loss, is_skipped)
-        watch.norm(step, loss, None if norm is None else float(norm), self.gather().losses.correction != 0)
+        counts_labels = self.exchange_numbers().losses.correction != 0
+        watch.norm(step, loss, None if norm is None else float(norm), counts_labels)
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule, evaluation: Evaluation | None = None) -> None:
         if not isinstance(pipe_schedule, TimetableSchedule):
@@ -329,7 +331,8 @@ class PipelineEngine(AdaptedEngine):
         trains = pipe_schedule.program.timetable.trains
         self.executor.messages = self._schedules.messages(pipe_schedule)
         with self.role.running(pipe_schedule):
-            data = self._start_step(pipe_schedule, evaluation is None or evaluation.computes_loss)
+            computes_loss = evaluation is None or evaluation.computes_loss
+            data = self._start_step_or_evaluation(pipe_schedule, computes_loss)
             self.busy.start_step()
             is_audited = trains and self.audit is not None and self.audit.start_step(self.global_steps + 1)
             audit = self.audit if is_audited else None
@@ -341,11 +344,12 @@ class PipelineEngine(AdaptedEngine):
         if deferral is not None:
             deferral.finish()
 
-    def gather(self) -> Gathered:
-        """Gather the losses and measurements of all ranks, once per step or evaluation. All ranks call it together.
+    def exchange_numbers(self) -> Gathered:
+        """Return the losses and measurements of all ranks. All ranks call it together.
 
-        In training, this comes before the optimizer step; see :func:`.step_report.gather_step`. It also sets
-        ``agg_additional_losses`` and DeepSpeed's ``total_loss``, a sum over micro-batches.
+        Only the first call of a step or an evaluation gathers them. In training, it comes before the optimizer step;
+        see :func:`.step_report.gather_step`. It agrees on a stop and on the trained parameters, resets ``weights_set``,
+        and sets ``agg_additional_losses`` and DeepSpeed's ``total_loss``, a sum over micro-batches.
         """
         if self._gathered is None:
             self.transport.settle()
@@ -432,7 +436,7 @@ class PipelineEngine(AdaptedEngine):
                 self._exec_schedule(self._schedules.inference(count), evaluation)
                 loss = None
                 if compute_loss:
-                    losses = self.gather().losses
+                    losses = self.exchange_numbers().losses
                     loss, self.eval_additional_losses = losses.loss, losses.by_name
                 else:
                     self.transport.settle()

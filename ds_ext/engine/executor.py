@@ -182,6 +182,7 @@ class Executor:
         for instruction in (instruction for step in schedule.steps() for instruction in step):
             kind: Any = RECEIVES.get(type(instruction))
             if kind is not None:
+                # The calls are bound for later steps too: an item depends only on the number of slices.
                 post = functools.partial(
                     self.messages.post,
                     kind,

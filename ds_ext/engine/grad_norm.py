@@ -79,7 +79,7 @@ def _join_zero_norms(optimizer: DeepSpeedZeroOptimizer) -> None:
         ]
         return optimizer.get_grad_norm_direct(*(zip(*pairs, strict=True) if pairs else ([], [])), norm_type)
 
-    optimizer.scaled_global_norm = joint_norm
+    optimizer.scaled_global_norm = joint_norm  # for good; grad_sync.py replaces it in steps with a correction
 
 
 def _pad_bf16_norm(optimizer: BF16_Optimizer) -> None:
@@ -93,7 +93,7 @@ def _pad_bf16_norm(optimizer: BF16_Optimizer) -> None:
             torch.zeros((), device=get_accelerator().current_device_name())
         ], expert_gradients
 
-    optimizer.get_grads_for_norm = padded_gradients
+    optimizer.get_grads_for_norm = padded_gradients  # for good; grad_sync.py replaces it in steps
 
 
 def clip_grad_norm(

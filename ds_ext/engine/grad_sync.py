@@ -197,30 +197,34 @@ class Gradients:
         if not self._is_bf16:
             yield
             return
-        optimizer = self.optimizer
-        get_gradients = optimizer.get_grads_for_norm
+        get_gradients = self.optimizer.get_grads_for_norm  # grad_norm.py has replaced it too
 
-        def norm(for_clipping: bool = False) -> object:
-            if for_clipping:
-                return get_gradients(for_clipping)
-            tensor_rank = bwc_tensor_model_parallel_rank(mpu=optimizer.mpu)
-            pieces = [
-                piece
-                for group, gradients, flat in zip(
-                    optimizer.bf16_groups,
-                    optimizer.fp32_groups_gradients,
-                    optimizer.fp32_groups_gradients_flat,
-                    strict=True,
-                )
-                for i, piece in self._own_pieces(gradients, flat.numel())
-                if counts_here(group[i], tensor_rank)
-            ]
-            square = get_total_norm(pieces).to(get_accelerator().current_device_name()).square()
-            dist.all_reduce(square, group=self.group)
-            return [square.sqrt()], {}
+        def get_norms(for_clipping: bool = False) -> object:
+            # DeepSpeed expects tensors to measure, and those of experts by group; for clipping, all gradients.
+            return get_gradients(for_clipping) if for_clipping else ([self._norm_over_ranks()], {})
 
-        with set_attribute(optimizer, "get_grads_for_norm", norm):
+        with set_attribute(self.optimizer, "get_grads_for_norm", get_norms):
             yield
+
+    def _norm_over_ranks(self) -> Tensor:
+        """Return the norm of the gradients that this rank counts, over the parts of all replicas."""
+        optimizer = self.optimizer
+        tensor_rank = bwc_tensor_model_parallel_rank(mpu=optimizer.mpu)
+        groups = zip(
+            optimizer.bf16_groups,
+            optimizer.fp32_groups_gradients,
+            optimizer.fp32_groups_gradients_flat,
+            strict=True,
+        )
+        pieces = [
+            piece
+            for group, gradients, flat in groups
+            for i, piece in self._own_pieces(gradients, flat.numel())
+            if counts_here(group[i], tensor_rank)
+        ]
+        square = get_total_norm(pieces).to(get_accelerator().current_device_name()).square()
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
 
     @property
     def accumulating(self) -> Callable[[], AbstractContextManager[None]] | None:
@@ -271,6 +275,7 @@ class Gradients:
 @contextmanager
 def _zero_correction(optimizer: DeepSpeedZeroOptimizer, factor: float) -> Iterator[None]:
     """Context in which a step of ZeRO multiplies its fp32 gradients and their norm by ``factor``."""
+    # grad_norm.py has replaced the norm for the whole run; here it is replaced for one step.
     scaled_norm, unscale = optimizer.scaled_global_norm, optimizer.unscale_and_clip_grads
 
     def norm(*args: object, **kwargs: object) -> Tensor:

@@ -36,7 +36,7 @@ class StageMessages:
         assert layout.placement.op_stages <= MAX_STAGES and len(MessageKind) <= MESSAGE_KINDS
         self.transport, self.layout, self.rank = transport, layout, rank
         self._count = count
-        _, self._data, self._tensor = layout.coordinates(rank)
+        _, self._data_index, self._tensor_index = layout.coordinates(rank)
         self._tickets: dict[tuple[int, int], Ticket] = {}  # by sending stage and tag
         # By device: the ranks that this rank sends to, and the one it receives from.
         self._peers: dict[int, tuple[int, ...]] = {}
@@ -71,7 +71,7 @@ class StageMessages:
     def global_rank(self, device: int) -> int:
         """Return the rank on ``device`` that this rank exchanges messages with."""
         if device not in self._source_ranks:
-            self._source_ranks[device] = self.layout.rank(device, self._data, self._tensor)
+            self._source_ranks[device] = self.layout.rank(device, self._data_index, self._tensor_index)
         return self._source_ranks[device]
 
 

@@ -221,7 +221,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
             )
 
     def fill_groups(self, groups: Groups) -> None:
-        """Add a placeholder to each group without a trained parameter of this rank.
+        """Add a placeholder, in place, to each group without a trained parameter of this rank.
 
         DeepSpeed removes empty groups, so that positions would differ between ranks, and fails on groups of frozen
         parameters.

@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..pipe_schedules.reductions import order_of_reductions
 from ..tensor_parallel import is_sharded
 from .all_ranks import on_all_ranks
-from .checkpoint.states import OptimizerStates
+from .checkpoint.optimizer_states import OptimizerStates
 from .deepspeed_api.handlers import is_patch
 from .deepspeed_api.names import loss_scaler
 from .eager_reduction import EagerReduction, why_not_eager

@@ -79,12 +79,31 @@ class Costs:
     head: float | Factors = 0.0
 
     def __post_init__(self) -> None:
+        self._copy_collections()
+        for name, time in self._named_times().items():
+            if not _is_number(time) or not (time == 0 or _MIN_TIME <= time <= _MAX_TIME):
+                raise ScheduleError(
+                    f"costs: {name} must be 0 or between {_MIN_TIME:g} and {_MAX_TIME:g} (got {_short(time)})."
+                )
+        self._scale_slices()
+        if not _is_number(self.jitter) or not 0 <= self.jitter <= 1:
+            raise ScheduleError(f"costs: jitter must be between 0 and 1 (got {_short(self.jitter)}).")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
+            raise ScheduleError(f"costs: seed must be an integer (got {_short(self.seed)}).")
+        devices = self.measured.get("devices") if isinstance(self.measured, Mapping) else None
+        if self.measured != {} and (type(devices) is not int or devices < 1):
+            raise ScheduleError(f"costs: measured needs the number of devices (got {_short(self.measured)}).")
+
+    def _copy_collections(self) -> None:
         if self.stages is not None:
             stages = (tuple(stage) if isinstance(stage, list) else stage for stage in self.stages)
             object.__setattr__(self, "stages", tuple(stages))
         if isinstance(self.head, list):
             object.__setattr__(self, "head", tuple(self.head))
         object.__setattr__(self, "links", dict(self.links))
+
+    def _named_times(self) -> dict[str, Any]:
+        """Return all times and factors by their names in errors."""
         times = {key: getattr(self, name) for key, name in _TIMES.items()}
         factors = {f"stages[{i}]": stage for i, stage in enumerate(self.stages or ())} | {"head": self.head}
         for name, factor in factors.items():
@@ -98,24 +117,15 @@ class Costs:
             else:
                 times[name] = factor
         times |= {f"slices[{j}]": time for j, time in enumerate(self.slices or ())}
-        times |= {f"links {a}>{b}": time for (a, b), time in self.links.items()}
-        for name, time in times.items():
-            if not _is_number(time) or not (time == 0 or _MIN_TIME <= time <= _MAX_TIME):
-                raise ScheduleError(
-                    f"costs: {name} must be 0 or between {_MIN_TIME:g} and {_MAX_TIME:g} (got {_short(time)})."
-                )
+        return times | {f"links {a}>{b}": time for (a, b), time in self.links.items()}
+
+    def _scale_slices(self) -> None:
+        """Divide the times of the slices by their mean."""
         if self.slices is not None:
             mean = statistics.fmean(self.slices) if self.slices else 0.0
             if not mean:
                 raise ScheduleError(f"costs: slices must have a time above 0 (got {_short(self.slices)}).")
             object.__setattr__(self, "slices", tuple(time / mean for time in self.slices))
-        if not _is_number(self.jitter) or not 0 <= self.jitter <= 1:
-            raise ScheduleError(f"costs: jitter must be between 0 and 1 (got {_short(self.jitter)}).")
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool):
-            raise ScheduleError(f"costs: seed must be an integer (got {_short(self.seed)}).")
-        devices = self.measured.get("devices") if isinstance(self.measured, Mapping) else None
-        if self.measured != {} and (type(devices) is not int or devices < 1):
-            raise ScheduleError(f"costs: measured needs the number of devices (got {_short(self.measured)}).")
 
     @property
     def free_messages(self) -> bool:

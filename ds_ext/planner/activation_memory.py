@@ -23,7 +23,17 @@ def within_activation_memory(plan: JobPlan, sizes: TrainingSizes) -> JobPlan:
     """
     text = plan.settings.max_activation_memory
     assert text is not None
-    schedule, slices = plan.schedule, plan.settings.sequence_slices
+    _require_planned(plan, text)
+    try:
+        limit = parse_bytes(text, KEY)
+    except ScheduleError as error:
+        raise ConfigError(str(error)) from None
+    unlimited = _activation_bytes(plan, sizes, plan.timetable)
+    return plan if unlimited <= limit else plan.with_options(_largest_limit(plan, sizes, limit, unlimited))
+
+
+def _require_planned(plan: JobPlan, text: str) -> None:
+    schedule = plan.schedule
     if not (schedule.planned and OPTION in schedule.options) or plan.rules is not None:
         raise ConfigError(
             f'{KEY}: needs a schedule that plans its order (got schedule "{plan.settings.schedule}"). Remove it, or '
@@ -33,43 +43,45 @@ def within_activation_memory(plan: JobPlan, sizes: TrainingSizes) -> JobPlan:
         raise ConfigError(
             f"schedule_options.{OPTION}: contradicts {KEY} (got {plan.options[OPTION]} and {text}). Remove one of them."
         )
-    try:
-        limit = parse_bytes(text, KEY)
-    except ScheduleError as error:
-        raise ConfigError(str(error)) from None
 
-    devices, micro_batches = plan.settings.pipeline_parallel_size, plan.sizes.micro_batches
 
-    def need(timetable: Timetable) -> int:
-        parts = memory(timetable, sizes, plan.settings.slice_lengths)
-        return max(device.activations for device in parts)
+def _activation_bytes(plan: JobPlan, sizes: TrainingSizes, timetable: Timetable) -> int:
+    return max(device.activations for device in memory(timetable, sizes, plan.settings.slice_lengths))
+
+
+def _largest_limit(plan: JobPlan, sizes: TrainingSizes, limit: int, unlimited: int) -> dict[str, Any]:
+    """Return the options with the largest ``max_activations`` whose order needs at most ``limit`` bytes."""
+    settings, placement = plan.settings, plan.timetable.placement
+    unit = placement.num_devices / placement.stages / settings.sequence_slices
 
     def limited(activations: int) -> dict[str, Any]:
         return {**plan.options, OPTION: activations * unit}
 
-    least = need(plan.timetable)
-    if least <= limit:
-        return plan
-    unit = plan.timetable.placement.num_devices / plan.timetable.placement.stages / slices
     # In slices of a stage: fewer than one micro-batch has, and more than the order without a limit.
     low, high = 0, round(max(plan.simulation.peak_activations) / unit) + 1
     plan.with_options(limited(high))  # raises for other options
-    best = None
+    best, least = None, unlimited
     while high - low > 1:
         middle = (low + high) // 2
         try:
-            timetable = schedule.timetable(devices, micro_batches, limited(middle), slices=slices)
+            timetable = plan.schedule.timetable(
+                settings.pipeline_parallel_size,
+                plan.sizes.micro_batches,
+                limited(middle),
+                slices=settings.sequence_slices,
+            )
         except ScheduleError:  # too few for one micro-batch
             low = middle
             continue
-        least = min(least, need(timetable))
-        if need(timetable) <= limit:
+        need = _activation_bytes(plan, sizes, timetable)
+        least = min(least, need)
+        if need <= limit:
             best = low = middle
         else:
             high = middle
     if best is None:
         raise ConfigError(
-            f"{KEY}: too small for one micro-batch at a time (got {text}). Use at least "
+            f"{KEY}: too small for one micro-batch at a time (got {settings.max_activation_memory}). Use at least "
             f"{math.ceil(least / 1e5) / 10:g}MB, more recomputation or a smaller micro-batch."
         )
-    return plan.with_options(limited(best))
+    return limited(best)

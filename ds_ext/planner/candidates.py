@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -202,17 +202,25 @@ def rank_candidates(
     """
     usable, large, others = [], [], []
     for row in rows:
-        refused = large if is_too_large(row.memory_bytes, limit_bytes) else others
-        (refused if row.refusal else usable).append(row)
+        if not row.refusal:
+            usable.append(row)
+        elif is_too_large(row.memory_bytes, limit_bytes):
+            large.append(row)
+        else:
+            others.append(row)
     usable.sort(key=lambda c: (c.time, c.tie_order))
-    times = [c.time or 0.0 for c in usable]
-    within = shortest * (1 + margin) if times and times[0] <= shortest * (1 + margin) else 0.0
-    ties = usable[: bisect_right(times, max(within, times[0] * (1 + SAME)))] if times else []
+    ties = _ties(usable, shortest * (1 + margin))
     best = min(
         ties, key=lambda c: (*c.complexity, c.time, c.tie_order) if margin else c.tie_order, default=None
     )
     usable.sort(key=lambda c: c is not best)
     return (*usable, *sorted(large, key=lambda c: c.tie_order), *others)
+
+
+def _ties(ranked: Sequence[Candidate], within: float) -> Sequence[Candidate]:
+    """Return the candidates with about the least time, or with at most the time ``within``."""
+    times = [c.time for c in ranked if c.time is not None]
+    return ranked[: bisect_right(times, max(within, times[0] * (1 + SAME)))] if times else ()
 
 
 def is_too_large(need_bytes: int | None, limit_bytes: int | None) -> bool:

@@ -191,7 +191,7 @@ def make_stage_plan(job: JobConfig, world_size: int | None = None, layers: int |
         layers: number of the model's pipeline layers, which limits the choice of "auto"; None: unknown.
     """
     schedule, candidates = resolve_schedule(job, world_size, layers)
-    options = schedule_options(job.ds_ext, schedule)
+    options = options_with_fbd(job.ds_ext, schedule)
     placement = place(job.ds_ext, schedule, options)
     tensor = job.ds_ext.tensor_parallel_size
     data = 1 if world_size is None else data_parallel_size(world_size, placement, tensor)
@@ -260,7 +260,7 @@ def resolve_schedule(
     return schedule, None
 
 
-def schedule_options(settings: DsExtConfig, schedule: Schedule) -> dict[str, Any]:
+def options_with_fbd(settings: DsExtConfig, schedule: Schedule) -> dict[str, Any]:
     options = dict(settings.schedule_options)
     for key, value in settings.fbd.options(settings.tensor_parallel_size).items():
         if key not in schedule.options:

@@ -128,7 +128,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (weight_VD,) = parameters
         rows = _Rows.of(weight_VD, tp, vocab_size)
         labels_N = labels_BS.flatten()
-        partial, _ = _partial_loss(hidden_BSD.flatten(0, -2), weight_VD, labels_N, tp, rows, keeps_gradient)
+        hidden_ND = hidden_BSD.flatten(0, -2)
+        partial, _ = _cross_entropy_over_part(hidden_ND, weight_VD, labels_N, tp, rows, keeps_gradient)
         joined = combine_losses([partial])
         log_sum_exp_N, grad_ND = joined.log_sum_exp, partial.gradient
         ctx.rows, ctx.parameters, ctx.deferred = rows, parameters, deferred
@@ -285,8 +286,10 @@ class HeadPart(nn.Module):
         check_labels(labels_BS, self._vocab_size)
         hidden_BSD = self._enter(hidden_BSD)
         hidden_ND, labels_N, rows = hidden_BSD.flatten(0, -2), labels_BS.flatten(), self._rows
-        keeps = with_gradient and self._weight.requires_grad
-        partial, kept = _partial_loss(hidden_ND, self._weight, labels_N, self._tp, rows, with_gradient, keeps)
+        keeps_logits = with_gradient and self._weight.requires_grad
+        partial, kept = _cross_entropy_over_part(
+            hidden_ND, self._weight, labels_N, self._tp, rows, with_gradient, keeps_logits
+        )
         if partial.gradient is None:
             return partial, None
         local_N, is_local_N = local_labels(labels_N, rows.first, rows.real)
@@ -356,7 +359,7 @@ class _Rows(NamedTuple):
         return cls(first, max(0, min(len(weight_VD), vocab_size - first)), of_part)
 
 
-def _partial_loss(
+def _cross_entropy_over_part(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     labels_N: Tensor,

@@ -48,13 +48,16 @@ class TensorParallel:
 
     def shard_size(self, total: int, name: str) -> int:
         """Return the length of one rank's slice of a dimension. ``name`` is for errors."""
+        self.require_divisible(total, name)
+        return total // self.size
+
+    def require_divisible(self, total: int, name: str) -> None:
         if total % self.size:
             lower = total - total % self.size
             choices = f"{lower} or {lower + self.size}" if lower else f"{self.size}"
             raise ConfigError(
                 f"{name}: must be a multiple of the tensor-parallel size {self.size} (got {total}). Use {choices}."
             )
-        return total // self.size
 
     def shard(self, full: Tensor, dim: int) -> Tensor:
         """Return this rank's slice of ``full`` along ``dim``, as a view."""

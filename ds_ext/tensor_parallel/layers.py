@@ -79,7 +79,7 @@ class ColumnParallelLinear(nn.Module):
         self.rows: slice | None = None  # those that this rank computes of a replicated weight; None: all
         weight, zeros = (output_size, input_size), nn.init.zeros_
         if groups is None or groups % tp.shards == 0:
-            tp.shard_size(output_size, "output_size")
+            tp.require_divisible(output_size, "output_size")
             self.weight = sharded_parameter(weight, 0, tp, init)
             self.bias = sharded_parameter((output_size,), 0, tp, zeros) if bias else None
         else:
@@ -134,7 +134,7 @@ class RowParallelLinear(nn.Module):
         init: InitMethod,
     ) -> None:
         super().__init__()
-        tp.shard_size(input_size, "input_size")
+        tp.require_divisible(input_size, "input_size")
         self.tp = tp
         self.sequence_parallel = sequence_parallel
         self.weight = sharded_parameter((output_size, input_size), 1, tp, init)

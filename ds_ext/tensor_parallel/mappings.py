@@ -114,7 +114,7 @@ def split_tokens(x: Tensor, tp: TensorParallel) -> Tensor:
     """Return this rank's slice of the tokens of a tensor that all ranks have: (B, S, ...) to (B, S / size, ...)."""
     if tp.size == 1:
         return x
-    tp.shard_size(x.size(_TOKENS), "number of tokens with sequence_parallel")
+    tp.require_divisible(x.size(_TOKENS), "number of tokens with sequence_parallel")
     return _SplitAlike.apply(x, tp, _TOKENS)
 
 
@@ -134,7 +134,7 @@ def _all_gather(x: Tensor, tp: TensorParallel, dim: int = _TOKENS) -> Tensor:
 
 
 def _reduce_scatter(x: Tensor, tp: TensorParallel) -> Tensor:
-    tp.shard_size(x.size(_TOKENS), "number of tokens with sequence_parallel")
+    tp.require_divisible(x.size(_TOKENS), "number of tokens with sequence_parallel")
     slices = [
         part.contiguous() for part in transferable(x, "reduce_scatter_", tp.group).chunk(tp.size, dim=_TOKENS)
     ]

@@ -257,12 +257,12 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight_rows = ctx.saved_tensors
+        x, used_weight = ctx.saved_tensors  # its used rows; None if x needs no gradient
         x = x.detach()  # without the graph, which has the inputs of the stage
         weight, bias = ctx.parameters
         rows = ctx.rows
         grad = grads[0].reshape(-1, grads[0].shape[-1])
-        grad_x = None if weight_rows is None else (grad @ weight_rows.conj()).view_as(x)
+        grad_x = None if used_weight is None else (grad @ used_weight.conj()).view_as(x)
 
         def full_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
             return gradient if rows is None else rows.full_gradient(gradient, parameter)

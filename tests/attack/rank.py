@@ -67,8 +67,8 @@ def place(points: Points) -> None:
     from ds_ext.engine import PipelineEngine
     from ds_ext.engine.checkpoint import folder, save
     from ds_ext.engine.executor import Executor, Observer
+    from ds_ext.engine.rank_state import RankState
     from ds_ext.engine.recovery import recovery, slots
-    from ds_ext.engine.state import RankState
 
     train, run, sync = PipelineEngine.train_batch, Executor.run, folder._sync
     crc32, synced = slots.zlib.crc32, [0]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ds_ext.__main__ import main
-from ds_ext.engine.checkpoint.states import OptimizerStates
+from ds_ext.engine.checkpoint.optimizer_states import OptimizerStates
 from ds_ext.errors import ConfigError
 from ds_ext.pipe_schedules import SCHEDULES
 from ds_ext.recipes.convert.hf_model import HuggingFaceModel

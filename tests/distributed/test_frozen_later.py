@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import ds_ext
-from ds_ext.engine.state import RankState
+from ds_ext.engine.rank_state import RankState
 from ds_ext.errors import ConfigError
 from tests.ranks import Ranks
 from tests.selection import covering

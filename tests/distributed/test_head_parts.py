@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_ext.engine import PipelineModule, initialize
 from ds_ext.engine.module_plan import head_parts
-from ds_ext.engine.state import RankState
+from ds_ext.engine.rank_state import RankState
 from ds_ext.engine.ties.separated import divide_tied_embedding
 from ds_ext.errors import ConfigError
 from ds_ext.recipes.models.gpt import GPTConfig, GPTEmbedding, gpt_layer_specs, gpt_loss

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
+from ds_ext.engine.rank_state import RankState
 from ds_ext.engine.recovery import slots
-from ds_ext.engine.state import RankState
 from ds_ext.tensor_parallel import keyed_rng, layer_key
 from tests.engine_runs import StepBatches
 from tests.losses import learned

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import TensorDataset
 
 import ds_ext
-from ds_ext.engine.state import RankState
+from ds_ext.engine.rank_state import RankState
 from ds_ext.errors import ConfigError
 from ds_ext.tensor_parallel import (
     ColumnParallelLinear,

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ds_ext.engine.rank_state import RankState
 from ds_ext.engine.recovery import slots
-from ds_ext.engine.state import RankState
 from tests.engine_runs import LLAMA, UNEQUAL, Job, StepBatches, batches_of, build, digest, sliced, weights
 from tests.ranks import Ranks
 from tests.selection import select

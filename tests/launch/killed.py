@@ -24,8 +24,8 @@ def kill_at(rank: int, step: int, point: str) -> None:
         return
     from ds_ext.engine import PipelineEngine
     from ds_ext.engine.executor import Executor, Observer
+    from ds_ext.engine.rank_state import RankState
     from ds_ext.engine.recovery import slots
-    from ds_ext.engine.state import RankState
     from ds_ext.engine.weight_gathers import WeightGathers
 
     def die() -> None:

@@ -231,7 +231,7 @@ def problems(rank: int) -> dict[str, str]:
     """Return optimizers whose states are refused, and check that the real ones do not change."""
     from torch import nn
 
-    from ds_ext.engine.checkpoint.states import OptimizerStates
+    from ds_ext.engine.checkpoint.optimizer_states import OptimizerStates
 
     found = {}
     for name in (name for name in OPTIMIZERS if hasattr(torch.optim, name)):

@@ -8,6 +8,7 @@ import logging
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,11 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...errors import CheckpointError
 from ..all_ranks import from_rank_0, on_all_ranks
 from ..engine_state import EngineState
-from ..parameters import LocalParameter
-from ..state import SCHEDULER, VALUES, RankState, set_random_states
+from ..rank_state import SCHEDULER, VALUES, RankState, set_random_states
 from ..types import Json, Record, Saved, Scheduler
 from .file import read_plain
 from .folder import check_contents, open_checkpoint
+from .optimizer_states import OptimizerStates, numbers_of, set_numbers
 from .reader import CheckpointReader
 from .run import Run
 from .save import (
@@ -30,9 +31,16 @@ from .save import (
     job_settings,
     random_file,
 )
-from .states import OptimizerStates, numbers_of, set_numbers
 
 logger = logging.getLogger(__name__)
+
+
+class _Opened(NamedTuple):
+    """Checkpoint that was opened and checked, with the values in it that are the same on all ranks."""
+
+    folder: Path
+    manifest: Record
+    saved_values: Record
 
 
 def choose(run: Run, folder: Path, tag: str | None) -> str | None:
@@ -67,31 +75,20 @@ def load_checkpoint(
         with_counters: load the loss scale, the counters of steps and samples, the position in the data, and the seed of
             the layers' random numbers.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
     with_optimizer = with_optimizer and engine.role.in_checkpoints
     rank_state = RankState(engine)
-    parameters, states = rank_state.parameters, rank_state.optimizer
+    opened = _Opened(folder, {}, {})
 
-    checkpoint = folder
-    manifest: Record = {}
-    state: Record = {}
+    def open_on_rank() -> list[str]:
+        nonlocal opened
+        opened = _open_and_check(engine, rank_state, folder, tag, strict, with_optimizer, with_scheduler)
+        return [local.name for local in rank_state.parameters.values()]
 
-    def check() -> list[str]:
-        nonlocal checkpoint, manifest, state
-        checkpoint, manifest = open_checkpoint(folder, tag)
-        check_contents(checkpoint, manifest, rank, world)
-        state = read_plain(checkpoint / STATE_FILE)
-        _check_fit(engine, parameters, states, checkpoint, manifest, strict, with_optimizer)
-        if with_optimizer:
-            _check_joined(rank_state, checkpoint, manifest["parameters"])
-        if with_scheduler:
-            _check_scheduler(engine, checkpoint, state)
-        return [local.name for local in parameters.values()]
-
-    names_of_ranks: list[list[str]] = on_all_ranks(check, CheckpointError)
+    names_of_ranks: list[list[str]] = on_all_ranks(open_on_rank, CheckpointError)
+    checkpoint, manifest, saved_values = opened
     if strict:
         _require_no_unknown_parameters(checkpoint, manifest, names_of_ranks)
-    settings = _settings(engine, states)
+    settings = _settings(engine, rank_state.optimizer)
     if engine.role.in_checkpoints:
         ranks = engine.layout.tensor_parallel_size
         reader = CheckpointReader(checkpoint, manifest, engine.mpu.get_slice_parallel_rank(), ranks)
@@ -100,19 +97,40 @@ def load_checkpoint(
             if with_optimizer:
                 _load_states(rank_state, reader, manifest)
     _share_settings(rank_state)
-    _load_values(engine, state, with_optimizer, with_scheduler, with_counters)
+    _load_values(engine, saved_values, with_optimizer, with_scheduler, with_counters)
     if with_counters:
         _load_random_states(engine, checkpoint, manifest["files"])
     scheduler = engine.lr_scheduler
     _apply_rates(scheduler)
-    if with_scheduler and scheduler is not None and state[SCHEDULER] is None:
+    if with_scheduler and scheduler is not None and saved_values[SCHEDULER] is None:
         _catch_up(scheduler, engine.global_steps - engine.skipped_steps)
     engine.run.record_load(manifest)
-    if rank == engine.role.first_in_checkpoints:
-        _log_settings(settings, _settings(engine, states))
+    if dist.get_rank() == engine.role.first_in_checkpoints:
+        _log_settings(settings, _settings(engine, rank_state.optimizer))
         _log_changes(manifest["job"].get("settings", {}), job_settings(engine))
     dist.barrier()  # no rank may train, or fail, while another is still reading
-    return checkpoint, {key: value for key, value in state.items() if key not in RESERVED_KEYS}
+    return checkpoint, {key: value for key, value in saved_values.items() if key not in RESERVED_KEYS}
+
+
+def _open_and_check(
+    engine: EngineState,
+    rank_state: RankState,
+    folder: Path,
+    tag: str,
+    strict: bool,
+    with_optimizer: bool,
+    with_scheduler: bool,
+) -> _Opened:
+    """Open a checkpoint, and raise CheckpointError unless it is complete and fits the job."""
+    checkpoint, manifest = open_checkpoint(folder, tag)
+    check_contents(checkpoint, manifest, dist.get_rank(), dist.get_world_size())
+    saved_values = read_plain(checkpoint / STATE_FILE)
+    _check_fit(engine, rank_state, checkpoint, manifest, strict, with_optimizer)
+    if with_optimizer:
+        _check_joined(rank_state, checkpoint, manifest["parameters"])
+    if with_scheduler:
+        _check_scheduler(engine, checkpoint, saved_values)
+    return _Opened(checkpoint, manifest, saved_values)
 
 
 def _require_no_unknown_parameters(
@@ -128,7 +146,7 @@ def _require_no_unknown_parameters(
 
 def _load_values(
     engine: EngineState,
-    state: Json,
+    saved_values: Json,
     with_optimizer: bool,
     with_scheduler: bool,
     with_counters: bool,
@@ -139,9 +157,9 @@ def _load_values(
     """
     for value in VALUES:
         loads = with_scheduler if value.key == SCHEDULER else with_counters
-        if value.key not in state or not loads:
+        if value.key not in saved_values or not loads:
             continue
-        saved = state[value.key]
+        saved = saved_values[value.key]
         if value.key == SCHEDULER and with_optimizer:
             saved = _with_rates_of_groups(engine.lr_scheduler, saved)
         value.write(engine, saved)
@@ -161,8 +179,7 @@ def _with_rates_of_groups(scheduler: Scheduler | None, saved: Saved) -> Saved:
 
 def _check_fit(
     engine: EngineState,
-    parameters: Mapping[str, LocalParameter],
-    states: OptimizerStates,
+    rank_state: RankState,
     checkpoint: Path,
     manifest: Json,
     strict: bool,
@@ -176,7 +193,7 @@ def _check_fit(
             f"{checkpoint}: the model has {layers} pipeline layers, embeddings and head included "
             f"(got {job['layers']} in the checkpoint). Use the model sizes of that run."
         )
-    for local in parameters.values():
+    for local in rank_state.parameters.values():
         name = local.name
         if name not in saved:
             # A checkpoint with exclude_frozen_parameters has no frozen parameters: they keep their values.
@@ -192,10 +209,10 @@ def _check_fit(
                 f"{name}: the model has the shape {expected} (got {got} in {checkpoint}). Use the model sizes of that "
                 f"run."
             )
-    if with_optimizer and job["optimizer"] is not None and job["optimizer"] != states.name:
+    if with_optimizer and job["optimizer"] not in (None, rank_state.optimizer.name):
         raise CheckpointError(
-            f"{checkpoint}: this job has the optimizer {states.name} (got states of {job['optimizer']}). Use that "
-            f"optimizer, or load with load_optimizer_states=False."
+            f"{checkpoint}: this job has the optimizer {rank_state.optimizer.name} (got states of {job['optimizer']}). "
+            f"Use that optimizer, or load with load_optimizer_states=False."
         )
 
 
@@ -217,9 +234,9 @@ def _check_joined(state: RankState, checkpoint: Path, saved: Json) -> None:
             )
 
 
-def _check_scheduler(engine: EngineState, checkpoint: Path, state: Json) -> None:
+def _check_scheduler(engine: EngineState, checkpoint: Path, saved_values: Json) -> None:
     expected = None if engine.lr_scheduler is None else type(engine.lr_scheduler).__name__
-    got = state["lr_scheduler_class"]
+    got = saved_values["lr_scheduler_class"]
     if None not in (expected, got) and expected != got:
         raise CheckpointError(
             f"{checkpoint}: this job has the learning-rate scheduler {expected} (got the state of {got}). Use that "
@@ -307,13 +324,13 @@ def _catch_up(scheduler: Scheduler, steps: int) -> None:
             scheduler.step()
 
 
-def _settings(engine: EngineState, states: OptimizerStates) -> dict[tuple[str, int], object]:
+def _settings(engine: EngineState, optimizer_states: OptimizerStates) -> dict[tuple[str, int], object]:
     """Return the settings of the optimizer and the scheduler that a checkpoint may replace, by (key, group)."""
     scheduler = engine.lr_scheduler
     set_by_scheduler = () if scheduler is None else ("lr", "initial_lr", "betas", "momentum")
     settings = {
         (f"optimizer.params.{key}", index): value
-        for index, (group, _) in enumerate(states.groups())
+        for index, (group, _) in enumerate(optimizer_states.groups())
         for key, value in numbers_of(group).items()
         if key not in set_by_scheduler
     }

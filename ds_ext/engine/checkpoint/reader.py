@@ -14,7 +14,7 @@ from ..parameters import LocalParameter, Shape, unique_name
 from ..types import Json, Saved
 from ..wrappers import plain_names
 from .file import TensorFile, layer_file, read_plain
-from .states import MASTER
+from .optimizer_states import MASTER
 
 # (shard, start, numel) -> elements of a flattened tensor-parallel shard of the checkpoint
 _ReadShard = Callable[[int, int, int], Tensor]
@@ -37,37 +37,46 @@ class CheckpointReader:
 
     def weight(self, local: LocalParameter, start: int, numel: int) -> Tensor:
         """Return elements of this rank's flattened shard of a weight, from the master weights if present."""
-        record = self._parameters[local.name]
-        if MASTER in record["states"]:
-            return self.state(local, MASTER, start, numel)
+        return self._part(local, self._weight(local.name), start, numel)
 
-        def read(shard: int, first: int, count: int) -> Tensor:
-            layer = self._layer(record["layer"], shard, self._shards(record))
-            return layer[record["key"]].view(-1)[first : first + count]
-
-        return self._part(local, read, start, numel)
+    def full_weight(self, name: str) -> Tensor:
+        """Return a weight joined from the shards of all ranks, without padding."""
+        shape = tuple(self._parameters[name]["shape"])
+        whole, read = Shape(shape, shape, None), self._weight(name)
+        return self._elements(name, whole, 0, read, 0, math.prod(shape)).view(shape)
 
     def states(self, local: LocalParameter, start: int, numel: int) -> dict[str, Tensor]:
         keys = [key for key in self._parameters[local.name]["states"] if key != MASTER]
-        return {key: self.state(local, key, start, numel) for key in keys}
+        return {key: self._part(local, self._state(local.name, key), start, numel) for key in keys}
 
-    def state(self, local: LocalParameter, key: str, start: int, numel: int) -> Tensor:
-        """Return elements of one flattened state, zeros if no rank had the state."""
-        record = self._parameters[local.name]
+    def _weight(self, name: str) -> _ReadShard:
+        record = self._parameters[name]
+        if MASTER in record["states"]:
+            return self._state(name, MASTER)
+
+        def read(shard: int, first: int, count: int) -> Tensor:
+            layer = self._layer(record["layer"], shard, self._num_shards(record))
+            return layer[record["key"]].view(-1)[first : first + count]
+
+        return read
+
+    def _state(self, name: str, key: str) -> _ReadShard:
+        """Return the reader of one state, which gives zeros if no rank had the state."""
+        record = self._parameters[name]
         fragments, parts = record["fragments"], record.get("parts", 1)
 
         def read(shard: int, first: int, count: int) -> Tensor:
             elements = torch.zeros(count)
-            saved_name = unique_name(record.get("saved_name", local.name), shard // self.tensor_ranks, parts)
-            for name, begin, length in fragments[str(shard)]:
+            saved_name = unique_name(record.get("saved_name", name), shard // self.tensor_ranks, parts)
+            for file, begin, length in fragments[str(shard)]:
                 low, high = max(first, begin), min(first + count, begin + length)
                 if low < high:
-                    part = self._file(name).read(f"{saved_name}/{key}", low - begin, high - low)
+                    part = self._file(file).read(f"{saved_name}/{key}", low - begin, high - low)
                     elements = elements.to(part.dtype)
                     elements[low - first : high - first] = part
             return elements
 
-        return self._part(local, read, start, numel)
+        return read
 
     def other(self, layer: int, key: str, same_size: bool) -> Saved:
         """Return a buffer or an extra state of a layer; None if the checkpoint does not contain it.
@@ -79,18 +88,25 @@ class CheckpointReader:
         exists = layer_file(layer, shard, self.tensor_ranks) in self._files
         return self._layer(layer, shard, self.tensor_ranks).get(key) if exists else None
 
-    def _shards(self, record: Json) -> int:
+    def _num_shards(self, record: Json) -> int:
         return self.tensor_ranks * record.get("parts", 1)
 
     def _part(self, local: LocalParameter, read: _ReadShard, start: int, numel: int) -> Tensor:
         """Return elements of this rank's flattened shard, from the shards of the checkpoint."""
-        record, target = self._parameters[local.name], local.shape
+        is_sharded = local.shape.dim is not None
+        number = local.shard(self._tensor_rank, self._target_ranks) if is_sharded else 0
+        return self._elements(local.name, local.shape, number, read, start, numel)
+
+    def _elements(
+        self, name: str, target: Shape, number: int, read: _ReadShard, start: int, numel: int
+    ) -> Tensor:
+        """Return elements of the flattened shard ``number`` of those with the shape ``target``."""
+        record = self._parameters[name]
         saved = Shape(tuple(record["shape"]), tuple(record["shard"]), record["dim"])
-        number = 0 if target.dim is None else local.shard(self._tensor_rank, self._target_ranks)
         if target == saved:
             # The shards are the same: read only these elements.
             return read(number, start, numel)
-        shards = 1 if saved.dim is None else self._shards(record)
+        shards = 1 if saved.dim is None else self._num_shards(record)
         return self._reshard(target, number, saved, shards, read).reshape(-1)[start : start + numel]
 
     def _reshard(

@@ -40,13 +40,13 @@ from ..batches import MicroBatches
 from ..engine_state import EngineState
 from ..module import PipelineModule
 from ..parameters import LocalParameter, layers_of, parameters_of
-from ..state import VALUES, RankState, random_states
+from ..rank_state import VALUES, RankState, random_states
 from ..types import Json, ParameterGroup, Record
 from .background import BackgroundSave, memory_needs, memory_problem, warn_not_removed
 from .background_process import Task
 from .file import MemoryFile, NewFile, is_plain, layer_file, write_plain, write_tensors
 from .folder import CheckedFile, complete_checkpoints, publish, remove_older, require_keep, start_writing
-from .states import MASTER, OptimizerStates, numbers_of
+from .optimizer_states import MASTER, OptimizerStates, numbers_of
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from ...errors import CheckpointError, ConfigError
 from ..all_ranks import from_rank_0, on_all_ranks
 from ..engine_state import EngineState
-from ..state import RankState
+from ..rank_state import RankState
 from ..types import Optimizer
 from .file import pickle_plain
 from .folder import require_tag, start_writing
+from .optimizer_states import OptimizerStates
 from .save import checkpoint_bytes, require_plain_extra_states, state_of
-from .states import OptimizerStates
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def _try(engine: EngineState, folder: Path, tags: Sequence[str] | None) -> None:
             shutil.rmtree(written, ignore_errors=True)
 
 
-def require_states(optimizer: Optimizer, recovers: bool) -> None:
+def check_states(optimizer: Optimizer, recovers: bool) -> None:
     """Check that the optimizer's states can be saved. All ranks must call this together.
 
     Otherwise rank 0 logs a warning, or all ranks raise ConfigError if the job ``recovers`` from snapshots of them.

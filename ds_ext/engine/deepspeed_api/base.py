@@ -69,7 +69,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     _instruction_maps: Sequence[Handlers] = ()
 
     @abstractmethod
-    def gather(self) -> Gathered: ...
+    def exchange_numbers(self) -> Gathered: ...
 
     @abstractmethod
     def _advance(self) -> None:
@@ -157,7 +157,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
 
     def _aggregate_total_loss(self) -> Tensor:
         """Return the mean loss of all micro-batches of all groups, on every rank."""
-        return self.gather().losses.loss
+        return self.exchange_numbers().losses.loss
 
     def get_lr(self) -> list[float]:
         """Return the learning rates of the parameter groups; on a forward rank (FBD), those of the last step."""
@@ -203,7 +203,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
             raise ConfigError(
                 "optimizer: missing (got None). Add it to the JSON, pass it to initialize(), or set engine.optimizer."
             )
-        correction = self.gather().losses.correction  # the counts of labels give it
+        correction = self.exchange_numbers().losses.correction  # the counts of labels give it
         self.update.reduce_unfrozen()
         with (
             self.update.gradients.corrected(correction, self.module.parameters()),
@@ -219,7 +219,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     @torch.no_grad()
     def _exec_end_of_step(self) -> None:
         is_late = self._gathered is None  # a script replaced the handler of the optimizer step
-        gathered = self.gather()
+        gathered = self.exchange_numbers()
         correction, has_changed = gathered.losses.correction, any(rank.num_changed for rank in gathered.ranks)
         if is_late and (correction != 1 or has_changed):
             cause = "requires_grad: a change" if correction == 1 else "loss_fn: a pair (sum, count)"

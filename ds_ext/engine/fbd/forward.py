@@ -69,7 +69,7 @@ class ForwardRole(DisaggregatedRole):
             while tickets:
                 tickets.popleft().wait()
         engine = self.engine
-        engine.gather()
+        engine.exchange_numbers()
         # The last stage computes nothing. It waits for a whole step, which may exceed the time limit of a message.
         limit_s = self.step_limit_s(engine.running) if stage == engine.last_stage else None
         self.link.expect(limit_s)

@@ -16,10 +16,12 @@ step; fp16 gradients could underflow, so fp16 needs the method.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -113,6 +115,17 @@ class StepMeans:
     correction: float
 
 
+class _TermNumbers(NamedTuple):
+    """Numbers of a term or an additional loss that ranks gather: of one rank, or a tuple of those of all ranks each."""
+
+    total: Any
+    counted: Any
+    divisor: Any
+    returned: Any  # this field and the next ones: :func:`_join_checks`
+    labels: Any
+    differing_ways: Any
+
+
 class LocalLosses:
     """Losses of this rank in a step. All ranks must construct it together."""
 
@@ -137,11 +150,11 @@ class LocalLosses:
         self._declared_counts: _Reduced | None = None  # from the method ``counts``
         self._loss = AdaptedLoss(module.loss_fn)  # read again in every step: a script may replace it
 
-    def start_step(self, trains: bool, labels: Iterable[Batch] = ()) -> None:
+    def start_step(self, trains: bool, read_labels: Callable[[], Iterable[Batch]]) -> None:
         """Start a step or an evaluation, and count the labels of a step if the loss function can.
 
-        ``labels`` are those of this rank's micro-batches, as the loss function gets them. In a training step, all
-        data-parallel ranks of the last stage must pass theirs.
+        ``read_labels`` returns those of this rank's micro-batches, as the loss function gets them; it is called only to
+        count. In a training step, all data-parallel ranks of the last stage must pass theirs.
         """
         self._trains = trains
         self._weight = 0.0
@@ -154,7 +167,7 @@ class LocalLosses:
         count_labels = self._loss.counts
         if self._by_micro_batch or count_labels is None:
             return
-        counts = [_by_term(count_labels(micro_batch_labels)) for micro_batch_labels in labels]
+        counts = [_by_term(count_labels(labels)) for labels in read_labels()]
         if counts:
             totals = {name: sum(float(by_term[name]) for by_term in counts) for name in counts[0]}
             group = self._group if self._data_parallel_size > 1 else None
@@ -264,8 +277,8 @@ class LocalLosses:
         for name, kind in self._agreed_kinds().items():
             values, counts = zip(*self._terms.get(name, [(0.0, 0.0)]), strict=True)
             counts = [self._weight] if kind == "additional" else counts
-            numbers += [_sum(values), _sum(counts), self._divisors.get(name, 0.0)]
-            numbers += _join_checks(self._checks[name]) if name in self._checks else [0.0] * 3
+            checks = _join_checks(self._checks[name]) if name in self._checks else [0.0] * 3
+            numbers += _TermNumbers(_sum(values), _sum(counts), self._divisors.get(name, 0.0), *checks)
         tensors = [number.to(self._device) for number in numbers if isinstance(number, Tensor)]
         floats = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU
         return [next(floats) if isinstance(number, Tensor) else number for number in numbers]
@@ -294,18 +307,17 @@ class LocalLosses:
         counts: dict[str, float] = {}
         correction = 1.0
         for name, kind in kinds.items():
-            total = sum(next(columns))
-            count = sum(next(columns))
-            divisor = max(next(columns))
-            returned, labels = sum(next(columns)), sum(next(columns))
-            if functools.reduce(operator.or_, map(int, next(columns))) == 2**_WAYS - 1:
+            of_ranks = _TermNumbers(*itertools.islice(columns, len(_TermNumbers._fields)))
+            count, divisor = sum(of_ranks.counted), max(of_ranks.divisor)
+            if functools.reduce(operator.or_, map(int, of_ranks.differing_ways)) == 2**_WAYS - 1:
+                returned, labels = sum(of_ranks.returned), sum(of_ranks.labels)
                 raise ConfigError(
                     f"loss_fn: the second value of a pair (sum, count) must be the number of counted labels (got "
                     f"{returned:g} in the step, whose micro-batches have {labels:g} labels other than -100). Report a "
                     f"metric by the attribute additional_losses, and return the loss alone; or add a method "
                     f"counts(labels) that returns the same count (docs/own_scripts.md)."
                 ).of_all_ranks()
-            means[name] = total / (count or 1.0)
+            means[name] = sum(of_ranks.total) / (count or 1.0)
             if kind == "count":
                 counts[name] = count
                 correction = self._correction(name, count, divisor, correction)
@@ -394,31 +406,31 @@ def _by_term(value: Batch) -> Mapping[str, Batch]:
 
 
 def _make_term(value: Batch) -> Term:
-    count = None
+    total, count = value, None
     if isinstance(value, tuple | list) and len(value) == 2:
-        value, count = value
-        count = _make_count(count, value.device if isinstance(value, Tensor) else None)
-    if isinstance(value, int | float):
+        total, number = value
+        count = _make_count(number, total.device if isinstance(total, Tensor) else None)
+    if isinstance(total, int | float):
         raise ConfigError(
-            f"loss_fn: must return a tensor that requires grad (got the {type(value).__name__} {value}). "
+            f"loss_fn: must return a tensor that requires grad (got the {type(total).__name__} {total}). "
             f"Remove .item() or float()."
         )
-    if not isinstance(value, Tensor) or value.numel() != 1:
+    if not isinstance(total, Tensor) or total.numel() != 1:
         raise ConfigError(
             f"loss_fn (or the last layer without one): must return a single number per micro-batch, or a pair (sum, "
-            f"count) (got a {_describe(value)}). Return the mean."
+            f"count) (got a {_describe(total)}). Return the mean."
         )
-    if count is not None and value.dtype == torch.float16:
+    if count is not None and total.dtype == torch.float16:
         raise ConfigError(
             "loss_fn: the sum of a pair (sum, count) must not be fp16, because it would overflow (got torch.float16). "
             "Compute the loss from outputs.float()."
         )
-    if torch.is_grad_enabled() and not value.requires_grad:
+    if torch.is_grad_enabled() and not total.requires_grad:
         raise ConfigError(
             "loss_fn: the loss must have a gradient (got a tensor without grad_fn). Compute it from the outputs, "
             "without detach() or torch.no_grad()."
         )
-    return Term(value.reshape(()), count)
+    return Term(total.reshape(()), count)
 
 
 def _make_count(count: object, device: torch.device | None) -> Tensor:

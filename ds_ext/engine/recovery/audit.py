@@ -238,12 +238,12 @@ class StepAudit(Observer):
         )
 
     def _evidence(self) -> Evidence | None:
-        if self._watched is None:
+        op = self._watched
+        if op is None:
             return None
-        executor, (_, micro_batch, stage, _) = self._engine.executor, self._watched
-        splits = (stage, micro_batch) in self._engine.plan.timetable.split_backwards
-        number = executor.data.first_id + micro_batch
-        return Evidence(self._watched, number, splits, tuple(self._passes))
+        number = self._engine.executor.data.first_id + op.micro_batch
+        splits = (op.stage, op.micro_batch) in self._engine.plan.timetable.split_backwards
+        return Evidence(op, number, splits, tuple(self._passes))
 
     # --- comparison ---
 
@@ -386,7 +386,7 @@ class StepAudit(Observer):
             buffer.grads = _copy_to(one.grads, engine.device)
             try:
                 with sequences.backward(stage, 0, index) as (roots, leaves):
-                    roots = [*buffer.roots(scale), *roots]
+                    roots = [*buffer.take_roots(scale), *roots]
                     backwards.append(
                         tensor_checksum(_gradients(roots, buffer.inputs or (), leaves, evidence.splits))
                     )

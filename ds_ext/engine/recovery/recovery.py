@@ -34,7 +34,7 @@ from ..all_ranks import from_rank_0, on_all_ranks
 from ..batches import IteratorBatches
 from ..checkpoint.save import describe_job
 from ..engine_state import EngineState
-from ..state import RankState
+from ..rank_state import RankState
 from ..types import Json, Record
 from .audit import tensor_checksum
 from .keeper import Exits, Keeper, KeeperError, Snapshots
@@ -195,13 +195,13 @@ class Recovery:
         """Write the snapshot of a step. When this returns, all ranks have theirs. Returns the seconds taken."""
         keeper_is_gone = not self._keeper.is_running()
 
-        def write() -> tuple[float, bool]:
+        def write_and_time() -> tuple[float, bool]:
             self._require_position()
             begin = time.perf_counter()
             try:
                 if keeper_is_gone:
                     self._restart_keeper(step)
-                self._write(step)
+                self._write_slot(step)
             except KeeperError as error:
                 raise ConfigError(
                     f"ds_ext.recovery: no snapshot of step {step} on host {socket.gethostname()} (got {error}). Use "
@@ -209,12 +209,12 @@ class Recovery:
                 ) from None
             return time.perf_counter() - begin, keeper_is_gone
 
-        reports = on_all_ranks(write)
+        reports = on_all_ranks(write_and_time)
         if any(is_gone for _, is_gone in reports) and self._addresses is not None:
             self._addresses = self._with_keepers(self._listen)
         return self._waited_s + reports[self._rank][0]
 
-    def _write(self, step: int) -> None:
+    def _write_slot(self, step: int) -> None:
         state = RankState(self._engine)
         tensors, constant = state.tensors(), self._constant
         changed = {

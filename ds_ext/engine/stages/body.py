@@ -62,9 +62,7 @@ class Body(Stage):
 
         def run() -> Batch:
             outputs = self.compute(self.stage, inputs, step.steps_done, number)
-            self._finish(
-                step, buffer, micro_batch, index, outputs
-            )  # the loss too, in the context of its slice
+            self._store_loss(step, buffer, micro_batch, index, outputs)  # in the context of its slice
             return outputs
 
         outputs = step.sequences.forward(run, self.stage, micro_batch, index, inputs)
@@ -72,8 +70,8 @@ class Body(Stage):
         if not torch.is_grad_enabled():
             buffer.inputs = None
 
-    def _finish(self, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Batch) -> None:
-        """Do nothing: the outputs go to the next stage."""
+    def _store_loss(self, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Batch) -> None:
+        """Compute and store the loss of the outputs; only the last stage has one."""
 
     def backward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
         with step.sequences.backward(self.stage, micro_batch, index) as (roots, leaves):
@@ -99,7 +97,7 @@ class LastBody(Body):
 
     has_labels = True
 
-    def _finish(self, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Batch) -> None:
+    def _store_loss(self, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Batch) -> None:
         store_loss(self.losses, step, buffer, micro_batch, index, outputs)
 
 

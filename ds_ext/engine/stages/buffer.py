@@ -69,7 +69,7 @@ class Buffer:
         assert grads is not None
         return grads
 
-    def roots(self, scale: Callable[[Loss], Tensor]) -> list[Root]:
+    def take_roots(self, scale: Callable[[Loss], Tensor]) -> list[Root]:
         """Return what a backward starts from: the scaled loss, or the edges of the outputs and their gradients."""
         if self.loss is not None:
             return [(scale(self.loss), None)]
@@ -87,13 +87,13 @@ class Buffer:
     ) -> None:
         """Run the backward and drop the graph.
 
-        ``more_roots`` are started from together with :meth:`roots`; ``leaves`` are further leaves of the graph.
+        ``more_roots`` are started from together with :meth:`take_roots`; ``leaves`` are further leaves of the graph.
 
         Autograd may keep one tensor, without a copy, as the gradient of an input and of several parameters. The next
         micro-batch adds to a parameter's gradient in place, which would change the others too, and what the other
         stage and deferred gradients read. So no two of them keep the same memory.
         """
-        roots = [*self.roots(context.scale), *more_roots]
+        roots = [*self.take_roots(context.scale), *more_roots]
         self.outputs = None  # the loss has read them
         without_grad = [parameter for parameter in context.parameters if parameter.grad is None]
         if roots:  # none if all layers up to here are frozen, or the loss does not depend on them

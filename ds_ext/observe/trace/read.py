@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,23 +196,26 @@ def _is_run(run: Event, rank: int) -> bool:
 
 
 def _is_valid(event: Event) -> bool:
-    values = event.get("args", {})
-    if not isinstance(values, dict):
+    if not isinstance(event.get("args", {}), dict):
         return False
-    if event.get("ph") != "X":
-        return event.get("name") != CLOCK or all(_is_number(values.get(key)) for key in _COMPARISON_KEYS)
+    if event.get("ph") == "X":
+        return _is_valid_span(event)
+    return event.get("name") != CLOCK or _has_numbers(event.get("args", {}), _COMPARISON_KEYS)
+
+
+def _is_valid_span(event: Event) -> bool:
     if not all(isinstance(event.get(key), str) for key in ("name", "cat", "tid")) or not event["name"]:
-        return False
-    if not all(_is_number(event.get(key)) for key in ("ts", "dur")):
         return False
     integers = list(_THREAD_KEYS.get(event["tid"], ())) if "args" in event else []
     if event["cat"] == "step":
         integers.append("micro_batches")
-    return all(type(values.get(key)) is int for key in integers)
+    values = event.get("args", {})
+    return _has_numbers(event, ("ts", "dur")) and all(type(values.get(key)) is int for key in integers)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _has_numbers(values: Event, keys: Iterable[str]) -> bool:
+    numbers = (values.get(key) for key in keys)
+    return all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
 
 
 def _lines(path: Path) -> Iterator[Event | None]:

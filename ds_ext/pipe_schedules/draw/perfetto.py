@@ -80,9 +80,8 @@ def _spans(simulation: Simulation) -> Iterator[Event]:
 def _collectives(simulation: Simulation) -> Iterator[Event]:
     """Yield the collectives of every device on further threads, because spans of one thread must not overlap."""
     for device, row in enumerate(simulation.collectives):
-        for thread, lane in enumerate(
-            in_lanes((start, end, op.name) for op, start, end in row), _COMPUTE_THREAD + 1
-        ):
+        lanes = in_lanes((start, end, op.name) for op, start, end in row)
+        for thread, lane in enumerate(lanes, _COMPUTE_THREAD + 1):
             process = {"pid": device, "tid": thread}
             yield {**process, "ph": "M", "name": "thread_name", "args": {"name": f"collectives {thread}"}}
             for start, end, name in lane:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -12,12 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...engine.checkpoint.folder import LATEST, MANIFEST, has_checkpoint, open_checkpoint
 from ...engine.checkpoint.reader import CheckpointReader
-from ...engine.parameters import LocalParameter, Shape
 from ...errors import ConfigError
 from ...hf.folder import INDEX, shard_name
 
@@ -46,13 +43,8 @@ class CheckpointWeights:
         return CheckpointReader(self._checkpoint, self._manifest, tensor_rank=0)
 
     def read(self, name: str) -> Tensor:
-        """Return a full weight by its name in ds_ext, joined from the shards of all ranks."""
-        # A shape without shards makes the reader join all shards and omit padding.
-        shape = self.shapes[name]
-        layer, _, key = name.partition(".")
-        empty, whole = nn.Parameter(torch.empty(0)), Shape(shape, shape, None)
-        parameter = LocalParameter(self.engine_names[name], empty, int(layer), key, whole)
-        return self._reader.weight(parameter, 0, math.prod(shape)).view(shape)
+        """Return a full weight by its name in ds_ext."""
+        return self._reader.full_weight(self.engine_names[name])
 
 
 def open_source(source: Path) -> tuple[Path, dict[str, Any]]:

@@ -17,7 +17,7 @@ from ...engine.checkpoint.file import layer_file, write_plain
 from ...engine.checkpoint.folder import has_checkpoint, publish, start_writing
 from ...engine.checkpoint.lock import FolderLock
 from ...engine.checkpoint.save import STATE_FILE
-from ...engine.state import COUNTERS
+from ...engine.rank_state import COUNTERS
 from ...errors import ConfigError
 from ...model.config import TransformerConfig
 from ..data.prepare import command_lines

@@ -53,21 +53,23 @@ class HuggingFaceModel:
         return self._from_hf(weight, [self.folder.read(self._file_names[name]) for name in weight.hf_names])
 
     def read_rows(self, weight: Counterpart, start: int, stop: int) -> Tensor:
-        """Return rows ``start`` to ``stop - 1`` of a weight; see :meth:`row_unit`."""
+        """Return rows ``start`` to ``stop - 1`` of a weight; see :meth:`row_multiple`."""
         count = len(weight.hf_names)
         names = (self._file_names[name] for name in weight.hf_names)
         return self._from_hf(
             weight, [self.folder.read_rows(name, start // count, stop // count) for name in names]
         )
 
-    def row_unit(self, weight: Counterpart) -> int | None:
+    def row_multiple(self, weight: Counterpart) -> int | None:
         """Return the number of rows of which a part read by :meth:`read_rows` is a multiple.
 
         None: only the full weight can be read, because the file has a different layout.
         """
         if not weight.conversion.by_rows:
             return None
-        return len(weight.hf_names) * self.config.head_size if len(weight.hf_names) > 1 else 1
+        if len(weight.hf_names) == 1:
+            return 1
+        return len(weight.hf_names) * self.config.head_size  # the heads of the parts alternate
 
     def describe(self) -> str:
         names = (name for weight in self.weights.values() for name in weight.hf_names)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...engine import PipelineEngine
 from ...engine.parameters import LocalParameter, Shape
-from ...engine.state import RankState
+from ...engine.rank_state import RankState
 from ...errors import ConfigError
 from ...hf.folder import shape_text
 from ..models.hf import Counterpart
@@ -69,14 +69,14 @@ def _row_blocks(
     """
     offset = shard * shape.shard[0] if shape.dim == 0 else 0  # of the shard in the full weight
     model_rows = min(shape.shard[0], max(0, shape.full[0] - offset))  # the others of the shard are padding
-    unit = model.row_unit(weight)
-    if unit is None:
+    multiple = model.row_multiple(weight)
+    if multiple is None:
         full = model.read(weight)
         yield 0, _columns(full[offset : offset + model_rows], shape, shard)
     else:
-        block_rows = max(1, _BLOCK_ELEMENTS // (math.prod(shape.full[1:]) * unit)) * unit
-        for begin in range(start // unit * unit, min(stop, model_rows), block_rows):
-            end = min(begin + block_rows, -(-stop // unit) * unit, model_rows)
+        block_rows = max(1, _BLOCK_ELEMENTS // (math.prod(shape.full[1:]) * multiple)) * multiple
+        for begin in range(start // multiple * multiple, min(stop, model_rows), block_rows):
+            end = min(begin + block_rows, -(-stop // multiple) * multiple, model_rows)
             rows = model.read_rows(weight, offset + begin, offset + end)
             yield begin, _columns(rows, shape, shard)
     if stop > model_rows:

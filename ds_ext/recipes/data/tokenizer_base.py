@@ -34,7 +34,7 @@ class Tokenizer:
     def __init__(
         self, backend: Any, origin: str, end_of_document: str | None = None, is_replaced: bool = False
     ) -> None:
-        """Wrap a ``tokenizers.Tokenizer``.
+        """Wrap a ``tokenizers.Tokenizer``, and change it: special tokens are text, and lengths are not limited.
 
         Args:
             origin: name in errors.
@@ -62,13 +62,7 @@ class Tokenizer:
         )
         self._declared |= {REPLACED: True} if is_replaced else {}
         serialized = json.loads(backend.to_str())
-        definition: list[Any] = sorted(self.vocab.items())
-        if serialized["model"]["type"] != "WordPiece":
-            merges = serialized["model"].get("merges", [])
-            definition = [
-                definition,
-                [merge.split(" ") if isinstance(merge, str) else merge for merge in merges],
-            ]
+        definition = _definition(self.vocab, serialized["model"])
         self.fingerprint = fingerprint_of([definition, splitting(serialized)] if is_replaced else definition)
 
     def encode(self, text: str) -> list[int]:
@@ -109,6 +103,13 @@ class Tokenizer:
         declared = [TOKENIZER_CONFIG] if self._declared else []
         others = [name for name in ("vocab.json", "merges.txt") if (folder / name).exists()]
         return [TOKENIZER_JSON, *declared, *others]
+
+
+def _definition(vocab: Mapping[str, int], model: Mapping[str, Any]) -> list[Any]:
+    """Return the vocabulary, and the merges unless the model is WordPiece."""
+    tokens = sorted(vocab.items())
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", [])]
+    return tokens if model["type"] == "WordPiece" else [tokens, merges]
 
 
 def splitting(serialized: Mapping[str, Any]) -> dict[str, Any]:

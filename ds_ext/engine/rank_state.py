@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from .batches import Resumable
-from .checkpoint.states import Fragment, OptimizerStates, group_settings, set_numbers
+from .checkpoint.optimizer_states import Fragment, OptimizerStates, group_settings, set_numbers
 from .deepspeed_api.names import loss_scaler
 from .engine_state import EngineState
 from .parameters import LocalParameter, buffers_of, extra_states_of, layers_of, parameters_of
