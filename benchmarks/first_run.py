@@ -76,7 +76,8 @@ def main() -> int:
     if schedule == BASELINE:
         return 0
     print(
-        f"\nThe first {args.steps} steps with {BASELINE}, with {schedule}, and with {BASELINE} again:", flush=True
+        f"\nThe first {args.steps} steps with {BASELINE}, with {schedule}, and with {BASELINE} again:",
+        flush=True,
     )
     rows: dict[str, list[dict[str, Any]]] = {BASELINE: [], schedule: []}
     for name in (BASELINE, schedule, BASELINE):  # a host that slows down meanwhile slows both

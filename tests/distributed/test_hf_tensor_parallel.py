@@ -287,7 +287,13 @@ FEATURES: dict[str, tuple[str, Job, dict[str, Any], dict[str, Any]]] = {
 }
 # They contain every feature once.
 FEW = [
-    *("chunked loss, tied", "bf16", "slices with common heads", "tokens, recomputed", "tokens, head in parts"),
+    *(
+        "chunked loss, tied",
+        "bf16",
+        "slices with common heads",
+        "tokens, recomputed",
+        "tokens, head in parts",
+    ),
     *("adapters with common heads", "whole outputs"),
 ]
 CHANGES: dict[str, Any] = {"tie_word_embeddings": False}

@@ -89,7 +89,8 @@ def _check_split(args: argparse.Namespace, shares: tuple[float, float, float]) -
     meta = read_meta(args.data_path) if args.data_path else None
     if meta is not None and not {"sentences", "loss_mask"} & meta.keys():
         (prefix, *others) = parse_data_path(args.data_path)[1]
-        used = zip(("train", "valid"), split_documents(meta.get("documents", 0), shares), (1, args.eval_iters))
+        ranges = split_documents(meta.get("documents", 0), shares)
+        used = zip(("train", "valid", "test"), ranges, (1, args.eval_iters, 0), strict=True)
         for name, documents, samples in () if others else used:
             if samples:
                 require_windows(name, IndexedTokens(prefix), documents, args.seq_length)

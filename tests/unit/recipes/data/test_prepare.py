@@ -135,7 +135,7 @@ def test_the_next_command_trains_the_model_of_the_tokenizer(
     epoch = samples_per_epoch(datasets[0])
     assert epoch is not None
     assert 0 <= train["train_iters"] * job["train_batch_size"] - epoch < job["train_batch_size"]
-    run("--source", source, "--output", output, "--tokenizer", model, "--epochs", 2.5)
+    run("--source", source, "--output", output, "--tokenizer", model, "--epochs", "2.5")
     job = json.loads((output / "finetune.json").read_text())
     steps = job["ds_ext"]["train"]["train_iters"]
     assert steps == math.ceil(2.5 * epoch / job["train_batch_size"]) > train["train_iters"]
