@@ -80,8 +80,9 @@ def _check_files(args: argparse.Namespace, problems: Problems, missing: Problems
         problems.errors += missing.errors
     elif missing.errors:
         lines = (line for error in missing.errors for line in str(error).splitlines())
-        flags = ", ".join(line.partition(":")[0] for line in lines)
-        args.notes.append(f"missing   {flags}: a run needs them")
+        args.notes.append(
+            f"missing   {'; '.join(line.partition('. ')[0].removesuffix(': missing') for line in lines)}"
+        )
 
 
 def _check_split(args: argparse.Namespace, shares: tuple[float, float, float]) -> None:
