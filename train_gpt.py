@@ -42,7 +42,7 @@ def main() -> int:
     process.set_up_logging()
     options = document_options(args)
     builder = make_builder(args, job.plan, config)
-    job = job.with_stage_work()
+    job = job.with_stage_work(builder.divides_head)
     settings = job.plan.settings
     datasets = functools.partial(build_gpt_datasets, args.data_path, args.split, args.seq_length)
     length = args.seq_length if settings.sequence_slices > 1 else 0  # slices need samples of one length

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +140,8 @@ EXPERTS_MODELS: dict[str, dict[str, Any]] = {
         **{"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     },
 }
+# Fields that add the loss of the routers.
+ROUTERS_LOSS: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 # More models with a tensor-parallel plan.
 PLANNED_MODELS: dict[str, dict[str, Any]] = {
     "Apertus": GROUPED,
@@ -185,13 +186,15 @@ def micro_batch(step: int, number: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
     return (ids_BS, mask_BS), ids_BS.masked_fill(mask_BS == 0, -100)
 
 
-def mean_loss(model: Callable[..., Any], step: int, micro_batches: int, backward: bool = True) -> float:
+def mean_loss(model: Any, step: int, micro_batches: int, backward: bool = True) -> float:
     """Return the loss of a step by the model's own forward, as in transformers; gradients accumulate in the model."""
     total, batches = 0.0, [micro_batch(step, number) for number in range(micro_batches)]
     count = sum(int((labels_BS[:, 1:] != -100).sum()) for _, labels_BS in batches)
     for (ids_BS, mask_BS), labels_BS in batches:
         outputs = model(input_ids=ids_BS, attention_mask=mask_BS, labels=labels_BS, num_items_in_batch=count)
         loss = outputs.loss
+        if getattr(outputs, "aux_loss", None) is not None:  # a mean over micro-batches
+            loss = loss - (1 - 1 / micro_batches) * model.router_aux_loss_coef * outputs.aux_loss
         if backward:
             loss.backward()
         total += loss.item()

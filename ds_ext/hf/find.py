@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import ConfigError
+from .routers import find_routers
 from .split import Calls, NotSplittable, Split, leaves_of
 from .trial import Trial, merge_records
 from .weights import Source
@@ -32,13 +33,15 @@ def find_split(source: Source) -> Split:
     reference = source.reference()
     tied = _is_head_tied(reference, embedding, head, name)
     backbone = model.get_submodule(owner)
+    routers = find_routers(model, backbone)
     trial = Trial(model, backbone, getattr(backbone, attribute), name)
     with _refusing(name):
         records = trial.run(padded=True), trial.run(padded=False)
     before, after = trial.modules_around(owner, layers, embedding)
     _check_sharing(reference, layers, (embedding, head), name)
     _check_coverage(model, (embedding, head, *before, *after, layers), name)
-    tuple_size, sliced = trial.tuple_size, _sliced_calls(trial)
+    tuple_size = trial.tuple_size
+    sliced = _sliced_calls(trial) if routers is None else "the loss of its routers needs all tokens"
     with _refusing(name):
         trial.tuple_size = tuple_size
         trial.check_tail(before)
@@ -57,6 +60,7 @@ def find_split(source: Source) -> Split:
         whole=whole,
         sliced=sliced,
         plan=getattr(model, "tp_plan", None) or {},
+        routers=routers,
     )
 
 
@@ -97,11 +101,6 @@ def _check_config(config: Any, name: str) -> None:
             raise ConfigError(
                 f"{name}: cannot be cut, because it is not a text model (got {key}). Pass its decoder."
             )
-    if getattr(config, "output_router_logits", False):
-        raise ConfigError(
-            "output_router_logits: a pipeline does not add the router's loss (got true). Set it to false in "
-            "config.json, in a copy of the model's folder."
-        )
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     # Models with several kinds of attention have an object for each of them.
     settings = [rope, *(value for value in rope.values() if isinstance(value, dict))]

@@ -34,6 +34,7 @@ from ..tensor_parallel import (
     split_tokens,
 )
 from .lora import Adapters
+from .routers import Routers
 from .shard_trial import ShardTrial
 from .shards import (
     Entry,
@@ -103,7 +104,8 @@ class _AllRecorded(Exception):
 class Positions(_Part):
     """Everything between the word embedding and the first decoder layer: positions, masks, rotary embeddings.
 
-    Returns (hidden_BSD, *shared), where the shared tensors are the shared arguments of the split.
+    Returns (hidden_BSD, *shared), where the shared tensors are the shared arguments of the split. With the loss of
+    routers, their sums and the padding mask follow.
     """
 
     def __init__(self, source: Source, split: Split, adapters: Adapters | None) -> None:
@@ -133,6 +135,9 @@ class Positions(_Part):
         records = self._recorder.take()
         hidden_BSD = self.split.hidden_states(records[0])
         shared = calls.shared_tensors(records)
+        if self.split.routers is not None:
+            sums = self.split.routers.zeros(hidden_BSD.device)
+            shared += [sums, None if mask is None else mask.bool()]
         shared = (hidden_BSD.new_empty(0, dtype=torch.bool) if t is None else t for t in shared)
         return split_tokens(hidden_BSD, self.tokens), *shared
 
@@ -210,6 +215,20 @@ class DecoderLayer(nn.Module):
         return run
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        if self.split.routers is not None:
+            return self._forward_with_routers(self.split.routers, inputs)
+        return self._forward(inputs)
+
+    def _forward_with_routers(self, routers: Routers, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Add the sums of this layer's routers to those of the layers before."""
+        *others, sums, mask_BS = inputs
+        with routers.recording(self.module) as layer_logits:
+            outputs = self._forward(others)
+        for logits_NE in layer_logits:
+            sums = routers.add(sums, logits_NE, mask_BS.flatten() if mask_BS.numel() else None)
+        return *outputs, sums, mask_BS
+
+    def _forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         hidden_BSD, *shared = inputs
         calls, cache = self.split.calls(), _slice_cache(self)
         # Messages make every floating-point tensor a leaf with a gradient. Masks and angles need none.
@@ -246,7 +265,10 @@ class DecoderLayer(nn.Module):
 
 
 class FinalNorm(_Part):
-    """Everything in the backbone after the last decoder layer: (hidden_BSD, *shared) to hidden_BSD."""
+    """Everything in the backbone after the last decoder layer: (hidden_BSD, *shared) to hidden_BSD.
+
+    With the loss of routers, their sums follow, here and behind the head.
+    """
 
     def __init__(self, source: Source, split: Split, adapters: Adapters | None) -> None:
         super().__init__(source, split, split.after, adapters)
@@ -255,8 +277,12 @@ class FinalNorm(_Part):
         self._hidden: Tensor | None = None
         self._nan: Tensor | None = None
 
-    def forward(self, inputs: Sequence[Tensor]) -> Tensor:
-        hidden_BSD = gather_tokens(inputs[0], self._tokens)
+    def forward(self, inputs: Sequence[Tensor]) -> Tensor | tuple[Tensor, ...]:
+        normed_BSD = self._norm(inputs[0])
+        return normed_BSD if self.split.routers is None else (normed_BSD, inputs[-2])
+
+    def _norm(self, hidden_BSD: Tensor) -> Tensor:
+        hidden_BSD = gather_tokens(hidden_BSD, self._tokens)
         # The parts before the decoder layers run too, on NaN: nothing of them can reach the result unnoticed.
         embeds_BSD = self._nan_weights(hidden_BSD).expand(*hidden_BSD.shape[:2], self.split.width)
         self._hidden = hidden_BSD
@@ -293,11 +319,15 @@ class Head(_Part):
         super().__init__(source, split, () if split.tied else (split.head,), adapters)
         self._vocabulary = vocabulary or Vocabulary()
         self._hidden: Tensor | None = None
+        self.router_logits: tuple[Tensor, ...] | None = None  # of a trial
         if not split.tied:
             self._divide(self.skeleton.get_submodule(split.head))
-        self.backbone.forward = lambda *args, **kwargs: Outputs(self._hidden)
+        self.backbone.forward = lambda *args, **kwargs: Outputs(self._hidden, self.router_logits)
 
-    def forward(self, hidden_BSD: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        return _beside_sums(self._project, inputs)
+
+    def _project(self, hidden_BSD: Tensor) -> Tensor:
         if self._vocabulary.chunked is not None:
             projection: Any = self.skeleton.get_submodule(self.split.head)
             return self._vocabulary.chunked.enter(hidden_BSD, projection.weight)
@@ -358,7 +388,12 @@ class TiedHead:
         # Only the last stage needs it.
         return Head(self._source, self._split, None, self._vocabulary)
 
-    def __call__(self, embedding: Embedding, hidden_BSD: Tensor) -> Tensor:
+    def __call__(
+        self, embedding: Embedding, inputs: Tensor | tuple[Tensor, ...]
+    ) -> Tensor | tuple[Tensor, ...]:
+        return _beside_sums(functools.partial(self._project, embedding), inputs)
+
+    def _project(self, embedding: Embedding, hidden_BSD: Tensor) -> Any:
         """Return the logits, or see :class:`Head`. The weight is looked up each time: the engine may replace it."""
         table: Any = embedding.module
         weight: Tensor = table.weight
@@ -370,11 +405,21 @@ class TiedHead:
         return self._head(hidden_BSD)
 
 
-class Outputs:
-    """Outputs of a backbone: the last hidden states. Everything else is None."""
+def _beside_sums(
+    project: Callable[[Tensor], Tensor], inputs: Tensor | tuple[Tensor, ...]
+) -> Tensor | tuple[Tensor, ...]:
+    """Apply a head to the hidden states, which may have the sums of routers beside them."""
+    if isinstance(inputs, Tensor):
+        return project(inputs)
+    hidden_BSD, sums = inputs
+    return project(hidden_BSD), sums
 
-    def __init__(self, hidden_BSD: Tensor | None) -> None:
-        self.last_hidden_state = hidden_BSD
+
+class Outputs:
+    """Outputs of a backbone: the last hidden states and logits of routers. Everything else is None."""
+
+    def __init__(self, hidden_BSD: Tensor | None, router_logits: tuple[Tensor, ...] | None) -> None:
+        self.last_hidden_state, self.router_logits = hidden_BSD, router_logits
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

@@ -17,6 +17,7 @@ from ..tensor_parallel import ChunkedHead, TensorParallel, current_slice
 from .find import find_split
 from .layers import DecoderHeadPart, DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
 from .lora import Adapters
+from .routers import AUXILIARY_LOSS, Routers
 from .shards import Vocabulary, check_shards
 from .split import Split
 from .weights import Source, make_source
@@ -74,7 +75,7 @@ def decoder_layers(
         raise _needs_whole_logits("chunked_loss", split, reason)
     chunked = ChunkedHead(TensorParallel()) if chunked_loss else None
     vocabulary = Vocabulary(chunked, is_whole=bool(reason))
-    loss_fn = loss_class(source, vocabulary)
+    loss_fn = loss_class(source, vocabulary, split.routers)
     layers = _layer_specs(source, split, adapters, vocabulary)
     # PipelineModule reads these attributes before it builds a layer, see engine.contracts.LayerContract.
     check = functools.partial(check_shards, source, split, adapters, vocabulary)
@@ -113,6 +114,8 @@ def _head_parts(
         raise ConfigError(
             f"{key}: the head of {split.name} is tied to the embedding (got true). Remove {key}."
         )
+    if split.routers is not None:
+        reason = "the loss of routers, which parts of a head do not get"
     if reason:
         raise _needs_whole_logits(key, split, reason)
     weight: Any = source.reference().get_parameter(f"{split.head}.weight")
@@ -130,6 +133,8 @@ def _needs_whole_logits(key: str, split: Split, reason: str) -> ConfigError:
 class NextTokenLoss:
     """Loss function of the model: (logits_BSV, labels_BS) to (sum, count); a label is the token after its own.
 
+    With the loss of routers, the outputs are (logits_BSV, sums), and the loss of the micro-batch has two terms.
+
     Attributes:
         vocabulary: head of the model. With a chunked loss, hidden_BSD takes the place of logits_BSV.
         takes_token_losses: with the parts of a head it gets the losses of the tokens, (B, S), instead of logits_BSV.
@@ -137,12 +142,18 @@ class NextTokenLoss:
 
     takes_token_losses = True
 
-    def __init__(self, source: Source, vocabulary: Vocabulary) -> None:
-        self._function = source.loss_function
+    def __init__(self, source: Source, vocabulary: Vocabulary, routers: Routers | None = None) -> None:
+        self._function, self._routers = source.loss_function, routers
         self._vocab_size = source.config.get_text_config().vocab_size
         self.vocabulary = vocabulary
 
-    def __call__(self, outputs: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, outputs: Any, labels_BS: Tensor) -> Any:
+        if self._routers is None:
+            return self._pair(outputs, labels_BS)
+        outputs, sums = outputs
+        return {"": self._pair(outputs, labels_BS), AUXILIARY_LOSS: self._routers.loss(sums)}
+
+    def _pair(self, outputs: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         return self._sum(outputs, labels_BS), (labels_BS != IGNORE_INDEX).sum()
 
     def _sum(self, outputs: Tensor, labels_BS: Tensor) -> Tensor:
@@ -158,7 +169,9 @@ class NextTokenLoss:
     def counts(self, labels_BS: Tensor) -> Tensor:
         return (labels_BS != IGNORE_INDEX).sum()
 
-    def return_logits(self, outputs: Tensor) -> Tensor:
+    def return_logits(self, outputs: Any) -> Tensor:
+        if self._routers is not None:
+            outputs, _ = outputs
         if self.vocabulary.chunked is not None:
             outputs = self.vocabulary.chunked.logits(outputs)
         elif self.vocabulary.is_whole:
@@ -172,9 +185,9 @@ class CausalLoss(NextTokenLoss):
     In slices of sequences, ``labels_BS`` are those of :meth:`shift_labels`.
     """
 
-    def __call__(self, outputs: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
+    def _pair(self, outputs: Tensor, labels_BS: Tensor) -> tuple[Tensor, Tensor]:
         if current_slice() is not None:
-            return super().__call__(outputs, labels_BS)
+            return super()._pair(outputs, labels_BS)
         return self._sum(outputs, self.shift_labels(labels_BS)), self.counts(labels_BS)
 
     def counts(self, labels_BS: Tensor) -> Tensor:
@@ -198,8 +211,9 @@ def _reason_for_whole_logits(source: Source, split: Split, loss_fn: CausalLoss) 
         torch.ones(()).expand(vocab_size, split.width), lambda x_BSD: projected.append(x_BSD) or logits_BSV
     )
     hidden_BSD = torch.randn(1, 6, split.width, generator=generator)
+    routers_loss = _trial_of_routers(head, generator)
     with torch.no_grad():
-        model_loss = float(head.loss(hidden_BSD, labels_BS))
+        model_loss = float(head.loss(hidden_BSD, labels_BS)) - routers_loss
         outputs_BSV = head(hidden_BSD)
         total, count = loss_fn(outputs_BSV, labels_BS)
         logits_loss = float(total / count)
@@ -214,6 +228,17 @@ def _reason_for_whole_logits(source: Source, split: Split, loss_fn: CausalLoss) 
     if not reason and not math.isclose(logits_loss, plain, rel_tol=1e-5):
         reason = f"its loss is not the cross entropy ({logits_loss:.6g} for {plain:.6g})"
     return reason
+
+
+def _trial_of_routers(head: Head, generator: torch.Generator) -> float:
+    """Return the loss of random logits of two layers, which the head's model adds to its loss."""
+    if (routers := head.split.routers) is None:
+        return 0.0
+    head.router_logits = tuple(torch.randn(6, routers.experts, generator=generator) for _ in range(2))
+    sums = routers.zeros()
+    for logits_NE in head.router_logits:
+        sums = routers.add(sums, logits_NE, None)
+    return float(routers.loss(sums))
 
 
 def _reason_of_head(source: Source, split: Split, *pairs: tuple[Tensor, Tensor]) -> str:

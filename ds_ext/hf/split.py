@@ -16,6 +16,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ..errors import ConfigError
 from ..tensor_parallel import current_slice
+from .routers import Routers
 
 
 class NotSplittable(Exception):
@@ -121,6 +122,7 @@ class Split:
         whole: arguments of the decoder layers for sequences.
         sliced: arguments for slices of sequences; or the reason why the model cannot train in slices.
         plan: tensor-parallel plan of the model: path of a module or parameter -> style, see :mod:`.shards`.
+        routers: those whose loss is added; None: no such loss.
     """
 
     name: str
@@ -136,6 +138,7 @@ class Split:
     whole: Calls
     sliced: Calls | str
     plan: Mapping[str, str] = field(default_factory=dict)
+    routers: Routers | None = None
 
     @property
     def num_layers(self) -> int:

@@ -16,6 +16,7 @@ from ds_ext.engine.parameters import parameters_of
 from tests.decoder_models import (
     EXPERTS_MODELS,
     MODELS,
+    ROUTERS_LOSS,
     config_of,
     mean_loss,
     micro_batch,
@@ -33,7 +34,9 @@ MICRO_BATCHES, LR = 8, 0.1
 LAYOUTS = select(
     [("1f1b", 2), ("bitpipe_zb", 2), ("1f1b", 4), ("bitpipe_zb", 4)], [("1f1b", 2), ("bitpipe_zb", 2)]
 )
+WITH_ROUTERS_LOSS = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "Olmoe", "GraniteMoe", "Phimoe")
 FAMILIES = {**MODELS, **EXPERTS_MODELS}
+FAMILIES |= {name: {**FAMILIES[name], **ROUTERS_LOSS} for name in WITH_ROUTERS_LOSS}
 AT_ONCE = ("GPT2", "Falcon")  # their largest weights are in a subclass of nn.Linear
 Result = tuple[float, float | None, dict[str, Tensor]]
 
@@ -126,6 +129,53 @@ def test_a_chunked_loss_is_the_one_of_whole_logits(
     for one, other in zip(ours, theirs, strict=True):
         assert one[0] == pytest.approx(other[0], rel=1e-6)
         torch.testing.assert_close(one[1], other[1], rtol=1e-5, atol=1e-5)
+
+
+# --- loss of routers ---
+
+
+def train_with_routers(
+    rank: int, folder: str, pp: int, lora: bool, chunked: bool, interval: int
+) -> list[tuple[float, float]]:
+    """Return the losses of two steps and of an evaluation, each with that of the routers."""
+    from peft import LoraConfig
+
+    adapters = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False) if lora else None
+    torch.manual_seed(0)
+    layers, loss_fn = ds_ext.from_transformers(folder, lora=adapters, chunked_loss=chunked)
+    config = config_of("zb_v" if pp > 1 else "1f1b", pp, 4)
+    config["pipeline"] = {"activation_checkpoint_interval": interval}
+    module = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn, partition_method="uniform")
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    engine, *_ = ds_ext.initialize(model=module, optimizer=torch.optim.SGD(trained, lr=LR), config=config)
+    batches: Any = Batches(micro_batch)  # pyright: ignore[reportArgumentType]
+    losses = []
+    for run in (engine.train_batch, engine.train_batch, engine.eval_batch):
+        loss = float(run(batches))
+        assert engine.agg_additional_losses is not None
+        losses.append((loss, float(engine.agg_additional_losses["aux_loss"])))
+    engine.transport.close()
+    return losses
+
+
+@pytest.mark.parametrize(("lora", "chunked", "interval"), [(True, True, 0), (False, False, 1)])
+def test_the_loss_of_routers_goes_with_other_features(
+    ranks: Ranks, lora: bool, chunked: bool, interval: int, tmp_path: Path
+) -> None:
+    folder = save_decoder("Mixtral", tmp_path / "model", **ROUTERS_LOSS)
+    (expected,) = ranks(1).run(train_with_routers, folder, 1, lora, False, 0, timeout_s=60)
+    for losses in ranks(2).run(train_with_routers, folder, 2, lora, chunked, interval, timeout_s=60):
+        assert losses == [pytest.approx(pair, rel=1e-5) for pair in expected]
+        assert losses[0] != losses[1] and losses[0][1] > 0.5
+
+
+def test_the_loss_of_routers_needs_all_tokens_and_a_whole_head() -> None:
+    model = random_decoder("Mixtral", **ROUTERS_LOSS)
+    layers, _ = ds_ext.from_transformers(model)
+    with pytest.raises(ds_ext.errors.ConfigError, match=r"^sequence_slices: "):
+        layers[1].module_args[1].sliced_calls()
+    with pytest.raises(ds_ext.errors.ConfigError, match=r"^vocabulary_parallel_head: "):
+        layers[-1].in_parts(2)
 
 
 # --- memory ---

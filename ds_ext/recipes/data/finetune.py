@@ -47,7 +47,7 @@ def checkpoints_of(output: Path) -> str:
 def write_jobs(
     model: Path, output: Path, meta: Mapping[str, Any], epochs: float | None = None
 ) -> tuple[list[str], str]:
-    """Write the JSON of each job into the folder of the data, and return the command of each, and notes or "".
+    """Write the JSON of each job into the folder of the data, and return the command of each, and a note or "".
 
     ``finetune.json`` trains all weights. ``lora.json``, for chat data, trains adapters. A folder without weights of a
     decoder has no jobs. ``epochs`` is 3 for chats and 1 for text by default.
@@ -88,15 +88,10 @@ def write_jobs(
         job = _job(section, length, schedule, devices, rate, steps, train)
         path.write_text(f"{json.dumps(job, indent=2)}\n", encoding="utf-8")
         commands.append(f"deepspeed --num_gpus {devices} train_gpt.py --deepspeed_config {path}")
-    notes = []
+    note = ""
     if section != stored:
-        notes.append(f"fp32, because {stored} is slow without a GPU here. With GPUs, add {_enabled(stored)}")
-    if config.get("output_router_logits"):
-        notes.append(
-            f"output_router_logits is true in {model / 'config.json'}, which training refuses. First set it to "
-            "false in a copy of the folder, and name the copy as hf_model in the JSON"
-        )
-    return commands, "\n".join(f"note: {note}" for note in notes)
+        note = f"note: fp32, because {stored} is slow without a GPU here. With GPUs, add {_enabled(stored)}"
+    return commands, note
 
 
 def _enabled(section: str | None) -> str:

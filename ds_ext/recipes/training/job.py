@@ -106,8 +106,11 @@ class TrainingJob(Generic[Config]):
         """Ranks over which sequence parallelism distributes tokens."""
         return self.plan.layout.tensor_parallel_size if self.plan.settings.sequence_parallel else 1
 
-    def with_stage_work(self) -> Self:
-        """Return the job with the work of the stages, balanced slices, and the order for "max_activation_memory"."""
+    def with_stage_work(self, divides_head: bool = True) -> Self:
+        """Return the job with the work of the stages, balanced slices, and the order for "max_activation_memory".
+
+        ``divides_head``: the model may have a head in parts.
+        """
         job, plan, model, settings = self, self.plan, self.model, self.plan.settings
         ends, work = (len(self.before), len(self.after)), _end_work(plan, model)
         placement, schedule = plan.layout.placement, plan.timetable.schedule
@@ -124,7 +127,7 @@ class TrainingJob(Generic[Config]):
         # Work of a head in parts, relative to 1/D of the layers.
         head = replace(model, chunked_loss=False).head_work(model.repeated_share)
         head, parts = head * placement.devices_per_pipe / model.num_layers, None
-        if self.after[-1:] == ["head"] and layers >= placement.stages:
+        if divides_head and self.after[-1:] == ["head"] and layers >= placement.stages:
             body = len(self.before), len(self.after) - 1
             weights = stage_weights(layer_boundaries(layers, *body, placement, schedule), *body)
             parts = StageWork(weights, None, head=head)

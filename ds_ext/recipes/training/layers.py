@@ -10,6 +10,7 @@ import torch
 
 from ...config.deepspeed_json import precision
 from ...engine import PipelineEngine, PipelineModule
+from ...errors import ConfigError
 from ...hf.export import save_adapter
 from ...hf.find import find_split
 from ...hf.folder import ModelFolder, has_experts
@@ -40,9 +41,11 @@ class OwnLayers:
     Attributes:
         weights: description of the weights of ``--hf-model`` for the plan; "" without it.
         has_experts: whether memory and FLOPs are unknown, because the sizes are those of a model without experts.
+        divides_head: whether the model may have a head in parts.
     """
 
     has_experts = False
+    divides_head = True
 
     def __init__(self, args: argparse.Namespace, plan: JobPlan, config: TransformerConfig) -> None:
         self._args, self._config = args, config
@@ -89,8 +92,13 @@ class DecoderLayers:
         self._layers, self._loss_fn = decoder_layers(
             source, split, adapters, config.chunked_loss, NextTokenLoss
         )
-        if settings.vocabulary_parallel_head:
+        self.divides_head = True
+        try:
             self._layers[-1].in_parts(settings.pipeline_parallel_size)  # likewise
+        except ConfigError:
+            self.divides_head = False
+            if settings.vocabulary_parallel_head:
+                raise
         trained = (
             "" if adapters is None else f", frozen, and adapters of rank {rank} with {adapters.elements:,}"
         )

@@ -237,18 +237,6 @@ def test_jobs_use_half_precision_where_it_is_fast(
     assert ("note: " in capsys.readouterr().out) == (section is None and dtype != "float32")
 
 
-@pytest.mark.parametrize("value", [True, False])
-def test_a_setting_that_training_refuses_is_reported(
-    value: bool, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, output = tmp_path / "model", tmp_path / "prepared"
-    run("--source", source, "--output", model, "--vocab-size", 300)
-    write_model(model, model_type="mixtral", num_local_experts=4, output_router_logits=value)
-    capsys.readouterr()
-    run("--source", source, "--output", output, "--tokenizer", model)
-    assert (f"{model / 'config.json'}" in capsys.readouterr().out) == value
-
-
 @pytest.mark.parametrize(
     ("words", "positions", "length"),
     [(1, 2048, 512), (900, 2048, 1024), (900, 600, 600), (9000, 40_000, 4096)],

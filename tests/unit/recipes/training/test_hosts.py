@@ -28,7 +28,14 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in LAUNCHER:
         monkeypatch.delenv(name, raising=False)
 
-    def run(name: str, *flags: str, dry_run: bool = True, verbose: bool = True, **section: Any) -> str:
+    def run(
+        name: str,
+        *flags: str,
+        dry_run: bool = True,
+        verbose: bool = True,
+        divides_head: bool = True,
+        **section: Any,
+    ) -> str:
         job = json.loads((ROOT / "configs" / f"{name}.json").read_text())
         job["ds_ext"] |= section
         (tmp_path / "job.json").write_text(json.dumps(job))
@@ -36,8 +43,8 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         args, plan = plan_job("train_gpt.py", words, "gpt")
         model = TransformerConfig(**model_fields(args, plan), vocab_size=1000)
         boundaries = stage_boundaries(args, plan, BEFORE, AFTER, model)
-        job_of_script = TrainingJob(args, plan, model, BEFORE, AFTER, boundaries).with_stage_work()
-        return job_of_script.describe(hosts_of_flags(args))
+        job_of_script = TrainingJob(args, plan, model, BEFORE, AFTER, boundaries)
+        return job_of_script.with_stage_work(divides_head).describe(hosts_of_flags(args))
 
     return run
 
@@ -76,6 +83,8 @@ def test_a_slow_stage_may_divide_its_head(described: Any, untied: bool) -> None:
     (note,) = re.findall(r"^note: stage 3 takes .*", whole, re.M)
     (bubble,) = re.findall(r"^bubble +([\d.]+%)", parts, re.M)
     assert f"--vocabulary-parallel-head gives a bubble of {bubble}" in note
+    whole = described("1f1b", *size, "--stage-layers", "2,2,2,2", verbose=False, divides_head=False)
+    assert "--stage-layers balanced gives" in whole and "--vocabulary-parallel-head gives" not in whole
     assert "--vocabulary-parallel-head" not in parts
 
 
