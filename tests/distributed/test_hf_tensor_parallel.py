@@ -286,7 +286,7 @@ FEATURES: dict[str, tuple[str, Job, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 # They contain every feature once.
-FEW = [
+FEW_FEATURES = [
     *(
         "chunked loss, tied",
         "bf16",
@@ -338,7 +338,7 @@ def losses_of(
 
 @pytest.mark.parametrize(
     "feature",
-    [pytest.param(f, marks=needs("bf16") if f == "bf16" else ()) for f in select([*FEATURES], FEW)],
+    [pytest.param(f, marks=needs("bf16") if f == "bf16" else ()) for f in select([*FEATURES], FEW_FEATURES)],
 )
 def test_features_compute_as_in_one_shard(ranks: Ranks, feature: str, tmp_path: Path) -> None:
     name, job, arguments, settings = FEATURES[feature]
