@@ -30,6 +30,7 @@ from ds_ext.comm.spin import usable_cores
 START_LIMIT_S = 180.0
 BUSY = 2.0  # times as long as on a host that does nothing else
 CALLS_PER_START = 200  # bounds what tests and libraries leave in the memory of a rank
+MOST_THREADS = 150  # of a rank after a call
 
 
 def fork_server() -> ForkServerContext:
@@ -56,7 +57,7 @@ class RankPool(base.RankPool):
         """
         if "<locals>" in fn.__qualname__ or fn.__name__ == "<lambda>":
             raise TypeError(f"{fn.__qualname__} is sent to the ranks by name: move it to module level")
-        if self._calls >= CALLS_PER_START:
+        if self._calls >= CALLS_PER_START or self._has_many_threads():
             self.close()
         busy = BUSY * max(1.0, self.world_size / usable_cores())
         if not self.pids:
@@ -64,6 +65,13 @@ class RankPool(base.RankPool):
             super().run(join_world, timeout_s=START_LIMIT_S * busy)
         self._calls += 1
         return super().run(call_in_test, fn, args, timeout_s=timeout_s * busy)
+
+    def _has_many_threads(self) -> bool:
+        """Return whether a rank has the threads of many process groups, which wake 100 times a second each."""
+        try:
+            return any(len(os.listdir(f"/proc/{pid}/task")) > MOST_THREADS for pid in self.pids)
+        except OSError:  # a rank has ended, which the next call reports
+            return False
 
 
 class Ranks:
