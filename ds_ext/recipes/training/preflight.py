@@ -90,11 +90,14 @@ def _check_split(args: argparse.Namespace, shares: tuple[float, float, float]) -
     meta = read_meta(args.data_path) if args.data_path else None
     if meta is not None and not {"sentences", "loss_mask"} & meta.keys():
         (prefix, *others) = parse_data_path(args.data_path)[1]
-        ranges = split_documents(meta.get("documents", 0), shares)
+        if others:
+            return
+        indexed = IndexedTokens(prefix)
+        ranges = split_documents(indexed.num_documents, shares)
         used = zip(("train", "valid", "test"), ranges, (1, args.eval_iters, 0), strict=True)
-        for name, documents, samples in () if others else used:
+        for name, documents, samples in used:
             if samples:
-                require_windows(name, IndexedTokens(prefix), documents, args.seq_length)
+                require_windows(name, indexed, documents, args.seq_length)
 
 
 def set_up_outputs(args: argparse.Namespace, config: Mapping[str, Any]) -> None:
