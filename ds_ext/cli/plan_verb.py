@@ -43,6 +43,7 @@ from .schedule_verbs import EXIT_INVALID, EXIT_OK, write_file
 _SHOWN, _BOUNDS = 10, 3  # rows of the table, and bounds of sizes that are not planned
 _LEAST_WITH, _LEAST_WITHOUT = 0.02, 5e-4  # saving of a head in parts, or without them, that is worth a line
 _WARMUP, _LEAST_RATE = 0.01, 3e-5  # share of the steps, and their last learning rate
+_LONG_GATHER = 0.01  # share of the step
 _PATIENCE_S = 2.0  # before the progress is shown
 _INTERVAL_S = 10.0  # between its lines, without a terminal
 # Usual values for GPT; replace them for a real run. torch's fused Adam needs no compiler and no temporary tensors.
@@ -232,16 +233,16 @@ def _forward_devices(args: argparse.Namespace, cluster: Cluster) -> Cluster | No
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
+def _progress() -> Iterator[Callable[[int, int, int], None]]:
     """Show the progress of a long planning run: in one line of a terminal, which goes at the end, or now and then."""
     next_s = time.monotonic() + _PATIENCE_S
     is_shown, on_terminal = False, sys.stderr.isatty()
 
-    def show(count: int, total: int) -> None:
+    def show(devices: int, count: int, total: int) -> None:
         nonlocal is_shown, next_s
         if time.monotonic() < next_s:
             return
-        text = f"plan: {count} of {total} sizes"
+        text = f"plan: {devices:,} devices, {count} of {total} sizes"
         if on_terminal:
             is_shown = True
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
@@ -359,6 +360,8 @@ def _reason(plan: ClusterPlan) -> str:
             f"\n  rank order {row.rank_order}: reductions {row.reductions_s:.3g} s exposed, all-gather "
             f"{row.gather_s:.3g} s"
         )
+        if row.gather_s > _LONG_GATHER * (best.step_s or math.inf):
+            order += ", or beside the next step with --overlap-across-steps"
     if not best.fits:
         verdict = f"smallest: {best}"
     elif second is None:

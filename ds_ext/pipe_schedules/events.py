@@ -32,8 +32,9 @@ class Work(Protocol[T]):
     def entries(self) -> Iterable[T]:
         return ()
 
-    def delay(self, op: T, sender: int, receiver: int) -> float:
-        return 0.0
+    def messages(self, op: T, sender: int) -> Sequence[tuple[T, int, float]]:
+        """Return the ops that depend on ``op``, each with its device and the time of the message to it."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,34 @@ class Workload(Work[Op]):
         for m in range(self.micro_batches):
             yield from self.dependencies.entries(m)
 
-    def time(self, op: Op) -> float:
-        time = self.times[op.kind][op.stage]
-        if self.costs.slices is not None:
-            time *= self.costs.slices[op.slice]
-        return time * self.costs.jitter_factor(op) if self.jittered else time
+    @cached_property
+    def _times(self) -> dict[Op, float]:
+        return {}
 
-    def delay(self, op: Op, sender: int, receiver: int) -> float:
+    @cached_property
+    def _messages(self) -> dict[Op, list[tuple[Op, int, float]]]:
+        return {}
+
+    def time(self, op: Op) -> float:
+        time = self._times.get(op)
+        if time is None:
+            time = self.times[op.kind][op.stage]
+            if self.costs.slices is not None:
+                time *= self.costs.slices[op.slice]
+            time *= self.costs.jitter_factor(op) if self.jittered else 1.0
+            self._times[op] = time
+        return time
+
+    def messages(self, op: Op, sender: int) -> list[tuple[Op, int, float]]:
+        messages = self._messages.get(op)
+        if messages is None:
+            messages = self._messages[op] = [
+                (consumer, receiver, self._delay(consumer, sender, receiver))
+                for consumer, receiver in self.dependencies.consumers(op)
+            ]
+        return messages
+
+    def _delay(self, op: Op, sender: int, receiver: int) -> float:
         """Return the time of a message that ``op`` receives."""
         delay = self.costs.delay(sender, receiver) / self.slices
         if delay and self.placement.rows:
@@ -246,8 +268,7 @@ def run(
         transfers: those with which ops begin.
     """
     dependencies, releases = work.graph(), releases or {}
-    deliver, consumers = Inputs(dependencies, releases).deliver, dependencies.consumers
-    time_of, delay_of = work.time, work.delay
+    deliver, time_of, messages_of = Inputs(dependencies, releases).deliver, work.time, work.messages
     orders: list[list[T]] = [[] for _ in policies]
     starts: list[list[float]] = [[] for _ in policies]
     ends: list[list[float]] = [[] for _ in policies]
@@ -295,9 +316,8 @@ def run(
             idle[device] += 1
             awake.add(device)
             policies[device].mark_done(op)
-            for consumer, receiver in consumers(op):
+            for consumer, receiver, delay in messages_of(op, device):
                 messages += receiver != device
-                delay = delay_of(consumer, device, receiver)
                 if delay:
                     arrival = (
                         now + delay if ports is None else ports.arrival(now, (device, receiver), delay, free)

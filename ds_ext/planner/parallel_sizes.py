@@ -19,6 +19,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -226,7 +227,7 @@ def plan_cluster(
     cluster: Cluster,
     sizes: TrainingSizes,
     ratios: Costs | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int, int], None] = lambda devices, done, total: None,
     most_s: float = math.inf,
 ) -> ClusterPlan:
     """Choose a schedule for every TP x PP x DP that uses all devices.
@@ -237,7 +238,7 @@ def plan_cluster(
     Args:
         sizes: the model; its parallel sizes and its micro-batch size are ignored.
         ratios: times of backward_input and backward_weight relative to the forward, and jitter.
-        progress: called with (done, total) sizes.
+        progress: called with the number of devices, and of sizes that are decided, and of all.
         most_s: longest step of interest; sizes whose bound is above it are not evaluated.
     """
     ratios = ratios or Costs()
@@ -277,7 +278,7 @@ def plan_cluster(
         )
     possible.sort(key=lambda factors: (factors[1], factors[0]))
     requests = [list(_requests(cluster, sizes, ratios, *factors)) for factors in possible]
-    candidates = choose_each(requests, progress, most_s)
+    candidates = choose_each(requests, partial(progress, cluster.devices), most_s)
     ranked = [ParallelSizes(*factors, choices) for factors, choices in zip(possible, candidates, strict=True)]
     shortest = min((c.time or 0.0 for row in ranked for c in row.candidates.usable), default=0.0)
     near = (row for row in ranked if row.fits and (row.step_s or 0.0) <= shortest * (1 + _MARGIN))

@@ -53,7 +53,7 @@ def plan_for_deadline(
     ratios: Costs,
     tokens: float,
     days: float,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int, int], None] = lambda devices, done, total: None,
 ) -> tuple[Cluster, ClusterPlan]:
     """Return the fewest devices that train ``tokens`` in ``days`` with steps by STEP_TIME_ERROR longer, and their plan.
 
