@@ -29,7 +29,6 @@ _MAY_BE_NULL = ("optimizer.params", "scheduler.params", "bf16")
 # has no ZeRO stage 3: key -> (accepted values, alternative). tests/unit/config/test_keys_with_effect.py has the others.
 _OFF = (False, None)
 _STAGE_3 = 'ZeRO stage 3 alone uses it. Use "stage": 1, or more devices'
-_NO_EXPERTS = "Experts are not distributed over ranks"
 UNAPPLIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "torch_autocast.enabled": (_OFF, 'For half precision set "bf16": {"enabled": true}'),
     "fp16.auto_cast": (_OFF, "The first layer casts its inputs"),
@@ -44,8 +43,7 @@ UNAPPLIED: dict[str, tuple[tuple[Any, ...], str]] = {
     "sequence_parallel_size": ((1, None), 'Set "tensor_parallel_size" in the "ds_ext" section'),
     "seq_parallel_communication_data_type": (("fp32", None), "Set communication_data_type"),
     "tensor_parallel.tensor_parallel.tp_size": ((1,), 'Set "tensor_parallel_size" in the "ds_ext" section'),
-    "expert_parallel.enabled": (_OFF, _NO_EXPERTS),
-    "use_data_before_expert_parallelism": (_OFF, _NO_EXPERTS),
+    "use_data_before_expert_parallelism": (_OFF, "Tensor-parallel ranks divide the experts"),
     "managed_gradient_accumulation": ((True,), "train_batch() runs all micro-batches of a step"),
     "pipeline.stages": (("auto",), 'Set "pipeline_parallel_size" in the "ds_ext" section'),
     "pipeline.partition": (("best",), "Pass partition_method to PipelineModule"),

@@ -138,6 +138,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> JobConfig:
     if not isinstance(section, Mapping):
         raise ConfigError(f'ds_ext: must be an object such as {{"schedule": "bitpipe"}} (got {section!r}).')
     config, section = _with_autotp_size(config, section)
+    config = _without_expert_parallel(config, section.get("tensor_parallel_size", 1))
     problems, settings = Problems(), DsExtConfig()
     with problems.collect():
         check_deepspeed_keys(config, set(_keys(DsExtConfig)) - {"train"})
@@ -167,6 +168,31 @@ def _with_autotp_size(
     section = {**section, "tensor_parallel_size": size}
     ours = {"ds_ext": section} if "ds_ext" in config else {}
     return {**config, "tensor_parallel": {**tensor_parallel, "autotp_size": 0}, **ours}, section
+
+
+def _without_expert_parallel(config: dict[str, Any], tensor_parallel_size: Any) -> dict[str, Any]:
+    """Return the JSON without DeepSpeed's expert parallelism: tensor-parallel ranks divide the experts of decoders.
+
+    Raises:
+        ConfigError: other settings of it than the number of these ranks.
+    """
+    section: Any = config.get("expert_parallel")
+    if not isinstance(section, Mapping) or section.get("enabled") in (None, False):
+        return config
+    if section["enabled"] is not True:
+        raise ConfigError(f"expert_parallel.enabled: must be true or false (got {section['enabled']!r}).")
+    size, others = section.get("autoep_size", 1), set(section) - {"enabled", "autoep_size"}
+    if others:
+        raise ConfigError(
+            f"expert_parallel.{min(others)}: not supported (got {section[min(others)]!r}). Remove it: the experts "
+            f"and the routers are those of the model."
+        )
+    if size != tensor_parallel_size:
+        raise ConfigError(
+            f"expert_parallel.autoep_size: must equal ds_ext.tensor_parallel_size, because tensor-parallel ranks "
+            f"divide the experts (got {size!r} and {tensor_parallel_size!r}). Set both to a divisor of their number."
+        )
+    return {key: value for key, value in config.items() if key != "expert_parallel"}
 
 
 def parse_section(section: Mapping[str, Any]) -> DsExtConfig:

@@ -31,6 +31,7 @@ def expert_linear(
     """
     starts = [*accumulate(counts, initial=0)]
     spans = [(e, slice(*rows)) for e, rows in enumerate(pairwise(starts)) if rows[0] < rows[1]]
+    spans = spans or [(0, slice(0, 0))]  # for gradients of zeros
     if is_deferrable(x_PI, weight_EOI, bias_EO):
         return _ExpertLinear.apply(
             x_PI, anchor(x_PI.dtype, x_PI.device), (weight_EOI, bias_EO), spans, transposed

@@ -1,37 +1,69 @@
 """Experts modules of transformers: those whose class has its ``use_experts_implementation``.
 
-N: tokens, D: hidden size, K: experts of a token, P = N * K: pairs of a token and its expert.
+N: tokens, D: hidden size, K: experts of a token, P: pairs of a token and an expert of this rank, at most N * K.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ..tensor_parallel import TensorParallel, copy_to_tensor_model_parallel_region
 from .linear import expert_linear
 
 
 def replace_experts(module: nn.Module) -> None:
     """Let the experts in a module compute with :func:`experts_forward`, unless they have another forward already."""
     for layer in module.modules():
-        has_interface = all(hasattr(layer, name) for name in ("_apply_gate", "has_gate", "is_transposed"))
-        if has_interface and "forward" not in vars(layer):
+        if has_interface(layer) and "forward" not in vars(layer):
             layer.forward = functools.partial(experts_forward, layer)
 
 
-def experts_forward(module: Any, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor) -> Tensor:
+def has_interface(module: nn.Module) -> bool:
+    """Return whether :func:`experts_forward` can compute a module."""
+    return all(hasattr(module, name) for name in ("_apply_gate", "has_gate", "is_transposed"))
+
+
+def divided_experts_forward(
+    module: Any,
+    tp: TensorParallel,
+    enter: Callable[[Tensor], Tensor],
+    leave: Callable[[Tensor], Tensor],
+    hidden_ND: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+) -> Tensor:
+    """Compute what :func:`experts_forward` does, each rank with its experts for the tokens that all ranks have.
+
+    Args:
+        enter, leave: sums of a tensor over the ranks, in the backward and in the forward.
+    """
+    weights_NK = copy_to_tensor_model_parallel_region(weights_NK, tp)
+    return leave(experts_forward(module, enter(hidden_ND), experts_NK, weights_NK, tp))
+
+
+def experts_forward(
+    module: Any,
+    hidden_ND: Tensor,
+    experts_NK: Tensor,
+    weights_NK: Tensor,
+    tp: TensorParallel = TensorParallel(),  # noqa: B008
+) -> Tensor:
     """Compute the experts of every token and their weighted sum. No token is dropped.
 
     Args:
         experts_NK: experts of each token.
         weights_NK: their weights.
+        tp: position in the group that divides the experts; the sum is that of this rank's.
     """
     tokens, experts = experts_NK.shape
-    order_P = experts_NK.flatten().argsort(stable=True)
     counts = experts_NK.flatten().bincount(minlength=module.num_experts).tolist()
+    size = module.num_experts // tp.size
+    first, counts = sum(counts[: tp.rank * size]), counts[tp.rank * size : (tp.rank + 1) * size]
+    order_P = experts_NK.flatten().argsort(stable=True)[first : first + sum(counts)]
 
     def project(x_PI: Tensor, name: str) -> Tensor:
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
@@ -45,6 +77,5 @@ def experts_forward(module: Any, hidden_ND: Tensor, experts_NK: Tensor, weights_
     if getattr(module, "has_post_expert_norm", False):
         y_PD = module.post_expert_norm(y_PD)
     y_PD = y_PD * weights_NK.flatten()[order_P].unsqueeze(-1)
-    places_P = torch.empty_like(order_P)
-    places_P[order_P] = torch.arange(len(order_P), device=order_P.device)
-    return y_PD.index_select(0, places_P).view(tokens, experts, -1).sum(1).to(hidden_ND.dtype)
+    of_tokens = y_PD.new_zeros(tokens * experts, y_PD.size(1)).index_copy(0, order_P, y_PD)
+    return of_tokens.view(tokens, experts, -1).sum(1).to(hidden_ND.dtype)

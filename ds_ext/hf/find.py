@@ -17,6 +17,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from .routers import find_routers
+from .shards import plan_of
 from .split import Calls, NotSplittable, Split, leaves_of
 from .trial import Trial, merge_records
 from .weights import Source
@@ -59,7 +60,7 @@ def find_split(source: Source) -> Split:
         tuple_size=tuple_size,
         whole=whole,
         sliced=sliced,
-        plan=getattr(model, "tp_plan", None) or {},
+        plan=plan_of(model, name),
         routers=routers,
     )
 

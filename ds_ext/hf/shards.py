@@ -9,9 +9,12 @@ A plan names the style of a module by its path, with ``*`` for the number of a l
     rowwise_split_input              columns                whole               whole
     replicated_with_grad_allreduce   whole                  its heads           its heads; gradients are summed
     embedding_rowwise                rows of the table      token ids           whole
+    moe_tp_experts                   whole experts          whole               whole
+    of_heads                         its heads' elements of a parameter
 
 A shard computes with the model's own code around it: attention finds its heads by ``view(..., -1, head_dim)``.
-Adapters of LoRA follow the module that they adapt. Other styles are refused by the name of the module.
+Adapters of LoRA follow the module that they adapt. Other styles are refused by the name of the module. Styles of the
+parameters of experts have no effect: each rank has the whole weights of its experts.
 
 With sequence parallelism, modules with shards (attention, MLP) gather their tokens and return this rank's, and all
 other modules of a layer compute this rank's tokens.
@@ -28,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..experts import divided_experts_forward, has_interface
 from ..tensor_parallel import (
     ChunkedHead,
     TensorParallel,
@@ -50,8 +54,25 @@ from .weights import Source
 
 _COLUMN, _ROW = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")
 _SUMMED = "replicated_with_grad_allreduce"
+_EXPERTS = "moe_tp_experts"
+_OF_HEADS = "of_heads"
+# Class of a config -> plan of its decoder layers, if transformers has none.
+_PLANS = {
+    "GptOssConfig": {
+        **dict.fromkeys((f"self_attn.{name}_proj" for name in "qkv"), "colwise"),
+        **{"self_attn.o_proj": "rowwise", "self_attn.sinks": _OF_HEADS, "mlp.experts": _EXPERTS},
+    }
+}
 _HEADS = ("num_heads", "num_attention_heads")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+
+
+def plan_of(model: Any, name: str) -> Mapping[str, str]:
+    """Return the plan of a model, by the class of its config."""
+    own = {
+        f"{model.base_model_prefix}.layers.*.{path}": style for path, style in _PLANS.get(name, {}).items()
+    }
+    return own | (getattr(model, "tp_plan", None) or {})
 
 
 class _Place(NamedTuple):
@@ -114,9 +135,9 @@ class Shards:
         found: Any = (*layer.named_modules(), *layer.named_parameters())
         for name, module in found:
             style = self._style(f"{path}.{name}")
-            if style is None:
-                continue
             owner_name = name.rpartition(".")[0]
+            if style is None or self._style(f"{path}.{owner_name}") == _EXPERTS:
+                continue
             parts: list[Any] = [module]
             if hasattr(module, "base_layer"):  # adapted by peft
                 self._require_plain_adapters(f"{path}.{name}", module)
@@ -141,6 +162,13 @@ class Shards:
 
     def _divide_module(self, path: str, place: _Place) -> None:
         module, style = place.module, place.style
+        if style == _EXPERTS and has_interface(module):
+            self._divide_experts(path, module)
+            return
+        if style == _OF_HEADS:
+            self._require_multiple(path, len(module), "heads")
+            shard(module, 0, self.tp)
+            return
         if "forward" in vars(module) and style in (*_COLUMN, *_ROW):
             raise self._refusal(path, "another forward, of an earlier PipelineModule or of a hook")
         if style in _COLUMN and type(module) is nn.Linear:
@@ -183,6 +211,17 @@ class Shards:
         projection.in_features //= self.tp.size
         splits = style == "rowwise_split_input"
         projection.forward = functools.partial(_forward_rows, projection, self._entry, splits)
+
+    def _divide_experts(self, path: str, experts: Any) -> None:
+        if self._entry.tokens.size > 1:
+            raise self._refusal(path, "sequence_parallel, and experts")
+        self._require_multiple(path, experts.num_experts, "experts")
+        for name, parameter in experts.named_parameters():
+            if len(parameter) != experts.num_experts:
+                raise self._refusal(f"{path}.{name}", "a weight that experts share")
+            shard(parameter, 0, self.tp)
+        enter, leave = self._entry.enter, self._entry.leave
+        experts.forward = functools.partial(divided_experts_forward, experts, self.tp, enter, leave)
 
     def _require_multiple(self, path: str, size: int, what: str) -> None:
         if size % self.tp.size:

@@ -368,6 +368,32 @@ def test_the_tensor_parallel_size_of_deepspeed_adds_no_section() -> None:
     assert "ds_ext" not in load_config({"tensor_parallel": {"autotp_size": 2}}).deepspeed
 
 
+def test_the_experts_are_divided_over_tensor_parallel_ranks() -> None:
+    job = load_config(
+        {
+            "expert_parallel": {"enabled": True, "autoep_size": 2},
+            "tensor_parallel": {"autotp_size": 2},
+            "ds_ext": {},
+        }
+    )
+    assert job.ds_ext.tensor_parallel_size == 2
+    assert "expert_parallel" not in job.deepspeed  # DeepSpeed divides no experts
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [
+        ({"enabled": True, "autoep_size": 4}, "autoep_size"),
+        ({"enabled": True}, "autoep_size"),
+        ({"enabled": "auto"}, "enabled"),
+        ({"enabled": True, "autoep_size": 2, "top_k": 2}, "top_k"),
+    ],
+)
+def test_other_settings_of_experts_are_refused(section: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"expert_parallel\.{key}"):
+        load_config({"expert_parallel": section, "ds_ext": {"tensor_parallel_size": 2}})
+
+
 @pytest.mark.parametrize(("size", "ours"), [(2, 4), (1, 2), (-1, 1), ("auto", 1), (2.0, 2)])
 def test_other_sizes_than_ours_are_refused(size: Any, ours: int) -> None:
     with pytest.raises(ConfigError, match="autotp_size"):
