@@ -26,6 +26,7 @@ from tests.decoder_models import (
     MODELS,
     MORE_MODELS,
     PLANNED_MODELS,
+    ROUTERS_LOSS,
     config_of,
     mean_loss,
     micro_batch,
@@ -283,6 +284,19 @@ FEATURES: dict[str, tuple[str, Job, dict[str, Any], dict[str, Any]]] = {
         {"lora": {"r": 4, "target_modules": "all-linear"}},
         {},
     ),
+    "experts, recomputed": (
+        *("Mixtral", ("bitpipe_zb", 2, 2), {"chunked_loss": True}),
+        {
+            **{"zero_optimization": {"stage": 1}, "gradient_clipping": 0.5},
+            "pipeline": {"activation_checkpoint_interval": 1},
+        },
+    ),
+    "experts in slices": ("GptOss", ("1f1b", 1, 4), {}, {"sequence_slices": 2}),
+    "experts beside adapters": (
+        *("Qwen3Moe", ("zb_v", 2, 2), {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj"]}}),
+        {"vocabulary_parallel_head": True},
+    ),
+    "experts and the loss of routers": ("Olmoe", ("zb_v", 1, 2), {}, {}),
     "whole outputs": (
         "Olmo2",
         ("zb_v", 2, 2),
@@ -299,9 +313,9 @@ FEW_FEATURES = [
         "tokens, recomputed",
         "tokens, head in parts",
     ),
-    *("adapters with common heads", "whole outputs"),
+    *("adapters with common heads", "whole outputs", "experts, recomputed", "experts in slices"),
 ]
-CHANGES: dict[str, Any] = {"tie_word_embeddings": False}
+CHANGES: dict[str, dict[str, Any]] = {"Llama": {"tie_word_embeddings": False}, "Olmoe": ROUTERS_LOSS}
 OF_SHARDS = ("vocabulary_parallel_head", "sequence_parallel")
 SECTIONS = ("bf16", "zero_optimization", "gradient_clipping", "pipeline")
 
@@ -347,8 +361,7 @@ def losses_of(
 )
 def test_features_compute_as_in_one_shard(ranks: Ranks, feature: str, tmp_path: Path) -> None:
     name, job, arguments, settings = FEATURES[feature]
-    changes = CHANGES if name == "Llama" else {}
-    folder = save_decoder(name, tmp_path / name, **changes)
+    folder = save_decoder(name, tmp_path / name, **{**FAMILIES[name], **CHANGES.get(name, {})})
     whole = ("1f1b", 1, 1)
     folders = [str(tmp_path / f"adapter_{n}") if "lora" in arguments else "" for n in range(2)]
     shared = {key: value for key, value in settings.items() if key not in OF_SHARDS}
@@ -394,10 +407,10 @@ def steps_of(rank: int, folder: str, job: Job, lr: float, steps: int, load: str,
     return losses
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma3Text"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3Text", "Mixtral", "GptOss"])
 def test_a_checkpoint_of_shards_becomes_the_folder(ranks: Ranks, tmp_path: Path, name: str) -> None:
     folder, saved, output = (str(tmp_path / part) for part in ("model", "saved", "trained"))
-    save_decoder(name, Path(folder))
+    save_decoder(name, Path(folder), **FAMILIES[name])
     ranks(4).run(steps_of, folder, ("bitpipe_zb", 2, 2), 0.0, 1, "", saved, timeout_s=90)
     assert main(["convert", saved, "--to", "hf", output, "--hf-model", folder]) == 0
     before, after = (
@@ -408,8 +421,9 @@ def test_a_checkpoint_of_shards_becomes_the_folder(ranks: Ranks, tmp_path: Path,
     assert all(torch.equal(weight, after[key]) for key, weight in before.items())
 
 
-def test_a_checkpoint_fits_any_number_of_shards(ranks: Ranks, tmp_path: Path) -> None:
-    folder = save_decoder("Llama", tmp_path / "model")
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_a_checkpoint_fits_any_number_of_shards(ranks: Ranks, tmp_path: Path, name: str) -> None:
+    folder = save_decoder(name, tmp_path / "model")
 
     def chain(*jobs: Job) -> list[float]:
         losses, load = [], ""

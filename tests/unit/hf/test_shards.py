@@ -40,7 +40,8 @@ REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
     ("Llama", 2, {"intermediate_size": 49}, r"mlp\.gate_proj \(got 49 output features\)"),
     ("Llama", 2, {"attention_dropout": 0.1}, "attention_dropout 0.1"),
     ("GPTJ", 2, {"attn_pdrop": 0.1}, "attn_pdrop 0.1"),
-    ("Mixtral", 2, {}, "moe_tp_experts"),
+    ("Mixtral", 4, {"num_local_experts": 6}, r"mlp\.experts \(got 6 experts\)"),
+    ("Llama4Text", 2, MORE_MODELS["Llama4Text"], "packed_rowwise|moe_tp_experts"),
     ("StableLm", 2, {}, "no plan"),
 ]
 
