@@ -52,7 +52,7 @@ def main() -> int:
     args.notes += describe_data(train.dataset)
 
     def describe(hosts: Hosts | None) -> str:
-        return job.describe(hosts, token_bytes, builder.weights, builder.has_experts)
+        return job.describe(hosts, token_bytes, builder.weights)
 
     if args.dry_run:
         return show(describe(hosts_of_flags(args)))
@@ -85,7 +85,7 @@ def main() -> int:
         floor = ("unigram entropy", meta["unigram_entropy_nats"])
     tokenizer, epoch = meta.get("tokenizer_fingerprint"), samples_per_epoch(train.dataset)
     sizes = replace(config, seq_length=round(mean_tokens(train.dataset)) or config.seq_length)
-    trainer = Trainer(engine, args, plan, sizes, train, valid, floor, tokenizer, epoch, builder.has_experts)
+    trainer = Trainer(engine, args, plan, sizes, train, valid, floor, tokenizer, epoch)
     code = trainer.run()
     builder.finish(engine)
     shut_down(engine)

@@ -10,6 +10,7 @@ from ..model.config import PLANNED, SIZES, TransformerConfig
 from ..model.field_flags import add_flags, fields_of, flag_name, flags_of
 from ..model.hf_decoder import decoder_fields
 from ..model.json_values import read_json
+from ..model.mixture import experts_of, mixture_fields
 from ..planner.named_models import LLAMA, MODELS, named_model
 from ..planner.training_sizes import TrainingSizes
 
@@ -88,7 +89,8 @@ def _sizes_of(model: str) -> TransformerConfig:
     path = path / "config.json" if path.is_dir() else path
     values = read_json(path)
     try:
-        fields = decoder_fields(values)
+        experts = experts_of(values)
+        fields = decoder_fields(values) if experts is None else mixture_fields(values, experts)
         return TransformerConfig(**{**fields, "seq_length": min(fields["seq_length"], _MOST_TOKENS)})
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

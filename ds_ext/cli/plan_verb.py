@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..errors import ScheduleError
@@ -141,7 +142,10 @@ def run_plan(args: argparse.Namespace) -> int:
         if fbd:
             print(fbd["reason"])
         if config is not None and plan.best.fits:
-            words = f"--hosts {cluster.links.hosts} --vocab-size {model.vocab_size} --dry-run"
+            weights = f"--vocab-size {model.vocab_size}"
+            if model.experts is not None:
+                weights = f"--hf-model {args.model if Path(args.model).is_dir() else 'FOLDER'}"
+            words = f"--hosts {cluster.links.hosts} {weights} --dry-run"
             command = f"`python train_gpt.py --deepspeed_config {args.output or 'plan.json'} {words}`"
             if args.output is None:
                 print(f"plan.json for {command} (-o plan.json writes it):\n\n{_text(config)}")
@@ -272,7 +276,9 @@ def _few_collections() -> Iterator[None]:
 
 
 def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, costs: Costs) -> list[str]:
-    parameters = model.device_parameters(linear(1), 0)
+    parameters = format_count(model.device_parameters(linear(1), 0))
+    if model.experts is not None:
+        parameters = f"{parameters} ({format_count(model.active_parameters)} per token)"
     zero = "1 with several copies of the weights" if model.bytes.sharded else "0"
     hosts, links = describe_network(cluster.links)
     whole = parse_bytes(args.memory, "--memory")
@@ -292,8 +298,7 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
     more = f"{SLICE_TOKENS:,} tokens in a layer's matrices"
     several = [k for k in cluster.slice_numbers(model.seq_length, cluster.devices) if k > 1]
     return [
-        f"model       {model_label(args)}, {format_count(parameters)} parameters, {model.precision}, "
-        f"ZeRO stage {zero}",
+        f"model       {model_label(args)}, {parameters} parameters, {model.precision}, ZeRO stage {zero}",
         *rows,
         f"memory      {format_bytes(cluster.memory_bytes)} planned, {format_bytes(whole - cluster.memory_bytes)} free: "
         "CUDA's context about 0.5 GB, NCCL 0.1 to 0.4 GB per group, fragmentation",
@@ -309,6 +314,11 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
             else []
         ),
         "not modeled collectives delayed by messages, optimizer step, loss and norm, savings below 1%",
+        *(
+            ["            small matrices of experts, which are slower, and uneven loads"]
+            if model.experts
+            else []
+        ),
     ]
 
 

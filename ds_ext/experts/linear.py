@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..tensor_parallel.mappings import once
 from ..tensor_parallel.weight_gradients import anchor, defer, is_deferrable
 
 _Spans = list[tuple[int, slice]]
@@ -32,24 +33,26 @@ def expert_linear(
     starts = [*accumulate(counts, initial=0)]
     spans = [(e, slice(*rows)) for e, rows in enumerate(pairwise(starts)) if rows[0] < rows[1]]
     spans = spans or [(0, slice(0, 0))]  # for gradients of zeros
-    if is_deferrable(x_PI, weight_EOI, bias_EO):
-        return _ExpertLinear.apply(
-            x_PI, anchor(x_PI.dtype, x_PI.device), (weight_EOI, bias_EO), spans, transposed
-        )
-    weights, biases = weight_EOI.unbind(), None if bias_EO is None else bias_EO.unbind()
-    rows = [
-        F.linear(x_PI[r], weights[e].mT if transposed else weights[e], None if biases is None else biases[e])
-        for e, r in spans
-    ]
-    return torch.cat(rows)
+    if torch.is_autocast_enabled(x_PI.device.type):  # it leaves products into given memory alone
+        weights, biases = weight_EOI.unbind(), [None] * len(counts) if bias_EO is None else bias_EO.unbind()
+        rows = [F.linear(x_PI[r], weights[e].mT if transposed else weights[e], biases[e]) for e, r in spans]
+        return torch.cat(rows)
+    parameters = weight_EOI, bias_EO
+    later = is_deferrable(x_PI, weight_EOI, bias_EO)
+    inputs = (anchor(x_PI.dtype, x_PI.device), None, None) if later else (None, *parameters)
+    return _ExpertLinear.apply(x_PI, *inputs, parameters, spans, transposed)
 
 
 class _ExpertLinear(torch.autograd.Function):
+    """Rows of each expert with its weight. Weights that are inputs get their gradients at once, others later."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x_PI: Tensor,
-        anchor: Tensor,
+        anchor: Tensor | None,
+        weight_input: Tensor | None,
+        bias_input: Tensor | None,
         parameters: tuple[Tensor, Tensor | None],
         spans: _Spans,
         transposed: bool,
@@ -67,6 +70,7 @@ class _ExpertLinear(torch.autograd.Function):
         return y_PO
 
     @staticmethod
+    @once
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x_PI, weight_then = ctx.saved_tensors
         x_PI = x_PI.detach()
@@ -90,7 +94,10 @@ class _ExpertLinear(torch.autograd.Function):
                 torch.sum(grad_PO[r], 0, out=gradient[e])
             return gradient
 
-        defer(weight, of_weight, grad_PO, x_PI)
-        if bias is not None:
-            defer(bias, of_bias, grad_PO)
-        return grad_x_PI, None, None, None, None
+        _, is_later, needs_weight, needs_bias, *others = ctx.needs_input_grad
+        if is_later:
+            defer(weight, of_weight, grad_PO, x_PI)
+            if bias is not None:
+                defer(bias, of_bias, grad_PO)
+        gradients = of_weight() if needs_weight else None, of_bias() if needs_bias else None
+        return grad_x_PI, None, *gradients, *[None] * len(others)

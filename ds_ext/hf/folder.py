@@ -151,10 +151,6 @@ def stored_dtype(config: Mapping[str, Any]) -> str:
     return str(config.get("dtype") or config.get("torch_dtype") or "")
 
 
-def has_experts(config: Mapping[str, Any]) -> bool:
-    return any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts"))
-
-
 def read_generation(folder: Path) -> dict[str, Any]:
     """Return a folder's settings for the generation of text: keys of config.json, and generation_config.json."""
     keys = {

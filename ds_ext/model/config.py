@@ -68,6 +68,36 @@ class RopeScaling:
             )
 
 
+@dataclass(frozen=True)
+class Experts:
+    """Experts in place of the MLPs of a mixture's layers. Each layer has a router, a linear layer without a bias.
+
+    Args:
+        number: experts of a layer.
+        per_token: those that compute a token.
+        width: inner width of one of them.
+        shared_width: inner width of those that compute every token; 0: none.
+        dense_layers: layers with an MLP instead.
+    """
+
+    number: int
+    per_token: int
+    width: int
+    shared_width: int = 0
+    dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        if (
+            not 0 < self.per_token <= self.number
+            or self.width < 1
+            or min(self.shared_width, self.dense_layers) < 0
+        ):
+            raise ConfigError(
+                f"experts: needs 1 to {self.number} experts per token of a positive width (got {self.per_token} of "
+                f"width {self.width}, shared {self.shared_width}, {self.dense_layers} layers without)."
+            )
+
+
 def _llama3(use: bool, keys: Mapping[str, Any]) -> RopeScaling | None:
     """Return Llama 3.1's scaling, with Megatron's constants."""
     factor = keys.get("rope_scaling_factor", 8.0)
@@ -180,6 +210,7 @@ class TransformerConfig:
         chunked_loss: compute head and loss in chunks of tokens, without storing the logits.
         lora_rank: rank of the adapters of all linear layers (arXiv 2106.09685), whose scale is 2; None: train all
             weights.
+        experts: those of a mixture, in layers of transformers; ``ffn_hidden_size`` is that of its other layers.
     """
 
     num_layers: int = field(metadata=flag(planned=True, default=8))
@@ -217,6 +248,7 @@ class TransformerConfig:
     reset_attention_mask: bool = False
     chunked_loss: bool = field(default=False, metadata=flag(planned=True))
     lora_rank: int | None = field(default=None, metadata=flag(planned=True, metavar="R"))
+    experts: Experts | None = field(default=None, metadata=NO_FLAG)
 
     _unchecked: ClassVar[tuple[str, ...]] = ("seed",)  # fields with any number
 
@@ -244,8 +276,23 @@ class TransformerConfig:
     def layer_work(self) -> LayerWork:
         """Work of a transformer layer; with GPT-2's layers 12h² + 2sh (arXiv 2104.04473, appendix)."""
         queries, keys = self.num_attention_heads * self.head_size, self.query_groups * self.head_size
-        matrices = 2 * queries + 2 * keys + (3 if self.swiglu else 2) * self.ffn_size
+        per_token = 0 if self.experts is None else self.experts.per_token
+        matrices = 2 * queries + 2 * keys + (3 if self.swiglu else 2) * self.inner_width(per_token)
+        if self.experts is not None:
+            matrices += self.sparse_share * self.experts.number
         return LayerWork(self.hidden_size * matrices, 2 * self.seq_length * queries)
+
+    @property
+    def sparse_share(self) -> float:
+        """Share of the layers that have experts."""
+        return 0.0 if self.experts is None else 1 - self.experts.dense_layers / self.num_layers
+
+    def inner_width(self, experts: int) -> float:
+        """Return the inner width of an MLP, or of this many experts beside those of all tokens: a mean over layers."""
+        if self.experts is None:
+            return self.ffn_size
+        sparse = self.experts.width * experts + self.experts.shared_width
+        return self.sparse_share * sparse + (1 - self.sparse_share) * self.ffn_size
 
     def work_until(self, tokens: float) -> float:
         """Return the work of the first ``tokens`` of a sample. Each token attends to those before it."""
@@ -278,7 +325,7 @@ class TransformerConfig:
         A multiplication and an addition count as two. Attention counts in full, also with causal masks and windows.
         """
         per_token = self.num_layers * self.layer_work.total + self.hidden_size * self.vocab_size
-        return 2 * self.seq_length * per_token
+        return round(2 * self.seq_length * per_token)
 
     @property
     def flops_per_sample(self) -> float:

@@ -50,8 +50,8 @@ def decoder_fields(values: Mapping[str, Any], *others: str) -> dict[str, Any]:
     for key, value in {**values, **(text if isinstance(text, Mapping) else {})}.items():
         if "experts" in key and isinstance(value, int) and value > 1:
             raise ConfigError(
-                f"{key}: mixtures of experts are not supported yet (got {value}). "
-                f"Use a model without experts ({ANSWERS})."
+                f"{key}: layers of ds_ext have no experts (got {value}). Use layers of transformers, as train_gpt.py "
+                f"--hf-model does ({ANSWERS})."
             )
     if kind == "gpt2":
         return _gpt2_fields(values)

@@ -21,15 +21,15 @@ class LayerWork:
     """Multiplications of a transformer layer's forward for one token.
 
     Attributes:
-        matrices: those of the linear layers; equal to the number of their weights.
+        matrices: those of the linear layers; without experts the number of their weights.
         attention: those of the attention scores and of the weighted sums of values.
     """
 
-    matrices: int
+    matrices: float
     attention: int
 
     @property
-    def total(self) -> int:
+    def total(self) -> float:
         return self.matrices + self.attention
 
 

@@ -11,8 +11,9 @@ Transformer Models", arXiv 2205.05198, section 4). Elements per token, on one of
 
 h is the hidden size, and c the same, or h/t with sequence parallelism. q, k and f are the widths of the queries, of the
 keys, and of the MLP, divided by t. Further tensors: a byte per element of c for every dropout mask; rotated queries and
-keys; the fp32 copies of an RMSNorm; with attention that stores its s x s scores, 5 bytes per score (FlashAttention and
-torch's SDPA do not, but on CPUs SDPA with dropout keeps three tensors of fp32 scores). "selective" drops what attention
+keys; inputs and outputs of experts for each of their tokens, of which a rank has 1 / t; the fp32 copies of an RMSNorm;
+with attention that stores its s x s scores, 5 bytes per score (FlashAttention and torch's SDPA do not, but on CPUs SDPA
+with dropout keeps three tensors of fp32 scores). "selective" drops what attention
 adds; "full" keeps the input of the layer only. The table of the paper is the sum for q = k = h, f = 4h and two masks.
 With sequence parallelism, the backward gathers the inputs of the column-parallel layers again, except in a layer that
 was recomputed.
@@ -135,10 +136,13 @@ def layer_activations(sizes: TrainingSizes, recompute: str, earlier: int = 0, la
     """Return the activations of a transformer layer; arguments as for :func:`stage_activations`."""
     size, t, gated = sizes.token_bytes, sizes.tensor_parallel, sizes.swiglu
     h, c = sizes.hidden_size, _between(sizes)
-    q, k, f = (width / t for width in (*sizes.attention_widths, sizes.ffn_size))
+    experts = sizes.experts
+    per_token, number = (0, 0) if experts is None else (experts.per_token, experts.number)
+    q, k, f = (width / t for width in (*sizes.attention_widths, sizes.inner_width(per_token)))
     dropout = sizes.hidden_dropout > 0
     fc1 = (2 if gated else 1) * f  # elements of the outputs of the MLP's first layers
-    inner = 2 * fc1  # elements of the MLP
+    routed = 2 * sizes.sparse_share * per_token * h / t  # inputs and outputs of experts
+    inner = 2 * fc1 + routed  # elements of the MLP
     scored = sizes.num_attention_heads * (earlier + sizes.seq_length) / t
     # Bytes of a token.
     core = 4 * sizes.num_attention_heads / t  # log-sum-exp
@@ -162,8 +166,9 @@ def layer_activations(sizes: TrainingSizes, recompute: str, earlier: int = 0, la
     # from which sequence parallelism puts it together.
     gathered = (2 if sizes.sequence_parallel else 1) * h if t > 1 else 0
     above = size * (c + gathered) + (size - 1) * c * dropout + repeated
-    weight = size * h * f
-    deferred = size * (4 * h + 2 * q + 2 * k + f + fc1)
+    # Gradient of the largest weight: the first one of all experts together.
+    weight = size * h * f if experts is None else size * h * (2 if gated else 1) * number * experts.width / t
+    deferred = size * (4 * h + 2 * q + 2 * k + f + fc1 + routed)
     temporary = size * (3 * c + (0 if recompute != "full" else f + fc1))
     backward = above + max(scores - freed, 0) + size * fc1
     backward_input = above + scores + size * (fc1 + f)

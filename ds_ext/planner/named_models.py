@@ -9,8 +9,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import ANSWERS, ScheduleError
-from ..model.config import TransformerConfig
+from ..errors import ScheduleError
+from ..model.config import Experts, TransformerConfig
 
 # Fields that the models of the Llama family have in common.
 LLAMA: Mapping[str, Any] = MappingProxyType(
@@ -64,10 +64,26 @@ def _qwen3(layers: int, hidden: int, heads: int, ffn: int) -> TransformerConfig:
     return replace(model, qk_layernorm=True, layernorm_epsilon=1e-6)
 
 
+def _mixture(
+    layers: int,
+    hidden: int,
+    heads: int,
+    groups: int,
+    channels: int,
+    vocab: int,
+    experts: Experts,
+    base: float = 1e6,
+    **changes: Any,
+) -> TransformerConfig:
+    model = _llama(layers, hidden, heads, experts.width, groups, vocab, 8192, channels, base)
+    return replace(model, experts=experts, **changes)
+
+
 # GPT-2: Radford et al. 2019. GPT-3: arXiv 2005.14165, table 2.1, with the usual 16 heads for 1.3b and hidden size 5120
 # for 13b. 10b: ZeRO-Offload (arXiv 2101.06840, table 2). 22b to 1t: arXiv 2205.05198, table 3. Llama 2: arXiv
 # 2307.09288. Llama 3: arXiv 2407.21783, table 3. Mistral: arXiv 2310.06825, table 1. Qwen2.5: arXiv
-# 2412.15115, table 1. Qwen3: arXiv 2505.09388, table 1.
+# 2412.15115, table 1. Qwen3: arXiv 2505.09388, tables 1 and 2, and the folders' config.json. Mixtral: arXiv
+# 2401.04088, table 1, and the config.json of 8x22b. gpt-oss: arXiv 2508.10925, table 1.
 MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
     {
         "gpt-124m": _gpt(12, 768, 12, seq=1024),
@@ -94,6 +110,16 @@ MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
         "qwen2.5-72b": _qwen25(80, 8192, 64, 29568, 8),
         "qwen3-8b": _qwen3(36, 4096, 32, 12288),
         "qwen3-32b": _qwen3(64, 5120, 64, 25600),
+        "mixtral-8x7b": _mixture(32, 4096, 32, 8, 128, 32000, Experts(8, 2, 14336)),
+        "mixtral-8x22b": _mixture(56, 6144, 48, 8, 128, 32768, Experts(8, 2, 16384)),
+        "qwen3-30b-a3b": _mixture(48, 2048, 32, 4, 128, 151936, Experts(128, 8, 768), qk_layernorm=True),
+        "qwen3-235b-a22b": _mixture(94, 4096, 64, 4, 128, 151936, Experts(128, 8, 1536), qk_layernorm=True),
+        "gpt-oss-20b": _mixture(
+            24, 2880, 64, 8, 64, 201088, Experts(32, 4, 2880), 1.5e5, add_bias_linear=True
+        ),
+        "gpt-oss-120b": _mixture(
+            36, 2880, 64, 8, 64, 201088, Experts(128, 4, 2880), 1.5e5, add_bias_linear=True
+        ),
     }
 )
 
@@ -106,8 +132,8 @@ def named_model(name: str) -> TransformerConfig:
     model = MODELS.get(name.lower())
     if model is None and _EXPERTS.search(name.lower()):
         raise ScheduleError(
-            f"model: mixtures of experts are not supported yet (got {name!r}). "
-            f"Use a model without experts ({ANSWERS})."
+            f"model: unknown name of a mixture of experts (got {name!r}). Use one of "
+            f"{', '.join(key for key, model in MODELS.items() if model.experts)}, or a folder with config.json."
         )
     if model is None:
         near = difflib.get_close_matches(name.lower(), MODELS, n=1)

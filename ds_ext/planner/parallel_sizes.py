@@ -24,7 +24,7 @@ from itertools import product
 from typing import Any
 
 from ..errors import ScheduleError
-from ..model.config import TransformerConfig
+from ..model.config import TRAINED_FIELDS, WEIGHT_FIELDS, TransformerConfig
 from ..model.field_flags import keys_of
 from ..parallel.hosts import Hosts
 from ..parallel.network import Link, Network
@@ -42,6 +42,11 @@ INSIDE, BETWEEN = Link(300e9, 2e-6), Link(25e9, 10e-6)  # links inside a host an
 _INTERVALS = (1, 2, 3, 4)  # of full recomputation
 _SLICES, _LEAST_SLICE = (2, 4, 8), 2048  # numbers of slices by default, and tokens of the shortest
 _MOST_SLICES = 64  # in an error
+_DIVIDED = {  # in reasons
+    "num_attention_heads": "heads",
+    "ffn_hidden_size": "channels of the MLP",
+    "shared_width": "channels of shared experts",
+}
 _MARGIN = 0.01  # schedules that save less are not evaluated
 _TRIED, _MOST_OPS = 2, 2000  # sizes with their head in parts, and forwards of a step for more than one
 RANKS_PER_HOST = 8
@@ -169,8 +174,12 @@ class ParallelSizes:
         if candidate is None or candidate.sizes is None:
             raise ScheduleError(self.candidates.reason())
         sizes, layers, lengths = candidate.sizes, candidate.layers, candidate.slice_lengths
-        train = {**keys_of(TransformerConfig, sizes), "recompute_granularity": candidate.recompute}
-        del train["vocab_size"]  # that of the data
+        # The vocabulary is that of the data; experts are those of a folder.
+        fixed = ("vocab_size",) if sizes.experts is None else (*WEIGHT_FIELDS, *TRAINED_FIELDS)
+        train = keys_of(TransformerConfig, sizes)
+        for key in keys_of(TransformerConfig, sizes, fixed):
+            train.pop(key, None)
+        train["recompute_granularity"] = candidate.recompute
         if layers is not None and len(set(layers)) > 1:
             train["stage_layers"] = ",".join(map(str, layers))
         return {
@@ -371,7 +380,7 @@ def _requests(
 
 def _shares_tokens(sizes: TrainingSizes, tensor: int, slices: int) -> bool:
     """Return whether sequence parallelism is possible."""
-    return tensor > 1 and sizes.seq_length % (tensor * slices) == 0
+    return tensor > 1 and sizes.experts is None and sizes.seq_length % (tensor * slices) == 0
 
 
 def _sort_key(sizes: ParallelSizes) -> tuple[float, ...]:
@@ -411,13 +420,14 @@ def _factors(cluster: Cluster) -> Iterator[tuple[int, int, int]]:
 def _refusal(cluster: Cluster, sizes: TrainingSizes, tensor: int, pipeline: int, data: int) -> str:
     """Return why the sizes do not fit the model and the batch; "" if they do."""
     assert sizes.stage_layers is None, "layers per stage would fix the number of stages"
-    if sizes.num_attention_heads % tensor:
-        return f"{sizes.num_attention_heads} heads are not divisible by TP {tensor}"
-    if sizes.ffn_size % tensor:
-        return f"{sizes.ffn_size} channels of the MLP are not divisible by TP {tensor}"
+    for name, size in sizes.divided_sizes:
+        if size % tensor:
+            return f"{size} {_DIVIDED.get(name, name)} are not divisible by TP {tensor}"
     if not sizes.shares_groups(tensor):
         return f"{sizes.query_groups} query groups are not divisible by TP {tensor}"
     least = min(cluster.slice_numbers(sizes.seq_length, pipeline))
+    if cluster.sequence_parallel and tensor > 1 and sizes.experts is not None:
+        return f"experts compute the tokens of all TP {tensor} ranks, without --sequence-parallel"
     if cluster.sequence_parallel and tensor > 1 and not _shares_tokens(sizes, tensor, least):
         return f"{sizes.seq_length // least} tokens are not divisible by TP {tensor}"
     if sizes.num_layers < pipeline:

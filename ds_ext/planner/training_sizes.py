@@ -8,7 +8,7 @@ from typing import Any, Self
 from ..errors import ScheduleError
 from ..model.config import TransformerConfig
 from ..model.field_flags import NO_FLAG, flag
-from ..pipe_schedules.placement import Placement
+from ..pipe_schedules.placement import Placement, linear
 from ..pipe_schedules.stage_kinds import HEAD_PART
 from .parameter_bytes import BUCKET, PRECISIONS, ParameterBytes, parameter_bytes
 
@@ -58,10 +58,7 @@ class TrainingSizes(TransformerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         parameter_bytes(self.precision, self.zero_stage, self.optimizer)
-        for name, total in (
-            ("num_attention_heads", self.num_attention_heads),
-            ("ffn_hidden_size", self.ffn_size),
-        ):
+        for name, total in self.divided_sizes:
             if total % self.tensor_parallel:
                 raise ScheduleError(
                     f"tensor_parallel: must divide {name} {total} (got {self.tensor_parallel})."
@@ -71,6 +68,16 @@ class TrainingSizes(TransformerConfig):
                 f"tensor_parallel: must divide num_query_groups {self.query_groups}, or be a multiple of it (got "
                 f"{self.tensor_parallel})."
             )
+
+    @property
+    def divided_sizes(self) -> list[tuple[str, int]]:
+        """Names and values of what tensor parallelism divides."""
+        sizes = [("num_attention_heads", self.num_attention_heads)]
+        if self.experts is None or self.experts.dense_layers:
+            sizes.append(("ffn_hidden_size", self.ffn_size))
+        if self.experts is not None:
+            sizes += [("experts", self.experts.number), ("shared_width", self.experts.shared_width)]
+        return sizes
 
     @classmethod
     def of_model(cls, model: TransformerConfig, **settings: Any) -> Self:
@@ -117,14 +124,28 @@ class TrainingSizes(TransformerConfig):
 
     @property
     def layer_parameters(self) -> float:
-        """Number of parameters of one transformer layer on a rank."""
+        """Number of parameters of one transformer layer on a rank, a mean over layers with and without experts."""
+        return self._layer_parameters(self.experts.number if self.experts is not None else 0)
+
+    @property
+    def active_parameters(self) -> float:
+        """Number of parameters that compute a token, if tensor parallelism divides none."""
+        per_token = self.experts.per_token if self.experts is not None else 0
+        idle = self.layer_parameters - self._layer_parameters(per_token)
+        return self.device_parameters(linear(1), 0) - self.num_layers * idle
+
+    def _layer_parameters(self, experts: int) -> float:
         h, t = self.hidden_size, self.tensor_parallel
         queries, keys = self.attention_widths
+        inner, routed = self.inner_width(experts), self.sparse_share * experts
         has_biases, has_qkv_biases = self.add_bias_linear, self.add_bias_linear or self.add_qkv_bias
-        biases = has_qkv_biases * (queries + 2 * keys)
-        biases += has_biases * self.ffn_size * (2 if self.swiglu else 1)
-        # Tensor parallelism splits matrices and the biases of column-parallel layers, not other biases and norms.
-        layer = (self.layer_work.matrices + biases) / t + has_biases * 2 * h
+        biases = has_qkv_biases * (queries + 2 * keys) + has_biases * routed * h
+        biases += has_biases * inner * (2 if self.swiglu else 1)
+        # Tensor parallelism splits matrices and the biases of column-parallel layers, not other biases, norms, routers.
+        matrices = h * (2 * queries + 2 * keys + (3 if self.swiglu else 2) * inner)
+        layer = (matrices + biases) / t + has_biases * (2 - self.sparse_share) * h
+        if self.experts is not None:
+            layer += self.sparse_share * self.experts.number * (h + has_biases)
         layer += 2 * self._norm_parameters(h)
         layer += 2 * self._norm_parameters(self.head_size) if self.qk_layernorm else 0
         # Ranks that share a query group have the keys and values of all groups.

@@ -468,9 +468,9 @@ def bytes_of_devices(rank: int, folder: str) -> Any:
     return (planned.weights, planned.gradients, planned.optimizer), measured
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3Text"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3Text", "Qwen3Moe"])
 def test_ranks_have_the_bytes_of_the_plan(ranks: Ranks, tmp_path: Path, name: str) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 512}
-    folder = save_decoder(name, tmp_path / name, **{**HEADS_OF_8, **sizes})
+    folder = save_decoder(name, tmp_path / name, **{**FAMILIES[name], **HEADS_OF_8, **sizes})
     for planned, measured in ranks(4).run(bytes_of_devices, folder, timeout_s=90):
         assert measured == pytest.approx(planned, rel=0.05), (planned, measured)

@@ -190,16 +190,13 @@ class TrainingJob(Generic[Config]):
         evaluated = MicroBatches(valid, size, collate=collate) if args.eval_iters else None
         return MicroBatches(train, size, collate=collate), evaluated
 
-    def describe(
-        self, hosts: Hosts | None = None, token_bytes: int = 0, weights: str = "", has_experts: bool = False
-    ) -> str:
+    def describe(self, hosts: Hosts | None = None, token_bytes: int = 0, weights: str = "") -> str:
         """Return the text of the plan.
 
         Args:
             hosts: hosts of the job; None: unknown.
             token_bytes: bytes per token that a message carries in addition to its activation.
             weights: text on the folder with the initial weights, and on their number; empty: the number is estimated.
-            has_experts: ``model`` lacks the experts, so that parameters and memory of the ranks are unknown.
         """
         args, plan, sizes = self.args, self.plan, self.sizes
         layer_names = [*self.before, *(f"layer {i}" for i in range(args.num_layers)), *self.after]
@@ -209,17 +206,14 @@ class TrainingJob(Generic[Config]):
             longest = message * max(lengths) // args.seq_length
         verbose = args.verbose or plan.settings.print_plan == "all"
         settings = [f"rate      {_rate(plan.job.deepspeed)}", *args.notes, *self._machine_notes(sizes)]
-        if has_experts:
-            settings.append("note: memory is not estimated for models with experts; times are without them")
-        counts = () if has_experts else rank_parameters(sizes, plan.layout.placement)
         text = describe(
             plan,
             boundaries=self.boundaries,
             layer_names=layer_names,
             message_bytes=longest,
             model=weights or f"{round(model_parameters(sizes)):,} parameters (estimated)",
-            parameters=[*map(round, counts)],
-            memory=() if has_experts else memory(plan.timetable, sizes, lengths),
+            parameters=[*map(round, rank_parameters(sizes, plan.layout.placement))],
+            memory=memory(plan.timetable, sizes, lengths),
             defers=args.transformer_impl != "transformer_engine",
             hosts=None if hosts is None else list(map(hosts.host, range(hosts.world_size))),
             settings=settings,

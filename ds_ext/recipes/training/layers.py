@@ -13,7 +13,7 @@ from ...engine import PipelineEngine, PipelineModule
 from ...errors import ConfigError
 from ...hf.export import save_adapter
 from ...hf.find import find_split
-from ...hf.folder import ModelFolder, has_experts
+from ...hf.folder import ModelFolder
 from ...hf.layers import DecoderLayer
 from ...hf.lora import Adapters, lora_config
 from ...hf.specs import NextTokenLoss, decoder_layers
@@ -40,11 +40,9 @@ class OwnLayers:
 
     Attributes:
         weights: description of the weights of ``--hf-model`` for the plan; "" without it.
-        has_experts: whether memory and FLOPs are unknown, because the sizes are those of a model without experts.
         divides_head: whether the model may have a head in parts.
     """
 
-    has_experts = False
     divides_head = True
 
     def __init__(self, args: argparse.Namespace, plan: JobPlan, config: TransformerConfig) -> None:
@@ -107,9 +105,7 @@ class DecoderLayers:
             self._layers[0].check_shards(
                 plan.layout.tensor_parallel_size, self._loss_fn, sequence
             )  # likewise
-        folder = ModelFolder(path)
-        self.has_experts = has_experts(folder.config)
-        self.weights = f"{path}: {folder.describe()}{trained} (layers of transformers)"
+        self.weights = f"{path}: {ModelFolder(path).describe()}{trained} (layers of transformers)"
 
     def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
         torch.manual_seed(self._config.seed)

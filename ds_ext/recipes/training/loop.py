@@ -72,7 +72,6 @@ class Trainer:
         floor: name and value (in nats) of a baseline loss; a model with a lower loss uses context.
         tokenizer: fingerprint of the data's tokenizer, saved with a checkpoint.
         samples_per_epoch: training samples of one pass over the data; None: unknown.
-        has_experts: ``model`` lacks the experts, so that its FLOPs are unknown.
     """
 
     engine: PipelineEngine
@@ -84,7 +83,6 @@ class Trainer:
     floor: tuple[str, float] | None = None
     tokenizer: str | None = None
     samples_per_epoch: int | None = None
-    has_experts: bool = False
     validation_loss: float | None = None
     lowest: tuple[float, int] | None = None  # validation loss, and its step
     stopped: str = ""  # why the run ended before its last step
@@ -187,7 +185,7 @@ class Trainer:
             total_steps=self.args.train_iters,
             file=self.args.metrics_file,
             tokens_per_sample=self.model.seq_length,
-            flops_per_sample=None if self.has_experts else self.model.flops_per_sample,
+            flops_per_sample=self.model.flops_per_sample,
             peak_tflops=self.args.peak_tflops,
             log_interval=self.args.log_interval,
             model=asdict(self.model),

@@ -218,8 +218,12 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["--costs", "comm=1"], r"costs: "),
         (["--tensor-parallel", "3"], r"8 devices \(got 3\)\. Use --tensor-parallel 1, 2, 4 or 8\."),
         (["--model", "gpt-5"], r"model: .*'gpt-5'"),
-        (["--model", "mixtral-8x7b"], r"experts .*'mixtral-8x7b'"),
-        (["--model", "Qwen/Qwen3-30B-A3B"], r"experts .*'Qwen/Qwen3-30B-A3B'"),
+        (["--model", "deepseek-v3"], r"experts .*'deepseek-v3'.*mixtral-8x7b"),
+        (
+            ["--model", "mixtral-8x7b", "--sequence-parallel", "--tensor-parallel", "8"],
+            r"experts .*TP 8 .*--sequence-parallel",
+        ),
+        (["--model", "qwen3-30b-a3b", "--tensor-parallel", "3", "--devices", "24"], r"32 heads .*TP 3"),
         (["--model", "no/folder/config.json"], r"model: .*'no/folder/config\.json'"),
         (["--tokens", "0"], r"--tokens: .*got 0"),
         (["--tokens", "nan"], r"--tokens: .*got nan"),
@@ -337,6 +341,9 @@ QWEN3 = {
 }
 
 
+LITTLE_MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
 @pytest.mark.parametrize("file", ["", "config.json"])
 def test_a_model_of_hugging_face(file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The sizes are those of the named model, and the script takes the JSON."""
@@ -351,9 +358,41 @@ def test_a_model_of_hugging_face(file: str, tmp_path: Path, capsys: pytest.Captu
     assert (args.num_layers, args.seq_length, args.rotary_base) == (36, 8192, 1e6)
 
 
+def test_a_mixture_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The sizes are those of the named model. The JSON leaves them to the folder."""
+    sizes = {
+        "num_hidden_layers": 48,
+        "hidden_size": 2048,
+        "num_key_value_heads": 4,
+        "intermediate_size": 6144,
+    }
+    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    values = {**QWEN3, **sizes, **experts, "model_type": "qwen3_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    words = [
+        "plan",
+        "--devices",
+        "8",
+        "--gpu",
+        "h200",
+        "--global-batch-size",
+        "8",
+        "--tensor-parallel",
+        "8",
+        "--micro-batch-size",
+        "1",
+    ]
+    found = found_by(capsys, *words, "--model", str(tmp_path))
+    assert found["best"] == found_by(capsys, *words, "--model", "qwen3-30b-a3b")["best"]
+    assert "hidden_size" not in found["config"]["ds_ext"]["train"]
+    assert main([*words, "--model", str(tmp_path)]) == 0
+    assert f"--hf-model {tmp_path} " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"model_type": "deepseek_v3", "kv_lora_rank": 512, **LITTLE_MIXTURE}, r"kv_lora_rank: .*got 512"),
         ({"model_type": "mixtral", "num_local_experts": 8}, r"num_local_experts: .* experts .*got 8"),
         ({"model_type": "qwen3_moe", "num_experts": 128}, r"num_experts: .* experts .*got 128"),
         ({"model_type": "llama4", "text_config": {"num_local_experts": 16}}, r"experts .*got 16"),

@@ -61,6 +61,19 @@ def test_linear_layers_of_experts(deferred: bool, transposed: bool, bias: bool) 
             torch.testing.assert_close(tensor.grad, other.grad, rtol=1e-12, atol=1e-12)
 
 
+def test_autocast_and_frozen_weights() -> None:
+    x, weight, bias = (tensor.detach().float() for tensor in inputs(True, True))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = expert_linear(x, weight, bias, COUNTS, transposed=True)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), loop([x, weight, bias], True), rtol=0.05, atol=0.05)
+    x.requires_grad_()
+    bias.requires_grad_()
+    expert_linear(x, weight, bias, COUNTS, transposed=True).sum().backward()
+    assert weight.grad is None and x.grad is not None
+    assert bias.grad is not None and bias.grad[:, 0].tolist() == COUNTS
+
+
 def experts_of(name: str) -> nn.Module:
     model = random_decoder(name, **MORE_MODELS.get(name, {}), experts_implementation="eager")
     (experts, *_) = (module for module in model.modules() if hasattr(module, "_apply_gate"))

@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import json
 import os
-import re
 import socket
 from contextlib import nullcontext
 from pathlib import Path
@@ -219,15 +218,6 @@ def test_sequence_parallelism_slices_only_the_activation_of_a_message(
     text = TrainingJob(args, plan, model, ["a", "b"], ["c", "d"], [0, 2, 4, 6, 8]).describe(token_bytes=8)
     # Two samples of 16 tokens: fp32 activations of size 16, and 8 bytes per token that every rank sends.
     assert f" {2 * 16 * 16 * 4 // slices + 2 * 16 * 8:,} bytes" in text
-
-
-def test_the_plan_of_a_model_with_experts_has_no_memory(tmp_path: Path) -> None:
-    file = write_json(tmp_path / "job.json", tiny_config(tmp_path))
-    args, plan = plan_job("train_gpt.py", ["--deepspeed_config", str(file), "--dry-run"], "gpt")
-    model = TransformerConfig(**model_fields(args, plan), vocab_size=100)
-    job = TrainingJob(args, plan, model, ["a", "b"], ["c", "d"], [0, 2, 4, 6, 8])
-    texts = [job.describe(has_experts=has) for has in (False, True)]
-    assert [bool(re.search(r"^memory ", text, re.M)) for text in texts] == [True, False]
 
 
 def test_a_folder_to_load_without_a_checkpoint(planned: Any, tmp_path: Path) -> None:

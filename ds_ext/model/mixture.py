@@ -1,0 +1,65 @@
+"""Sizes of mixtures of experts, from the ``config.json`` of transformers' decoders. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError
+from .config import Experts
+from .json_values import integer
+
+_NUMBER = ("num_local_experts", "num_experts", "n_routed_experts")
+_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+
+
+def experts_of(values: Mapping[str, Any]) -> Experts | None:
+    """Return the experts of a decoder; None if it has none, or one of another kind."""
+    numbers = [values[key] for key in _NUMBER if isinstance(values.get(key), int) and values[key] > 1]
+    per_token = [values[key] for key in _PER_TOKEN if isinstance(values.get(key), int)]
+    width = values.get("moe_intermediate_size") or values.get("intermediate_size")
+    if not numbers or not per_token or not isinstance(width, int):
+        return None
+    shared = values.get("shared_expert_intermediate_size")
+    if shared is None:
+        shared = width * (values.get("n_shared_experts") or 0)
+    return Experts(numbers[0], per_token[0], width, shared, _dense_layers(values))
+
+
+def _dense_layers(values: Mapping[str, Any]) -> int:
+    """Return the number of layers with an MLP."""
+    layers, without = integer(values, "num_hidden_layers"), values.get("mlp_only_layers") or ()
+    step, first = values.get("decoder_sparse_step") or 1, values.get("first_k_dense_replace") or 0
+    return sum(i < first or i in without or (i + 1) % step > 0 for i in range(layers))
+
+
+def mixture_fields(values: Mapping[str, Any], experts: Experts) -> dict[str, Any]:
+    """Return the fields of a TransformerConfig for a mixture, as far as the layers of a Llama have them."""
+    if values.get("kv_lora_rank"):
+        raise ConfigError(
+            f"kv_lora_rank: the sizes of latent attention are not known here (got {values['kv_lora_rank']}). Use a "
+            f"model with whole keys and values."
+        )
+    kind, heads = values.get("model_type"), integer(values, "num_attention_heads")
+    hidden, head_size = integer(values, "hidden_size"), integer(values, "head_dim", None)
+    return {
+        "num_layers": integer(values, "num_hidden_layers"),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": integer(values, "num_key_value_heads", heads),
+        "kv_channels": head_size or hidden // heads,
+        "ffn_hidden_size": integer(values, "intermediate_size", experts.width),
+        "vocab_size": integer(values, "vocab_size"),
+        "seq_length": integer(values, "max_position_embeddings"),
+        "max_position_embeddings": integer(values, "max_position_embeddings"),
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "position_embedding_type": "rope",
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "add_bias_linear": kind == "gpt_oss",
+        "add_qkv_bias": kind == "qwen2_moe" or bool(values.get("attention_bias")),
+        "qk_layernorm": kind == "qwen3_moe" or bool(values.get("use_qk_norm")),
+        "untie_embeddings_and_output_weights": not values.get("tie_word_embeddings", False),
+        "experts": experts,
+    }
