@@ -9,6 +9,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..tensor_parallel import TensorParallel, copy_to_tensor_model_parallel_region
@@ -77,5 +79,7 @@ def experts_forward(
     if getattr(module, "has_post_expert_norm", False):
         y_PD = module.post_expert_norm(y_PD)
     y_PD = y_PD * weights_NK.flatten()[order_P].unsqueeze(-1)
-    of_tokens = y_PD.new_zeros(tokens * experts, y_PD.size(1)).index_copy(0, order_P, y_PD)
-    return of_tokens.view(tokens, experts, -1).sum(1).to(hidden_ND.dtype)
+    places = order_P.new_full((tokens * experts,), len(order_P))  # of other ranks' experts: a row of zeros
+    places[order_P] = torch.arange(len(order_P), device=order_P.device)
+    rows = y_PD if tp.size == 1 else F.pad(y_PD, (0, 0, 0, 1))
+    return rows.index_select(0, places).view(tokens, experts, -1).sum(1).to(hidden_ND.dtype)

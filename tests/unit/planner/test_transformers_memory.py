@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModel
 
+from ds_ext.experts import replace_experts
+from ds_ext.model.config import Experts
 from ds_ext.planner.activations import layer_activations
 from ds_ext.planner.training_sizes import TrainingSizes
 from tests.allocations import AllocatedBytes
@@ -32,7 +34,10 @@ SIZES = TrainingSizes(
 )
 
 
-def kept_bytes(family: str, layers: int) -> int:
+EXPERTS = Experts(number=4, per_token=2, width=INNER)
+
+
+def kept_bytes(family: str, layers: int, **sizes: int) -> int:
     """Return the bytes that exist between forward and backward of a model without its head."""
     config: Any = AutoConfig.for_model(
         family,
@@ -44,8 +49,10 @@ def kept_bytes(family: str, layers: int) -> int:
         intermediate_size=INNER,
         vocab_size=128,
         attn_implementation="sdpa",
+        **sizes,
     )
     model = AutoModel.from_config(config).to(torch.bfloat16)
+    replace_experts(model)
     ids_BS = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
     with AllocatedBytes() as allocated:
         before = allocated.live
@@ -59,4 +66,13 @@ def kept_bytes(family: str, layers: int) -> int:
 def test_activations_of_a_layer(family: str, normalized: bool) -> None:
     measured = (kept_bytes(family, 4) - kept_bytes(family, 2)) / 2
     planned = layer_activations(replace(SIZES, qk_layernorm=normalized), "none").kept
+    assert planned == pytest.approx(measured, rel=0.05)
+
+
+@pytest.mark.parametrize(("family", "normalized"), [("mixtral", False), ("qwen3_moe", True)])
+def test_activations_of_a_layer_with_experts(family: str, normalized: bool) -> None:
+    number = "num_local_experts" if family == "mixtral" else "num_experts"
+    sizes = {number: EXPERTS.number, "num_experts_per_tok": EXPERTS.per_token, "moe_intermediate_size": INNER}
+    measured = (kept_bytes(family, 4, **sizes) - kept_bytes(family, 2, **sizes)) / 2
+    planned = layer_activations(replace(SIZES, qk_layernorm=normalized, experts=EXPERTS), "none").kept
     assert planned == pytest.approx(measured, rel=0.05)
