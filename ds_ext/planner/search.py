@@ -22,6 +22,7 @@ from .text import format_bytes
 from .variant import Shared, Variant, all_variants
 
 _NEAR = 0.25  # groups that take this much longer than the best one are not evaluated
+_NEAR_ORDERS = 0.05  # planned orders that take this much longer than the best one are searched for at length
 _NEAR_SLICES = 0.1  # the same for planned orders with slices, by their closed forms
 _UNKNOWN = (math.inf, 0.0)  # sort key
 
@@ -73,6 +74,7 @@ class _Group:
         best: sort key of the best candidate.
         closed_form: the same of the best one that is not slow to plan, and its request.
         smallest: row and variant of the smallest candidate that is too large.
+        searched: rows with orders of a brief search, and their variants.
     """
 
     margin: float
@@ -81,6 +83,7 @@ class _Group:
     best: SortKey | None = None
     closed_form: tuple[SortKey, Request | None] = _UNKNOWN, None
     smallest: tuple[int, Variant] | None = None
+    searched: dict[int, Variant] = field(default_factory=dict)
 
     @property
     def complexity(self) -> tuple[object, ...]:
@@ -94,11 +97,28 @@ class _Group:
         """Add a row with a price."""
         if row.refusal and (self.smallest is None or row.tie_order < self.rows[self.smallest[0]].tie_order):
             self.smallest = len(self.rows), variant
+        if variant.schedule.planned:
+            self.searched[len(self.rows)] = variant
         self.rows.append(row)
-        key = sort_key(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
-        self.best = min(self.best or key, key)
+        key = self._rank(row)
         if not variant.slow_to_plan and key < self.closed_form[0]:
             self.closed_form = key, variant.request
+
+    def _rank(self, row: Candidate) -> SortKey:
+        key = sort_key(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
+        self.best = min(self.best or key, key)
+        return key
+
+    def search_at_length(self, limit: float) -> None:
+        """Search at length for the orders that may take less than ``limit``, after a brief search for all."""
+        for index, variant in self.searched.items():
+            row = self.rows[index]
+            if (variant.least_time if row.refusal else row.time or 0.0) > limit:
+                continue
+            found = variant.price(simulate_large=False, is_brief=False)
+            if not found.refusal and (row.refusal or (found.time or 0.0) < (row.time or 0.0)):
+                self.rows[index] = found
+                self._rank(found)
 
 
 class _Search:
@@ -108,7 +128,7 @@ class _Search:
         self._request = groups[0][0]
         self._limit = _UNKNOWN if math.isinf(most) else (0.0, most)
         self._groups = [_Group(self._request.margin) for _ in groups]
-        self._shared = Shared()
+        self._shared = Shared(is_brief=len(groups) > 1)
         self._counter = count()
         self._queue: list[tuple[bool, SortKey, int, int, _Group, Request | Variant]] = []
         for group, requests in zip(self._groups, groups, strict=True):
@@ -125,6 +145,10 @@ class _Search:
                 self._expand(group, item, bound)
             else:
                 self._evaluate(group, item, bound)
+        if self._shared.order is self._shared.brief_order and self._times():
+            limit = min(self._times()) * (1 + _NEAR_ORDERS)
+            for group in self._groups:
+                group.search_at_length(limit)
         if not self._times():
             for group in self._groups:
                 if group.smallest is not None:

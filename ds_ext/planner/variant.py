@@ -100,12 +100,16 @@ class _Method(NamedTuple):
 
 
 class Shared:
-    """Stages and orders that several candidates have in common, such as those of different tensor-parallel sizes."""
+    """Stages and orders that several candidates have in common, such as those of different tensor-parallel sizes.
 
-    def __init__(self) -> None:
+    ``is_brief``: ``order`` ends its searches after their first guesses.
+    """
+
+    def __init__(self, is_brief: bool = False) -> None:
         self.placement, self.stages = cache(_Method.placement), cache(_Method.stages)
-        self.order = lru_cache(_ORDERS_KEPT)(_Method.order)
+        self.searched_order = lru_cache(_ORDERS_KEPT)(_Method.order)
         self.brief_order = lru_cache(_ORDERS_KEPT)(brief_search()(_Method.order))
+        self.order = self.brief_order if is_brief else self.searched_order
 
 
 @dataclass(frozen=True)
@@ -306,10 +310,14 @@ class Variant:
             return (0.0, 0.0), None
         return sort_key(is_too_large(need, request.memory_bytes), self.least_time, need), order
 
-    def price(self, simulate_large: bool) -> Candidate:
-        """Build and simulate the timetable. One that is too large is simulated only if ``simulate_large``."""
+    def price(self, simulate_large: bool, is_brief: bool = True) -> Candidate:
+        """Build and simulate the timetable. One that is too large is simulated only if ``simulate_large``.
+
+        ``is_brief``: its order is that of :class:`Shared`.
+        """
         request, sizes = self.request, self.sizes
-        order = self.shared.order(self._method, request.micro_batches, self.costs, request.slices)
+        build = self.shared.order if is_brief else self.shared.searched_order
+        order = build(self._method, request.micro_batches, self.costs, request.slices)
         timetable = order.timetable
         need = None if sizes is None else max(device.total for device in self._memory(timetable, sizes))
         too_large = is_too_large(need, request.memory_bytes)
