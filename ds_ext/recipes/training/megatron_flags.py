@@ -161,7 +161,7 @@ _REFUSED: Mapping[str, str] = {
     "messages are not cut into slices of a fixed size. Remove it": "workload",
     "the encoder and the decoder are one pipeline. Remove it": "transformer_pipeline_model_parallel_size",
     "it depends on torch's kernels. Use torch's settings": "deterministic_mode",
-    f"there are no mixture-of-experts layers ({ANSWERS}). {_OTHER}": (
+    f"experts are those of a folder, with --hf-model ({ANSWERS}). {_OTHER}": (
         "*moe* *expert* topk mlp_type use_tutel ep_overlap_* use_grouped_gemm_for_dense_mlp "
         "use_fused_weighted_squared_relu"
     ),
