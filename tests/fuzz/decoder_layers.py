@@ -19,6 +19,8 @@ SIZES: dict[str, Any] = {
     **{"num_attention_heads": HEADS, "num_key_value_heads": 1, "head_dim": WIDTH // HEADS},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3},
 }
+# In half precision, rounding changes which experts a router chooses.
+EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 class DecoderBlock(nn.Module):
@@ -36,7 +38,8 @@ class DecoderBlock(nn.Module):
         from ds_ext.hf.layers import DecoderLayer, Positions
         from ds_ext.hf.weights import make_source
 
-        config = getattr(transformers, f"{family}Config")(**SIZES)
+        experts = EXPERTS if family in ("Mixtral", "GptOss") else {}
+        config = getattr(transformers, f"{family}Config")(**SIZES, **experts)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
             source = make_source(transformers.AutoModelForCausalLM.from_config(config), None)
@@ -63,6 +66,8 @@ DECODERS: dict[str, Kind] = {
     "gpt_neox_decoder": Kind(
         partial(_layers, "GPTNeoX", False), weight=2
     ),  # biases, fused queries, keys and values
+    "mixtral_decoder": Kind(partial(_layers, "Mixtral", False), weight=2, fp32=True),
+    "gpt_oss_decoder": Kind(partial(_layers, "GptOss", False), weight=2, fp32=True),  # biases, sinks
     "llama_decoder_tokens": Kind(partial(_layers, "Llama", True), weight=2),
     "gpt_neox_decoder_tokens": Kind(partial(_layers, "GPTNeoX", True), weight=2),
 }

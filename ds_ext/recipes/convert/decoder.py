@@ -68,7 +68,7 @@ def write_decoder_folder(
         _copy_other_files(model, folder)
     elements = sum(parameter.numel() for parameter in trained.parameters())
     if adapters:
-        origin = f"with {len(adapters)} merged weights of adapters"
+        origin = f"with the adapters of {len(adapters) // 2} layers merged"
     else:
         origin = f"{len(names)} weights of {len(parameters)} from the checkpoint"
     return f"wrote {output} from {checkpoint}: {type(trained).__name__}, {elements:,} parameters in {dtype}, {origin}"

@@ -41,6 +41,8 @@ def seq_length_of(meta: Mapping[str, Any], model: Mapping[str, Any]) -> int:
 
 def checkpoints_of(output: Path) -> str:
     """Return a folder for the checkpoints of the jobs on a folder of data, another one for each folder."""
+    if output.is_absolute():
+        return str(output / "checkpoints")
     return str(Path("checkpoints", *(part for part in output.parts if part not in ("/", "..", "data"))))
 
 

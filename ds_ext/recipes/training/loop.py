@@ -361,7 +361,8 @@ class Trainer:
         name, floor = self.floor or ("", math.inf)
         if self.floor and (loss >= floor or not getattr(self.args, "hf_model", None)):
             verdict = "below" if loss < floor else "not below"
-            say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {floor:.4f} nats")
+            advice = "" if loss < floor else ": train longer, or raise lr and min_lr"
+            say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {floor:.4f} nats{advice}")
         elif self.lowest is not None and self.lowest[1] < step:
             lowest, best = self.lowest
             say(f"{kind} loss {loss:.4f}; the lowest was {lowest:.4f} after step {best}")
