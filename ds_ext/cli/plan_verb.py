@@ -22,8 +22,15 @@ from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
 from ..planner.candidates import ESTIMATE_ERROR
 from ..planner.fbd import compare_with_fbd
-from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, other_head, plan_cluster
-from ..planner.rental import STEP_TIME_ERROR, figures_of_run, plan_for_deadline
+from ..planner.parallel_sizes import (
+    RANKS_PER_HOST,
+    Cluster,
+    ClusterPlan,
+    ParallelSizes,
+    other_head,
+    plan_cluster,
+)
+from ..planner.rental import STEP_TIME_ERROR, figures_of_run, plan_for_deadline, tokens_within
 from ..planner.stage_costs import SLICE_TOKENS
 from ..planner.text import (
     HEADROOM,
@@ -128,6 +135,8 @@ def run_plan(args: argparse.Namespace) -> int:
             cluster, plan = plan_for_deadline(cluster, model, costs, args.tokens, args.days, progress)
         else:
             plan = plan_cluster(cluster, model, costs, progress)
+    if args.days is not None and args.tokens is None and plan.best.fits:
+        args.tokens = tokens_within(plan, cluster, model, args.days)
     prices = gpu and 1e12 * gpu.peak_tflops, args.tokens, args.price
     run = figures_of_run(plan, cluster, model, *prices) if plan.best.fits else None
     fbd = forward_devices and compare_with_fbd(cluster, forward_devices, model, costs, plan)
@@ -176,8 +185,11 @@ def _check_run(args: argparse.Namespace) -> None:
         value = getattr(args, dest)
         if value is not None and not 0 < value < math.inf:
             raise ScheduleError(f"--{dest}: must be greater than 0 (got {value:g}).")
-        if value is not None and args.tokens is None:
-            raise ScheduleError(f"--{dest}: needs --tokens (got {value:g}). Add --tokens 1e12.")
+        if value is not None and args.tokens is None and (args.days is None or args.devices is None):
+            raise ScheduleError(
+                f"--{dest}: needs --tokens (got {value:g}). Add --tokens 1e12, or --devices and --days for the tokens "
+                f"that they train."
+            )
     if args.memory is None:
         raise ScheduleError("--memory: missing. Add --gpu h100, or --memory 80GB.")
     if args.devices is None:
@@ -419,6 +431,11 @@ def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, An
         if cost is not None:
             text += f", cost {cost:,.0f} at {args.price:g} per GPU-hour, up to {most * cost:,.0f}"
         yield text
+        if not args.devices:
+            fewer = -(-run["devices"] * most * days // (args.days * RANKS_PER_HOST)) * RANKS_PER_HOST
+            if fewer < run["devices"]:
+                batch = fewer * max(1, round(args.global_batch_size / fewer))
+                yield f"  {fewer:g} devices may do with a batch that they divide: --global-batch-size {batch:g}"
 
 
 def _other_head(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes, costs: Costs) -> Iterator[str]:

@@ -47,6 +47,12 @@ def figures_of_run(
     }
 
 
+def tokens_within(plan: ClusterPlan, cluster: Cluster, sizes: TrainingSizes, days: float) -> float:
+    """Return the tokens that the best sizes of a plan train in ``days``, with steps by STEP_TIME_ERROR longer."""
+    rate = cluster.batch * sizes.seq_length / (plan.best.step_s or math.inf)
+    return float(f"{rate * days * _DAY_S / (1 + STEP_TIME_ERROR):.3g}")
+
+
 def plan_for_deadline(
     cluster: Cluster,
     sizes: TrainingSizes,

@@ -227,7 +227,6 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["--model", "no/folder/config.json"], r"model: .*'no/folder/config\.json'"),
         (["--tokens", "0"], r"--tokens: .*got 0"),
         (["--tokens", "nan"], r"--tokens: .*got nan"),
-        (["--days", "7"], r"--days: needs --tokens .*got 7"),
         (["--price", "2"], r"--price: needs --tokens .*got 2"),
         (["--tokens", "1e9", "--price", "-1"], r"--price: .*got -1"),
         (["--gpu", "a100", "--precision", "fp32"], r"--precision: .*got fp32"),
@@ -447,3 +446,13 @@ def test_the_example_of_the_page(
         shown = shown.removeprefix("...").strip()
         printed = printed.partition("\n\n")[2].partition("\nplan.json")[0]
     assert printed == shown
+
+
+def test_days_of_given_devices_have_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    """With steps longer by the error, they take the days; the JSON has their steps."""
+    words = ["plan", "--devices", "8", "--gpu", "h100", "--model", "gpt-1.3b", "--global-batch-size", "16"]
+    found = found_by(capsys, *words, "--days", "7", "--price", "2")
+    assert found["run"]["days"] == pytest.approx(7 / 1.16, rel=5e-3)
+    assert found["run"]["cost"] == pytest.approx(2 * 24 * 8 * 7 / 1.16, rel=5e-3)
+    tokens = found["run"]["tokens_per_s"] * 86400 * found["run"]["days"]
+    assert found["config"]["ds_ext"]["train"]["train_iters"] == pytest.approx(tokens / 16 / 2048, rel=1e-3)
