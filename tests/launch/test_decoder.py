@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,31 @@ def test_shards_train_and_are_exported_whole(
     assert [result.returncode for result in results] == [0, 0], results
     (last,) = (row["loss"] for row in rows if row["step"] == STEPS)
     assert float(loss_of(load(output), folder, STEPS)) == pytest.approx(last, rel=1e-5)
+
+
+def test_a_mixture_in_shards_is_saved_and_exported(
+    train: Callable[..., Any], folder: Path, tmp_path: Path
+) -> None:
+    """Its experts are divided over two ranks, then a pipeline continues with whole ones."""
+    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    model, saved, output = tmp_path / "mixtral", tmp_path / "saved", tmp_path / "output"
+    shutil.copytree(folder / "model", model, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        **sizes, vocab_size=400, num_local_experts=4, num_key_value_heads=2, max_position_embeddings=64
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(model)
+    flags = ["--hf-model", str(model), "--tensor-model-parallel-size", "2", "--save", str(saved)]
+    results, rows = train("fp32", *flags, "--train-iters", str(SAVED), schedule="1f1b", pp=1)
+    assert [result.returncode for result in results] == [0, 0], results
+    assert [row["loss"] for row in rows] == pytest.approx(plain_losses(load(model), folder)[:SAVED], rel=1e-4)
+    assert main(["convert", str(saved), "--to", "hf", str(output), "--hf-model", str(model)]) == 0
+    flags = ["--hf-model", str(model), "--load", str(saved), "--train-iters", str(STEPS)]
+    results, rows = train("fp32", *flags)
+    assert [result.returncode for result in results] == [0, 0], results
+    (last,) = (row["loss"] for row in rows if row["step"] == STEPS)
+    assert float(loss_of(load(output), folder, STEPS)) == pytest.approx(last, rel=1e-4)
 
 
 def test_text_has_the_loss_of_the_model(train: Callable[..., Any], folder: Path, tmp_path: Path) -> None:
