@@ -28,6 +28,7 @@ _TEXT_KEYS = (*_TIMES, "stages", "head", "slices", "jitter", "seed")
 _MAX_FACTORS = 200_000
 # With these limits, sums of ten million times and ratios of times do not overflow.
 _MIN_TIME, _MAX_TIME = 1e-15, 1e15
+_ROUNDING = 1e-7  # of a mean of rounded factors
 _MAX_CHARACTERS = 60  # of a value in an error
 TYPICAL_HEAD = 0.5  # cost factor of a head in parts, if the costs have none
 # Sizes that a traced run and its measured costs record. Values: those of a file without them; None: unknown.
@@ -120,12 +121,13 @@ class Costs:
         return times | {f"links {a}>{b}": time for (a, b), time in self.links.items()}
 
     def _scale_slices(self) -> None:
-        """Divide the times of the slices by their mean."""
+        """Divide the times of the slices by their mean, unless that is 1 but for rounding, as of printed costs."""
         if self.slices is not None:
             mean = statistics.fmean(self.slices) if self.slices else 0.0
             if not mean:
                 raise ScheduleError(f"costs: slices must have a time above 0 (got {_short(self.slices)}).")
-            object.__setattr__(self, "slices", tuple(time / mean for time in self.slices))
+            if abs(mean - 1) > _ROUNDING:
+                object.__setattr__(self, "slices", tuple(time / mean for time in self.slices))
 
     @property
     def free_messages(self) -> bool:

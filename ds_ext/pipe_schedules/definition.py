@@ -80,6 +80,7 @@ class Option:
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
 
+COSTS_OPTION = Option("f=1,b=1,w=1,comm=0", None, "costs to plan for, in the format of --costs")
 _LIMIT = Option(0.0, 0, "maximum live activations per device, in units of 1/D of the model; 0: no limit")
 
 
@@ -124,7 +125,7 @@ class Schedule:
 
     @property
     def known_options(self) -> Mapping[str, Option]:
-        return {LIMIT: _LIMIT, **self.options} if self.divides_head else self.options
+        return {LIMIT: _LIMIT, COSTS: COSTS_OPTION, **self.options} if self.divides_head else self.options
 
     def resolve_options(self, options: Mapping[str, object] | None) -> dict[str, Any]:
         known = self.known_options
@@ -243,6 +244,8 @@ class Schedule:
             values["slices"] = slices
         costs = costs or (read_costs(values[COSTS]) if values.get(COSTS) else Costs())
         if not self.planned:
+            if COSTS not in self.options:
+                values.pop(COSTS, None)  # of parts of the head
             with self._wrap_errors():
                 orders = every_device(self.generate, placement, micro_batches, **values)
         else:

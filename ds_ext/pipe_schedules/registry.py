@@ -23,6 +23,7 @@ from types import MappingProxyType
 from ..errors import ScheduleError
 from .definition import (
     COSTS,
+    COSTS_OPTION,
     REGISTERED,
     Dynamic,
     Generator,
@@ -37,7 +38,6 @@ from .placement import Placement
 from .timetables import Timetable
 
 SCHEDULES: Mapping[str, Schedule] = MappingProxyType(REGISTERED)
-_COSTS_OPTION = Option("f=1,b=1,w=1,comm=0", None, "costs to plan for, in the format of --costs")
 
 
 def schedule(
@@ -88,7 +88,7 @@ def planned_schedule(
     """
 
     def register(plan: Planner) -> Planner:
-        known = MappingProxyType({**(options or {}), COSTS: _COSTS_OPTION})
+        known = MappingProxyType({**(options or {}), COSTS: COSTS_OPTION})
         _register(
             Schedule(
                 name,

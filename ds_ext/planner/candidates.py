@@ -78,8 +78,8 @@ class Candidate:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The "schedule_options" of a job: the options, and the costs if the order is planned for them."""
-        if self.planned and self.costs != Costs():
+        """The "schedule_options" of a job: the options, and the costs for which the order or head parts are planned."""
+        if (self.planned or self.costs.head) and self.costs != Costs():
             return {**self.options, "costs": costs_text(self.costs)}
         return dict(self.options)
 

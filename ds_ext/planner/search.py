@@ -100,25 +100,20 @@ class _Group:
         if variant.schedule.planned:
             self.searched[len(self.rows)] = variant
         self.rows.append(row)
-        key = self._rank(row)
+        key = _rank(row)
+        self.best = min(self.best or key, key)
         if not variant.slow_to_plan and key < self.closed_form[0]:
             self.closed_form = key, variant.request
 
-    def _rank(self, row: Candidate) -> SortKey:
-        key = sort_key(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
-        self.best = min(self.best or key, key)
-        return key
-
-    def search_at_length(self, limit: float) -> None:
-        """Search at length for the orders that may take less than ``limit``, after a brief search for all."""
+    def search_at_length(self) -> None:
+        """Search at length, as a job does, for the orders that may be the best one, after a brief search for all."""
+        assert self.best is not None
+        limit = self.best[1] * (1 + _NEAR_ORDERS)
         for index, variant in self.searched.items():
             row = self.rows[index]
-            if (variant.least_time if row.refusal else row.time or 0.0) > limit:
-                continue
-            found = variant.price(simulate_large=False, is_brief=False)
-            if not found.refusal and (row.refusal or (found.time or 0.0) < (row.time or 0.0)):
-                self.rows[index] = found
-                self._rank(found)
+            if (variant.least_time if row.refusal else row.time or 0.0) <= limit:
+                self.rows[index] = variant.price(simulate_large=False, is_brief=False)
+        self.best = min(_rank(row) for row in self.rows if not row.unpriced)
 
 
 class _Search:
@@ -146,9 +141,10 @@ class _Search:
             else:
                 self._evaluate(group, item, bound)
         if self._shared.order is self._shared.brief_order and self._times():
-            limit = min(self._times()) * (1 + _NEAR_ORDERS)
+            limit = 0.0, min(self._times()) * (1 + _NEAR)
             for group in self._groups:
-                group.search_at_length(limit)
+                if group.best is not None and group.best <= limit:
+                    group.search_at_length()
         if not self._times():
             for group in self._groups:
                 if group.smallest is not None:
@@ -247,6 +243,10 @@ class _Search:
                 yield variant.brief_preview
             if not (variant.slow_to_plan and bound[0]):
                 yield variant.preview
+
+
+def _rank(row: Candidate) -> SortKey:
+    return sort_key(bool(row.refusal), row.time or 0.0, row.memory_bytes or 0)
 
 
 def _cannot_win(bound: SortKey, best: SortKey, slow: bool, margin: float, simpler: bool) -> bool:

@@ -12,7 +12,7 @@ from ..errors import ScheduleError
 from ..parallel.crossing import rank_orders
 from ..parallel.layout import ParallelLayout
 from ..parallel.network import Network
-from ..parallel.slices import BALANCED, EQUAL
+from ..parallel.slices import EQUAL
 from ..pipe_schedules import SCHEDULES, Op, Placement, Schedule, Timetable
 from ..pipe_schedules.costs import Costs
 from ..pipe_schedules.events import Workload
@@ -91,7 +91,7 @@ class _Method(NamedTuple):
     def stages(
         self, costs: Costs, sizes: TrainingSizes | None, layers: str | None, tokens: tuple[int, ...]
     ) -> tuple[Costs, tuple[int, ...] | None]:
-        """Return the costs and the layers of every stage. Slices of other ``tokens`` than balanced ones have costs."""
+        """Return the costs and the layers of every stage, for slices of ``tokens``."""
         placement = self.placement()
         if sizes is not None:
             sizes = split_layers(sizes, placement, self.name, layers)
@@ -156,7 +156,7 @@ class Variant:
     @cached_property
     def _stages(self) -> tuple[Costs, tuple[int, ...] | None]:
         request = self.request
-        tokens = () if request.lengths == BALANCED else request.tokens
+        tokens = request.tokens
         whole = {"tensor_parallel": 1, "data_parallel": 1, "micro_batch": 1, "sequence_parallel": False}
         sizes = request.sizes and replace(request.sizes, **whole)
         return self.shared.stages(self._method, request.costs, sizes, request.stage_layers, tokens)
