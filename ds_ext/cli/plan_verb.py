@@ -22,15 +22,14 @@ from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.placement import linear
 from ..planner.candidates import ESTIMATE_ERROR
 from ..planner.fbd import compare_with_fbd
-from ..planner.parallel_sizes import (
-    RANKS_PER_HOST,
-    Cluster,
-    ClusterPlan,
-    ParallelSizes,
-    other_head,
-    plan_cluster,
+from ..planner.parallel_sizes import Cluster, ClusterPlan, ParallelSizes, other_head, plan_cluster
+from ..planner.rental import (
+    STEP_TIME_ERROR,
+    fewer_devices,
+    figures_of_run,
+    plan_for_deadline,
+    tokens_within,
 )
-from ..planner.rental import STEP_TIME_ERROR, figures_of_run, plan_for_deadline, tokens_within
 from ..planner.stage_costs import SLICE_TOKENS
 from ..planner.text import (
     HEADROOM,
@@ -431,11 +430,9 @@ def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, An
         if cost is not None:
             text += f", cost {cost:,.0f} at {args.price:g} per GPU-hour, up to {most * cost:,.0f}"
         yield text
-        if not args.devices:
-            fewer = -(-run["devices"] * most * days // (args.days * RANKS_PER_HOST)) * RANKS_PER_HOST
-            if fewer < run["devices"]:
-                batch = fewer * max(1, round(args.global_batch_size / fewer))
-                yield f"  {fewer:g} devices may do with a batch that they divide: --global-batch-size {batch:g}"
+        share = 1.0 if args.devices else most * days / args.days
+        if (fewer := fewer_devices(run["devices"], args.global_batch_size, share)) is not None:
+            yield f"  {fewer[0]} devices may do with a batch that they divide: --global-batch-size {fewer[1]}"
 
 
 def _other_head(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes, costs: Costs) -> Iterator[str]:

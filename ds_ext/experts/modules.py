@@ -21,7 +21,7 @@ def replace_experts(module: nn.Module) -> None:
     """Let the experts in a module compute with :func:`experts_forward`, unless they have another forward already."""
     for layer in module.modules():
         if has_interface(layer) and "forward" not in vars(layer):
-            layer.forward = functools.partial(experts_forward, layer)
+            layer.forward = functools.partial(experts_forward, layer, TensorParallel())
 
 
 def has_interface(module: nn.Module) -> bool:
@@ -44,22 +44,18 @@ def divided_experts_forward(
         enter, leave: sums of a tensor over the ranks, in the backward and in the forward.
     """
     weights_NK = copy_to_tensor_model_parallel_region(weights_NK, tp)
-    return leave(experts_forward(module, enter(hidden_ND), experts_NK, weights_NK, tp))
+    return leave(experts_forward(module, tp, enter(hidden_ND), experts_NK, weights_NK))
 
 
 def experts_forward(
-    module: Any,
-    hidden_ND: Tensor,
-    experts_NK: Tensor,
-    weights_NK: Tensor,
-    tp: TensorParallel = TensorParallel(),  # noqa: B008
+    module: Any, tp: TensorParallel, hidden_ND: Tensor, experts_NK: Tensor, weights_NK: Tensor
 ) -> Tensor:
     """Compute the experts of every token and their weighted sum. No token is dropped.
 
     Args:
+        tp: position in the group that divides the experts; the sum is that of this rank's.
         experts_NK: experts of each token.
         weights_NK: their weights.
-        tp: position in the group that divides the experts; the sum is that of this rank's.
     """
     tokens, experts = experts_NK.shape
     counts = experts_NK.flatten().bincount(minlength=module.num_experts).tolist()

@@ -10,7 +10,14 @@ from .config import Experts
 from .json_values import integer
 
 _NUMBER = ("num_local_experts", "num_experts", "n_routed_experts")
-_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "moe_k", "top_k_experts")
+_PER_TOKEN = (
+    "num_experts_per_tok",
+    "num_experts_per_token",
+    "moe_top_k",
+    "moe_topk",
+    "moe_k",
+    "top_k_experts",
+)
 
 
 def experts_of(values: Mapping[str, Any]) -> Experts | None:

@@ -27,7 +27,6 @@ from ..pipe_schedules.checks.program import Report, check
 from ..pipe_schedules.costs import Costs, read_costs
 from ..pipe_schedules.dynamic import DynamicRules
 from ..pipe_schedules.gathers import with_gathers
-from ..pipe_schedules.list_scheduling.head_parts import WORTH
 from ..pipe_schedules.lowering import lower, with_audit
 from ..pipe_schedules.methods.fbd import most_ahead
 from ..pipe_schedules.reductions import Reductions, eager_reductions, with_reductions
@@ -167,14 +166,9 @@ class JobPlan(StagePlan):
         stages = replace(self.stages, work=work)
         simulation = simulate(self.timetable, _costs(stages))
         kept = _with_collectives(replace(self, work=work, simulation=simulation))
-        divides_head = self.settings.vocabulary_parallel_head
-        if not self.schedule.planned and not divides_head:
+        if not self.schedule.planned and not self.settings.vocabulary_parallel_head:
             return kept
-        new = _complete_plan(stages, self.sizes)
-        # `plan` counts the memory of the order for the work of slices and of parts of the head.
-        is_planned_for = divides_head or self.settings.sequence_slices > 1
-        least = new.simulation.makespan * (1 - WORTH if is_planned_for else 1)
-        return kept if kept.simulation.makespan <= least else new
+        return min(kept, _complete_plan(stages, self.sizes), key=lambda plan: plan.simulation.makespan)
 
     def with_options(self, options: Mapping[str, Any]) -> JobPlan:
         return _complete_plan(replace(self.stages, options=options), self.sizes)

@@ -53,6 +53,15 @@ def tokens_within(plan: ClusterPlan, cluster: Cluster, sizes: TrainingSizes, day
     return float(f"{rate * days * _DAY_S / (1 + STEP_TIME_ERROR):.3g}")
 
 
+def fewer_devices(devices: int, batch: int, share: float) -> tuple[int, int] | None:
+    """Return fewer devices that may do, on hosts of 8, and a batch that they divide; None if there are none.
+
+    ``share`` is that of the deadline that ``devices`` take at most, with a batch that they may not divide well.
+    """
+    fewer = math.ceil(devices * share / RANKS_PER_HOST) * RANKS_PER_HOST
+    return (fewer, fewer * max(1, round(batch / fewer))) if fewer < devices else None
+
+
 def plan_for_deadline(
     cluster: Cluster,
     sizes: TrainingSizes,

@@ -24,7 +24,7 @@ from ..timetables import Timetable
 _MAX_WEIGHTS = (2, 1, 3)  # weight gradients of parts that may wait, each with the inputs of its part
 _MAX_OPS = 100_000  # in all runs together, about 0.5 s; larger steps try one number of weight gradients
 _SLACK = 1e-9  # relative; sums of the same times in a different order differ by rounding
-WORTH = 0.01  # relative gain for which devices keep another activation
+_WORTH = 0.01  # relative gain for which devices keep another activation
 
 
 class HeadFirst:
@@ -86,7 +86,7 @@ def insert_head_parts(timetable: Timetable, costs: Costs, max_ahead: int = 1) ->
         result = run(workload, policies)
         if sum(map(len, result.orders)) < num_ops:
             continue  # deadlock
-        if best is None or result.makespan < best.makespan * (1 - (WORTH if ahead > best_ahead else _SLACK)):
+        if best is None or result.makespan < best.makespan * (1 - (_WORTH if ahead > best_ahead else _SLACK)):
             best, best_ahead = result, ahead
     assert best is not None, "the order of the schedule itself does not deadlock"
     return replace(timetable, orders=best.orders)

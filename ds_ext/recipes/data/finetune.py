@@ -43,7 +43,7 @@ def checkpoints_of(output: Path) -> str:
     """Return a folder for the checkpoints of the jobs on a folder of data, another one for each folder."""
     if output.is_absolute():
         return str(output / "checkpoints")
-    return str(Path("checkpoints", *(part for part in output.parts if part not in ("/", "..", "data"))))
+    return str(Path("checkpoints", *(part for part in output.parts if part not in ("..", "data"))))
 
 
 def write_jobs(

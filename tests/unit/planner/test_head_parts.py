@@ -17,6 +17,7 @@ from ds_ext.__main__ import main
 from ds_ext.config.job import load_config
 from ds_ext.model.config import TransformerConfig
 from ds_ext.parallel.crossing import messages_between
+from ds_ext.parallel.partition import StageWork
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.costs import Costs, read_costs
 from ds_ext.pipe_schedules.draw.grid import time_grid
@@ -35,7 +36,7 @@ from ds_ext.planner.named_models import named_model
 from ds_ext.planner.parallel_sizes import Cluster, other_head, plan_cluster
 from ds_ext.planner.request import Request
 from ds_ext.planner.search import choose
-from ds_ext.planner.stage_costs import split_layers, stage_costs
+from ds_ext.planner.stage_costs import slice_costs, split_layers, stage_costs
 from ds_ext.planner.traffic import traffic
 from ds_ext.planner.training_sizes import TrainingSizes
 
@@ -183,6 +184,33 @@ def test_a_plan_for_a_cluster() -> None:
     assert candidate is not None and candidate.costs.head
     assert (plan.timetable.placement.head_parts, plan.timetable.slices) == (8, candidate.slices)
     assert plan.simulation.costs.head == pytest.approx(candidate.costs.head)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline", "slices"), [(2, 2, 2), (1, 4, 4)])
+def test_a_job_in_slices_has_the_memory_of_its_plan(tensor: int, pipeline: int, slices: int) -> None:
+    """Slices of whole tiles take unequally long, so that more live activations would shorten the step."""
+    changes = {"seq_length": 16384, "max_position_embeddings": 16384, "vocab_size": 128000}
+    model = TrainingSizes.of_model(replace(named_model("llama-3-8b"), **changes), zero_stage=1)
+    cluster = Cluster(
+        4,
+        72 * 10**9,
+        32,
+        tensor_parallel=tensor,
+        pipeline_parallel=pipeline,
+        head_parts=True,
+        slices=(slices,),
+        micro_batch=1,
+        interval=2,
+    )
+    best = plan_cluster(cluster, model).best
+    assert best.candidate is not None and best.candidate.sizes is not None and best.fits
+    section = json.loads(json.dumps(best.section()))
+    batch = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 1}
+    plan = make_job_plan(load_config({**batch, "ds_ext": section}), 4)
+    work = StageWork(None, None, slice_costs(Costs(), model, section["slice_lengths"]).slices)  # as a script
+    for order in (plan, plan.with_work(work)):
+        devices = memory(order.timetable, best.candidate.sizes, section["slice_lengths"])
+        assert max(device.total for device in devices) == best.candidate.memory_bytes
 
 
 def test_too_little_memory_is_known_before_orders_are_planned() -> None:

@@ -16,7 +16,13 @@ from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.planner.candidates import ESTIMATE_ERROR, Candidate, rank_candidates
 from ds_ext.planner.named_models import named_model
 from ds_ext.planner.parallel_sizes import Cluster, plan_cluster
-from ds_ext.planner.rental import STEP_TIME_ERROR, _rentable, figures_of_run, plan_for_deadline
+from ds_ext.planner.rental import (
+    STEP_TIME_ERROR,
+    _rentable,
+    fewer_devices,
+    figures_of_run,
+    plan_for_deadline,
+)
 from ds_ext.planner.text import parse_bytes
 from ds_ext.planner.training_sizes import TrainingSizes
 
@@ -160,3 +166,13 @@ def test_the_choice_of_a_cluster_keeps_the_headroom() -> None:
     assert (best.time or 0.0) <= 1.01 * shortest
     simpler = [row for row in plan.ranked if row.fits and row.pipeline < plan.best.pipeline]
     assert simpler and all(row.candidate is not None and row.candidate.tight for row in simpler)
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch", "share", "expected"),
+    [(320, 512, 0.862, (280, 560)), (48, 512, 0.92, None), (16, 4, 0.4, (8, 8)), (8, 64, 0.1, None)],
+)
+def test_fewer_devices_get_a_batch_that_they_divide(
+    devices: int, batch: int, share: float, expected: tuple[int, int] | None
+) -> None:
+    assert fewer_devices(devices, batch, share) == expected

@@ -11,7 +11,6 @@ import pytest
 from ds_ext.__main__ import main
 from ds_ext.config.job import load_config
 from ds_ext.errors import ScheduleError
-from ds_ext.parallel.partition import StageWork
 from ds_ext.pipe_schedules import SCHEDULES
 from ds_ext.pipe_schedules.costs import Costs
 from ds_ext.pipe_schedules.events import Workload
@@ -51,7 +50,6 @@ def test_few_long_samples_are_sliced_and_train_as_planned() -> None:
     section = json.loads(json.dumps(best.section()))
     assert section["sequence_slices"] == row.slices and "sequence_slices" not in whole.section()
     order = make_job_plan(load_config({**batch, "ds_ext": section}), 8)
-    order = order.with_work(StageWork(None, None, row.costs.slices))  # as a script does
     timetable, network = order.timetable, CLUSTER.links
     assert timetable.slices == row.slices
     _, unit_s = unit_costs(CLUSTER, row.sizes, Costs(), best.pipeline)
