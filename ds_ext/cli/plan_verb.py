@@ -48,6 +48,7 @@ from .schedule_flags import add_head_flag, add_import_flag
 from .schedule_verbs import EXIT_INVALID, EXIT_OK, write_file
 
 _SHOWN, _BOUNDS = 10, 3  # rows of the table, and bounds of sizes that are not planned
+_MISSED = 3  # numbers of devices that miss the deadline
 _LEAST_WITH, _LEAST_WITHOUT = 0.02, 5e-4  # saving of a head in parts, or without them, that is worth a line
 _WARMUP, _LEAST_RATE = 0.01, 3e-5  # share of the steps, and their last learning rate
 _LONG_GATHER = 0.01  # share of the step
@@ -129,9 +130,10 @@ def run_plan(args: argparse.Namespace) -> int:
         model = replace(model, **SCORES_ON_CPU)
     forward_devices = _forward_devices(args, cluster)
     costs = read_costs(args.costs).ratios()
+    late: dict[int, float] = {}
     with _progress() as progress, _few_collections():
         if args.devices is None:
-            cluster, plan = plan_for_deadline(cluster, model, costs, args.tokens, args.days, progress)
+            cluster, plan, late = plan_for_deadline(cluster, model, costs, args.tokens, args.days, progress)
         else:
             plan = plan_cluster(cluster, model, costs, progress)
     if args.days is not None and args.tokens is None and plan.best.fits:
@@ -145,7 +147,7 @@ def run_plan(args: argparse.Namespace) -> int:
     else:
         lines = [*_header(args, cluster, model, costs), "", *_result_lines(plan, cluster, model)]
         if run is not None:
-            lines += [*_other_head(plan, cluster, model, costs), *_run_lines(args, plan, run)]
+            lines += [*_other_head(plan, cluster, model, costs), *_run_lines(args, plan, run, late)]
         print("\n".join(lines))
         if fbd:
             print(fbd["reason"])
@@ -160,7 +162,7 @@ def run_plan(args: argparse.Namespace) -> int:
             else:
                 write_file(args.output, f"{_text(config)}\n")
                 print(f"wrote {args.output} for {command}")
-    is_late = args.days is not None and run is not None and run["days"] > args.days
+    is_late = args.days is not None and run is not None and (1 + STEP_TIME_ERROR) * run["days"] > args.days
     return EXIT_OK if plan.best.fits and not is_late else EXIT_INVALID
 
 
@@ -399,8 +401,13 @@ def _reason(plan: ClusterPlan) -> str:
     return f"{verdict}\n  {best.candidates.reason()}{order}"
 
 
-def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the memory that stays free, the rates, and the days, GPU-hours and cost of ``--tokens``."""
+def _run_lines(
+    args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, Any], late: Mapping[int, float]
+) -> Iterator[str]:
+    """Yield the memory that stays free, the rates, and the days, GPU-hours and cost of ``--tokens``.
+
+    ``late`` has the days of fewer devices.
+    """
     whole, candidate = parse_bytes(args.memory, "--memory"), plan.best.candidate
     need = 0 if candidate is None else candidate.memory_bytes or 0
     free = f"{format_bytes(whole - need)} of {format_bytes(whole)} stay free"
@@ -414,7 +421,8 @@ def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, An
     yield f"  {run['tokens_per_s']:,.0f} tokens/s, {rate} of the model per device{mfu}"
     if days is not None:
         most = 1 + STEP_TIME_ERROR
-        late = f" ({days - args.days:,.1f} more than --days)" if days > (args.days or math.inf) else ""
+        excess = most * days - (args.days or math.inf)
+        more = f" ({excess:,.2g} more than --days)" if excess > 0 else ""
         reason = (
             f", on {run['devices']} devices, the fewest for --days {args.days:g} with "
             f"--global-batch-size {args.global_batch_size}"
@@ -422,8 +430,8 @@ def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, An
             else ""
         )
         yield (
-            f"  {args.tokens:g} tokens: {days:,.1f} days{late}, up to {most * days:,.1f} with steps "
-            f"{STEP_TIME_ERROR:.0%} longer than planned{reason}"
+            f"  {args.tokens:g} tokens: {days:,.1f} days, up to {most * days:,.1f} with steps "
+            f"{STEP_TIME_ERROR:.0%} longer than planned{more}{reason}"
         )
         hours, cost = run["gpu_hours"], run["cost"]
         text = f"  {hours:,.0f} GPU-hours, up to {most * hours:,.0f}"
@@ -432,7 +440,9 @@ def _run_lines(args: argparse.Namespace, plan: ClusterPlan, run: Mapping[str, An
         yield text
         share = 1.0 if args.devices else most * days / args.days
         if (fewer := fewer_devices(run["devices"], args.global_batch_size, share)) is not None:
-            yield f"  {fewer[0]} devices may do with a batch that they divide: --global-batch-size {fewer[1]}"
+            yield f"  fewer may do with a batch that they divide: --devices {fewer[0]} --global-batch-size {fewer[1]}"
+        if missed := [f"{n} take over {d:,.3g} days" for n, d in late.items() if d < math.inf][-_MISSED:]:
+            yield f"  {', '.join(missed)}"
 
 
 def _other_head(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes, costs: Costs) -> Iterator[str]:

@@ -50,7 +50,9 @@ def figures_of_run(
 def tokens_within(plan: ClusterPlan, cluster: Cluster, sizes: TrainingSizes, days: float) -> float:
     """Return the tokens that the best sizes of a plan train in ``days``, with steps by STEP_TIME_ERROR longer."""
     rate = cluster.batch * sizes.seq_length / (plan.best.step_s or math.inf)
-    return float(f"{rate * days * _DAY_S / (1 + STEP_TIME_ERROR):.3g}")
+    tokens = rate * days * _DAY_S / (1 + STEP_TIME_ERROR)
+    unit = 10.0 ** (math.floor(math.log10(tokens)) - 2)  # of the third digit, so that they are done in time
+    return float(f"{math.floor(tokens / unit) * unit:g}")
 
 
 def fewer_devices(devices: int, batch: int, share: float) -> tuple[int, int] | None:
@@ -69,11 +71,11 @@ def plan_for_deadline(
     tokens: float,
     days: float,
     progress: Callable[[int, int, int], None] = lambda devices, done, total: None,
-) -> tuple[Cluster, ClusterPlan]:
+) -> tuple[Cluster, ClusterPlan, dict[int, float]]:
     """Return the fewest devices that train ``tokens`` in ``days`` with steps by STEP_TIME_ERROR longer, and their plan.
 
     ``cluster`` may have any number of devices, because those of :func:`_rentable` are tried. Sizes that miss the
-    deadline are not evaluated.
+    deadline are not evaluated. Last come the days that fewer devices take at least, infinite without memory for them.
     """
     limit_s = cluster.batch * sizes.seq_length * days * _DAY_S / tokens / (1 + STEP_TIME_ERROR)
     passes = 1 + (ratios.backward_input + ratios.backward_weight) / (ratios.forward or 1.0)
@@ -85,7 +87,7 @@ def plan_for_deadline(
     busy = (cluster.tensor_parallel or MOST_TENSOR_PARALLEL) * cluster.batch * slices
     if least > busy * passes and not cluster.head_parts:
         raise _missed(tokens, days, busy, least / busy / passes)
-    plans: list[ClusterPlan] = []
+    late: dict[int, float] = {}
     refusal, tried = None, 0
     for tried in _rentable(least, _MOST * max(least, states)):
         variant = cluster.resized(tried, cluster.memory_bytes, cluster.flops)
@@ -95,18 +97,17 @@ def plan_for_deadline(
             refusal = error
             continue
         if plan.best.fits and (plan.best.step_s or 0.0) <= limit_s:
-            return variant, plan
-        plans.append(plan)
-    if refusal is not None and not plans:
+            return variant, plan, late
+        shortest_s = min((row.step_s or math.inf) if row.fits else row.least_s for row in plan.ranked)
+        late[tried] = days * shortest_s / limit_s
+    if refusal is not None and not late:
         raise refusal
-    rows = [row for plan in plans for row in plan.ranked]
-    shortest_s = min((row.step_s or math.inf) if row.fits else row.least_s for row in rows)
-    if math.isinf(shortest_s):
+    if math.isinf(least_days := min(late.values())):
         raise ScheduleError(
             f"--memory: too small for the model on up to {tried:,} devices (got {format_bytes(cluster.memory_bytes)} "
             "without the headroom). Use devices with more memory."
         )
-    raise _missed(tokens, days, tried, shortest_s / limit_s)
+    raise _missed(tokens, days, tried, least_days / days)
 
 
 def _missed(tokens: float, days: float, devices: int, excess: float) -> ScheduleError:

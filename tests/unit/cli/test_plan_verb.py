@@ -299,6 +299,8 @@ def test_a_deadline_finds_the_devices(capsys: pytest.CaptureFixture[str]) -> Non
     assert config["gradient_clipping"] == 1.0
     late = found_by(capsys, *SMALL, *run, "--devices", "4", status=1)
     assert late["fits"] and late["run"]["devices"] == 4 and late["run"]["days"] > 0.01
+    tight = ["--tokens", "1e9", "--days", str(1.1 * figures["days"]), "--gpu", "a100", "--devices", "8"]
+    assert found_by(capsys, *SMALL, *tight, status=1)["run"]["days"] == pytest.approx(figures["days"])
 
 
 def test_a_fixed_pipeline_parallel_size(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,8 @@ TOKENS = 1e9
 
 
 def devices_for(days: float, **changes: Any) -> int:
-    cluster, plan = plan_for_deadline(replace(CLUSTER, **changes), SIZES, Costs(), TOKENS, days)
+    cluster, plan, late = plan_for_deadline(replace(CLUSTER, **changes), SIZES, Costs(), TOKENS, days)
+    assert all(fewer < cluster.devices and least > days for fewer, least in late.items())
     figures = figures_of_run(plan, cluster, SIZES, None, TOKENS, None)
     assert plan.best.fits and figures["days"] * (1 + STEP_TIME_ERROR) <= days
     assert cluster.links.hosts.world_size == figures["devices"] == cluster.devices
