@@ -76,6 +76,12 @@ def test_what_cannot_divide_tokens_is_named(name: str, changes: dict[str, Any], 
         check_shards(source, split, adapters, Vocabulary(), 2, None, sequence_parallel=True)
 
 
+def test_dropout_of_heads_that_a_decoder_lacks_may_stay() -> None:
+    source = make_source(random_decoder("GPTNeoX"), None)
+    assert source.config.classifier_dropout > 0
+    check_shards(source, find_split(source), None, Vocabulary(), 2, None, sequence_parallel=True)
+
+
 @pytest.mark.parametrize(
     ("setting", "problem"),
     [
