@@ -66,7 +66,7 @@ $(gpt_corpus) $(bert_corpus): $(stamp)
 	@$(bin)/python -m ds_ext prepare --source stdlib --tokenizer-type $(tokenizer) --output $(@D)
 
 # As many ranks as GPUs or cores, at most 4. Hosts with fewer GPUs than ranks train on the CPU, one thread per rank.
-train: $(stamp) $(corpus)  ## train a GPT, then compare 20 steps with 1f1b; CONFIG=configs/bert_bitpipe.json RANKS=4 PORT=...
+train: $(stamp) $(corpus)  ## train a GPT, then compare 2 x 12 steps with 1f1b; CONFIG=configs/bert_bitpipe.json RANKS=4 PORT=...
 	@exec $(bin)/python -m benchmarks.first_run $(CONFIG) $(if $(RANKS),--ranks $(RANKS)) --port $(PORT)
 
 test: $(stamp)  ## the whole test suite; PYTEST_FLAGS="-m 'not slow'" for a quick one
