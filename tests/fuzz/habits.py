@@ -9,8 +9,9 @@ from random import Random
 
 from . import job as jobs
 from .actions import ACTIONS
+from .decoder_layers import DECODERS
 from .habit_layers import EXPERT_LAYERS, MIXED, TIES
-from .job import GROUPS, Job
+from .job import GROUPS, MAX_RANKS, Job
 from .loss_forms import LOSS_FORMS
 from .scripts import Action
 from .zoo import ENDS, STARTS
@@ -74,6 +75,15 @@ def _experts(random: Random, job: Job) -> Job | None:
     # DeepSpeed itself needs named groups for experts.
     job = replace(job, layout=layout, clip=random.choice((0.05, 1.0)), decay_groups=False, groups="")
     return _with_blocks(random, job, EXPERT_LAYERS)
+
+
+def _shards(random: Random, job: Job) -> Job | None:
+    most = MAX_RANKS * job.layout.tp // job.layout.ranks.world_size
+    if most < 2:
+        return None
+    layout = replace(job.layout, tp=random.choice((2, most)))
+    job = replace(job, layout=layout, double=job.double and random.random() < 0.5)
+    return _with_blocks(random, job, [*DECODERS], random.choice((1, 1, 2)))
 
 
 def _end(random: Random, job: Job, names: Sequence[str]) -> Job | None:
@@ -152,6 +162,7 @@ HABITS: dict[str, Habit] = {
     "other_samples": _other_samples,
     "ties": _ties,
     "experts": _experts,
+    "shards": _shards,
     "metrics": functools.partial(_end, names=METRICS),
     "loss_forms": functools.partial(_end, names=FORMS),
     "groups": _groups,
