@@ -36,6 +36,7 @@ except ImportError:  # private: a later torch may not have it
     _engine_run_backward = None
 
 Gradient = Callable[[], Tensor]
+_MOST_TOGETHER = 2**20  # elements of gradients that are accumulated in one run of autograd
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,27 +79,34 @@ class WeightGradients:
     def compute(self) -> None:
         """Compute and accumulate all gradients through autograd, so that parameter hooks run, and clear the list.
 
-        Only the gradients of one parameter exist at a time, and the tensors they need are freed one by one. Autograd
-        sums the gradients of a parameter before its hooks run, so all gradients of a parameter pass together.
+        Only the gradients of one parameter exist at a time, or of several small ones, because each run of autograd
+        takes as long as a small product. The tensors they need are freed one by one. Autograd sums the gradients of a
+        parameter before its hooks run, so all gradients of a parameter pass together.
         """
         parts, self._parts = self._parts, []
         by_weight: dict[int, list[_Part]] = {}
         for part in parts:
             by_weight.setdefault(id(part.weight), []).append(part)
         parts.clear()
+        del parts
+        weights: list[Tensor] = []
+        gradients: list[Tensor] = []
         for key in list(by_weight):
-            _accumulate(by_weight.pop(key))
+            of_weight = by_weight.pop(key)[::-1]
+            while of_weight:
+                part = of_weight.pop()
+                with torch.no_grad():
+                    gradients.append(part.compute())
+                weights.append(part.weight)
+                del part
+            if not by_weight or sum(g.numel() for g in gradients) > _MOST_TOGETHER:
+                backward(weights, gradients)
+                weights, gradients = [], []
 
 
 def address(tensor: Tensor) -> int:
     """Return the address of a tensor's memory, which is the address of its views too."""
     return tensor.untyped_storage().data_ptr()
-
-
-def _accumulate(parts: list[_Part]) -> None:
-    with torch.no_grad():
-        gradients = [part.compute() for part in parts]
-    backward([part.weight for part in parts], gradients)
 
 
 # Process-wide and not per thread: on a GPU, a thread of autograd runs the backward.

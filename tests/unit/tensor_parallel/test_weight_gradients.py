@@ -289,18 +289,19 @@ def test_share_without_trained_parameters() -> None:
     assert DeferralWatch([]).deferral([]).share == 1.0
 
 
-def test_gradients_of_one_parameter_at_a_time() -> None:
-    """Eight equal weights with gradients: a ninth gradient is all that their weight gradients need."""
-    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8)))
+@pytest.mark.parametrize(("size", "together"), [(1056, 1), (724, 2), (64, 8)])
+def test_gradients_of_few_parameters_at_a_time(size: int, together: int) -> None:
+    """Eight equal weights with gradients: a ninth gradient is all that their weight gradients need, if it is large."""
+    layers = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(8)))
     let_defer(layers)
     for layer in layers.parameters():
         layer.grad = torch.zeros_like(layer)
     later = WeightGradients()
     with deferrable():
-        output = layers(torch.ones(2, 64))
+        output = layers(torch.ones(2, size))
     with deferring(later):
         output.sum().backward()
     del output
     with AllocatedBytes() as allocated:
         later.compute()
-    assert 64 * 64 * 4 <= allocated.peak <= 2 * 64 * 64 * 4
+    assert together * size**2 * 4 <= allocated.peak <= (together + 1) * size**2 * 4
