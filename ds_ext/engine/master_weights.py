@@ -46,7 +46,7 @@ class MasterWeights:
     @torch.no_grad()
     def take_changes(self) -> Tensor | int:
         """Take over the weights that a script set. Returns the number of changed elements on this rank."""
-        self._take_assigned()
+        self.take_assigned()
         changed: Tensor | int = 0
         for weights, master, differs in self._compared():
             number = differs.sum()
@@ -56,7 +56,7 @@ class MasterWeights:
         return changed
 
     @torch.no_grad()
-    def _take_assigned(self) -> None:
+    def take_assigned(self) -> None:
         """Copy tensors that the script assigned to ``parameter.data`` into the flat buffers."""
         for parameter, view in self._views:
             if parameter.data_ptr() != view.data_ptr():
@@ -72,7 +72,7 @@ class MasterWeights:
     @contextmanager
     def with_changes(self) -> Iterator[None]:
         """Context with the weights that a script set, for a save: it may restore the others, in full precision."""
-        self._take_assigned()
+        self.take_assigned()
         if not any(differs.any() for _, _, differs in self._compared()):
             yield
             return

@@ -97,6 +97,26 @@ def test_weights_set_by_the_script_are_trained(ranks: Ranks, precision: str, way
         assert all(all(same) for same in ranks(2).run(kept, precision, way, when))
 
 
+def set_with_another_scheduler(rank: int, precision: str) -> bool:
+    """Set weights in two ways, each with another scheduler, and train. Returns whether the weights are equal."""
+    engines = [build(precision, lr=0.1) for _ in range(2)]
+    for engine, way in zip(engines, ("assigned", "copied"), strict=True):
+        engine.train_batch()
+        set_weights(engine, way)
+        engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer.optimizer, 1, gamma=0.5)
+        for _ in range(2):
+            engine.train_batch()
+    assigned, copied = map(weights_of, engines)
+    for engine in engines:
+        engine.transport.close()
+    return all(torch.equal(assigned[name], copied[name]) for name in assigned)
+
+
+@pytest.mark.parametrize("precision", ALL)
+def test_weights_are_set_together_with_another_scheduler(ranks: Ranks, precision: str) -> None:
+    assert all(ranks(2).run(set_with_another_scheduler, precision))
+
+
 def from_folder(rank: int, folder: str) -> list[bool]:
     """Load the layer files of another engine."""
     source = build("bf16", lr=0.1)

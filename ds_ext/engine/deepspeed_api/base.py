@@ -140,6 +140,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
         self.trained.take_changes()
         if self.update.is_outdated():
             self.update.wait_for_weights()
+            self.update.masters.take_assigned()  # the next update takes parameters for views of flat buffers
             self._use_optimizer()
         self.update.weights_set = self.update.masters.take_changes()
 
