@@ -205,6 +205,23 @@ class EditGroup(Action):
         return super().fits(job) and exists and not job.decay_groups and not job.overlap
 
 
+@dataclass(frozen=True)
+class KeepRates(Action):
+    """Replace the scheduler by one that does not change the learning rates."""
+
+    repeats = False
+
+    def act(self, side: Side) -> None:
+        side.keep_rates()
+
+    @classmethod
+    def draw(cls, random: Random, job: Job) -> Action | None:
+        return cls(_draw_step(random, job))
+
+    def fits(self, job: Job) -> bool:
+        return super().fits(job) and not job.scheduler
+
+
 # --- weights ---
 
 
@@ -488,6 +505,7 @@ ACTIONS: dict[str, type[Action]] = {
         Mode,
         EvalMode,
         EditGroup,
+        KeepRates,
         EditWeights,
         Average,
         Evaluate,

@@ -32,7 +32,7 @@ from .reference import (
     make_scheduler,
     parameter_groups,
 )
-from .scripts import Side
+from .scripts import KeptRates, Side
 from .standard_layers import Mlp
 from .zoo import ENDS
 
@@ -99,6 +99,9 @@ class Pipeline(Side):
 
     def eval_mode(self) -> None:
         self.engine.eval()
+
+    def keep_rates(self) -> None:
+        self.engine.lr_scheduler = KeptRates()
 
     def resize(self, micro_batches: int) -> None:
         self.engine.set_train_batch_size(micro_batches * self.job.micro_batch_size)

@@ -20,7 +20,7 @@ from ds_ext.tensor_parallel import TensorParallel, keyed_rng
 from .actions import Evaluate
 from .data import EVALUATION, evaluation_batches, ordered_batch, step_batches
 from .job import JSON_SCHEDULER, KEYED_RANDOM, LOSS_SCALE, OPTIMIZERS, PRECISIONS, Job
-from .scripts import Action, Side
+from .scripts import Action, KeptRates, Side
 from .zoo import ENDS
 
 LAYER_SEED = 1234  # DeepSpeed's base seed
@@ -289,6 +289,9 @@ class Plain(Side):
 
     def eval_mode(self) -> None:
         self.whole.eval()
+
+    def keep_rates(self) -> None:
+        self.scheduler = KeptRates()
 
     def resize(self, micro_batches: int) -> None:
         self.micro_batches = micro_batches

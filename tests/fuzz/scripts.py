@@ -55,6 +55,10 @@ class Side(ABC):
     def resize(self, micro_batches: int) -> None:
         """Change the number of micro-batches per step, over all data-parallel ranks."""
 
+    @abstractmethod
+    def keep_rates(self) -> None:
+        """Set another scheduler, which does not change the learning rates."""
+
     def chosen(self, layers: Iterable[int]) -> list[nn.Module]:
         """Return those of the layers that exist here, each module once."""
         modules = [self.modules[index] for index in layers if index in self.modules]
@@ -70,6 +74,19 @@ class Side(ABC):
         """All parameters, each once. They may be read and set."""
         self.settle()
         return self.parameters(self.modules)
+
+
+class KeptRates:
+    """Scheduler that does not change the learning rates."""
+
+    def step(self) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
 
 
 @dataclass(frozen=True)
