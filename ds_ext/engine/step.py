@@ -68,6 +68,6 @@ class Step:
     splits: frozenset[tuple[int, int]]
     backwards: BackwardContext
 
-    def item(self, micro_batch: int, index: int) -> int:
+    def item(self, micro_batch: int, slice_index: int) -> int:
         """Return the number of a slice in the step, as in the tags of messages."""
-        return micro_batch * self.sequences.count + index
+        return micro_batch * self.sequences.count + slice_index

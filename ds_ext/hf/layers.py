@@ -433,10 +433,10 @@ def _rotary_of_sample(
     forward: Callable[..., tuple[Tensor, ...]], x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, ...]:
     """Return cosines and sines of "longrope" for a slice, which depend on the last position of the sample."""
-    part = current_slice()
-    if part is None:
+    current = current_slice()
+    if current is None:
         return forward(x, position_ids, *args, **kwargs)
-    last = position_ids.new_full((*position_ids.shape[:-1], 1), part.total - 1)
+    last = position_ids.new_full((*position_ids.shape[:-1], 1), current.total - 1)
     tables = forward(x, torch.cat((position_ids, last), -1), *args, **kwargs)
     return tuple([table[..., :-1, :] for table in tables])
 

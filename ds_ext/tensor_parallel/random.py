@@ -95,9 +95,9 @@ class KeyedLayers:
         The other arguments are those of :func:`layer_key`.
         """
         micro_batch_key = splitmix64(_step_key(seed, step) ^ micro_batch)
-        part = current_slice()
-        if part is not None and part.index:
-            micro_batch_key = mix_key("slice", micro_batch_key, part.index)
+        current = current_slice()
+        if current is not None and current.index:
+            micro_batch_key = mix_key("slice", micro_batch_key, current.index)
         states = [generator.get_state() for generator in self._generators]
         try:
             for index, layer in enumerate(layers, first):
@@ -171,12 +171,12 @@ class KeyedDropout(nn.Module):
     def key(self, shard: int | None = None) -> int:
         """Return the 64-bit key of the current mask of this shard, or of ``shard``. Later slices have other keys."""
         shard = self.shard if shard is None else shard
-        part = current_slice()
-        return self._key(shard, part.index if part is not None else 0)
+        current = current_slice()
+        return self._key(shard, current.index if current is not None else 0)
 
-    def _key(self, shard: int, index: int) -> int:
+    def _key(self, shard: int, slice_index: int) -> int:
         clock = self.clock
-        later = (index,) if index else ()
+        later = (slice_index,) if slice_index else ()
         return mix_key(
             "dropout", self.seed, clock.step, clock.micro_batch, self.layer, self.site, shard, *later
         )
@@ -188,12 +188,12 @@ class KeyedDropout(nn.Module):
         """
         if not self.training or self.p == 0.0:
             return x
-        part = current_slice()
-        if part is None or x.dim() < 2 or x.size(1) != part.length:
+        current = current_slice()
+        if current is None or x.dim() < 2 or x.size(1) != current.length:
             keep = self._mask(x.shape, self.key(), x.device)
         else:
-            whole = self._mask((x.size(0), part.total, *x.shape[2:]), self._key(self.shard, 0), x.device)
-            keep = whole[:, part.start : part.stop]
+            whole = self._mask((x.size(0), current.total, *x.shape[2:]), self._key(self.shard, 0), x.device)
+            keep = whole[:, current.start : current.stop]
         return (x * keep).mul_(1.0 / (1.0 - self.p))
 
     def _mask(self, shape: Sequence[int], key: int, device: torch.device) -> Tensor:

@@ -121,9 +121,9 @@ def current_slice() -> Slice | None:
 
 
 @contextmanager
-def computing(part: Slice | None) -> Iterator[None]:
+def computing(slice_: Slice | None) -> Iterator[None]:
     global _current
-    previous, _current = _current, part
+    previous, _current = _current, slice_
     try:
         yield
     finally:
@@ -146,16 +146,16 @@ def earlier_slices(owner: object, *tensors: Tensor, copy: bool = False) -> list[
         ConfigError: the forward runs without the graph that its backward needs, as in reentrant recomputation; or the
             layer runs twice in a forward, or the tensors were changed afterwards.
     """
-    part = _current
-    if part is None:
+    current = _current
+    if current is None:
         return []
-    if part.trains and not torch.is_grad_enabled():
+    if current.trains and not torch.is_grad_enabled():
         raise ConfigError(
             "sequence_slices: earlier_slices() needs the graph of its tensors (got a forward without gradients: of "
             'reentrant recomputation, or in torch.no_grad()). Remove activation_checkpoint_func, set "pipeline": '
             '{"use_reentrant": false}, or freeze parameters with requires_grad_(False) instead.'
         )
-    return part.store.extend(owner, part.index, tensors, copy, part.repeats)
+    return current.store.extend(owner, current.index, tensors, copy, current.repeats)
 
 
 def slice_start() -> int:

@@ -40,7 +40,7 @@ _MOST_TOGETHER = 2**20  # elements of gradients that are accumulated in one run 
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Deferred:
     """Deferred gradient of a weight, and the tensors it reads with their versions, which in-place changes increase."""
 
     weight: Tensor
@@ -61,20 +61,20 @@ class _Part:
 
 class WeightGradients:
     def __init__(self) -> None:
-        self._parts: list[_Part] = []
+        self._deferred: list[_Deferred] = []
 
     def add(self, weight: Tensor, gradient: Gradient, *reads: Tensor) -> None:
-        self._parts.append(_Part(weight, gradient, reads, tuple(tensor._version for tensor in reads)))
+        self._deferred.append(_Deferred(weight, gradient, reads, tuple(tensor._version for tensor in reads)))
 
     @property
     def weights(self) -> set[int]:
         """Set of the ``id`` of every parameter with a deferred gradient."""
-        return {id(part.weight) for part in self._parts}
+        return {id(one.weight) for one in self._deferred}
 
     @property
     def memory(self) -> set[int]:
         """Addresses of the memory that the deferred gradients read."""
-        return {address(tensor) for part in self._parts for tensor in part.reads}
+        return {address(tensor) for one in self._deferred for tensor in one.reads}
 
     def compute(self) -> None:
         """Compute and accumulate all gradients through autograd, so that parameter hooks run, and clear the list.
@@ -83,22 +83,22 @@ class WeightGradients:
         takes as long as a small product. The tensors they need are freed one by one. Autograd sums the gradients of a
         parameter before its hooks run, so all gradients of a parameter pass together.
         """
-        parts, self._parts = self._parts, []
-        by_weight: dict[int, list[_Part]] = {}
-        for part in parts:
-            by_weight.setdefault(id(part.weight), []).append(part)
-        parts.clear()
-        del parts
+        deferred, self._deferred = self._deferred, []
+        by_weight: dict[int, list[_Deferred]] = {}
+        for one in deferred:
+            by_weight.setdefault(id(one.weight), []).append(one)
+        deferred.clear()
+        del deferred
         weights: list[Tensor] = []
         gradients: list[Tensor] = []
         for key in list(by_weight):
             of_weight = by_weight.pop(key)[::-1]
             while of_weight:
-                part = of_weight.pop()
+                one = of_weight.pop()
                 with torch.no_grad():
-                    gradients.append(part.compute())
-                weights.append(part.weight)
-                del part
+                    gradients.append(one.compute())
+                weights.append(one.weight)
+                del one
             if not by_weight or sum(g.numel() for g in gradients) > _MOST_TOGETHER:
                 backward(weights, gradients)
                 weights, gradients = [], []

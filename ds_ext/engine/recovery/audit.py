@@ -378,14 +378,14 @@ class StepAudit(Observer):
         )
         data, scale = _Repeated(evidence.number), engine.executor.backwards.scale
         step = Step(engine.global_steps, data, sequences, Evaluation(), splits, BackwardContext(scale))
-        buffers = [self._repeat_forward(evidence, index, step) for index in range(len(evidence.passes))]
+        buffers = [self._repeat_forward(evidence, i, step) for i in range(len(evidence.passes))]
         forwards = [tensor_checksum(_outputs(buffer)) for buffer in buffers]
         backwards: list[int] = []
-        for index in reversed(range(len(buffers))):
-            buffer, one = buffers.pop(), evidence.passes[index]
+        for slice_index in reversed(range(len(buffers))):
+            buffer, one = buffers.pop(), evidence.passes[slice_index]
             buffer.grads = _copy_to(one.grads, engine.device)
             try:
-                with sequences.backward(stage, 0, index) as (roots, leaves):
+                with sequences.backward(stage, 0, slice_index) as (roots, leaves):
                     roots = [*buffer.take_roots(scale), *roots]
                     backwards.append(
                         tensor_checksum(_gradients(roots, buffer.inputs or (), leaves, evidence.splits))
@@ -397,9 +397,9 @@ class StepAudit(Observer):
                 backwards.append(one.result[1])
         return tuple(zip(forwards, reversed(backwards), strict=True))
 
-    def _repeat_forward(self, evidence: Evidence, index: int, step: Step) -> Buffer:
+    def _repeat_forward(self, evidence: Evidence, slice_index: int, step: Step) -> Buffer:
         """Repeat the forward of a slice. Returns its outputs with their graph."""
-        engine, stage, one = self._engine, evidence.op.stage, evidence.passes[index]
+        engine, stage, one = self._engine, evidence.op.stage, evidence.passes[slice_index]
         inputs = tuple(
             t.to(engine.device, copy=True).requires_grad_(leaf)
             for t, leaf in zip(one.inputs, one.leaves, strict=True)
@@ -411,7 +411,7 @@ class StepAudit(Observer):
             for (module, name, tensor), value in zip(all_buffers_of(layers), one.buffers, strict=True)
         }
         with _start_state(layers, values, one.random, engine.device):
-            engine.executor.stages[stage].forward(step, buffer, 0, index)
+            engine.executor.stages[stage].forward(step, buffer, 0, slice_index)
         return buffer
 
     def _warn_of_reentrance(self, stage: int) -> None:

@@ -37,44 +37,46 @@ class Body(Stage):
         self.stage, self.compute, self.losses, self._device = stage, compute, losses, device
         self.reads_data = stage == 0
 
-    def load(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+    def load(self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int) -> None:
         inputs, labels = step.data.take(micro_batch)
         if self.reads_data:
-            buffer.inputs = self._slice(step, inputs, index)
+            buffer.inputs = self._slice(step, inputs, slice_index)
         if self.has_labels and labels is not None:
             labels = step.sequences.shift_before_cut(self.losses.shift_labels, labels)
-            buffer.labels = self._slice(step, labels, index)
+            buffer.labels = self._slice(step, labels, slice_index)
 
-    def _slice(self, step: Step, batch: Batch, index: int) -> tuple[Tensor, ...]:
-        tensors = step.sequences.cut(pack(batch, "the data"), index)
+    def _slice(self, step: Step, batch: Batch, slice_index: int) -> tuple[Tensor, ...]:
+        tensors = step.sequences.cut(pack(batch, "the data"), slice_index)
         return tuple([t.to(self._device, non_blocking=True).detach() for t in tensors])
 
-    def forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+    def forward(self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int) -> None:
         if step.splits and (self.stage, micro_batch) in step.splits:
             with deferrable():
-                self._forward(step, buffer, micro_batch, index)
+                self._forward(step, buffer, micro_batch, slice_index)
         else:
-            self._forward(step, buffer, micro_batch, index)
+            self._forward(step, buffer, micro_batch, slice_index)
 
-    def _forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+    def _forward(self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int) -> None:
         assert buffer.inputs is not None
         inputs, number = buffer.inputs, step.data.first_id + micro_batch
 
         def run() -> Batch:
             outputs = self.compute(self.stage, inputs, step.steps_done, number)
-            self._store_loss(step, buffer, micro_batch, index, outputs)  # in the context of its slice
+            self._store_loss(step, buffer, micro_batch, slice_index, outputs)  # in the context of its slice
             return outputs
 
-        outputs = step.sequences.forward(run, self.stage, micro_batch, index, inputs)
+        outputs = step.sequences.forward(run, self.stage, micro_batch, slice_index, inputs)
         buffer.outputs, buffer.kept = pack(outputs, f"stage {self.stage}"), None
         if not torch.is_grad_enabled():
             buffer.inputs = None
 
-    def _store_loss(self, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Batch) -> None:
+    def _store_loss(
+        self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int, outputs: Batch
+    ) -> None:
         """Compute and store the loss of the outputs; only the last stage has one."""
 
-    def backward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
-        with step.sequences.backward(self.stage, micro_batch, index) as (roots, leaves):
+    def backward(self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int) -> None:
+        with step.sequences.backward(self.stage, micro_batch, slice_index) as (roots, leaves):
             buffer.backward(step.backwards, roots, leaves)
         if self.reads_data:
             buffer.inputs = None
@@ -97,26 +99,28 @@ class LastBody(Body):
 
     has_labels = True
 
-    def _store_loss(self, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Batch) -> None:
-        store_loss(self.losses, step, buffer, micro_batch, index, outputs)
+    def _store_loss(
+        self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int, outputs: Batch
+    ) -> None:
+        store_loss(self.losses, step, buffer, micro_batch, slice_index, outputs)
 
 
 def store_loss(
-    losses: LocalLosses, step: Step, buffer: Buffer, micro_batch: int, index: int, outputs: Batch
+    losses: LocalLosses, step: Step, buffer: Buffer, micro_batch: int, slice_index: int, outputs: Batch
 ) -> None:
-    """Store what the step needs of the outputs of slice ``index``: outputs, loss, and the root of its backward."""
+    """Store what the step needs of a slice's outputs: outputs, loss, and the root of its backward."""
     labels, buffer.labels = buffer.labels, None
-    evaluation, weight, part = step.evaluation, step.data.weight(micro_batch), current_slice()
+    evaluation, weight, current = step.evaluation, step.data.weight(micro_batch), current_slice()
     if evaluation.outputs is not None and weight:
         joined = losses.return_logits(outputs)
-        if index and part is not None:
-            joined = join_outputs(evaluation.outputs[micro_batch], joined, part.length)
+        if slice_index and current is not None:
+            joined = join_outputs(evaluation.outputs[micro_batch], joined, current.length)
         evaluation.outputs[micro_batch] = joined
     if evaluation.computes_loss:
         loss = step.sequences.loss(losses.compute, outputs, labels)
-        losses.add(loss, weight if part is None else weight * part.length / part.total)
+        losses.add(loss, weight if current is None else weight * current.length / current.total)
         if evaluation.losses is not None and weight:
-            earlier = (evaluation.losses[micro_batch],) if index else ()
+            earlier = (evaluation.losses[micro_batch],) if slice_index else ()
             evaluation.losses[micro_batch] = join_losses((*earlier, loss))
         if torch.is_grad_enabled():
             buffer.loss = loss

@@ -62,7 +62,7 @@ class HeadPart(Stage):
     def __init__(self, layer: HeadLayer) -> None:
         self.layer = layer
 
-    def forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+    def forward(self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int) -> None:
         assert buffer.inputs is not None
         trains = torch.is_grad_enabled()
         partial, buffer.kept = self.layer.partial_loss(*buffer.inputs, with_gradient=trains)
@@ -96,10 +96,10 @@ class HeadLoss(Stage):
     def __init__(self, before: BodyBeforeHead, layer: HeadLayer, losses: LocalLosses) -> None:
         self._before, self._layer, self._losses = before, layer, losses
 
-    def forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
-        joined, losses_BS = self._join(buffer, step.item(micro_batch, index))
-        with step.sequences.computing(losses_BS.size(1), index):
-            store_loss(self._losses, step, buffer, micro_batch, index, losses_BS)
+    def forward(self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int) -> None:
+        joined, losses_BS = self._join(buffer, step.item(micro_batch, slice_index))
+        with step.sequences.computing(losses_BS.size(1), slice_index):
+            store_loss(self._losses, step, buffer, micro_batch, slice_index, losses_BS)
         loss, buffer.loss = buffer.loss, None
         if loss is not None:
             backward([step.backwards.scale(loss)], [None])

@@ -37,8 +37,8 @@ class Sequences:
         """Return the same for other micro-batches in flight, whose layers were tried."""
         return self
 
-    def cut(self, tensors: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
-        """Return slice ``index`` of the data of a micro-batch: of the tensors whose dimension 1 is the sequence."""
+    def cut(self, tensors: tuple[Tensor, ...], slice_index: int) -> tuple[Tensor, ...]:
+        """Return a slice of the data of a micro-batch: of the tensors whose dimension 1 is the sequence."""
         return tensors
 
     def shift_before_cut(self, shift: Shift, labels: Batch) -> Batch:
@@ -49,18 +49,18 @@ class Sequences:
         return shift(labels)
 
     def forward(
-        self, run: Run, stage: int, micro_batch: int, index: int, inputs: tuple[Tensor, ...]
+        self, run: Run, stage: int, micro_batch: int, slice_index: int, inputs: tuple[Tensor, ...]
     ) -> Batch:
         return run()
 
     def loss(self, compute: Compute, outputs: Batch, labels: Labels) -> Loss:
         return compute(outputs, labels)
 
-    def computing(self, tokens: int, index: int) -> AbstractContextManager[None]:
-        """Context of the loss of slice ``index``, of ``tokens`` tokens, outside of :meth:`forward`."""
+    def computing(self, tokens: int, slice_index: int) -> AbstractContextManager[None]:
+        """Context of the loss of a slice, of ``tokens`` tokens, outside of :meth:`forward`."""
         return nullcontext()
 
-    def backward(self, stage: int, micro_batch: int, index: int) -> AbstractContextManager[Start]:
+    def backward(self, stage: int, micro_batch: int, slice_index: int) -> AbstractContextManager[Start]:
         """Context of the backward of a slice: what it starts from beside its outputs, and the leaves of its graph."""
         return _NOTHING_MORE
 
@@ -99,10 +99,10 @@ class SlicedSequences(Sequences):
         copy._tried, copy._loss_tried = self._tried, True
         return copy
 
-    def cut(self, tensors: tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
+    def cut(self, tensors: tuple[Tensor, ...], slice_index: int) -> tuple[Tensor, ...]:
         # Copies, because a layer that changes one in place would change what other slices read.
         tokens = num_tokens(tensors)
-        return copies(cut(tensors, tokens, *self._bounds(tokens)[index]))
+        return copies(cut(tensors, tokens, *self._bounds(tokens)[slice_index]))
 
     def _bounds(self, tokens: int) -> list[tuple[int, int]]:
         return slice_bounds(tokens, self.count, self._lengths, self._shards)
@@ -114,7 +114,7 @@ class SlicedSequences(Sequences):
         return labels
 
     def forward(
-        self, run: Run, stage: int, micro_batch: int, index: int, inputs: tuple[Tensor, ...]
+        self, run: Run, stage: int, micro_batch: int, slice_index: int, inputs: tuple[Tensor, ...]
     ) -> Batch:
         live = self._live.setdefault((stage, micro_batch), [])
         if not live:
@@ -122,9 +122,9 @@ class SlicedSequences(Sequences):
             if stage not in self._tried:
                 self._tried.add(stage)
                 try_layers(self._module, stage, inputs, self._shards)
-        with computing(live[index]):
+        with computing(live[slice_index]):
             outputs = run()
-        if not torch.is_grad_enabled() and index == self.count - 1:
+        if not torch.is_grad_enabled() and slice_index == self.count - 1:
             del self._live[stage, micro_batch]
         return outputs
 
@@ -141,15 +141,15 @@ class SlicedSequences(Sequences):
         require_pairs(loss)
         return loss
 
-    def computing(self, tokens: int, index: int) -> AbstractContextManager[None]:
-        return computing(self.slices_of(tokens)[index])
+    def computing(self, tokens: int, slice_index: int) -> AbstractContextManager[None]:
+        return computing(self.slices_of(tokens)[slice_index])
 
     @contextmanager
-    def backward(self, stage: int, micro_batch: int, index: int) -> Iterator[Start]:
-        part = self._live[stage, micro_batch][index]
-        roots = part.store.roots(index)
-        with computing(replace(part, repeats=True)):
-            yield roots, part.store.leaves
-        part.store.release(index)
-        if index == 0:
+    def backward(self, stage: int, micro_batch: int, slice_index: int) -> Iterator[Start]:
+        current = self._live[stage, micro_batch][slice_index]
+        roots = current.store.roots(slice_index)
+        with computing(replace(current, repeats=True)):
+            yield roots, current.store.leaves
+        current.store.release(slice_index)
+        if slice_index == 0:
             del self._live[stage, micro_batch]

@@ -45,8 +45,8 @@ def try_loss(
     targets, tokens = _at_least_two(labels, tokens)
 
     def loss(start: int, stop: int) -> Loss:
-        part, part_labels = (copies(cut(t, tokens, start, stop)) for t in (tensors, targets))
-        return compute(unpack(part), part_labels)
+        slice_, slice_labels = (copies(cut(t, tokens, start, stop)) for t in (tensors, targets))
+        return compute(unpack(slice_), slice_labels)
 
     loss_fn = module.loss_fn
     tried = [loss_fn] if isinstance(loss_fn, nn.Module) else []
@@ -116,12 +116,12 @@ def _try_layer(module: nn.Module, layer: Function, name: str, x: Batch, tokens: 
         inputs = [torch.cat((t[:, :1], t[:, 1:] / 2), 1) if _can_change(t, tokens) else t for t in inputs]
         x = unpack(inputs)
 
-    def run(value: Sequence[Tensor], part: Slice) -> tuple[Tensor, ...]:
+    def run(value: Sequence[Tensor], slice_: Slice) -> tuple[Tensor, ...]:
         # Copies, because a layer may change its inputs in place, and strides may change the rounding of its outputs.
-        with computing(part):
+        with computing(slice_):
             return pack(layer(unpack(copies(value))), name)
 
-    def part_of_inputs(start: int, stop: int) -> Sequence[Tensor]:
+    def slice_of_inputs(start: int, stop: int) -> Sequence[Tensor]:
         own = AdaptedLayer(layer).cut_sequence
         return cut(inputs, tokens, start, stop) if own is None else pack(own(x, start, stop), name)
 
@@ -142,8 +142,8 @@ def _try_layer(module: nn.Module, layer: Function, name: str, x: Batch, tokens: 
     bounds = (0, middle), (middle, tokens)
     with evaluating(module):
         whole = run(inputs, Slice(0, 0, tokens, tokens))
-        parts = [
-            run(part_of_inputs(*bound), Slice(j, *bound, tokens, store)) for j, bound in enumerate(bounds)
+        slice_outputs = [
+            run(slice_of_inputs(*bound), Slice(j, *bound, tokens, store)) for j, bound in enumerate(bounds)
         ]
     if mixes and not store.leaves:
         raise ConfigError(
@@ -153,7 +153,7 @@ def _try_layer(module: nn.Module, layer: Function, name: str, x: Batch, tokens: 
     for i, expected in enumerate(whole):
         if expected.dtype == torch.bool or not expected.numel():  # masks
             continue
-        pieces = [part[i] for part in parts]
+        pieces = [outputs[i] for outputs in slice_outputs]
         if _has_tokens(expected, tokens):
             pieces = [torch.cat(pieces, 1)]
         if pieces[0].shape != expected.shape:

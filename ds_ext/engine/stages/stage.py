@@ -19,14 +19,14 @@ class Stage:
     def start_step(self) -> None:
         """Forget the slices of a step that failed."""
 
-    def load(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
-        """Take inputs and labels of slice ``index`` from the data."""
+    def load(self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int) -> None:
+        """Take inputs and labels of a slice from the data; ``slice_index`` counts the slices of its micro-batch."""
         raise NotImplementedError
 
-    def forward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+    def forward(self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int) -> None:
         raise NotImplementedError
 
-    def backward(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+    def backward(self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int) -> None:
         raise NotImplementedError
 
     def outputs_for(self, target: int, step: Step, buffer: Buffer, item: int) -> tuple[Tensor, ...]:

@@ -44,9 +44,9 @@ class Tower(Body):
         super().__init__(stage, rank.compute, rank.losses, rank.device)
         self.reads_data = True
 
-    def load(self, step: Step, buffer: Buffer, micro_batch: int, index: int) -> None:
+    def load(self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int) -> None:
         (_, images), _ = step.data.take(micro_batch)
-        buffer.inputs = self._slice(step, images, index)
+        buffer.inputs = self._slice(step, images, slice_index)
 
 
 class Join(LastBody):
