@@ -244,7 +244,7 @@ class Executor:
     ) -> None:
         item = self._step.item(micro_batch, slice)
         tensors = self.messages.receive(MessageKind.ACTIVATION, stage, item, peer, other_stage)
-        self.stages[stage].accept(other_stage, self.buffers[buffer_id], tensors)
+        self.stages[stage].accept_activations(other_stage, self.buffers[buffer_id], tensors)
 
     def send_grads(
         self, buffer_id: int, stage: int, micro_batch: int, peer: int, other_stage: int, slice: int = 0
@@ -260,15 +260,15 @@ class Executor:
         grads = self.messages.receive(MessageKind.GRADIENT, stage, item, peer, other_stage)
         self.stages[stage].accept_grads(other_stage, self.buffers[buffer_id], grads)
 
-    def copy_activation(
+    def copy_activations(
         self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int, other_stage: int, slice: int = 0
     ) -> None:
         item = self._step.item(micro_batch, slice)
         tensors = self.stages[stage].outputs_for(other_stage, self._step, self.buffers[buffer_id], item)
         tensors = tuple([tensor.detach() for tensor in tensors])
-        self.stages[other_stage].accept(stage, self.buffers[to_buffer], tensors)
+        self.stages[other_stage].accept_activations(stage, self.buffers[to_buffer], tensors)
 
-    def copy_grad(
+    def copy_grads(
         self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int, other_stage: int, slice: int = 0
     ) -> None:
         grads = self.stages[stage].grads_for(other_stage, self.buffers[buffer_id])
@@ -286,8 +286,8 @@ OWN_HANDLERS: dict[type[ds.PipeInstruction], str] = {
     ds.RecvActivation: "receive_activations",
     ds.SendGrad: "send_grads",
     ds.RecvGrad: "receive_grads",
-    CopyActivation: "copy_activation",
-    CopyGrad: "copy_grad",
+    CopyActivation: "copy_activations",
+    CopyGrad: "copy_grads",
 }
 
 

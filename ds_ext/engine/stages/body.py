@@ -84,7 +84,7 @@ class Body(Stage):
     def outputs_for(self, target: int, step: Step, buffer: Buffer, item: int) -> tuple[Tensor, ...]:
         return buffer.take_outputs()
 
-    def accept(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
+    def accept_activations(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
         buffer.set_inputs(tensors)
 
     def grads_for(self, target: int, buffer: Buffer) -> tuple[Tensor, ...]:

@@ -73,7 +73,7 @@ class HeadPart(Stage):
     def outputs_for(self, target: int, step: Step, buffer: Buffer, item: int) -> tuple[Tensor, ...]:
         return buffer.take_outputs()
 
-    def accept(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
+    def accept_activations(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
         buffer.inputs = tensors
 
     def accept_grads(self, source: int, buffer: Buffer, grads: tuple[Tensor, ...]) -> None:
@@ -120,7 +120,7 @@ class HeadLoss(Stage):
         buffer.grads = (self._layer.input_gradient(joined, factor_N),)
         buffer.kept = joined.log_sum_exp, factor_N
 
-    def accept(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
+    def accept_activations(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
         if not isinstance(buffer.kept, dict):  # of an earlier slice
             buffer.kept = {}
         buffer.kept[source] = PartialLoss(*tensors)

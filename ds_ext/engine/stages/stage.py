@@ -11,9 +11,9 @@ from .buffer import Buffer
 class Stage:
     """Stage of a pipe on this rank: it computes on the buffers of live slices, which it is given.
 
-    Messages name their two stages. ``outputs_for`` and ``accept`` are the two ends of a message of activations,
-    ``grads_for`` and ``accept_grads`` those of a message of gradients. A kind has the methods of its ops and messages:
-    no program calls another one (:mod:`ds_ext.pipe_schedules.checks`).
+    Messages name their two stages. ``outputs_for`` and ``accept_activations`` are the two ends of a message of
+    activations, ``grads_for`` and ``accept_grads`` those of a message of gradients. A kind has the methods of its ops
+    and messages: no program calls another one (:mod:`ds_ext.pipe_schedules.checks`).
     """
 
     def start_step(self) -> None:
@@ -33,7 +33,7 @@ class Stage:
         """Return what stage ``target`` gets of the forward; ``item`` is the number of the slice in the step."""
         raise NotImplementedError
 
-    def accept(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
+    def accept_activations(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
         """Take what stage ``source`` passes on."""
         raise NotImplementedError
 

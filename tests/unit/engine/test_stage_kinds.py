@@ -56,7 +56,7 @@ class Join(LastBody):
         super().__init__(stage, rank.compute, rank.losses, rank.device)
         self.sources = rank.placement.table[stage].sources
 
-    def accept(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
+    def accept_activations(self, source: int, buffer: Buffer, tensors: tuple[Tensor, ...]) -> None:
         arrived = buffer.kept = {**(buffer.kept or {}), source: tensors}
         if len(arrived) == len(self.sources):
             buffer.set_inputs(tuple(tensor for near in self.sources for tensor in arrived[near]))
