@@ -318,7 +318,7 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
         f"hosts       {hosts}{default}",
         f"links       {links}",
         f"costs       1 : {b:.3g} : {w:.3g}, forward : backward_input : backward_weight",
-        f"batch       {cluster.batch} samples per step{batch}",
+        f"batch       {cluster.batch} samples of {model.seq_length:,} tokens per step{batch}",
         *(["head        in parts on all devices of a pipeline"] if cluster.head_parts else []),
         *(["overlap     weights gathered beside the next step"] if model.overlap_across_steps else []),
         *(
@@ -441,8 +441,8 @@ def _run_lines(
         share = 1.0 if args.devices else most * days / args.days
         if (fewer := fewer_devices(run["devices"], args.global_batch_size, share)) is not None:
             yield f"  fewer may do with a batch that they divide: --devices {fewer[0]} --global-batch-size {fewer[1]}"
-        if missed := [f"{n} take over {d:,.3g} days" for n, d in late.items() if d < math.inf][-_MISSED:]:
-            yield f"  {', '.join(missed)}"
+        if missed := [n for n, least_days in late.items() if least_days < math.inf][-_MISSED:]:
+            yield f"  {join_words(missed)} devices take more than {args.days:g} days"
 
 
 def _other_head(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes, costs: Costs) -> Iterator[str]:
