@@ -318,9 +318,9 @@ class PipelineEngine(AdaptedEngine):
 
     def _check_step(self, step: int, loss: float, is_skipped: bool) -> None:
         watch, norm = self.update.loss_watch, self.get_global_grad_norm()
-        watch.loss(step, loss, is_skipped)
+        watch.check_loss(step, loss, is_skipped)
         counts_labels = self.exchange_numbers().losses.correction != 0
-        watch.norm(step, loss, None if norm is None else float(norm), counts_labels)
+        watch.check_norm(step, loss, None if norm is None else float(norm), counts_labels)
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule, evaluation: Evaluation | None = None) -> None:
         if not isinstance(pipe_schedule, TimetableSchedule):
@@ -371,7 +371,7 @@ class PipelineEngine(AdaptedEngine):
             self._gathered = gather_step(
                 own, self.executor.data, self.local_losses, self.global_steps + 1, self.device
             )
-            self.stops.agree([rank.stop_cause for rank in self._gathered.ranks])
+            self.stops.agree_on_stop([rank.stop_cause for rank in self._gathered.ranks])
             if any(rank.num_changed for rank in self._gathered.ranks):
                 self.update.agree_on_trained()
             if trains:
@@ -541,7 +541,7 @@ class PipelineEngine(AdaptedEngine):
             if chosen is None:
                 return None, None
             begin = time.perf_counter()
-            self.update.masters.take_changes()  # a partial load keeps what the script set
+            self.update.masters.adopt_changes()  # a partial load keeps what the script set
             path, client_state = load_checkpoint(
                 self,
                 Path(load_dir),
@@ -602,11 +602,11 @@ class PipelineEngine(AdaptedEngine):
             return None
         self.wait_for_save()
         with self.activity.during("loading snapshots"), self.activity.longer_limit():
-            self.update.masters.take_changes()
+            self.update.masters.adopt_changes()
             recovered = self.recovery.recover(None if save_dir is None else Path(save_dir))
             if recovered is not None:
-                self.trained.take_changes()
-                self.trained.agree()
+                self.trained.find_changes()
+                self.trained.agree_on_changes()
                 self.update.resize()
                 self.role.weights_loaded()
                 self.checkpoint_events.recovered(recovered)

@@ -189,7 +189,7 @@ class Gradients:
             offset += flat.numel()
 
     @contextmanager
-    def norm_of_parts(self) -> Iterator[None]:
+    def norm_of_partitions(self) -> Iterator[None]:
         """Context of an optimizer step in which only the parts of the ranks hold averages.
 
         The norm of the bf16 optimizer would read all gradients of a rank; ZeRO's reads its parts.
@@ -282,13 +282,13 @@ def _zero_correction(optimizer: DeepSpeedZeroOptimizer, factor: float) -> Iterat
         value = scaled_norm(*args, **kwargs)
         return torch.where(value >= 0, value * factor, value)  # -1: not finite
 
-    def clip(partitions: list[Tensor], total_norm: object) -> None:
+    def correct_then_clip(partitions: list[Tensor], total_norm: object) -> None:
         _multiply(partitions, factor)
         unscale(partitions, total_norm)
 
     with (
         set_attribute(optimizer, "scaled_global_norm", norm),
-        set_attribute(optimizer, "unscale_and_clip_grads", clip),
+        set_attribute(optimizer, "unscale_and_clip_grads", correct_then_clip),
     ):
         yield
 

@@ -44,9 +44,9 @@ class MasterWeights:
         ]
 
     @torch.no_grad()
-    def take_changes(self) -> Tensor | int:
+    def adopt_changes(self) -> Tensor | int:
         """Take over the weights that a script set. Returns the number of changed elements on this rank."""
-        self.take_assigned()
+        self.adopt_assigned()
         changed: Tensor | int = 0
         for weights, master, differs in self._compared():
             number = differs.sum()
@@ -56,7 +56,7 @@ class MasterWeights:
         return changed
 
     @torch.no_grad()
-    def take_assigned(self) -> None:
+    def adopt_assigned(self) -> None:
         """Copy tensors that the script assigned to ``parameter.data`` into the flat buffers."""
         for parameter, view in self._views:
             if parameter.data_ptr() != view.data_ptr():
@@ -72,12 +72,12 @@ class MasterWeights:
     @contextmanager
     def with_changes(self) -> Iterator[None]:
         """Context with the weights that a script set, for a save: it may restore the others, in full precision."""
-        self.take_assigned()
+        self.adopt_assigned()
         if not any(differs.any() for _, _, differs in self._compared()):
             yield
             return
         before = [master.clone() for _, master in self._pairs]
-        self.take_changes()
+        self.adopt_changes()
         try:
             yield
         finally:

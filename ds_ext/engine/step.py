@@ -38,12 +38,12 @@ class BackwardContext:
     """Functions and parameters of the optimizer, for the backwards of a rank.
 
     Attributes:
-        scale: function of a loss; returns what its backward starts from.
+        backward_root: function of a loss; returns what its backward starts from.
         accumulating: context of a backward.
         parameters: parameters that keep gradients between the micro-batches of a step.
     """
 
-    scale: Callable[[Loss], Tensor] = _require_optimizer
+    backward_root: Callable[[Loss], Tensor] = _require_optimizer
     accumulating: Callable[[], AbstractContextManager[None]] = nullcontext
     parameters: Sequence[Tensor] = ()
 

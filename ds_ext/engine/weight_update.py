@@ -61,7 +61,7 @@ class TrainedParameters:
     def _read(self) -> list[bool]:
         return [parameter.requires_grad for parameter in self._objects]
 
-    def take_changes(self) -> None:
+    def find_changes(self) -> None:
         """Find the parameters whose ``requires_grad`` changed since the last step, and mark them for later steps."""
         rows = zip(self._objects, self._read(), self._flags, strict=True)
         self.changed = [parameter for parameter, now, before in rows if now != before]
@@ -81,7 +81,7 @@ class TrainedParameters:
         for parameter in self.changed:
             parameter.requires_grad_(not parameter.requires_grad)
 
-    def agree(self) -> list[nn.Parameter]:
+    def agree_on_changes(self) -> list[nn.Parameter]:
         """Compare the changes of all ranks, and return the parameters that are trained from this step on.
 
         All ranks must call this together.
@@ -206,7 +206,7 @@ class WeightUpdate:
 
     def resize(self) -> None:
         """Use the plan's timetable, which has got another number of micro-batches, and the agreed parameters."""
-        self._trained.take_changes()
+        self._trained.find_changes()
         if self.reduction is not None:
             with self._trained.before_changes():
                 self.reduction = self._make_reduction()
@@ -225,7 +225,7 @@ class WeightUpdate:
 
     def agree_on_trained(self) -> None:
         """Compare the changes of all ranks. All ranks must call this together, after the reductions of the step."""
-        self._unfrozen = self._trained.agree()
+        self._unfrozen = self._trained.agree_on_changes()
         self.resize()
 
     def reduce_unfrozen(self) -> None:
@@ -252,10 +252,10 @@ class WeightUpdate:
         if self.gathers is None:
             yield
             return
-        with self.gathers.replacing(), self.gradients.norm_of_parts():
+        with self.gathers.replacing(), self.gradients.norm_of_partitions():
             yield
 
-    def scale(self, loss: Loss) -> Tensor:
+    def backward_root(self, loss: Loss) -> Tensor:
         """Return the root of a backward: the loss divided by the counts of the step, times the fp16 loss scale."""
         root = self._engine.local_losses.backward_root(loss, self._engine.gradient_accumulation_steps())
         is_deepspeed = isinstance(self._optimizer, DeepSpeedOptimizer)

@@ -81,7 +81,7 @@ class StopRequests:
         for requests in (self,) if cause == CALL else (self, *self._followers):
             requests._cause = requests._cause or cause
 
-    def agree(self, causes: Sequence[float]) -> None:
+    def agree_on_stop(self, causes: Sequence[float]) -> None:
         """Record the first of the causes of all ranks, in their order, after a step or an evaluation."""
         stops = (Stop(rank, int(cause)) for rank, cause in enumerate(causes) if cause)
         self.agreed = self.agreed or next(stops, None)

@@ -137,14 +137,14 @@ def test_steps_that_fp16_skips_do_not_count(ranks: Ranks) -> None:
 def count_skipped(rank: int) -> int:
     watch = LossWatch([], Gradients(None, None, {}), 4, dynamic_scale=True, allows_zeros=False)
     for step in range(1, 10):
-        watch.loss(step, float("inf"), skipped=True)
+        watch.check_loss(step, float("inf"), skipped=True)
     assert watch.in_a_row == 0
     for step in range(10, 13):
-        watch.loss(step, float("nan"), skipped=False)
+        watch.check_loss(step, float("nan"), skipped=False)
     count = watch.in_a_row
     with pytest.raises(NonFiniteLoss):
-        watch.loss(13, float("nan"), skipped=False)
-    watch.loss(14, 1.0, skipped=False)
+        watch.check_loss(13, float("nan"), skipped=False)
+    watch.check_loss(14, 1.0, skipped=False)
     assert watch.in_a_row == 0
     return count
 

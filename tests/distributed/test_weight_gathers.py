@@ -193,7 +193,7 @@ ODD = replace(MODEL, hidden_size=9, num_attention_heads=3, ffn_hidden_size=7, vo
         )
     ],
 )
-def test_the_norm_of_parts_is_that_of_whole_gradients(ranks: Ranks, schedule: str, precision: str) -> None:
+def test_the_norm_of_partitions_is_that_of_gradients(ranks: Ranks, schedule: str, precision: str) -> None:
     job = replace(make_job(schedule, precision, decay_groups=True), model=ODD)
     # Without ZeRO, or the bf16 optimizer's norm of whole gradients.
     plain = {"zero_optimization": {"stage": 0}} if precision == "fp32" else {}

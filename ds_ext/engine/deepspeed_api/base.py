@@ -137,19 +137,19 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
                 f"engine.set_train_batch_size()."
             )
         self._take_handlers()
-        self.trained.take_changes()
+        self.trained.find_changes()
         if self.update.is_outdated():
             self.update.wait_for_weights()
-            self.update.masters.take_assigned()  # the next update takes parameters for views of flat buffers
+            self.update.masters.adopt_assigned()  # the next update takes parameters for views of flat buffers
             self._use_optimizer()
-        self.update.weights_set = self.update.masters.take_changes()
+        self.update.weights_set = self.update.masters.adopt_changes()
 
     def _use_optimizer(self) -> None:
         with self.trained.before_changes():
             self.update = WeightUpdate(self, self.trained)
         accumulating = self.update.gradients.accumulating or nullcontext
         parameters = list(self.module.parameters())
-        self.executor.backwards = BackwardContext(self.update.scale, accumulating, parameters)
+        self.executor.backwards = BackwardContext(self.update.backward_root, accumulating, parameters)
 
     # --- the step ---
 

@@ -62,7 +62,7 @@ class LossWatch:
             if is_trained and (gradient := self.gradients.get(parameter)) is not None:
                 self._largest[-1][1][layer, name] = torch.linalg.vector_norm(gradient, torch.inf)
 
-    def loss(self, step: int, loss: float, skipped: bool) -> None:
+    def check_loss(self, step: int, loss: float, skipped: bool) -> None:
         """Check the loss of a step, the same on all ranks. All ranks must call this together.
 
         A step is ``skipped`` if the optimizer found a non-finite gradient and did not change the weights.
@@ -87,7 +87,7 @@ class LossWatch:
                 self._first_bad,
             ).of_all_ranks()
 
-    def norm(self, step: int, loss: float, norm: float | None, counts_labels: bool) -> None:
+    def check_norm(self, step: int, loss: float, norm: float | None, counts_labels: bool) -> None:
         """Check the norm of the gradients of a step; None: not measured. All ranks must call this together.
 
         A loss of exactly 0 has nothing to train, so its step only gets a warning, once. Loss and norm are the same on

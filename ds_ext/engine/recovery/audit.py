@@ -376,8 +376,8 @@ class StepAudit(Observer):
             engine.executor.sequences.copy_empty(),
             frozenset({(stage, 0)} if evidence.splits else ()),
         )
-        data, scale = _Repeated(evidence.number), engine.executor.backwards.scale
-        step = Step(engine.global_steps, data, sequences, Evaluation(), splits, BackwardContext(scale))
+        data, context = _Repeated(evidence.number), BackwardContext(engine.executor.backwards.backward_root)
+        step = Step(engine.global_steps, data, sequences, Evaluation(), splits, context)
         buffers = [self._repeat_forward(evidence, i, step) for i in range(len(evidence.passes))]
         forwards = [tensor_checksum(_outputs(buffer)) for buffer in buffers]
         backwards: list[int] = []
@@ -386,7 +386,7 @@ class StepAudit(Observer):
             buffer.grads = _copy_to(one.grads, engine.device)
             try:
                 with sequences.backward(stage, 0, slice_index) as (roots, leaves):
-                    roots = [*buffer.take_roots(scale), *roots]
+                    roots = [*buffer.take_roots(context.backward_root), *roots]
                     backwards.append(
                         tensor_checksum(_gradients(roots, buffer.inputs or (), leaves, evidence.splits))
                     )

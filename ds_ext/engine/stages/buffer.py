@@ -69,10 +69,10 @@ class Buffer:
         assert grads is not None
         return grads
 
-    def take_roots(self, scale: Callable[[Loss], Tensor]) -> list[Root]:
+    def take_roots(self, backward_root: Callable[[Loss], Tensor]) -> list[Root]:
         """Return what a backward starts from: the scaled loss, or the edges of the outputs and their gradients."""
         if self.loss is not None:
-            return [(scale(self.loss), None)]
+            return [(backward_root(self.loss), None)]
         if self.outputs is not None:
             self.take_outputs()  # a repeated forward, which nothing is sent after
         assert self.grads is not None
@@ -93,7 +93,7 @@ class Buffer:
         micro-batch adds to a parameter's gradient in place, which would change the others too, and what the other
         stage and deferred gradients read. So no two of them keep the same memory.
         """
-        roots = [*self.take_roots(context.scale), *more_roots]
+        roots = [*self.take_roots(context.backward_root), *more_roots]
         self.outputs = None  # the loss has read them
         without_grad = [parameter for parameter in context.parameters if parameter.grad is None]
         if roots:  # none if all layers up to here are frozen, or the loss does not depend on them

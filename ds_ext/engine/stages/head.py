@@ -102,7 +102,7 @@ class HeadLoss(Stage):
             store_loss(self._losses, step, buffer, micro_batch, slice_index, losses_BS)
         loss, buffer.loss = buffer.loss, None
         if loss is not None:
-            backward([step.backwards.scale(loss)], [None])
+            backward([step.backwards.backward_root(loss)], [None])
             self._set_gradients(buffer, joined, losses_BS)
 
     def _join(self, buffer: Buffer, item: int) -> tuple[TokenLosses, Tensor]:

@@ -114,7 +114,7 @@ class Trainer:
         loss = None
         metrics = self._metrics()
         failure.advice = self.next_command
-        self._agree()  # on requests since the start of the processes
+        self._agree_on_stop()  # on requests since the start of the processes
         startup_s = self._set_deadline()
         while step < args.train_iters and not self.stopped:
             step += 1
@@ -136,7 +136,7 @@ class Trainer:
             if args.save and (is_last or self.stopped or _is_due(step, args.save_interval)):
                 self.save(step, loss)
                 if not (is_last or self.stopped):
-                    self._agree()  # on requests during the save
+                    self._agree_on_stop()  # on requests during the save
         self.engine.wait_for_weights()  # other ranks gather this rank's part
         self.finish_save()
         agreed = self.engine.stops.agreed
@@ -163,11 +163,11 @@ class Trainer:
             self.engine.stops.deadline = time.monotonic() - age_s + 60 * minutes
         return age_s
 
-    def _agree(self) -> None:
+    def _agree_on_stop(self) -> None:
         """Gather requests to stop outside of a step, if there can be any. All ranks call this together."""
         stops = self.engine.stops
         if stops.signals or stops.deadline is not None:
-            stops.agree(on_all_ranks(lambda: stops.cause))
+            stops.agree_on_stop(on_all_ranks(lambda: stops.cause))
             self.stopped = "" if stops.agreed is None else str(stops.agreed)
 
     def _stop_cause(self, step: int) -> str:
