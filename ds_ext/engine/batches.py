@@ -362,7 +362,7 @@ class StepData:
         if micro_batch not in self._batches:
             inputs, labels = self._batches[micro_batch] = self._read(micro_batch)
             if micro_batch in self._checksums:  # now: layers may change the inputs in place
-                self._checksums[micro_batch] = _sampled_checksum(inputs), _sampled_checksum(labels)
+                self._checksums[micro_batch] = _tensor_checksum(inputs), _tensor_checksum(labels)
         return self._batches[micro_batch]
 
     def _read(self, micro_batch: int) -> Pair:
@@ -450,7 +450,7 @@ def require_same_samples(checksums: Sequence[Sequence[float]]) -> None:
                     ).of_all_ranks()
 
 
-def _sampled_checksum(value: Batch) -> float:
+def _tensor_checksum(value: Batch) -> float:
     """Return a checksum of at most ``_MAX_COMPARED`` elements of every dense tensor; ``_NOT_READ`` without any."""
     parts = dense_parts(value, _MAX_COMPARED)
     if not parts:

@@ -162,12 +162,12 @@ class EagerReduction:
 
         Of a whole parameter group, this rank gets the averages of its part.
         """
-        group, replicas = self._gradients.group, self._gradients.data_parallel_size
-        flat.div_(replicas)
+        group, data_parallel_size = self._gradients.group, self._gradients.data_parallel_size
+        flat.div_(data_parallel_size)
         begin = 0.0 if self._tracer is None else self._tracer.now()
         average = flat
         if is_group:
-            average = flat.chunk(replicas)[dist.get_rank(group)]
+            average = flat.chunk(data_parallel_size)[dist.get_rank(group)]
             work = _reduce_scatter(average, flat, group)
         else:
             work = dist.all_reduce(flat, group=group, async_op=True)

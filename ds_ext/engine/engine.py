@@ -157,8 +157,9 @@ class PipelineEngine(AdaptedEngine):
         self.trained = TrainedParameters(self)
         on_all_ranks(self._use_optimizer)  # forward ranks (FBD) have no optimizer
         self.use_transport(transport)
-        replicas = self.mpu.get_data_parallel_group()
-        self._replica_buffers = ReplicaBuffers(self.module, replicas, collective_device(self.device))
+        data_parallel_group = self.mpu.get_data_parallel_group()
+        device = collective_device(self.device)
+        self._replica_buffers = ReplicaBuffers(self.module, data_parallel_group, device)
         self.stops = StopRequests()
         self.report: StepReport | None = None
         self._gathered: Gathered | None = None  # of the current step

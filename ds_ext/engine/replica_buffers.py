@@ -38,12 +38,12 @@ class ReplicaBuffers:
 
         Buffers that are equal keep their bits.
         """
-        replicas = dist.get_world_size(self._group)
-        differing = self._differing() if replicas > 1 else []
+        data_parallel_size = dist.get_world_size(self._group)
+        differing = self._differing() if data_parallel_size > 1 else []
 
         def average(flat: Tensor) -> None:
             dist.all_reduce(flat, group=self._group)
-            flat /= replicas
+            flat /= data_parallel_size
 
         def copy_first(flat: Tensor) -> None:
             dist.broadcast(flat, dist.get_global_rank(self._group, 0), group=self._group)

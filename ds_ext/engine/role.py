@@ -47,12 +47,12 @@ class Role:
     def end_step(self) -> None:
         pass
 
-    def optimizer_numbers(self) -> list[float]:
-        """Return the numbers of this rank that other ranks need after a step. Every rank returns as many."""
+    def optimizer_values(self) -> list[float]:
+        """Return the optimizer's values that other ranks need after a step. Every rank returns as many."""
         return []
 
-    def set_optimizer_numbers(self, rows: Sequence[Sequence[float]]) -> None:
-        """Store the numbers of all ranks, one row per rank."""
+    def set_optimizer_values(self, rows: Sequence[Sequence[float]]) -> None:
+        """Store the values of all ranks, one row per rank."""
 
     def weights_loaded(self) -> None:
         """Pass on weights that a checkpoint, a snapshot or another file has set."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..engine.checkpoint.file import TensorFile
 from ..errors import ConfigError
-from ..model.data_layout import sampled_checksum
+from ..model.data_layout import files_checksum
 from ..model.json_values import read_json
 
 GENERATION = "generation_config.json"
@@ -104,7 +104,7 @@ class ModelFolder:
         files = sorted({file.path for file in self._files.values()})
         config_checksum = zlib.crc32((self.path / CONFIG).read_bytes())
         names_checksum = zlib.crc32(" ".join(path.name for path in files).encode(), config_checksum)
-        return f"{sampled_checksum(files, names_checksum):08x}"
+        return f"{files_checksum(files, names_checksum):08x}"
 
     def _find_files(self) -> dict[str, TensorFile]:
         if (self.path / WEIGHTS).is_file():  # transformers reads it even if there is an index

@@ -14,7 +14,7 @@ COMPARED_BLOCKS = 64
 COMPARED_BLOCK_BYTES = 4096
 
 
-def sampled_checksum(files: Iterable[Path], crc: int) -> int:
+def files_checksum(files: Iterable[Path], crc: int) -> int:
     """Return ``crc`` continued by the sizes and 64 evenly spaced blocks of 4 KiB of every file."""
     for path in files:
         size = path.stat().st_size

@@ -229,8 +229,8 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
                 "or add a method counts(labels) to the loss."
             )
         self._advance()
-        if numbers := self.role.optimizer_numbers():
-            self.role.set_optimizer_numbers(gather_rows(numbers, self.device))
+        if values := self.role.optimizer_values():
+            self.role.set_optimizer_values(gather_rows(values, self.device))
         if self.recovery is not None:
             self.recovery.end_step()
 

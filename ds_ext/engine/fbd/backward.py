@@ -45,7 +45,7 @@ class BackwardRole(DisaggregatedRole):
         else:
             self.send_weights()
 
-    def optimizer_numbers(self) -> list[float]:
+    def optimizer_values(self) -> list[float]:
         engine = self.engine
         norm, rates = engine.get_global_grad_norm(), [float(rate) for rate in engine.get_lr()]
         size = len(self.group_rates)

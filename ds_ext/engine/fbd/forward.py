@@ -116,11 +116,11 @@ class ForwardRole(DisaggregatedRole):
 
     # --- values of the optimizer ---
 
-    def optimizer_numbers(self) -> list[float]:
+    def optimizer_values(self) -> list[float]:
         return [0.0] * (4 + len(self.group_rates))
 
-    def set_optimizer_numbers(self, rows: Sequence[Sequence[float]]) -> None:
-        super().set_optimizer_numbers(rows)
+    def set_optimizer_values(self, rows: Sequence[Sequence[float]]) -> None:
+        super().set_optimizer_values(rows)
         self.rates = self.group_rates
-        self.engine.skipped_steps = int(self.optimizer_values["skipped_steps"])
-        self.engine._global_grad_norm = self.optimizer_values["grad_norm"]
+        self.engine.skipped_steps = int(self.backward_values["skipped_steps"])
+        self.engine._global_grad_norm = self.backward_values["grad_norm"]

@@ -37,7 +37,7 @@ class DisaggregatedRole(Role):
     def __init__(self, layout: DisaggregatedLayout, timeout_s: float) -> None:
         self.layout, self._timeout_s = layout, timeout_s
         self.first_in_checkpoints = min(layout.groups()["backward"][0])
-        self.optimizer_values: dict[str, float] = {}  # of the backward ranks
+        self.backward_values: dict[str, float] = {}  # of the optimizers of the backward ranks
         self.group_rates: list[float] = []  # of all parameter groups of the backward ranks
         self._step_group: ProcessGroup | None = None
 
@@ -71,17 +71,17 @@ class DisaggregatedRole(Role):
 
     def weights_loaded(self) -> None:
         self.sync_weights()
-        self.set_optimizer_numbers(gather_rows(self.optimizer_numbers(), self.engine.device))
+        self.set_optimizer_values(gather_rows(self.optimizer_values(), self.engine.device))
 
-    def set_optimizer_numbers(self, rows: Sequence[Sequence[float]]) -> None:
+    def set_optimizer_values(self, rows: Sequence[Sequence[float]]) -> None:
         """Store the optimizer's values of the first backward rank. All ranks call this together."""
         names = ("groups", "grad_norm", "skipped_steps", "loss_scale")
         row = rows[self.first_in_checkpoints]
         groups = int(row[0])
         if groups != len(self.group_rates):
             self.group_rates = [0.0] * groups
-            return self.set_optimizer_numbers(gather_rows(self.optimizer_numbers(), self.engine.device))
-        self.optimizer_values = dict(zip(names, row, strict=False))
+            return self.set_optimizer_values(gather_rows(self.optimizer_values(), self.engine.device))
+        self.backward_values = dict(zip(names, row, strict=False))
         self.group_rates = list(row[len(names) :])
 
     def wait_for_step(self, schedule: TimetableSchedule) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...model.data_layout import DATA_NAME, META_NAME, sampled_checksum
+from ...model.data_layout import DATA_NAME, META_NAME, files_checksum
 from .blend import parse_data_path
 from .indexed import IndexedTokens, require_files
 from .tokenizer_base import Tokenizer
@@ -87,7 +87,7 @@ def fingerprint(data_path: str | Sequence[str]) -> str:
     weights, prefixes = parse_data_path(data_path)
     masks = [mask for mask in map(loss_mask_prefix, prefixes) if mask is not None]
     files = [Path(f"{prefix}{suffix}") for prefix in (*prefixes, *masks) for suffix in (".idx", ".bin")]
-    return f"{sampled_checksum(files, zlib.crc32(' '.join(map(str, weights)).encode())):08x}"
+    return f"{files_checksum(files, zlib.crc32(' '.join(map(str, weights)).encode())):08x}"
 
 
 def _parts(data_path: str | Sequence[str]) -> list[tuple[Path, dict[str, Any] | None]]:
