@@ -78,10 +78,9 @@ def _experts(random: Random, job: Job) -> Job | None:
 
 
 def _shards(random: Random, job: Job) -> Job | None:
-    most = MAX_RANKS * job.layout.tp // job.layout.ranks.world_size
-    if most < 2:
+    if MAX_RANKS * job.layout.tp // job.layout.ranks.world_size < 2:
         return None
-    layout = replace(job.layout, tp=random.choice((2, most)), head_parts=False)  # the ends are not sharded
+    layout = replace(job.layout, tp=2, head_parts=False)  # the ends are not sharded
     job = replace(job, layout=layout, double=job.double and random.random() < 0.5)
     return _with_blocks(random, job, [*DECODERS], random.choice((1, 1, 2)))
 
