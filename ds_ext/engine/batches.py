@@ -122,6 +122,7 @@ class NoBatches:
         self._may_be_none = may_be_none
 
     def get(self, micro_batch: int) -> None:
+        """Return None. Raises ConfigError if ``batch_fn`` does not get the data from another rank."""
         if not self._may_be_none:
             raise ConfigError(
                 "data_iter: no data on a rank with the first or last stage (got None). Pass training_data to "

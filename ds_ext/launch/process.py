@@ -161,7 +161,7 @@ def _report_exit(stop: SystemExit) -> int:
 
 def _leave(code: int) -> NoReturn:
     """Exit without running destructors, because those of process groups would wait for dead peers."""
-    if code == 0:
+    if code == 0:  # after a failure, exit functions could wait for dead peers too
         atexit._run_exitfuncs()
     else:
         _prepare_failed_exit()

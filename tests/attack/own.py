@@ -26,7 +26,7 @@ def main() -> None:
     from torch.utils.data import DataLoader, Dataset
 
     import ds_ext
-    from ds_ext.engine.recovery.recovery import restarts
+    from ds_ext.engine.recovery.recovery import agreed_restart_count
     from ds_ext.recipes.training.loop import say, shut_down
 
     class Samples(Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -87,7 +87,8 @@ def main() -> None:
     engine, *_ = ds_ext.initialize(model=model, model_parameters=model.parameters(), config=config)
     batches, evaluated = Batches(), Batches()
     engine.set_dataiterator(batches)
-    restarted = restarts() > 0  # a new host has not restarted its ranks, so the ranks ask together
+    # A new host has not restarted its ranks, so the ranks ask together.
+    restarted = agreed_restart_count() > 0
     if engine.recover(batches) is None and (args.load or restarted):
         path, _ = engine.load_checkpoint(args.save)
         if path is not None:

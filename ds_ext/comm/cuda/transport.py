@@ -122,7 +122,7 @@ class GpuTransport:
         on_gpu = [self._device.owns(tensor) for tensor in tensors]
         gpu_tensors = [tensor for tensor, on in zip(tensors, on_gpu, strict=True) if on]
         others = [tensor for tensor, on in zip(tensors, on_gpu, strict=True) if not on]
-        self._check_host(others, tag, needed=not gpu_tensors)
+        self._check_host_tensors(others, tag, needed=not gpu_tensors)
         descriptors: list[wire.Descriptor] = []
         if gpu_tensors:
             descriptors = wire.describe(gpu_tensors, tag=tag, seq=0, link_seq=0, acknowledged=0)
@@ -226,7 +226,7 @@ class GpuTransport:
         self._post((packed(json.dumps(control).encode()),), peer, make_tag(GPU_CONTROL, state.controls_sent))
         state.controls_sent += 1
 
-    def _check_host(self, tensors: Sequence[Tensor], tag: int, needed: bool) -> None:
+    def _check_host_tensors(self, tensors: Sequence[Tensor], tag: int, needed: bool) -> None:
         """Raise link errors before any part of the message is sent."""
         elsewhere = next((tensor.device for tensor in tensors if not tensor.is_cpu), None)
         if elsewhere is not None:
@@ -234,7 +234,7 @@ class GpuTransport:
                 f"rank {self.rank}: tensors must be on this rank's GPU or the CPU (got {elsewhere}). Move the tensor."
             )
         if tensors or needed:
-            wire.describe(tensors, tag=tag, seq=0, link_seq=0, acknowledged=0)
+            wire.describe(tensors, tag=tag, seq=0, link_seq=0, acknowledged=0)  # raises if one is too long
 
     def _must_be_taken(self, peer: int, in_flight: int) -> bool:
         """Return whether close() waits for the messages in flight to a peer. Control messages alone do not count."""

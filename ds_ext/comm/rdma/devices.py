@@ -162,7 +162,7 @@ def _read_port(folder: Path) -> DevicePort:
 
 
 def _read_gids(folder: Path) -> Iterator[Gid]:
-    """Yield the non-empty GIDs of a port by index. Stop after 64 empty entries."""
+    """Yield the non-empty GIDs of a port by index. Stop after ``_MAX_HOLES`` empty entries."""
     # A table may have a thousand entries, but new addresses use the lowest free entry, so holes are rare.
     empty = 0
     for index in sorted(int(name) for name in os.listdir(folder / "gids") if name.isdecimal()):

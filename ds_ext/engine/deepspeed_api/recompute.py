@@ -90,7 +90,7 @@ class _Replayable:
 def preserve_buffers(modules: Iterable[nn.Module], values: Values) -> Iterator[None]:
     """Context in which modules change copies of their buffers. On exit, they have the original tensors again.
 
-    ``values`` has, by (module, name), the values of copies that differ from the original tensor.
+    ``values``: (module, name) -> initial value of the copy. Other copies start from the buffer.
     """
     originals = all_buffers_of(modules)
     # A graph may contain the copies, and the original tensors keep their versions.

@@ -226,7 +226,7 @@ class KeeperProcess:
                 return
             question = json.loads(connection.recv(MAX_BYTES))
             if question["do"] == "move":
-                _in_thread(self._move, connection, question)
+                _in_thread(self._answer_move, connection, question)
                 stack.pop_all()
             else:
                 self._answer_at_once(connection, **question)
@@ -297,7 +297,8 @@ class KeeperProcess:
         _in_thread(self._send, rank, step, start, to)
         return {}
 
-    def _move(self, connection: socket.socket, question: Record) -> None:
+    def _answer_move(self, connection: socket.socket, question: Record) -> None:
+        """Send a snapshot to another keeper, and answer when that has ended: with the error if it failed."""
         with connection:
             rank, answer = question["rank"], {}
             try:

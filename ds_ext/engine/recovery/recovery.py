@@ -88,7 +88,7 @@ class Recovered:
         return f"recovered at step {self.step} from host memory (restart {self.restart}): {lost}; {parts}"
 
 
-def restarts() -> int:
+def agreed_restart_count() -> int:
     """Return how often the launcher has restarted the ranks. All ranks must call this together.
 
     The launcher of a new host has not restarted its ranks, so the largest number counts.
@@ -113,7 +113,7 @@ class Recovery:
         self._constant = {
             key: tensor_checksum([buffer]) for key, buffer in found.items() if buffer is not None
         }
-        self.restart = restarts()
+        self.restart = agreed_restart_count()
         self.pending = self.restart > 0
         keepers, stop_reasons = zip(*self._with_keepers(self._start), strict=True)
         if any(stop_reasons):

@@ -111,7 +111,7 @@ class SlicedSequences(Sequences):
         return shift(labels)
 
     def shift_after_cut(self, shift: Shift, labels: Tensor) -> Tensor:
-        return labels
+        return labels  # those of the whole sample were shifted before the cut
 
     def forward(
         self, run: Run, stage: int, micro_batch: int, slice_index: int, inputs: tuple[Tensor, ...]

@@ -173,6 +173,7 @@ def _samples(
 
 
 def _spread(values: list[float]) -> float:
+    """Return half the interquartile range; 0 for a single value."""
     if len(values) < 2:
         return 0.0
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")

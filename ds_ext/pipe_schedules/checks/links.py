@@ -37,6 +37,7 @@ class Links:
         self.messages = sum(map(len, self.sent))
 
     def _add_messages(self, device: int, instructions: list[Instruction]) -> list[int]:
+        """Add the messages of a device to their links, and return its sends and receives as in ``events``."""
         events = []
         for instruction in instructions:
             peer = instruction.peer

@@ -278,7 +278,7 @@ def _read_finished(output: Path, arguments: dict[str, Any]) -> dict[str, Any] | 
     except (OSError, ValueError):
         return None
     prefixes = [DATA_NAME, *([meta["loss_mask"]] if "loss_mask" in meta else [])]
-    if not all((output / name).exists() for prefix in prefixes for name in _pair(prefix)):
+    if not all((output / name).exists() for prefix in prefixes for name in _indexed_file_names(prefix)):
         return None
     old = meta.get("arguments", {})
     changes = [
@@ -337,12 +337,12 @@ def _prepare(
             "versions": _versions(),
         }
         (partial / META_NAME).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
-        masks = _pair(LOSS_MASK_NAME) if template is not None else ()
+        masks = _indexed_file_names(LOSS_MASK_NAME) if template is not None else ()
         output.mkdir(parents=True, exist_ok=True)
         # Without meta.json the folder counts as incomplete if this process is killed while it replaces files.
-        for name in (META_NAME, *TOKENIZER_NAMES, VOCAB_NAME, *_pair(LOSS_MASK_NAME)):
+        for name in (META_NAME, *TOKENIZER_NAMES, VOCAB_NAME, *_indexed_file_names(LOSS_MASK_NAME)):
             (output / name).unlink(missing_ok=True)
-        for name in (*tokenizer_files, *_pair(DATA_NAME), *masks, META_NAME):
+        for name in (*tokenizer_files, *_indexed_file_names(DATA_NAME), *masks, META_NAME):
             os.replace(partial / name, output / name)
     return meta
 
@@ -355,7 +355,7 @@ def _write_chat(path: Path, template: ChatTemplate, vocab_size: int, folder: Pat
         return write_conversations(read_conversations(path), template, vocab_size, folder, advance)
 
 
-def _pair(name: str) -> tuple[str, str]:
+def _indexed_file_names(name: str) -> tuple[str, str]:
     return f"{name}.bin", f"{name}.idx"
 
 

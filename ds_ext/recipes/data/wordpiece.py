@@ -95,7 +95,7 @@ def train_wordpiece(texts: Iterable[str], vocab_size: int = 4096) -> WordPieceTo
         backend.train_from_iterator(texts, trainer)
         return backend.get_vocab()
 
-    characters = sorted(
+    characters = sorted(  # 0: characters only
         {*train(SPECIAL_TOKENS, 0)} - {*SPECIAL_TOKENS}, key=lambda token: (len(token), token)
     )
     vocab = train([*SPECIAL_TOKENS, *characters], vocab_size)
