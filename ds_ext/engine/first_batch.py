@@ -15,9 +15,8 @@ from .types import Batch
 
 logger = logging.getLogger(__name__)
 
-_Answer = tuple[
-    str | None, tuple[int, str] | None
-]  # problem, data-parallel rank and checksum of its first samples
+# Problem, data-parallel rank and checksum of its first samples.
+_Answer = tuple[str | None, tuple[int, str] | None]
 
 
 def check_first_batch(

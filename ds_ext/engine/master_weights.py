@@ -27,9 +27,7 @@ class MasterWeights:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._pairs: list[tuple[Tensor, Tensor]] = []  # the model's weights and the master weights, flat
-        self._views: list[
-            tuple[torch.nn.Parameter, Tensor]
-        ] = []  # parameters and their parts of flat buffers
+        self._views: list[tuple[torch.nn.Parameter, Tensor]] = []  # with their parts of flat buffers
         if isinstance(optimizer, BF16_Optimizer):
             low, high = optimizer.bf16_partitioned_groups, optimizer.fp32_groups_flat_partition
         elif isinstance(optimizer, DeepSpeedZeroOptimizer):

@@ -513,9 +513,8 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
     def layers_of(self, instruction: ds.PipeInstruction) -> str:
         """Return the layers of an instruction's stage for an error, such as " (Block 3 to Block 5)"; "" without one."""
         stage = getattr(instruction, "stage", None)
-        bounds = (
-            () if stage is None else self.parts[stage : stage + 2]
-        )  # the loss of a head in parts has none
+        # The loss of a head in parts has no layers.
+        bounds = () if stage is None else self.parts[stage : stage + 2]
         names = self.layer_names[slice(*bounds)] if len(bounds) == 2 else []
         return f" ({' to '.join(dict.fromkeys([names[0], names[-1]]))})" if names else ""
 

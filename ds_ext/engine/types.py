@@ -14,14 +14,10 @@ Optimizer = (
 )
 Scheduler = Any  # of learning rates: torch's, DeepSpeed's or a script's; None without one
 ParameterGroup = dict[str, Any]  # of an optimizer, in torch's type
-Parameters = (
-    Any  # what optimizers take a list of: a parameter, a pair (name, parameter), or a group of either
-)
+Parameters = Any  # element of an optimizer's list: a parameter, a pair (name, parameter) or a group of either
 Groups = list[Parameters]
-Saved = (
-    Any  # value in a checkpoint or a snapshot: numbers, strings, tensors, and lists and dictionaries of them
-)
-Record = dict[
-    str, Any
-]  # object of a JSON file, a message or a pickled state, which its reader takes apart by key
+# Value in a checkpoint or a snapshot: numbers, strings, tensors, and lists and dictionaries of them.
+Saved = Any
+# Object of a JSON file, a message or a pickled state, which its reader takes apart by key.
+Record = dict[str, Any]
 Json = Mapping[str, Any]  # the same, only read, such as DeepSpeed's JSON

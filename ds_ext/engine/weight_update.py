@@ -107,10 +107,8 @@ class TrainedParameters:
 
     def _require_supported_changes(self) -> None:
         optimizer, changed = self._engine.optimizer, set(map(id, self.changed))
-        supported, fix = (
-            set[int](),
-            "Save a checkpoint, and load it in a job that starts with this requires_grad",
-        )
+        supported = set[int]()
+        fix = "Save a checkpoint, and load it in a job that starts with this requires_grad"
         if not isinstance(optimizer, DeepSpeedOptimizer):  # torch's skip parameters without gradients
             in_groups = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
             supported = in_groups | {

@@ -150,10 +150,8 @@ class _LastingStream:
 
 
 listening: StopRequests | None = None  # that signals of this process go to
-replaceable: list[Any] = [
-    signal.SIG_DFL,
-    signal.default_int_handler,
-]  # handlers that are not the script's own
+# Handlers that are not the script's own.
+replaceable: list[Any] = [signal.SIG_DFL, signal.default_int_handler]
 
 
 def listen_early(arguments: Sequence[str]) -> None:

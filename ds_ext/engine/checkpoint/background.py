@@ -68,9 +68,8 @@ class BackgroundSave:
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stream:
             json.dump(task._asdict(), stream)
         _running.append(self)
-        atexit.unregister(
-            _finish
-        )  # here, because a forked process of Python 3.13 has lost earlier registrations
+        # Registered again, because a forked process of Python 3.13 has lost earlier registrations.
+        atexit.unregister(_finish)
         atexit.register(_finish)
 
     def is_done(self) -> bool:

@@ -372,10 +372,8 @@ class StepAudit(Observer):
         warning is logged once, and its original checksum is returned.
         """
         engine, stage = self._engine, evidence.op.stage
-        sequences, splits = (
-            engine.executor.sequences.copy_empty(),
-            frozenset({(stage, 0)} if evidence.splits else ()),
-        )
+        sequences = engine.executor.sequences.copy_empty()
+        splits = frozenset({(stage, 0)} if evidence.splits else ())
         data, context = _Repeated(evidence.number), BackwardContext(engine.executor.backwards.backward_root)
         step = Step(engine.global_steps, data, sequences, Evaluation(), splits, context)
         buffers = [self._repeat_forward(evidence, i, step) for i in range(len(evidence.passes))]
