@@ -78,6 +78,7 @@ class Experts:
         width: inner width of one of them.
         shared_width: inner width of those that compute every token; 0: none.
         dense_layers: layers with an MLP instead.
+        fp32_router: the router reads an fp32 copy of its inputs.
     """
 
     number: int
@@ -85,6 +86,7 @@ class Experts:
     width: int
     shared_width: int = 0
     dense_layers: int = 0
+    fp32_router: bool = False
 
     def __post_init__(self) -> None:
         if (
@@ -96,6 +98,44 @@ class Experts:
                 f"experts: needs 1 to {self.number} experts per token of a positive width (got {self.per_token} of "
                 f"width {self.width}, shared {self.shared_width}, {self.dense_layers} layers without)."
             )
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Attention with queries, keys and values of low rank (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Args:
+        query_rank: 0: the queries are not of low rank.
+        kv_rank: of keys and values together.
+        unrotated, rotated: features of a head's queries and keys; all heads share the rotated ones of the keys.
+        value: features of a head's values.
+    """
+
+    query_rank: int
+    kv_rank: int
+    unrotated: int
+    rotated: int
+    value: int
+
+    def __post_init__(self) -> None:
+        if self.query_rank < 0 or min(self.kv_rank, self.unrotated, self.rotated, self.value) < 1:
+            raise ConfigError(
+                f"kv_lora_rank: latent attention needs a positive rank and heads with features (got rank "
+                f"{self.kv_rank}, queries of rank {self.query_rank}, heads of {self.unrotated} + {self.rotated} and "
+                f"{self.value} features)."
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Features of a head's queries and keys."""
+        return self.unrotated + self.rotated
+
+    def weights(self, hidden: int, heads: int) -> int:
+        """Return the number of weights of the linear layers."""
+        rank = self.query_rank
+        queries = rank * (hidden + heads * self.head_size) if rank else hidden * heads * self.head_size
+        down = hidden * (self.kv_rank + self.rotated)
+        return queries + down + heads * (self.kv_rank * (self.unrotated + self.value) + self.value * hidden)
 
 
 def _llama3(use: bool, keys: Mapping[str, Any]) -> RopeScaling | None:
@@ -211,6 +251,7 @@ class TransformerConfig:
         lora_rank: rank of the adapters of all linear layers (arXiv 2106.09685), whose scale is 2; None: train all
             weights.
         experts: those of a mixture, in layers of transformers; ``ffn_hidden_size`` is that of its other layers.
+        latent: sizes of latent attention, in layers of transformers.
     """
 
     num_layers: int = field(metadata=flag(planned=True, default=8))
@@ -249,6 +290,7 @@ class TransformerConfig:
     chunked_loss: bool = field(default=False, metadata=flag(planned=True))
     lora_rank: int | None = field(default=None, metadata=flag(planned=True, metavar="R"))
     experts: Experts | None = field(default=None, metadata=NO_FLAG)
+    latent: LatentAttention | None = field(default=None, metadata=NO_FLAG)
 
     _unchecked: ClassVar[tuple[str, ...]] = ("seed",)  # fields with any number
 
@@ -273,14 +315,23 @@ class TransformerConfig:
         problems.raise_all()
 
     @property
+    def attention_work(self) -> LayerWork:
+        """Work of the attention of a layer, with its linear layers."""
+        heads, hidden, latent = self.num_attention_heads, self.hidden_size, self.latent
+        if latent is not None:
+            features = latent.head_size + latent.value
+            return LayerWork(latent.weights(hidden, heads), self.seq_length * heads * features)
+        queries, keys = heads * self.head_size, self.query_groups * self.head_size
+        return LayerWork(hidden * (2 * queries + 2 * keys), 2 * self.seq_length * queries)
+
+    @property
     def layer_work(self) -> LayerWork:
         """Work of a transformer layer; with GPT-2's layers 12h² + 2sh (arXiv 2104.04473, appendix)."""
-        queries, keys = self.num_attention_heads * self.head_size, self.query_groups * self.head_size
-        per_token = 0 if self.experts is None else self.experts.per_token
-        matrices = 2 * queries + 2 * keys + (3 if self.swiglu else 2) * self.inner_width(per_token)
+        attention, per_token = self.attention_work, 0 if self.experts is None else self.experts.per_token
+        matrices = (3 if self.swiglu else 2) * self.inner_width(per_token)
         if self.experts is not None:
             matrices += self.sparse_share * self.experts.number
-        return LayerWork(self.hidden_size * matrices, 2 * self.seq_length * queries)
+        return LayerWork(attention.matrices + self.hidden_size * matrices, attention.attention)
 
     @property
     def sparse_share(self) -> float:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import ConfigError
-from .config import Experts
+from .config import Experts, LatentAttention
 from .json_values import integer
 
 _NUMBER = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -30,7 +29,8 @@ def experts_of(values: Mapping[str, Any]) -> Experts | None:
     shared = values.get("shared_expert_intermediate_size")
     if shared is None:
         shared = width * (values.get("n_shared_experts") or 0)
-    return Experts(numbers[0], per_token[0], width, shared, _dense_layers(values))
+    has_fp32_router = values.get("n_routed_experts") is not None  # as DeepSeek-V2, and models made after it
+    return Experts(numbers[0], per_token[0], width, shared, _dense_layers(values), has_fp32_router)
 
 
 def _dense_layers(values: Mapping[str, Any]) -> int:
@@ -42,13 +42,10 @@ def _dense_layers(values: Mapping[str, Any]) -> int:
 
 def mixture_fields(values: Mapping[str, Any], experts: Experts) -> dict[str, Any]:
     """Return the fields of a TransformerConfig for a mixture, as far as the layers of a Llama have them."""
-    if values.get("kv_lora_rank"):
-        raise ConfigError(
-            f"kv_lora_rank: the sizes of latent attention are not known here (got {values['kv_lora_rank']}). Use a "
-            f"model with whole keys and values."
-        )
-    kind, heads = values.get("model_type"), integer(values, "num_attention_heads")
+    kind, heads, latent = values.get("model_type"), integer(values, "num_attention_heads"), latent_of(values)
     hidden, head_size = integer(values, "hidden_size"), integer(values, "head_dim", None)
+    if latent is not None:
+        head_size = latent.head_size
     return {
         "num_layers": integer(values, "num_hidden_layers"),
         "hidden_size": hidden,
@@ -69,4 +66,14 @@ def mixture_fields(values: Mapping[str, Any], experts: Experts) -> dict[str, Any
         "qk_layernorm": kind == "qwen3_moe" or bool(values.get("use_qk_norm")),
         "untie_embeddings_and_output_weights": not values.get("tie_word_embeddings", False),
         "experts": experts,
+        "latent": latent,
     }
+
+
+def latent_of(values: Mapping[str, Any]) -> LatentAttention | None:
+    """Return the sizes of latent attention; None for whole keys and values."""
+    rank = integer(values, "kv_lora_rank", 0)
+    if not rank:
+        return None
+    heads = (integer(values, key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
+    return LatentAttention(integer(values, "q_lora_rank", 0) or 0, rank, *heads)

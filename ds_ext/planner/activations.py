@@ -11,7 +11,7 @@ Transformer Models", arXiv 2205.05198, section 4). Elements per token, on one of
 
 h is the hidden size, and c the same, or h/t with sequence parallelism. q, k and f are the widths of the queries, of the
 keys, and of the MLP, divided by t. Further tensors: a byte per element of c for every dropout mask; rotated queries and
-keys; inputs and outputs of experts for each of their tokens, of which a rank has 1 / t; the fp32 copies of an RMSNorm;
+keys; inputs and outputs of experts for each of their tokens, of which a rank has 1 / t; fp32 copies of norms, routers;
 with attention that stores its s x s scores, 5 bytes per score (FlashAttention and torch's SDPA do not, but on CPUs SDPA
 with dropout keeps three tensors of fp32 scores). "selective" drops what attention
 adds; "full" keeps the input of the layer only. The table of the paper is the sum for q = k = h, f = 4h and two masks.
@@ -138,20 +138,25 @@ def layer_activations(sizes: TrainingSizes, recompute: str, earlier: int = 0, la
     h, c = sizes.hidden_size, _between(sizes)
     experts = sizes.experts
     per_token, number = (0, 0) if experts is None else (experts.per_token, experts.number)
-    q, k, f = (width / t for width in (*sizes.attention_widths, sizes.inner_width(per_token)))
+    shards = sizes.attention_shards
+    q, k = (width / shards for width in sizes.attention_widths)
+    f = sizes.inner_width(per_token) / t
     dropout = sizes.hidden_dropout > 0
     fc1 = (2 if gated else 1) * f  # elements of the outputs of the MLP's first layers
     routed = 2 * sizes.sparse_share * per_token * h / t  # inputs and outputs of experts
     inner = 2 * fc1 + routed  # elements of the MLP
-    scored = sizes.num_attention_heads * (earlier + sizes.seq_length) / t
+    scored = sizes.num_attention_heads * (earlier + sizes.seq_length) / shards
     # Bytes of a token.
-    core = 4 * sizes.num_attention_heads / t  # log-sum-exp
+    core = 4 * sizes.num_attention_heads / shards  # log-sum-exp
     if sizes.attention_scores:
         core = sizes.score_bytes * scored
         core += sizes.score_copies * q
     everything = _norms(sizes, 2 * c) + size * (2 * c + q + inner) + 2 * c * dropout
     everything += size * _attention_inputs(sizes, q, k) + core
     everything += _norms(sizes, q + k) if sizes.qk_layernorm else 0
+    if experts is not None and experts.fp32_router and sizes.precision != "fp32":
+        everything += 4 * sizes.sparse_share * h
+    everything += 0 if sizes.latent is None else _norms(sizes, sizes.latent.query_rank + sizes.latent.kv_rank)
     kept = {"none": everything, "selective": everything - core, "full": size * c}[recompute]
     # The backward of the MLP comes first: the gradient of the output, and gradients of inner tensors.
     if recompute == "full":
@@ -207,6 +212,10 @@ def _norms(sizes: TrainingSizes, width: float) -> float:
 
 def _attention_inputs(sizes: TrainingSizes, q: float, k: float) -> float:
     """Return the elements of a token in queries, keys and values."""
+    if (latent := sizes.latent) is not None:
+        # Also those of low rank. Queries and keys are new tensors, and the values a part of the output that is kept.
+        features = 2 * latent.head_size + latent.unrotated + 2 * latent.value
+        return sizes.num_attention_heads * features - q + latent.query_rank + latent.kv_rank
     if sizes.position_embedding_type != "rope" and not sizes.qk_layernorm:
         return q + 2 * k
     # Queries and keys are new tensors. The values are a part of the output of a linear layer, which is kept whole.

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ScheduleError
-from ..model.config import Experts, TransformerConfig
+from ..model.config import Experts, LatentAttention, TransformerConfig
 
 # Fields that the models of the Llama family have in common.
 LLAMA: Mapping[str, Any] = MappingProxyType(
@@ -83,7 +83,8 @@ def _mixture(
 # for 13b. 10b: ZeRO-Offload (arXiv 2101.06840, table 2). 22b to 1t: arXiv 2205.05198, table 3. Llama 2: arXiv
 # 2307.09288. Llama 3: arXiv 2407.21783, table 3. Mistral: arXiv 2310.06825, table 1. Qwen2.5: arXiv
 # 2412.15115, table 1. Qwen3: arXiv 2505.09388, tables 1 and 2, and the folders' config.json. Mixtral: arXiv
-# 2401.04088, table 1, and the config.json of 8x22b. gpt-oss: arXiv 2508.10925, table 1.
+# 2401.04088, table 1, and the config.json of 8x22b. gpt-oss: arXiv 2508.10925, table 1. DeepSeek-V3: arXiv 2412.19437,
+# section 4.2, without the layer that predicts a second token.
 MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
     {
         "gpt-124m": _gpt(12, 768, 12, seq=1024),
@@ -119,6 +120,13 @@ MODELS: Mapping[str, TransformerConfig] = MappingProxyType(
         ),
         "gpt-oss-120b": _mixture(
             36, 2880, 64, 8, 64, 201088, Experts(128, 4, 2880), 1.5e5, add_bias_linear=True
+        ),
+        "deepseek-v3": _mixture(
+            *(61, 7168, 128, 128, 192, 129280),
+            Experts(256, 8, 2048, shared_width=2048, dense_layers=3, fp32_router=True),
+            1e4,
+            ffn_hidden_size=18432,
+            latent=LatentAttention(1536, 512, 128, 64, 128),
         ),
     }
 )

@@ -324,7 +324,7 @@ def other_head(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, plan: Clus
 
 def unit_costs(cluster: Cluster, sizes: TrainingSizes, ratios: Costs, pipeline: int) -> tuple[Costs, float]:
     """Return costs in units of the forward of 1/D of the model, and this unit in seconds."""
-    forward_s = sizes.micro_batch * sizes.forward_flops / pipeline / (sizes.tensor_parallel * cluster.flops)
+    forward_s = sizes.micro_batch * sizes.rank_flops / pipeline / cluster.flops
     costs = replace(
         ratios,
         forward=1.0,

@@ -104,8 +104,22 @@ class TrainingSizes(TransformerConfig):
 
     @property
     def attention_widths(self) -> tuple[int, int]:
-        """Widths of the queries and of the keys."""
+        """Widths of the queries and of the keys on all ranks that share an attention; with latent one, means."""
+        if self.latent is not None:
+            width = self.num_attention_heads * (self.latent.head_size + self.latent.value) // 2
+            return width, width
         return self.num_attention_heads * self.head_size, self.query_groups * self.head_size
+
+    @property
+    def attention_shards(self) -> int:
+        """Ranks that share an attention: transformers' plans do not divide a latent one."""
+        return self.tensor_parallel if self.latent is None else 1
+
+    @property
+    def rank_flops(self) -> float:
+        """FLOPs of a forward for one sample on each tensor-parallel rank."""
+        attention = 2 * self.seq_length * self.num_layers * self.attention_work.total
+        return attention / self.attention_shards + (self.forward_flops - attention) / self.tensor_parallel
 
     def stage_layer_counts(self, stages: int) -> tuple[int, ...]:
         if self.stage_layers is not None:
@@ -142,8 +156,13 @@ class TrainingSizes(TransformerConfig):
         biases = has_qkv_biases * (queries + 2 * keys) + has_biases * routed * h
         biases += has_biases * inner * (2 if self.swiglu else 1)
         # Tensor parallelism splits matrices and the biases of column-parallel layers, not other biases, norms, routers.
-        matrices = h * (2 * queries + 2 * keys + (3 if self.swiglu else 2) * inner)
+        matrices = h * (3 if self.swiglu else 2) * inner
         layer = (matrices + biases) / t + has_biases * (2 - self.sparse_share) * h
+        layer += self.attention_work.matrices / self.attention_shards
+        if self.latent is not None:
+            layer += self._norm_parameters(self.latent.query_rank) + self._norm_parameters(
+                self.latent.kv_rank
+            )
         if self.experts is not None:
             layer += self.sparse_share * self.experts.number * (h + has_biases)
         layer += 2 * self._norm_parameters(h)

@@ -48,5 +48,5 @@ def test_the_page_has_the_methods_of_the_engine() -> None:
         for name, value in vars(PipelineEngine).items()
         if inspect.isfunction(value) and not name.startswith("_") and value.__doc__
     }
-    assert documented - members <= {"use_transport", "exchange_numbers", "average_buffers"}
+    assert documented - members <= {"use_transport", "gather_numbers", "average_buffers"}
     assert members <= documented

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...model.config import TRAINED_FIELDS, WEIGHT_FIELDS, TransformerConfig
 from ...model.field_flags import keys_of
-from ...model.mixture import experts_of
+from ...model.mixture import experts_of, latent_of
 
 _POSITIONS = 1 << 20  # of a model without a limit
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -63,6 +63,7 @@ def _estimated(folder: Path) -> TransformerConfig:
         untie_embeddings_and_output_weights=not getattr(config, "tie_word_embeddings", False),
         transformer_impl="transformers",
         experts=experts_of(config.to_dict()),
+        latent=latent_of(config.to_dict()),
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ds_ext.errors import ConfigError, ScheduleError
-from ds_ext.model.config import Experts, TransformerConfig
+from ds_ext.model.config import Experts, LatentAttention, TransformerConfig
 from ds_ext.model.mixture import experts_of, mixture_fields
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.planner.named_models import MODELS
@@ -30,6 +30,8 @@ CASES: list[tuple[str, Any, float]] = [
     ("", transformers.Qwen2MoeConfig(num_hidden_layers=4, mlp_only_layers=[1]), 2048 * 3 / 4),
     ("", transformers.Qwen3MoeConfig(**{**QWEN3, "num_hidden_layers": 4, "decoder_sparse_step": 2}), 0),
     ("", transformers.OlmoeConfig(num_hidden_layers=2), 4096),
+    ("deepseek-v3", transformers.DeepseekV3Config(), 0),
+    ("", transformers.DeepseekV3Config(q_lora_rank=None, num_hidden_layers=4, first_k_dense_replace=1), 0),
 ]
 
 
@@ -63,6 +65,23 @@ def test_tensor_parallelism_divides_the_experts() -> None:
     assert whole == 2 * 4096 + 8 * 4096
     with pytest.raises(ScheduleError, match=r"experts 8 .*got 16"):
         replace(sizes, tensor_parallel=16)
+
+
+def test_tensor_parallelism_does_not_divide_a_latent_attention() -> None:
+    sizes = sizes_of(MODELS["deepseek-v3"])
+    half, attention = replace(sizes, tensor_parallel=2), sizes.attention_work
+    assert sizes.rank_flops == sizes.forward_flops
+    replicated = 2 * sizes.seq_length * sizes.num_layers * attention.total
+    assert 2 * half.rank_flops - sizes.rank_flops == pytest.approx(replicated)
+    norms, router = 2 * 7168 + 1536 + 512, sizes.sparse_share * 256 * 7168
+    both = 2 * half.layer_parameters - sizes.layer_parameters
+    assert both == pytest.approx(attention.matrices + norms + router)
+
+
+@pytest.mark.parametrize("numbers", [(-1, 8, 4, 4, 4), (8, 0, 4, 4, 4), (8, 8, 4, 0, 4)], ids=str)
+def test_wrong_sizes_of_a_latent_attention(numbers: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="kv_lora_rank: "):
+        LatentAttention(*numbers)
 
 
 @pytest.mark.parametrize(

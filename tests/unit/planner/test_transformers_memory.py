@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from ds_ext.experts import replace_experts
-from ds_ext.model.config import Experts
+from ds_ext.model.config import Experts, LatentAttention
 from ds_ext.planner.activations import layer_activations
 from ds_ext.planner.training_sizes import TrainingSizes
 from tests.allocations import AllocatedBytes
@@ -44,12 +44,10 @@ def kept_bytes(family: str, layers: int, **sizes: int) -> int:
         hidden_size=WIDTH,
         num_hidden_layers=layers,
         num_attention_heads=HEADS,
-        num_key_value_heads=GROUPS,
-        head_dim=WIDTH // HEADS,
         intermediate_size=INNER,
         vocab_size=128,
         attn_implementation="sdpa",
-        **sizes,
+        **{"num_key_value_heads": GROUPS, "head_dim": WIDTH // HEADS, **sizes},
     )
     model = AutoModel.from_config(config).to(torch.bfloat16)
     replace_experts(model)
@@ -75,4 +73,20 @@ def test_activations_of_a_layer_with_experts(family: str, normalized: bool) -> N
     sizes = {number: EXPERTS.number, "num_experts_per_tok": EXPERTS.per_token, "moe_intermediate_size": INNER}
     measured = (kept_bytes(family, 4, **sizes) - kept_bytes(family, 2, **sizes)) / 2
     planned = layer_activations(replace(SIZES, qk_layernorm=normalized, experts=EXPERTS), "none").kept
+    assert planned == pytest.approx(measured, rel=0.05)
+
+
+def test_activations_of_a_layer_with_latent_attention() -> None:
+    latent = LatentAttention(query_rank=48, kv_rank=32, unrotated=16, rotated=8, value=24)
+    sizes = {
+        **{"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8},
+        **{"v_head_dim": 24, "head_dim": 8, "num_key_value_heads": HEADS, "n_routed_experts": EXPERTS.number},
+        **{"num_experts_per_tok": EXPERTS.per_token, "n_shared_experts": 1, "moe_intermediate_size": INNER},
+        **{"first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    }
+    measured = (kept_bytes("deepseek_v3", 4, **sizes) - kept_bytes("deepseek_v3", 2, **sizes)) / 2
+    experts = replace(EXPERTS, shared_width=INNER, fp32_router=True)
+    planned = layer_activations(
+        replace(SIZES, num_query_groups=None, experts=experts, latent=latent), "none"
+    ).kept
     assert planned == pytest.approx(measured, rel=0.05)
