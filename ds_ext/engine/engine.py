@@ -30,13 +30,7 @@ from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.bridge import TimetableSchedule
 from .activity import Activity
 from .all_ranks import collective_device, gather_rows, on_all_ranks
-from .batches import (
-    Batches,
-    IteratorBatches,
-    MapDataset,
-    StepData,
-    require_data,
-)
+from .batches import Batches, IteratorBatches, MapDataset, StepData, require_data
 from .checkpoint.background import BackgroundSave
 from .checkpoint.events import CheckpointEvents
 from .checkpoint.load import choose, load_checkpoint
@@ -114,19 +108,27 @@ class PipelineEngine(AdaptedEngine):
             super().__init__(**kwargs)
         require_built(self, self.optimizer)
         require_built(loss_scaler(self.optimizer))
+        self.role, self.plan = role or Role(), self.module.plan
+        self._set_up_stages()
+        self._set_up_transport()
+        self._set_up_optimizer()
+        self._set_up_run()
+        with self.activity.during("setting up"):
+            self.role.start(self)
+
+    def _set_up_stages(self) -> None:
+        """Set up the stages, their data and the executor. DeepSpeed's engine, the plan and the role must exist."""
         self.module.hide_placeholders()
         # Otherwise DeepSpeed would send only a slice of the activations from each tensor-parallel rank.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
-        self.role = role or Role()
-        self.plan = self.module.plan
         self._stages = self.module.stages
         self.num_stages = self.layout.placement.stages
         self.is_pipe_parallel = self.layout.placement.num_devices > 1
         self.grid.stage_to_global = self._rank_of_stage
         # DeepSpeed counts the micro-batches of this rank's pipeline, all other code those of a pipeline that trains.
         self.micro_batches //= self.role.pipelines
-        settings, options = self.plan.settings, self.plan.settings.transport_options
-        self.activity = Activity(options.timeout_s, self.role.describe_ranks, self._where)
+        settings = self.plan.settings
+        self.activity = Activity(settings.transport_options.timeout_s, self.role.describe_ranks, self._where)
         self.local_losses = LocalLosses(self.module, self.device)
         self.feed = DataFeed(self)
         stages = stages_of(self.module, StageForward(self.module), self.local_losses, self.device)
@@ -140,6 +142,10 @@ class PipelineEngine(AdaptedEngine):
         if self.plan.timetable.split_backwards:
             self._deferral = DeferralReport(self.module, self.plan.timetable.schedule, self.executor.buffers)
         self.busy = BusyClock(self.device)
+
+    def _set_up_transport(self) -> None:
+        """Set up the transport and the tracer. The schedules, the handlers and the busy clock must exist."""
+        settings, options = self.plan.settings, self.plan.settings.transport_options
         transport = create_transport(
             settings.transport,
             timeout_s=options.timeout_s,
@@ -152,11 +158,17 @@ class PipelineEngine(AdaptedEngine):
         if settings.trace.dir is not None:
             eager = WeightUpdate.is_eager(self)
             self.tracer = Tracer.from_module(self.module, self.busy, transport.name, eager)
+        self.use_transport(transport)
+
+    def _set_up_optimizer(self) -> None:
+        """Set up the update of the weights. The executor, the handlers and the tracer must exist."""
         let_parameters_differ(self.optimizer)
         share_loss_scale(self)
         self.trained = TrainedParameters(self)
         on_all_ranks(self._use_optimizer)  # forward ranks (FBD) have no optimizer
-        self.use_transport(transport)
+
+    def _set_up_run(self) -> None:
+        """Set up the state of the run, its recovery and its audits. All other parts of the engine must exist."""
         data_parallel_group = self.mpu.get_data_parallel_group()
         device = collective_device(self.device)
         self._replica_buffers = ReplicaBuffers(self.module, data_parallel_group, device)
@@ -168,12 +180,11 @@ class PipelineEngine(AdaptedEngine):
         self.run_facts: Record = {}
         self.checkpoint_events = CheckpointEvents()
         self.saving: BackgroundSave | None = None
+        settings = self.plan.settings
         check_states(self.optimizer, settings.recovery is not None)
         self.recovery = None if settings.recovery is None else Recovery(self, settings.recovery)
         stop = None if self.recovery is None else self.recovery.stop
         self.audit = None if settings.audit_interval == 0 else StepAudit(self, settings.audit_interval, stop)
-        with self.activity.during("setting up"):
-            self.role.start(self)
 
     def use_transport(self, transport: Transport) -> None:
         """Use another transport for the messages between stages, from the next step on.
@@ -206,9 +217,7 @@ class PipelineEngine(AdaptedEngine):
     bubble_measured = of_report(lambda report: report.of_ranks.bubble)
     peak_memory_of_ranks = of_report(lambda report: report.of_ranks.peak_memory_of_ranks, ())
     peak_memory_bytes = of_report(lambda report: max(report.of_ranks.peak_memory_of_ranks))
-    tokens = of_report(
-        lambda report: report.of_ranks.losses.tokens
-    )  # counted labels; None with a loss of means
+    tokens = of_report(lambda report: report.of_ranks.losses.tokens)  # counted; None with a loss of means
 
     @property
     def deferred_share(self) -> float | None:
@@ -310,7 +319,7 @@ class PipelineEngine(AdaptedEngine):
             self._check_step(step, float(loss), self.skipped_steps > skipped)
         seconds, rate = time.perf_counter() - begin, float(rates[0]) if rates else 0.0
         recovered_from = None if self.recovery is None else self.recovery.take_recovered_step()
-        self.report = StepReport(seconds, rate, self.exchange_numbers(), snapshot_s, recovered_from)
+        self.report = StepReport(seconds, rate, self.gather_numbers(), snapshot_s, recovered_from)
         if self.global_rank == 0 and self.monitor.enabled:
             norm, losses = self.get_global_grad_norm(), self.agg_additional_losses
             self.monitor.write_events(self.report.monitor_events(norm, losses, self.global_samples))
@@ -320,7 +329,7 @@ class PipelineEngine(AdaptedEngine):
     def _check_step(self, step: int, loss: float, is_skipped: bool) -> None:
         watch, norm = self.update.loss_watch, self.get_global_grad_norm()
         watch.check_loss(step, loss, is_skipped)
-        counts_labels = self.exchange_numbers().losses.correction != 0
+        counts_labels = self.gather_numbers().losses.correction != 0
         watch.check_norm(step, loss, None if norm is None else float(norm), counts_labels)
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule, evaluation: Evaluation | None = None) -> None:
@@ -345,7 +354,7 @@ class PipelineEngine(AdaptedEngine):
         if deferral is not None:
             deferral.finish()
 
-    def exchange_numbers(self) -> Gathered:
+    def gather_numbers(self) -> Gathered:
         """Return the losses and measurements of all ranks. All ranks call it together.
 
         Only the first call of a step or an evaluation gathers them. In training, it comes before the optimizer step;
@@ -355,32 +364,35 @@ class PipelineEngine(AdaptedEngine):
         if self._gathered is None:
             self.transport.settle()
             self.role.wait_for_step(self.running)
-            trains = self.running.program.timetable.trains
-            busy_s, span_s = self.busy.read()
-            batches_read, batches_needed = self.executor.data.ended
-            own = RankNumbers(
-                busy_s,
-                span_s,
-                read_peak_memory(self.device),
-                int(self.update.weights_set),
-                len(self.trained.changed) if trains else 0,
-                self.stops.cause,
-                batches_read,
-                batches_needed,
-            )
-            self.update.weights_set = 0
-            self._gathered = gather_step(
-                own, self.executor.data, self.local_losses, self.global_steps + 1, self.device
-            )
-            self.stops.agree_on_stop([rank.stop_cause for rank in self._gathered.ranks])
-            if any(rank.num_changed for rank in self._gathered.ranks):
-                self.update.agree_on_trained()
-            if trains:
-                losses = self._gathered.losses
-                self.agg_additional_losses = losses.by_name
-                if self.is_last_stage():
-                    self.total_loss = losses.loss * self.gradient_accumulation_steps()
+            own, step = self._own_numbers(), self.global_steps + 1
+            self._gathered = gather_step(own, self.executor.data, self.local_losses, step, self.device)
+            self._use_gathered(self._gathered)
         return self._gathered
+
+    def _own_numbers(self) -> RankNumbers:
+        """Return the numbers of this rank in the step or evaluation, and reset ``weights_set``."""
+        trains = self.running.program.timetable.trains
+        busy_s, span_s = self.busy.read()
+        weights_set, self.update.weights_set = int(self.update.weights_set), 0
+        return RankNumbers(
+            busy_s,
+            span_s,
+            read_peak_memory(self.device),
+            weights_set,
+            len(self.trained.changed) if trains else 0,
+            self.stops.cause,
+            *self.executor.data.ended,
+        )
+
+    def _use_gathered(self, gathered: Gathered) -> None:
+        """Agree on a stop and on the trained parameters; in training, set the means of the losses."""
+        self.stops.agree_on_stop([rank.stop_cause for rank in gathered.ranks])
+        if any(rank.num_changed for rank in gathered.ranks):
+            self.update.agree_on_trained()
+        if self.running.program.timetable.trains:
+            self.agg_additional_losses = gathered.losses.by_name
+            if self.is_last_stage():
+                self.total_loss = gathered.losses.loss * self.gradient_accumulation_steps()
 
     def _advance(self) -> None:
         self.executor.data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
@@ -437,7 +449,7 @@ class PipelineEngine(AdaptedEngine):
                 self._exec_schedule(self._schedules.inference(count), evaluation)
                 loss = None
                 if compute_loss:
-                    losses = self.exchange_numbers().losses
+                    losses = self.gather_numbers().losses
                     loss, self.eval_additional_losses = losses.loss, losses.by_name
                 else:
                     self.transport.settle()

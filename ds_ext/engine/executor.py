@@ -130,14 +130,8 @@ class Executor:
         timetable = schedule.program.timetable
         sequences = self.sequences if timetable.slices > 1 else WholeSequences()
         self.schedule, self.data = schedule, data
-        self._step = Step(
-            steps_done,
-            data,
-            sequences,
-            evaluation or Evaluation(),
-            timetable.split_backwards,
-            self.backwards,
-        )
+        kept, splits = evaluation or Evaluation(), timetable.split_backwards
+        self._step = Step(steps_done, data, sequences, kept, splits, self.backwards)
         sequences.clear()
         for stage in self.stages.values():
             stage.start_step()
@@ -178,16 +172,15 @@ class Executor:
 
     def _calls_with_posts(self, schedule: TimetableSchedule, observers: list[Observer]) -> Iterator[_Call]:
         """Yield the calls of a static schedule. Each receive is posted ``schedule.lookahead`` instructions ahead."""
-        waiting: deque[_Call] = deque()
+        waiting, slices = deque[_Call](), schedule.program.timetable.slices
         for instruction in (instruction for step in schedule.steps() for instruction in step):
             kind: Any = RECEIVES.get(type(instruction))
             if kind is not None:
-                # The calls are bound for later steps too: an item depends only on the number of slices.
                 post = functools.partial(
                     self.messages.post,
                     kind,
                     instruction.stage,
-                    self._step.item(instruction.micro_batch, instruction.lowered.slice),
+                    instruction.micro_batch * slices + instruction.lowered.slice,  # as Step.item
                     instruction.peer,
                     instruction.other_stage,
                 )

@@ -69,7 +69,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     _instruction_maps: Sequence[Handlers] = ()
 
     @abstractmethod
-    def exchange_numbers(self) -> Gathered: ...
+    def gather_numbers(self) -> Gathered: ...
 
     @abstractmethod
     def _advance(self) -> None:
@@ -158,7 +158,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
 
     def _aggregate_total_loss(self) -> Tensor:
         """Return the mean loss of all micro-batches of all groups, on every rank."""
-        return self.exchange_numbers().losses.loss
+        return self.gather_numbers().losses.loss
 
     def get_lr(self) -> list[float]:
         """Return the learning rates of the parameter groups; on a forward rank (FBD), those of the last step."""
@@ -183,13 +183,17 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
             self.update.prepare_reduction(self.global_steps + 1, self.module)
             if self.update.reduction is not None:
                 self.update.reduction.finish()
-                return
-            gradients = self.update.gradients
-            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-            used = gradients.fill_missing(trained)
-            if gradients.needs_reduction:
-                super()._exec_reduce_grads()
-            gradients.drop_unused_by_all(trained, used)
+            else:
+                self._reduce_with_deepspeed()
+
+    def _reduce_with_deepspeed(self) -> None:
+        """Reduce all gradients, after the last backward: without eager reductions."""
+        gradients = self.update.gradients
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        used = gradients.fill_missing(trained)
+        if gradients.needs_reduction:
+            super()._exec_reduce_grads()
+        gradients.drop_unused_by_all(trained, used)
 
     def _get_gradients_for_reduction(self) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
         gradients, expert_gradients = super()._get_gradients_for_reduction()
@@ -204,7 +208,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
             raise ConfigError(
                 "optimizer: missing (got None). Add it to the JSON, pass it to initialize(), or set engine.optimizer."
             )
-        correction = self.exchange_numbers().losses.correction  # the counts of labels give it
+        correction = self.gather_numbers().losses.correction  # the counts of labels give it
         self.update.reduce_unfrozen()
         with (
             self.update.gradients.corrected(correction, self.module.parameters()),
@@ -220,7 +224,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     @torch.no_grad()
     def _exec_end_of_step(self) -> None:
         is_late = self._gathered is None  # a script replaced the handler of the optimizer step
-        gathered = self.exchange_numbers()
+        gathered = self.gather_numbers()
         correction, has_changed = gathered.losses.correction, any(rank.num_changed for rank in gathered.ranks)
         if is_late and (correction != 1 or has_changed):
             cause = "requires_grad: a change" if correction == 1 else "loss_fn: a pair (sum, count)"

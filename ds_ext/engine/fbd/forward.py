@@ -28,7 +28,7 @@ class ForwardRole(DisaggregatedRole):
     def __init__(self, layout: DisaggregatedLayout, timeout_s: float) -> None:
         super().__init__(layout, timeout_s)
         self.pipelines = layout.placement.replicas  # the backward pipelines
-        self.handlers = {ds.SendActivation: self._send_activations, SyncWeights: self._expect_weights}
+        self.handlers = {ds.SendActivation: self._send_activations, SyncWeights: self._end_forward_step}
         self._credits: dict[int, deque[Ticket]] = {}  # rank -> credits that it has not sent yet
 
     def start(self, engine: PipelineEngine) -> None:
@@ -62,14 +62,14 @@ class ForwardRole(DisaggregatedRole):
         with self.engine.activity.during(self.engine.activity.name):
             self.link.settle()
 
-    def _expect_weights(self, stage: int, peer: int) -> None:
-        """Wait until backward ranks have received all outputs of the step, and post the receive of new weights."""
+    def _end_forward_step(self, stage: int, peer: int) -> None:
+        """Wait until all outputs of the step are received, gather the losses, and post the receive of new weights."""
         assert self.link is not None
         for tickets in self._credits.values():
             while tickets:
                 tickets.popleft().wait()
         engine = self.engine
-        engine.exchange_numbers()
+        engine.gather_numbers()
         # The last stage computes nothing. It waits for a whole step, which may exceed the time limit of a message.
         limit_s = self.step_limit_s(engine.running) if stage == engine.last_stage else None
         self.link.expect(limit_s)
