@@ -372,7 +372,7 @@ class PipelineEngine(AdaptedEngine):
     def _own_numbers(self) -> RankNumbers:
         """Return the numbers of this rank in the step or evaluation, and reset ``weights_set``."""
         trains = self.running.program.timetable.trains
-        busy_s, span_s = self.busy.read()
+        busy_s, span_s = self.busy.busy_and_span_s()
         weights_set, self.update.weights_set = int(self.update.weights_set), 0
         return RankNumbers(
             busy_s,

@@ -55,8 +55,8 @@ class BusyClock(Observer):
     def after(self, instruction: ds.PipeInstruction) -> None:
         self.spans.append((self._begin, self.now()))
 
-    def read(self) -> tuple[float, float]:
-        """Return (seconds of computation, seconds from the start of the step to the end of the last computation)."""
+    def busy_and_span_s(self) -> tuple[float, float]:
+        """Return seconds of computation, and until the end of the last one. On CUDA, wait for the computations."""
         if not self.spans:
             return 0.0, 0.0
         if self.on_cuda:
