@@ -327,9 +327,10 @@ class PipelineEngine(AdaptedEngine):
         return loss
 
     def _check_step(self, step: int, loss: float, is_skipped: bool) -> None:
-        watch, norm = self.update.loss_watch, self.get_global_grad_norm()
-        watch.check_loss(step, loss, is_skipped)
-        counts_labels = self.gather_numbers().losses.correction != 0
+        watch, norm, gathered = self.update.loss_watch, self.get_global_grad_norm(), self.gather_numbers()
+        searches_scale = is_skipped and any(rank.dynamic_scale for rank in gathered.ranks)
+        watch.check_loss(step, loss, is_skipped, searches_scale)
+        counts_labels = gathered.losses.correction != 0
         watch.check_norm(step, loss, None if norm is None else float(norm), counts_labels)
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule, evaluation: Evaluation | None = None) -> None:
@@ -382,6 +383,7 @@ class PipelineEngine(AdaptedEngine):
             len(self.trained.changed) if trains else 0,
             self.stops.cause,
             *self.executor.data.ended,
+            self.update.has_dynamic_scale,
         )
 
     def _use_gathered(self, gathered: Gathered) -> None:

@@ -28,6 +28,7 @@ class RankNumbers:
         num_changed: parameters that the script froze or unfroze before the step.
         stop_cause: cause of a request to end the run; 0 without one. See :mod:`..launch.stop`.
         batches_read, batches_needed: :attr:`.batches.StepData.ended`.
+        dynamic_scale: whether the optimizer skips steps to find its loss scale; forward ranks (FBD) have none.
     """
 
     busy_s: float
@@ -38,6 +39,7 @@ class RankNumbers:
     stop_cause: float
     batches_read: float
     batches_needed: float
+    dynamic_scale: float
 
 
 @dataclass(frozen=True)

@@ -153,11 +153,11 @@ class WeightUpdate:
         self.reduction = self._make_reduction() if self.is_eager(engine) else None
         self.gathers = self._make_gathers()
         scaler, settings = loss_scaler(self._optimizer), engine.plan.settings
+        self.has_dynamic_scale = scaler is not None and scaler.dynamic
         self.loss_watch = LossWatch(
             parameters,
             self.gradients,
             settings.max_nonfinite_losses,
-            dynamic_scale=scaler is not None and scaler.dynamic,
             allows_zeros=settings.allow_zero_norm,
         )
         self._dependencies = _dependencies(engine)

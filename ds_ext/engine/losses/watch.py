@@ -29,7 +29,6 @@ class LossWatch:
 
     Args:
         limit: number of consecutive bad steps after which training stops; 0: never stop.
-        dynamic_scale: fp16 skips steps to find its loss scale, so skipped steps do not count.
         allows_zeros: whether the gradients of a step may all be zero.
     """
 
@@ -38,10 +37,9 @@ class LossWatch:
         parameters: Iterable[LocalParameter],
         gradients: Gradients,
         limit: int,
-        dynamic_scale: bool,
         allows_zeros: bool,
     ) -> None:
-        self.gradients, self.limit, self.dynamic_scale = gradients, limit, dynamic_scale
+        self.gradients, self.limit = gradients, limit
         self._allows_zeros = allows_zeros
         self.in_a_row = 0
         self._parameters = [
@@ -62,12 +60,13 @@ class LossWatch:
             if is_trained and (gradient := self.gradients.get(parameter)) is not None:
                 self._largest[-1][1][layer, name] = torch.linalg.vector_norm(gradient, torch.inf)
 
-    def check_loss(self, step: int, loss: float, skipped: bool) -> None:
+    def check_loss(self, step: int, loss: float, skipped: bool, searches_scale: bool = False) -> None:
         """Check the loss of a step, the same on all ranks. All ranks must call this together.
 
-        A step is ``skipped`` if the optimizer found a non-finite gradient and did not change the weights.
+        A step is ``skipped`` if the optimizer found a non-finite gradient and did not change the weights. It does not
+        count if fp16 ``searches_scale`` by it.
         """
-        if skipped and self.dynamic_scale:
+        if searches_scale:
             self._largest.clear()
             return
         if math.isfinite(loss) and not skipped:
