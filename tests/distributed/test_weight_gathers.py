@@ -41,7 +41,7 @@ ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True
 SGD = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 20}},  # overflows first
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}},  # overflows first
     "fp32": {"zero_optimization": {"stage": 1}},
 }
 
