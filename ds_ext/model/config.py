@@ -252,6 +252,7 @@ class TransformerConfig:
             weights.
         experts: those of a mixture, in layers of transformers; ``ffn_hidden_size`` is that of its other layers.
         latent: sizes of latent attention, in layers of transformers.
+        pad_token_id: token whose embedding the forward of a token does not train, as in transformers' Llama.
     """
 
     num_layers: int = field(metadata=flag(planned=True, default=8))
@@ -291,6 +292,7 @@ class TransformerConfig:
     lora_rank: int | None = field(default=None, metadata=flag(planned=True, metavar="R"))
     experts: Experts | None = field(default=None, metadata=NO_FLAG)
     latent: LatentAttention | None = field(default=None, metadata=NO_FLAG)
+    pad_token_id: int | None = field(default=None, metadata=NO_FLAG)
 
     _unchecked: ClassVar[tuple[str, ...]] = ("seed",)  # fields with any number
 

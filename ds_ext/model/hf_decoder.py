@@ -84,6 +84,7 @@ def _llama_fields(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
     groups = integer(values, "num_key_value_heads", _GROUPS[kind]) or heads
     head_size = integer(values, "head_dim", _HEAD_SIZE.get(kind))
     window, window_layers = _window(kind, values)
+    vocab_size, padding = integer(values, "vocab_size"), integer(values, "pad_token_id", None)
     return {
         "num_layers": integer(values, "num_hidden_layers"),
         "hidden_size": hidden,
@@ -91,7 +92,8 @@ def _llama_fields(kind: str, values: Mapping[str, Any]) -> dict[str, Any]:
         "num_query_groups": None if groups == heads else groups,
         "kv_channels": None if head_size is None or head_size * heads == hidden else head_size,
         "ffn_hidden_size": integer(values, "intermediate_size"),
-        "vocab_size": integer(values, "vocab_size"),
+        "vocab_size": vocab_size,
+        "pad_token_id": None if padding is None else padding % vocab_size,  # torch counts -1 from the end
         "seq_length": integer(values, "max_position_embeddings"),
         "max_position_embeddings": integer(values, "max_position_embeddings"),
         "position_embedding_type": "rope",
@@ -137,6 +139,7 @@ def llama_json(config: TransformerConfig, end_of_text: int | None, dtype: str) -
         **_windows(kind, config),
         "bos_token_id": None,
         "eos_token_id": end_of_text,
+        "pad_token_id": config.pad_token_id,
         "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
         "dtype": dtype,
     }

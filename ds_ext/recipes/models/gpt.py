@@ -99,7 +99,7 @@ class GPTEmbedding(nn.Module):
 
     def __init__(self, config: TransformerConfig, tp: TensorParallel, parts: int = 0) -> None:
         super().__init__()
-        self.packed = config.packed
+        self.tp, self.packed, self.pad_token_id = tp, config.packed, config.pad_token_id
         width, rows = config.hidden_size, config.padded_vocab_size(tp.shards * max(parts, 1))
         tokens, sequence = config.vocab_size, config.sequence_parallel
         init = _embedding_init(config)
@@ -124,6 +124,10 @@ class GPTEmbedding(nn.Module):
         if not self.packed and starts_BS is not None:
             raise _inputs_error("tokens with packed=False (got a pair)")
         hidden_BSD = self.word_embeddings(tokens_BS)
+        if self.pad_token_id is not None:
+            shards = tokens_BS.size(1) // hidden_BSD.size(1)  # with sequence parallelism
+            is_pad_BS = (tokens_BS == self.pad_token_id).chunk(shards, 1)[self.tp.rank if shards > 1 else 0]
+            hidden_BSD = torch.where(is_pad_BS.unsqueeze(-1), hidden_BSD.detach(), hidden_BSD)
         return hidden_BSD if starts_BS is None else (hidden_BSD, starts_BS)
 
 

@@ -26,7 +26,8 @@ _BERT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 SENTENCE_HEAD = "cls.seq_relationship.weight"
 # Fields that decide what the weights compute, but do not all follow from their shapes. A checkpoint stores them.
-_SEEN = ("num_layers", "hidden_size", "vocab_size", "ffn_hidden_size", "max_position_embeddings", "experts")
+_SIZES = ("num_layers", "hidden_size", "vocab_size", "ffn_hidden_size", "max_position_embeddings")
+_SEEN = (*_SIZES, "experts", "latent")
 COMPUTED = tuple(name for name in WEIGHT_FIELDS if name not in _SEEN)
 _BERT_UNSEEN = ("num_attention_heads", "layernorm_epsilon", *TRAINED_FIELDS)
 UNSEEN = (*COMPUTED, "max_position_embeddings", *TRAINED_FIELDS)

@@ -75,7 +75,7 @@ def test_the_scripts_have_the_flag_of_every_field(model: Any) -> None:
     assert names <= flags.keys() if model == "gpt" else names & flags.keys() > {"--num-layers", "--seed"}
     assert model == "gpt" or not flags.keys() & {"--norm-epsilon", "--vocab-size", "--swiglu"}
     without = {one.name for one in fields(TransformerConfig)} - flags_of(TransformerConfig).keys()
-    assert without == {"sequence_parallel", "sliding_window_layers", "experts", "latent"}
+    assert without == {"sequence_parallel", "sliding_window_layers", "experts", "latent", "pad_token_id"}
 
 
 # Field -> fields with another value of it; for the other fields, a number is halved and a switch is set.

@@ -128,3 +128,39 @@ def test_logits_equal_those_of_transformers(
     """Compare on one rank and with tensor-parallel size 2."""
     differences = [difference(0, 1), *ranks2.run(difference, 2)]
     assert max(differences) < TOLERANCE, differences
+
+
+def embedding_gradient_difference(rank: int, tp_size: int) -> float:
+    """Return the largest difference of the embedding's gradients, with a token of the text as padding."""
+    tp = TensorParallel() if tp_size == 1 else create_tensor_parallel([list(range(tp_size))])
+    differences = []
+    for name, (config, _, _) in LLAMA_FAMILY.items():
+        for sequence_parallel in {False, tp_size > 1}:
+            config = dataclasses.replace(config, init_std=0.1, sequence_parallel=sequence_parallel)
+            tokens_BS, _ = random_batches(config, 1, 1, micro_batch_size=4)[0][0]
+            padding = int(tokens_BS[0, 3])
+            model = Chain(dataclasses.replace(config, pad_token_id=padding), tp, DropoutClock()).eval()
+            state = llama_state(full_weights(model, tp), config)
+            hf_model = load(llama_model(name), {key: value.detach().clone() for key, value in state.items()})
+            hf_model.model.embed_tokens.padding_idx = padding
+            hf_model(tokens_BS).logits.square().sum().backward()
+            logits_BSV = model(tokens_BS)
+            logits_BSV[
+                ..., : max(0, config.vocab_size - tp.rank * logits_BSV.size(-1))
+            ].square().sum().backward()
+            found = {
+                key: p.grad for key, p in model.parameters_by_layer().items() if "word_embeddings" in key
+            }
+            (gradient,) = (gather_shards(grad, 0, tp)[: config.vocab_size] for grad in found.values())
+            expected = hf_model.model.embed_tokens.weight.grad
+            assert config.untie_embeddings_and_output_weights == (not expected[padding].any())
+            differences.append(float((gradient - expected).abs().max() / expected.abs().max()))
+    return max(differences)
+
+
+def test_the_padding_token_is_trained_as_by_transformers(ranks2: RankPool) -> None:
+    differences = [
+        embedding_gradient_difference(0, 1),
+        *ranks2.run(embedding_gradient_difference, 2),
+    ]
+    assert max(differences) < TOLERANCE, differences
