@@ -46,7 +46,8 @@ def main() -> int:
     settings = job.plan.settings
     datasets = functools.partial(build_gpt_datasets, args.data_path, args.split, args.seq_length)
     length = args.seq_length if settings.sequence_slices > 1 else 0  # slices need samples of one length
-    collate = None if options.packs else functools.partial(pad_conversations, length=length)
+    shares = settings.tensor_parallel_size if config.sequence_parallel else 1
+    collate = None if options.packs else functools.partial(pad_conversations, length=length, multiple=shares)
     train, valid = job.micro_batches(lambda samples: datasets(samples, args.seed, options), collate)
     token_bytes = START_BYTES if config.packed else 0
     args.notes += describe_data(train.dataset)

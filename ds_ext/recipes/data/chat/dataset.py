@@ -149,12 +149,15 @@ class ChatDataset(EpochDataset[Sample]):
         return self._mask.document(number)[1 : self.seq_length + 1] == 1
 
 
-def pad_conversations(samples: Sequence[tuple[Tensor, Tensor]], length: int = 0) -> tuple[Tensor, Tensor]:
+def pad_conversations(
+    samples: Sequence[tuple[Tensor, Tensor]], length: int = 0, multiple: int = 1
+) -> tuple[Tensor, Tensor]:
     """Return (tokens_BS, labels_BS) with S of the longest sample, or ``length`` if that is longer.
 
-    The padding is at the end, where a decoder's tokens do not attend to it.
+    S is rounded up to a ``multiple``. The padding is at the end, where a decoder's tokens do not attend to it.
     """
     length = max(length, *(len(tokens_S) for tokens_S, _ in samples))
+    length += -length % multiple
     tokens, labels = (
         torch.stack([pad(tensor_S, (0, length - len(tensor_S)), value=value) for tensor_S in column])
         for column, value in zip(zip(*samples, strict=True), (PADDING_TOKEN, IGNORE_INDEX), strict=True)

@@ -196,6 +196,8 @@ def test_conversations_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert ids.shape == labels.shape == (3, 5)
     assert int((labels != IGNORE_INDEX).sum()) == 4 and int((ids == 0).sum()) == 3 + 1
     assert pad_conversations([samples[0]], length=9)[0].shape == (1, 9)
+    shapes = [tensor.shape for tensor in pad_conversations(samples[:3], multiple=4)]
+    assert shapes == [(3, 8)] * 2
     part: Any
     (part,) = build_gpt_datasets(str(folder), "1", 3, (2, 0, 0), 1, alone)[0].parts
     assert (part.num_conversations, part.num_dropped) == (1, 2)
