@@ -294,7 +294,7 @@ class TransformerConfig:
     latent: LatentAttention | None = field(default=None, metadata=NO_FLAG)
     pad_token_id: int | None = field(default=None, metadata=NO_FLAG)
 
-    _unchecked: ClassVar[tuple[str, ...]] = ("seed",)  # fields with any number
+    _unchecked: ClassVar[tuple[str, ...]] = ("seed", "pad_token_id")  # fields with any number
 
     def __post_init__(self) -> None:
         self._check_ranges()

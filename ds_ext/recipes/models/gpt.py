@@ -71,7 +71,7 @@ class GPTConfig(TransformerConfig):
             raise ConfigError(f"--lora-rank: needs a model of --hf-model (got {self.lora_rank}). Add it.")
 
     def _check_shards(self, tp_size: int) -> None:
-        if self.transformer_impl != "transformers":  # its plan decides, see ds_ext.hf.shards
+        if self.transformer_impl != "transformers" or self.experts is None:  # see also ds_ext.hf.shards
             super()._check_shards(tp_size)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from ds_ext.model.config import PLANNED, RopeScaling, TransformerConfig
 from ds_ext.model.field_flags import add_flags, fields_of, flag, flags_of, keys_of
+from ds_ext.model.hf_decoder import decoder_fields
 from ds_ext.planner.auto import model_of_train, training_sizes
 from ds_ext.planner.training_sizes import TrainingSizes
 from ds_ext.recipes.models.bert import BertConfig
@@ -130,3 +131,13 @@ def test_the_planner_and_bert_have_all_fields() -> None:
     sizes = TrainingSizes.of_model(config, data_parallel=2)
     assert {name: getattr(sizes, name) for name in names} == vars(config)
     assert sizes.data_parallel == 2
+
+
+@pytest.mark.parametrize(("written", "expected"), [(None, None), (0, 0), (7, 7), (-1, 82)])
+def test_the_padding_row_of_a_folder(written: int | None, expected: int | None) -> None:
+    """torch counts negative rows from the end."""
+    values = {
+        **{"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4},
+        **{"intermediate_size": 64, "vocab_size": 83, "max_position_embeddings": 16, "pad_token_id": written},
+    }
+    assert TransformerConfig(**decoder_fields(values)).pad_token_id == expected

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ds_ext.errors import ConfigError
-from ds_ext.model.config import RopeScaling
+from ds_ext.model.config import Experts, RopeScaling
 from ds_ext.planner.training_sizes import TrainingSizes
 from ds_ext.recipes.data.tokenizer import train_bpe
 from ds_ext.recipes.models.gpt import GPTConfig
@@ -175,7 +175,10 @@ def test_fields_that_layers_of_transformers_lack(changes: dict[str, Any], key: s
     config = replace(MODEL, transformer_impl="transformers", lora_rank=2)
     with pytest.raises(ConfigError, match=f"^{key}: "):
         replace(config, **changes)
-    config.check_tensor_parallel(3)  # the plan of transformers decides, see ds_ext.hf.shards
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size: .*got 3"):
+        config.check_tensor_parallel(3)
+    mixture = replace(config, experts=Experts(3, 1, 8))
+    mixture.check_tensor_parallel(3)  # the plan of transformers decides, see ds_ext.hf.shards
 
 
 def test_adapters_need_weights_only() -> None:
