@@ -93,4 +93,7 @@ def _sizes_of(model: str) -> TransformerConfig:
         fields = decoder_fields(values) if experts is None else mixture_fields(values, experts)
         return TransformerConfig(**{**fields, "seq_length": min(fields["seq_length"], _MOST_TOKENS)})
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        others = ""
+        if str(error).startswith("model_type: "):
+            others = " A dry run of train_gpt.py --hf-model FOLDER has the memory of other decoders."
+        raise ConfigError(f"{path}: {error}{others}") from None
