@@ -32,7 +32,9 @@ def main() -> int:
     parser.add_argument("config", type=Path)
     parser.add_argument("--ranks", type=int, help="default: as many as GPUs or cores, at most 4")
     parser.add_argument("--port", default="29500")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"of each run of the comparison (default: {STEPS})")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, help=f"of each run of the comparison (default: {STEPS})"
+    )
     args = parser.parse_args()
     job = json.loads(args.config.read_text(encoding="utf-8"))
     gpus, cores = torch.cuda.device_count(), int(usable_cores())
