@@ -8,9 +8,9 @@ from pathlib import Path
 from ..errors import ConfigError, ScheduleError
 from ..model.config import PLANNED, SIZES, TransformerConfig
 from ..model.field_flags import add_flags, fields_of, flag_name, flags_of
-from ..model.hf_decoder import decoder_fields
+from ..model.hf_decoder import decoder_fields, is_of_transformers
 from ..model.json_values import read_json
-from ..model.mixture import experts_of, mixture_fields
+from ..model.mixture import decoder_fields_like_llama, experts_of
 from ..planner.named_models import LLAMA, MODELS, named_model
 from ..planner.training_sizes import TrainingSizes
 
@@ -90,10 +90,15 @@ def _sizes_of(model: str) -> TransformerConfig:
     values = read_json(path)
     try:
         experts = experts_of(values)
-        fields = decoder_fields(values) if experts is None else mixture_fields(values, experts)
+        if experts is not None or is_of_transformers(values):
+            fields = decoder_fields_like_llama(values, experts)
+        else:
+            fields = decoder_fields(values)
         return TransformerConfig(**{**fields, "seq_length": min(fields["seq_length"], _MOST_TOKENS)})
     except ConfigError as error:
         others = ""
         if str(error).startswith("model_type: "):
-            others = " A dry run of train_gpt.py --hf-model FOLDER has the memory of other decoders."
+            others = (
+                " Other decoders need architectures that end with ForCausalLM, and the usual names of sizes."
+            )
         raise ConfigError(f"{path}: {error}{others}") from None

@@ -153,7 +153,7 @@ def run_plan(args: argparse.Namespace) -> int:
             print(fbd["reason"])
         if config is not None and plan.best.fits:
             weights = f"--vocab-size {model.vocab_size}"
-            if model.experts is not None:
+            if model.is_of_folder:
                 weights = f"--hf-model {args.model if Path(args.model).is_dir() else 'FOLDER'}"
             words = f"--hosts {cluster.links.hosts} {weights} --dry-run"
             command = f"`python train_gpt.py --deepspeed_config {args.output or 'plan.json'} {words}`"
@@ -330,6 +330,11 @@ def _header(args: argparse.Namespace, cluster: Cluster, model: TrainingSizes, co
         *(
             ["            small matrices of experts, which are slower, and uneven loads"]
             if model.experts
+            else []
+        ),
+        *(
+            ["            what layers of this model have beside those of a Llama"]
+            if model.transformer_impl == "transformers"
             else []
         ),
     ]

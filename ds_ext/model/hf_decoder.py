@@ -47,12 +47,11 @@ def decoder_fields(values: Mapping[str, Any], *others: str) -> dict[str, Any]:
     ``others`` are further kinds that the caller supports, for the error.
     """
     kind, text = values.get("model_type"), values.get("text_config")
-    for key, value in {**values, **(text if isinstance(text, Mapping) else {})}.items():
-        if "experts" in key and isinstance(value, int) and value > 1:
-            raise ConfigError(
-                f"{key}: layers of ds_ext have no experts (got {value}). Use layers of transformers, as train_gpt.py "
-                f"--hf-model does ({ANSWERS})."
-            )
+    for key, value in _experts({**values, **(text if isinstance(text, Mapping) else {})}):
+        raise ConfigError(
+            f"{key}: layers of ds_ext have no experts (got {value}). Use layers of transformers, as train_gpt.py "
+            f"--hf-model does ({ANSWERS})."
+        )
     if kind == "gpt2":
         return _gpt2_fields(values)
     if kind not in LLAMA_KINDS:
@@ -60,6 +59,17 @@ def decoder_fields(values: Mapping[str, Any], *others: str) -> dict[str, Any]:
         kinds = f"{', '.join(first_kinds)} and {last_kind}"
         raise ConfigError(f"model_type: only {kinds} can be converted (got {json.dumps(kind)}).")
     return _llama_fields(kind, values)
+
+
+def is_of_transformers(values: Mapping[str, Any]) -> bool:
+    """Return whether a ``config.json`` is that of a decoder without experts that only transformers has layers for."""
+    is_decoder = any(str(name).endswith("ForCausalLM") for name in values.get("architectures") or ())
+    return is_decoder and values.get("model_type") not in ("gpt2", *LLAMA_KINDS) and not _experts(values)
+
+
+def _experts(values: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return the keys that speak of more than one expert."""
+    return [(k, n) for k, n in values.items() if "experts" in k and isinstance(n, int) and n > 1]
 
 
 def _gpt2_fields(values: Mapping[str, Any]) -> dict[str, Any]:

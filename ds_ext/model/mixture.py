@@ -1,4 +1,4 @@
-"""Sizes of mixtures of experts, from the ``config.json`` of transformers' decoders. Does not import torch."""
+"""Sizes of layers of transformers, from the ``config.json`` of a decoder. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,21 @@ from .config import Experts, LatentAttention
 from .json_values import integer
 
 _NUMBER = ("num_local_experts", "num_experts", "n_routed_experts")
+# Types of models whose MLP has no gate.
+_WITHOUT_GATE = (
+    *(
+        "gpt_neox",
+        "phi",
+        "starcoder2",
+        "nemotron",
+        "falcon",
+        "opt",
+        "persimmon",
+        "gpt_bigcode",
+        "arcee",
+        "jais2",
+    ),
+)
 _PER_TOKEN = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -40,8 +55,8 @@ def _dense_layers(values: Mapping[str, Any]) -> int:
     return sum(i < first or i in without or (i + 1) % step > 0 for i in range(layers))
 
 
-def mixture_fields(values: Mapping[str, Any], experts: Experts) -> dict[str, Any]:
-    """Return the fields of a TransformerConfig for a mixture, as far as the layers of a Llama have them."""
+def decoder_fields_like_llama(values: Mapping[str, Any], experts: Experts | None) -> dict[str, Any]:
+    """Return the fields of a TransformerConfig for layers of transformers, as far as those of a Llama have them."""
     kind, heads, latent = values.get("model_type"), integer(values, "num_attention_heads"), latent_of(values)
     hidden, head_size = integer(values, "hidden_size"), integer(values, "head_dim", None)
     if latent is not None:
@@ -52,7 +67,9 @@ def mixture_fields(values: Mapping[str, Any], experts: Experts) -> dict[str, Any
         "num_attention_heads": heads,
         "num_query_groups": integer(values, "num_key_value_heads", heads),
         "kv_channels": head_size or hidden // heads,
-        "ffn_hidden_size": integer(values, "intermediate_size", experts.width),
+        "ffn_hidden_size": integer(
+            values, "intermediate_size", *(() if experts is None else (experts.width,))
+        ),
         "vocab_size": integer(values, "vocab_size"),
         "seq_length": integer(values, "max_position_embeddings"),
         "max_position_embeddings": integer(values, "max_position_embeddings"),
@@ -60,13 +77,14 @@ def mixture_fields(values: Mapping[str, Any], experts: Experts) -> dict[str, Any
         "attention_dropout": 0.0,
         "position_embedding_type": "rope",
         "normalization": "RMSNorm",
-        "swiglu": True,
+        "swiglu": kind not in _WITHOUT_GATE,
         "add_bias_linear": kind == "gpt_oss",
         "add_qkv_bias": kind == "qwen2_moe" or bool(values.get("attention_bias")),
         "qk_layernorm": kind == "qwen3_moe" or bool(values.get("use_qk_norm")),
         "untie_embeddings_and_output_weights": not values.get("tie_word_embeddings", False),
         "experts": experts,
         "latent": latent,
+        "transformer_impl": "transformers",
     }
 
 

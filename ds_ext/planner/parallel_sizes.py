@@ -174,8 +174,8 @@ class ParallelSizes:
         if candidate is None or candidate.sizes is None:
             raise ScheduleError(self.candidates.reason())
         sizes, layers, lengths = candidate.sizes, candidate.layers, candidate.slice_lengths
-        # The vocabulary is that of the data; experts are those of a folder.
-        fixed = ("vocab_size",) if sizes.experts is None else (*WEIGHT_FIELDS, *TRAINED_FIELDS)
+        # The vocabulary is that of the data; layers of transformers are those of a folder.
+        fixed = (*WEIGHT_FIELDS, *TRAINED_FIELDS) if sizes.is_of_folder else ("vocab_size",)
         train = keys_of(TransformerConfig, sizes)
         for key in keys_of(TransformerConfig, sizes, fixed):
             train.pop(key, None)

@@ -111,6 +111,11 @@ class TrainingSizes(TransformerConfig):
         return self.num_attention_heads * self.head_size, self.query_groups * self.head_size
 
     @property
+    def is_of_folder(self) -> bool:
+        """True if only layers of transformers, from a folder, have these sizes."""
+        return self.experts is not None or self.transformer_impl == "transformers"
+
+    @property
     def attention_shards(self) -> int:
         """Ranks that share an attention: transformers' plans do not divide a latent one."""
         return self.tensor_parallel if self.latent is None else 1

@@ -390,6 +390,22 @@ def test_a_mixture_of_hugging_face(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"--hf-model {tmp_path} " in capsys.readouterr().out
 
 
+def test_a_folder_of_another_decoder(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Its sizes are those of a Llama here, and its JSON is for layers of transformers."""
+    words = ["plan", "--devices", "8", "--gpu", "h100", "--global-batch-size", "8", "--tensor-parallel", "2"]
+    for kind in ("llama", "glm4"):
+        values = {**QWEN3, "model_type": kind, "architectures": ["Glm4ForCausalLM"]}
+        (tmp_path / f"{kind}.json").write_text(json.dumps(values))
+    known, other = (
+        found_by(capsys, *words, "--model", str(tmp_path / f"{k}.json")) for k in ("llama", "glm4")
+    )
+    rows = [found["best"][0] for found in (known, other)]
+    assert rows[1]["memory_bytes"] == pytest.approx(rows[0]["memory_bytes"], rel=1e-3)
+    train = other["config"]["ds_ext"]["train"]
+    assert train["transformer_impl"] == "transformers" and "hidden_size" not in train
+    assert "hidden_size" in known["config"]["ds_ext"]["train"]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

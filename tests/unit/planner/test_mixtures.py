@@ -10,7 +10,8 @@ import torch
 
 from ds_ext.errors import ConfigError, ScheduleError
 from ds_ext.model.config import Experts, LatentAttention, TransformerConfig
-from ds_ext.model.mixture import experts_of, mixture_fields
+from ds_ext.model.hf_decoder import is_of_transformers
+from ds_ext.model.mixture import decoder_fields_like_llama, experts_of
 from ds_ext.pipe_schedules.placement import linear
 from ds_ext.planner.named_models import MODELS
 from ds_ext.planner.training_sizes import TrainingSizes
@@ -49,7 +50,7 @@ def test_parameters_are_those_of_transformers(name: str, config: Any, missing: f
     experts = experts_of(values)
     assert experts is not None
     active = total - inside + inside * experts.per_token // experts.number
-    sizes = sizes_of(TransformerConfig(**mixture_fields(values, experts)))
+    sizes = sizes_of(TransformerConfig(**decoder_fields_like_llama(values, experts)))
     assert sizes.device_parameters(linear(1), 0) == pytest.approx(total, rel=1e-12)
     assert sizes.active_parameters == pytest.approx(active, rel=1e-12)
     if name:
@@ -89,4 +90,20 @@ def test_wrong_sizes_of_a_latent_attention(numbers: tuple[int, ...]) -> None:
 )
 def test_wrong_numbers_of_experts(numbers: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="experts: "):
-        Experts(*numbers)
+        Experts(*numbers)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("family", ["Gemma3Text", "Phi3", "Olmo2", "Granite", "GPTNeoX", "Starcoder2"])
+def test_sizes_of_other_decoders_are_close(family: str) -> None:
+    """Norms and biases that a Llama lacks are not counted."""
+    config = getattr(transformers, f"{family}Config")(
+        **{"num_hidden_layers": 4, "hidden_size": 1024, "num_attention_heads": 8, "intermediate_size": 3072},
+        **{"vocab_size": 32000, "pad_token_id": 0},
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    values = {**config.to_dict(), "architectures": [f"{family}ForCausalLM"]}
+    assert is_of_transformers(values)
+    sizes = sizes_of(TransformerConfig(**decoder_fields_like_llama(values, None)))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert sizes.device_parameters(linear(1), 0) == pytest.approx(total, rel=5e-3)

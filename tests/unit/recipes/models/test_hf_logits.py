@@ -148,10 +148,9 @@ def embedding_gradient_difference(rank: int, tp_size: int) -> float:
             logits_BSV[
                 ..., : max(0, config.vocab_size - tp.rank * logits_BSV.size(-1))
             ].square().sum().backward()
-            found = {
-                key: p.grad for key, p in model.parameters_by_layer().items() if "word_embeddings" in key
-            }
-            (gradient,) = (gather_shards(grad, 0, tp)[: config.vocab_size] for grad in found.values())
+            (weight,) = (p for key, p in model.parameters_by_layer().items() if "word_embeddings" in key)
+            assert weight.grad is not None
+            gradient = gather_shards(weight.grad, 0, tp)[: config.vocab_size]
             expected = hf_model.model.embed_tokens.weight.grad
             assert config.untie_embeddings_and_output_weights == (not expected[padding].any())
             differences.append(float((gradient - expected).abs().max() / expected.abs().max()))
