@@ -112,7 +112,10 @@ def assert_close(found: Any, expected: Any) -> None:
         for key in expected if isinstance(expected, dict) else range(len(expected)):
             assert_close(found[key], expected[key])
     else:
-        torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=EXACT, atol=EXACT)
+        tensors = torch.as_tensor(found), torch.as_tensor(expected)
+        torch.testing.assert_close(
+            *tensors, rtol=EXACT, atol=5 * EXACT
+        )  # logits of the size of 1, after a step
 
 
 @pytest.mark.parametrize("name", select([*JOBS], ["two ranks"]))
