@@ -97,13 +97,16 @@ def gpt_config(args: argparse.Namespace, plan: StagePlan | None) -> GPTConfig:
     """Return the config of the model. Raises ConfigError."""
     from ds_ext.recipes.models.gpt import GPTConfig
     from ds_ext.recipes.training.documents import document_options
+    from ds_ext.recipes.training.experts import take_experts
     from ds_ext.recipes.training.hf_model import config_of_model, folder_sizes
 
-    if args.transformer_impl == "transformers" and not args.hf_model:
+    if args.transformer_impl == "transformers" and not (args.hf_model or args.num_experts):
         raise ConfigError(
             "--transformer-impl: transformers needs a model (got no --hf-model). Add it, or use local."
         )
     document_options(args)  # chat data sets flags of the model
+    if args.num_experts:
+        take_experts(args, GPTConfig(**{**model_fields(args, plan), "vocab_size": vocab_size(args)}))
     sizes = folder_sizes(config_of_model(Path(args.hf_model), args.transformer_impl)) if args.hf_model else {}
     return GPTConfig(**{**model_fields(args, plan), **sizes, "vocab_size": vocab_size(args)})
 

@@ -55,10 +55,12 @@ def shard_name(number: int, shards: int) -> str:
 
 
 class ModelFolder:
-    def __init__(self, folder: Path) -> None:
+    """Folder of a model. With ``new_weights``, its files of weights are not read and may be missing."""
+
+    def __init__(self, folder: Path, new_weights: bool = False) -> None:
         self.path = folder
         self.config = read_config(folder)
-        self._files = self._find_files()
+        self._files = {} if new_weights else self._find_files()
 
     @property
     def names(self) -> list[str]:
@@ -140,6 +142,10 @@ def _read_weight_map(index: Path) -> dict[str, str]:
                 f"save the model again."
             )
     return weight_map
+
+
+def has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (WEIGHTS, INDEX))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Auxiliary loss of the routers of a decoder with experts, as in transformers with ``output_router_logits``.
+"""Auxiliary losses of the routers of a decoder with experts.
 
-It is pooled: counts and probabilities are summed over all decoder layers before they are multiplied, so no stage can
-compute its part. Every decoder layer adds its sums to a vector that travels with the hidden states, and the loss
-function multiplies them.
+That of transformers, with ``output_router_logits``, is pooled: counts and probabilities are summed over all decoder
+layers before they are multiplied, so no stage can compute its part. Every decoder layer adds its sums to a vector that
+travels with the hidden states, and the loss function multiplies them. Megatron's losses are sums over layers.
 
 E: experts, K: experts of a token, N: tokens.
 """
@@ -78,6 +78,32 @@ class Routers:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+@dataclass(frozen=True)
+class LayerRouters(Routers):
+    """Routers whose losses are sums over layers, as in Megatron.
+
+    Attributes:
+        z_coefficient: factor of the mean square of the logarithm of the sum of the exponentials of the logits
+            (arXiv 2202.08906, section 3).
+    """
+
+    z_coefficient: float = 0.0
+
+    def zeros(self, device: torch.device | None = None) -> Tensor:
+        """Return the loss before the first layer."""
+        return torch.zeros(1, device=device)
+
+    def add(self, sums: Tensor, logits_NE: Tensor, mask_N: Tensor | None) -> Tensor:
+        layer = super().add(super().zeros(sums.device), logits_NE.float(), mask_N)
+        weights_N = torch.ones_like(logits_NE[:, 0]) if mask_N is None else mask_N.to(logits_NE.dtype)
+        squares_N = logits_NE.float().logsumexp(-1).square()
+        z = self.z_coefficient * (squares_N @ weights_N.float()) / layer[-1].detach().clamp_min(1)
+        return sums + super().loss(layer) / self.chosen + z
+
+    def loss(self, sums: Tensor) -> Tensor:
+        return sums.squeeze(0)
 
 
 def find_routers(model: Any, backbone: Any) -> Routers | None:

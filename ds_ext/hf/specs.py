@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -17,22 +18,29 @@ from ..tensor_parallel import ChunkedHead, TensorParallel, current_slice
 from .find import find_split
 from .layers import DecoderHeadPart, DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
 from .lora import Adapters
-from .routers import AUXILIARY_LOSS, Routers
+from .routers import AUXILIARY_LOSS, LayerRouters, Routers
 from .shards import Vocabulary, check_shards
 from .split import Split
 from .weights import Source, make_source
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 IGNORE_INDEX = -100  # label of tokens that do not count, in transformers
+AuxiliaryLoss = Literal["pooled", "per_layer"]
 _TIE = "embedding"
 _Loss = TypeVar("_Loss", bound="NextTokenLoss")
 
 
 def from_transformers(
-    model_or_folder: nn.Module | str | Path,
+    model_or_folder: nn.Module | str | Path | PreTrainedConfig,
     *,
     lora: Any = None,
     dtype: torch.dtype | None = None,
     chunked_loss: bool = False,
+    auxiliary_loss: AuxiliaryLoss = "pooled",
+    z_loss: float = 0.0,
+    seed: int = 0,
 ) -> tuple[list[LayerSpec], CausalLoss]:
     """Split a causal language model of transformers into layers for :class:`ds_ext.PipelineModule`.
 
@@ -41,12 +49,17 @@ def from_transformers(
     are.
 
     Args:
-        model_or_folder: a transformers model, plain or wrapped by peft; or a folder with ``config.json`` and
-            safetensors files.
+        model_or_folder: a transformers model, plain or wrapped by peft; a folder with ``config.json`` and safetensors
+            files; or a config of transformers, for new weights.
         lora: ``peft.LoraConfig``: freeze all weights and train adapters in the decoder layers; None: train everything,
             or what a model in memory trains.
-        dtype: dtype of the weights from a folder; None: as in the folder.
+        dtype: dtype of the weights from a folder, or of new ones; None: as in the folder or the config.
         chunked_loss: compute head and loss in chunks of tokens, without storing the logits.
+        auxiliary_loss: loss of the routers, if ``config.output_router_logits`` is true: "pooled" over all layers, as in
+            transformers; or "per_layer", the sum of the losses of all layers, as in Megatron: the config's coefficient
+            times E / K times the product of the experts' mean probabilities and shares of the tokens.
+        z_loss: coefficient of the routers' z-loss (arXiv 2202.08906), a sum over layers; with "per_layer".
+        seed: seed of new weights, which are the same in every layout.
 
     Returns:
         ``(layers, loss_fn)``. The inputs of a micro-batch are ``ids_BS`` or ``(ids_BS, mask_BS)``, with a mask of 0 for
@@ -59,20 +72,38 @@ def from_transformers(
         ConfigError: the model cannot be split, the folder is incomplete, or a package is missing; or with
             ``chunked_loss``, the model changes its logits or has another loss than the cross entropy.
     """
-    source = make_source(model_or_folder, dtype)
+    source = make_source(model_or_folder, dtype, seed)
     split = find_split(source)
     adapters = None if lora is None else Adapters(lora, source, split)
-    return decoder_layers(source, split, adapters, chunked_loss, CausalLoss)
+    if z_loss and (auxiliary_loss == "pooled" or split.routers is None):
+        raise ConfigError(
+            f"z_loss: needs auxiliary_loss 'per_layer', and output_router_logits in the config (got {z_loss:g}). Set "
+            f"both."
+        )
+    kind = functools.partial(LayerRouters, z_coefficient=z_loss) if auxiliary_loss == "per_layer" else Routers
+    return decoder_layers(source, split, adapters, chunked_loss, CausalLoss, kind)
 
 
 def decoder_layers(
-    source: Source, split: Split, adapters: Adapters | None, chunked_loss: bool, loss_class: type[_Loss]
+    source: Source,
+    split: Split,
+    adapters: Adapters | None,
+    chunked_loss: bool,
+    loss_class: type[_Loss],
+    make_routers: Callable[[int, int, float, Any], Routers] = Routers,
 ) -> tuple[list[LayerSpec], _Loss]:
-    """Return layers and loss function as :func:`from_transformers` does, with a loss function of another class."""
+    """Return layers and loss function as :func:`from_transformers` does, with a loss function of another class.
+
+    Args:
+        make_routers: returns the routers with their loss, from the fields of those in the split.
+    """
     trial_loss = CausalLoss(source, Vocabulary())  # shifts the labels, as the model does in the trial
     reason = _reason_for_whole_logits(source, split, trial_loss)
     if chunked_loss and reason:
         raise _needs_whole_logits("chunked_loss", split, reason)
+    if split.routers is not None:
+        routers = make_routers(*(getattr(split.routers, field.name) for field in dataclasses.fields(Routers)))
+        split = dataclasses.replace(split, routers=routers)
     chunked = ChunkedHead(TensorParallel()) if chunked_loss else None
     vocabulary = Vocabulary(chunked, is_whole=bool(reason))
     loss_fn = loss_class(source, vocabulary, split.routers)

@@ -1,8 +1,9 @@
-"""Sources of a decoder's modules: a model in memory, or a Hugging Face folder that is read piece by piece."""
+"""Sources of a decoder's modules: a model in memory, a folder that is read piece by piece, or new weights."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from ..engine.deepspeed_api.names import require_names
 from ..errors import ConfigError
-from ..tensor_parallel import TensorParallel, is_sharded, shard_dim
+from ..tensor_parallel import TensorParallel, is_sharded, keyed_rng, mix_key, shard_dim
 from .folder import CONFIG, ModelFolder, read_config
 
 _NEEDS = "Install them with: pip install 'transformers>=5' safetensors"
@@ -54,7 +55,8 @@ class Source(Protocol):
         ...
 
 
-def make_source(model_or_folder: Any, dtype: torch.dtype | None) -> Source:
+def make_source(model_or_folder: Any, dtype: torch.dtype | None, seed: int = 0) -> Source:
+    """Return the source for a model, a folder, or a config, whose weights are new and drawn from ``seed``."""
     try:
         import transformers
     except ImportError:
@@ -64,6 +66,8 @@ def make_source(model_or_folder: Any, dtype: torch.dtype | None) -> Source:
             f"from_transformers: needs transformers 5 or newer (got {transformers.__version__}). {_NEEDS}"
         )
     require_names("transformers")
+    if isinstance(model_or_folder, transformers.PreTrainedConfig):
+        return NewWeights(model_or_folder, dtype, seed)
     if not isinstance(model_or_folder, nn.Module):
         return FolderSource(Path(model_or_folder), dtype)
     model: Any = model_or_folder
@@ -71,7 +75,7 @@ def make_source(model_or_folder: Any, dtype: torch.dtype | None) -> Source:
         model = model.get_base_model()  # peft's wrapper; the adapters are in the layers
     if not isinstance(model, transformers.PreTrainedModel):
         raise ConfigError(
-            f"model_or_folder: must be a transformers model or a folder (got {type(model).__name__}). Pass "
+            f"model_or_folder: must be a transformers model, a folder or a config (got {type(model).__name__}). Pass "
             f"AutoModelForCausalLM.from_pretrained(...) or the path of its folder."
         )
     if dtype is not None:
@@ -110,21 +114,14 @@ class ModelSource:
         return self.model.get_parameter(name).detach()[rows]
 
 
-class FolderSource:
-    """Modules built from ``config.json``, with weights from the folder's safetensors files.
+class _Built:
+    """Modules built from a config."""
 
-    transformers renames and converts the weights as ``from_pretrained`` does. Only the files' parts with the weights
-    of the module are read. Without ``dtype``, it is that of the folder.
-    """
+    _dtype: torch.dtype
 
-    def __init__(self, folder: Path, dtype: torch.dtype | None) -> None:
-        self.folder = folder
-        self.config = _read_config(folder)
-        self._class = _model_class(self.config, folder)
-        self._weights = ModelFolder(folder)
-        self._dtype = dtype or self._saved_dtype()
-        if getattr(self.config, "tie_word_embeddings", False) and not self._is_head_embedding():
-            self.config.tie_word_embeddings = False  # as from_pretrained does
+    def __init__(self, config: Any, name: object) -> None:
+        self.config = config
+        self._class = _model_class(config, name)
 
     @property
     def loss_function(self) -> Any:
@@ -136,6 +133,68 @@ class FolderSource:
     def reference(self) -> Any:
         """Return a skeleton, whose tied parameters are tied."""
         return self.skeleton()
+
+
+class NewWeights(_Built):
+    """Modules with new weights, as the class of the model draws them.
+
+    The weights of a module depend on ``seed`` and its path alone, so that they are the same in every layout.
+    """
+
+    def __init__(self, config: Any, dtype: torch.dtype | None, seed: int) -> None:
+        super().__init__(config, type(config).__name__)
+        self._seed = seed
+        self._dtype = dtype or _dtype_of(config) or torch.float32
+
+    def submodule(self, path: str) -> nn.Module:
+        model = self.skeleton()
+        names, module = _weight_names(model, path), model.get_submodule(path)
+        inside = [name for name in names if name.startswith(f"{path}.")]
+        owners = {name.rpartition(".")[0] for name in names.difference(inside)}  # of tied weights
+        for part in [*sorted(owners), path]:
+            self._draw(model, part)
+        model.tie_weights(recompute_mapping=False)
+        return module
+
+    def _draw(self, model: Any, path: str) -> None:
+        module = model.get_submodule(path)
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and parameter.is_meta:
+                    values = torch.full_like(parameter, math.nan, device="cpu")
+                    part._parameters[name] = nn.Parameter(values, parameter.requires_grad)
+            part.__dict__.pop("_is_hf_initialized", None)
+        with keyed_rng(mix_key("weights", self._seed, path), torch.device("cpu")):
+            model.initialize_weights()
+        for name, parameter in module.named_parameters():
+            if parameter.isnan().any():
+                raise ConfigError(
+                    f"model_or_folder: {self._class.__name__} has no rule for new values of {path}.{name} (got a "
+                    f"config). Write a folder with save_pretrained() of a new model, and pass it."
+                )
+
+    def divided(self, path: str, divide: Callable[[nn.Module], None], tp: TensorParallel) -> nn.Module | None:
+        return None  # the whole module is drawn
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        path, _, key = name.rpartition(".")
+        return self.submodule(path).get_parameter(key).detach()[rows]
+
+
+class FolderSource(_Built):
+    """Modules built from ``config.json``, with weights from the folder's safetensors files.
+
+    transformers renames and converts the weights as ``from_pretrained`` does. Only the files' parts with the weights
+    of the module are read. Without ``dtype``, it is that of the folder.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None) -> None:
+        super().__init__(config_of(folder), folder)
+        self.folder = folder
+        self._weights = ModelFolder(folder)
+        self._dtype = dtype or _dtype_of(self.config) or self._dtype_of_files()
+        if getattr(self.config, "tie_word_embeddings", False) and not self._is_head_embedding():
+            self.config.tie_word_embeddings = False  # as from_pretrained does
 
     def submodule(self, path: str) -> nn.Module:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -208,11 +267,8 @@ class FolderSource:
         path, _, key = name.rpartition(".")
         return self.submodule(path).get_parameter(key).detach()[rows]
 
-    def _saved_dtype(self) -> torch.dtype:
-        dtype = self.config.dtype
-        if isinstance(dtype, str):
-            dtype = getattr(torch, dtype)
-        return dtype or self._weights.read_rows(self._weights.names[0], 0, 0).dtype
+    def _dtype_of_files(self) -> torch.dtype:
+        return self._weights.read_rows(self._weights.names[0], 0, 0).dtype
 
     def _is_head_embedding(self) -> bool:
         """Return whether the files have no head, or one that equals the word embedding."""
@@ -249,7 +305,8 @@ class FolderSource:
         return targets
 
 
-def _read_config(folder: Path) -> Any:
+def config_of(folder: Path) -> Any:
+    """Return transformers' config for the ``config.json`` of a folder."""
     import transformers
 
     if not (folder / CONFIG).is_file():
@@ -279,13 +336,17 @@ def _read_config(folder: Path) -> Any:
     return config
 
 
-def _model_class(config: Any, folder: Path) -> Any:
+def _dtype_of(config: Any) -> torch.dtype | None:
+    return getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
+
+
+def _model_class(config: Any, name: object) -> Any:
     import transformers
 
     mapping = transformers.AutoModelForCausalLM._model_mapping
     if type(config) not in mapping:
         raise ConfigError(
-            f"{folder}: {type(config).__name__} has no causal language model in transformers. Use a "
+            f"{name}: {type(config).__name__} has no causal language model in transformers. Use a "
             f"decoder-only model."
         )
     return mapping[type(config)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -213,6 +214,33 @@ def test_a_mixture_in_shards_is_saved_and_exported(
     assert [result.returncode for result in results] == [0, 0], results
     (last,) = (row["loss"] for row in rows if row["step"] == STEPS)
     assert float(loss_of(load(output), folder, STEPS)) == pytest.approx(last, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Llama"])
+def test_new_weights_of_a_folder(train: Callable[..., Any], folder: Path, tmp_path: Path, kind: str) -> None:
+    """They are the same in every layout, and a folder without weights becomes one with them.
+
+    Those of a Llama are in layers of ds_ext.
+    """
+    model, saved, output = tmp_path / "model", tmp_path / "saved", tmp_path / "output"
+    shutil.copytree(folder / "model", model, ignore=shutil.ignore_patterns("*.safetensors"))
+    if kind == "Llama":
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+        transformers.LlamaConfig(**sizes, vocab_size=400, max_position_embeddings=64).save_pretrained(model)
+    flags = ["--hf-model", str(model), "--train-from-scratch", "--train-iters", "2"]
+    results, rows = train("fp32", *flags, "--save", str(saved))
+    assert [result.returncode for result in results] == [0, 0], results
+    assert rows[0]["loss"] == pytest.approx(math.log(400), rel=0.05)
+    sharded = train("fp32", *flags, "--tensor-model-parallel-size", "2", schedule="1f1b", pp=1)[1]
+    assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in sharded[-2:]], rel=1e-5)
+    source = ["--hf-model", str(model)] if kind == "Gemma2" else []
+    assert main(["convert", str(saved), "--to", "hf", str(output), *source]) == 0
+    assert (output / "tokenizer.json").is_file()
+    results, rows = train("fp32", *flags[:-1], "3", "--load", str(saved), schedule="1f1b")
+    assert [result.returncode for result in results] == [0, 0], results
+    trained = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    expected = loss_of(trained, folder, 3).item()  # a Llama packs its conversations
+    assert rows[-1]["loss"] == pytest.approx(expected, rel=1e-4 if kind == "Gemma2" else 1e-2)
 
 
 def test_text_has_the_loss_of_the_model(train: Callable[..., Any], folder: Path, tmp_path: Path) -> None:

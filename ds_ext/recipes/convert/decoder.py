@@ -15,10 +15,11 @@ from ...engine.checkpoint.folder import check_contents
 from ...engine.checkpoint.save import STATE_FILE
 from ...errors import ConfigError
 from ...hf.find import find_split
-from ...hf.folder import shape_text
+from ...hf.folder import has_weights, shape_text
 from ...hf.lora import lora_config
-from ...hf.weights import make_source
+from ...hf.weights import config_of, make_source
 from .checkpoint_weights import CheckpointWeights, new_folder, open_source
+from .tokenizer_files import find_tokenizer, save_tokenizer
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
@@ -42,7 +43,7 @@ def write_decoder_folder(
     """
     checkpoint, manifest = open_source(source)
     weights, state = CheckpointWeights(checkpoint, manifest), read_plain(checkpoint / STATE_FILE)
-    cut = find_split(make_source(model, None))
+    cut = find_split(make_source(model if has_weights(model) else config_of(model), None))
     names: dict[str, str] = {}  # in the checkpoint -> in the model
     for name in weights.shapes:
         layer, _, key = name.partition(".")
@@ -57,6 +58,12 @@ def write_decoder_folder(
     check_contents(checkpoint, manifest)
     trained, peft_model = _load_model(model, dtype, rank if adapters else None)
     parameters = dict(trained.named_parameters())
+    unknown = [] if has_weights(model) else sorted(parameters.keys() - names.values())
+    if unknown:
+        raise ConfigError(
+            f"--hf-model: {model} has no weights, and the checkpoint lacks {len(unknown)} (got none of {unknown[0]}). "
+            f"Use the folder that was trained."
+        )
     _check_shapes(weights, names, parameters, model)
     with torch.no_grad():
         for name, target in names.items():
@@ -64,8 +71,13 @@ def write_decoder_folder(
     if peft_model is not None:
         trained = peft_model.merge_and_unload()
     with new_folder(output) as folder:
+        found = None if has_weights(model) else find_tokenizer(None, state)
+        if found is not None:
+            trained.config.eos_token_id = found[0].eod_id
         trained.save_pretrained(folder, max_shard_size=shard_bytes)
         _copy_other_files(model, folder)
+        if found is not None:
+            save_tokenizer(found, folder)
     elements = sum(parameter.numel() for parameter in trained.parameters())
     if adapters:
         origin = f"with the adapters of {len(adapters) // 2} layers merged"
@@ -78,7 +90,11 @@ def _load_model(folder: Path, dtype: str, lora_rank: int | None) -> tuple[Any, A
     """Return the model of a folder, and the peft model that gives it adapters; None without ``lora_rank``."""
     import transformers
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    factory, precision = transformers.AutoModelForCausalLM, getattr(torch, dtype)
+    if has_weights(folder):
+        model = factory.from_pretrained(folder, dtype=precision)
+    else:
+        model = factory.from_config(config_of(folder), dtype=precision)
     if lora_rank is None:
         return model, None
     import peft

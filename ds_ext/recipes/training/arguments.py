@@ -81,11 +81,12 @@ def read_job(
     _set_train_for_auto(merged.config, args)
     if path is None:
         merged.set_by.setdefault("train_batch_size", "--global-batch-size")
+    whole = None
     with problems.collect("schedule"):
-        settings = load_config(merged.config).ds_ext
-    if problems.undecided & FLAGS_OF_THE_JSON:
+        whole = load_config(merged.config)
+    if whole is None or problems.undecided & FLAGS_OF_THE_JSON:
         return args, None
-    return args, JobConfig(merged.config, settings, path, merged.set_by)
+    return args, JobConfig(whole.deepspeed, whole.ds_ext, path, merged.set_by)
 
 
 def finished_json(

@@ -32,11 +32,11 @@ def config_of_model(folder: Path, transformer_impl: str) -> TransformerConfig:
 
 def _estimated(folder: Path) -> TransformerConfig:
     """Return the sizes of any decoder of transformers, as far as a GPT of ds_ext has them."""
-    from ...hf.folder import ModelFolder
-    from ...hf.weights import make_source
+    from ...hf.weights import config_of, make_source
     from ..models.gpt import GPTConfig
 
-    config = make_source(folder, None).config.get_text_config()
+    whole = config_of(folder)
+    config, names = whole.get_text_config(), make_source(whole, None).skeleton().state_dict()
 
     def size(key: str) -> int | None:
         value = getattr(config, key, None)
@@ -56,7 +56,7 @@ def _estimated(folder: Path) -> TransformerConfig:
         attention_dropout=0.0,
         position_embedding_type="rope",
         normalization="RMSNorm",
-        swiglu=any("gate" in name for name in ModelFolder(folder).names),
+        swiglu=any("gate" in name for name in names),
         num_query_groups=groups if heads % groups == 0 else None,
         kv_channels=size("head_dim") or max(2, hidden // heads // 2 * 2),
         add_bias_linear=False,
@@ -86,6 +86,11 @@ def take_sizes(args: argparse.Namespace, sources: Mapping[str, str]) -> None:
     if isinstance(config, BertConfig):
         raise ConfigError(
             f"--hf-model: train_gpt.py trains no BERT (got {folder}). Use convert --from hf and train_bert.py."
+        )
+    if args.train_from_scratch and args.lora_rank is not None:
+        raise ConfigError(
+            f"--train-from-scratch: adapters of new weights learn little (got --lora-rank {args.lora_rank}). Remove "
+            f"one of the flags."
         )
     if args.transformer_impl == "transformer_engine":
         raise ConfigError(

@@ -155,7 +155,8 @@ class TrainingJob(Generic[Config]):
         if args.hf_model:
             from ...hf.folder import ModelFolder
 
-            facts["contents of --hf-model"] = ModelFolder(Path(args.hf_model)).fingerprint()
+            folder = ModelFolder(Path(args.hf_model), args.train_from_scratch)
+            facts["contents of --hf-model"] = folder.fingerprint()
         return {
             **facts,
             **setting_facts({**plan.job.deepspeed, "ds_ext": plan.job.section}),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import functools
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,11 +15,12 @@ from ...engine import PipelineEngine, PipelineModule
 from ...errors import ConfigError
 from ...hf.export import save_adapter
 from ...hf.find import find_split
-from ...hf.folder import ModelFolder
+from ...hf.folder import ModelFolder, read_config
 from ...hf.layers import DecoderLayer
 from ...hf.lora import Adapters, lora_config
+from ...hf.routers import LayerRouters, Routers
 from ...hf.specs import NextTokenLoss, decoder_layers
-from ...hf.weights import make_source
+from ...hf.weights import NewWeights, Source, config_of, make_source
 from ...model.config import TransformerConfig
 from ...planner.job_plan import JobPlan
 from ...tensor_parallel import DropoutClock, TensorParallel, skip_initial_values
@@ -47,7 +50,8 @@ class OwnLayers:
 
     def __init__(self, args: argparse.Namespace, plan: JobPlan, config: TransformerConfig) -> None:
         self._args, self._config = args, config
-        self._folder = HuggingFaceModel(Path(args.hf_model)) if args.hf_model else None
+        has_weights = args.hf_model and not args.train_from_scratch
+        self._folder = HuggingFaceModel(Path(args.hf_model)) if has_weights else None
         self.weights = "" if self._folder is None else f"{args.hf_model}: {self._folder.describe()}"
 
     def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
@@ -82,13 +86,20 @@ class DecoderLayers:
         self._args, self._config, settings = args, config, plan.settings
         rank, path = config.lora_rank, Path(args.hf_model)
         self._lora = None if rank is None else lora_config(rank)
-        source = make_source(path, _DTYPES[precision(plan.job.deepspeed)])
+        dtype = _DTYPES[precision(plan.job.deepspeed)]
+        if args.train_from_scratch:
+            source: Source = NewWeights(config_of(path), dtype, config.seed)
+        else:
+            source = make_source(path, dtype)
         split = find_split(source)
         if settings.sequence_slices > 1:
             split.sliced_calls()  # raises ConfigError before the ranks meet
         adapters = None if self._lora is None else Adapters(self._lora, source, split)
+        kind: Any = Routers
+        if args.num_experts:
+            kind = functools.partial(LayerRouters, z_coefficient=args.moe_z_loss_coeff)
         self._layers, self._loss_fn = decoder_layers(
-            source, split, adapters, config.chunked_loss, NextTokenLoss
+            source, split, adapters, config.chunked_loss, NextTokenLoss, kind
         )
         self.divides_head = True
         try:
@@ -105,7 +116,12 @@ class DecoderLayers:
             self._layers[0].check_shards(
                 plan.layout.tensor_parallel_size, self._loss_fn, sequence
             )  # likewise
-        self.weights = f"{path}: {ModelFolder(path).describe()}{trained} (layers of transformers)"
+        if args.train_from_scratch:
+            sizes = sum(layer.num_parameters for layer in self._layers)
+            text = f"{read_config(path)['model_type']}, {sizes:,} parameters, new"
+        else:
+            text = ModelFolder(path).describe()
+        self.weights = f"{path}: {text}{trained} (layers of transformers)"
 
     def module(self, plan: JobPlan, boundaries: list[int], tp: TensorParallel) -> PipelineModule:
         torch.manual_seed(self._config.seed)
@@ -121,7 +137,7 @@ class DecoderLayers:
 
     def load(self, engine: PipelineEngine) -> None:
         """Do nothing but name the folder: the module has its weights."""
-        if self._lora is not None or not self._args.load:
+        if self._lora is not None or not (self._args.load or self._args.train_from_scratch):
             say(f"loaded {self._args.hf_model}")
 
     def finish(self, engine: PipelineEngine) -> None:

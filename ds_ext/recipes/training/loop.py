@@ -359,7 +359,8 @@ class Trainer:
         if self.validation_loss is not None:
             kind, loss = "validation", self.validation_loss
         name, floor = self.floor or ("", math.inf)
-        if self.floor and (loss >= floor or not getattr(self.args, "hf_model", None)):
+        is_pretrained = getattr(self.args, "hf_model", None) and not self.args.train_from_scratch
+        if self.floor and (loss >= floor or not is_pretrained):
             verdict = "below" if loss < floor else "not below"
             advice = "" if loss < floor else ": train longer, or raise lr and min_lr"
             say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {floor:.4f} nats{advice}")

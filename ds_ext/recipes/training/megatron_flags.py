@@ -12,6 +12,7 @@ from typing import Any
 from ...config.deepspeed_json import value_at
 from ...errors import ANSWERS, ConfigError
 from ...model.field_flags import Flag
+from .experts import EXPERT_FLAGS
 
 GPT2_FILES = "--vocab-file vocab.json and --merge-file merges.txt"
 JSON_FILE = "--tokenizer-model tokenizer.json (or BERT's vocab.txt)"
@@ -161,7 +162,7 @@ _REFUSED: Mapping[str, str] = {
     "messages are not cut into slices of a fixed size. Remove it": "workload",
     "the encoder and the decoder are one pipeline. Remove it": "transformer_pipeline_model_parallel_size",
     "it depends on torch's kernels. Use torch's settings": "deterministic_mode",
-    f"experts are those of a folder, with --hf-model ({ANSWERS}). {_OTHER}": (
+    f"no layer of experts has this option ({ANSWERS}). {_OTHER}": (
         "*moe* *expert* topk mlp_type use_tutel ep_overlap_* use_grouped_gemm_for_dense_mlp "
         "use_fused_weighted_squared_relu"
     ),
@@ -241,8 +242,9 @@ _REFUSED: Mapping[str, str] = {
         "check_for_* lazy_mpu_init error_injection_* fault_injector_* result_rejected_* test_mode fake_process_group"
     ),
 }
-# Flag with underscores, or a pattern of flags -> what becomes of it.
-MEGATRON_FLAGS: Mapping[str, Row] = {
+# Flag with underscores, or a pattern of flags -> what becomes of it; None: it is a flag of train_gpt.py.
+MEGATRON_FLAGS: Mapping[str, Row | None] = {
+    **dict.fromkeys(flag.key for flag in EXPERT_FLAGS),
     "schedule": JsonKey("ds_ext.schedule", str, note=": name, auto, or timetable file"),
     "pipeline_model_parallel_size": JsonKey("ds_ext.pipeline_parallel_size", int, "D"),
     "tensor_model_parallel_size": JsonKey("ds_ext.tensor_parallel_size", int, "T"),
@@ -250,6 +252,11 @@ MEGATRON_FLAGS: Mapping[str, Row] = {
         _CHUNKS, int, "K", ": layers / (D x K), of interleaved", computed=True
     ),
     "num_virtual_stages_per_pipeline_rank": JsonKey(_CHUNKS, int, "V", ", of interleaved", computed=True),
+    "expert_model_parallel_size": JsonKey(
+        *("expert_parallel.autoep_size", int, "EP"),
+        read=lambda size: None if size == 1 else size,
+        also={"expert_parallel.enabled": True},
+    ),
     "sequence_parallel": JsonKey("ds_ext.sequence_parallel"),
     "sequence_slices": JsonKey("ds_ext.sequence_slices", int, "K"),
     "vocabulary_parallel_head": JsonKey("ds_ext.vocabulary_parallel_head"),
@@ -388,10 +395,17 @@ MEGATRON_FLAGS: Mapping[str, Row] = {
     ),
     **_rows(
         Harmless(1, ("1",)),
-        "context_parallel_size ds_sequence_parallel_size tile_factor expert_model_parallel_size "
+        "context_parallel_size ds_sequence_parallel_size tile_factor "
         "expert_tensor_parallel_size num_distributed_optimizer_instances",
     ),
     **_rows(Harmless(1, ("fp32",)), "exp_avg_dtype exp_avg_sq_dtype main_grads_dtype main_params_dtype"),
+    # No token is dropped, and an expert's products are those of one matrix, however tokens reach it.
+    **_rows(Harmless(1), "moe_token_dispatcher_type"),
+    **_rows(
+        Harmless(0),
+        "moe_grouped_gemm moe_permute_fusion moe_enable_deepep moe_shared_expert_overlap moe_per_layer_logging "
+        "moe_router_fusion",
+    ),
     **_rows(Harmless(1, ("1.0", "1")), "head_lr_mult rotary_scaling_factor"),
     # Flags with a replacement.
     **_rows(

@@ -165,10 +165,11 @@ def _check_load(args: argparse.Namespace) -> None:
     before its first checkpoint.
     """
     from ...engine.checkpoint.lock import LOCK
+    from ...hf.folder import CONFIG
 
     folder = args.load
     is_empty = os.access(folder, os.R_OK | os.X_OK) and not any(
-        {*files} - {LOCK} for *_, files in os.walk(folder)
+        {*files} - {LOCK, CONFIG} for *_, files in os.walk(folder)
     )
     is_new = not os.path.lexists(folder) or (os.path.isdir(folder) and is_empty)
     if is_new and (args.dry_run or not args.exit_on_missing_checkpoint):

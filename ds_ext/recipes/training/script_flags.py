@@ -13,6 +13,7 @@ from ...environment import package_version
 from ...model.config import GPT_FIELDS, TransformerConfig
 from ...model.field_flags import Flag, add_flags, flags_of
 from ..data.blend import DEFAULT_SPLIT
+from .experts import EXPERT_FLAGS
 from .megatron_flags import JSON_KEYS, TOKENIZER_TYPES, TRAIN_KEYS
 
 Model = Literal["gpt", "bert"]
@@ -50,6 +51,10 @@ _STAGE_LAYERS = Flag(
 _HF_MODEL = Flag(
     *("hf_model", str, "FOLDER"),
     "Hugging Face model: sizes, tokenizer and, without --load, initial weights",
+)
+_FROM_SCRATCH = Flag(
+    *("train_from_scratch", bool, ""),
+    "with --hf-model: train new weights; only config.json and the tokenizer of the folder are read",
 )
 _LLAMA = (
     Flag("rope_scaling_factor", float, "", "factor of --use-rope-scaling", 8.0),
@@ -142,7 +147,8 @@ def _groups(model: Model) -> Mapping[str, Sequence[Flag]]:
     groups: dict[str, Sequence[Flag]] = {"options": _OPTIONS, "model": [_STAGE_LAYERS, *common]}
     if model == "gpt":
         own = [fields[name] for name in _OF_GPT if name in fields]
-        groups["model, Llama family and packed samples"] = [_HF_MODEL, *own, *_LLAMA]
+        groups["model, Llama family and packed samples"] = [_HF_MODEL, _FROM_SCRATCH, *own, *_LLAMA]
+        groups["experts"] = EXPERT_FLAGS
     groups |= {"data": [*_DATA, *(_GPT_DATA if model == "gpt" else _BERT_DATA)], "training": _TRAINING}
     keys = {flag.key for group in groups.values() for flag in group}
     return groups | {

@@ -118,7 +118,10 @@ def test_contradictions(run: Any, config: dict[str, Any], flags: list[str], word
         ({"save": 3}, r"^train\.save: .*got 3"),
         ({"data_path": 7}, r"^train\.data_path: .*got 7"),
         ({"recompute_granularity": "half"}, r"none, selective, full .*got 'half'"),
-        ({"moe_router_topk": 2}, r"^train\.moe_router_topk: .*--moe-router-topk"),
+        (
+            {"moe_expert_capacity_factor": 2},
+            r"^train\.moe_expert_capacity_factor: .*--moe-expert-capacity-factor",
+        ),
     ],
 )
 def test_wrong_keys_and_types_in_train(run: Any, train: dict[str, Any], words: str) -> None:

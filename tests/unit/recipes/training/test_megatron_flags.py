@@ -103,7 +103,11 @@ def test_harmless_keys_of_train_are_listed_and_not_written(tmp_path: Path) -> No
     )
     written = finished_json("train_gpt.py", [*job, *ENOUGH], "gpt", args, parsed)
     assert written["ds_ext"]["train"] == {"num_layers": 4}
-    for key, value in (("data_impl", "lazy"), ("moe_router_topk", 2), ("context_parallel_size", 2)):
+    for key, value in (
+        ("data_impl", "lazy"),
+        ("moe_expert_capacity_factor", 2),
+        ("context_parallel_size", 2),
+    ):
         job = write_job(tmp_path, {"ds_ext": {"train": {key: value}}})
         with pytest.raises(ConfigError, match=key.replace("_", "[-_]")):
             parse("train_gpt.py", [*job, *ENOUGH])
@@ -133,7 +137,7 @@ def test_the_value_decides(harmless: str, other: str) -> None:
 
 def test_no_advice_changes_the_job() -> None:
     """difflib proposes similar flags only for words that are no flag of Megatron."""
-    names = "rampup-batch-size kill-switch-file apply-layernorm-1p num-experts train-tokens "
+    names = "rampup-batch-size kill-switch-file apply-layernorm-1p num-experts-teacher train-tokens "
     names += "lr-decay-tokens zero-stages finetune"
     with pytest.raises(ConfigError) as error:
         parse("train_gpt.py", [*ENOUGH, *(word for name in names.split() for word in (f"--{name}", "1"))])
@@ -145,14 +149,19 @@ def test_no_advice_changes_the_job() -> None:
 
 def test_all_problems_are_in_one_error(tmp_path: Path) -> None:
     job = write_job(tmp_path, {"train_batch_size": 8, "gradient_clipping": 2.0})
-    words = "--num-layers four --optimizer muon --moe-router-topk 2 --seqlength 8 --lr 0.1 --data-impl lazy "
+    words = "--num-layers four --optimizer muon --moe-expert-capacity-factor 2 --seqlength 8 --lr 0.1 --data-impl lazy "
     words += "--clip-grad 1 --global-batch-size 16 --lr-decay-iters 3 --lr-decay-samples 8 "
     words += "--initial-loss-scale 3 --seed"
     flags = [line.split(" ")[0] for line in problems(*job, *words.split())]
     assert sorted(flags) == sorted(
         [
-            *("--num-layers", "--optimizer", "--seed", "--moe-router-topk", "--seqlength", "--clip-grad"),
-            *("--global-batch-size", "--lr-decay-iters,", "--initial-loss-scale", "--data-impl"),
+            *("--num-layers", "--optimizer", "--seed", "--seqlength", "--clip-grad", "--data-impl"),
+            *(
+                "--moe-expert-capacity-factor",
+                "--global-batch-size",
+                "--lr-decay-iters,",
+                "--initial-loss-scale",
+            ),
         ]
     )
     # A wrong value is not missing too.
@@ -562,9 +571,9 @@ def test_a_wrong_size_hides_only_the_checks_that_need_it(
     (tmp_path / "job.json").write_text(
         '{"train_batch_size": 8, "ds_ext": {"scheduler": 1, "trace": {"x": 1}}}'
     )
-    assert refused("--deepspeed_config", "job.json", "--eval-iters", "-1", "--moe-router-topk", "2") == [
-        *("--moe-router-topk", "ds_ext.trace.x", "ds_ext.scheduler", "--eval-iters")
-    ]
+    assert refused(
+        "--deepspeed_config", "job.json", "--eval-iters", "-1", "--moe-expert-capacity-factor", "2"
+    ) == [*("--moe-expert-capacity-factor", "ds_ext.trace.x", "ds_ext.scheduler", "--eval-iters")]
 
 
 def test_the_families_of_launch_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
