@@ -78,7 +78,14 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {
         *("errors", "pipe_schedules", "pipe_schedules/bridge", "config", "parallel", "planner", "comm"),
         *("environment", "config/deepspeed_check", "config/schedulers"),
-        *("comm/host_watch", "launch", "tensor_parallel", "observe/trace", "engine/checkpoint/folder"),
+        *(
+            "comm/host_watch",
+            "launch",
+            "tensor_parallel",
+            "experts",
+            "observe/trace",
+            "engine/checkpoint/folder",
+        ),
         *("engine/types", "engine/wrappers"),
         *("numpy:", "packaging.version:", "torch:", "deepspeed:"),
     },

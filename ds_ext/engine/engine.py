@@ -44,6 +44,7 @@ from .deepspeed_api.names import loss_scaler, require_built
 from .deferral import DeferralReport
 from .evaluation import Evaluation
 from .executor import Executor
+from .expert_loads import make_expert_loads
 from .grad_norm import let_parameters_differ, share_loss_scale
 from .losses.local import LocalLosses
 from .modes import evaluating, training
@@ -172,6 +173,7 @@ class PipelineEngine(AdaptedEngine):
         data_parallel_group = self.mpu.get_data_parallel_group()
         device = collective_device(self.device)
         self._replica_buffers = ReplicaBuffers(self.module, data_parallel_group, device)
+        self.expert_loads = make_expert_loads(self)
         self.stops = StopRequests()
         self.report: StepReport | None = None
         self._gathered: Gathered | None = None  # of the current step
@@ -384,6 +386,7 @@ class PipelineEngine(AdaptedEngine):
             self.stops.cause,
             *self.executor.data.ended,
             self.update.has_dynamic_scale,
+            *self.expert_loads.read(),
         )
 
     def _use_gathered(self, gathered: Gathered) -> None:

@@ -29,6 +29,7 @@ class RankNumbers:
         stop_cause: cause of a request to end the run; 0 without one. See :mod:`..launch.stop`.
         batches_read, batches_needed: :attr:`.batches.StepData.ended`.
         dynamic_scale: whether the optimizer skips steps to find its loss scale; forward ranks (FBD) have none.
+        largest_load, idle_experts, experts: :class:`..experts.Loads` of this rank's layers and micro-batches.
     """
 
     busy_s: float
@@ -40,6 +41,9 @@ class RankNumbers:
     batches_read: float
     batches_needed: float
     dynamic_scale: float
+    largest_load: float
+    idle_experts: float
+    experts: float
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,18 @@ class Gathered:
         """Share of the time until the last computation in which an average rank did not compute."""
         span_s = max(rank.span_s for rank in self.ranks)
         return 1 - sum(rank.busy_s for rank in self.ranks) / len(self.ranks) / max(span_s, 1e-9)
+
+    @property
+    def expert_load(self) -> float | None:
+        """Most tokens of an expert relative to the mean of its layer, on one rank; None without experts."""
+        return max(rank.largest_load for rank in self.ranks) or None
+
+    @property
+    def idle_experts(self) -> float | None:
+        """Share of the experts that got no token of a rank; None without experts."""
+        if self.expert_load is None:
+            return None
+        return sum(rank.idle_experts for rank in self.ranks) / sum(rank.experts for rank in self.ranks)
 
     @property
     def peak_memory_of_ranks(self) -> tuple[int, ...]:

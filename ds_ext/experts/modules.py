@@ -1,6 +1,7 @@
 """Experts modules of transformers: those whose class has its ``use_experts_implementation``.
 
-N: tokens, D: hidden size, K: experts of a token, P: pairs of a token and an expert of this rank, at most N * K.
+N: tokens, D: hidden size, E: experts, K: experts of a token, P: pairs of a token and an expert of this rank, at most
+N * K.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 
 from ..tensor_parallel import TensorParallel, copy_to_tensor_model_parallel_region
 from .linear import expert_linear
+
+COUNTS = "tokens_per_expert"  # buffer of experts whose tokens are counted in training
 
 
 def replace_experts(module: nn.Module) -> None:
@@ -58,7 +61,10 @@ def experts_forward(
         weights_NK: their weights.
     """
     tokens, experts = experts_NK.shape
-    counts = experts_NK.flatten().bincount(minlength=module.num_experts).tolist()
+    tokens_E = experts_NK.flatten().bincount(minlength=module.num_experts)
+    if COUNTS in module._buffers and module.training:
+        module.get_buffer(COUNTS).add_(tokens_E)
+    counts = tokens_E.tolist()
     size = module.num_experts // tp.size
     first, counts = sum(counts[: tp.rank * size]), counts[tp.rank * size : (tp.rank + 1) * size]
     order_P = experts_NK.flatten().argsort(stable=True)[first : first + sum(counts)]

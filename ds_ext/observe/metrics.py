@@ -231,6 +231,8 @@ class Metrics:
             snapshot_s=report.snapshot_s,
             recovered_from_step=report.recovered_from,
             tokens=report.of_ranks.losses.tokens,
+            expert_load=report.of_ranks.expert_load,
+            idle_experts=report.of_ranks.idle_experts,
             epoch=engine.global_samples / self._samples_per_epoch if self._samples_per_epoch else None,
         )
 

@@ -34,6 +34,8 @@ class StepMetrics:
     recovered_from_step: int | None = None
     tokens: int | None = None
     epoch: float | None = None
+    expert_load: float | None = None
+    idle_experts: float | None = None
 
     def as_json(self) -> str:
         """Return the line of the metrics file. Numbers that are not finite become null, because JSON has no NaN."""

@@ -20,11 +20,17 @@ SIZES: dict[str, Any] = {
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.3},
 }
 # In half precision, rounding changes which experts a router chooses.
-EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+EXPERTS: dict[str, dict[str, Any]] = {
+    **{family: {"num_local_experts": 4, "num_experts_per_tok": 2} for family in ("Mixtral", "GptOss")},
+    "Glm4Moe": {
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": WIDTH},
+        **{"n_shared_experts": 1, "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1},
+    },
+}
 
 
 class DecoderBlock(nn.Module):
-    """Positions and one layer of a decoder.
+    """Positions and one layer of a decoder, whose weights are in memory or, for odd numbers, drawn for each module.
 
     Args:
         sequence: divide the tokens between attention and MLP, as with ``sequence_parallel``.
@@ -38,11 +44,11 @@ class DecoderBlock(nn.Module):
         from ds_ext.hf.layers import DecoderLayer, Positions
         from ds_ext.hf.weights import make_source
 
-        experts = EXPERTS if family in ("Mixtral", "GptOss") else {}
-        config = getattr(transformers, f"{family}Config")(**SIZES, **experts)
+        config = getattr(transformers, f"{family}Config")(**SIZES, **EXPERTS.get(family, {}))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(number)
-            source = make_source(transformers.AutoModelForCausalLM.from_config(config), None)
+            model = config if number % 2 else transformers.AutoModelForCausalLM.from_config(config)
+            source = make_source(model, None, number)
             split = find_split(source)
         with building_for(tp, sequence):
             self.positions = Positions(source, split, None)
@@ -68,6 +74,9 @@ DECODERS: dict[str, Kind] = {
     ),  # biases, fused queries, keys and values
     "mixtral_decoder": Kind(partial(_layers, "Mixtral", False), weight=2, fp32=True),
     "gpt_oss_decoder": Kind(partial(_layers, "GptOss", False), weight=2, fp32=True),  # biases, sinks
+    "glm4_moe_decoder": Kind(
+        partial(_layers, "Glm4Moe", False), weight=2, fp32=True
+    ),  # sigmoid, shared experts
     "llama_decoder_tokens": Kind(partial(_layers, "Llama", True), weight=2),
     "gpt_neox_decoder_tokens": Kind(partial(_layers, "GPTNeoX", True), weight=2),
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ SIZES = (
     "--ffn-hidden-size 48 --swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
     "--group-query-attention --num-query-groups 2 --init-method-std 0.1 --hidden-dropout 0 --attention-dropout 0 "
     f"--micro-batch-size 1 --global-batch-size {BATCH} --lr {RATE} --lr-decay-style constant --weight-decay 0 "
-    f"--train-iters {STEPS} --eval-iters 0 --seed {SEED} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm "
+    f"--train-iters {STEPS} --eval-iters 1 --seed {SEED} --num-experts 4 --moe-router-topk 2 --moe-grouped-gemm "
     "--split 90,10,0"
 )
 MIXTRAL = f"--untie-embeddings-and-output-weights --moe-aux-loss-coeff {AUXILIARY} --moe-z-loss-coeff {Z}"
@@ -125,19 +127,23 @@ def test_a_command_line_of_megatron_trains_as_one_process(
     words += ["--metrics-file", str(metrics), "--save", str(saved)]
     ranks = 4 if layout == "bitpipe_zb" else 2
 
-    def train(*more: str, layout: str, ranks: int) -> list[float]:
+    def train(*more: str, layout: str, ranks: int) -> tuple[list[Any], str]:
         command = [*words, *LAYOUTS[layout].split(), *more]
         results = run_forked([command] * ranks, tmp_path, port=free_port())
         assert [result.returncode for result in results] == [0] * ranks, results
-        return [json.loads(line)["loss"] for line in metrics.read_text().splitlines()]
+        return [json.loads(line) for line in metrics.read_text().splitlines()], results[0].stdout
 
-    losses = train(layout=layout, ranks=ranks)
-    assert losses == pytest.approx(plain_losses(saved / "model", data), rel=1e-5)
+    rows, output_text = train(layout=layout, ranks=ranks)
+    assert [row["loss"] for row in rows] == pytest.approx(plain_losses(saved / "model", data), rel=1e-5)
+    assert all(1 <= row["expert_load"] <= 4 and 0 <= row["idle_experts"] < 1 for row in rows)
+    of_tokens = rows[-1]["validation_loss"] - rows[-1]["validation_losses"].get("aux_loss", 0.0)
+    (perplexity,) = re.findall(r"perplexity ([\d.]+)", output_text)
+    assert float(perplexity) == pytest.approx(math.exp(of_tokens), rel=1e-3)
     assert main(["convert", str(saved), "--to", "hf", str(output), "--hf-model", str(saved / "model")]) == 0
     assert (output / "tokenizer.json").is_file()
     trained = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
     more = ["--load", str(saved), "--train-iters", str(STEPS + 1)]
-    (*_, last) = train(*more, layout="pipeline", ranks=2)
+    (*_, last), _ = train(*more, layout="pipeline", ranks=2)
     samples, *_ = build_gpt_datasets(str(data), "90,10,0", LENGTH, ((STEPS + 1) * BATCH, 0, 0), SEED)
     expected = 0.0
     for index in range(STEPS * BATCH, (STEPS + 1) * BATCH):
@@ -147,4 +153,4 @@ def test_a_command_line_of_megatron_trains_as_one_process(
         if flags == MIXTRAL:
             loss = loss + sum(map(losses_of_routers, outputs.router_logits))
         expected += loss.item() / BATCH
-    assert last == pytest.approx(expected, rel=1e-5)
+    assert last["loss"] == pytest.approx(expected, rel=1e-5)

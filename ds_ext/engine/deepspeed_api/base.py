@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...comm.transport import Transport
 from ...errors import ConfigError
+from ...experts import ExpertLoads
 from ...pipe_schedules.bridge import Audit, EndOfStep, GatherStage, ReduceStage, TimetableSchedule, WaitStage
 from ...planner.job_plan import JobPlan
 from ..all_ranks import gather_rows
@@ -60,6 +61,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     schedule: TimetableSchedule
     recovery: Recovery | None
     audit: StepAudit | None
+    expert_loads: ExpertLoads
     batches: Batches | None = None  # the parent's constructor sets it
     # Every rank has all experts, see initialize.py: they are reduced as other layers.
     has_moe_layers = property(lambda self: False, lambda self, value: None)
@@ -232,6 +234,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
                 f"{cause} needs this engine's handler of OptimizerStep (got a replaced one). Call that handler, "
                 "or add a method counts(labels) to the loss."
             )
+        self.expert_loads.end_step()
         self._advance()
         if values := self.role.optimizer_values():
             self.role.set_optimizer_values(gather_rows(values, self.device))

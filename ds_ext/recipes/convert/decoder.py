@@ -19,6 +19,7 @@ from ...hf.folder import has_weights, shape_text
 from ...hf.lora import lora_config
 from ...hf.weights import config_of, make_source
 from .checkpoint_weights import CheckpointWeights, new_folder, open_source
+from .export import read_layers
 from .tokenizer_files import find_tokenizer, save_tokenizer
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
@@ -68,6 +69,11 @@ def write_decoder_folder(
     with torch.no_grad():
         for name, target in names.items():
             parameters[target].copy_(weights.read(name))
+        buffers = dict(trained.named_buffers())  # such as biases of routers
+        for name, value in read_layers(checkpoint, manifest).items():
+            layer, _, key = name.partition(".")
+            if (buffer := buffers.get(cut.name_of(int(layer), key))) is not None:
+                buffer.copy_(value)
     if peft_model is not None:
         trained = peft_model.merge_and_unload()
     with new_folder(output) as folder:

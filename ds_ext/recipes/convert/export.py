@@ -50,7 +50,7 @@ def export(source: Path, output: Path, shard_bytes: int = round(SHARD_GB * 1e9))
     checkpoint, manifest = open_source(source)
     check_contents(checkpoint, manifest)
     weights = CheckpointWeights(checkpoint, manifest)
-    layers = _read_layers(checkpoint, manifest)
+    layers = read_layers(checkpoint, manifest)
     tensors = {name: value for name, value in layers.items() if isinstance(value, Tensor)}
     places = {engine_name: name for name, engine_name in weights.engine_names.items()}
     # Name of a tensor -> name of the weight that it is; a shared parameter has several names.
@@ -91,7 +91,7 @@ def export(source: Path, output: Path, shard_bytes: int = round(SHARD_GB * 1e9))
     return "\n".join(lines)
 
 
-def _read_layers(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+def read_layers(checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``LAYER.KEY`` -> value of the state of every layer, in order. Of shards, only the first is read."""
     matches = [match for name in manifest["files"] if (match := _LAYER_FILE.fullmatch(name))]
     return {

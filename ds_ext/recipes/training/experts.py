@@ -22,6 +22,11 @@ from ...model.field_flags import Flag, flag_name
 
 MODEL = "model"  # folder with config.json, in that of --save
 _FLAGS_OF_LAYERS = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True}
+# Values of flags that only a sigmoid has others of.
+_WITH_SOFTMAX = {
+    **{"moe_shared_expert_intermediate_size": 0, "moe_router_num_groups": 1},
+    **{"moe_router_topk_scaling_factor": 1.0, "moe_router_enable_expert_bias": False},
+}
 EXPERT_FLAGS = (
     Flag("num_experts", int, "E", "experts in place of an MLP; new weights of a model of transformers"),
     Flag("moe_router_topk", int, "K", "experts of a token", 2, least=1),
@@ -123,16 +128,11 @@ def _kind(
     dense = [i for i, sparse in enumerate(is_sparse) if not sparse]
     if args.moe_router_score_function == "sigmoid":
         return _glm(args, config, width, dense, problems)
-    for name in ("moe_shared_expert_intermediate_size", "moe_router_num_groups"):
-        if getattr(args, name) > 1:
+    for name, value in _WITH_SOFTMAX.items():
+        if getattr(args, name) != value:
             problems.add(
                 f"{flag_name(name)}: needs --moe-router-score-function sigmoid (got {getattr(args, name)})."
             )
-    if args.moe_router_topk_scaling_factor != 1:
-        problems.add(
-            "--moe-router-topk-scaling-factor: needs --moe-router-score-function sigmoid (got "
-            f"{args.moe_router_topk_scaling_factor:g})."
-        )
     if config.qk_layernorm:
         return {
             "architectures": ["Qwen3MoeForCausalLM"],

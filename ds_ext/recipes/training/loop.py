@@ -27,6 +27,7 @@ from ...engine.checkpoint.folder import current_tag
 from ...environment import process_age_s, rank
 from ...errors import CheckpointError, ConfigError
 from ...hf.folder import read_config, stored_dtype
+from ...hf.routers import AUXILIARY_LOSS
 from ...launch import failure, process, stop
 from ...launch.launcher import launch_again
 from ...model.config import TransformerConfig
@@ -129,7 +130,8 @@ class Trainer:
                     say(f"step {step}: no validation loss, because {self.engine.stops.agreed}")
             else:
                 valid_loss, parts = validation
-                note = f", perplexity {_perplexity(parts.get(MASKED_WORDS, valid_loss))}"
+                of_tokens = valid_loss - parts.get(AUXILIARY_LOSS, 0.0)
+                note = f", perplexity {_perplexity(parts.get(MASKED_WORDS, of_tokens))}"
                 metrics.log(loss, validation_loss=valid_loss, validation_losses=parts, validation_note=note)
             self.stopped = "" if is_last else self._stop_cause(step)
             self._announce_save()
@@ -355,18 +357,20 @@ class Trainer:
 
         A pretrained model is below it from the start, so that only the opposite tells something.
         """
-        kind = "final"
+        kind, parts = "final loss", self.engine.agg_additional_losses
         if self.validation_loss is not None:
-            kind, loss = "validation", self.validation_loss
+            kind, loss, parts = "validation loss", self.validation_loss, self.engine.eval_additional_losses
+        if parts and AUXILIARY_LOSS in parts:
+            kind, loss = f"{kind} without that of the routers", loss - float(parts[AUXILIARY_LOSS])
         name, floor = self.floor or ("", math.inf)
         is_pretrained = getattr(self.args, "hf_model", None) and not self.args.train_from_scratch
         if self.floor and (loss >= floor or not is_pretrained):
             verdict = "below" if loss < floor else "not below"
             advice = "" if loss < floor else ": train longer, or raise lr and min_lr"
-            say(f"{kind} loss {loss:.4f}, {verdict} the {name} of {floor:.4f} nats{advice}")
+            say(f"{kind} {loss:.4f}, {verdict} the {name} of {floor:.4f} nats{advice}")
         elif self.lowest is not None and self.lowest[1] < step:
             lowest, best = self.lowest
-            say(f"{kind} loss {loss:.4f}; the lowest was {lowest:.4f} after step {best}")
+            say(f"validation loss {self.validation_loss:.4f}; the lowest was {lowest:.4f} after step {best}")
 
     def next_command(self) -> str:
         last = last_checkpoint(self.args.save, self.args.load)

@@ -156,6 +156,7 @@ _LAUNCHER = "the flag of the launcher, deepspeed or torchrun, for the number of 
 _OTHER = "A job without it trains another model"
 _STYLES = ("constant", "linear", "cosine", "inverse-square-root")
 _CHUNKS = "ds_ext.schedule_options.chunks"
+_BIAS_RATE = "ds_ext.router_bias_update_rate"
 _TOTAL, _WARMUP = "scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps"
 # Reason for flags without a replacement, and the remedy -> their keys.
 _REFUSED: Mapping[str, str] = {
@@ -257,6 +258,8 @@ MEGATRON_FLAGS: Mapping[str, Row | None] = {
         read=lambda size: None if size == 1 else size,
         also={"expert_parallel.enabled": True},
     ),
+    "moe_router_enable_expert_bias": JsonKey(_BIAS_RATE, computed=True),
+    "moe_router_bias_update_rate": JsonKey(_BIAS_RATE, float, "R", " (1e-3)", computed=True),
     "sequence_parallel": JsonKey("ds_ext.sequence_parallel"),
     "sequence_slices": JsonKey("ds_ext.sequence_slices", int, "K"),
     "vocabulary_parallel_head": JsonKey("ds_ext.vocabulary_parallel_head"),

@@ -117,8 +117,18 @@ def _optimizer(args: argparse.Namespace, config: Mapping[str, Any], base: Mappin
                 yield f"optimizer.params.{key}", value, flag
 
 
+def _router_bias(
+    args: argparse.Namespace, config: Mapping[str, Any], base: Mapping[str, Any]
+) -> Iterator[Key]:
+    """Yield the rate of the routers' biases, with Megatron's default; the rate alone has no effect, as in Megatron."""
+    if args.moe_router_enable_expert_bias:
+        rate = args.moe_router_bias_update_rate
+        flag = "--moe-router-enable-expert-bias"
+        yield "ds_ext.router_bias_update_rate", 1e-3 if rate is None else rate, flag
+
+
 # Functions that yield keys for the flags, the JSON with the keys of all other flags, and the JSON without flags.
-SECTIONS = (_betas, _scheduler, _chunks, _reduction, _optimizer)
+SECTIONS = (_betas, _scheduler, _chunks, _reduction, _router_bias, _optimizer)
 
 
 def _set_flags(args: argparse.Namespace, *dests: str) -> dict[str, Any]:

@@ -146,6 +146,7 @@ def test_sizes(text: str, expected: dict[str, Any]) -> None:
         ("--moe-shared-expert-intermediate-size 48", "moe-shared-expert-intermediate-size"),
         ("--moe-router-num-groups 2", "moe-router-num-groups"),
         ("--moe-router-topk-scaling-factor 2", "moe-router-topk-scaling-factor"),
+        ("--moe-router-enable-expert-bias", "moe-router-enable-expert-bias"),
         (f"--moe-layer-freq 2 {SIGMOID}", "moe-layer-freq"),
         (f"--moe-shared-expert-intermediate-size 50 {SIGMOID}", "moe-shared-expert-intermediate-size"),
         (f"--moe-aux-loss-coeff 0.1 {SIGMOID}", "moe-aux-loss-coeff"),
@@ -161,6 +162,20 @@ def test_what_no_class_computes_is_refused(text: str, key: str) -> None:
     args, config = flags_of(text)
     with pytest.raises(ConfigError, match=f"^--{key}"):
         model_json(args, config)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("", 0.0),
+        ("--moe-router-bias-update-rate 0.5", 0.0),
+        ("--moe-router-enable-expert-bias", 0.001),
+        ("--moe-router-enable-expert-bias --moe-router-bias-update-rate 0.5", 0.5),
+    ],
+)
+def test_rate_of_the_biases(text: str, rate: float) -> None:
+    words = [*SIZES, *LLAMA, "--num-experts", str(EXPERTS), *SIGMOID.split(), *text.split()]
+    assert parse("train_gpt.py", words)[1].ds_ext.router_bias_update_rate == rate
 
 
 def test_all_flags_that_are_missing_are_named() -> None:
