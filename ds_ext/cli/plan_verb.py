@@ -370,7 +370,7 @@ def _result_lines(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes) -> 
     yield from _table(plan.shown[:_SHOWN])
     large = len(plan.ranked) - len(plan.shown)
     if large:
-        yield f"too large: {large} other"
+        yield f"too large: {large} others" if large > 1 else "too large: 1 other"
     if plan.refused:
         yield f"not possible: {'; '.join(join_reasons(reason for _, reason in plan.refused))}"
     yield ""

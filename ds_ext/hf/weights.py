@@ -144,7 +144,7 @@ class NewWeights(_Built):
     def __init__(self, config: Any, dtype: torch.dtype | None, seed: int) -> None:
         super().__init__(config, type(config).__name__)
         self._seed = seed
-        self._dtype = dtype or _dtype_of(config) or torch.float32
+        self._dtype = dtype or _dtype_of(config) or torch.get_default_dtype()
 
     def submodule(self, path: str) -> nn.Module:
         model = self.skeleton()

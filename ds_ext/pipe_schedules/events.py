@@ -129,6 +129,15 @@ class Workload(Work[Op]):
             self._times[op] = time
         return time
 
+    def times_of(self, ops: Sequence[Op]) -> list[float]:
+        """Return the time of every op, as :meth:`time` does."""
+        if self.jittered:
+            return [*map(self.time, ops)]
+        by_kind, slices = self.times, self.costs.slices
+        if slices is None:
+            return [by_kind[kind][stage] for kind, _, stage, _ in ops]
+        return [by_kind[kind][stage] * slices[j] for kind, _, stage, j in ops]
+
     def messages(self, op: Op, sender: int) -> list[tuple[Op, int, float]]:
         messages = self._messages.get(op)
         if messages is None:

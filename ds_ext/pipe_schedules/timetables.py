@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .dependencies import Dependencies
+from .fixed_orders import FixedOrders
 from .ops import BACKWARD, BACKWARD_INPUT, FORWARD, Instruction, Op
 from .placement import Placement
 
@@ -39,6 +40,10 @@ class Timetable:
         return Dependencies(
             self.placement, self.micro_batches, split=split, trains=self.trains, slices=self.slices
         )
+
+    @cached_property
+    def fixed_orders(self) -> FixedOrders:
+        return FixedOrders(self.dependencies, self.orders)
 
     def pipe(self, micro_batch: int) -> int:
         """Return the pipe that carries ``micro_batch``."""
