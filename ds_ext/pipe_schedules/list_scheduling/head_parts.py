@@ -75,10 +75,13 @@ def insert_head_parts(timetable: Timetable, costs: Costs, max_ahead: int = 1) ->
     of_head = timetable.micro_batches * slices * (2 * placement.head_parts + 1)
     num_ops = sum(map(len, timetable.orders)) + of_head
     chunks = placement.stages * slices // placement.devices_per_pipe  # of a micro-batch on a device
-    best, best_ahead = None, 0
+    best, best_ahead, busy = None, 0, 0.0
     aheads = range(0, max_ahead * chunks + 1, chunks)
     tried = _MAX_WEIGHTS if num_ops * len(_MAX_WEIGHTS) * len(aheads) <= _MAX_OPS else _MAX_WEIGHTS[:1]
     for ahead, max_weights in product(aheads, tried):
+        worth = 1 - (_WORTH if ahead > best_ahead else _SLACK)
+        if best is not None and busy >= best.makespan * worth:
+            continue  # no order is so much shorter
         policies: list[Policy] = [
             HeadFirst(_forwards_earlier(order, ahead), placement.stages, max_weights)
             for order in timetable.orders
@@ -86,7 +89,8 @@ def insert_head_parts(timetable: Timetable, costs: Costs, max_ahead: int = 1) ->
         result = run(workload, policies)
         if sum(map(len, result.orders)) < num_ops:
             continue  # deadlock
-        if best is None or result.makespan < best.makespan * (1 - (_WORTH if ahead > best_ahead else _SLACK)):
+        busy = busy or max(sum(workload.times_of(order)) for order in result.orders)
+        if best is None or result.makespan < best.makespan * worth:
             best, best_ahead = result, ahead
     assert best is not None, "the order of the schedule itself does not deadlock"
     return replace(timetable, orders=best.orders)
