@@ -58,24 +58,24 @@ class FixedOrders:
             stops.append(stop := stop + len(order))
         free = [0.0] * len(self._orders)
         of_ports: dict[int, float] = {}
-        # Ops that take no time end in a later round of the same time, as with events.
+        # With events, an op that takes no time ends after all ops that end when it starts: in the next round.
         events: list[tuple[float, int, int, int]] = []  # end, round, device, op
         now, round_, ended = 0.0, 0, 0
 
         def start(device: int, number: int) -> None:
             is_busy[device] = True
             begin = max(ready[number], free[device])
-            starts[number], end = begin, begin + times[number]
-            heappush(events, (end, round_ + 1 if end == now else 0, device, number))
+            starts[number], end, after = begin, begin + times[number], 0
+            if end == begin:
+                after = round_ + 1 if begin == now else 1
+            heappush(events, (end, after, device, number))
 
         for device, number in enumerate(following):
             if number < stops[device] and not missing[number]:
                 start(device, number)
         while events:
-            end, number_of_round, device, number = heappop(events)
-            if end != now:
-                now, round_ = end, 0
-            round_ = max(round_, number_of_round)
+            end, round_, device, number = heappop(events)
+            now = end
             ends[number], free[device], is_busy[device] = end, end, False
             ended += 1
             following[device] = after = number + 1

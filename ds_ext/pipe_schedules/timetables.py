@@ -43,6 +43,7 @@ class Timetable:
 
     @cached_property
     def fixed_orders(self) -> FixedOrders:
+        """The orders for simulations, with numbers in place of ops."""
         return FixedOrders(self.dependencies, self.orders)
 
     def pipe(self, micro_batch: int) -> int:

@@ -40,8 +40,8 @@ def costs_of(timetable: Timetable, random: Random, ties: bool) -> Costs:
     slices = tuple(1 + draw() for _ in range(timetable.slices)) if timetable.slices > 1 else None
     head: Any = 0.1 if timetable.placement.head_parts else 0.0
     return Costs(
-        1.0,
-        random.choice((1.0, 2.0)),
+        random.choice((0.0, 1.0)) if ties else 1.0,
+        random.choice((0.0, 1.0, 2.0)),
         random.choice((0.0, 1.0)),
         stages=stages,
         links=links,
@@ -68,7 +68,7 @@ def test_run_of_the_event_loop(name: str, slices: int, head: bool) -> None:
     random, compared = Random(f"{name} {slices} {head}"), 0
     for devices, micro_batches in select(SIZES, SIZES[:3]):
         timetable = timetable_of(name, devices, micro_batches, slices, head)
-        for ties in (False, True) if timetable is not None else ():
+        for ties in (False, True, True, True) if timetable is not None else ():
             assert timetable is not None
             costs, dependencies = costs_of(timetable, random, ties), timetable.dependencies
             workload = Workload(
