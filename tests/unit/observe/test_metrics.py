@@ -143,6 +143,8 @@ class Engine(SimpleNamespace):
             peak_memory_of_ranks=(100 << 20, (300 + self.global_steps) << 20),
             bubble=0.25,
             losses=SimpleNamespace(tokens=None),
+            expert_load=None,
+            idle_experts=None,
         )
         self.report = SimpleNamespace(
             seconds=2.0, lr=1e-3, of_ranks=ranks, snapshot_s=None, recovered_from=None
