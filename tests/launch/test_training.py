@@ -46,6 +46,8 @@ KEYS = [
         "recovered_from_step",
         "tokens",
         "epoch",
+        "expert_load",
+        "idle_experts",
     ),
 ]
 
