@@ -144,7 +144,8 @@ class Either(nn.Module):
         self.positive, self.negative = linear(), linear()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.positive(x) if float(x.detach().double()[0, 0].sum()) > 0 else self.negative(x)
+        # Not by the sum of the features, which is a rounding error behind a norm.
+        return self.positive(x) if float(x.detach().double()[0, 0, 0]) > 0 else self.negative(x)
 
 
 class Experts(nn.Module):
