@@ -105,10 +105,12 @@ def gpt_config(args: argparse.Namespace, plan: StagePlan | None) -> GPTConfig:
             "--transformer-impl: transformers needs a model (got no --hf-model). Add it, or use local."
         )
     document_options(args)  # chat data sets flags of the model
+    vocabulary = None
     if args.num_experts:
-        take_experts(args, GPTConfig(**{**model_fields(args, plan), "vocab_size": vocab_size(args)}))
+        vocabulary = vocab_size(args)
+        take_experts(args, GPTConfig(**{**model_fields(args, plan), "vocab_size": vocabulary}))
     sizes = folder_sizes(config_of_model(Path(args.hf_model), args.transformer_impl)) if args.hf_model else {}
-    return GPTConfig(**{**model_fields(args, plan), **sizes, "vocab_size": vocab_size(args)})
+    return GPTConfig(**{**model_fields(args, plan), **sizes, "vocab_size": vocabulary or vocab_size(args)})
 
 
 def vocab_size(args: argparse.Namespace) -> int:
