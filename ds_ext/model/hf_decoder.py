@@ -132,6 +132,15 @@ def llama_json(config: TransformerConfig, end_of_text: int | None, dtype: str) -
     return {
         "architectures": [_CLASSES[kind]],
         "model_type": kind,
+        **common_json(config, end_of_text, dtype),
+        **_biases(kind, config),
+        **_windows(kind, config),
+    }
+
+
+def common_json(config: TransformerConfig, end_of_text: int | None, dtype: str) -> dict[str, Any]:
+    """Return the keys that Llamas and mixtures made of their layers have."""
+    return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "num_hidden_layers": config.num_layers,
@@ -145,8 +154,6 @@ def llama_json(config: TransformerConfig, end_of_text: int | None, dtype: str) -
         "rope_parameters": _rope_parameters(config),
         "attention_dropout": config.attention_dropout,
         "initializer_range": config.init_std,
-        **_biases(kind, config),
-        **_windows(kind, config),
         "bos_token_id": None,
         "eos_token_id": end_of_text,
         "pad_token_id": config.pad_token_id,

@@ -19,6 +19,7 @@ from typing import Any
 from ...errors import ConfigError, Problems
 from ...model.config import TransformerConfig
 from ...model.field_flags import Flag, flag_name
+from ...model.hf_decoder import common_json
 
 MODEL = "model"  # folder with config.json, in that of --save
 _FLAGS_OF_LAYERS = {"position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True}
@@ -117,7 +118,8 @@ def model_json(args: argparse.Namespace, config: TransformerConfig) -> dict[str,
     loss = args.moe_aux_loss_coeff if args.moe_router_load_balancing_type == "aux_loss" else 0.0
     if loss or args.moe_z_loss_coeff:
         kind |= {"output_router_logits": True, "router_aux_loss_coef": loss}
-    return {**_common(args, config), **kind}
+    common = common_json(config, None, "float32")
+    return {**common, "num_experts_per_tok": args.moe_router_topk, "use_cache": False, **kind}
 
 
 def _kind(
@@ -133,13 +135,17 @@ def _kind(
             problems.add(
                 f"{flag_name(name)}: needs --moe-router-score-function sigmoid (got {getattr(args, name)})."
             )
+    if config.rotary_percent != 1:
+        problems.add(
+            f"--rotary-percent: must be 1 without --moe-router-score-function sigmoid (got {config.rotary_percent:g})."
+        )
     if config.qk_layernorm:
+        _refuse_window(config, problems)
         return {
             "architectures": ["Qwen3MoeForCausalLM"],
             "model_type": "qwen3_moe",
             "num_experts": experts,
             "moe_intermediate_size": width,
-            "intermediate_size": config.ffn_size,
             "mlp_only_layers": dense,
             "decoder_sparse_step": 1,
             "norm_topk_prob": not args.moe_router_pre_softmax,
@@ -161,9 +167,19 @@ def _kind(
     }
 
 
+def _refuse_window(config: TransformerConfig, problems: Problems) -> None:
+    if config.sliding_window is not None:
+        problems.add(
+            f"--window-size: with --num-experts, only a Mixtral has a window (got {config.sliding_window - 1},0). "
+            f"Remove it, or --qk-layernorm and sigmoid scores."
+        )
+
+
 def _glm(
     args: argparse.Namespace, config: TransformerConfig, width: int, dense: list[int], problems: Problems
 ) -> dict[str, Any]:
+    _refuse_window(config, problems)
+    rotary = common_json(config, None, "float32")["rope_parameters"]
     shared, loss = args.moe_shared_expert_intermediate_size, args.moe_router_load_balancing_type
     if shared % width:
         problems.add(
@@ -190,10 +206,10 @@ def _glm(
         )
     return {
         "architectures": ["Glm4MoeForCausalLM"],
+        "rope_parameters": {**rotary, "partial_rotary_factor": config.rotary_percent},
         "model_type": "glm4_moe",
         "n_routed_experts": args.num_experts,
         "moe_intermediate_size": width,
-        "intermediate_size": config.ffn_size,
         "n_shared_experts": shared // width,
         "n_group": args.moe_router_num_groups,
         "topk_group": args.moe_router_group_topk,
@@ -202,33 +218,6 @@ def _glm(
         "first_k_dense_replace": len(dense),
         "use_qk_norm": config.qk_layernorm,
         "attention_bias": config.add_qkv_bias,
-    }
-
-
-def _common(args: argparse.Namespace, config: TransformerConfig) -> dict[str, Any]:
-    rotary = {"rope_type": "default", "rope_theta": config.rotary_base}
-    if config.rotary_percent != 1:
-        rotary["partial_rotary_factor"] = config.rotary_percent
-    return {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.query_groups,
-        "head_dim": config.head_size,
-        "num_experts_per_tok": args.moe_router_topk,
-        "max_position_embeddings": config.positions,
-        "rope_parameters": rotary,
-        "rms_norm_eps": config.layernorm_epsilon,
-        "initializer_range": config.init_std,
-        "attention_dropout": config.attention_dropout,
-        "tie_word_embeddings": not config.untie_embeddings_and_output_weights,
-        "hidden_act": "silu",
-        "use_cache": False,
-        "dtype": "float32",
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
     }
 
 

@@ -156,12 +156,35 @@ def test_sizes(text: str, expected: dict[str, Any]) -> None:
         ("--moe-layer-freq [1]*3", "moe-layer-freq"),
         ("--moe-layer-freq ([0]+[2])*2", "moe-layer-freq"),
         ("--hidden-dropout 0.1", "hidden-dropout"),
+        ("--rotary-percent 0.5", "rotary-percent"),
+        ("--rotary-percent 0.5 --qk-layernorm", "rotary-percent"),
+        ("--window-size 7,0 --qk-layernorm", "window-size"),
+        (f"--window-size 7,0 {SIGMOID}", "window-size"),
     ],
 )
 def test_what_no_class_computes_is_refused(text: str, key: str) -> None:
     args, config = flags_of(text)
     with pytest.raises(ConfigError, match=f"^--{key}"):
         model_json(args, config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rotary", "share"),
+    [
+        *(
+            (kind, rotary, 1.0)
+            for kind in ("", "--qk-layernorm", SIGMOID)
+            for rotary in ("", "--use-rope-scaling")
+        ),
+        (SIGMOID, "--rotary-percent 0.5", 0.5),
+    ],
+)
+def test_rotary_embeddings(kind: str, rotary: str, share: float) -> None:
+    model = make_source(config_of(f"{kind} {rotary}"), None, 1).reference()
+    frequencies = model.model.rotary_emb.inv_freq
+    assert frequencies.numel() == HIDDEN // 4 * share / 2
+    plain = 10000.0 ** -(torch.arange(frequencies.numel()) / frequencies.numel())
+    assert torch.allclose(frequencies, plain) == (rotary != "--use-rope-scaling")
 
 
 @pytest.mark.parametrize(
