@@ -38,6 +38,10 @@ class Link:
         if not 0 <= self.latency < math.inf:
             raise ConfigError(f"link: latency must be at least 0 seconds (got {self.latency:g}).")
 
+    def time(self, size: float) -> float:
+        """Return the seconds of a message of ``size`` bytes."""
+        return self.latency + size / self.bandwidth
+
 
 @dataclass(frozen=True)
 class Network:
@@ -89,11 +93,6 @@ class Network:
         leaving = Counter(a for a, b in pairwise([*hosts, hosts[0]]) if a != b)
         block = size * (len(hosts) - 1) / len(hosts)
         return block * max(leaving.values(), default=0) / self.between.bandwidth
-
-    def message_time(self, size: float, a: int, b: int) -> float:
-        """Return the seconds of a message of ``size`` bytes from rank ``a`` to rank ``b``."""
-        link = self.link(a, b)
-        return link.latency + size / link.bandwidth
 
     def all_reduce_time(self, size: float, ranks: Sequence[int]) -> float:
         """Return the seconds of an all-reduce of ``size`` bytes.

@@ -119,7 +119,7 @@ def step_seconds(candidate: FbdCandidate, cluster: Cluster, forward: Cluster, ra
     """
     sizes, network = candidate.sizes, cluster.links
     costs, unit_s = unit_costs(cluster, sizes, ratios, candidate.pipeline)
-    message_s = network.between.latency + message_bytes(sizes) / network.between.bandwidth
+    message_s = network.between.time(message_bytes(sizes))
     costs = on_devices(
         replace(stage_costs(costs, sizes), comm=message_s / unit_s),
         sizes,

@@ -242,7 +242,7 @@ class _Search:
                     yield variant.bound_within(most[1])
                 yield variant.brief_preview
             if not (variant.slow_to_plan and bound[0]):
-                yield variant.preview
+                yield from variant.previews()
 
 
 def _rank(row: Candidate) -> SortKey:

@@ -13,14 +13,14 @@ arithmetic, and collectives of single numbers (loss, norm, overflow).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from heapq import heapify, heappop, heappush
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..parallel.crossing import Traffic, messages_between, require_slots
+from ..parallel.crossing import Traffic
 from ..parallel.layout import ParallelLayout
 from ..parallel.network import HOST_PORTS, Network
 from ..pipe_schedules import Timetable
@@ -31,11 +31,12 @@ from ..pipe_schedules.ports import Collective, Ports
 from ..pipe_schedules.reductions import Reductions
 from ..pipe_schedules.simulation import Simulation, simulate
 from .activations import layer_activations
+from .messages import Messages, PipelineGroup, messages_of
 from .training_sizes import TrainingSizes
 
+_EXACT = 2  # number of bounds of a layout, after which its step is known
 _Span = tuple[Collective, float, float]  # its start and end
 _Busy = tuple[tuple[tuple[float, float], ...], ...]  # (start, end) of the collectives of every device
-_LEAST_SHARE = 0.005  # of the ops of a micro-batch on a device; shorter messages do not wait for each other
 
 
 @dataclass(frozen=True)
@@ -132,20 +133,6 @@ def least_collectives_s(
     return (2 * reduced_bytes + gathered_bytes) * (copies - 1) / copies / rate
 
 
-class _Group(NamedTuple):
-    """Messages of a pipeline group, in the unit of the costs.
-
-    Attributes:
-        messages: time on every link.
-        shared: long messages between hosts: link -> latency, ports and pipeline groups that use them.
-        port_of: port of every device; empty without such links.
-    """
-
-    messages: tuple[float, ...]
-    shared: tuple[tuple[tuple[int, int], tuple[float, tuple[int, int], int]], ...] = ()
-    port_of: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True)
 class NetworkStep:
     """Step of a timetable on a network, for any layout with the timetable's placement, without forward ranks.
@@ -166,91 +153,56 @@ class NetworkStep:
     _simulations: dict[tuple[Any, ...], Simulation] = field(default_factory=dict, init=False)
 
     def time(self, layout: ParallelLayout) -> StepTime:
-        return _LayoutStep(self, layout, self.pipeline_groups(layout)).time()
+        return _LayoutStep(self, layout, self.messages.pipeline_groups(layout)).time()
+
+    @cached_property
+    def messages(self) -> Messages:
+        timetable, size = self.timetable, self.volumes.message
+        n, slices = timetable.micro_batches, timetable.slices
+        return messages_of(timetable.placement, n, slices, self.costs, self.network, size, self.unit_s)
 
     def best(self, layouts: Sequence[ParallelLayout]) -> tuple[int, StepTime]:
         """Return the index of the layout with the shortest step, and this step.
 
-        Without shared ports a step is shorter. Only layouts that could be best so are simulated with them.
+        Bounds become tighter only for the layouts that could be best: the messages of a port, then a step without
+        shared ports, then the step.
         """
         if len(layouts) == 1:
             return 0, self.time(layouts[0])
-        groups = [self.pipeline_groups(layout) for layout in layouts]
-
-        def key(index: int, step: StepTime) -> tuple[float, int]:
-            # Sums of the same times in a different order differ by rounding.
-            return float(f"{step.step_s:.7g}"), index
-
-        bounds = [
-            (index, _LayoutStep(self, layout, {_Group(group.messages) for group in groups[index]}).time())
+        # Time, index, number of the bound, step; sums of the same times in a different order differ by rounding.
+        queue: list[tuple[float, int, int, StepTime | None]] = [
+            (self._rounded(self.messages.least_time(layout) * self.unit_s), index, 0, None)
             for index, layout in enumerate(layouts)
         ]
-        best: tuple[int, StepTime] | None = None
-        for index, bound in sorted(bounds, key=lambda pair: key(*pair)):
-            if best is not None and key(*best) <= key(index, bound):
-                break
-            shares = any(group.shared for group in groups[index])
-            step = _LayoutStep(self, layouts[index], groups[index]).time() if shares else bound
-            best = min(best or (index, step), (index, step), key=lambda pair: key(*pair))
-        assert best is not None, "there is a layout"
-        return best
+        heapify(queue)
+        while True:
+            _, index, bound, step = heappop(queue)
+            if step is not None and bound == _EXACT:
+                return index, step
+            groups = self.messages.pipeline_groups(layouts[index])
+            if bound == 0 and any(group.shared for group in groups):
+                bound, groups = 1, {PipelineGroup(group.messages) for group in groups}
+            else:
+                bound = _EXACT
+            step = _LayoutStep(self, layouts[index], groups).time()
+            heappush(queue, (self._rounded(step.step_s), index, bound, step))
 
-    @cached_property
-    def links(self) -> list[tuple[int, int]]:
-        """(Sending device, receiving device) of the messages."""
-        return list(messages_between(self.timetable.placement, self.timetable.micro_batches))
+    def least_makespan(self, layouts: Sequence[ParallelLayout]) -> float:
+        """Return the shortest makespan of the layouts, in the unit of the costs, without collectives."""
+        all_groups = (self.messages.pipeline_groups(layout) for layout in layouts)
+        return min(max(self.simulate(group, {}, ()).makespan for group in groups) for groups in all_groups)
 
-    def pipeline_groups(self, layout: ParallelLayout) -> set[_Group]:
-        """Return the messages of the pipeline groups of a layout.
+    @staticmethod
+    def _rounded(time: float) -> float:
+        return float(f"{time:.7g}")
 
-        The slowest tensor-parallel rank counts. Those of a device send at the same time; the pipeline groups that use a
-        port take turns.
-        """
-        network, hosts = self.network, self.network.hosts
-        require_slots(layout, hosts)
-        message = self.volumes.message / self.timetable.slices
-        tensor, data = range(layout.tensor_parallel_size), range(layout.data_parallel_size)
-        times: list[dict[tuple[int, int], tuple[float, int]]] = [
-            {} for _ in data
-        ]  # seconds, users of the port
-        for a, b in self.links:
-            ranks = [[(layout.rank(a, d, t), layout.rank(b, d, t)) for t in tensor] for d in data]
-            senders = [Counter(hosts.host(a) for a, b in pairs if hosts.cross((a, b))) for pairs in ranks]
-            users = Counter(chain.from_iterable(senders))
-            for of_group, pairs, sending in zip(times, ranks, senders, strict=True):
-                seconds = max(
-                    network.shared(sending[hosts.host(a)]).message_time(message, a, b) for a, b in pairs
-                )
-                shares = network.ports == HOST_PORTS and sending
-                of_group[a, b] = seconds, max(map(users.__getitem__, sending)) if shares else 1
-        return {self._group(layout, d, of_group) for d, of_group in zip(data, times, strict=True)}
-
-    def _group(
-        self, layout: ParallelLayout, data: int, times: Mapping[tuple[int, int], tuple[float, int]]
-    ) -> _Group:
-        """Return a pipeline group. A message between hosts is long if other messages may wait for it.
-
-        A port is the number of the first device that has it; it receives as its complement.
-        """
-        hosts, latency, costs = self.network.hosts, self.network.between.latency, self.costs
-        least_s = _LEAST_SHARE * (costs.forward + costs.backward_input + costs.backward_weight) * self.unit_s
-        ranks = [layout.rank(device, data, 0) for device in range(layout.placement.num_devices)]
-        places = [hosts.host(rank) for rank in ranks] if self.network.ports == HOST_PORTS else ranks
-        port_of = tuple(map(places.index, places))
-        shared = tuple(
-            ((a, b), (latency / self.unit_s, (port_of[a], ~port_of[b]), users))
-            for (a, b), (seconds, users) in sorted(times.items())
-            if seconds - latency > least_s and hosts.cross((ranks[a], ranks[b]))
-        )
-        # Of whole micro-batches: a message of a slice takes its share.
-        messages = tuple(times[link][0] * self.timetable.slices / self.unit_s for link in self.links)
-        return _Group(messages, shared, port_of if shared else ())
-
-    def simulate(self, group: _Group, gathered: Mapping[tuple[int, int], float], busy: _Busy) -> Simulation:
+    def simulate(
+        self, group: PipelineGroup, gathered: Mapping[tuple[int, int], float], busy: _Busy
+    ) -> Simulation:
         """Return the simulation of the last of the pipeline groups that take turns."""
         key = group, tuple(gathered.values()), busy
         if key not in self._simulations:
-            messages = dict(zip(self.links, group.messages, strict=True))
+            messages = dict(zip(self.messages.links, group.messages, strict=True))
             collectives: dict[int, list[tuple[float, float]]] = {}
             for port, spans in zip(group.port_of, busy, strict=False):
                 for end in (port, ~port):
@@ -337,7 +289,7 @@ class _ProcessGroup:
 class _LayoutStep:
     """Step of a layout whose pipeline groups have the messages of ``groups``, with its collectives."""
 
-    def __init__(self, job: NetworkStep, layout: ParallelLayout, groups: Collection[_Group]) -> None:
+    def __init__(self, job: NetworkStep, layout: ParallelLayout, groups: Collection[PipelineGroup]) -> None:
         self._job, self._groups = job, sorted(groups)
         self._process_groups = [
             _ProcessGroup(devices, layout, job.network, job.volumes)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from ..errors import ScheduleError
 from ..parallel.crossing import rank_orders
 from ..parallel.layout import ParallelLayout
-from ..parallel.network import Network
 from ..parallel.slices import EQUAL
 from ..pipe_schedules import SCHEDULES, Op, Placement, Schedule, Timetable
 from ..pipe_schedules.costs import Costs
@@ -23,8 +22,9 @@ from ..pipe_schedules.simulation import Simulation, simulate
 from .activations import stage_activations
 from .candidates import ESTIMATE_ERROR, SAME, Candidate, is_too_large
 from .memory import DeviceMemory, memory
+from .messages import messages_of
 from .request import Request, SortKey, rounded_time, sort_key
-from .stage_costs import slice_costs, split_layers, stage_costs
+from .stage_costs import message_bytes, slice_costs, split_layers, stage_costs
 from .step_time import NetworkStep
 from .text import format_bytes
 from .traffic import traffic
@@ -34,6 +34,9 @@ _ORDERS = 12  # approximate number of orders that a planned schedule simulates
 _SEARCHED_OPS = 60_000  # minimum over all orders of a search that does not reach its bound
 _ORDERS_KEPT = 64
 PREVIEWED = 2  # micro-batches per device of an order that predicts those for many
+_GROWTH = (
+    1.1  # of the waits in an order for twice as many micro-batches; below it none grow in the steady state
+)
 _MOST_OPS = 500_000  # maximum per candidate; planning takes about 5 microseconds per op, for up to a million
 _BRIEF_EXCESS = 1.2  # memory of an order that is searched briefly, relative to one that is not; rarely more
 
@@ -213,6 +216,24 @@ class Variant:
             least += request.collectives(placement.replicas, min(parameters), average)
         return rounded_time(least) if request.margin else least
 
+    def _layouts(self, sizes: TrainingSizes) -> list[ParallelLayout]:
+        layout = ParallelLayout(self.placement, sizes.tensor_parallel, sizes.data_parallel)
+        return [replace(layout, rank_order=rank_order) for rank_order in rank_orders(layout)]
+
+    @cached_property
+    def least_step(self) -> float:
+        """Lower bound on the time of any order, also of its messages."""
+        request, network, sizes = self.request, self.request.network, self.sizes
+        if network is None or sizes is None:
+            return self.least_time
+        n, slices, size = request.micro_batches, request.slices, message_bytes(sizes)
+        args = (self.placement, n, slices, self.network_costs, network, float(size), request.unit_s)
+        messages = messages_of(*args)
+        if messages.most_time * request.unit_s <= self.least_time:
+            return self.least_time
+        least = min(map(messages.least_time, self._layouts(sizes))) * request.unit_s
+        return max(self.least_time, rounded_time(least))
+
     @cached_property
     def bound(self) -> SortKey:
         """Lower bound on the sort key of any order."""
@@ -264,7 +285,7 @@ class Variant:
             needs.append(parts.total - parts.buffers + max(0, int(average) - parts.activations))
         need = max(needs)
         if not is_too_large(need, request.memory_bytes):
-            return 0.0, self.least_time
+            return 0.0, self.least_step
         # Orders that take longer may fit, unless even one micro-batch at a time is too large.
         return (1.0, need) if time == math.inf else max(self.bound, (0.0, time * (1 + SAME)))
 
@@ -274,20 +295,44 @@ class Variant:
         n, excess = min(self.request.micro_batches, self._previewed), 1.0 if self.bound[0] else _BRIEF_EXCESS
         return self._order_key(self.shared.brief_order, n, excess)[0]
 
-    @cached_property
-    def preview(self) -> SortKey:
-        """Sort key that the order for a few micro-batches predicts; (0, 0) if there are not many more of them.
+    def previews(self) -> Iterator[SortKey]:
+        """Yield sort keys that the orders for a few micro-batches predict, then for more and more.
 
-        In the steady state, more micro-batches need no more memory, and no fewer waits than fill and drain.
+        In the steady state, more micro-batches need no more memory, and no fewer waits. No key if there are not many
+        more of them than in the first order; the last key when waits stop growing.
         """
-        if self.request.micro_batches < 2 * self._previewed:
-            return 0.0, 0.0
-        key, order = self._order_key(self.shared.order, self._previewed)
-        if order is None or key[0]:
-            return key
-        least = lower_bound(self._workload(order.timetable.micro_batches, self.costs))
-        waits = (order.simulation.makespan - least) * self.request.unit_s * (1 - self.costs.jitter)
-        return 0.0, self.least_time + max(waits, 0.0)
+        n, waits = self._previewed, math.inf
+        if 2 * n <= self.request.micro_batches:
+            yield self._preview(n, on_network=False)[0]
+        while 2 * n <= self.request.micro_batches and self.request.network is not None:
+            key, more = self._preview(n, on_network=True)
+            yield key
+            if more < waits * _GROWTH < math.inf:
+                return
+            n, waits = 2 * n, more
+
+    def _preview(self, micro_batches: int, on_network: bool) -> tuple[SortKey, float]:
+        """Return the sort key that the order for some micro-batches predicts, and its waits for work and messages."""
+        if (micro_batches, on_network) not in self._previews:
+            key, order = self._order_key(self.shared.order, micro_batches)
+            waits = 0.0
+            if order is not None and not key[0]:
+                costs = self.network_costs if on_network else self.costs
+                makespan = self._least_makespan(order) if on_network else order.simulation.makespan
+                waits = makespan - lower_bound(self._workload(micro_batches, costs))
+                waits = max(0.0, waits * self.request.unit_s * (1 - self.costs.jitter))
+                key = 0.0, max(self.least_time + waits, self.least_step)
+            self._previews[micro_batches, on_network] = key, waits
+        return self._previews[micro_batches, on_network]
+
+    @cached_property
+    def _previews(self) -> dict[tuple[int, bool], tuple[SortKey, float]]:
+        return {}
+
+    def _least_makespan(self, order: _Order) -> float:
+        """Return the makespan on the network for the best rank order."""
+        assert self.sizes is not None
+        return self._network_step(order, self.sizes, ()).least_makespan(self._layouts(self.sizes))
 
     def _memory(self, timetable: Timetable, sizes: TrainingSizes) -> tuple[DeviceMemory, ...]:
         return memory(timetable, sizes, self.request.tokens or EQUAL)
@@ -308,7 +353,7 @@ class Variant:
             need = int(max(device.total for device in self._memory(order.timetable, sizes)) / excess)
         except ScheduleError:  # price() has the reason
             return (0.0, 0.0), None
-        return sort_key(is_too_large(need, request.memory_bytes), self.least_time, need), order
+        return sort_key(is_too_large(need, request.memory_bytes), self.least_step, need), order
 
     def price(self, simulate_large: bool, is_brief: bool = True) -> Candidate:
         """Build and simulate the timetable. One that is too large is simulated only if ``simulate_large``.
@@ -339,22 +384,25 @@ class Variant:
         if request.network is None or sizes is None:
             values |= {"time": order.simulation.makespan, "bubble": order.simulation.bubble}
         else:
-            values |= self._network_step(order, request.network, sizes)
+            values |= self._on_network(order, sizes)
         return self.candidate(**values)
 
-    def _network_step(self, order: _Order, network: Network, sizes: TrainingSizes) -> dict[str, Any]:
-        """Return the fields of the candidate that depend on the network, for the best rank order."""
-        timetable, unit_s = order.timetable, self.request.unit_s
-        layout = ParallelLayout(timetable.placement, sizes.tensor_parallel, sizes.data_parallel)
+    def _network_step(self, order: _Order, sizes: TrainingSizes, reductions: Reductions) -> NetworkStep:
+        request, timetable = self.request, order.timetable
+        assert request.network is not None
         volumes = traffic(sizes, timetable.placement, timetable.micro_batches)
-        orders = rank_orders(layout)
-        layouts = [replace(layout, rank_order=rank_order) for rank_order in orders]
-        job = NetworkStep(timetable, self.network_costs, network, volumes, unit_s, order.reductions)
-        best, step = job.best(layouts)
+        return NetworkStep(
+            timetable, self.network_costs, request.network, volumes, request.unit_s, reductions
+        )
+
+    def _on_network(self, order: _Order, sizes: TrainingSizes) -> dict[str, Any]:
+        """Return the fields of the candidate that depend on the network, for the best rank order."""
+        layouts = self._layouts(sizes)
+        best, step = self._network_step(order, sizes, order.reductions).best(layouts)
         return {
             "time": step.step_s,
             "bubble": step.simulation.bubble,
-            "rank_order": orders[best],
+            "rank_order": layouts[best].rank_order,
             "reductions_s": step.reductions_s,
             "gather_s": step.gather_s,
         }

@@ -20,8 +20,8 @@ def network(slots: int, hosts: int, **changes: Any) -> Network:
 
 def test_message_time_depends_on_the_hosts() -> None:
     two = network(2, 2)
-    assert two.message_time(SIZE, 0, 1) == pytest.approx(1e-6 + 0.01)
-    assert two.message_time(SIZE, 1, 2) == pytest.approx(10e-6 + 0.1)
+    assert two.link(0, 1).time(SIZE) == pytest.approx(1e-6 + 0.01)
+    assert two.link(1, 2).time(SIZE) == pytest.approx(10e-6 + 0.1)
 
 
 def test_ring_over_hosts_is_limited_by_the_port() -> None:

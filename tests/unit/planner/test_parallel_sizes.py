@@ -37,6 +37,7 @@ from ds_ext.planner.traffic import traffic
 from ds_ext.planner.training_sizes import TrainingSizes
 from ds_ext.planner.variant import Variant
 from tests.plans import placement_of
+from tests.selection import select
 
 MODEL = TrainingSizes(
     num_layers=48, hidden_size=1024, num_attention_heads=16, vocab_size=32000, seq_length=1024
@@ -379,6 +380,24 @@ def test_previews_exclude_no_winner(
         c = best.candidates.best
         assert c is not None
         return str(best), c.label, c.recompute_text, c.time, c.memory_bytes
+
+    with_previews = choice()
+    monkeypatch.setattr("ds_ext.planner.variant.PREVIEWED", 10**6)
+    assert with_previews == choice()
+
+
+@pytest.mark.parametrize("bandwidth", select([1e9, 5e9, 25e9], [25e9]))
+def test_previews_on_slow_ports_exclude_no_winner(bandwidth: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The inputs of head parts occupy the port of the last stage, so that waits grow with the micro-batches."""
+    monkeypatch.setattr("ds_ext.pipe_schedules.list_scheduling.search._MAX_OPS", 2_000)
+    network = Network(Hosts((2,) * 2), Link(1e11, 2e-6), Link(bandwidth, 1e-5))
+    cluster = replace(CLUSTER, devices=4, network=network, batch=48, head_parts=True, tensor_parallel=1)
+    model = replace(MODEL, num_layers=24, vocab_size=128_000)
+
+    def choice() -> tuple[object, ...]:
+        best = plan_cluster(cluster, model).best
+        assert best.candidate is not None
+        return str(best), best.candidate.label, best.candidate.time
 
     with_previews = choice()
     monkeypatch.setattr("ds_ext.planner.variant.PREVIEWED", 10**6)
