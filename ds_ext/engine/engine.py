@@ -47,8 +47,10 @@ from .executor import Executor
 from .expert_loads import make_expert_loads
 from .grad_norm import let_parameters_differ, share_loss_scale
 from .losses.local import LocalLosses
+from .losses.watch import LossWatch
 from .modes import evaluating, training
 from .module import PipelineModule
+from .parameters import parameters_of
 from .recovery.audit import StepAudit
 from .recovery.recovery import Recovered, Recovery
 from .replica_buffers import ReplicaBuffers
@@ -166,6 +168,12 @@ class PipelineEngine(AdaptedEngine):
         let_parameters_differ(self.optimizer)
         share_loss_scale(self)
         self.trained = TrainedParameters(self)
+        settings, parameters = (
+            self.plan.settings,
+            parameters_of(self.module, self.layout.tensor_parallel_size),
+        )
+        limit, allows_zeros = settings.max_nonfinite_losses, settings.allow_zero_norm
+        self.loss_watch = LossWatch(parameters.values(), limit, allows_zeros)
         on_all_ranks(self._use_optimizer)  # forward ranks (FBD) have no optimizer
 
     def _set_up_run(self) -> None:
@@ -329,7 +337,7 @@ class PipelineEngine(AdaptedEngine):
         return loss
 
     def _check_step(self, step: int, loss: float, is_skipped: bool) -> None:
-        watch, norm, gathered = self.update.loss_watch, self.get_global_grad_norm(), self.gather_numbers()
+        watch, norm, gathered = self.loss_watch, self.get_global_grad_norm(), self.gather_numbers()
         searches_scale = is_skipped and any(rank.dynamic_scale for rank in gathered.ranks)
         watch.check_loss(step, loss, is_skipped, searches_scale)
         counts_labels = gathered.losses.correction != 0

@@ -16,6 +16,7 @@ from .batches import Batches
 from .checkpoint.run import Run
 from .executor import Executor
 from .losses.local import LocalLosses
+from .losses.watch import LossWatch
 from .module import PipelineModule
 from .role import Role
 from .tracing.recorder import Tracer
@@ -33,6 +34,7 @@ class EngineState(Protocol):
     run_facts: Record
     executor: Executor
     local_losses: LocalLosses
+    loss_watch: LossWatch
     tracer: Tracer | None
     handlers: Mapping[type[ds.PipeInstruction], Function]
     batches: Batches | None

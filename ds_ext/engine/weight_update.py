@@ -28,7 +28,6 @@ from .engine_state import EngineState
 from .grad_norm import clip_grad_norm
 from .grad_sync import Gradients, as_real
 from .losses.local import Loss
-from .losses.watch import LossWatch
 from .master_weights import MasterWeights
 from .module import PipelineModule
 from .parameters import LocalParameter, parameters_of
@@ -152,14 +151,8 @@ class WeightUpdate:
         self.masters = MasterWeights(self._optimizer)
         self.reduction = self._make_reduction() if self.is_eager(engine) else None
         self.gathers = self._make_gathers()
-        scaler, settings = loss_scaler(self._optimizer), engine.plan.settings
+        scaler = loss_scaler(self._optimizer)
         self.has_dynamic_scale = scaler is not None and scaler.dynamic
-        self.loss_watch = LossWatch(
-            parameters,
-            self.gradients,
-            settings.max_nonfinite_losses,
-            allows_zeros=settings.allow_zero_norm,
-        )
         self._dependencies = _dependencies(engine)
         self._unfrozen: list[nn.Parameter] = []  # in this step, not reduced with the others
 
@@ -262,7 +255,7 @@ class WeightUpdate:
     def prepare_reduction(self, step: int, module: PipelineModule) -> None:
         """Before the reduction of a step, check its gradients; with eager reductions, the remaining ones."""
         remaining = module.parameters() if self.reduction is None else self.reduction.parameters[None]
-        self.loss_watch.record_gradients(step, remaining)
+        self._engine.loss_watch.record_gradients(step, remaining, self.gradients)
         if module.placeholders:
             # The bf16 optimizer needs at least one gradient. A script may have frozen all parameters.
             with (self.gradients.accumulating or nullcontext)():
@@ -272,7 +265,8 @@ class WeightUpdate:
     def reduce_stage(self, step: int, stage: int) -> None:
         """Check the gradients of a stage, and start their reduction. It does nothing without eager reductions."""
         if self.reduction is not None:
-            self.loss_watch.record_gradients(step, self.reduction.parameters[stage])
+            parameters = self.reduction.parameters[stage]
+            self._engine.loss_watch.record_gradients(step, parameters, self.gradients)
             self.reduction.start(stage)
 
     def reduce_unsupported_dtypes(self, gradients: list[Tensor]) -> list[Tensor]:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ConstantLR
 
 import ds_ext
-from ds_ext.engine.grad_sync import Gradients
 from ds_ext.engine.losses.watch import LossWatch
 from ds_ext.errors import NonFiniteLoss, TransportError
 from tests.distributed.test_own_layers import Batches, bf16_numbers, build, job
@@ -46,7 +46,9 @@ class Faulty(nn.Module):
         return _Explode.apply(out) if bad and torch.is_grad_enabled() else out
 
 
-def train(rank: int, schedule: str, zero: int, limit: int, steps: int, where: str) -> tuple[int, Any]:
+def train(
+    rank: int, schedule: str, zero: int, limit: int, steps: int, where: str, replaces_scheduler: bool = False
+) -> tuple[int, Any]:
     """(steps done, the first bad gradient)."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
@@ -77,6 +79,8 @@ def train(rank: int, schedule: str, zero: int, limit: int, steps: int, where: st
             for module in model.modules():
                 if isinstance(module, Faulty):
                     module.step = step
+            if replaces_scheduler:
+                engine.lr_scheduler = ConstantLR(engine.optimizer, factor=1.0)
             engine.train_batch(data)
             done = step
     except NonFiniteLoss as stop:
@@ -117,6 +121,11 @@ def test_training_stops_when_zero_skips_every_step(ranks: Ranks) -> None:
     assert {first[2] for _, first in results} == {f"{FAULTY}.linear.weight"}
 
 
+def test_a_scheduler_that_a_script_replaces_in_every_step_does_not_restart_the_count(ranks: Ranks) -> None:
+    results = ranks(4).run(train, "1f1b", 0, LIMIT, 50, "gradient", True)
+    assert {done for done, _ in results} == {STEP + LIMIT - 1}
+
+
 def test_forward_ranks_stop_too(ranks: Ranks) -> None:
     results = ranks(8).run(train, "fbd", 0, LIMIT, 50, "gradient", timeout_s=120)
     assert [done for done, _ in results] == [STEP + LIMIT - 1] * 8
@@ -135,7 +144,7 @@ def test_steps_that_fp16_skips_do_not_count(ranks: Ranks) -> None:
 
 
 def count_skipped(rank: int) -> int:
-    watch = LossWatch([], Gradients(None, None, {}), 4, allows_zeros=False)
+    watch = LossWatch([], 4, allows_zeros=False)
     for step in range(1, 10):
         watch.check_loss(step, float("inf"), skipped=True, searches_scale=True)
     assert watch.in_a_row == 0

@@ -25,6 +25,7 @@ from ...planner.job_plan import JobPlan
 from ..all_ranks import gather_rows
 from ..batches import Batches, MapDataset, MicroBatches
 from ..executor import Executor
+from ..losses.watch import LossWatch
 from ..module import PipelineModule, Unpicklable
 from ..recovery.audit import StepAudit
 from ..recovery.recovery import Recovery
@@ -56,6 +57,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     handlers: Handlers
     update: WeightUpdate
     trained: TrainedParameters
+    loss_watch: LossWatch
     plan: JobPlan
     role: Role
     schedule: TimetableSchedule

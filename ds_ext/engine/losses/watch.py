@@ -35,11 +35,10 @@ class LossWatch:
     def __init__(
         self,
         parameters: Iterable[LocalParameter],
-        gradients: Gradients,
         limit: int,
         allows_zeros: bool,
     ) -> None:
-        self.gradients, self.limit = gradients, limit
+        self.limit = limit
         self._allows_zeros = allows_zeros
         self.in_a_row = 0
         self._parameters = [
@@ -50,14 +49,14 @@ class LossWatch:
         self._largest: deque[tuple[int, dict[tuple[int, str], Tensor]]] = deque(maxlen=2)
         self._first_bad: tuple[int, int, str] | None = None  # step, rank and parameter
 
-    def record_gradients(self, step: int, parameters: Iterable[Tensor]) -> None:
+    def record_gradients(self, step: int, parameters: Iterable[Tensor], gradients: Gradients) -> None:
         """Store the largest magnitude in gradients of ``parameters``, on the device. Call before their reduction."""
         ids = set(map(id, parameters))
         if not self._largest or self._largest[-1][0] != step:
             self._largest.append((step, {}))
         for layer, name, parameter in self._parameters:
             is_trained = id(parameter) in ids and parameter.requires_grad
-            if is_trained and (gradient := self.gradients.get(parameter)) is not None:
+            if is_trained and (gradient := gradients.get(parameter)) is not None:
                 self._largest[-1][1][layer, name] = torch.linalg.vector_norm(gradient, torch.inf)
 
     def check_loss(self, step: int, loss: float, skipped: bool, searches_scale: bool = False) -> None:

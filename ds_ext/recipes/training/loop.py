@@ -224,7 +224,7 @@ class Trainer:
         """
         self.finish_save()
         # The watch does not count steps that fp16 skips to lower its scale: they leave the weights as they are.
-        if not math.isfinite(loss) and self.engine.update.loss_watch.in_a_row:
+        if not math.isfinite(loss) and self.engine.loss_watch.in_a_row:
             self.not_saved.append(step)
             say_error(f"step {step}: checkpoint not saved: loss {loss}. The previous one stays current.")
             return
