@@ -72,7 +72,8 @@ def describe_hosts(
     if best.bytes < _SHARE * here.bytes:
         lines.append(
             f'note: ds_ext.rank_order: "{best.rank_order}" sends {format_bytes(best.bytes)} between hosts per step, '
-            f'"{layout.rank_order}" {format_bytes(here.bytes)}'
+            f'"{layout.rank_order}" {format_bytes(here.bytes)}; '
+            "fewer bytes may take more time, which `plan` compares"
         )
     return lines
 
