@@ -104,7 +104,7 @@ def test_groups_of_bitpipe_3d_on_two_hosts(described: Any) -> None:
     text = described("bitpipe_3d", "--hosts", "2x4")
     everything_else = {"tensor": [2, 4, 0], "neighbors": [2, 8, 8], "mirror": [2, 4, 4]}
     assert table(text) == everything_else | {"data": [2, 4, 0], "gradients": [4, 2, 2]}
-    assert re.search(r'^note: ds_ext\.rank_order: "tp-pp-dp" .* MB .* MB$', text, re.M)
+    assert re.search(r'^note: ds_ext\.rank_order: "tp-pp-dp" .* MB .* MB;', text, re.M)
     better = described("bitpipe_3d", "--hosts", "4,4", "--use-tp-pp-dp-mapping")
     assert table(better)["mirror"] == [2, 4, 0] and table(better)["data"] == [2, 4, 4]
     assert "note: ds_ext.rank_order" not in better
