@@ -313,6 +313,42 @@ class InPlace(Block):
         return x.mul_(0.9)
 
 
+class Padded(Block):
+    """Its output is a part of a wider tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.pad(super().forward(x), (0, 1))[:, :-1]
+
+
+class Expanded(Block):
+    """All samples of its output share their memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[:1].expand(len(x), -1)
+
+
+class Strided(Block):
+    """It rounds by the strides of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * (1 + 0.1 * x.stride(0) / WIDTH))
+
+
+def audit_views(rank: int, layer: type[Block]) -> int:
+    """Return the last clean step of 6, with both stages on a device."""
+    layers = [Block, Block, Block, layer, Strided, Block, Block, Block]
+    engine = make_engine("zb_v", 1, 0, 1, layers=layers)
+    for _ in range(6):
+        engine.train_batch()
+    engine.transport.close()
+    return engine.audit.clean
+
+
+@pytest.mark.parametrize("layer", [Padded, Expanded])
+def test_inputs_are_repeated_with_their_strides(ranks: Ranks, layer: type[Block]) -> None:
+    assert ranks(1).run(audit_views, layer) == [6]
+
+
 def audit_layers(
     rank: int, schedule: str, pipeline: int, layer: type[Block], steps: int, place: int = 5
 ) -> Any:

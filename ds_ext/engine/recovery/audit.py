@@ -399,7 +399,7 @@ class StepAudit(Observer):
         """Repeat the forward of a slice. Returns its outputs with their graph."""
         engine, stage, one = self._engine, evidence.op.stage, evidence.passes[slice_index]
         inputs = tuple(
-            t.to(engine.device, copy=True).requires_grad_(leaf)
+            _copy(t, engine.device).requires_grad_(leaf)
             for t, leaf in zip(one.inputs, one.leaves, strict=True)
         )
         buffer = Buffer(inputs, _copy_to(one.labels, engine.device))
@@ -496,11 +496,18 @@ def _outputs(buffer: Buffer) -> list[Tensor]:
 
 def _copy_to_host(tensors: tuple[Tensor, ...] | None) -> tuple[Tensor, ...] | None:
     """Return copies in host memory, because the originals are dropped or changed."""
-    return None if tensors is None else tuple(t.detach().to("cpu", copy=True) for t in tensors)
+    return _copy_to(tensors, torch.device("cpu"))
 
 
 def _copy_to(tensors: tuple[Tensor, ...] | None, device: torch.device) -> tuple[Tensor, ...] | None:
-    return None if tensors is None else tuple(t.to(device) for t in tensors)
+    return None if tensors is None else tuple(_copy(t.detach(), device) for t in tensors)
+
+
+def _copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a copy with the same strides, because sums of other strides may round in another order."""
+    single = tensor[tuple(slice(1) if not stride else slice(None) for stride in tensor.stride())]
+    copy = torch.empty_strided(single.shape, single.stride(), dtype=tensor.dtype, device=device)
+    return copy.copy_(single).expand(tensor.shape)
 
 
 def _random_states(device: torch.device) -> dict[str, Tensor]:

@@ -17,9 +17,10 @@ from ...errors import ScheduleError
 from ..costs import Costs
 from ..definition import Orders
 from ..events import Run, Workload
+from ..fixed_orders import FixedOrders
 from ..ops import BACKWARD, FORWARD
 from ..placement import Placement
-from ..simulation import peak_stages, run_orders
+from ..simulation import peak_stages
 from ..tick_rule import ticks
 from .dispatch import backwards_first, by_due_date, fill_idle_time
 
@@ -216,7 +217,9 @@ def less_sensitive(workload: Workload, orders: Orders, slow_run: Run | None, cap
 
 
 def _time(workload: Workload, orders: Orders) -> float:
-    return run_orders(workload, orders).makespan
+    run = FixedOrders(workload.dependencies, orders).run(workload, {}, None)
+    assert run is not None, "orders of a run do not deadlock"
+    return run.makespan
 
 
 def _cost(run: Run) -> tuple[float, int]:
