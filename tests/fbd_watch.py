@@ -74,7 +74,7 @@ def watch(engine: PipelineEngine, tp: TensorParallel) -> Iterator[Seen]:
         def before(self, instruction: Any) -> None:
             if isinstance(instruction, ds.ForwardPass | RecomputeForward):
                 now[0] = engine.global_steps, instruction.stage, instruction.micro_batch
-                key = engine.global_steps, instruction.stage, not engine.running.program.timetable.trains
+                key = engine.global_steps, instruction.stage, not engine.current_schedule.trains
                 if key not in shards:  # gathered once a step; within one no bit changes
                     shards[key] = digest(engine)
                     seen.weights[key].add(_hash(weights(engine, tp)))

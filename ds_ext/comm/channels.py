@@ -14,11 +14,13 @@ FBD_WEIGHT_HEADERS, FBD_WEIGHT_PIECES = 5, 6
 _WITHOUT_STAGE = 7
 
 
-def of_stage(use: int, stage: int) -> int:
+def stage_channel(use: int, stage: int) -> int:
     return use * MAX_STAGES + stage
 
 
-DYNAMIC_CHOICES = of_stage(_WITHOUT_STAGE, 0)  # ops that the first rank of a tensor-parallel group has chosen
-DYNAMIC_MESSAGES = of_stage(_WITHOUT_STAGE, 1)  # messages between stages in the order of the sends
-GPU_CONTROL = of_stage(_WITHOUT_STAGE, 2)  # reserved by the transport between GPUs
-SPLIT_HEADERS = of_stage(_WITHOUT_STAGE, 3)  # headers of the transport "torch" between GPUs
+DYNAMIC_CHOICES = stage_channel(
+    _WITHOUT_STAGE, 0
+)  # ops that the first rank of a tensor-parallel group has chosen
+DYNAMIC_MESSAGES = stage_channel(_WITHOUT_STAGE, 1)  # messages between stages in the order of the sends
+GPU_CONTROL = stage_channel(_WITHOUT_STAGE, 2)  # reserved by the transport between GPUs
+SPLIT_HEADERS = stage_channel(_WITHOUT_STAGE, 3)  # headers of the transport "torch" between GPUs

@@ -348,7 +348,7 @@ class StepData:
         last_of_mode: dict[bool, Pair] | None = None,
     ) -> None:
         self.source, self.first_id, self._batch_fn = source, first_id, batch_fn
-        self.steps_done, self.trains = steps_done, schedule.program.timetable.trains
+        self.steps_done, self.trains = steps_done, schedule.trains
         self.ended = _NOT_ENDED
         self._last_of_mode = {} if last_of_mode is None else last_of_mode
         self._uses_labels = uses_labels

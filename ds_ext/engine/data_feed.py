@@ -45,7 +45,7 @@ class DataFeed:
 
     def start_step(self, schedule: TimetableSchedule, computes_loss: bool) -> StepData:
         """Return the micro-batches of a step or an evaluation. All ranks check the first one of each."""
-        engine, trains = self._engine, schedule.program.timetable.trains
+        engine, trains = self._engine, schedule.trains
         batches = NoBatches(engine.batch_fn is not None) if engine.batches is None else engine.batches
         if isinstance(batches, MicroBatches) and engine.plan.settings.keyed_random:
             batches.seed = engine.module.random_seed

@@ -138,7 +138,7 @@ class EagerReduction:
             scattered = set()
             for index in self._groups[stage]:
                 scattered.update(map(id, model_groups(self._gradients.optimizer)[index]))
-                self._start(stage, *self._gradients.of_group(index, self._dtype), is_group=True)
+                self._start(stage, *self._gradients.flat_group(index, self._dtype), is_group=True)
             parameters = [parameter for parameter in parameters if id(parameter) not in scattered]
         gradients = [as_real(g) for g in map(self._gradients.get, parameters) if g is not None]
         if self._gradients.may_be_missing and gradients:

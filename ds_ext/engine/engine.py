@@ -59,7 +59,7 @@ from .schedules import Schedules
 from .stages import stages_of
 from .stages.body import StageForward
 from .stages.sequences import sequences_of
-from .step_report import Gathered, RankNumbers, StepReport, gather_step, of_report
+from .step_report import Gathered, RankNumbers, StepReport, gather_step, report_property
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
 from .types import Batch, Json, Record
@@ -211,7 +211,7 @@ class PipelineEngine(AdaptedEngine):
         return self.module.layout
 
     @property
-    def running(self) -> TimetableSchedule:
+    def current_schedule(self) -> TimetableSchedule:
         """Schedule of the current or last step or evaluation."""
         return self.executor.schedule
 
@@ -222,12 +222,14 @@ class PipelineEngine(AdaptedEngine):
 
     # --- measurements: of the last training step (None before the first one), and of its simulation ---
 
-    step_s = of_report(lambda report: report.seconds)
-    step_lr = of_report(lambda report: report.lr)
-    bubble_measured = of_report(lambda report: report.of_ranks.bubble)
-    peak_memory_of_ranks = of_report(lambda report: report.of_ranks.peak_memory_of_ranks, ())
-    peak_memory_bytes = of_report(lambda report: max(report.of_ranks.peak_memory_of_ranks))
-    tokens = of_report(lambda report: report.of_ranks.losses.tokens)  # counted; None with a loss of means
+    step_s = report_property(lambda report: report.seconds)
+    step_lr = report_property(lambda report: report.lr)
+    bubble_measured = report_property(lambda report: report.gathered.bubble)
+    peak_memory_of_ranks = report_property(lambda report: report.gathered.peak_memory_of_ranks, ())
+    peak_memory_bytes = report_property(lambda report: max(report.gathered.peak_memory_of_ranks))
+    tokens = report_property(
+        lambda report: report.gathered.losses.tokens
+    )  # counted; None with a loss of means
 
     @property
     def deferred_share(self) -> float | None:
@@ -259,7 +261,8 @@ class PipelineEngine(AdaptedEngine):
         super().set_train_batch_size(train_batch_size)
         self.plan, self.micro_batches = plan, micro_batches
         self.schedule = self._schedules.training(plan)
-        self.update.resize()
+        self.trained.find_changes()
+        self.update.rebuild_reduction()
         if isinstance(self.batches, IteratorBatches):
             self.batches = self.feed.as_batches(self.batches.iterator, micro_batches)
 
@@ -282,7 +285,7 @@ class PipelineEngine(AdaptedEngine):
 
     def _start_step_or_evaluation(self, schedule: TimetableSchedule, computes_loss: bool) -> StepData:
         """Return the micro-batches of a step or an evaluation, which has begun then."""
-        trains = schedule.program.timetable.trains
+        trains = schedule.trains
         # The feed comes first: after most of its errors, no step has begun, and the script may continue.
         data = self.feed.start_step(schedule, computes_loss)
         self._gathered = None
@@ -314,7 +317,7 @@ class PipelineEngine(AdaptedEngine):
         step, skipped = self.global_steps + 1, self.skipped_steps
         rates, begin = self.get_lr(), time.perf_counter()
         with self.activity.during(f"step {step}"), self.activity.longer_limit(self._may_compile(True)):
-            snapshot_s = None if self.recovery is None else self.recovery.complete()
+            snapshot_s = None if self.recovery is None else self.recovery.snapshot_last_step()
             if self.tracer is not None:
                 self.tracer.start_step(step, self.plan.timetable)
             with (
@@ -329,19 +332,22 @@ class PipelineEngine(AdaptedEngine):
             self._check_step(step, float(loss), self.skipped_steps > skipped)
         seconds, rate = time.perf_counter() - begin, float(rates[0]) if rates else 0.0
         recovered_from = None if self.recovery is None else self.recovery.take_recovered_step()
-        self.report = StepReport(seconds, rate, self.gather_numbers(), snapshot_s, recovered_from)
+        self.report = StepReport(seconds, rate, self._grad_norm(), self.gathered, snapshot_s, recovered_from)
         if self.global_rank == 0 and self.monitor.enabled:
-            norm, losses = self.get_global_grad_norm(), self.agg_additional_losses
-            self.monitor.write_events(self.report.monitor_events(norm, losses, self.global_samples))
+            self.monitor.write_events(self.report.monitor_events(self.global_samples))
         self.role.end_step()
         return loss
 
     def _check_step(self, step: int, loss: float, is_skipped: bool) -> None:
-        watch, norm, gathered = self.loss_watch, self.get_global_grad_norm(), self.gather_numbers()
-        searches_scale = is_skipped and any(rank.dynamic_scale for rank in gathered.ranks)
-        watch.check_loss(step, loss, is_skipped, searches_scale)
-        counts_labels = gathered.losses.correction != 0
-        watch.check_norm(step, loss, None if norm is None else float(norm), counts_labels)
+        searches_scale = is_skipped and any(rank.dynamic_scale for rank in self.gathered.ranks)
+        self.loss_watch.check_loss(step, loss, is_skipped, searches_scale)
+        counts_labels = self.gathered.losses.correction != 0
+        self.loss_watch.check_norm(step, loss, self._grad_norm(), counts_labels)
+
+    def _grad_norm(self) -> float | None:
+        """Return the norm of the gradients of the last step, over all ranks; None: not measured."""
+        norm = self.get_global_grad_norm()
+        return None if norm is None else float(norm)
 
     def _exec_schedule(self, pipe_schedule: TimetableSchedule, evaluation: Evaluation | None = None) -> None:
         if not isinstance(pipe_schedule, TimetableSchedule):
@@ -349,9 +355,9 @@ class PipelineEngine(AdaptedEngine):
                 f"schedule: the engine runs the timetable of its job plan (got {type(pipe_schedule).__name__}). Call "
                 f"train_batch() or eval_batch(), and write own schedules as in docs/add_a_schedule.md."
             )
-        trains = pipe_schedule.program.timetable.trains
+        trains = pipe_schedule.trains
         self.executor.messages = self._schedules.messages(pipe_schedule)
-        with self.role.running(pipe_schedule):
+        with self.role.executing(pipe_schedule):
             computes_loss = evaluation is None or evaluation.computes_loss
             data = self._start_step_or_evaluation(pipe_schedule, computes_loss)
             self.busy.start_step()
@@ -366,35 +372,43 @@ class PipelineEngine(AdaptedEngine):
             deferral.finish()
 
     def gather_numbers(self) -> Gathered:
-        """Return the losses and measurements of all ranks. All ranks call it together.
+        """Gather the losses and measurements of all ranks, once in a step or an evaluation. All ranks call it together.
 
-        Only the first call of a step or an evaluation gathers them. In training, it comes before the optimizer step;
-        see :func:`.step_report.gather_step`. It agrees on a stop and on the trained parameters, resets ``weights_set``,
-        and sets ``agg_additional_losses`` and DeepSpeed's ``total_loss``, a sum over micro-batches.
+        In training, this comes before the optimizer step; see :func:`.step_report.gather_step`. It agrees on a stop and
+        on the trained parameters, and sets ``agg_additional_losses`` and DeepSpeed's ``total_loss``, a sum over
+        micro-batches. :attr:`gathered` has the result.
         """
-        if self._gathered is None:
-            self.transport.settle()
-            self.role.wait_for_step(self.running)
-            own, step = self._own_numbers(), self.global_steps + 1
-            self._gathered = gather_step(own, self.executor.data, self.local_losses, step, self.device)
-            self._use_gathered(self._gathered)
+        self.transport.settle()
+        self.role.wait_for_step(self.current_schedule)
+        own, step_number = self._own_numbers(), self.executor.current_step.steps_done + 1
+        self._gathered = gather_step(own, self.executor.data, self.local_losses, step_number, self.device)
+        self._use_gathered(self._gathered)
+        return self._gathered
+
+    @property
+    def gathered(self) -> Gathered:
+        """Losses and measurements of all ranks in the last step or evaluation whose numbers were gathered."""
+        assert self._gathered is not None, "gather_numbers() comes first"
         return self._gathered
 
     def _own_numbers(self) -> RankNumbers:
-        """Return the numbers of this rank in the step or evaluation, and reset ``weights_set``."""
-        trains = self.running.program.timetable.trains
+        """Return the numbers of this rank in the step or evaluation."""
         busy_s, span_s = self.busy.busy_and_span_s()
-        weights_set, self.update.weights_set = int(self.update.weights_set), 0
+        batches_read, batches_needed = self.executor.data.ended
+        loads = self.expert_loads.read()
         return RankNumbers(
-            busy_s,
-            span_s,
-            read_peak_memory(self.device),
-            weights_set,
-            len(self.trained.changed) if trains else 0,
-            self.stops.cause,
-            *self.executor.data.ended,
-            self.update.has_dynamic_scale,
-            *self.expert_loads.read(),
+            busy_s=busy_s,
+            span_s=span_s,
+            peak_memory_bytes=read_peak_memory(self.device),
+            weights_set=self.update.take_weights_set(),
+            num_changed=len(self.trained.changed) if self.current_schedule.trains else 0,
+            stop_cause=self.stops.cause,
+            batches_read=batches_read,
+            batches_needed=batches_needed,
+            dynamic_scale=self.update.has_dynamic_scale,
+            expert_load=loads.largest,
+            num_idle_experts=loads.idle,
+            num_experts=loads.experts,
         )
 
     def _use_gathered(self, gathered: Gathered) -> None:
@@ -402,13 +416,15 @@ class PipelineEngine(AdaptedEngine):
         self.stops.agree_on_stop([rank.stop_cause for rank in gathered.ranks])
         if any(rank.num_changed for rank in gathered.ranks):
             self.update.agree_on_trained()
-        if self.running.program.timetable.trains:
+        if self.current_schedule.trains:
             self.agg_additional_losses = gathered.losses.by_name
             if self.is_last_stage():
                 self.total_loss = gathered.losses.loss * self.gradient_accumulation_steps()
 
     def _advance(self) -> None:
-        self.executor.data.source.advance(self.running.micro_batches * self.layout.data_parallel_size)
+        self.executor.data.source.advance(
+            self.current_schedule.micro_batches * self.layout.data_parallel_size
+        )
 
     def eval_batch(
         self,
@@ -499,7 +515,7 @@ class PipelineEngine(AdaptedEngine):
         """Return the timetable with an arrow at the computation that ``instruction`` belongs to."""
         return (
             f"rank {self.global_rank} (device {self.module.device_index} of its pipeline) {verb} in "
-            f"{self.activity.name}{self.module.layers_of(instruction)}:\n{self.running.picture(instruction)}"
+            f"{self.activity.name}{self.module.describe_layers(instruction)}:\n{self.current_schedule.picture(instruction)}"
         )
 
     # --- checkpoints ---
@@ -633,7 +649,8 @@ class PipelineEngine(AdaptedEngine):
             if recovered is not None:
                 self.trained.find_changes()
                 self.trained.agree_on_changes()
-                self.update.resize()
+                self.trained.find_changes()
+                self.update.rebuild_reduction()
                 self.role.weights_loaded()
                 self.checkpoint_events.recovered(recovered)
         return recovered

@@ -83,14 +83,14 @@ class Executor:
         handlers: instruction class -> handler, which gets the arguments of the instruction by name. The owner adds
             those of other instructions than this class's.
         observers: observers of every run, outermost first.
-        backwards: what the backwards need of the optimizer; the owner sets it with the optimizer.
-        schedule, data: those of the current or last run.
+        backward_context: what the backwards need of the optimizer; the owner sets it with the optimizer.
+        schedule, data, current_step: those of the current or last run.
     """
 
     messages: StageMessages
     schedule: TimetableSchedule
     data: StepData
-    _step: Step
+    current_step: Step
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Executor:
             kind: getattr(self, name) for kind, name in OWN_HANDLERS.items()
         }
         self.observers: list[Observer] = []
-        self.backwards = BackwardContext()
+        self.backward_context = BackwardContext()
         # Static schedule -> (messages, handlers, observers) and the calls that are bound to them.
         self._calls: WeakKeyDictionary[TimetableSchedule, tuple[Any, list[_Call]]] = WeakKeyDictionary()
 
@@ -128,10 +128,10 @@ class Executor:
         An exception of an instruction is observed with :meth:`Observer.failed` and raised.
         """
         timetable = schedule.program.timetable
-        sequences = self.sequences if timetable.slices > 1 else WholeSequences()
+        sequences = self.sequences if schedule.slices > 1 else WholeSequences()
         self.schedule, self.data = schedule, data
-        kept, splits = evaluation or Evaluation(), timetable.split_backwards
-        self._step = Step(steps_done, data, sequences, kept, splits, self.backwards)
+        evaluation, splits = evaluation or Evaluation(), timetable.split_backwards
+        self.current_step = Step(steps_done, data, sequences, evaluation, splits, self.backward_context)
         sequences.clear()
         for stage in self.stages.values():
             stage.start_step()
@@ -172,7 +172,7 @@ class Executor:
 
     def _calls_with_posts(self, schedule: TimetableSchedule, observers: list[Observer]) -> Iterator[_Call]:
         """Yield the calls of a static schedule. Each receive is posted ``schedule.lookahead`` instructions ahead."""
-        waiting, slices = deque[_Call](), schedule.program.timetable.slices
+        waiting, slices = deque[_Call](), schedule.slices
         for instruction in (instruction for step in schedule.steps() for instruction in step):
             kind: Any = RECEIVES.get(type(instruction))
             if kind is not None:
@@ -204,14 +204,14 @@ class Executor:
     # --- handlers, in the order of the table below; ``slice`` is passed for all but the first one ---
 
     def load(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        self.stages[stage].load(self._step, self.buffers[buffer_id], micro_batch, slice)
+        self.stages[stage].load(self.current_step, self.buffers[buffer_id], micro_batch, slice)
 
     def forward(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        self.stages[stage].forward(self._step, self.buffers[buffer_id], micro_batch, slice)
+        self.stages[stage].forward(self.current_step, self.buffers[buffer_id], micro_batch, slice)
 
     def backward(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
-        with self.backwards.accumulating():
-            self.stages[stage].backward(self._step, self.buffers[buffer_id], micro_batch, slice)
+        with self.backward_context.accumulating():
+            self.stages[stage].backward(self.current_step, self.buffers[buffer_id], micro_batch, slice)
 
     def backward_input(self, buffer_id: int, stage: int, micro_batch: int, slice: int = 0) -> None:
         later = self.buffers[buffer_id].deferred = WeightGradients()
@@ -222,20 +222,22 @@ class Executor:
         buffer = self.buffers[buffer_id]
         later, buffer.deferred = buffer.deferred, None
         assert later is not None
-        with self.backwards.accumulating():
+        with self.backward_context.accumulating():
             later.compute()
 
     def send_activations(
         self, buffer_id: int, stage: int, micro_batch: int, peer: int, other_stage: int, slice: int = 0
     ) -> None:
-        item = self._step.item(micro_batch, slice)
-        tensors = self.stages[stage].outputs_for(other_stage, self._step, self.buffers[buffer_id], item)
+        item = self.current_step.item(micro_batch, slice)
+        tensors = self.stages[stage].outputs_for(
+            other_stage, self.current_step, self.buffers[buffer_id], item
+        )
         self.messages.send(MessageKind.ACTIVATION, tensors, other_stage, item, peer)
 
     def receive_activations(
         self, buffer_id: int, stage: int, micro_batch: int, peer: int, other_stage: int, slice: int = 0
     ) -> None:
-        item = self._step.item(micro_batch, slice)
+        item = self.current_step.item(micro_batch, slice)
         tensors = self.messages.receive(MessageKind.ACTIVATION, stage, item, peer, other_stage)
         self.stages[stage].accept_activations(other_stage, self.buffers[buffer_id], tensors)
 
@@ -243,21 +245,23 @@ class Executor:
         self, buffer_id: int, stage: int, micro_batch: int, peer: int, other_stage: int, slice: int = 0
     ) -> None:
         grads = self.stages[stage].grads_for(other_stage, self.buffers[buffer_id])
-        item = self._step.item(micro_batch, slice)
+        item = self.current_step.item(micro_batch, slice)
         self.messages.send(MessageKind.GRADIENT, grads, other_stage, item, peer)
 
     def receive_grads(
         self, buffer_id: int, stage: int, micro_batch: int, peer: int, other_stage: int, slice: int = 0
     ) -> None:
-        item = self._step.item(micro_batch, slice)
+        item = self.current_step.item(micro_batch, slice)
         grads = self.messages.receive(MessageKind.GRADIENT, stage, item, peer, other_stage)
         self.stages[stage].accept_grads(other_stage, self.buffers[buffer_id], grads)
 
     def copy_activations(
         self, buffer_id: int, to_buffer: int, stage: int, micro_batch: int, other_stage: int, slice: int = 0
     ) -> None:
-        item = self._step.item(micro_batch, slice)
-        tensors = self.stages[stage].outputs_for(other_stage, self._step, self.buffers[buffer_id], item)
+        item = self.current_step.item(micro_batch, slice)
+        tensors = self.stages[stage].outputs_for(
+            other_stage, self.current_step, self.buffers[buffer_id], item
+        )
         tensors = tuple([tensor.detach() for tensor in tensors])
         self.stages[other_stage].accept_activations(stage, self.buffers[to_buffer], tensors)
 

@@ -158,7 +158,7 @@ class Gradients:
         groups = enumerate(model_groups(self.optimizer))
         return [i for i, group in groups if group and all(id(parameter) in ids for parameter in group)]
 
-    def of_group(self, index: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    def flat_group(self, index: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of a parameter group as one padded vector of ``dtype``, and those of this rank's part.
 
         With the bf16 optimizer, whose memory it is, the vector has all averages itself and the list is empty.

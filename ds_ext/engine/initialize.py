@@ -44,7 +44,7 @@ from .facts import data_facts, optimizer_facts, plan_text, run_facts, stage_fact
 from .fbd.backward import BackwardRole
 from .fbd.forward import ForwardRole
 from .modes import set_first_modes
-from .module import PipelineModule, trains
+from .module import PipelineModule, has_trained
 from .start import check_precision, init_distributed
 from .types import Function, Groups, Json, Optimizer, ParameterGroup, Parameters, Scheduler, Source
 from .weight_gathers import repeat_lists, scheduler_of_parts, split_by_stage
@@ -316,12 +316,12 @@ def _require_optimizer_for_zero(config: Json) -> None:
 
 def _require_parameters(model: PipelineModule, groups: Groups | None) -> None:
     """Raise ConfigError on all ranks if the model trains nothing, or the groups nothing of a rank that trains some."""
-    has_trained = any(p.numel() for stage in model.stages for p in model.stage_parameters(stage))
+    has_parameters = any(p.numel() for stage in model.stages for p in model.stage_parameters(stage))
     entries = [
         p for group in groups or () for p in (group["params"] if isinstance(group, Mapping) else [group])
     ]
-    omitted = has_trained and groups is not None and not trains(entries)
-    trains_by_rank, omitted_by_rank = zip(*on_all_ranks(lambda: (has_trained, omitted)), strict=True)
+    omitted = has_parameters and groups is not None and not has_trained(entries)
+    trains_by_rank, omitted_by_rank = zip(*on_all_ranks(lambda: (has_parameters, omitted)), strict=True)
     if not any(trains_by_rank):
         raise ConfigError(
             "layers: the model has no trainable parameter (got 0). Set requires_grad on some of them."

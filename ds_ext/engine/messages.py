@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.channels import MAX_STAGES, MESSAGE_KINDS, of_stage
+from ..comm.channels import MAX_STAGES, MESSAGE_KINDS, stage_channel
 from ..comm.transport import Ticket, Transport, make_tag
 from ..errors import ConfigError
 from ..parallel.layout import ParallelLayout, links_of
@@ -76,7 +76,7 @@ class StageMessages:
 
 
 def _tag(kind: MessageKind, stage: int, item: int) -> int:
-    return make_tag(of_stage(kind, stage), item)
+    return make_tag(stage_channel(kind, stage), item)
 
 
 # --- links ---

@@ -204,7 +204,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         let_names_be_plain(self)
         _number_by_stage(self)
         self.placeholders: list[torch.nn.Parameter] = []
-        if not trains(self.parameters()):
+        if not has_trained(self.parameters()):
             self.add_placeholder()  # for an optimizer that the script makes of the trained parameters
 
     def _mark_shards(self) -> None:
@@ -232,7 +232,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         all_groups = groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]
         is_named = any(isinstance(entry, tuple) for group in all_groups for entry in group["params"])
         for group in all_groups:
-            if not trains(group["params"]):
+            if not has_trained(group["params"]):
                 name, placeholder = self.add_placeholder()
                 group["params"].append((name, placeholder) if is_named else placeholder)
                 if "param_names" in group:
@@ -257,7 +257,9 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
 
         Scripts read names and parameters of the module, and make optimizers of them.
         """
-        hidden = set(map(id, self.placeholders if trains(self.layer_parameters()) else self.placeholders[1:]))
+        hidden = set(
+            map(id, self.placeholders if has_trained(self.layer_parameters()) else self.placeholders[1:])
+        )
         for name in [name for name, parameter in self._parameters.items() if id(parameter) in hidden]:
             del self._parameters[name]
 
@@ -510,7 +512,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         """
         return additional_losses(self.loss_fn)
 
-    def layers_of(self, instruction: ds.PipeInstruction) -> str:
+    def describe_layers(self, instruction: ds.PipeInstruction) -> str:
         """Return the layers of an instruction's stage for an error, such as " (Block 3 to Block 5)"; "" without one."""
         stage = getattr(instruction, "stage", None)
         # The loss of a head in parts has no layers.
@@ -574,7 +576,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         self._synchronize_tied_weights()
 
 
-def trains(parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]]) -> bool:
+def has_trained(parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]]) -> bool:
     plain = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
     return any(parameter.requires_grad and parameter.numel() for parameter in plain)
 

@@ -38,7 +38,7 @@ class Role:
         """Start with a complete engine. All ranks call this together, as the methods below."""
 
     @contextmanager
-    def running(self, schedule: TimetableSchedule) -> Iterator[None]:
+    def executing(self, schedule: TimetableSchedule) -> Iterator[None]:
         yield
 
     def wait_for_step(self, schedule: TimetableSchedule) -> None:

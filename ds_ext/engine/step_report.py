@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class RankNumbers:
         stop_cause: cause of a request to end the run; 0 without one. See :mod:`..launch.stop`.
         batches_read, batches_needed: :attr:`.batches.StepData.ended`.
         dynamic_scale: whether the optimizer skips steps to find its loss scale; forward ranks (FBD) have none.
-        largest_load, idle_experts, experts: :class:`..experts.Loads` of this rank's layers and micro-batches.
+        expert_load, num_idle_experts, num_experts: :class:`..experts.Loads` of this rank's layers and micro-batches.
     """
 
     busy_s: float
@@ -41,9 +41,9 @@ class RankNumbers:
     batches_read: float
     batches_needed: float
     dynamic_scale: float
-    largest_load: float
-    idle_experts: float
-    experts: float
+    expert_load: float
+    num_idle_experts: float
+    num_experts: float
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,16 @@ class Gathered:
     @property
     def expert_load(self) -> float | None:
         """Most tokens of an expert relative to the mean of its layer, on one rank; None without experts."""
-        return max(rank.largest_load for rank in self.ranks) or None
+        return max(rank.expert_load for rank in self.ranks) or None
 
     @property
-    def idle_experts(self) -> float | None:
+    def idle_expert_share(self) -> float | None:
         """Share of the experts that got no token of a rank; None without experts."""
         if self.expert_load is None:
             return None
-        return sum(rank.idle_experts for rank in self.ranks) / sum(rank.experts for rank in self.ranks)
+        return sum(rank.num_idle_experts for rank in self.ranks) / sum(
+            rank.num_experts for rank in self.ranks
+        )
 
     @property
     def peak_memory_of_ranks(self) -> tuple[int, ...]:
@@ -83,24 +85,25 @@ class StepReport:
     Attributes:
         seconds: duration on this rank.
         lr: learning rate of the first parameter group.
+        grad_norm: norm of the gradients, over all ranks; None: not measured.
         snapshot_s: seconds for this rank's snapshot of the step before, and for waiting for copies; None without one.
         recovered_from: in the first step after a recovery, the step from which it continued; else None.
     """
 
     seconds: float
     lr: float
-    of_ranks: Gathered
+    grad_norm: float | None
+    gathered: Gathered
     snapshot_s: float | None
     recovered_from: int | None
 
-    def monitor_events(
-        self, grad_norm: float | None, additional_losses: Mapping[str, torch.Tensor] | None, samples: int
-    ) -> list[tuple[str, float, int]]:
+    def monitor_events(self, samples: int) -> list[tuple[str, float, int]]:
         """Return (name, value, samples) of what DeepSpeed does not write to its monitors.
 
-        ``samples`` so far are the position on the monitors' axis. ``grad_norm`` None: not measured.
+        ``samples`` so far are the position on the monitors' axis.
         """
-        values = {"grad_norm": grad_norm, "bubble": self.of_ranks.bubble, **(additional_losses or {})}
+        additional_losses = self.gathered.losses.by_name or {}
+        values = {"grad_norm": self.grad_norm, "bubble": self.gathered.bubble, **additional_losses}
         return [
             (f"Train/Samples/{key}", float(value), samples)
             for key, value in values.items()
@@ -108,7 +111,7 @@ class StepReport:
         ]
 
 
-def of_report(read: Callable[[StepReport], Any], before_the_first: Any = None) -> Any:
+def report_property(read: Callable[[StepReport], Any], before_the_first: Any = None) -> Any:
     """Return a property of an engine that reads the report of its last training step."""
     return property(lambda engine: before_the_first if engine.report is None else read(engine.report))
 

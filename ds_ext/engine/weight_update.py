@@ -183,6 +183,11 @@ class WeightUpdate:
             return None
         return WeightGathers(optimizer, engine.module, engine.tracer)
 
+    def take_weights_set(self) -> int:
+        """Return the number of elements that the script set before the current step; 0 from then on."""
+        weights_set, self.weights_set = int(self.weights_set), 0
+        return weights_set
+
     def is_outdated(self) -> bool:
         engine = self._engine
         if _dependencies(engine) == self._dependencies:
@@ -195,9 +200,8 @@ class WeightUpdate:
             )
         return True
 
-    def resize(self) -> None:
+    def rebuild_reduction(self) -> None:
         """Use the plan's timetable, which has got another number of micro-batches, and the agreed parameters."""
-        self._trained.find_changes()
         if self.reduction is not None:
             with self._trained.before_changes():
                 self.reduction = self._make_reduction()
@@ -217,7 +221,8 @@ class WeightUpdate:
     def agree_on_trained(self) -> None:
         """Compare the changes of all ranks. All ranks must call this together, after the reductions of the step."""
         self._unfrozen = self._trained.agree_on_changes()
-        self.resize()
+        self._trained.find_changes()
+        self.rebuild_reduction()
 
     def reduce_unfrozen(self) -> None:
         """Reduce the gradients of parameters that are trained since this step."""

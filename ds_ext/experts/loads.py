@@ -62,7 +62,7 @@ class ExpertLoads:
             experts.register_buffer(COUNTS, tokens_E, persistent=False)
 
     def read(self) -> Loads:
-        """Return the loads of this rank's micro-batches since the last :meth:`end_step`."""
+        """Return the loads of this rank's micro-batches since the last :meth:`update_biases_and_reset`."""
         layers = [experts.get_buffer(COUNTS) for experts in self._experts]
         if not layers:
             return Loads()
@@ -73,7 +73,7 @@ class ExpertLoads:
         return Loads(float(largest.max()), float(idle.sum()), float(sum(map(len, layers))))
 
     @torch.no_grad()
-    def end_step(self) -> None:
+    def update_biases_and_reset(self) -> None:
         """Change the biases by the tokens of all micro-batches, on all ranks of the group, and count anew."""
         if self._rate and self.biased:
             layers = [experts.get_buffer(COUNTS) for _, experts in self.biased]

@@ -117,7 +117,7 @@ class Metrics:
         if self._file is not None:
             self._file.write(metrics)
         if self._record is not None:
-            self._record.note_memory(report.of_ranks.peak_memory_of_ranks)
+            self._record.note_memory(report.gathered.peak_memory_of_ranks)
         is_first, total = self._steps == 0, self._total_steps
         left_s = self._count(metrics)
         if self._engine.global_rank != 0 or self._log_interval <= 0:
@@ -161,7 +161,7 @@ class Metrics:
         report = self._engine.report
         if self._engine.global_rank != 0 or self._log_interval <= 0 or report is None or not self._steps:
             return
-        peaks = report.of_ranks.peak_memory_of_ranks
+        peaks = report.gathered.peak_memory_of_ranks
         rate = self._samples / self._seconds
         tflops = self._tflops(rate)
         figures = [f"{self._samples:,} samples", rate_text(rate, "samples/s")]
@@ -205,14 +205,13 @@ class Metrics:
         validation_losses: Mapping[str, torch.Tensor | float] | None,
     ) -> StepMetrics:
         engine = self._engine
-        norm = engine.get_global_grad_norm()
         samples_per_s = engine.train_batch_size() / report.seconds
         tokens = self._tokens_per_sample
         tflops = self._tflops(samples_per_s)
         return StepMetrics(
             step=engine.global_steps,
             loss=loss,
-            grad_norm=None if norm is None else float(norm),
+            grad_norm=report.grad_norm,
             lr=report.lr,
             iter_time_s=report.seconds,
             samples_per_s=samples_per_s,
@@ -222,17 +221,17 @@ class Metrics:
             consumed_samples=engine.global_samples,
             schedule=engine.plan.timetable.schedule,
             transport=engine.transport.name,
-            peak_memory_bytes=max(report.of_ranks.peak_memory_of_ranks),
-            bubble_measured=report.of_ranks.bubble,
+            peak_memory_bytes=max(report.gathered.peak_memory_of_ranks),
+            bubble_measured=report.gathered.bubble,
             bubble_simulated=engine.plan.simulation.bubble,
-            losses=_floats(engine.agg_additional_losses),
+            losses=_floats(report.gathered.losses.by_name),
             validation_loss=None if validation_loss is None else float(validation_loss),
             validation_losses=_floats(validation_losses),
             snapshot_s=report.snapshot_s,
             recovered_from_step=report.recovered_from,
-            tokens=report.of_ranks.losses.tokens,
-            expert_load=report.of_ranks.expert_load,
-            idle_experts=report.of_ranks.idle_experts,
+            tokens=report.gathered.losses.tokens,
+            expert_load=report.gathered.expert_load,
+            idle_experts=report.gathered.idle_expert_share,
             epoch=engine.global_samples / self._samples_per_epoch if self._samples_per_epoch else None,
         )
 

@@ -157,6 +157,15 @@ class TimetableSchedule(ds.PipeSchedule):
     def steps(self) -> Iterator[list[ds.PipeInstruction]]:  # pyright: ignore[reportIncompatibleMethodOverride]
         yield from self._steps
 
+    @property
+    def trains(self) -> bool:
+        """True for a training step; an evaluation has forwards only."""
+        return self.program.timetable.trains
+
+    @property
+    def slices(self) -> int:
+        return self.program.timetable.slices
+
     def num_pipe_buffers(self) -> int:
         return self.program.num_buffers[self.stage_id]
 

@@ -116,7 +116,7 @@ class Pipeline(Side):
         loss = self.engine.eval_batch(data, return_logits=sizes.logits, num_micro_batches=count)
         if sizes.logits:
             loss, outputs = loss
-            first = self.engine.module.data_index * self.engine.running.micro_batches
+            first = self.engine.module.data_index * self.engine.current_schedule.micro_batches
             size = job.micro_batch_size
             for number, output in outputs.items():
                 if (

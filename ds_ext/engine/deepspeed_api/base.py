@@ -75,6 +75,9 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     @abstractmethod
     def gather_numbers(self) -> Gathered: ...
 
+    @property
+    def gathered(self) -> Gathered: ...
+
     @abstractmethod
     def _advance(self) -> None:
         """Advance the source of the data past the micro-batches of the current step or evaluation."""
@@ -153,7 +156,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
             self.update = WeightUpdate(self, self.trained)
         accumulating = self.update.gradients.accumulating or nullcontext
         parameters = list(self.module.parameters())
-        self.executor.backwards = BackwardContext(self.update.backward_root, accumulating, parameters)
+        self.executor.backward_context = BackwardContext(self.update.backward_root, accumulating, parameters)
 
     # --- the step ---
 
@@ -162,7 +165,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
 
     def _aggregate_total_loss(self) -> Tensor:
         """Return the mean loss of all micro-batches of all groups, on every rank."""
-        return self.gather_numbers().losses.loss
+        return self.gathered.losses.loss
 
     def get_lr(self) -> list[float]:
         """Return the learning rates of the parameter groups; on a forward rank (FBD), those of the last step."""
@@ -228,7 +231,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     @torch.no_grad()
     def _exec_end_of_step(self) -> None:
         is_late = self._gathered is None  # a script replaced the handler of the optimizer step
-        gathered = self.gather_numbers()
+        gathered = self.gather_numbers() if is_late else self.gathered
         correction, has_changed = gathered.losses.correction, any(rank.num_changed for rank in gathered.ranks)
         if is_late and (correction != 1 or has_changed):
             cause = "requires_grad: a change" if correction == 1 else "loss_fn: a pair (sum, count)"
@@ -236,7 +239,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
                 f"{cause} needs this engine's handler of OptimizerStep (got a replaced one). Call that handler, "
                 "or add a method counts(labels) to the loss."
             )
-        self.expert_loads.end_step()
+        self.expert_loads.update_biases_and_reset()
         self._advance()
         if values := self.role.optimizer_values():
             self.role.set_optimizer_values(gather_rows(values, self.device))

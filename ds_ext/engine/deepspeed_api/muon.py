@@ -16,7 +16,7 @@ from deepspeed.runtime import compiler
 from ...errors import ConfigError
 from ...tensor_parallel import is_sharded
 from ..all_ranks import on_all_ranks
-from ..module import PipelineModule, trains
+from ..module import PipelineModule, has_trained
 from ..ties.tied_layers import tied_weights
 from ..types import Function, Groups
 
@@ -90,7 +90,8 @@ def fill_halves(model: PipelineModule, groups: Groups) -> None:
     def trained_halves() -> list[list[bool]]:
         marks = [[p for p in group["params"] if hasattr(p, "use_muon")] for group in all_groups]
         return [
-            [trains(p for p in marked if p.use_muon is half) for half in (True, False)] for marked in marks
+            [has_trained(p for p in marked if p.use_muon is half) for half in (True, False)]
+            for marked in marks
         ]
 
     all_groups = groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from deepspeed.runtime.pipe import schedule as ds
 
-from ...comm.channels import FBD_CREDITS, of_stage
+from ...comm.channels import FBD_CREDITS, stage_channel
 from ...comm.transport import make_tag
 from ...parallel.fbd import DisaggregatedLayout
 from ...pipe_schedules.bridge import SyncWeights
@@ -67,4 +67,4 @@ class BackwardRole(DisaggregatedRole):
         engine.executor.receive_activations(buffer_id, stage, micro_batch, peer, other_stage)
         (rank,) = self.layout.peers(engine.global_rank, peer)
         credit = torch.zeros(1, dtype=torch.uint8, device=engine.device)
-        engine.transport.send([credit], rank, make_tag(of_stage(FBD_CREDITS, stage), micro_batch))
+        engine.transport.send([credit], rank, make_tag(stage_channel(FBD_CREDITS, stage), micro_batch))

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from deepspeed.runtime.pipe import schedule as ds
 
-from ...comm.channels import FBD_CREDITS, of_stage
+from ...comm.channels import FBD_CREDITS, stage_channel
 from ...comm.transport import Ticket, make_tag
 from ...errors import ScheduleError
 from ...parallel.fbd import DisaggregatedLayout
@@ -71,7 +71,7 @@ class ForwardRole(DisaggregatedRole):
         engine = self.engine
         engine.gather_numbers()
         # The last stage computes nothing. It waits for a whole step, which may exceed the time limit of a message.
-        limit_s = self.step_limit_s(engine.running) if stage == engine.last_stage else None
+        limit_s = self.step_limit_s(engine.current_schedule) if stage == engine.last_stage else None
         self.link.expect(limit_s)
         if limit_s is not None:
             self.link.settle(limit_s)
@@ -82,7 +82,7 @@ class ForwardRole(DisaggregatedRole):
     # --- running ---
 
     @contextmanager
-    def running(self, schedule: TimetableSchedule) -> Iterator[None]:
+    def executing(self, schedule: TimetableSchedule) -> Iterator[None]:
         """Context without gradients. Raises ScheduleError without the weights of the last step."""
         engine = self.engine
         assert self.link is not None
@@ -111,7 +111,7 @@ class ForwardRole(DisaggregatedRole):
                 tickets.popleft().wait()
         engine.executor.send_activations(buffer_id, stage, micro_batch, peer, other_stage)
         for rank in ranks:
-            tag = make_tag(of_stage(FBD_CREDITS, other_stage), micro_batch)
+            tag = make_tag(stage_channel(FBD_CREDITS, other_stage), micro_batch)
             self._credits[rank].append(engine.transport.recv(rank, tag))
 
     # --- values of the optimizer ---

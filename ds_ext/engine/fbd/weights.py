@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...comm.channels import FBD_WEIGHT_HEADERS, FBD_WEIGHT_PIECES, of_stage
+from ...comm.channels import FBD_WEIGHT_HEADERS, FBD_WEIGHT_PIECES, stage_channel
 from ...comm.transport import Ticket, Transport, make_tag
 from ...errors import TransportError
 from ...tensor_parallel import shard_dim
@@ -120,11 +120,11 @@ class WeightLink:
 
     def _header_tag(self) -> int:
         self._num_headers += 1
-        return make_tag(of_stage(FBD_WEIGHT_HEADERS, self.stage), self._num_headers - 1)
+        return make_tag(stage_channel(FBD_WEIGHT_HEADERS, self.stage), self._num_headers - 1)
 
     def _piece_tag(self) -> int:
         self._num_pieces += 1
-        return make_tag(of_stage(FBD_WEIGHT_PIECES, self.stage), self._num_pieces - 1)
+        return make_tag(stage_channel(FBD_WEIGHT_PIECES, self.stage), self._num_pieces - 1)
 
     def _pieces(self) -> list[list[ShardSpec]]:
         """Return the parameters of every piece: at most 32 MiB of one dtype, or a single parameter."""

@@ -374,7 +374,10 @@ class StepAudit(Observer):
         engine, stage = self._engine, evidence.op.stage
         sequences = engine.executor.sequences.copy_empty()
         splits = frozenset({(stage, 0)} if evidence.splits else ())
-        data, context = _Repeated(evidence.number), BackwardContext(engine.executor.backwards.backward_root)
+        data, context = (
+            _Repeated(evidence.number),
+            BackwardContext(engine.executor.backward_context.backward_root),
+        )
         step = Step(engine.global_steps, data, sequences, Evaluation(), splits, context)
         buffers = [self._repeat_forward(evidence, i, step) for i in range(len(evidence.passes))]
         forwards = [tensor_checksum(_outputs(buffer)) for buffer in buffers]

@@ -170,7 +170,7 @@ class Recovery:
         if self._is_due(self._engine.global_steps) and any(target is not None for target in self._targets):
             self._waited_s = max(self._with_keepers(self._wait_for_copy))
 
-    def complete(self) -> float | None:
+    def snapshot_last_step(self) -> float | None:
         """Write this rank's snapshot of the last step, if it is due, and record that the step is complete.
 
         To be called when the next step begins, with all that the script has changed: the snapshot has what this step

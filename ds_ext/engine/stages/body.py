@@ -31,7 +31,7 @@ class Body(Stage):
         compute: returns the outputs of a stage for (stage, inputs, step, global number of the micro-batch).
     """
 
-    has_labels = False  # of the data
+    loads_labels = False  # of the data
 
     def __init__(self, stage: int, compute: Forward, losses: LocalLosses, device: torch.device) -> None:
         self.stage, self.compute, self.losses, self._device = stage, compute, losses, device
@@ -41,7 +41,7 @@ class Body(Stage):
         inputs, labels = step.data.take(micro_batch)
         if self.reads_data:
             buffer.inputs = self._slice(step, inputs, slice_index)
-        if self.has_labels and labels is not None:
+        if self.loads_labels and labels is not None:
             labels = step.sequences.shift_before_cut(self.losses.shift_labels, labels)
             buffer.labels = self._slice(step, labels, slice_index)
 
@@ -97,7 +97,7 @@ class Body(Stage):
 class LastBody(Body):
     """Last stage of layers, whose outputs give the loss."""
 
-    has_labels = True
+    loads_labels = True
 
     def _store_loss(
         self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int, outputs: Batch

@@ -32,14 +32,14 @@ Labels = dict[int, Tensor]  # by the number of a slice in the step, until its lo
 class BodyBeforeHead(Body):
     """Last stage of layers before a head in parts. It keeps ``labels`` for the stage of the loss."""
 
-    has_labels = True
+    loads_labels = True
 
     def __init__(self, stage: int, compute: Forward, losses: LocalLosses, device: torch.device) -> None:
         super().__init__(stage, compute, losses, device)
-        self.labels: Labels = {}
+        self.waiting_labels: Labels = {}
 
     def start_step(self) -> None:
-        self.labels.clear()
+        self.waiting_labels.clear()
 
     def outputs_for(self, target: int, step: Step, buffer: Buffer, item: int) -> tuple[Tensor, ...]:
         """Return what every part gets: the hidden states, and the labels of their tokens."""
@@ -50,7 +50,7 @@ class BodyBeforeHead(Body):
                     f"vocabulary_parallel_head: needs one tensor of hidden states and one of labels (got "
                     f"{len(outputs)} and {len(labels or ())}). Remove vocabulary_parallel_head."
                 )
-            self.labels[item] = labels[0]
+            self.waiting_labels[item] = labels[0]
             targets = step.sequences.shift_after_cut(self.losses.shift_labels, labels[0])
             buffer.kept = outputs[0].detach(), targets
         return buffer.kept
@@ -109,7 +109,7 @@ class HeadLoss(Stage):
         """Return the combined losses of a slice, and the losses of its tokens, in training as a leaf of a graph."""
         partials, buffer.kept = buffer.kept, None
         joined = combine_losses([partial for _, partial in sorted(partials.items())])
-        labels_BS = self._before.labels.pop(item)
+        labels_BS = self._before.waiting_labels.pop(item)
         buffer.labels = (labels_BS,)
         return joined, joined.loss.view(labels_BS.shape).requires_grad_(torch.is_grad_enabled())
 

@@ -100,7 +100,7 @@ def executor_of_the_last_stage(**options: Any) -> tuple[Executor, Losses, Loopba
     )
     executor = Executor({last: stage}, WholeSequences(), **options)
     executor.messages = messages  # pyright: ignore[reportAttributeAccessIssue]
-    executor.backwards = BackwardContext(lambda loss: loss[""].sum / MICRO_BATCHES)
+    executor.backward_context = BackwardContext(lambda loss: loss[""].sum / MICRO_BATCHES)
     return executor, losses, messages
 
 

@@ -157,7 +157,7 @@ def run_devices(
         executor = Executor(stages_of(module, compute, losses, torch.device("cpu")), WholeSequences())
         executor.messages = WireMessages(wires, device)  # pyright: ignore[reportAttributeAccessIssue]
         executor.handlers = {**executor.handlers, **NOTHING}
-        executor.backwards = BackwardContext(
+        executor.backward_context = BackwardContext(
             lambda loss: loss[""].sum / MICRO_BATCHES, parameters=list(model.parameters())
         )
         schedule = TimetableSchedule(program, device)

@@ -127,14 +127,10 @@ class Engine(SimpleNamespace):
             global_samples=0,
             run_facts={"world_size": 2},
             checkpoint_events=SimpleNamespace(all=[], on_event=None),
-            agg_additional_losses=None,
         )
 
     def train_batch_size(self) -> int:
         return 8
-
-    def get_global_grad_norm(self) -> float:
-        return 1.0
 
     def step(self) -> float:
         self.global_steps += 1
@@ -142,12 +138,12 @@ class Engine(SimpleNamespace):
         ranks = SimpleNamespace(
             peak_memory_of_ranks=(100 << 20, (300 + self.global_steps) << 20),
             bubble=0.25,
-            losses=SimpleNamespace(tokens=None),
+            losses=SimpleNamespace(tokens=None, by_name=None),
             expert_load=None,
-            idle_experts=None,
+            idle_expert_share=None,
         )
         self.report = SimpleNamespace(
-            seconds=2.0, lr=1e-3, of_ranks=ranks, snapshot_s=None, recovered_from=None
+            seconds=2.0, lr=1e-3, grad_norm=1.0, gathered=ranks, snapshot_s=None, recovered_from=None
         )
         return float(self.global_steps)
 
