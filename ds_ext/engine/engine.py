@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from deepspeed.runtime.pipe import engine as pipe
 from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.engine import TRAIN_BATCH_TIMER
 from torch import Tensor
@@ -40,12 +41,12 @@ from .checkpoint.trial import check_states, try_folder
 from .data_feed import DataFeed
 from .deepspeed_api.base import AdaptedEngine, without_memory_lines
 from .deepspeed_api.device import read_peak_memory
+from .deepspeed_api.handlers import bind_handlers, merge_patches
 from .deepspeed_api.names import loss_scaler, require_built
 from .deferral import DeferralReport
 from .evaluation import Evaluation
 from .executor import Executor
 from .expert_loads import make_expert_loads
-from .grad_norm import let_parameters_differ, share_loss_scale
 from .losses.local import LocalLosses
 from .losses.watch import LossWatch
 from .modes import evaluating, training
@@ -59,11 +60,13 @@ from .schedules import Schedules
 from .stages import stages_of
 from .stages.body import StageForward
 from .stages.sequences import sequences_of
+from .step import BackwardContext
 from .step_report import Gathered, RankNumbers, StepReport, gather_step, report_property
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
 from .types import Batch, Json, Record
-from .weight_update import TrainedParameters, WeightUpdate
+from .weights.norm import let_parameters_differ, share_loss_scale
+from .weights.update import TrainedParameters, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -265,6 +268,37 @@ class PipelineEngine(AdaptedEngine):
         self.update.rebuild_reduction()
         if isinstance(self.batches, IteratorBatches):
             self.batches = self.feed.as_batches(self.batches.iterator, micro_batches)
+
+    def _take_changes(self) -> None:
+        """Apply what a script changed since the last step: optimizer, instruction map, dtype of reductions."""
+        planned = self.plan.sizes.gradient_accumulation_steps
+        if self.micro_batches != planned:
+            raise ConfigError(
+                f"micro_batches: the timetable has {planned} per data-parallel rank (got {self.micro_batches}). Call "
+                f"engine.set_train_batch_size()."
+            )
+        self._take_handlers()
+        self.trained.find_changes()
+        if self.update.is_outdated():
+            self.update.wait_for_weights()
+            self.update.masters.adopt_assigned()  # the next update takes parameters for views of flat buffers
+            self._use_optimizer()
+        self.update.weights_set = self.update.masters.adopt_changes()
+
+    def _use_optimizer(self) -> None:
+        with self.trained.before_changes():
+            self.update = WeightUpdate(self, self.trained)
+        accumulating = self.update.gradients.accumulating or nullcontext
+        parameters = list(self.module.parameters())
+        self.executor.backward_context = BackwardContext(self.update.backward_root, accumulating, parameters)
+
+    def _take_handlers(self) -> None:
+        """Pass the executor the handlers of DeepSpeed's instruction map, in which a script may replace some."""
+        maps = [{**of._INSTRUCTION_MAP} for of in (self, type(self), pipe.PipelineEngine)]
+        if maps != self._instruction_maps:
+            self.handlers = merge_patches(*maps)
+            self.executor.handlers = bind_handlers(self, self.handlers)
+            self._instruction_maps = maps
 
     # --- data ---
 

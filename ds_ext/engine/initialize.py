@@ -47,7 +47,7 @@ from .modes import set_first_modes
 from .module import PipelineModule, has_trained
 from .start import check_precision, init_distributed
 from .types import Function, Groups, Json, Optimizer, ParameterGroup, Parameters, Scheduler, Source
-from .weight_gathers import repeat_lists, scheduler_of_parts, split_by_stage
+from .weights.gathers import repeat_lists, scheduler_of_parts, split_by_stage
 
 logger = logging.getLogger(__name__)
 

@@ -229,7 +229,9 @@ def error_of(rank: int, schedule: str, pp: int, zero: int, how: str, filtered: b
     engine, modules = build(schedule, pp, {}, zero, how, filtered)
     warnings: list[Any] = []
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ConfigError) as caught:
-        patch.setattr(logging.getLogger("ds_ext.engine.grad_sync"), "warning", lambda *v: warnings.append(v))
+        patch.setattr(
+            logging.getLogger("ds_ext.engine.weights.gradients"), "warning", lambda *v: warnings.append(v)
+        )
         train_steps(engine, modules, how, range(STEPS))
     assert engine.global_steps == 2 and not warnings
     return str(caught.value)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 import ds_ext
 from ds_ext.comm.native_transport import NativeTransport
-from ds_ext.engine import grad_norm
-from ds_ext.engine.eager_reduction import EagerReduction
 from ds_ext.engine.engine import PipelineEngine
-from ds_ext.engine.grad_sync import Gradients
 from ds_ext.engine.stages.body import Body
+from ds_ext.engine.weights import norm
+from ds_ext.engine.weights.gradients import Gradients
+from ds_ext.engine.weights.reduction import EagerReduction
 from tests.engine_runs import MODEL, Job, StepBatches, batches_of, build, train
 from tests.layout_flow import DIFFERS, PARTIAL, REPLICATED, SHARDED, Fault
 from tests.layout_types import LayoutError, call_checked, checked, replaced
@@ -211,7 +211,8 @@ class Wrong:
 
 
 BASE, SYNC, EAGER, NORM = (
-    f"ds_ext/engine/{name}.py" for name in ("deepspeed_api/base", "grad_sync", "eager_reduction", "grad_norm")
+    f"ds_ext/engine/{name}.py"
+    for name in ("deepspeed_api/base", "weights/gradients", "weights/reduction", "weights/norm")
 )
 MESSAGES = "ds_ext/engine/executor.py"
 STEP = "super()._take_model_step(lr_kwargs)"
@@ -285,7 +286,7 @@ WRONG = {
     "a norm of all copies": Wrong(
         *(
             RIGHT["tie"],
-            grad_norm,
+            norm,
             "counts_here",
             count_all,
             REPLICATED,
@@ -299,7 +300,7 @@ WRONG = {
     "a norm of all tensor ranks": Wrong(
         *(
             RIGHT["tensor"],
-            grad_norm,
+            norm,
             "counts_here",
             count_all,
             REPLICATED,
@@ -312,7 +313,7 @@ WRONG = {
     "a norm without shards": Wrong(
         *(
             RIGHT["tensor"],
-            grad_norm,
+            norm,
             "counts_here",
             count_first,
             DIFFERS,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import ds_ext
 from ds_ext.engine import weight_decay_groups
-from ds_ext.engine.grad_norm import clip_grad_norm
+from ds_ext.engine.weights.norm import clip_grad_norm
 from ds_ext.errors import ConfigError, TransportError
 from ds_ext.tensor_parallel import ColumnParallelLinear, create_tensor_parallel
 from tests.losses import learned

@@ -210,7 +210,7 @@ def partly_used(
 ) -> tuple[list[tuple[float, float]], dict[str, Tensor], list[str]]:
     """Train, with ties that no sample uses if ``tied``. Returns losses and norms, weights, and names in warnings."""
     names: list[str] = []
-    logger, handler = logging.getLogger("ds_ext.engine.grad_sync"), logging.Handler()
+    logger, handler = logging.getLogger("ds_ext.engine.weights.gradients"), logging.Handler()
     handler.emit = lambda record: names.append(str(next(iter(record.args or ()))))
     logger.addHandler(handler)
     config = {

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from ds_ext.config.job import load_config
-from ds_ext.engine import eager_reduction, weight_gathers
-from ds_ext.engine.weight_gathers import WeightGathers
+from ds_ext.engine.weights import gathers as weight_gathers
+from ds_ext.engine.weights import reduction
+from ds_ext.engine.weights.gathers import WeightGathers
 from ds_ext.errors import ConfigError
 from ds_ext.pipe_schedules import Program, Simulation
 from ds_ext.pipe_schedules.gathers import with_gathers
@@ -85,7 +86,7 @@ def gather_and_wait(self: WeightGathers, *args: Any, **kwargs: Any) -> None:
     self.wait()
 
 
-START, SCATTER = WeightGathers.start, eager_reduction._SCATTER
+START, SCATTER = WeightGathers.start, reduction._SCATTER
 
 
 def run(rank: int, job: Job, late: bool = True, waits: bool = True, evaluate: bool = False) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def run(rank: int, job: Job, late: bool = True, waits: bool = True, evaluate: bo
         engine, tp = build(job)
         if late:
             patches.enter_context(mock.patch.object(weight_gathers.dist, "all_gather_into_tensor", Late))
-            patches.enter_context(mock.patch.object(eager_reduction, "_reduce_scatter", Scattered))
+            patches.enter_context(mock.patch.object(reduction, "_reduce_scatter", Scattered))
         else:
             patches.enter_context(mock.patch.object(WeightGathers, "start", gather_and_wait))
         gathers = engine.update.gathers

@@ -26,7 +26,7 @@ def kill_at(rank: int, step: int, point: str) -> None:
     from ds_ext.engine.executor import Executor, Observer
     from ds_ext.engine.rank_state import RankState
     from ds_ext.engine.recovery import slots
-    from ds_ext.engine.weight_gathers import WeightGathers
+    from ds_ext.engine.weights.gathers import WeightGathers
 
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)

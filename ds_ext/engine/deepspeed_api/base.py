@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch
@@ -30,11 +30,10 @@ from ..module import PipelineModule, Unpicklable
 from ..recovery.audit import StepAudit
 from ..recovery.recovery import Recovery
 from ..role import Role
-from ..step import BackwardContext
 from ..step_report import Gathered
 from ..types import Groups, Optimizer, Record
-from ..weight_update import TrainedParameters, WeightUpdate
-from .handlers import ENGINE_HANDLERS, Handlers, bind_handlers, merge_patches
+from ..weights.update import TrainedParameters, WeightUpdate
+from .handlers import ENGINE_HANDLERS, Handlers
 
 
 @contextmanager
@@ -132,31 +131,6 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
         coordinate = self.grid.topology().get_coord(self.global_rank)
         place = coordinate._replace(pipe=self.module.pipe_coordinate(stage_id), **kwargs)
         return self.grid.topology().get_rank(**place._asdict())
-
-    # --- changes between steps ---
-
-    def _take_changes(self) -> None:
-        """Apply what a script changed since the last step: optimizer, instruction map, dtype of reductions."""
-        planned = self.plan.sizes.gradient_accumulation_steps
-        if self.micro_batches != planned:
-            raise ConfigError(
-                f"micro_batches: the timetable has {planned} per data-parallel rank (got {self.micro_batches}). Call "
-                f"engine.set_train_batch_size()."
-            )
-        self._take_handlers()
-        self.trained.find_changes()
-        if self.update.is_outdated():
-            self.update.wait_for_weights()
-            self.update.masters.adopt_assigned()  # the next update takes parameters for views of flat buffers
-            self._use_optimizer()
-        self.update.weights_set = self.update.masters.adopt_changes()
-
-    def _use_optimizer(self) -> None:
-        with self.trained.before_changes():
-            self.update = WeightUpdate(self, self.trained)
-        accumulating = self.update.gradients.accumulating or nullcontext
-        parameters = list(self.module.parameters())
-        self.executor.backward_context = BackwardContext(self.update.backward_root, accumulating, parameters)
 
     # --- the step ---
 
@@ -269,14 +243,6 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
         EndOfStep: _exec_end_of_step,
     }
 
-    def _take_handlers(self) -> None:
-        """Pass the executor the handlers of DeepSpeed's instruction map, in which a script may replace some."""
-        maps = [{**of._INSTRUCTION_MAP} for of in (self, type(self), PipelineEngine)]
-        if maps != self._instruction_maps:
-            self.handlers = merge_patches(*maps)
-            self.executor.handlers = bind_handlers(self, self.handlers)
-            self._instruction_maps = maps
-
     def clip_fp32_gradients(self) -> None:
-        """Clip with a norm that counts every parameter of the model once; see grad_norm.py."""
+        """Clip with a norm that counts every parameter of the model once; see weights/norm.py."""
         self._global_grad_norm = self.update.clip_fp32()

@@ -17,9 +17,9 @@ from ...comm.channels import FBD_WEIGHT_HEADERS, FBD_WEIGHT_PIECES, stage_channe
 from ...comm.transport import Ticket, Transport, make_tag
 from ...errors import TransportError
 from ...tensor_parallel import shard_dim
-from ..grad_sync import flatten
 from ..module import PipelineModule
 from ..parameters import buffers_of, layers_of
+from ..weights.gradients import flatten
 
 _PIECE_BYTES = 32 << 20
 # Larger weights are received immediately, because their sender may wait for link credits or memory.

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...errors import ConfigError, NonFiniteLoss
 from ..all_ranks import on_all_ranks
-from ..grad_sync import Gradients
 from ..parameters import LocalParameter
+from ..weights.gradients import Gradients
 
 logger = logging.getLogger(__name__)
 

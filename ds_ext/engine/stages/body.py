@@ -58,14 +58,11 @@ class Body(Stage):
 
     def _forward(self, step: Step, buffer: Buffer, micro_batch: int, slice_index: int) -> None:
         assert buffer.inputs is not None
-        inputs, number = buffer.inputs, step.data.first_id + micro_batch
-
-        def run() -> Batch:
-            outputs = self.compute(self.stage, inputs, step.steps_done, number)
-            self._store_loss(step, buffer, micro_batch, slice_index, outputs)  # in the context of its slice
-            return outputs
-
-        outputs = step.sequences.forward(run, self.stage, micro_batch, slice_index, inputs)
+        with step.sequences.forward(self.stage, micro_batch, slice_index, buffer.inputs):
+            outputs = self.compute(
+                self.stage, buffer.inputs, step.steps_done, step.data.first_id + micro_batch
+            )
+            self._store_loss(step, buffer, micro_batch, slice_index, outputs)
         buffer.outputs, buffer.kept = pack(outputs, f"stage {self.stage}"), None
         if not torch.is_grad_enabled():
             buffer.inputs = None

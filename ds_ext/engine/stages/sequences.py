@@ -22,7 +22,6 @@ Labels = tuple[Tensor, ...] | None
 Start = tuple[list[tuple[GradientEdge, Tensor]], list[Tensor]]  # of a backward, and leaves
 Compute = Callable[[Batch, Labels], Loss]
 Shift = Callable[[Batch], Batch]
-Run = Callable[[], Batch]
 
 
 class Sequences:
@@ -49,9 +48,10 @@ class Sequences:
         return shift(labels)
 
     def forward(
-        self, run: Run, stage: int, micro_batch: int, slice_index: int, inputs: tuple[Tensor, ...]
-    ) -> Batch:
-        return run()
+        self, stage: int, micro_batch: int, slice_index: int, inputs: tuple[Tensor, ...]
+    ) -> AbstractContextManager[None]:
+        """Context of the forward of a slice, and of its loss."""
+        return nullcontext()
 
     def loss(self, compute: Compute, outputs: Batch, labels: Labels) -> Loss:
         return compute(outputs, labels)
@@ -113,9 +113,10 @@ class SlicedSequences(Sequences):
     def shift_after_cut(self, shift: Shift, labels: Tensor) -> Tensor:
         return labels  # those of the whole sample were shifted before the cut
 
+    @contextmanager
     def forward(
-        self, run: Run, stage: int, micro_batch: int, slice_index: int, inputs: tuple[Tensor, ...]
-    ) -> Batch:
+        self, stage: int, micro_batch: int, slice_index: int, inputs: tuple[Tensor, ...]
+    ) -> Iterator[None]:
         live = self._live.setdefault((stage, micro_batch), [])
         if not live:
             live += self.slices_of(num_tokens(inputs) * (self._shards if stage else 1))
@@ -123,10 +124,9 @@ class SlicedSequences(Sequences):
                 self._tried.add(stage)
                 try_layers(self._module, stage, inputs, self._shards)
         with computing(live[slice_index]):
-            outputs = run()
+            yield
         if not torch.is_grad_enabled() and slice_index == self.count - 1:
             del self._live[stage, micro_batch]
-        return outputs
 
     def slices_of(self, tokens: int) -> list[Slice]:
         """Return the slices of a sample, with one store, of which one has this number of tokens."""

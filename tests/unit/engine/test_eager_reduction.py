@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ds_ext.engine.eager_reduction import joined_views
+from ds_ext.engine.weights.reduction import joined_views
 
 
 def test_neighbors_in_a_storage_are_one_view() -> None:

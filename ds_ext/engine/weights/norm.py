@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ..errors import ConfigError
-from .all_ranks import on_all_ranks
-from .types import Optimizer
+from ...errors import ConfigError
+from ..all_ranks import on_all_ranks
+from ..deepspeed_api.attributes import set_attribute
+from ..types import Optimizer
 
 
 def counts_here(parameter: Tensor, tensor_rank: int) -> bool:
@@ -79,7 +81,7 @@ def _join_zero_norms(optimizer: DeepSpeedZeroOptimizer) -> None:
         ]
         return optimizer.get_grad_norm_direct(*(zip(*pairs, strict=True) if pairs else ([], [])), norm_type)
 
-    optimizer.scaled_global_norm = joint_norm  # for good; grad_sync.py replaces it in steps with a correction
+    optimizer.scaled_global_norm = joint_norm
 
 
 def _pad_bf16_norm(optimizer: BF16_Optimizer) -> None:
@@ -93,7 +95,45 @@ def _pad_bf16_norm(optimizer: BF16_Optimizer) -> None:
             torch.zeros((), device=get_accelerator().current_device_name())
         ], expert_gradients
 
-    optimizer.get_grads_for_norm = padded_gradients  # for good; grad_sync.py replaces it in steps
+    optimizer.get_grads_for_norm = padded_gradients
+
+
+@contextmanager
+def measuring_bf16_norm(optimizer: BF16_Optimizer, measure: Callable[[], Tensor]) -> Iterator[None]:
+    """Context in which the bf16 optimizer takes the norm that ``measure`` returns."""
+    get_gradients = optimizer.get_grads_for_norm
+
+    def get_norms(for_clipping: bool = False) -> object:
+        # DeepSpeed expects tensors to measure, and those of experts by group; for clipping, all gradients.
+        return get_gradients(for_clipping) if for_clipping else ([measure()], {})
+
+    with set_attribute(optimizer, "get_grads_for_norm", get_norms):
+        yield
+
+
+@contextmanager
+def correcting_zero(optimizer: DeepSpeedZeroOptimizer, factor: float) -> Iterator[None]:
+    """Context in which a step of ZeRO multiplies its fp32 gradients and their norm by ``factor``."""
+    scaled_norm, unscale = optimizer.scaled_global_norm, optimizer.unscale_and_clip_grads
+
+    def norm(*args: object, **kwargs: object) -> Tensor:
+        value = scaled_norm(*args, **kwargs)
+        return torch.where(value >= 0, value * factor, value)  # -1: not finite
+
+    def correct_then_clip(partitions: list[Tensor], total_norm: object) -> None:
+        multiply(partitions, factor)
+        unscale(partitions, total_norm)
+
+    with (
+        set_attribute(optimizer, "scaled_global_norm", norm),
+        set_attribute(optimizer, "unscale_and_clip_grads", correct_then_clip),
+    ):
+        yield
+
+
+def multiply(tensors: Iterable[Tensor], factor: float) -> None:
+    for tensor in tensors:
+        tensor.mul_(factor)
 
 
 def clip_grad_norm(

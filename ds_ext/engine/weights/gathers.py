@@ -22,14 +22,14 @@ from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
-from ..errors import ConfigError
-from ..pipe_schedules.gathers import order_of_first_use
-from ..pipe_schedules.reductions import order_of_reductions
-from .deepspeed_api.names import model_groups
-from .eager_reduction import parameters_by_reduction
-from .module import PipelineModule
-from .tracing.recorder import Tracer
-from .types import Function, Groups, Optimizer, ParameterGroup, Scheduler
+from ...errors import ConfigError
+from ...pipe_schedules.gathers import order_of_first_use
+from ...pipe_schedules.reductions import order_of_reductions
+from ..deepspeed_api.names import model_groups
+from ..module import PipelineModule
+from ..tracing.recorder import Tracer
+from ..types import Function, Groups, Optimizer, ParameterGroup, Scheduler
+from .reduction import parameters_by_reduction
 
 
 class WeightGathers:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.utils import get_total_norm
 
-from ..errors import ConfigError
-from .deepspeed_api.names import model_groups
-from .grad_norm import counts_here
-from .types import Optimizer
+from ...errors import ConfigError
+from ..deepspeed_api.attributes import set_attribute
+from ..deepspeed_api.names import model_groups
+from ..types import Optimizer
+from .norm import correcting_zero, counts_here, measuring_bf16_norm, multiply
 
 logger = logging.getLogger(__name__)
 
@@ -197,13 +198,7 @@ class Gradients:
         if not self._is_bf16:
             yield
             return
-        get_gradients = self.optimizer.get_grads_for_norm  # grad_norm.py has replaced it too
-
-        def get_norms(for_clipping: bool = False) -> object:
-            # DeepSpeed expects tensors to measure, and those of experts by group; for clipping, all gradients.
-            return get_gradients(for_clipping) if for_clipping else ([self._norm_over_ranks()], {})
-
-        with set_attribute(self.optimizer, "get_grads_for_norm", get_norms):
+        with measuring_bf16_norm(self.optimizer, self._norm_over_ranks):
             yield
 
     def _norm_over_ranks(self) -> Tensor:
@@ -244,7 +239,7 @@ class Gradients:
             with set_attribute(torch_optimizer, "step", _no_step):
                 yield
         elif self._is_partitioned and not self._is_bf16:
-            with _zero_correction(self.optimizer, factor):
+            with correcting_zero(self.optimizer, factor):
                 yield
         else:
             gradients = [gradient for gradient in map(self.get, parameters) if gradient is not None]
@@ -254,7 +249,7 @@ class Gradients:
                     f"loss_fn: a pair (sum, count) without a method counts(labels) needs gradients summed in fp32 (got "
                     f"{half[0]}). Add the method, use ZeRO stage 1, or remove grad_accum_dtype."
                 )
-            _multiply(gradients, factor)
+            multiply(gradients, factor)
             yield
 
     def _fill(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -270,46 +265,6 @@ class Gradients:
                 name, dtype = "grad_accum", self.optimizer.gradient_accumulation_dtype
             if parameter.requires_grad and getattr(parameter, name) is None:
                 setattr(parameter, name, torch.zeros_like(parameter, dtype=dtype))
-
-
-@contextmanager
-def _zero_correction(optimizer: DeepSpeedZeroOptimizer, factor: float) -> Iterator[None]:
-    """Context in which a step of ZeRO multiplies its fp32 gradients and their norm by ``factor``."""
-    # grad_norm.py has replaced the norm for the whole run; here it is replaced for one step.
-    scaled_norm, unscale = optimizer.scaled_global_norm, optimizer.unscale_and_clip_grads
-
-    def norm(*args: object, **kwargs: object) -> Tensor:
-        value = scaled_norm(*args, **kwargs)
-        return torch.where(value >= 0, value * factor, value)  # -1: not finite
-
-    def correct_then_clip(partitions: list[Tensor], total_norm: object) -> None:
-        _multiply(partitions, factor)
-        unscale(partitions, total_norm)
-
-    with (
-        set_attribute(optimizer, "scaled_global_norm", norm),
-        set_attribute(optimizer, "unscale_and_clip_grads", correct_then_clip),
-    ):
-        yield
-
-
-@contextmanager
-def set_attribute(target: object, name: str, value: object) -> Iterator[None]:
-    """Context in which ``target.name`` is ``value``; a class attribute is hidden, not changed."""
-    is_own, original = name in vars(target), getattr(target, name)
-    setattr(target, name, value)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(target, name, original)
-        else:
-            delattr(target, name)
-
-
-def _multiply(tensors: Iterable[Tensor], factor: float) -> None:
-    for tensor in tensors:
-        tensor.mul_(factor)
 
 
 def _no_step(*args: object, **kwargs: object) -> None:

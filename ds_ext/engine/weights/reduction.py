@@ -21,11 +21,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
-from .deepspeed_api.names import model_groups
-from .grad_sync import Gradients, as_real, copy_parts, flatten, set_attribute
-from .module import PipelineModule
-from .tracing.recorder import Tracer
-from .types import Optimizer
+from ..deepspeed_api.attributes import set_attribute
+from ..deepspeed_api.names import model_groups
+from ..module import PipelineModule
+from ..tracing.recorder import Tracer
+from ..types import Optimizer
+from .gradients import Gradients, as_real, copy_parts, flatten
 
 # The older name, before torch 2.13, is deprecated.
 _SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

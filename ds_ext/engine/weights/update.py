@@ -15,25 +15,25 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor, nn
 
-from ..config.schedulers import require_plain_step
-from ..errors import ConfigError
-from ..pipe_schedules.reductions import order_of_reductions
-from ..tensor_parallel import is_sharded
-from .all_ranks import on_all_ranks
-from .checkpoint.optimizer_states import OptimizerStates
-from .deepspeed_api.handlers import is_patch
-from .deepspeed_api.names import loss_scaler
-from .eager_reduction import EagerReduction, why_not_eager
-from .engine_state import EngineState
-from .grad_norm import clip_grad_norm
-from .grad_sync import Gradients, as_real
-from .losses.local import Loss
-from .master_weights import MasterWeights
-from .module import PipelineModule
-from .parameters import LocalParameter, parameters_of
-from .ties.tied_layers import check_ties
-from .types import Optimizer
-from .weight_gathers import WeightGathers, require_equal_parts
+from ...config.schedulers import require_plain_step
+from ...errors import ConfigError
+from ...pipe_schedules.reductions import order_of_reductions
+from ...tensor_parallel import is_sharded
+from ..all_ranks import on_all_ranks
+from ..checkpoint.optimizer_states import OptimizerStates
+from ..deepspeed_api.handlers import is_patch
+from ..deepspeed_api.names import loss_scaler
+from ..engine_state import EngineState
+from ..losses.local import Loss
+from ..module import PipelineModule
+from ..parameters import LocalParameter, parameters_of
+from ..ties.tied_layers import check_ties
+from ..types import Optimizer
+from .gathers import WeightGathers, require_equal_parts
+from .gradients import Gradients, as_real
+from .masters import MasterWeights
+from .norm import clip_grad_norm
+from .reduction import EagerReduction, why_not_eager
 
 logger = logging.getLogger(__name__)
 
@@ -286,7 +286,7 @@ class WeightUpdate:
         return [gradient for gradient in real if gradient.dtype in dtypes]
 
     def clip_fp32(self) -> float:
-        """Clip with a norm that counts every parameter of the model once, and return the norm; see grad_norm.py."""
+        """Clip with a norm that counts every parameter of the model once, and return the norm; see weights/norm.py."""
         mpu = self._engine.mpu
         return clip_grad_norm(
             self._engine.module.parameters(),

@@ -16,8 +16,8 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
-from .deepspeed_api.names import model_groups
-from .types import Optimizer
+from ..deepspeed_api.names import model_groups
+from ..types import Optimizer
 
 _CHUNK = 1 << 22  # elements that are compared at a time, to bound the memory
 
