@@ -6,9 +6,10 @@ from typing import Literal
 
 from ..errors import ConfigError
 from ..pipe_schedules.bridge import TimetableSchedule
-from .batches import Batches, MicroBatches, NoBatches, StepData, as_batches
+from .batches import Batches, MicroBatches, NoBatches, as_batches
 from .engine_state import EngineState
 from .first_batch import check_first_batch
+from .step_data import StepData
 from .types import Pair, Source
 
 

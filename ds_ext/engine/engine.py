@@ -31,7 +31,7 @@ from ..parallel.layout import ParallelLayout
 from ..pipe_schedules.bridge import TimetableSchedule
 from .activity import Activity
 from .all_ranks import collective_device, gather_rows, on_all_ranks
-from .batches import Batches, IteratorBatches, MapDataset, StepData, require_data
+from .batches import Batches, IteratorBatches, MapDataset
 from .checkpoint.background import BackgroundSave
 from .checkpoint.events import CheckpointEvents
 from .checkpoint.load import choose, load_checkpoint
@@ -52,6 +52,7 @@ from .losses.watch import LossWatch
 from .modes import evaluating, training
 from .module import PipelineModule
 from .parameters import parameters_of
+from .placeholders import hide_placeholders
 from .recovery.audit import StepAudit
 from .recovery.recovery import Recovered, Recovery
 from .replica_buffers import ReplicaBuffers
@@ -61,6 +62,7 @@ from .stages import stages_of
 from .stages.body import StageForward
 from .stages.sequences import sequences_of
 from .step import BackwardContext
+from .step_data import StepData, require_data
 from .step_report import Gathered, RankNumbers, StepReport, gather_step, report_property
 from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
@@ -124,7 +126,7 @@ class PipelineEngine(AdaptedEngine):
 
     def _set_up_stages(self) -> None:
         """Set up the stages, their data and the executor. DeepSpeed's engine, the plan and the role must exist."""
-        self.module.hide_placeholders()
+        hide_placeholders(self.module)
         # Otherwise DeepSpeed would send only a slice of the activations from each tensor-parallel rank.
         self.is_pipe_partitioned = self.is_grad_partitioned = False
         self._stages = self.module.stages

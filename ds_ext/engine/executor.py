@@ -31,7 +31,6 @@ from ..pipe_schedules.bridge import (
 )
 from ..pipe_schedules.ops import MessageKind
 from ..tensor_parallel import WeightGradients, deferring
-from .batches import StepData
 from .dynamic.messages import DynamicMessages
 from .dynamic.order import DynamicSchedule, decided_steps
 from .evaluation import Evaluation
@@ -40,6 +39,7 @@ from .stages.buffer import Buffer
 from .stages.sequences import Sequences, WholeSequences
 from .stages.stage import Stage
 from .step import BackwardContext, Step
+from .step_data import StepData
 
 Kinds = tuple[type[ds.PipeInstruction], ...]
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from ..errors import ConfigError
 from ..launch.job_facts import checksum
-from .batches import Batches, IteratorBatches, MicroBatches, StepData, dense_parts, require_tensors
+from .batches import Batches, IteratorBatches, MicroBatches, require_tensors
+from .step_data import StepData, dense_parts
 from .types import Batch
 
 logger = logging.getLogger(__name__)

@@ -44,7 +44,8 @@ from .facts import data_facts, optimizer_facts, plan_text, run_facts, stage_fact
 from .fbd.backward import BackwardRole
 from .fbd.forward import ForwardRole
 from .modes import set_first_modes
-from .module import PipelineModule, has_trained
+from .module import PipelineModule
+from .placeholders import fill_groups, has_trained
 from .start import check_precision, init_distributed
 from .types import Function, Groups, Json, Optimizer, ParameterGroup, Parameters, Scheduler, Source
 from .weights.gathers import repeat_lists, scheduler_of_parts, split_by_stage
@@ -247,7 +248,7 @@ def _prepare_parameters(model: PipelineModule, optimizer: Optimizer, groups: Gro
     if str(config.get("optimizer", {}).get("type")).lower() == "muon" and optimizer is None:
         tag_for_muon(model)
         fill_halves(model, groups)
-    model.fill_groups(all_groups)
+    fill_groups(model, all_groups)
 
 
 def _print_plan(model: PipelineModule, facts: Json) -> None:

@@ -23,7 +23,6 @@ from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe import schedule as ds
 from deepspeed.runtime.pipe.module import PipelineModule as DeepSpeedPipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
-from torch import nn
 from torch.distributed import ProcessGroup
 
 from ..config.job import DsExtConfig, JobConfig
@@ -43,12 +42,13 @@ from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, ru
 from .deepspeed_api.topology import require_rank_order, topology_sizes
 from .grid import FoldedTopology, grid_of_role, on_hosts
 from .module_plan import head_parts, layer_description, layer_name, plan_of_module, require_shards
+from .placeholders import add_placeholder, has_trained
 from .ties.functions import require_visible_parameters
 from .ties.layered_module import stage_of
 from .ties.separated import divide_tied_embedding, join_kinds, join_tied_rows, separate_kinds
 from .ties.shared import find_shared, index_shared
 from .ties.tied_layers import index_tied_modules, require_whole_ties, tied_weights
-from .types import Batch, Function, Groups, Json, Layer, Record
+from .types import Batch, Function, Json, Layer, Record
 from .wrappers import let_names_be_plain, plain_name
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         _number_by_stage(self)
         self.placeholders: list[torch.nn.Parameter] = []
         if not has_trained(self.parameters()):
-            self.add_placeholder()  # for an optimizer that the script makes of the trained parameters
+            add_placeholder(self)  # for an optimizer that the script makes of the trained parameters
 
     def _mark_shards(self) -> None:
         """Mark sharded parameters for the norms of DeepSpeed. Warn if the tensor-parallel ranks share nothing."""
@@ -219,49 +219,6 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
                 f"tensor_parallel_size: no weight of device {self.device_index} is divided (got {tp.size} ranks, which "
                 f"compute the same). Use layers of ds_ext.tensor_parallel, or from_transformers(), or size 1."
             )
-
-    def fill_groups(self, groups: Groups) -> None:
-        """Add a placeholder, in place, to each group without a trained parameter of this rank.
-
-        DeepSpeed removes empty groups, so that positions would differ between ranks, and fails on groups of frozen
-        parameters.
-
-        Args:
-            groups: parameters or parameter groups of this rank.
-        """
-        all_groups = groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]
-        is_named = any(isinstance(entry, tuple) for group in all_groups for entry in group["params"])
-        for group in all_groups:
-            if not has_trained(group["params"]):
-                name, placeholder = self.add_placeholder()
-                group["params"].append((name, placeholder) if is_named else placeholder)
-                if "param_names" in group:
-                    group["param_names"].append(name)
-
-    def add_placeholder(self, dim: int = 1) -> tuple[str, torch.nn.Parameter]:
-        """Return a new parameter with its name, for a group of an optimizer, which must not be empty.
-
-        Its gradient is zero. It is in no stage and no checkpoint.
-        """
-        trained = [p for p in self.parameters() if p.requires_grad and p.is_floating_point()]
-        like = trained[0].detach() if trained else torch.zeros(1)
-        name = f"placeholder_{len(self.placeholders)}"
-        placeholder = torch.nn.Parameter(like.new_zeros([1] * dim))
-        placeholder.use_muon = dim > 1  # pyright: ignore[reportAttributeAccessIssue]
-        self.register_parameter(name, placeholder)
-        self.placeholders.append(placeholder)
-        return name, placeholder
-
-    def hide_placeholders(self) -> None:
-        """Leave the placeholders to the optimizer, except one of a rank that trains nothing.
-
-        Scripts read names and parameters of the module, and make optimizers of them.
-        """
-        hidden = set(
-            map(id, self.placeholders if has_trained(self.layer_parameters()) else self.placeholders[1:])
-        )
-        for name in [name for name, parameter in self._parameters.items() if id(parameter) in hidden]:
-            del self._parameters[name]
 
     def layer_parameters(self) -> Iterator[torch.nn.Parameter]:
         """Return the parameters of this rank without placeholders."""
@@ -574,11 +531,6 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         finally:
             self.tied_comms = ties
         self._synchronize_tied_weights()
-
-
-def has_trained(parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]]) -> bool:
-    plain = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
-    return any(parameter.requires_grad and parameter.numel() for parameter in plain)
 
 
 def _facts(settings: DsExtConfig, layers: Iterable[Layer], arguments: Mapping[str, object]) -> Facts:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .all_ranks import gather_rows
-from .batches import StepData, require_data, require_same_samples
 from .losses.local import LocalLosses, StepMeans
+from .step_data import StepData, require_data, require_same_samples
 
 logger = logging.getLogger(__name__)
 

@@ -27,6 +27,7 @@ from ..batches import Batches, MapDataset, MicroBatches
 from ..executor import Executor
 from ..losses.watch import LossWatch
 from ..module import PipelineModule, Unpicklable
+from ..placeholders import fill_groups
 from ..recovery.audit import StepAudit
 from ..recovery.recovery import Recovery
 from ..role import Role
@@ -97,7 +98,7 @@ class AdaptedEngine(PipelineEngine, Unpicklable):
     def _configure_optimizer(self, client_optimizer: Optimizer, model_parameters: Groups) -> None:
         if callable(client_optimizer):  # its groups are not known before
             optimizer: Optimizer = client_optimizer(model_parameters)
-            self.module.fill_groups(optimizer.param_groups)
+            fill_groups(self.module, optimizer.param_groups)
             self.param_names = {parameter: name for name, parameter in self.module.named_parameters()}
 
             def return_optimizer(_: object) -> Optimizer:

@@ -16,7 +16,8 @@ from deepspeed.runtime import compiler
 from ...errors import ConfigError
 from ...tensor_parallel import is_sharded
 from ..all_ranks import on_all_ranks
-from ..module import PipelineModule, has_trained
+from ..module import PipelineModule
+from ..placeholders import add_placeholder, has_trained
 from ..ties.tied_layers import tied_weights
 from ..types import Function, Groups
 
@@ -99,4 +100,4 @@ def fill_halves(model: PipelineModule, groups: Groups) -> None:
     for group, mine, *others in zip(all_groups, trained_halves(), *of_ranks, strict=False):
         for half, dim in ((0, 2), (1, 1)):
             if not mine[half] and any(halves[half] for halves in others):
-                group["params"].append(model.add_placeholder(dim)[1])
+                group["params"].append(add_placeholder(model, dim)[1])

@@ -13,13 +13,13 @@ import torch
 from deepspeed.runtime.pipe import schedule as ds
 from torch import Tensor, nn
 
-from ds_ext.engine.batches import StepData
 from ds_ext.engine.evaluation import Evaluation
 from ds_ext.engine.executor import Executor, Observer
 from ds_ext.engine.losses.local import LocalLosses, Term, mean_of
 from ds_ext.engine.stages.body import LastBody
 from ds_ext.engine.stages.sequences import WholeSequences
 from ds_ext.engine.step import BackwardContext
+from ds_ext.engine.step_data import StepData
 from ds_ext.pipe_schedules import get_schedule
 from ds_ext.pipe_schedules.bridge import EndOfStep, TimetableSchedule
 from ds_ext.pipe_schedules.inference import forward_timetable

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ds_ext.engine.stages.sequences import SlicedSequences
 from ds_ext.engine.stages.slice_trial import _try_layer
 from ds_ext.errors import ConfigError
-from ds_ext.tensor_parallel import Slice, SliceStore, computing, earlier_slices, slice_start
+from ds_ext.tensor_parallel import Slice, SliceStore, computing, current_slice, earlier_slices, slice_start
 
 TOKENS, WIDTH = 4, 8
 OWNER = object()
@@ -130,7 +130,8 @@ class OneLayer(nn.Module):
 def test_the_last_layer_may_return_the_loss() -> None:
     module: Any = OneLayer(lambda x: (x.sum(), torch.tensor(x.numel())), None)
     slices = SlicedSequences(module, 2, "equal", 1)
-    assert slices.forward(lambda: 3, 0, 0, 0, (sample(),)) == 3
+    with slices.forward(0, 0, 0, (sample(),)):
+        assert current_slice() is not None
 
 
 def test_an_attention_of_the_slice_in_a_last_layer_that_returns_the_loss_is_refused() -> None:
@@ -140,7 +141,7 @@ def test_an_attention_of_the_slice_in_a_last_layer_that_returns_the_loss_is_refu
 
     module: Any = OneLayer(layer, None)
     with pytest.raises(ConfigError, match="layer 0"):
-        SlicedSequences(module, 2, "equal", 1).forward(lambda: None, 0, 0, 0, (sample(),))
+        SlicedSequences(module, 2, "equal", 1).forward(0, 0, 0, (sample(),)).__enter__()
 
 
 def rounding_by_length(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -160,7 +161,7 @@ def test_half_precision_inside_a_layer_or_a_loss_is_no_difference(dtype: torch.d
         _try_layer(nn.Module(), lambda x: x + rounding_by_length(x, dtype), "layer 0", sample(), TOKENS)
     module: Any = OneLayer(loss, None)
     with outcome():
-        SlicedSequences(module, 2, "equal", 1).forward(lambda: None, 0, 0, 0, (sample(),))
+        SlicedSequences(module, 2, "equal", 1).forward(0, 0, 0, (sample(),)).__enter__()
 
 
 def test_a_layer_may_change_its_slice_of_the_data_in_place() -> None:
@@ -178,4 +179,4 @@ def test_a_slice_of_one_token_and_an_evaluation_are_tried_too(tokens: int, train
     module: Any = OneLayer(REFUSED["convolution"])
     slices = SlicedSequences(module, 2, "equal", 1)
     with pytest.raises(ConfigError, match="layer 0"), torch.set_grad_enabled(trains):
-        slices.forward(lambda: None, 0, 0, 0, (sample(tokens),))
+        slices.forward(0, 0, 0, (sample(tokens),)).__enter__()

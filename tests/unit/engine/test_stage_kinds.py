@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ds_ext.engine.batches import StepData
 from ds_ext.engine.evaluation import Evaluation
 from ds_ext.engine.executor import Executor
 from ds_ext.engine.stages import RankStages, register_stage, stages_of
@@ -19,6 +18,7 @@ from ds_ext.engine.stages.body import Body, LastBody
 from ds_ext.engine.stages.buffer import Buffer
 from ds_ext.engine.stages.sequences import WholeSequences
 from ds_ext.engine.step import BackwardContext, Step
+from ds_ext.engine.step_data import StepData
 from ds_ext.errors import ScheduleError
 from ds_ext.pipe_schedules import Op, Placement, Timetable, check, lower, simulate
 from ds_ext.pipe_schedules.bridge import TimetableSchedule
