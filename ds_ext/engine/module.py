@@ -401,26 +401,27 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
             for module in self._before_eval:
                 module.training = True
 
-    def forward_stage(self, stage: int, inputs: Batch, step: int, micro_batch: int) -> Batch:
+    def forward_stage(self, stage: int, inputs: Batch, steps_done: int, global_micro_batch: int) -> Batch:
         """Return the output of the layers of one stage.
 
         Args:
             stage: stage that this rank holds.
             inputs: tensor or tuple of tensors.
-            step, micro_batch: global ids, for layers that draw random numbers.
+            steps_done: steps before this one.
+            global_micro_batch: number over all pipes and data-parallel ranks; layers draw random numbers by both.
         """
         layers = self.stage_funcs[stage]
         first = self.parts[stage]
         interval = self.activation_checkpoint_interval
         keyed = self._keyed_layers()
         if interval == 0 or not torch.is_grad_enabled():
-            return self._run(keyed, layers, first, step, micro_batch, inputs)
+            return self._run(keyed, layers, first, steps_done, global_micro_batch, inputs)
         modules = self.stage_modules(stage)
         x = inputs
         for start in range(0, len(layers), interval):
             block = layers[start : start + interval]
             indices = range(first + start, first + start + len(block))
-            run = functools.partial(self._run, keyed, block, indices.start, step, micro_batch)
+            run = functools.partial(self._run, keyed, block, indices.start, steps_done, global_micro_batch)
             if self._is_checkpointable(block):
                 block_modules = [modules[index] for index in indices if index in modules]
                 x = run_with_recompute(self.activation_checkpoint_func, block_modules, run, x, keyed is None)
@@ -433,17 +434,17 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         keyed: KeyedLayers | None,
         layers: list[Function],
         first: int,
-        step: int,
-        micro_batch: int,
+        steps_done: int,
+        global_micro_batch: int,
         x: Batch,
     ) -> Batch:
         """Return the output of consecutive layers; ``first`` is the index of the first one in the whole model."""
         # Recomputation calls this in the backward, when the clock is set to a different micro-batch.
         if self.clock is not None:
-            self.clock.set(step, micro_batch)
+            self.clock.set(steps_done, global_micro_batch)
         if keyed is not None:
             return keyed.run(
-                layers, x, seed=self.random_seed, step=step, micro_batch=micro_batch, first=first
+                layers, x, seed=self.random_seed, step=steps_done, micro_batch=global_micro_batch, first=first
             )
         for layer in layers:
             x = layer(x)

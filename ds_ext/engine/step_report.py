@@ -117,12 +117,12 @@ def report_property(read: Callable[[StepReport], Any], before_the_first: Any = N
 
 
 def gather_step(
-    own: RankNumbers, data: StepData, losses: LocalLosses, step: int, device: torch.device
+    own: RankNumbers, data: StepData, losses: LocalLosses, step_number: int, device: torch.device
 ) -> Gathered:
     """Gather losses and numbers of all ranks, compare their samples, and warn of weights that the script set.
 
     In training, this comes before the optimizer step, so that a step with other samples changes no weight. All ranks
-    call it together. ``step`` is the number of the step, from 1, for this warning.
+    call it together. ``step_number``, from 1, is for this warning.
     """
     numbers, samples = astuple(own), data.checksums()
     rows = gather_rows([*numbers, *samples, *losses.numbers()], device)
@@ -133,5 +133,5 @@ def gather_step(
     weights_set = sum(rank.weights_set for rank in ranks)
     if torch.distributed.get_rank() == 0 and weights_set:
         text = "step %d: the script set %d elements of the weights; the fp32 master weights have their values"
-        logger.warning(text, step, int(weights_set))
+        logger.warning(text, step_number, int(weights_set))
     return Gathered(losses.result([row[first_loss:] for row in rows]), ranks)

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class LossWatch:
-    """Counter of consecutive bad steps.
+    """Counter of consecutive bad steps. Steps are numbered from 1.
 
     In a bad step, the loss is not finite, or the optimizer skips the step because a gradient is not finite.
 

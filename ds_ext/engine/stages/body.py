@@ -28,7 +28,7 @@ class Body(Stage):
     """Stage of layers.
 
     Args:
-        compute: returns the outputs of a stage for (stage, inputs, step, global number of the micro-batch).
+        compute: returns the outputs of a stage for (stage, inputs, steps done, global number of the micro-batch).
     """
 
     loads_labels = False  # of the data
@@ -127,12 +127,14 @@ class StageForward:
     def __init__(self, module: PipelineModule) -> None:
         self._module = module
 
-    def __call__(self, stage: int, inputs: tuple[Tensor, ...], step: int, micro_batch: int) -> Batch:
-        """Return the outputs of a stage. ``step`` and ``micro_batch`` are global and seed random layers."""
+    def __call__(
+        self, stage: int, inputs: tuple[Tensor, ...], steps_done: int, global_micro_batch: int
+    ) -> Batch:
+        """Return the outputs of a stage. ``steps_done`` and ``global_micro_batch`` seed random layers."""
         # Inputs are leaves, on which torch does not allow in-place operations. An identity hides the leaves.
         try:
             return self._module.forward_stage(
-                stage, unpack([_non_leaf(tensor) for tensor in inputs]), step, micro_batch
+                stage, unpack([_non_leaf(tensor) for tensor in inputs]), steps_done, global_micro_batch
             )
         except RuntimeError as error:
             self._check_input_dtypes(error, stage, inputs)

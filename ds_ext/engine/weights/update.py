@@ -257,21 +257,21 @@ class WeightUpdate:
         is_deepspeed = isinstance(self._optimizer, DeepSpeedOptimizer)
         return self._optimizer.scale_if_loss(root) if is_deepspeed else root
 
-    def prepare_reduction(self, step: int, module: PipelineModule) -> None:
+    def prepare_reduction(self, step_number: int, module: PipelineModule) -> None:
         """Before the reduction of a step, check its gradients; with eager reductions, the remaining ones."""
         remaining = module.parameters() if self.reduction is None else self.reduction.parameters[None]
-        self._engine.loss_watch.record_gradients(step, remaining, self.gradients)
+        self._engine.loss_watch.record_gradients(step_number, remaining, self.gradients)
         if module.placeholders:
             # The bf16 optimizer needs at least one gradient. A script may have frozen all parameters.
             with (self.gradients.accumulating or nullcontext)():
                 for placeholder in module.placeholders:
                     (0 * placeholder.requires_grad_()).sum().backward()
 
-    def reduce_stage(self, step: int, stage: int) -> None:
+    def reduce_stage(self, step_number: int, stage: int) -> None:
         """Check the gradients of a stage, and start their reduction. It does nothing without eager reductions."""
         if self.reduction is not None:
             parameters = self.reduction.parameters[stage]
-            self._engine.loss_watch.record_gradients(step, parameters, self.gradients)
+            self._engine.loss_watch.record_gradients(step_number, parameters, self.gradients)
             self.reduction.start(stage)
 
     def reduce_unsupported_dtypes(self, gradients: list[Tensor]) -> list[Tensor]:
