@@ -273,7 +273,6 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         A subclass may override ``_partition_layers``, so this is checked after it.
         """
         stages = self.num_stages
-        self.parts = [int(part) for part in self.parts]  # from numpy integers, which are not valid seeds
         if len(self.parts) != stages + 1 or self.parts[0] != 0 or self.parts[-1] != self._num_layers:
             raise ConfigError(
                 f"partition_method: {stages} stages need {stages + 1} boundaries from 0 to the number of layers, "
@@ -293,6 +292,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
         return known if len(known) == len(counts) else super()._count_layer_params()
 
     def _build(self) -> None:
+        self.parts = [int(part) for part in self.parts]  # from numpy integers, which are not valid seeds
         self._check_parts()
         # Every part of a head is a layer and a stage behind those of the body.
         self._layer_specs = [*self._layer_specs, *self._head_specs]

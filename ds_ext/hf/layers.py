@@ -284,7 +284,8 @@ class FinalNorm(_Part):
     def _norm(self, hidden_BSD: Tensor) -> Tensor:
         hidden_BSD = gather_tokens(hidden_BSD, self._tokens)
         # The parts before the decoder layers run too, on NaN: nothing of them can reach the result unnoticed.
-        embeds_BSD = self._nan_weights(hidden_BSD).expand(*hidden_BSD.shape[:2], self.split.width)
+        nan = self._fill_dropped_with_nan(hidden_BSD)
+        embeds_BSD = nan.expand(*hidden_BSD.shape[:2], self.split.width)
         self._hidden = hidden_BSD
         try:
             return self.backbone(inputs_embeds=embeds_BSD, use_cache=False).last_hidden_state
@@ -292,7 +293,7 @@ class FinalNorm(_Part):
             self._hidden = None
             self._recorder.take()
 
-    def _nan_weights(self, hidden_BSD: Tensor) -> Tensor:
+    def _fill_dropped_with_nan(self, hidden_BSD: Tensor) -> Tensor:
         """Set the missing weights to NaN, with the device and dtype of ``hidden_BSD``. Return the scalar."""
         nan = self._nan
         if nan is None or nan.device != hidden_BSD.device or nan.dtype != hidden_BSD.dtype:

@@ -79,7 +79,7 @@ class Trial:
         failures: list[tuple[int, str]] = []  # (number of layers called, reason) for every form
         for tuple_size in range(_MAX_TUPLE + 1):
             self.tuple_size = tuple_size
-            reason = self._failure(arguments)
+            reason = self._try_run(arguments)
             if reason is None:
                 return self._recorder.records
             failures.append((len(self._recorder.records), reason))
@@ -87,7 +87,7 @@ class Trial:
         _, reason = max(failures, key=lambda failure: failure[0])
         raise NotSplittable(reason)
 
-    def _failure(self, arguments: dict[str, Any]) -> str | None:
+    def _try_run(self, arguments: dict[str, Any]) -> str | None:
         """Run the backbone and return why the model cannot be cut; None if the run shows no reason."""
         self._forget_run()
         try:

@@ -84,7 +84,7 @@ class Candidate:
         return dict(self.options)
 
     @property
-    def size(self) -> tuple[float, ...]:
+    def memory_order(self) -> tuple[float, ...]:
         """Key that sorts by memory: bytes, or, without a model, copies of the weights and then activations."""
         if self.memory_bytes is not None:
             return (self.memory_bytes,)
@@ -93,7 +93,7 @@ class Candidate:
     @property
     def tie_order(self) -> tuple[object, ...]:
         """Key that sorts candidates of equal time."""
-        return (*self.size, self.stages, self.schedule)
+        return (*self.memory_order, self.stages, self.schedule)
 
     @property
     def complexity(self) -> tuple[object, ...]:

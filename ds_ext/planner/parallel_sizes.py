@@ -148,7 +148,7 @@ class ParallelSizes:
     def candidate(self) -> Candidate | None:
         """Best candidate, or the smallest if none fits; None if no schedule is possible, or not all are evaluated."""
         smallest = None if self.least_s < math.inf else self.candidates.smallest
-        if smallest is not None and (smallest.unpriced or smallest.size > (self.candidates.least_bytes,)):
+        if smallest is not None and (smallest.unpriced or smallest.memory_order > (self.candidates.least_bytes,)):
             smallest = None
         return self.candidates.best or smallest
 
@@ -215,7 +215,7 @@ class ClusterPlan:
             return tuple(row for row in self.ranked if row.fits or row.least_s < math.inf)
         least = min(row.candidates.least_bytes for row in self.ranked)
         return (
-            tuple(row for row in self.ranked if row.candidate and row.candidate.size <= (least,))
+            tuple(row for row in self.ranked if row.candidate and row.candidate.memory_order <= (least,))
             or self.ranked[:1]
         )
 

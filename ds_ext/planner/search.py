@@ -251,9 +251,12 @@ def _rank(row: Candidate) -> SortKey:
 
 def _cannot_win(bound: SortKey, best: SortKey, slow: bool, margin: float, simpler: bool) -> bool:
     """Return whether a candidate with this lower bound cannot be chosen: it saves too little, and is not simpler."""
-    if margin and bound[0] == best[0] == 0:
-        return bound[1] > best[1] * (1 + margin if simpler else 1 - margin)
-    return (slow or margin > 0) and bound > best
+    (is_too_large, least), (best_is_too_large, reached) = bound, best
+    if not margin:  # all candidates are compared, except those that are slow to plan
+        return slow and bound > best
+    if is_too_large or best_is_too_large:
+        return bound > best
+    return least > reached * (1 + margin if simpler else 1 - margin)
 
 
 def _bound_refusal(bound: SortKey, margin: float) -> str:

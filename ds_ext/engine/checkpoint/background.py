@@ -91,7 +91,8 @@ class BackgroundSave:
             _running.remove(self)
             # Not communicate(), which would miss what readline() has left in the buffer.
             output = self._process.stdout.read()
-            if output or not self.seconds or (self._process.returncode and not self._error):
+            has_result, failed_later = bool(self.seconds), self._process.returncode and not self._error
+            if output or not has_result or failed_later:
                 self._take(output)
         return self._error
 
