@@ -148,7 +148,9 @@ class ParallelSizes:
     def candidate(self) -> Candidate | None:
         """Best candidate, or the smallest if none fits; None if no schedule is possible, or not all are evaluated."""
         smallest = None if self.least_s < math.inf else self.candidates.smallest
-        if smallest is not None and (smallest.unpriced or smallest.memory_order > (self.candidates.least_bytes,)):
+        if smallest is not None and (
+            smallest.unpriced or smallest.memory_order > (self.candidates.least_bytes,)
+        ):
             smallest = None
         return self.candidates.best or smallest
 
