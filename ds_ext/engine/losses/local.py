@@ -5,7 +5,7 @@ name -> pair for a loss with several terms. Then the loss and the gradient of a 
 the sum of the counts, over all micro-batches, pipes and data-parallel ranks: every counted label has the same weight.
 
 A metric may look like a count. So without the method ``counts`` below, counts are compared with the labels of every
-micro-batch: all counts of a step must be those of one way to count labels (:func:`_numbers_of_labels`).
+micro-batch: all counts of a step must be those of one way to count labels (:mod:`.count_check`).
 
 The divisor of the gradients must be known before the first backward. If the loss function has a method
 ``counts(labels)``, the ranks of the last stage count the labels of the step and add up the counts beside the first
@@ -35,9 +35,8 @@ from ..contracts import AdaptedLoss
 from ..messages import unpack
 from ..module import PipelineModule
 from ..types import Batch
+from .count_check import WAYS, Number, check_count, join_checks
 
-_Number = Tensor | float
-_WAYS = 52  # to count labels: bits that a float64 has for them
 _ONLY = ""  # name of the term of a loss with one term
 
 
@@ -121,7 +120,7 @@ class _TermNumbers(NamedTuple):
     total: Any
     counted: Any
     divisor: Any
-    returned: Any  # this field and the next ones: :func:`_join_checks`
+    returned: Any  # this field and the next ones: :func:`join_checks`
     labels: Any
     differing_ways: Any
 
@@ -139,7 +138,7 @@ class LocalLosses:
         self._in_fp16 = any(on_all_ranks(lambda: any(p.dtype == torch.float16 for p in module.parameters())))
         self._trains = True
         # Name of a term -> (sum, count) of every micro-batch, and total count that its gradients were divided by.
-        self._terms: dict[str, list[tuple[_Number, _Number]]] = {}
+        self._terms: dict[str, list[tuple[Number, Number]]] = {}
         self._divisors: dict[str, Tensor] = {}
         self._checks: dict[str, list[Tensor]] = {}  # :attr:`Term.check` of every micro-batch
         self._weight = 0.0  # of the micro-batches of this step whose loss this rank has computed
@@ -262,7 +261,7 @@ class LocalLosses:
             if name not in loss:
                 self._add(name, "additional", _weighted(value, weight), 0.0)
 
-    def _add(self, name: str, kind: str, value: _Number, count: _Number) -> None:
+    def _add(self, name: str, kind: str, value: Number, count: Number) -> None:
         if self._local_kinds.setdefault(name, kind) != kind:
             raise ConfigError(
                 f"loss_fn: must return losses of one form in a step (got means and pairs of {name or 'one term'!r})."
@@ -273,11 +272,11 @@ class LocalLosses:
 
     def numbers(self) -> list[float]:
         """Return sum, count, divisor and check of every name, for :meth:`result`. All ranks must call this together."""
-        numbers: list[_Number] = []
+        numbers: list[Number] = []
         for name, kind in self._agreed_kinds().items():
             values, counts = zip(*self._terms.get(name, [(0.0, 0.0)]), strict=True)
             counts = [self._weight] if kind == "additional" else counts
-            checks = _join_checks(self._checks[name]) if name in self._checks else [0.0] * 3
+            checks = join_checks(self._checks[name]) if name in self._checks else [0.0] * 3
             numbers += _TermNumbers(_sum(values), _sum(counts), self._divisors.get(name, 0.0), *checks)
         tensors = [number.to(self._device) for number in numbers if isinstance(number, Tensor)]
         floats = iter(torch.stack(tensors).tolist() if tensors else ())  # one wait for a GPU
@@ -309,7 +308,7 @@ class LocalLosses:
         for name, kind in kinds.items():
             of_ranks = _TermNumbers(*itertools.islice(columns, len(_TermNumbers._fields)))
             count, divisor = sum(of_ranks.counted), max(of_ranks.divisor)
-            if functools.reduce(operator.or_, map(int, of_ranks.differing_ways)) == 2**_WAYS - 1:
+            if functools.reduce(operator.or_, map(int, of_ranks.differing_ways)) == 2**WAYS - 1:
                 returned, labels = sum(of_ranks.returned), sum(of_ranks.labels)
                 raise ConfigError(
                     f"loss_fn: the second value of a pair (sum, count) must be the number of counted labels (got "
@@ -374,14 +373,14 @@ class _Reduced:
         return dict(zip(self._names, self._tensor.unbind(), strict=True))
 
 
-def _sum(numbers: Sequence[_Number]) -> _Number:
+def _sum(numbers: Sequence[Number]) -> Number:
     """Return the sum of numbers: a float64 tensor if one of them is a tensor."""
     tensors = [number for number in numbers if isinstance(number, Tensor)]
     sum_of_floats = float(sum(number for number in numbers if not isinstance(number, Tensor)))
     return torch.stack(tensors).double().sum() + sum_of_floats if tensors else sum_of_floats
 
 
-def _weighted(value: _Number, weight: float) -> _Number:
+def _weighted(value: Number, weight: float) -> Number:
     """Return the weighted value of a micro-batch, in float64 unless the weight is 1."""
     if weight == 1:
         return value
@@ -451,44 +450,7 @@ def _make_count(count: object, device: torch.device | None) -> Tensor:
 
 def _checked(term: Term, tensors: Sequence[object]) -> Term:
     """Return a term with the check of its count by labels, and masks beside them; without any, it must be whole."""
-    if term.count is None:
-        return term
-    numbers = torch.full((_WAYS,), -1.0, dtype=torch.float64, device=term.count.device)  # no count is -1
-    for way, number in enumerate(_numbers_of_labels(tensors)[:_WAYS] or [term.count.round()]):
-        numbers[way] = number
-    return Term(
-        term.sum, term.count, torch.cat((term.count[None], numbers[:1], (numbers != term.count).double()))
-    )
-
-
-def _join_checks(checks: Sequence[Tensor]) -> Tensor:
-    """Return the returned count and the number of labels of several checks, and a bit for each way that differs."""
-    total = torch.stack(list(checks)).sum(0)
-    bits = 2.0 ** torch.arange(_WAYS, dtype=torch.float64, device=total.device)
-    return torch.cat((total[:2], (bits * (total[2:] > 0)).sum()[None]))
-
-
-def _numbers_of_labels(tensors: Sequence[object]) -> list[_Number]:
-    """Return the number of labels by every way to count them, in each tensor.
-
-    Ways are: labels other than -100, all, other than 0 (a mask), neither negative nor nan; the same ones without the
-    first token of each sample; and samples. A way that does not apply is -1.
-    """
-    numbers: list[_Number] = []
-    for position, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_nested:
-            continue
-        t = tensor.detach()
-        t = t.real if t.is_complex() else t if t.is_floating_point() or t.dtype == torch.bool else t.long()
-        # A class is no mask: an accuracy may equal it.
-        is_mask = position > 0 or t.dtype == torch.bool or (t.dim() > 1 and t.numel() > 1)
-        ways: list[_Number] = []
-        for part in (t, t[:, 1:]) if t.dim() > 1 and t.size(1) > 1 else (t,):
-            marked = (part != 0).sum() if is_mask else -1.0
-            valid = part.isfinite() if part.is_floating_point() else part >= 0
-            ways += [(part != -100).sum(), float(part.numel()), marked, valid.sum()]
-        numbers += [*ways, *[-1.0] * (8 - len(ways)), float(len(t) if t.dim() else 1)]
-    return numbers
+    return term if term.count is None else Term(term.sum, term.count, check_count(term.count, tensors))
 
 
 def _describe(value: object) -> str:
