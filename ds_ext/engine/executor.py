@@ -38,7 +38,7 @@ from .messages import StageMessages
 from .stages.buffer import Buffer
 from .stages.sequences import Sequences, WholeSequences
 from .stages.stage import Stage
-from .step import BackwardContext, Step
+from .step import BackwardContext, Step, item_of
 from .step_data import StepData
 
 Kinds = tuple[type[ds.PipeInstruction], ...]
@@ -180,7 +180,7 @@ class Executor:
                     self.messages.post,
                     kind,
                     instruction.stage,
-                    instruction.micro_batch * slices + instruction.lowered.slice,  # as Step.item
+                    item_of(instruction.micro_batch, instruction.lowered.slice, slices),
                     instruction.peer,
                     instruction.other_stage,
                 )

@@ -23,7 +23,7 @@ from ..parallel.slices import BALANCED, EQUAL
 from .all_ranks import on_all_ranks
 from .deepspeed_api.names import untested_versions
 from .module import PipelineModule
-from .placeholders import has_trained
+from .placeholders import as_groups, has_trained
 from .types import Groups, Json, Source
 
 logger = logging.getLogger(__name__)
@@ -128,8 +128,7 @@ def require_weights_of_zero(model: PipelineModule, groups: Groups, is_half: bool
                     f"zero_optimization.stage: ZeRO and half precision do not support complex weights (got {name} of "
                     f"{parameter.dtype}). Use fp32 and stage 0."
                 )
-        all_groups = groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]
-        for group in all_groups:
+        for group in as_groups(groups):
             parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
             by_dtype = {p.dtype: names.get(id(p), "a parameter") for p in parameters if p.requires_grad}
             if len(by_dtype) > 1 and not is_half:

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from .types import Groups
+from .types import Groups, ParameterGroup
 
 
 class WithPlaceholders(Protocol):
@@ -25,6 +25,11 @@ class WithPlaceholders(Protocol):
     def layer_parameters(self) -> Iterator[nn.Parameter]: ...
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None: ...
+
+
+def as_groups(groups: Groups) -> list[ParameterGroup]:
+    """Return parameter groups; a list of parameters is one group, whose list is the same object."""
+    return groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]
 
 
 def has_trained(parameters: Iterable[nn.Parameter | tuple[str, nn.Parameter]]) -> bool:
@@ -41,7 +46,7 @@ def fill_groups(module: WithPlaceholders, groups: Groups) -> None:
     Args:
         groups: parameters or parameter groups of this rank.
     """
-    all_groups = groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]
+    all_groups = as_groups(groups)
     is_named = any(isinstance(entry, tuple) for group in all_groups for entry in group["params"])
     for group in all_groups:
         if not has_trained(group["params"]):

@@ -48,6 +48,11 @@ class BackwardContext:
     parameters: Sequence[Tensor] = ()
 
 
+def item_of(micro_batch: int, slice_index: int, slices: int) -> int:
+    """Return the number of a slice in the step, as in the tags of messages."""
+    return micro_batch * slices + slice_index
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A training step or an evaluation.
@@ -69,5 +74,4 @@ class Step:
     backwards: BackwardContext
 
     def item(self, micro_batch: int, slice_index: int) -> int:
-        """Return the number of a slice in the step, as in the tags of messages."""
-        return micro_batch * self.sequences.count + slice_index
+        return item_of(micro_batch, slice_index, self.sequences.count)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
 
 import torch
 from deepspeed.runtime import compiler
@@ -17,7 +16,7 @@ from ...errors import ConfigError
 from ...tensor_parallel import is_sharded
 from ..all_ranks import on_all_ranks
 from ..module import PipelineModule
-from ..placeholders import add_placeholder, has_trained
+from ..placeholders import add_placeholder, as_groups, has_trained
 from ..ties.tied_layers import tied_weights
 from ..types import Function, Groups
 
@@ -95,7 +94,7 @@ def fill_halves(model: PipelineModule, groups: Groups) -> None:
             for marked in marks
         ]
 
-    all_groups = groups if groups and isinstance(groups[0], Mapping) else [{"params": groups}]
+    all_groups = as_groups(groups)
     of_ranks = on_all_ranks(trained_halves)
     for group, mine, *others in zip(all_groups, trained_halves(), *of_ranks, strict=False):
         for half, dim in ((0, 2), (1, 1)):
