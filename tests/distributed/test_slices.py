@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_ext
-from ds_ext.errors import ConfigError
-from ds_ext.tensor_parallel import attend_slice, current_slice, earlier_slices
+from ds_ext.errors import ConfigError, PeerGone
+from ds_ext.tensor_parallel import attend_slice, current_slice, earlier_slices, slice_start
 from tests.engine_runs import LLAMA, UNEQUAL, Job, sliced, train
 from tests.ranks import RankPool, Ranks
 from tests.selection import select
@@ -75,6 +76,23 @@ class Attention(nn.Module):
         return x_BSD + self.out(context_BNSH.transpose(1, 2).flatten(2))
 
 
+class Transposed(nn.Module):
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        return x_BSD.transpose(0, 1)
+
+
+class Positions(nn.Module):
+    """Adds a vector of each token's position in the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(12, 8))
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        start = slice_start()
+        return x_BSD + self.weight[start : start + x_BSD.size(1)]
+
+
 class Summed(nn.Module):
     """Mean squared error, as a pair or as a mean."""
 
@@ -127,6 +145,7 @@ def train_own_layers(
     aware: bool = True,
     loss: nn.Module = PAIRS,
     in_layer: bool = False,
+    layers: Sequence[type[nn.Module]] = (),
 ) -> tuple[list[float], list[Tensor]]:
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -139,11 +158,12 @@ def train_own_layers(
             "sequence_slices": slices,
         },
     }
-    layers = [spec for _ in range(2) for spec in (LayerSpec(Attention, 8, 2, aware), nn.functional.gelu)]
+    specs = [spec for _ in range(2) for spec in (LayerSpec(Attention, 8, 2, aware), nn.functional.gelu)]
+    specs = [LayerSpec(layer) for layer in layers] or specs
     if in_layer:
-        layers.append(LayerSpec(LastLayer, loss))
+        specs.append(LayerSpec(LastLayer, loss))
     loss_fn = None if in_layer else loss
-    model = ds_ext.PipelineModule(layers, config, loss_fn=loss_fn, partition_method="uniform", **fields)
+    model = ds_ext.PipelineModule(specs, config, loss_fn=loss_fn, partition_method="uniform", **fields)
     engine, *_ = ds_ext.initialize(model=model, config=config, model_parameters=model.parameters())
     generator = torch.Generator().manual_seed(0)
     batches = iter([tuple(torch.randn(2, 12, 8, generator=generator) for _ in range(2)) for _ in range(12)])
@@ -165,6 +185,17 @@ def test_own_layers_that_keep_keys_and_values(ranks2: RankPool, arguments: tuple
         assert sliced_losses == pytest.approx(losses, rel=1e-6)
         for weight, sliced_weight in zip(weights, sliced_weights, strict=True):
             torch.testing.assert_close(sliced_weight, weight, rtol=1e-5, atol=1e-6)
+
+
+def test_stages_pass_on_the_sequence_in_dimension_1(ranks: Ranks) -> None:
+    """Otherwise the next stage takes the samples for tokens, and its layers start at other positions."""
+    run = ranks(2).run
+    inside = [Transposed, Transposed, nn.Identity, Positions]
+    whole, sliced = (run(train_own_layers, k, {}, True, PAIRS, False, inside) for k in (1, 3))
+    assert sliced[0][0] == pytest.approx(whole[0][0], rel=1e-6)
+    with pytest.raises((ConfigError, PeerGone), match="layer 1"):
+        between = [nn.Identity, Transposed, Transposed, Positions]
+        run(train_own_layers, 3, {}, True, PAIRS, False, between)
 
 
 @pytest.mark.parametrize(

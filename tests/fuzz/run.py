@@ -159,7 +159,10 @@ def _refusal(job: Job, text: str, result: Result) -> Outcome:
         # Without an input that has a gradient, reentrant checkpoints get none, also in one process.
         "activation_checkpoint_func": "checkpointed_reentrant" in job.blocks,
         "sequence_slices": job.is_sliced
-        and (bool({*job.blocks, job.end} & {*MIXES_TOKENS, "output_pair"}) or ENDS[job.end].metric),
+        and (
+            bool({*job.blocks, job.end} & {*MIXES_TOKENS, "output_pair", "transposed"})
+            or ENDS[job.end].metric
+        ),
         "loss_fn": (job.is_sliced and not ENDS[job.end].pairs)
         or ENDS[job.end].metric
         or ((job.half or job.is_mixed) and job.end in WITHOUT_COUNTS)

@@ -74,6 +74,18 @@ def try_layers(module: PipelineModule, stage: int, inputs: tuple[Tensor, ...], s
                     _try_sums(functools.partial(_loss_of, layer, pack(x, name), tokens), name, tokens)
             else:
                 x = _try_layer(module, layer, name, x, tokens)
+                if index + 1 == module.parts[stage + 1] < module.parts[-1]:
+                    _require_tokens(pack(x, name), tokens, name)
+
+
+def _require_tokens(outputs: Sequence[Tensor], tokens: int, name: str) -> None:
+    """Raise ConfigError for outputs of which another stage would take another dimension for the sequence."""
+    if num_tokens(outputs) != tokens:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in outputs)
+        raise ConfigError(
+            f"sequence_slices: {name} passes on tensors without the sequence in dimension 1, to another stage (got "
+            f"{shapes} for {tokens} tokens). Transpose them in the last layer of a stage, or remove sequence_slices."
+        )
 
 
 def _require_own(name: str, layer: object) -> None:

@@ -146,7 +146,9 @@ def test_ties_go_to_the_simplest() -> None:
     candidates = choose(Request(1, 4, Costs(comm=0.1), MODEL, cheap_ops=ALL_OPS))
     best = candidates.best
     assert best is not None and (best.schedule, best.stages) == ("1f1b", 1)
-    equal = {c.schedule for c in candidates.usable if (c.time, c.size) == (best.time, best.size)}
+    equal = {
+        c.schedule for c in candidates.usable if (c.time, c.memory_order) == (best.time, best.memory_order)
+    }
     assert {"1f1b", "interleaved"} <= equal
     smallest = choose(Request(1, 4, Costs(comm=0.1), MODEL, GB)).smallest
     assert smallest is not None and smallest.schedule == "1f1b"
