@@ -27,7 +27,7 @@ class RankNumbers:
         weights_set: elements of the weights that the script set before the step.
         num_changed: parameters that the script froze or unfroze before the step.
         stop_cause: cause of a request to end the run; 0 without one. See :mod:`..launch.stop`.
-        batches_read, batches_needed: :attr:`.batches.StepData.ended`.
+        batches_read, batches_needed: :attr:`.step_data.StepData.ended`.
         dynamic_scale: whether the optimizer skips steps to find its loss scale; forward ranks (FBD) have none.
         expert_load, num_idle_experts, num_experts: :class:`..experts.Loads` of this rank's layers and micro-batches.
     """
