@@ -373,6 +373,9 @@ def _result_lines(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes) -> 
         yield f"too large: {large} others" if large > 1 else "too large: 1 other"
     if plan.refused:
         yield f"not possible: {'; '.join(join_reasons(reason for _, reason in plan.refused))}"
+        if cluster.batch % cluster.devices:
+            batch = cluster.devices * max(1, round(cluster.batch / cluster.devices))
+            yield f"a batch that every DP divides, for more sizes: --global-batch-size {batch}"
     yield ""
     yield _reason(plan)
     if not plan.best.fits and plan.best.candidate is not None:
@@ -447,16 +450,19 @@ def _run_lines(
         if (fewer := fewer_devices(run["devices"], args.global_batch_size, share)) is not None:
             yield f"  fewer may do with a batch that they divide: --devices {fewer[0]} --global-batch-size {fewer[1]}"
         if missed := [n for n, least_days in late.items() if least_days < math.inf][-_MISSED:]:
-            yield f"  {join_words(missed)} devices take more than {args.days:g} days"
+            yield f"  {join_words(missed)} devices take more than {args.days:g} days with such steps"
 
 
 def _other_head(plan: ClusterPlan, cluster: Cluster, model: TrainingSizes, costs: Costs) -> Iterator[str]:
-    """Yield a line if the other kind of head, in parts or on the last stage, makes the step shorter."""
+    """Yield the step with the other kind of head, in parts or on the last stage, for some of the sizes."""
     other, best_s = other_head(cluster, model, costs, plan), plan.best.step_s or 0.0
-    saved = 0.0 if other is None or not best_s else 1 - (other.time or 0.0) / best_s
-    if other is not None and saved > (_LEAST_WITHOUT if cluster.head_parts else _LEAST_WITH):
-        word = "without" if cluster.head_parts else "with"
-        yield f"  {word} --vocabulary-parallel-head: {other.time:.4g} s, {saved:.1%} shorter ({other.label})"
+    if other is None or not best_s:
+        return
+    change, least = (other.time or 0.0) / best_s - 1, _LEAST_WITHOUT if cluster.head_parts else _LEAST_WITH
+    word = "without" if cluster.head_parts else "with"
+    compared = f"{abs(change):.1%} {'shorter' if change < 0 else 'longer'} ({other.label})"
+    more = "" if change < -least else ", of the first sizes above; a plan with the flag tries all"
+    yield f"  {word} --vocabulary-parallel-head: {other.time:.4g} s, {compared}{more if word == 'with' else ''}"
 
 
 def _remedies(cluster: Cluster, model: TrainingSizes) -> str:

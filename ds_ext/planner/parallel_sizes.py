@@ -48,7 +48,7 @@ _DIVIDED = {  # in reasons
     "shared_width": "channels of shared experts",
 }
 _MARGIN = 0.01  # schedules that save less are not evaluated
-_TRIED, _MOST_OPS = 2, 2000  # sizes with their head in parts, and forwards of a step for more than one
+_TRIED, _MOST_OPS = 3, 10_000  # sizes with their head in parts, and forwards of a step for more than one
 RANKS_PER_HOST = 8
 _SEARCHED = 100  # distance within which an error looks for sizes that fit
 
