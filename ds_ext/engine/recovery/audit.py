@@ -508,6 +508,8 @@ def _copy_to(tensors: tuple[Tensor, ...] | None, device: torch.device) -> tuple[
 
 def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a copy with the same strides, because sums of other strides may round in another order."""
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return tensor.to(device, copy=True)
     single = tensor[tuple(slice(1) if not stride else slice(None) for stride in tensor.stride())]
     copy = torch.empty_strided(single.shape, single.stride(), dtype=tensor.dtype, device=device)
     return copy.copy_(single).expand(tensor.shape)
