@@ -187,7 +187,6 @@ class LayoutTypes(Observer):
         parameters = {name: local.parameter for name, local in self._parameters.items()}
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         sizes = {name: p.numel() * (2 if p.is_complex() else 1) for name, p in parameters.items()}
-        self.flow.weights = {p.data_ptr(): (name, sizes[name]) for name, p in parameters.items()}
         self.record = Record(engine.layout.coordinates(dist.get_rank()), self.flow, sizes)
         self.record.sharded = frozenset(name for name, p in parameters.items() if is_sharded(p))
         self._versions.clear()
@@ -238,6 +237,11 @@ class LayoutTypes(Observer):
         if not self.in_step or not self.engine.role.has_gradients:
             return
         self._check_versions()
+        # Now, because a script may have assigned other tensors, which the step moves into the optimizer's memory.
+        self.flow.weights = {
+            local.parameter.data_ptr(): (name, self.record.sizes[name])
+            for name, local in self._parameters.items()
+        }
         stage = getattr(instruction, "stage", None)
         self._find_gradients(None if stage is None else self.engine.module.stage_parameters(stage))
         if isinstance(instruction, ds.OptimizerStep):

@@ -503,8 +503,10 @@ def train(job: Job, noise_seed: int | None = None) -> Result:
         _add_noise([p.detach() for p in trained.values()], noise, FP32_NOISE)
     if noise is not None and job.rounds:
         # A gradient can be the small sum of large terms, as that of a bias, and has the rounding errors of the terms.
+        # Tensor-parallel ranks round inside a layer, where each of them has a part of a sum.
         for module in plain.modules.values():
-            module.register_forward_hook(partial(_round_output, noise))
+            for inner in module.modules():
+                inner.register_forward_hook(partial(_round_output, noise))
     plain.set_up(0)
     plain.evaluate_after(0)
     for step in range(job.steps):

@@ -251,7 +251,7 @@ def test_jobs_are_drawn_from_everything() -> None:
 @pytest.mark.parametrize(("bf16", "last"), [(False, "linear"), (True, "linear"), (False, "autocast")])
 def test_a_tenth_of_a_norm_or_a_learning_rate_is_a_difference(bf16: bool, last: str) -> None:
     job = Job(blocks=("mlp", "layer_norm", last), bf16=bf16, optimizer="momentum")
-    expected, noisy = reference.train(job), reference.train(job, noise_seed=1)
+    expected, noisy = reference.train(job), [reference.train(job, noise_seed=1)]
     assert not differences(job, [reference.train(job, noise_seed=2)], expected, noisy)
     wrong = dataclasses.replace(expected, norms=[0.9 * norm for norm in expected.norms if norm is not None])
     assert differences(job, [wrong], expected, noisy)
@@ -259,6 +259,33 @@ def test_a_tenth_of_a_norm_or_a_learning_rate_is_a_difference(bf16: bool, last: 
     assert differences(job, [dataclasses.replace(expected, state=larger)], expected, noisy)
     assert differences(job, [dataclasses.replace(expected, state={})], expected, noisy)
     assert not torch.equal(next(iter(larger.values())), next(iter(expected.state.values())))
+
+
+@pytest.mark.quick
+def test_the_largest_effect_of_rounding_counts() -> None:
+    """Each of two weights moves in another set of rounding errors, as by a step of Adam of another sign."""
+    job = Job(bf16=True)
+    first, second = torch.tensor([1.0, 0.0]), torch.tensor([0.0, 1.0])
+    expected = dataclasses.replace(reference.train(job), state={"0.weight": torch.zeros(2)})
+    noisy = [dataclasses.replace(expected, state={"0.weight": value}) for value in (0.01 * first, second)]
+    both = [dataclasses.replace(expected, state={"0.weight": first + second})]
+    assert differences(job, both, expected, noisy[:1])
+    assert not differences(job, both, expected, noisy)
+
+
+def test_weights_that_a_script_assigns_are_followed_into_the_memory_of_zero(ranks: Ranks) -> None:
+    job = Job(
+        layout=Layout(pp=2),
+        start="tied_tokens",
+        blocks=("detached_input",),
+        end="chunked_tied_pair",
+        micro_batch_size=1,
+        micro_batches=1,
+        steps=1,
+        zero=1,
+        set_weights="assign",
+    )
+    assert run(job, ranks).kind == SAME
 
 
 def test_adam_enlarges_the_rounding_errors_of_bf16_layers(ranks: Ranks) -> None:
