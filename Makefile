@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 RANKS ?=
-CONFIG ?= configs/bitpipe_zb.json
+CONFIG ?=
 # The script and the data that the configuration is for: BERT's are called bert_*.json.
 model := $(if $(findstring bert,$(notdir $(CONFIG))),bert,gpt)
 # A port that nobody listens at: the launcher's own default may be another job's.

@@ -24,26 +24,34 @@ STEPS = 12  # of each run of the comparison
 WARM_UP = 2  # steps that are not measured
 BASELINE = "1f1b"
 WHOLE_HEAD = ("dpp", "fbd")  # refuse a head in parts
+CONFIG = Path("configs/bitpipe_zb.json")
+CONFIG_OF_TWO = Path(
+    "configs/bitpipe.json"
+)  # has no bubble on two devices either, and whole backwards cost less
 
 
 def main() -> int:
     """Run both jobs, print the comparison, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path)
+    parser.add_argument(
+        "config", type=Path, nargs="?", help=f"default: {CONFIG}, with two ranks {CONFIG_OF_TWO}"
+    )
     parser.add_argument("--ranks", type=int, help="default: as many as GPUs or cores, at most 4")
     parser.add_argument("--port", default="29500")
     parser.add_argument(
         "--steps", type=int, default=STEPS, help=f"of each run of the comparison (default: {STEPS})"
     )
     args = parser.parse_args()
-    job = json.loads(args.config.read_text(encoding="utf-8"))
     gpus, cores = torch.cuda.device_count(), int(usable_cores())
-    ranks = args.ranks or ranks_of(job, gpus if gpus > 1 else cores)
+    devices = gpus if gpus > 1 else cores
+    config = args.config or default_config(args.ranks or devices)
+    job = json.loads(config.read_text(encoding="utf-8"))
+    ranks = args.ranks or ranks_of(job, devices)
     environment = dict(os.environ)
     if gpus < ranks:
         environment |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     fit(job, ranks)
-    is_bert = "bert" in args.config.name
+    is_bert = "bert" in config.name
     script = "train_bert.py" if is_bert else "train_gpt.py"
     if not is_bert and divides_head(job["ds_ext"]):
         job["ds_ext"]["vocabulary_parallel_head"] = True
@@ -94,13 +102,19 @@ def main() -> int:
     return 0
 
 
+def default_config(devices: int) -> Path:
+    """Return the JSON of the schedule that is fastest on a pipeline of these devices."""
+    return CONFIG if devices >= MOST_RANKS else CONFIG_OF_TWO
+
+
 def ranks_of(job: dict[str, Any], devices: int) -> int:
     """Return the ranks of a job on this host: all of the JSON, or fewer for a pipeline without other groups."""
     section = job["ds_ext"]
     own = section["pipeline_parallel_size"] * section.get("tensor_parallel_size", 1)
     if section["schedule"] == "fbd" or section.get("tensor_parallel_size", 1) > 1:
         return own * (2 if section["schedule"] == "fbd" else 1)
-    return max(2, min(own, MOST_RANKS, devices))
+    ranks = max(2, min(own, MOST_RANKS, devices))
+    return ranks - ranks % 2 if get_schedule(section["schedule"]).even_devices else ranks
 
 
 def fit(job: dict[str, Any], ranks: int) -> None:

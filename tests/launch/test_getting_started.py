@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.first_run import default_config
 from ds_ext.__main__ import main
 from ds_ext.comm.spin import usable_cores
 from tests.launch.jobs import ROOT, Job, environment, write_json
@@ -20,6 +21,7 @@ from tests.launch.jobs import ROOT, Job, environment, write_json
 PAGE = (ROOT / "docs" / "getting_started.md").read_text()
 PYTHON = "3.11.7"  # its standard library is the text of the page
 STEPS = 10
+RANKS = 2
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e-?\d+)?")
 
 
@@ -67,15 +69,16 @@ def checkout(tmp_path: Path, data: Path) -> Path:
 
 def short_config(folder: Path) -> Path:
     """Write the JSON of ``make train`` for a run that stops after ten steps."""
-    config = json.loads((ROOT / "configs/bitpipe_zb.json").read_text())
+    path = ROOT / default_config(RANKS)
+    config = json.loads(path.read_text())
     config["ds_ext"]["train"] |= {"exit_interval": STEPS, "eval_interval": STEPS, "eval_iters": 1}
-    return write_json(folder / "bitpipe_zb.json", config)
+    return write_json(folder / path.name, config)
 
 
 def test_make_train_prints_the_numbers_of_the_page(checkout: Path, free_port: Callable[[], int]) -> None:
     """Compare the lines up to step 10, and the table."""
     words = [sys.executable, "-m", "benchmarks.first_run", short_config(checkout).name]
-    with Job([*words, "--ranks", "2", "--port", str(free_port()), "--steps", "4"], checkout) as job:
+    with Job([*words, "--ranks", str(RANKS), "--port", str(free_port()), "--steps", "4"], checkout) as job:
         assert job.wait(600) == 0, job.text
     first, _, table = (part.splitlines() for part in job.text.partition("\nThe first "))
     shown = code_lines("What it prints")
@@ -97,7 +100,7 @@ def test_make_train_prints_the_numbers_of_the_page(checkout: Path, free_port: Ca
     header = re.split(r" {2,}", line_of(shown, " +bubble planned").strip())
     is_measured = usable_cores() >= 2
     assert re.split(r" {2,}", line_of(table, " +bubble planned").strip()) == header[: 3 if is_measured else 1]
-    for name in ("1f1b", "bitpipe_zb"):
+    for name in ("1f1b", default_config(RANKS).stem):
         row, row_of_page = (line_of(lines, f"{name} .*%").split() for lines in (table, shown))
         assert row[:2] == row_of_page[:2] and len(row) == (len(row_of_page) if is_measured else 2)
 
