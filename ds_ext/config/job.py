@@ -49,6 +49,7 @@ class DsExtConfig(Section):
     print_plan: Literal[True, False, "all"] = True
     max_nonfinite_losses: int = Field(default=10, ge=0)
     allow_zero_norm: bool = False
+    auxiliary_loss: Literal["pooled", "per_layer"] | None = None
     router_bias_update_rate: float = Field(default=0.0, ge=0)
     audit_interval: int = Field(default=0, ge=0)
     transport: Literal["auto", "shm", "rdma", "tcp", "torch"] = "auto"

@@ -39,12 +39,14 @@ class LossContract(Protocol):
         shift_labels: function of labels; returns those from which the labels of slices are cut.
         return_logits: function of outputs of the last layer; returns what an evaluation returns for them.
         takes_token_losses: with a head in parts, it takes the losses of all tokens, (B, S), instead of logits.
+        auxiliary_loss: kind of the loss of routers in it, "pooled" or "per_layer".
     """
 
     counts: Callable[[Batch], Batch] | None = None
     shift_labels: Callable[[Batch], Batch] | None = None
     return_logits: Callable[[Batch], Batch] | None = None
     takes_token_losses: bool = False
+    auxiliary_loss: str | None = None
 
 
 class AdaptedLayer(LayerContract):
@@ -57,6 +59,7 @@ class AdaptedLoss(LossContract):
     def __init__(self, function: Function | None) -> None:
         self.function = function
         self.takes_token_losses = getattr(function, "takes_token_losses", False)
+        self.auxiliary_loss = getattr(function, "auxiliary_loss", None)
         for name in ("counts", "shift_labels", "return_logits"):
             method = getattr(function, name, None)  # a module may have a tensor of this name
             setattr(self, name, method if callable(method) else None)

@@ -41,7 +41,14 @@ from .deepspeed_api.names import require_built, require_names
 from .deepspeed_api.recompute import CheckpointFunction, checkpoint_function, run_with_recompute
 from .deepspeed_api.topology import require_rank_order, topology_sizes
 from .grid import FoldedTopology, grid_of_role, on_hosts
-from .module_plan import head_parts, layer_description, layer_name, plan_of_module, require_shards
+from .module_plan import (
+    head_parts,
+    layer_description,
+    layer_name,
+    plan_of_module,
+    require_auxiliary_loss,
+    require_shards,
+)
 from .placeholders import add_placeholder, has_trained
 from .ties.functions import require_visible_parameters
 from .ties.layered_module import stage_of
@@ -164,6 +171,7 @@ class PipelineModule(DeepSpeedPipelineModule, Unpicklable):
             require_rank_order(topology, plan.layout)
             require_visible_parameters(layers, loss_fn)
             require_shards(layers, plan, loss_fn)
+            require_auxiliary_loss(settings, loss_fn)
             self._head_specs = head_parts(layers, loss_fn, placement.head_parts)
             body, self.tied_rows = layers, list[dict[int, str]]()
             if self._head_specs:

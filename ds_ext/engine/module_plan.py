@@ -8,7 +8,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 
-from ..config.job import load_config, require_section
+from ..config.job import DsExtConfig, load_config, require_section
 from ..config.merge import command_line_json, has_batch_size, with_arguments
 from ..errors import ConfigError
 from ..launch.job_facts import as_text
@@ -47,6 +47,16 @@ def plan_of_module(
         )
     plan = make_stage_plan(job, dist.get_world_size(), layers)
     return plan.complete(job) if has_batch_size(job) else plan
+
+
+def require_auxiliary_loss(settings: DsExtConfig, loss_fn: Function | None) -> None:
+    """Raise ConfigError if the routers of the layers have another loss than that of the JSON."""
+    wanted, kind = settings.auxiliary_loss, AdaptedLoss(loss_fn).auxiliary_loss
+    if wanted is not None and wanted != kind:
+        raise ConfigError(
+            f"auxiliary_loss: the routers of the layers have {kind or 'no loss'} (got {wanted} in the JSON). Pass "
+            f"auxiliary_loss={wanted!r} to from_transformers(), with output_router_logits in the config, or remove it."
+        )
 
 
 def require_shards(layers: Sequence[Layer], plan: StagePlan, loss_fn: Function | None) -> None:

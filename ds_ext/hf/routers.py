@@ -9,10 +9,11 @@ E: experts, K: experts of a token, N: tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from torch import Tensor, nn
 from ..errors import ConfigError
 
 AUXILIARY_LOSS = "aux_loss"  # name of the term, in transformers too
+
+AuxiliaryLoss = Literal["pooled", "per_layer"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Routers:
         coefficient: factor of the loss.
         recorder: ``OutputRecorder`` of transformers: class of the routers, and place of the logits in their outputs.
     """
+
+    auxiliary_loss: ClassVar[AuxiliaryLoss] = "pooled"
 
     experts: int
     chosen: int
@@ -89,6 +94,8 @@ class LayerRouters(Routers):
             (arXiv 2202.08906, section 3).
     """
 
+    auxiliary_loss = "per_layer"
+
     z_coefficient: float = 0.0
 
     def zeros(self, device: torch.device | None = None) -> Tensor:
@@ -104,6 +111,15 @@ class LayerRouters(Routers):
 
     def loss(self, sums: Tensor) -> Tensor:
         return sums.squeeze(0)
+
+
+def routers_of(auxiliary_loss: AuxiliaryLoss, z_loss: float) -> Callable[[int, int, float, Any], Routers]:
+    """Return the class of routers with a loss. Raises ConfigError for a z-loss that is pooled."""
+    if auxiliary_loss == "per_layer":
+        return functools.partial(LayerRouters, z_coefficient=z_loss)
+    if z_loss:
+        raise ConfigError(f"z_loss: needs auxiliary_loss 'per_layer' (got {z_loss:g} and 'pooled'). Set it.")
+    return Routers
 
 
 def find_routers(model: Any, backbone: Any) -> Routers | None:

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
@@ -18,7 +18,7 @@ from ..tensor_parallel import ChunkedHead, TensorParallel, current_slice
 from .find import find_split
 from .layers import DecoderHeadPart, DecoderLayer, Embedding, FinalNorm, Head, Positions, TiedHead, embed
 from .lora import Adapters
-from .routers import AUXILIARY_LOSS, LayerRouters, Routers
+from .routers import AUXILIARY_LOSS, AuxiliaryLoss, Routers, routers_of
 from .shards import Vocabulary, check_shards
 from .split import Split
 from .weights import Source, make_source
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 IGNORE_INDEX = -100  # label of tokens that do not count, in transformers
-AuxiliaryLoss = Literal["pooled", "per_layer"]
 _TIE = "embedding"
 _Loss = TypeVar("_Loss", bound="NextTokenLoss")
 
@@ -75,12 +74,11 @@ def from_transformers(
     source = make_source(model_or_folder, dtype, seed)
     split = find_split(source)
     adapters = None if lora is None else Adapters(lora, source, split)
-    if z_loss and (auxiliary_loss == "pooled" or split.routers is None):
+    if z_loss and split.routers is None:
         raise ConfigError(
-            f"z_loss: needs auxiliary_loss 'per_layer', and output_router_logits in the config (got {z_loss:g}). Set "
-            f"both."
+            f"z_loss: needs output_router_logits in the config (got {z_loss:g}, and false). Set it."
         )
-    kind = functools.partial(LayerRouters, z_coefficient=z_loss) if auxiliary_loss == "per_layer" else Routers
+    kind = routers_of(auxiliary_loss, z_loss)
     return decoder_layers(source, split, adapters, chunked_loss, CausalLoss, kind)
 
 
@@ -177,6 +175,11 @@ class NextTokenLoss:
         self._function, self._routers = source.loss_function, routers
         self._vocab_size = source.config.get_text_config().vocab_size
         self.vocabulary = vocabulary
+
+    @property
+    def auxiliary_loss(self) -> AuxiliaryLoss | None:
+        """Kind of the loss of routers; None without it."""
+        return None if self._routers is None else self._routers.auxiliary_loss
 
     def __call__(self, outputs: Any, labels_BS: Tensor) -> Any:
         if self._routers is None:

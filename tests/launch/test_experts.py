@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from ds_ext.hf.find import find_split
 from ds_ext.hf.weights import make_source
 from ds_ext.recipes.data.gpt import build_gpt_datasets
 from tests.chat_folders import TEMPLATES, write_tokenizer
+from tests.decoder_models import MODELS
 from tests.launch.forked import run_forked
-from tests.launch.jobs import ROOT
+from tests.launch.jobs import ROOT, write_json
 from tests.selection import select
 from tests.unit.recipes.data.test_prepare import run
 
@@ -71,13 +73,13 @@ def sample(samples: Any, index: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tokens_S, labels_S
 
 
-def losses_of_routers(logits_NE: torch.Tensor) -> torch.Tensor:
+def losses_of_routers(logits_NE: torch.Tensor, z: float = Z) -> torch.Tensor:
     experts, chosen = logits_NE.size(-1), 2
     tokens_E = logits_NE.topk(chosen).indices.flatten().bincount(minlength=experts) / (
         chosen * len(logits_NE)
     )
     balance = AUXILIARY * experts * (tokens_E * logits_NE.softmax(-1).mean(0)).sum()
-    return balance + Z * logits_NE.exp().sum(-1).log().square().mean()
+    return balance + z * logits_NE.exp().sum(-1).log().square().mean()
 
 
 def plain_losses(folder: Path, data: Path) -> list[float]:
@@ -154,3 +156,52 @@ def test_a_command_line_of_megatron_trains_as_one_process(
             loss = loss + sum(map(losses_of_routers, outputs.router_logits))
         expected += loss.item() / BATCH
     assert last["loss"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_json_chooses_the_loss_of_routers(
+    data: Path, tmp_path: Path, free_port: Callable[[], int]
+) -> None:
+    """A folder has transformers' pooled loss, and that of every layer with the key."""
+    model, metrics = tmp_path / "model", tmp_path / "metrics.jsonl"
+    shutil.copytree(data, model, ignore=lambda *_: ["tokens.bin"])
+    vocab_size = json.loads((data / "meta.json").read_text())["vocab_size"]
+    transformers.MixtralConfig(
+        **MODELS["Mixtral"] | {"vocab_size": vocab_size, "max_position_embeddings": LENGTH},
+        output_router_logits=True,
+        router_aux_loss_coef=AUXILIARY,
+    ).save_pretrained(model)
+    plain = new_model(model)
+    samples, *_ = build_gpt_datasets(str(data), "90,10,0", LENGTH, (BATCH, 0, 0), SEED)
+    tokens_BS, labels_BS = zip(*(sample(samples, index) for index in range(BATCH)), strict=True)
+    with torch.no_grad():
+        outputs = [plain(tokens_S[None]) for tokens_S in tokens_BS]  # a micro-batch each
+    cross_entropy = sum(
+        torch.nn.functional.cross_entropy(output.logits[0], labels_S).item() / BATCH
+        for output, labels_S in zip(outputs, labels_BS, strict=True)
+    )
+    losses = {
+        "pooled": sum(AUXILIARY * output.aux_loss.item() / BATCH for output in outputs),
+        "per_layer": sum(
+            float(losses_of_routers(logits_NE, 0.0)) / BATCH
+            for output in outputs
+            for logits_NE in output.router_logits
+        ),
+    }
+    assert losses["pooled"] != pytest.approx(losses["per_layer"], rel=0.1)
+    for kind, expected in losses.items():
+        job = {
+            "train_batch_size": BATCH,
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "Adam", "params": {"lr": RATE}},
+            "ds_ext": {"schedule": "1f1b", "pipeline_parallel_size": 2, "auxiliary_loss": kind},
+        }
+        if kind == "pooled":
+            del job["ds_ext"]["auxiliary_loss"]
+        command = f"{ROOT / 'train_gpt.py'} --deepspeed_config {write_json(tmp_path / 'job.json', job)} "
+        command += f"--hf-model {model} --train-from-scratch --data-path {data} --metrics-file {metrics} "
+        command += f"--seq-length {LENGTH} --train-iters 1 --eval-iters 0 --split 90,10,0 --seed {SEED}"
+        results = run_forked([command.split()] * 2, tmp_path, port=free_port())
+        assert [result.returncode for result in results] == [0, 0], results
+        row = json.loads(metrics.read_text().splitlines()[-1])
+        assert row["loss"] == pytest.approx(cross_entropy + expected, rel=1e-5)
+        assert row["losses"]["aux_loss"] == pytest.approx(expected, rel=1e-5)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,7 +16,7 @@ from ...hf.find import find_split
 from ...hf.folder import ModelFolder, read_config
 from ...hf.layers import DecoderLayer
 from ...hf.lora import Adapters, lora_config
-from ...hf.routers import LayerRouters, Routers
+from ...hf.routers import routers_of
 from ...hf.specs import NextTokenLoss, decoder_layers
 from ...hf.weights import NewWeights, Source, config_of, make_source
 from ...model.config import TransformerConfig
@@ -95,9 +93,9 @@ class DecoderLayers:
         if settings.sequence_slices > 1:
             split.sliced_calls()  # raises ConfigError before the ranks meet
         adapters = None if self._lora is None else Adapters(self._lora, source, split)
-        kind: Any = Routers
-        if args.num_experts:
-            kind = functools.partial(LayerRouters, z_coefficient=args.moe_z_loss_coeff)
+        # That of the folder is transformers', that of flags is Megatron's.
+        auxiliary_loss = settings.auxiliary_loss or ("per_layer" if args.num_experts else "pooled")
+        kind = routers_of(auxiliary_loss, args.moe_z_loss_coeff)
         self._layers, self._loss_fn = decoder_layers(
             source, split, adapters, config.chunked_loss, NextTokenLoss, kind
         )

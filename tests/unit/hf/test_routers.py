@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import ds_ext
+from ds_ext.config.job import DsExtConfig
+from ds_ext.engine.module_plan import require_auxiliary_loss
 from ds_ext.errors import ConfigError
 from ds_ext.hf.routers import LayerRouters
 from tests.decoder_models import MODELS, ROUTERS_LOSS
@@ -53,3 +55,16 @@ def test_a_z_loss_needs_losses_of_layers(changes: dict[str, Any], arguments: Any
     config = transformers.MixtralConfig(**{**MODELS["Mixtral"], **changes})
     with pytest.raises(ConfigError, match=r"z_loss: .*got 0\.1"):
         ds_ext.from_transformers(config, z_loss=0.1, **arguments)
+
+
+@pytest.mark.parametrize("changes", [{}, ROUTERS_LOSS])
+@pytest.mark.parametrize("kind", ["pooled", "per_layer"])
+def test_the_json_has_the_loss_of_the_layers(changes: dict[str, Any], kind: Any) -> None:
+    config = transformers.MixtralConfig(**{**MODELS["Mixtral"], **changes})
+    _, loss_fn = ds_ext.from_transformers(config, auxiliary_loss=kind)
+    require_auxiliary_loss(DsExtConfig(), loss_fn)
+    if changes:
+        require_auxiliary_loss(DsExtConfig(auxiliary_loss=kind), loss_fn)
+    other = "per_layer" if kind == "pooled" or not changes else "pooled"
+    with pytest.raises(ConfigError, match=rf"auxiliary_loss: .*got {other}"):
+        require_auxiliary_loss(DsExtConfig(auxiliary_loss=other), loss_fn)
