@@ -68,7 +68,8 @@ from .tracing.clock import BusyClock
 from .tracing.recorder import Tracer
 from .types import Batch, Json, Record
 from .weights.norm import let_parameters_differ, share_loss_scale
-from .weights.update import TrainedParameters, WeightUpdate
+from .weights.trained import TrainedParameters
+from .weights.update import WeightUpdate
 
 logger = logging.getLogger(__name__)
 

@@ -280,11 +280,11 @@ def _load_states(state: RankState, reader: CheckpointReader, manifest: Json) -> 
 def _share_settings(state: RankState) -> None:
     """Set other ranks' settings in groups without parameters of this rank. All ranks must call this together."""
     here, groups = {id(local.parameter) for local in state.parameters.values()}, state.optimizer.groups()
-    mine = [numbers_of(group) if here & set(map(id, members)) else None for group, members in groups]
-    of_ranks = [settings for settings in on_all_ranks(lambda: mine) if len(settings) == len(mine)]
+    settings = [numbers_of(group) if here & set(map(id, members)) else None for group, members in groups]
+    of_ranks = [others for others in on_all_ranks(lambda: settings) if len(others) == len(settings)]
     for index, (group, _) in enumerate(groups):
-        if mine[index] is None:
-            set_numbers(group, next(filter(None, (settings[index] for settings in of_ranks)), {}))
+        if settings[index] is None:
+            set_numbers(group, next(filter(None, (others[index] for others in of_ranks)), {}))
 
 
 def _load_random_states(engine: EngineState, checkpoint: Path, files: Json) -> None:

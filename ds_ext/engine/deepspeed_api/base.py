@@ -33,7 +33,8 @@ from ..recovery.recovery import Recovery
 from ..role import Role
 from ..step_report import Gathered
 from ..types import Groups, Optimizer, Record
-from ..weights.update import TrainedParameters, WeightUpdate
+from ..weights.trained import TrainedParameters
+from ..weights.update import WeightUpdate
 from .handlers import ENGINE_HANDLERS, Handlers
 
 

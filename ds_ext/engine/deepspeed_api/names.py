@@ -100,8 +100,8 @@ class PrivateName:
     def _fits(self, function: Callable[..., object]) -> bool:
         if self.parameters is None:
             return True
-        found = [(name, optional) for name, optional in _signature(function) if name != "self"]
-        first, others = found[: len(self.parameters)], found[len(self.parameters) :]
+        parameters = [(name, optional) for name, optional in _signature(function) if name != "self"]
+        first, others = parameters[: len(self.parameters)], parameters[len(self.parameters) :]
         return tuple(name for name, _ in first) == self.parameters and all(optional for _, optional in others)
 
 

@@ -77,7 +77,7 @@ def _head_part(stage: int, rank: RankStages) -> HeadPart:
 
 def _head_loss(stage: int, rank: RankStages) -> HeadLoss:
     before = rank.stages[rank.placement.stages - 1]
-    part = next(made for made in rank.stages.values() if isinstance(made, HeadPart))
+    part = next(stage for stage in rank.stages.values() if isinstance(stage, HeadPart))
     assert isinstance(before, BodyBeforeHead), "the loss is on the device of the last stage of layers"
     return HeadLoss(before, part.layer, rank.losses)
 

@@ -55,10 +55,10 @@ def share_loss_scale(engine: DeepSpeedEngine) -> None:
     dtype = optimizer.dtype if isinstance(optimizer, DeepSpeedZeroOptimizer) else None
     dtypes = on_all_ranks(lambda: dtype)
     if {torch.float16, torch.bfloat16} <= {*dtypes}:
-        found = f"fp16 on rank {dtypes.index(torch.float16)}, bf16 on rank {dtypes.index(torch.bfloat16)}"
+        ranks = f"fp16 on rank {dtypes.index(torch.float16)}, bf16 on rank {dtypes.index(torch.bfloat16)}"
         raise ConfigError(
             "zero_optimization.stage: ZeRO scales the loss for fp16 weights, and not for bf16 weights (got "
-            f"{found}). Cast the layers to one of them, or use stage 0."
+            f"{ranks}). Cast the layers to one of them, or use stage 0."
         )
     if torch.float16 not in dtypes or dtype in (None, torch.float16):
         return

@@ -178,10 +178,10 @@ class EagerReduction:
             self._tracer.reducing(stage, flat, begin, work)
 
 
-def _reduce_scatter(mine: Tensor, flat: Tensor, group: ProcessGroup | None) -> Work | None:
+def _reduce_scatter(part: Tensor, flat: Tensor, group: ProcessGroup | None) -> Work | None:
     if dist.get_backend(group) == "gloo":  # torch's reduce-scatter would all-reduce a copy
         return dist.all_reduce(flat, group=group, async_op=True)
-    return _SCATTER(mine, flat, group=group, async_op=True)
+    return _SCATTER(part, flat, group=group, async_op=True)
 
 
 @contextmanager
