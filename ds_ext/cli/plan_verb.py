@@ -51,6 +51,8 @@ _SHOWN, _BOUNDS = 10, 3  # rows of the table, and bounds of sizes that are not p
 _MISSED = 3  # numbers of devices that miss the deadline
 _LEAST_WITH, _LEAST_WITHOUT = 0.02, 5e-4  # saving of a head in parts, or without them, that is worth a line
 _WARMUP, _LEAST_RATE = 0.01, 3e-5  # share of the steps, and their last learning rate
+_SAVES = {"save": "checkpoints", "keep_checkpoints": 2}
+_SAVE_EVERY_S = 3600
 _LONG_GATHER = 0.01  # share of the step
 _PATIENCE_S = 2.0  # before the progress is shown
 _INTERVAL_S = 10.0  # between its lines, without a terminal
@@ -441,6 +443,10 @@ def _run_lines(
             f"  {args.tokens:g} tokens: {days:,.1f} days, up to {most * days:,.1f} with steps "
             f"{STEP_TIME_ERROR:.0%} longer than planned{more}{reason}"
         )
+        if args.days and excess <= 0:
+            share = days / args.days
+            least = "" if run["mfu"] is None else f", MFU {share * run['mfu']:.1%}"
+            yield f"  {args.days:g} days need {share * run['tokens_per_s']:,.0f} tokens/s{least}"
         hours, cost = run["gpu_hours"], run["cost"]
         text = f"  {hours:,.0f} GPU-hours, up to {most * hours:,.0f}"
         if cost is not None:
@@ -485,7 +491,9 @@ def _config(
     run: dict[str, Any] = {}
     if tokens is not None:
         steps = math.ceil(tokens / (cluster.batch * model.seq_length))
-        section["train"]["train_iters"], run = steps, _run_keys(steps)
+        section["train"] |= {"train_iters": steps} | _SAVES
+        section["train"]["save_interval"] = max(1, round(_SAVE_EVERY_S / (sizes.step_s or math.inf)))
+        run = _run_keys(steps)
     return {
         "train_batch_size": cluster.batch,
         "train_micro_batch_size_per_gpu": sizes.candidate.sizes.micro_batch,

@@ -296,6 +296,9 @@ def test_a_deadline_finds_the_devices(capsys: pytest.CaptureFixture[str]) -> Non
     assert 0 <= config["ds_ext"]["train"]["train_iters"] * tokens - 1e9 < tokens
     rate = config["scheduler"]["params"]
     assert rate["total_num_steps"] == config["ds_ext"]["train"]["train_iters"] > rate["warmup_num_steps"] > 0
+    train = config["ds_ext"]["train"]
+    assert train["save_interval"] == max(1, round(3600 / found["best"][0]["step_s"]))
+    assert train["save"] and train["keep_checkpoints"] == 2
     assert config["gradient_clipping"] == 1.0
     late = found_by(capsys, *SMALL, *run, "--devices", "4", status=1)
     assert late["fits"] and late["run"]["devices"] == 4 and late["run"]["days"] > 0.01
