@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ds_ext.config.job import JobConfig
 from ds_ext.environment import restart_count
 from ds_ext.launch import process, stop
-from ds_ext.planner.job_plan import StagePlan
 from ds_ext.recipes.training.hosts import hosts_of_flags
 from ds_ext.recipes.training.setup import model_fields, plan_job
 
@@ -98,7 +98,7 @@ def bert_options(args: argparse.Namespace) -> BertOptions:
     return BertOptions(args.mask_prob, args.short_seq_prob, not args.bert_no_binary_head)
 
 
-def bert_config(args: argparse.Namespace, plan: StagePlan | None) -> BertConfig:
+def bert_config(args: argparse.Namespace, job: JobConfig | None) -> BertConfig:
     """Return the config of the model. Raises ConfigError. A dry run without data assumes BERT's vocabulary."""
     from ds_ext.recipes.data.bert import bert_tokenizer
     from ds_ext.recipes.models.bert import BertConfig
@@ -108,7 +108,7 @@ def bert_config(args: argparse.Namespace, plan: StagePlan | None) -> BertConfig:
         size = bert_tokenizer(args.data_path, args.tokenizer).vocab_size
     else:
         args.notes.append(f"vocab     {size}, that of bert-base-uncased (assumed)")
-    return BertConfig(**model_fields(args, plan), vocab_size=size, order_classes=classes)
+    return BertConfig(**model_fields(args, job), vocab_size=size, order_classes=classes)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_ext.config.job import JobConfig
 from ds_ext.environment import restart_count
 from ds_ext.errors import ConfigError
 from ds_ext.launch import process, stop
 from ds_ext.parallel.hosts import Hosts
-from ds_ext.planner.job_plan import StagePlan
 from ds_ext.recipes.training.hosts import hosts_of_flags
 from ds_ext.recipes.training.setup import model_fields, plan_job
 
@@ -93,7 +93,7 @@ def main() -> int:
     return code
 
 
-def gpt_config(args: argparse.Namespace, plan: StagePlan | None) -> GPTConfig:
+def gpt_config(args: argparse.Namespace, job: JobConfig | None) -> GPTConfig:
     """Return the config of the model. Raises ConfigError."""
     from ds_ext.recipes.models.gpt import GPTConfig
     from ds_ext.recipes.training.documents import document_options
@@ -108,9 +108,9 @@ def gpt_config(args: argparse.Namespace, plan: StagePlan | None) -> GPTConfig:
     vocabulary = None
     if args.num_experts:
         vocabulary = vocab_size(args)
-        take_experts(args, GPTConfig(**{**model_fields(args, plan), "vocab_size": vocabulary}))
+        take_experts(args, GPTConfig(**{**model_fields(args, job), "vocab_size": vocabulary}))
     sizes = folder_sizes(config_of_model(Path(args.hf_model), args.transformer_impl)) if args.hf_model else {}
-    return GPTConfig(**{**model_fields(args, plan), **sizes, "vocab_size": vocabulary or vocab_size(args)})
+    return GPTConfig(**{**model_fields(args, job), **sizes, "vocab_size": vocabulary or vocab_size(args)})
 
 
 def vocab_size(args: argparse.Namespace) -> int:

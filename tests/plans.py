@@ -14,7 +14,6 @@ from ds_ext.pipe_schedules import Placement, Timetable, get_schedule
 from ds_ext.planner.candidates import Candidates
 from ds_ext.planner.job_plan import (
     JobPlan,
-    StagePlan,
     make_job_plan,
     options_with_fbd,
     place,
@@ -25,16 +24,16 @@ from ds_ext.recipes.training.script_flags import Model
 from ds_ext.recipes.training.setup import model_fields
 
 
-def small_config(args: argparse.Namespace, plan: StagePlan | None) -> TransformerConfig:
+def small_config(args: argparse.Namespace, job: JobConfig | None) -> TransformerConfig:
     """Return the model of the flags, without looking at the vocabulary of the data."""
-    return TransformerConfig(**{**model_fields(args, plan), "vocab_size": 100})
+    return TransformerConfig(**{**model_fields(args, job), "vocab_size": 100})
 
 
 def plan_job(
     prog: str,
     argv: Sequence[str],
     model: Model,
-    make_config: Callable[[argparse.Namespace, StagePlan | None], TransformerConfig] = small_config,
+    make_config: Callable[[argparse.Namespace, JobConfig | None], TransformerConfig] = small_config,
 ) -> tuple[argparse.Namespace, JobPlan]:
     """Return the flags and the plan of a script's command line."""
     job = setup.plan_job(prog, argv, model, make_config, ["a", "b"], ["c", "d"])

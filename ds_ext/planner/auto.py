@@ -45,7 +45,12 @@ _OPTIONS = {
 }
 
 
-def choose_for_job(job: JobConfig, world_size: int | None = None, layers: int | None = None) -> Candidates:
+def choose_for_job(
+    job: JobConfig,
+    world_size: int | None = None,
+    layers: int | None = None,
+    model: TransformerConfig | None = None,
+) -> Candidates:
     """Rank the schedules for a job with ``"schedule": "auto"``.
 
     With ``"recompute_granularity": "auto"`` in "train", the planner chooses it.
@@ -53,6 +58,7 @@ def choose_for_job(job: JobConfig, world_size: int | None = None, layers: int | 
     Args:
         world_size: number of processes; None: one pipeline group.
         layers: number of the model's pipeline layers; None: unknown.
+        model: the model; None: that of "train".
     """
     settings = job.ds_ext
     devices, tensor_parallel = settings.pipeline_parallel_size, settings.tensor_parallel_size
@@ -60,7 +66,7 @@ def choose_for_job(job: JobConfig, world_size: int | None = None, layers: int | 
     data = 1 if world_size is None else data_parallel_size(world_size, linear(devices), tensor_parallel)
     try:
         request = replace(
-            _make_request(job, data, layers),
+            _make_request(job, data, layers, model),
             slices=settings.sequence_slices,
             lengths=lengths if isinstance(lengths, str) else tuple(lengths),
             head_parts=settings.vocabulary_parallel_head,
@@ -75,13 +81,16 @@ def choose_for_job(job: JobConfig, world_size: int | None = None, layers: int | 
     return candidates
 
 
-def _make_request(job: JobConfig, data: int, layers: int | None) -> Request:
+def _make_request(job: JobConfig, data: int, layers: int | None, model: TransformerConfig | None) -> Request:
     """Return the request for whole sequences and a whole head, with ``data`` pipeline groups."""
     config, options, train = job.deepspeed, job.ds_ext.schedule_options, job.ds_ext.train
     micro_batch, micro_batches = _micro_batches(config, data)
     values = _AUTO.resolve_options(options)
-    entries, _ = vocabulary(values["vocab_size"], train)
-    model = model_of_train(train, entries)
+    if model is None:
+        entries, _ = vocabulary(values["vocab_size"], train)
+        model = model_of_train(train, entries)
+    else:
+        model = replace(model, vocab_size=values["vocab_size"] or model.vocab_size)
     sizes = model and training_sizes(config, model, micro_batch, job.ds_ext.tensor_parallel_size, data)
     size = parse_bytes(values["memory"], "schedule_options.memory") if values["memory"] else None
     limit = None if size is None else usable_bytes(size, values["headroom"], "schedule_options.headroom")

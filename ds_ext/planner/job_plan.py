@@ -17,6 +17,7 @@ from ..config.batch_sizes import BATCH_KEYS, BatchSizes, batch_sizes, nearest_tr
 from ..config.deepspeed_json import half_through_zero, zero_stage
 from ..config.job import AUTO, UNPOLLED, DsExtConfig, JobConfig, import_own_schedules, named_schedule
 from ..errors import ConfigError, ScheduleError
+from ..model.config import TransformerConfig
 from ..parallel.fbd import make_layout
 from ..parallel.layout import ParallelLayout, data_parallel_size
 from ..parallel.partition import StageWork
@@ -183,14 +184,20 @@ def make_job_plan(job: JobConfig, world_size: int | None = None) -> JobPlan:
     return make_stage_plan(job, world_size).complete(job)
 
 
-def make_stage_plan(job: JobConfig, world_size: int | None = None, layers: int | None = None) -> StagePlan:
+def make_stage_plan(
+    job: JobConfig,
+    world_size: int | None = None,
+    layers: int | None = None,
+    model: TransformerConfig | None = None,
+) -> StagePlan:
     """Decide the part of a job that does not depend on the number of micro-batches.
 
     Args:
         world_size: number of processes; None: one pipeline group.
         layers: number of the model's pipeline layers, which limits the choice of "auto"; None: unknown.
+        model: model that "auto" prices; None: that of "train".
     """
-    schedule, candidates = resolve_schedule(job, world_size, layers)
+    schedule, candidates = resolve_schedule(job, world_size, layers, model)
     options = options_with_fbd(job.ds_ext, schedule)
     placement = place(job.ds_ext, schedule, options)
     tensor = job.ds_ext.tensor_parallel_size
@@ -243,13 +250,16 @@ def _with_collectives(plan: JobPlan) -> JobPlan:
 
 
 def resolve_schedule(
-    job: JobConfig, world_size: int | None = None, layers: int | None = None
+    job: JobConfig,
+    world_size: int | None = None,
+    layers: int | None = None,
+    model: TransformerConfig | None = None,
 ) -> tuple[Schedule, Candidates | None]:
     """Return the schedule (named, from a timetable file, or the best of "auto") and the candidates of "auto"."""
     import_own_schedules(job)
     settings = job.ds_ext
     if settings.schedule == AUTO:
-        candidates = choose_for_job(job, world_size, layers)
+        candidates = choose_for_job(job, world_size, layers, model)
         return best_schedule(candidates, settings.vocabulary_parallel_head), candidates
     schedule = named_schedule(settings.schedule).dividing_head(settings.vocabulary_parallel_head)
     if schedule.dynamic is not None and settings.transport in UNPOLLED:

@@ -324,10 +324,11 @@ def _describe_candidates(plan: JobPlan) -> tuple[list[str], list[str]]:
         times = f"{candidate.time:.4g}", f"{candidate.bubble:.1%}"
         cells.append((candidate.label, candidate.recompute, *times, size))
     lines = [f"  {line}" for line in aligned(cells, left=(0, 1))]
-    if plan.candidates.best.memory_bytes is not None:
+    if (sizes := plan.candidates.best.sizes) is not None:
         settings = plan.job.ds_ext
         entries, source = vocabulary(settings.schedule_options.get("vocab_size", 0), settings.train)
-        lines.append(f"  vocabulary {entries:,} ({source})")
+        source = source if entries == sizes.vocab_size else "the model"
+        lines.append(f"  vocabulary {sizes.vocab_size:,} ({source})")
     return [f"auto      {plan.candidates.reason()}"], lines
 
 

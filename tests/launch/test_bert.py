@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ds_ext.config.job import JobConfig
 from ds_ext.errors import ConfigError
-from ds_ext.planner.job_plan import StagePlan
 from ds_ext.recipes.data.meta import read_meta
 from ds_ext.recipes.models.bert import BertConfig
 from ds_ext.recipes.models.gpt import GPTConfig
@@ -62,11 +62,11 @@ def test_bert_trains_on_ranks_and_its_data_are_refused_for_gpt(
     words = ["--deepspeed_config", str(tmp_path / "bert.json"), "--dry-run", "--load", str(saved)]
     size = (read_meta([str(data)]) or {})["vocab_size"]
 
-    def make_config(args: argparse.Namespace, plan: StagePlan | None) -> BertConfig:
-        return BertConfig(**model_fields(args, plan), vocab_size=size, order_classes=2)
+    def make_config(args: argparse.Namespace, job: JobConfig | None) -> BertConfig:
+        return BertConfig(**model_fields(args, job), vocab_size=size, order_classes=2)
 
     args, plan = plan_job("train_bert.py", words, "bert", make_config)
-    sizes = {**model_fields(args, plan), "vocab_size": size}
+    sizes = {**model_fields(args, plan.job), "vocab_size": size}
     with pytest.raises(ConfigError, match=r"classifier\.weight 2 x 16, here missing"):
         check_load(args, BertConfig(**sizes, order_classes=None))
     with pytest.raises(ConfigError, match=r"got 1\.weight missing, here 24 x 16"):

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 
 from ds_ext.__main__ import main
+from ds_ext.config.job import JobConfig
 from ds_ext.errors import ConfigError
 from ds_ext.observe.report.folder import read_run
 from ds_ext.observe.trace.read import read_traces
 from ds_ext.observe.trace.summary import summarize
-from ds_ext.planner.job_plan import StagePlan
 from ds_ext.recipes.data.meta import read_meta
 from ds_ext.recipes.models.gpt import GPTConfig
 from ds_ext.recipes.training.setup import model_fields
@@ -178,9 +178,9 @@ def changed(config: Path, name: str, **keys: Any) -> str:
 def refused_before_a_start(config: Path, saved: Path) -> None:
     """A dry run compares the model with the checkpoint's, without ranks."""
 
-    def make_config(more_words: int, args: argparse.Namespace, plan: StagePlan | None) -> GPTConfig:
+    def make_config(more_words: int, args: argparse.Namespace, job: JobConfig | None) -> GPTConfig:
         entries = (read_meta(args.data_path) or {})["vocab_size"] + more_words
-        return GPTConfig(**model_fields(args, plan), vocab_size=entries)
+        return GPTConfig(**model_fields(args, job), vocab_size=entries)
 
     def fits(*flags: str, more_words: int = 0) -> None:
         words = ["--deepspeed_config", str(config), "--dry-run", "--load", str(saved), *flags]

@@ -16,8 +16,7 @@ from typing import Any
 
 from ...config.job import AUTO, JobConfig, import_own_schedules, load_config, named_schedule
 from ...errors import ConfigError, Problems
-from ...model.config import SIZES, TransformerConfig
-from ...model.field_flags import Flag, flag_name, flags_of
+from ...model.field_flags import Flag, flag_name
 from .hf_model import take_sizes
 from .megatron_flags import JSON_KEYS, TRAIN_KEYS, Harmless, Refused, row_of
 from .script_flags import RUN_FLAGS, SCRIPTS, Model, build_parser, by_spelling, script_flags
@@ -258,15 +257,13 @@ def _resolve_model(args: argparse.Namespace) -> None:
 
 
 def _set_train_for_auto(config: dict[str, Any], args: argparse.Namespace) -> None:
-    """Pass the model's flags to "schedule": "auto", which also chooses the recomputation unless it is set."""
+    """Pass flags to "schedule": "auto", which also chooses the recomputation unless it is set."""
     section = config.get("ds_ext", {})
     if section.get("schedule") != AUTO:
         return
-    values = {key: value for key in ("data_path", "stage_layers") if (value := getattr(args, key))}
-    for name, flag in flags_of(TransformerConfig).items():
-        value = getattr(args, flag.key)
-        if value is not None and (name in SIZES or value != flag.default):
-            values[flag.key] = value
+    values = {
+        key: value for key in ("data_path", "stage_layers", "vocab_size") if (value := getattr(args, key))
+    }
     recompute = {
         "recompute_granularity": args.recompute_granularity or AUTO,
         "recompute_interval": args.recompute_interval,

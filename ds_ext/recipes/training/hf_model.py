@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...model.config import TRAINED_FIELDS, WEIGHT_FIELDS, TransformerConfig
 from ...model.field_flags import keys_of
-from ...model.mixture import experts_of, latent_of
+from ...model.mixture import decoder_fields_like_llama, experts_of
 
 _POSITIONS = 1 << 20  # of a model without a limit
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -31,7 +31,7 @@ def config_of_model(folder: Path, transformer_impl: str) -> TransformerConfig:
 
 
 def _estimated(folder: Path) -> TransformerConfig:
-    """Return the sizes of any decoder of transformers, as far as a GPT of ds_ext has them."""
+    """Return the sizes of any decoder of transformers, as far as a Llama has its parts."""
     from ...hf.weights import config_of, make_source
     from ..models.gpt import GPTConfig
 
@@ -43,28 +43,20 @@ def _estimated(folder: Path) -> TransformerConfig:
         return value if isinstance(value, int) and value > 0 else None
 
     heads, hidden = size("num_attention_heads") or 1, size("hidden_size") or 1
-    groups, positions = size("num_key_value_heads") or heads, size("max_position_embeddings") or _POSITIONS
-    return GPTConfig(
-        num_layers=size("num_hidden_layers") or 1,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        seq_length=positions,
-        vocab_size=config.vocab_size,
-        ffn_hidden_size=size("intermediate_size") or size("ffn_dim"),
-        max_position_embeddings=positions,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        position_embedding_type="rope",
-        normalization="RMSNorm",
-        swiglu=any("gate" in name for name in names),
-        num_query_groups=groups if heads % groups == 0 else None,
-        kv_channels=size("head_dim") or max(2, hidden // heads // 2 * 2),
-        add_bias_linear=False,
-        untie_embeddings_and_output_weights=not getattr(config, "tie_word_embeddings", False),
-        transformer_impl="transformers",
-        experts=experts_of(config.to_dict()),
-        latent=latent_of(config.to_dict()),
-    )
+    groups = size("num_key_value_heads") or heads
+    # The usual names, of which some models have others.
+    values = {
+        **config.to_dict(),
+        "num_hidden_layers": size("num_hidden_layers") or 1,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups if heads % groups == 0 else heads,
+        "head_dim": size("head_dim") or max(2, hidden // heads // 2 * 2),
+        "intermediate_size": size("intermediate_size") or size("ffn_dim") or 4 * hidden,
+        "max_position_embeddings": size("max_position_embeddings") or _POSITIONS,
+    }
+    fields = decoder_fields_like_llama(values, experts_of(values))
+    return GPTConfig(**{**fields, "swiglu": any("gate" in name for name in names)})
 
 
 def take_sizes(args: argparse.Namespace, sources: Mapping[str, str]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ...config.job import JobConfig, require_section
+from ...config.job import AUTO, JobConfig, require_section
 from ...environment import local_world_size, rank, world_size
 from ...errors import ConfigError, Problems
 from ...launch.launcher import require_restarts
@@ -43,7 +43,7 @@ def plan_job(
     prog: str,
     argv: Sequence[str],
     model: Model,
-    make_config: Callable[[argparse.Namespace, StagePlan | None], Config],
+    make_config: Callable[[argparse.Namespace, JobConfig | None], Config],
     before: list[str],
     after: list[str],
 ) -> TrainingJob[Config]:
@@ -53,7 +53,7 @@ def plan_job(
     completed is printed.
 
     Args:
-        make_config: returns the model's config, for the flags and the plan; None: the plan has problems.
+        make_config: returns the model's config, for the flags and the JSON; None: the JSON has problems.
         before, after: names of the layers before and after the transformer layers.
     """
     problems = Problems()
@@ -69,12 +69,14 @@ def plan_job(
     check_job(args, job and job.deepspeed, problems)
     from .checkpoint_fit import check_load  # imports torch
 
-    plan = None if job is None else _make_plan(args, job, problems)
     config = boundaries = None
     if not problems.undecided & {"hf_model", *_SIZES}:
         with problems.collect():
-            config = make_config(args, plan)
+            config = make_config(args, job)
+    plan = None if job is None else _make_plan(args, job, config, problems)
     if plan is not None and config is not None:
+        with problems.collect():
+            config = replace(config, recompute=args.recompute_granularity or config.recompute)
         with problems.collect():
             _check_splits(args, plan, model)
         with problems.collect():
@@ -97,8 +99,13 @@ def plan_job(
     return TrainingJob(args, plan, config, before, after, boundaries)
 
 
-def _make_plan(args: argparse.Namespace, job: JobConfig, problems: Problems) -> StagePlan | None:
-    """Return the plan of the job, and set the flags that it decides; with a problem, the part without it."""
+def _make_plan(
+    args: argparse.Namespace, job: JobConfig, model: TransformerConfig | None, problems: Problems
+) -> StagePlan | None:
+    """Return the plan of the job, and set the flags that it decides; with a problem, the part without it.
+
+    Without ``model``, which has problems then, there is no plan for the schedule "auto".
+    """
     from ...engine import check_deepspeed
 
     with problems.collect():
@@ -109,7 +116,10 @@ def _make_plan(args: argparse.Namespace, job: JobConfig, problems: Problems) -> 
             require_restarts()
     with problems.collect():
         hosts = hosts_of_flags(args)
-        plan = make_stage_plan(job, world_size() if launched else hosts and hosts.world_size)
+        if model is None and job.ds_ext.schedule == AUTO:
+            return None
+        world = world_size() if launched else hosts and hosts.world_size
+        plan = make_stage_plan(job, world, model=model)
         forward_hosts, ranks = job.ds_ext.fbd.forward_hosts, plan.layout.world_size
         if local_world_size(1) == ranks:  # else the ranks check this after an exchange of their names
             layout_on(plan.layout, Hosts((ranks,), (socket.gethostname(),)), forward_hosts)
@@ -161,6 +171,6 @@ def _write_json(args: argparse.Namespace, config: dict[str, Any]) -> NoReturn:
     raise SystemExit(0)
 
 
-def model_fields(args: argparse.Namespace, plan: StagePlan | None) -> dict[str, Any]:
+def model_fields(args: argparse.Namespace, job: JobConfig | None) -> dict[str, Any]:
     fields = fields_of(TransformerConfig, vars(args))
-    return fields | ({"sequence_parallel": plan.job.ds_ext.sequence_parallel} if plan else {})
+    return fields | ({"sequence_parallel": job.ds_ext.sequence_parallel} if job else {})

@@ -117,7 +117,7 @@ def test_balanced_uses_the_work_of_the_job(tmp_path: Path) -> None:
         (["--stage-layers", "4,2,1,1"], [4, 2, 1, 1]),
     ]:
         args, plan = plan_job("train_gpt.py", ["--deepspeed_config", str(config), "--dry-run", *flags], "gpt")
-        model = TransformerConfig(**model_fields(args, plan), vocab_size=vocab)
+        model = TransformerConfig(**model_fields(args, plan.job), vocab_size=vocab)
         bounds = stage_boundaries(args, plan, before, after, model)
         layers_of = [stop - start for start, stop in pairwise(bounds)]
         assert [layers_of[0] - 1, *layers_of[1:-1], layers_of[-1] - 2] == layers

@@ -19,8 +19,7 @@ from ds_ext.planner.job_plan import make_job_plan
 from ds_ext.planner.request import Request
 from ds_ext.planner.search import choose
 from ds_ext.planner.training_sizes import TrainingSizes
-from ds_ext.recipes.training.arguments import parse
-from tests.plans import candidates_of, placement_of, timetable_of
+from tests.plans import candidates_of, placement_of, plan_job, timetable_of
 
 TRAIN = {"num_layers": 16, "hidden_size": 256, "num_attention_heads": 4, "seq_length": 128}
 AUTO: dict[str, Any] = {
@@ -230,8 +229,8 @@ def test_recomputation_is_chosen_unless_a_flag_sets_it(tmp_path: Path) -> None:
     def rank(memory: int | None, *flags: str) -> Any:
         options = {} if memory is None else {"memory": f"{memory}B", "headroom": 0}
         file.write_text(json.dumps(AUTO | {"ds_ext": AUTO["ds_ext"] | {"schedule_options": options}}))
-        words = ["--deepspeed_config", str(file), "--data-path", "x", "--seq-length", "1024", *flags]
-        return candidates_of(parse("train_gpt.py", words)[1])
+        words = ["--deepspeed_config", str(file), "--dry-run", "--lr", "1e-3", "--seq-length", "1024", *flags]
+        return plan_job("train_gpt.py", words, "gpt")[1].candidates
 
     wide = rank(None)
     least = min(row.memory_bytes for row in wide.ranked if row.memory_bytes and row.recompute == "none")

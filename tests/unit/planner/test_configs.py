@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from benchmarks.first_run import divides_head
+from ds_ext.config.job import JobConfig
 from ds_ext.errors import DsExtError
 from ds_ext.model.config import TransformerConfig
 from ds_ext.pipe_schedules import get_schedule
-from ds_ext.planner.job_plan import StagePlan
 from ds_ext.planner.memory import memory
 from ds_ext.recipes.training import setup
 from ds_ext.recipes.training.setup import model_fields
@@ -31,8 +31,8 @@ LIMITS = ("max_activations", "max_in_flight", "memory")
 VOCABULARY = 4096
 
 
-def config_of(args: argparse.Namespace, plan: StagePlan | None) -> TransformerConfig:
-    return TransformerConfig(**{**model_fields(args, plan), "vocab_size": VOCABULARY})
+def config_of(args: argparse.Namespace, job: JobConfig | None) -> TransformerConfig:
+    return TransformerConfig(**{**model_fields(args, job), "vocab_size": VOCABULARY})
 
 
 def time_and_memory(path: Path, is_bert: bool) -> tuple[float, float]:

@@ -241,7 +241,7 @@ def test_the_example_config_fits_the_script() -> None:
 
     path = Path(__file__).parents[4] / "configs" / "bert_bitpipe.json"
     args, plan = plan_job("train_bert.py", ["--deepspeed_config", str(path), "--dry-run"], "bert")
-    config = BertConfig(**model_fields(args, plan), vocab_size=4096)
+    config = BertConfig(**model_fields(args, plan.job), vocab_size=4096)
     assert plan.timetable.schedule == "bitpipe" and plan.layout.placement.num_devices == 4
     assert config.num_layers % plan.layout.placement.stages == 0
 

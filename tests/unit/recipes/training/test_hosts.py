@@ -41,7 +41,7 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         (tmp_path / "job.json").write_text(json.dumps(job))
         words = ["--deepspeed_config", "job.json", *["--dry-run"] * dry_run, *["--verbose"] * verbose, *flags]
         args, plan = plan_job("train_gpt.py", words, "gpt")
-        model = TransformerConfig(**model_fields(args, plan), vocab_size=1000)
+        model = TransformerConfig(**model_fields(args, plan.job), vocab_size=1000)
         boundaries = stage_boundaries(args, plan, BEFORE, AFTER, model)
         job_of_script = TrainingJob(args, plan, model, BEFORE, AFTER, boundaries)
         return job_of_script.with_stage_work(divides_head).describe(hosts_of_flags(args))

@@ -456,7 +456,7 @@ def test_launch_scripts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert sizes == expected["layout"] and plan.timetable.schedule == "1f1b"
     assert (plan.sizes.train_batch_size, plan.sizes.micro_batches) == expected["batch"]
     assert args.train_iters == expected["steps"] and args.load is None
-    fields = model_fields(args, plan)
+    fields = model_fields(args, plan.job)
     names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "recompute")
     assert tuple(fields[field] for field in names) == expected["model"]
     params = config["scheduler"]["params"]
@@ -578,7 +578,7 @@ def test_a_wrong_size_hides_only_the_checks_that_need_it(
 
 def test_the_families_of_launch_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     args, plan = planned("llama", tmp_path, monkeypatch)
-    llama = model_fields(args, plan)
+    llama = model_fields(args, plan.job)
     assert (llama["num_query_groups"], llama["normalization"], llama["add_bias_linear"]) == (
         4,
         "RMSNorm",
@@ -586,7 +586,8 @@ def test_the_families_of_launch_scripts(tmp_path: Path, monkeypatch: pytest.Monk
     )
     assert llama["swiglu"] and llama["untie_embeddings_and_output_weights"]
     assert plan.job.deepspeed["zero_optimization"] == {"stage": 1}
-    qwen = model_fields(*planned("qwen", tmp_path, monkeypatch))
+    args, plan = planned("qwen", tmp_path, monkeypatch)
+    qwen = model_fields(args, plan.job)
     assert qwen["qk_layernorm"] and (qwen["kv_channels"], qwen["rotary_base"]) == (128, 1e6)
 
 

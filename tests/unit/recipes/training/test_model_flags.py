@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +21,7 @@ def fields(tmp_path: Path, *flags: str, model: Model = "gpt", **train: Any) -> d
     path = tmp_path / "job.json"
     path.write_text(json.dumps({"train_batch_size": 8, "ds_ext": {"train": train}}))
     args, job = parse(f"train_{model}.py", ["--deepspeed_config", str(path), *flags], model)
-    plan: Any = SimpleNamespace(job=job)
-    return model_fields(args, plan)
+    return model_fields(args, job)
 
 
 def test_without_flags_the_model_is_gpt2(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def test_sequence_parallelism_slices_only_the_activation_of_a_message(
     section = {"tensor_parallel_size": 2, "sequence_parallel": sequence_parallel}
     file = write_json(tmp_path / "job.json", tiny_config(tmp_path, **section))
     args, plan = plan_job("train_gpt.py", ["--deepspeed_config", str(file), "--dry-run", "--verbose"], "gpt")
-    model = TransformerConfig(**model_fields(args, plan), vocab_size=100)
+    model = TransformerConfig(**model_fields(args, plan.job), vocab_size=100)
     text = TrainingJob(args, plan, model, ["a", "b"], ["c", "d"], [0, 2, 4, 6, 8]).describe(token_bytes=8)
     # Two samples of 16 tokens: fp32 activations of size 16, and 8 bytes per token that every rank sends.
     assert f" {2 * 16 * 16 * 4 // slices + 2 * 16 * 8:,} bytes" in text
@@ -285,7 +285,7 @@ def test_the_plan_has_the_learning_rate(tmp_path: Path) -> None:
 
     def rate(*flags: str) -> str:
         args, plan = plan_job("train_gpt.py", flags, "gpt")
-        config = TransformerConfig(**model_fields(args, plan), vocab_size=64)
+        config = TransformerConfig(**model_fields(args, plan.job), vocab_size=64)
         text = TrainingJob(args, plan, config, ["a", "b"], ["c", "d"], [0, args.num_layers + 4]).describe()
         return next(line for line in text.splitlines() if line.startswith("rate "))
 
