@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.first_run import divides_head
+from benchmarks.first_run import default_config, divides_head, fit, ranks_of
 from ds_ext.config.job import JobConfig
 from ds_ext.errors import DsExtError
 from ds_ext.model.config import TransformerConfig
@@ -89,3 +89,18 @@ def test_make_train_divides_the_head_where_it_helps(schedule: str, devices: int,
         path.write_text(json.dumps({**job, "ds_ext": section | {"vocabulary_parallel_head": in_parts}}))
         times.append(time_and_memory(path, is_bert=False)[0])
     assert times[divides_head(section)] < 1.01 * min(times)
+
+
+@pytest.mark.parametrize("cores", [2, 3, 4, 5])
+def test_make_train_fits_the_cores(cores: int, tmp_path: Path) -> None:
+    """With an odd number, one stays free. The planned step is the shortest of BitPipe's."""
+    path = CONFIGS[0].parents[1] / default_config(cores)
+    job, ranks = json.loads(path.read_text()), cores - cores % 2
+    assert ranks_of(job, cores) == ranks
+    fit(job, ranks)
+    bubbles = {}
+    for schedule in ("bitpipe", "bitpipe_zb"):
+        changed = tmp_path / f"{schedule}.json"
+        changed.write_text(json.dumps({**job, "ds_ext": job["ds_ext"] | {"schedule": schedule}}))
+        bubbles[schedule] = 1 - 1 / time_and_memory(changed, is_bert=False)[0]
+    assert bubbles[path.stem] <= min(bubbles.values()) + 1e-3
