@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -110,8 +109,7 @@ def test_the_json_of_a_llama_has_its_layers(tmp_path: Path, capsys: pytest.Captu
     file = tmp_path / "job.json"
     file.write_text(json.dumps(json.loads(capsys.readouterr().out)["config"]))
     args, job = parse("train_gpt.py", ["--deepspeed_config", str(file)])
-    plan: Any = SimpleNamespace(job=job)
-    sizes = script_sizes(args, plan)
+    sizes = script_sizes(args, job)
     expected = {
         "hidden_size": 4096,
         "num_query_groups": 4,
@@ -136,8 +134,7 @@ def test_the_planned_model_is_the_one_that_trains(tmp_path: Path, capsys: pytest
     assert main(words.split()) == 0
     (planned,) = re.findall(r"([\d.]+) million parameters", capsys.readouterr().out)
     args, job = parse("train_gpt.py", ["--deepspeed_config", str(file), "--vocab-size", "32000"])
-    plan: Any = SimpleNamespace(job=job)
-    trained = model_parameters(TrainingSizes(**script_sizes(args, plan)))
+    trained = model_parameters(TrainingSizes(**script_sizes(args, job)))
     assert float(planned) == pytest.approx(trained / 1e6, abs=0.006)
 
 
