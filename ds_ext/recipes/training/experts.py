@@ -207,6 +207,7 @@ def _glm(
     return {
         "architectures": ["Glm4MoeForCausalLM"],
         "rope_parameters": {**rotary, "partial_rotary_factor": config.rotary_percent},
+        "partial_rotary_factor": config.rotary_percent,  # transformers 5.16 replaces the other by this, or by a half
         "model_type": "glm4_moe",
         "n_routed_experts": args.num_experts,
         "moe_intermediate_size": width,
