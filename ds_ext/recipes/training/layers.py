@@ -10,6 +10,7 @@ import torch
 
 from ...config.deepspeed_json import precision
 from ...engine import PipelineEngine, PipelineModule
+from ...engine.module_plan import require_auxiliary_loss
 from ...errors import ConfigError
 from ...hf.export import save_adapter
 from ...hf.find import find_split
@@ -48,6 +49,7 @@ class OwnLayers:
 
     def __init__(self, args: argparse.Namespace, plan: JobPlan, config: TransformerConfig) -> None:
         self._args, self._config = args, config
+        require_auxiliary_loss(plan.settings, None)  # raises ConfigError before the ranks meet
         has_weights = args.hf_model and not args.train_from_scratch
         self._folder = HuggingFaceModel(Path(args.hf_model)) if has_weights else None
         self.weights = "" if self._folder is None else f"{args.hf_model}: {self._folder.describe()}"
@@ -99,6 +101,7 @@ class DecoderLayers:
         self._layers, self._loss_fn = decoder_layers(
             source, split, adapters, config.chunked_loss, NextTokenLoss, kind
         )
+        require_auxiliary_loss(settings, self._loss_fn)  # likewise
         self.divides_head = True
         try:
             self._layers[-1].in_parts(settings.pipeline_parallel_size)  # likewise

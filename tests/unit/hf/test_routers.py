@@ -68,3 +68,8 @@ def test_the_json_has_the_loss_of_the_layers(changes: dict[str, Any], kind: Any)
     other = "per_layer" if kind == "pooled" or not changes else "pooled"
     with pytest.raises(ConfigError, match=rf"auxiliary_loss: .*got {other}"):
         require_auxiliary_loss(DsExtConfig(auxiliary_loss=other), loss_fn)
+
+
+def test_a_gpt_has_no_loss_of_routers() -> None:
+    with pytest.raises(ConfigError, match=r"auxiliary_loss: .*got pooled"):
+        require_auxiliary_loss(DsExtConfig(auxiliary_loss="pooled"), None)
